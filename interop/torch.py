@@ -1,0 +1,181 @@
+"""PyTorch: `moe`, a differentiable function, and `MoE`, a module with a router.
+
+Outputs and workspace come from torch's allocator and launches go to torch's current stream, in
+backward too, which autograd runs on another thread. Everything kept for backward goes through
+save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy backend.
+"""
+
+import dataclasses
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import moeblaze_cupy as mb
+from moeblaze_cupy.structures import is_gated
+
+_INDEX_TENSORS = (
+    "expert_token_indices",
+    "expert_token_offsets",
+    "token_expert_indices",
+    "token_index_map",
+    "row_tiles",
+)
+
+
+class _MoE(torch.autograd.Function):
+    """w1 arrives as gate and up; up is None where w1 is one tensor."""
+
+    @staticmethod
+    def forward(ctx, x, ids, weights, gate, up, w2, activation, save, keep_saved):
+        w1 = gate if up is None else (gate, up)
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
+        index = saved.index
+        ctx.save_for_backward(
+            x,
+            weights,
+            gate,
+            up,
+            w2,
+            saved.first_layer,
+            saved.y_swi,
+            *(getattr(index, name) for name in _INDEX_TENSORS),
+        )
+        empty_index = dataclasses.replace(index, **dict.fromkeys(_INDEX_TENSORS))
+        ctx.saved = dataclasses.replace(
+            saved, x=None, weights=None, w1=None, w2=None, first_layer=None, y_swi=None, index=empty_index
+        )
+        ctx.keep_saved = keep_saved
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        if grad_out is None:
+            return (None,) * 9
+        x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
+        saved = dataclasses.replace(
+            ctx.saved,
+            x=x,
+            weights=weights,
+            w1=gate if up is None else (gate, up),
+            w2=w2,
+            first_layer=first_layer,
+            y_swi=y_swi,
+            index=dataclasses.replace(ctx.saved.index, **dict(zip(_INDEX_TENSORS, lists, strict=True))),
+        )
+        needed = ctx.needs_input_grad
+        flags = {"x": needed[0], "weights": needed[2], "w1": needed[3] or needed[4], "w2": needed[5]}
+        needs = tuple(name for name, wanted in flags.items() if wanted)
+        grads = mb.moe_backward(grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved)
+        ctx.saved.consumed = saved.consumed
+        grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
+        return (
+            grads.x,
+            None,
+            grads.weights,
+            grad_gate if needed[3] else None,
+            grad_up if needed[4] else None,
+            grads.w2,
+            None,
+            None,
+            None,
+        )
+
+
+def moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    w2: torch.Tensor,
+    *,
+    activation: str = "swiglu",
+    save: str | None = "minimal",
+    keep_saved: bool = False,
+) -> torch.Tensor:
+    """The MoE layer (L, d), differentiable in x, weights, w1 and w2; arguments as `moeblaze_cupy.moe_forward`.
+
+    Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
+    their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`.
+    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
+    """
+    gate, up = w1 if isinstance(w1, (tuple, list)) else (w1, None)
+    differentiable = (x, weights, gate, up, w2)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)):
+        return mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
+    if save is None:
+        raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
+    return _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, k, kind, renormalize):
+        weights, ids = mb.route(logits, k, kind=kind, renormalize=renormalize)
+        ctx.save_for_backward(logits, weights, ids)
+        ctx.options = {"kind": kind, "renormalize": renormalize}
+        ctx.mark_non_differentiable(ids)
+        return weights, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_weights, _):
+        logits, weights, ids = ctx.saved_tensors
+        return mb.route_backward(grad_weights.contiguous(), logits, weights, ids, **ctx.options), None, None, None
+
+
+def route(
+    logits: torch.Tensor, k: int, kind: str = "softmax_topk", renormalize: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`moeblaze_cupy.route` on tensors: weights (L, k), differentiable in logits (L, E), and ids (L, k) int32."""
+    return _Route.apply(logits, k, kind, renormalize)
+
+
+class MoE(torch.nn.Module):
+    """A router and its experts: (..., d) -> (..., d).
+
+    w1 is (E, d, 2h), or (E, d, h) without a gate, and w2 (E, h, d), each the transposed view of a parameter
+    stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
+    logits are computed and normalised in fp32.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        num_experts: int,
+        k: int,
+        *,
+        activation: str = "swiglu",
+        save: str | None = "minimal",
+        kind: str = "softmax_topk",
+        renormalize: bool = True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.k, self.activation, self.save, self.kind, self.renormalize = k, activation, save, kind, renormalize
+        options = {"device": device, "dtype": dtype}
+        width = d_hidden * (2 if is_gated(activation) else 1)
+        self.router = torch.nn.Parameter(torch.empty(num_experts, d_model, **options))
+        self.w1_storage = torch.nn.Parameter(torch.empty(num_experts, width, d_model, **options))
+        self.w2_storage = torch.nn.Parameter(torch.empty(num_experts, d_model, d_hidden, **options))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with standard deviation 1 / sqrt(fan in)."""
+        for parameter in (self.router, self.w1_storage, self.w2_storage):
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()
+        logits = torch.nn.functional.linear(tokens.float(), self.router.float())
+        weights, ids = route(logits, self.k, self.kind, self.renormalize)
+        w1, w2 = self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
+        out = moe(tokens, ids, weights, w1, w2, activation=self.activation, save=self.save)
+        return out.reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        E, d, h = self.w2_storage.shape
+        return f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}, activation={self.activation!r}, save={self.save!r}"

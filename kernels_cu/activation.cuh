@@ -1,0 +1,21 @@
+// Activations of the first layer and their derivatives, in fp32 (paper section 5.1; Algorithm 1, lines 23-28).
+#pragma once
+
+enum { SILU = 0, GELU = 1, RELU = 2 };
+
+struct Activated {
+    float value, derivative;
+};
+
+template <int KIND>
+__device__ __forceinline__ Activated activate(float x) {
+    if (KIND == SILU) {
+        const float sigmoid = 1.f / (1.f + expf(-x));
+        return {x * sigmoid, sigmoid * (1.f + x * (1.f - sigmoid))};
+    }
+    if (KIND == GELU) {  // exact: x times the normal distribution function
+        const float cdf = 0.5f * (1.f + erff(x * 0.70710678f));
+        return {x * cdf, cdf + x * 0.39894228f * expf(-0.5f * x * x)};
+    }
+    return {x < 0.f ? 0.f : x, x > 0.f ? 1.f : 0.f};  // a NaN stays a NaN
+}

@@ -1,0 +1,159 @@
+"""Arrays of any framework, seen as a kernel sees them: pointer, shape, strides, dtype, device.
+
+CuPy and torch are read directly; other DLPack arrays come in through `interop.dlpack`. Nothing here
+imports CuPy or torch: an array can only exist if its framework is loaded.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+CPU = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array. `strides` in elements; `device` a CUDA ordinal, or -1 for the CPU; `owner` keeps it alive."""
+
+    owner: Any
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+    @property
+    def is_contiguous(self) -> bool:
+        """C order; strides of dimensions of size 1 do not matter."""
+        expected = 1
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if n != 1 and stride != expected:
+                return self.size == 0
+            expected *= n
+        return True
+
+
+def describe_strided(array: Any, pointer: int, device: int) -> Array:
+    """A NumPy or CuPy array, whose strides are in bytes."""
+    itemsize = array.dtype.itemsize
+    return Array(
+        array, pointer, tuple(array.shape), tuple(s // itemsize for s in array.strides), array.dtype.name, device
+    )
+
+
+class NumPy:
+    """Host arrays: NumPy's own."""
+
+    name = "numpy"
+
+    @staticmethod
+    def describe(array) -> Array:
+        return describe_strided(array, array.ctypes.data, CPU)
+
+    @staticmethod
+    def to_numpy(array):
+        return array
+
+    @staticmethod
+    def from_numpy(array):
+        return array
+
+
+class CuPy:
+    name = "cupy"
+
+    @staticmethod
+    def describe(array) -> Array:
+        return describe_strided(array, array.data.ptr, array.device.id)
+
+    @staticmethod
+    def empty(shape, dtype: str, device: int):
+        return sys.modules["cupy"].empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+    @staticmethod
+    def stream(device: int) -> int:
+        return sys.modules["cupy"].cuda.get_current_stream().ptr
+
+
+class Torch:
+    """CUDA tensors by pointer, memory from torch's allocator, torch's current stream; CPU tensors through NumPy."""
+
+    name = "torch"
+
+    @staticmethod
+    def describe(array) -> Array:
+        kind = array.device.type
+        if kind not in ("cpu", "cuda"):
+            raise TypeError(f"moeblaze_cupy: device: expected a tensor on cpu or cuda, got {kind}")
+        device = CPU if kind == "cpu" else array.device.index
+        return Array(array, array.data_ptr(), tuple(array.shape), array.stride(), str(array.dtype)[6:], device)
+
+    @staticmethod
+    def empty(shape, dtype: str, device: int):
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{device}")
+
+    @staticmethod
+    def stream(device: int) -> int:
+        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
+
+    @staticmethod
+    def to_numpy(array):
+        torch = sys.modules["torch"]
+        array = array.detach()
+        if array.dtype == torch.bfloat16:
+            return array.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return array.numpy()
+
+    @staticmethod
+    def from_numpy(array):
+        torch = sys.modules["torch"]
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+_FRAMEWORKS = {"numpy": NumPy, "cupy": CuPy, "torch": Torch}
+
+
+def framework_of(array: Any):
+    """NumPy, CuPy or Torch by the array's type (or a base of it); None for anything else."""
+    for base in type(array).__mro__:
+        found = _FRAMEWORKS.get(base.__module__.partition(".")[0])
+        if found is not None and base.__name__ in ("ndarray", "Tensor", "Parameter"):
+            return found
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Where one call runs: whose allocator, which device, which stream (a pointer)."""
+
+    framework: Any
+    device: int
+    stream: int
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return self.framework.describe(self.framework.empty(shape, dtype, self.device))
+
+    def describe(self, array: Any) -> Array | None:
+        return None if array is None else self.framework.describe(array)
+
+
+Export = Callable[[Any], Any]  # working array -> the caller's kind of array

@@ -1,0 +1,184 @@
+"""Argument checks, from shapes and dtypes alone: nothing here reads array contents or waits for a device.
+
+Every message names the function, the argument, what was expected and what came. Types, dtypes and
+devices raise TypeError; shapes, memory order and values ValueError.
+"""
+
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.arrays import CPU, Array
+from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, is_gated
+
+GPU_DTYPES = ("bfloat16", "float16", "float32")
+CPU_DTYPES = (*GPU_DTYPES, "float64")
+ID_DTYPES = ("int32", "int64")
+
+
+def _message(function: str, argument: str, expected: str, got) -> str:
+    return f"{function}: {argument}: expected {expected}, got {got}"
+
+
+def bad_value(function: str, argument: str, expected: str, got) -> ValueError:
+    return ValueError(_message(function, argument, expected, got))
+
+
+def bad_type(function: str, argument: str, expected: str, got) -> TypeError:
+    return TypeError(_message(function, argument, expected, got))
+
+
+def one_of(function: str, argument: str, value, allowed: tuple) -> None:
+    if value not in allowed:
+        raise bad_value(function, argument, f"one of {', '.join(map(repr, allowed))}", repr(value))
+
+
+def shape(function: str, argument: str, array: Array, letters: str, expected: tuple) -> None:
+    """`expected` has None where any size will do."""
+    sizes_match = len(array.shape) == len(expected) and all(
+        e is None or e == n for e, n in zip(expected, array.shape, strict=True)
+    )
+    if not sizes_match:
+        wanted = ", ".join("any" if e is None else str(e) for e in expected)
+        raise bad_value(function, argument, f"shape ({letters}) = ({wanted})", array.shape)
+
+
+def dtype(function: str, argument: str, array: Array, allowed: tuple) -> None:
+    if array.dtype not in allowed:
+        raise bad_type(function, argument, f"dtype {' or '.join(allowed)}", array.dtype)
+
+
+def contiguous(function: str, argument: str, array: Array) -> None:
+    if not array.is_contiguous:
+        raise bad_value(function, argument, "a C-contiguous array", f"strides {array.strides} for shape {array.shape}")
+
+
+def floats(array: Array) -> tuple:
+    return CPU_DTYPES if array.device == CPU else GPU_DTYPES
+
+
+def same_device(function: str, **arrays: Array | None) -> None:
+    present = {name: array for name, array in arrays.items() if array is not None}
+    first = next(iter(present))
+    for name, array in present.items():
+        if array.device != present[first].device:
+            raise bad_type(function, name, f"{first}'s device {device_name(present[first])}", device_name(array))
+
+
+def device_name(array: Array) -> str:
+    return "cpu" if array.device == CPU else f"cuda:{array.device}"
+
+
+def slots(function: str, argument: str, num_slots: int) -> None:
+    if num_slots > launch_config.MAX_SLOTS:
+        raise bad_value(
+            function, argument, f"at most {launch_config.MAX_SLOTS} slots L*k (int32 index lists)", num_slots
+        )
+
+
+def ids(function: str, array: Array, num_experts: int) -> None:
+    if len(array.shape) != 2 or array.shape[1] < 1:
+        raise bad_value(function, "ids", "shape (L, k) with k >= 1", array.shape)
+    dtype(function, "ids", array, ID_DTYPES)
+    contiguous(function, "ids", array)
+    slots(function, "ids", array.size)
+    if not 1 <= num_experts <= launch_config.MAX_EXPERTS:
+        raise bad_value(function, "num_experts", f"1 to {launch_config.MAX_EXPERTS}", num_experts)
+
+
+def router(function: str, logits: Array, k: int, kind: str) -> None:
+    one_of(function, "kind", kind, ROUTER_KINDS)
+    shape(function, "logits", logits, "L, E", (None, None))
+    dtype(function, "logits", logits, floats(logits))
+    contiguous(function, "logits", logits)
+    num_experts = logits.shape[1]
+    if not 1 <= num_experts <= launch_config.MAX_ROUTER_EXPERTS:
+        raise bad_value(function, "logits", f"1 to {launch_config.MAX_ROUTER_EXPERTS} experts", num_experts)
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise bad_type(function, "k", "an int", repr(k))
+    limit = min(num_experts, launch_config.MAX_ROUTER_K)
+    if not 1 <= k <= limit:
+        raise bad_value(function, "k", f"1 to {limit} (E = {num_experts} experts, at most 32)", k)
+
+
+def router_backward(
+    function: str, grad_weights: Array, logits: Array, weights: Array, chosen: Array, kind: str
+) -> None:
+    shape(function, "weights", weights, "L, k", (logits.shape[0], None) if logits.shape else (None, None))
+    router(function, logits, weights.shape[1], kind)
+    same_device(function, logits=logits, grad_weights=grad_weights, weights=weights, ids=chosen)
+    expected = weights.shape
+    wide = "float64" if logits.dtype == "float64" else "float32"
+    for name, array, dtypes in (
+        ("grad_weights", grad_weights, (wide,)),
+        ("weights", weights, (wide,)),
+        ("ids", chosen, ("int32",)),
+    ):
+        shape(function, name, array, "L, k", expected)
+        dtype(function, name, array, dtypes)
+        contiguous(function, name, array)
+
+
+def weight_order(function: str, argument: str, array: Array) -> bool:
+    """True if the memory order is (E, columns, rows), the transposed view; False if row-major.
+
+    Either inner dimension may be the contiguous one; rows and experts may be further apart.
+    """
+    _, rows, columns = array.shape
+    _, row_stride, column_stride = array.strides
+    if column_stride == 1 or columns == 1:
+        return False
+    if row_stride == 1 or rows == 1:
+        return True
+    raise bad_value(
+        function,
+        argument,
+        "the last dimension contiguous, or the transposed view of an array whose last dimension is",
+        f"strides {array.strides} for shape {array.shape}",
+    )
+
+
+def layer(function, x, chosen, weights, w1: tuple, w2, activation: str, save) -> None:
+    """`w1` as a tuple: one array, or a pair (gate, up)."""
+    one_of(function, "activation", activation, ACTIVATIONS)
+    one_of(function, "save", save, SAVE_POLICIES)
+    names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")
+    same_device(function, x=x, ids=chosen, weights=weights, **dict(zip(names, w1, strict=True)), w2=w2)
+    shape(function, "x", x, "L, d", (None, None))
+    dtype(function, "x", x, floats(x))
+    contiguous(function, "x", x)
+    L, d = x.shape
+    if d < 1:
+        raise bad_value(function, "x", "shape (L, d) with d >= 1", x.shape)
+    shape(function, "w2", w2, "E, h, d", (None, None, d))
+    E, h, _ = w2.shape
+    if h < 1:
+        raise bad_value(function, "w2", "shape (E, h, d) with h >= 1", w2.shape)
+    if len(w1) == 2 and not is_gated(activation):
+        raise bad_value(function, "w1", f"one array (E, d, h) for activation {activation!r}", "a pair")
+    for name, array in zip(names, w1, strict=True):
+        if len(w1) == 1 and is_gated(activation):
+            shape(function, name, array, "E, d, 2h", (E, d, 2 * h))
+        else:
+            shape(function, name, array, "E, d, h", (E, d, h))
+    for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
+        dtype(function, name, array, (x.dtype,))
+        weight_order(function, name, array)
+    if len(w1) == 2 and w1[0].strides != w1[1].strides:
+        raise bad_value(function, "w1", "gate and up with equal strides", f"{w1[0].strides} and {w1[1].strides}")
+    shape(function, "ids", chosen, "L, k", (L, None))
+    ids(function, chosen, E)
+    shape(function, "weights", weights, "L, k", chosen.shape)
+    dtype(function, "weights", weights, tuple(dict.fromkeys(("float32", x.dtype))))
+    contiguous(function, "weights", weights)
+
+
+def layer_backward(function: str, grad_out: Array, x: Array, saved, needs: tuple) -> None:
+    for name in needs:
+        one_of(function, "needs", name, GRADIENTS)
+    same_device(function, x=x, grad_out=grad_out)
+    shape(function, "grad_out", grad_out, "L, d", x.shape)
+    dtype(function, "grad_out", grad_out, (x.dtype,))
+    contiguous(function, "grad_out", grad_out)
+    if saved.consumed:
+        raise RuntimeError(
+            f"{function}: saved: expected activations that are still there, got ones that an earlier backward "
+            "overwrote with their gradients; pass keep_saved=True to the earlier call"
+        )

@@ -1,0 +1,46 @@
+"""`compile`: fills CuPy's kernel cache, so that the first training step compiles nothing."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy.cli.progress import CommandError, Progress
+
+
+def run(args) -> int:
+    """0 if every kernel compiled, 1 if some did not."""
+    try:
+        limits = _device_limits()
+    except Exception as error:  # a broken CuPy can fail in any way; all of them mean that nothing can be compiled
+        raise CommandError(str(error) or repr(error)) from error
+    variants = loader.variants(
+        dtypes=tuple(args.dtype),
+        orders=tuple(args.order),
+        activations=tuple(args.activation),
+        stages=launch_config.gemm_stages(limits),
+    )
+    seconds, failures = 0.0, 0
+    # NVRTC releases the GIL, so threads compile in parallel.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, Progress(len(variants), "compile") as progress:
+        pending = {pool.submit(loader.precompile, variant): variant for variant in variants}
+        for done, future in enumerate(as_completed(pending), start=1):
+            name = pending[future].name
+            try:
+                took = future.result()
+            except Exception as error:
+                failures += 1
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
+            seconds += took
+            progress.update(done, f"{took:.1f} s {name}")
+    print(f"{len(variants) - failures} of {len(variants)} kernels ready, {seconds:.1f} s of compiler time")
+    return 1 if failures else 0
+
+
+def _device_limits() -> launch_config.DeviceLimits:
+    """Of the current device. Raises RuntimeError saying what is missing."""
+    cupy = loader.import_cupy()
+    limits = loader.device_limits(cupy.cuda.runtime.getDevice())
+    launch_config.tier(limits.compute_capability)
+    return limits

@@ -1,0 +1,244 @@
+"""The public functions: check the arguments, choose NumPy or CUDA by where the arrays are, hand back the caller's kind."""
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+from moeblaze_cupy import arrays, checks, reference
+from moeblaze_cupy.interop import dlpack
+from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward
+
+
+def _keep(array: Any) -> Any:
+    return array
+
+
+class _Call:
+    """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back."""
+
+    def __init__(self, function: str, **given: Any):
+        self.function, self.export, self.working = function, _keep, {}
+        frameworks = {}
+        for name, array in given.items():
+            framework = arrays.framework_of(array)
+            if framework is None:
+                if not dlpack.is_dlpack(array):
+                    raise checks.bad_type(
+                        function, name, "a NumPy, CuPy or torch array, or one with __dlpack__", type(array)
+                    )
+                if self.export is _keep:
+                    self.export = dlpack.exporter(array)
+                array = dlpack.import_array(array)
+                framework = arrays.framework_of(array)
+            self.working[name], frameworks[name] = array, framework
+        first = next(iter(given))
+        self.framework = frameworks[first]
+        for name, framework in frameworks.items():
+            if framework is not self.framework:
+                raise checks.bad_type(function, name, f"a {self.framework.name} array like {first}", framework.name)
+        self.described = {name: self.framework.describe(array) for name, array in self.working.items()}
+        checks.same_device(function, **self.described)
+        self.device = self.described[first].device
+        self.on_cpu = self.device == arrays.CPU
+        if self.on_cpu and self.framework is arrays.Torch:
+            self.export = arrays.Torch.from_numpy
+
+    def host(self, name: str):
+        """A working array as NumPy, on the CPU."""
+        return self.framework.to_numpy(self.working[name])
+
+    def current_device(self):
+        """Makes the arrays' device current."""
+        if self.on_cpu:
+            return nullcontext()
+        from moeblaze_cupy.loader import import_cupy
+
+        return import_cupy().cuda.Device(self.device)
+
+    def context(self) -> arrays.Context:
+        return arrays.Context(self.framework, self.device, self.framework.stream(self.device))
+
+
+def _map_saved(saved: SavedForBackward, convert) -> SavedForBackward:
+    """The same, with every array passed through `convert`."""
+
+    def each(value):
+        if isinstance(value, (tuple, list)):
+            return tuple(each(v) for v in value)
+        return None if value is None else convert(value)
+
+    return dataclasses.replace(
+        saved,
+        index=_map_index(saved.index, convert),
+        **{name: each(getattr(saved, name)) for name in ("x", "weights", "w1", "w2", "first_layer", "y_swi")},
+    )
+
+
+def _map_index(index: DispatchIndices, convert) -> DispatchIndices:
+    names = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map", "row_tiles")
+    values = {name: getattr(index, name) for name in names}
+    return dataclasses.replace(index, **{n: None if v is None else convert(v) for n, v in values.items()})
+
+
+def _pair(w1: Any) -> tuple:
+    return tuple(w1) if isinstance(w1, (tuple, list)) else (w1,)
+
+
+def _named_pair(function: str, w1: Any) -> dict[str, Any]:
+    pair = _pair(w1)
+    if len(pair) not in (1, 2):
+        raise checks.bad_value(function, "w1", "one array or a pair (gate, up)", f"{len(pair)} arrays")
+    return {"w1": pair[0]} if len(pair) == 1 else {"w1[0]": pair[0], "w1[1]": pair[1]}
+
+
+def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = True) -> tuple[Any, Any]:
+    """Softmax and top-k over the experts of each token (paper section 2.1).
+
+    logits: (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 1024; k <= min(E, 32).
+    kind: "softmax_topk" takes the softmax over all E, then the k largest, divided by their sum if
+    `renormalize`; "topk_softmax" takes the softmax over the k largest logits.
+    Returns weights (L, k) float32 and ids (L, k) int32, largest first, ties to the lower id. A NaN
+    logit ranks first and makes its token's weights NaN.
+    Raises TypeError (dtype, device) or ValueError (shape, k, kind).
+    """
+    call = _Call("route", logits=logits)
+    checks.router("route", call.described["logits"], k, kind)
+    if call.on_cpu:
+        weights, ids = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
+        return call.export(weights), call.export(ids)
+    from moeblaze_cupy.ops import router
+
+    with call.current_device():
+        weights, ids = router.route(call.context(), call.described["logits"], k, kind=kind, renormalize=renormalize)
+        return call.export(weights.owner), call.export(ids.owner)
+
+
+def route_backward(
+    grad_weights: Any, logits: Any, weights: Any, ids: Any, kind: str = "softmax_topk", renormalize: bool = True
+) -> Any:
+    """Gradient of `route`'s weights with respect to its logits, (L, E) in their dtype.
+
+    grad_weights and weights (L, k) float32, ids (L, k) int32 as `route` returned them; kind and
+    renormalize as given to `route`. Raises TypeError or ValueError as `route` does.
+    """
+    call = _Call("route_backward", logits=logits, grad_weights=grad_weights, weights=weights, ids=ids)
+    d = call.described
+    checks.router_backward("route_backward", d["grad_weights"], d["logits"], d["weights"], d["ids"], kind)
+    if call.on_cpu:
+        host = (call.host(name) for name in ("grad_weights", "logits", "weights", "ids"))
+        return call.export(reference.route_backward(*host, kind=kind, renormalize=renormalize))
+    from moeblaze_cupy.ops import router
+
+    with call.current_device():
+        grad = router.route_backward(
+            call.context(), d["grad_weights"], d["logits"], d["weights"], d["ids"], kind=kind, renormalize=renormalize
+        )
+        return call.export(grad.owner)
+
+
+def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
+    """The paper's index lists (section 4.1), built in its three steps (section 4.2).
+
+    ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
+    twice by a token is two slots. num_experts <= 8192, L*k < 2^31.
+    Returns DispatchIndices of int32 arrays of the caller's kind.
+    Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
+    """
+    call = _Call("build_dispatch", ids=ids)
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+        raise checks.bad_type("build_dispatch", "num_experts", "an int", repr(num_experts))
+    checks.ids("build_dispatch", call.described["ids"], num_experts)
+    if call.on_cpu:
+        return _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
+    from moeblaze_cupy.ops.dispatch import dispatch
+
+    with call.current_device():
+        return _map_index(dispatch(call.context(), call.described["ids"], num_experts), call.export)
+
+
+def moe_forward(
+    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: str | None = "minimal"
+) -> tuple[Any, SavedForBackward | None]:
+    """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
+
+    x: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. ids: (L, k) int32 or int64, see
+    `build_dispatch`. weights: (L, k) float32 or x's dtype.
+    w1: (E, d, 2h), gate columns then up columns, for swiglu, geglu and reglu, or a pair (gate, up) of
+    (E, d, h); (E, d, h) for silu, gelu (exact) and relu. w2: (E, h, d). Both in x's dtype, read in place,
+    row-major or as the transposed view of (E, 2h, d) / (E, d, h) storage.
+    save: "minimal" keeps a, b; "paper" also act(a) * b (Algorithm 1); "recompute" only x; None nothing.
+    Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
+    Raises TypeError (dtype, device, framework), ValueError (shape, memory order, names), or RuntimeError
+    where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80.
+    """
+    call = _Call("moe_forward", x=x, ids=ids, weights=weights, **_named_pair("moe_forward", w1), w2=w2)
+    d = call.described
+    w1_names = [name for name in d if name.startswith("w1")]
+    w1_arrays = tuple(d[name] for name in w1_names)
+    checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
+    if call.on_cpu:
+        host = {name: call.host(name) for name in d}
+        host_w1 = tuple(host[name] for name in w1_names)
+        out, saved = reference.moe_forward(
+            host["x"],
+            host["ids"],
+            host["weights"],
+            host_w1 if len(host_w1) == 2 else host_w1[0],
+            host["w2"],
+            activation=activation,
+            save=save,
+        )
+        if saved is not None and call.framework is arrays.Torch:
+            saved = _map_saved(saved, call.export)
+        return call.export(out), saved
+    from moeblaze_cupy.ops import experts
+
+    with call.current_device():
+        out, saved = experts.moe_forward(
+            call.context(), d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation=activation, save=save
+        )
+        return call.export(out.owner), saved
+
+
+def moe_backward(
+    grad_out: Any, saved: SavedForBackward, *, needs: tuple[str, ...] = GRADIENTS, keep_saved: bool = False
+) -> Gradients:
+    """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
+
+    grad_out: (L, d), x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2" to compute; the
+    others stay None and their kernels do not run.
+    On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
+    backward over them raises RuntimeError.
+    Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1 and w2 in the form, dtype and
+    memory order of the weights, exactly zero for experts without tokens.
+    Raises TypeError or ValueError as `moe_forward` does.
+    """
+    if not isinstance(saved, SavedForBackward):
+        raise checks.bad_type(
+            "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
+        )
+    needs = tuple(needs)
+    call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x})
+    checks.layer_backward("moe_backward", call.described["grad_out"], call.described["saved.x"], saved, needs)
+    if call.on_cpu:
+        host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
+        grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs)
+    else:
+        from moeblaze_cupy.ops import experts
+
+        with call.current_device():
+            grads = experts.moe_backward(
+                call.context(), call.described["grad_out"], saved, needs=needs, keep_saved=keep_saved
+            )
+            return _export_gradients(grads, call.export)
+    return _export_gradients(grads, call.export)
+
+
+def _export_gradients(grads: Gradients, export) -> Gradients:
+    values = {name: getattr(grads, name) for name in GRADIENTS}
+    return Gradients(
+        **{
+            name: tuple(map(export, v)) if isinstance(v, tuple) else None if v is None else export(v)
+            for name, v in values.items()
+        }
+    )

@@ -1,0 +1,223 @@
+"""Kernel sources to launchable kernels: the only user of `cupy.RawModule`.
+
+A kernel is named by its source file, its entry and its JIT constants. CuPy keeps the compiled cubins on
+disk (`CUPY_CACHE_DIR`, else ~/.cupy/kernel_cache); its key does not see included headers, so a digest of
+every kernel source goes into the options.
+"""
+
+import functools
+import hashlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+from importlib import resources
+from types import SimpleNamespace
+
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
+
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
+ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
+SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu")
+EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
+
+_lock = threading.Lock()
+_kernels: dict = {}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled entry: source file, entry name, JIT constants, dynamic shared memory in bytes (0: set per launch)."""
+
+    source: str
+    entry: str
+    macros: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in ("ENTRY", "MMA"))])
+
+
+def gemm_variant(
+    entry: str,
+    *,
+    dtype: str,
+    activation: str,
+    transposed: bool,
+    aligned: bool,
+    weights_dtype: str = "float32",
+    stages: int = 3,
+) -> Variant:
+    """The grouped GEMM or weight gradient of one step; `transposed`: the weight's memory order is (E, columns, rows)."""
+    gated = activation in GATED_ACTIVATIONS
+    macros = {
+        "ENTRY": entry,
+        "ELEMENT": ELEMENTS[dtype],
+        "MMA": "mma_fp16" if dtype == "float16" else "mma_bf16",
+        "ALIGNED": int(aligned),
+        "STAGES": stages,
+    }
+    if entry in EPILOGUES:
+        forward = entry.endswith("_fwd")
+        epilogue = EPILOGUES[entry]
+        macros |= {
+            "EPILOGUE": epilogue,
+            "GATHER": int(entry in ("up_fwd", "down_bwd")),
+            "B_K_CONTIGUOUS": int(transposed == forward),
+            "K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1,
+            "GATED": int(gated and epilogue != "STORE"),
+            "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
+            "WEIGHT": ELEMENTS[weights_dtype] if epilogue == "ACTIVATE_BWD" else "float",
+        }
+        source = "grouped_gemm_sm80.cu"
+    else:
+        gathers_p = (entry == "up_wgrad") != transposed  # x is P of up_wgrad, grad_out is Q of down_wgrad
+        macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
+        source = "grouped_wgrad_sm80.cu"
+    return Variant(source, entry, tuple((k, str(v)) for k, v in macros.items()))
+
+
+def variants(
+    dtypes=("bfloat16",), orders=("row", "transposed"), activations=("swiglu",), aligned=(True,), stages: int = 3
+) -> list[Variant]:
+    """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`."""
+    found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
+    for dtype in dtypes:
+        for order in orders:
+            for activation in activations:
+                for is_aligned in aligned:
+                    for entry in (*EPILOGUES, "down_wgrad", "up_wgrad"):
+                        for weights_dtype in dict.fromkeys(("float32", dtype)) if entry == "down_bwd" else ("float32",):
+                            found[
+                                gemm_variant(
+                                    entry,
+                                    dtype=dtype,
+                                    activation=activation,
+                                    transposed=order == "transposed",
+                                    aligned=is_aligned,
+                                    weights_dtype=weights_dtype,
+                                    stages=stages,
+                                )
+                            ] = None
+    return list(found)
+
+
+def source_folder() -> str:
+    return str(resources.files("moeblaze_cupy.kernels_cu"))
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest over every kernel source and header."""
+    digest = hashlib.sha256()
+    for name in sorted(os.listdir(source_folder())):
+        if name.endswith((".cu", ".cuh")):
+            with open(os.path.join(source_folder(), name), "rb") as file:
+                digest.update(name.encode() + b"\0" + file.read() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def options(variant: Variant) -> tuple[str, ...]:
+    """NVRTC options of a variant, without the architecture."""
+    defines = tuple(f"-D{key}={value}" for key, value in variant.macros)
+    return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines)
+
+
+def import_cupy():
+    """CuPy with a usable device. Raises RuntimeError saying what is missing and what to install or update."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(
+            "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays "
+            f'(pip install "moeblaze-cupy[cuda13]" or "[cuda12]"), got {error!r}'
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(
+            f"moeblaze_cupy: CUDA driver: expected one that supports CUDA {cupy.cuda.runtime.runtimeGetVersion() // 1000} "
+            f"and a GPU, got {error}"
+        ) from error
+    if count == 0:
+        raise RuntimeError("moeblaze_cupy: GPU: expected at least one CUDA device, got 0")
+    return cupy
+
+
+@functools.cache
+def device_limits(device: int) -> launch_config.DeviceLimits:
+    runtime = import_cupy().cuda.runtime
+
+    def attribute(number: int) -> int:  # a cudaDeviceAttr
+        return runtime.deviceGetAttribute(number, device)
+
+    return launch_config.DeviceLimits(
+        compute_capability=10 * attribute(75) + attribute(76),
+        multiprocessors=attribute(16),
+        shared_bytes_per_block=attribute(97),
+        shared_bytes_per_multiprocessor=attribute(81),
+    )
+
+
+@functools.cache
+def _module(source: str, macros: tuple):
+    with open(os.path.join(source_folder(), source)) as file:
+        code = file.read()
+    return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)))
+
+
+def kernel(device: int, variant: Variant, shared_bytes: int = 0):
+    """The launchable kernel on a device (which must be current), compiled at first use."""
+    key = (device, variant, shared_bytes)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            if found is None:
+                launch_config.tier(device_limits(device).compute_capability)
+                found = _module(variant.source, variant.macros).get_function(variant.entry)
+                if shared_bytes > launch_config.DEFAULT_SHARED_BYTES:
+                    found.max_dynamic_shared_size_bytes = shared_bytes
+                _kernels[key] = found
+    return found
+
+
+def launch(context, variant: Variant, grid: tuple, block: int, args: tuple, shared_bytes: int = 0) -> None:
+    """Launches on the context's device and stream. Every kernel parameter is a pointer or a 64-bit integer."""
+    compiled = kernel(context.device, variant, shared_bytes)
+    compiled(grid, (block,), args, shared_mem=shared_bytes, stream=SimpleNamespace(ptr=context.stream))
+
+
+def precompile(variant: Variant) -> float:
+    """Compiles one variant for the current device, or takes it from the disk cache; returns the seconds it took."""
+    start = time.perf_counter()
+    import_cupy()
+    _module(variant.source, variant.macros).compile()
+    return time.perf_counter() - start
+
+
+def compile_at_import() -> None:
+    """Compiles the shape-independent modules when a CUDA device is there; a failure is left to the first call."""
+    if os.environ.get("MOEBLAZE_COMPILE") == "lazy" or not _has_cuda_device():
+        return
+    try:
+        for source in SHAPE_INDEPENDENT:
+            precompile(Variant(source, ""))
+    except Exception:  # importing must work on a machine whose CUDA set-up does not
+        return
+
+
+def _has_cuda_device() -> bool:
+    """Asks the driver itself: importing CuPy costs 0.2 s, which a machine without a GPU should not pay."""
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+assert set(ACTIVATION_KINDS) == set(ACTIVATIONS)

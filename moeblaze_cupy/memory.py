@@ -1,0 +1,197 @@
+"""Memory of one MoE layer on CUDA, by formula: with index lists only (this package), and with routed buffers.
+
+Letters: L tokens, k experts per token, E experts, d model width, h expert hidden width; b bytes per element, g = 2 for
+gated activations, else 1. L*k is the number of routed slots. Every size is in bytes.
+
+Each term carries its formula as text, written so that Python can evaluate it over these letters, `min`, `max` and
+`ceil`; the tests do, so the text and the number cannot drift apart.
+
+The buffers are those that `ops.experts` allocates. Dispatch's counters are left out: they are small, and free again
+before the first expert product.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.arrays import ITEMSIZE
+from moeblaze_cupy.structures import is_gated
+
+INDEX_BYTES = 4  # the index lists are int32
+POLICIES = ("recompute", "minimal", "paper", None)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer and its batch, in the letters of the module."""
+
+    L: int
+    d: int
+    h: int
+    E: int
+    k: int
+    activation: str = "swiglu"
+    dtype: str = "bfloat16"
+    ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
+
+    @property
+    def slots(self) -> int:
+        return self.L * self.k
+
+    @property
+    def b(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def g(self) -> int:
+        return 2 if is_gated(self.activation) else 1
+
+
+@dataclass(frozen=True)
+class Term:
+    """One buffer: what it holds, its size as a formula over the module's letters, its size in bytes."""
+
+    name: str
+    formula: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buffers of one forward and backward.
+
+    A stage is a set of transient buffers that are alive together; a pass peaks at its largest stage.
+    """
+
+    saved: tuple[Term, ...]  # held from forward to backward, x included
+    forward: tuple[tuple[Term, ...], ...]  # stages, beyond `saved` and the output
+    backward: tuple[tuple[Term, ...], ...]  # stages, beyond `saved` and the gradients
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        return total(self.saved)
+
+    @cached_property
+    def forward_peak_bytes(self) -> int:
+        return max(map(total, self.forward))
+
+    @cached_property
+    def backward_peak_bytes(self) -> int:
+        return max(map(total, self.backward), default=0)
+
+
+def total(terms: tuple[Term, ...]) -> int:
+    return sum(term.nbytes for term in terms)
+
+
+def _index_lists(s: LayerShape) -> tuple[Term, ...]:
+    """The paper's section 4.1 lists that are new memory: the caller's int32 ids serve as token_expert_indices."""
+    lists = (
+        Term("expert_token_indices", "4*L*k", INDEX_BYTES * s.slots),
+        Term("token_index_map", "4*L*k", INDEX_BYTES * s.slots),
+        Term("expert_token_offsets", "4*(E + 1)", INDEX_BYTES * (s.E + 1)),
+    )
+    return (*lists, Term("int32 copy of the ids", "4*L*k", INDEX_BYTES * s.slots)) if s.ids_are_int64 else lists
+
+
+def _first_layer(s: LayerShape, name: str) -> Term:
+    return Term(name, "g*L*k*h*b", s.g * s.slots * s.h * s.b)
+
+
+def _hidden(s: LayerShape, name: str) -> Term:
+    return Term(name, "L*k*h*b", s.slots * s.h * s.b)
+
+
+def _routed(s: LayerShape, name: str) -> Term:
+    return Term(name, "L*k*d*b", s.slots * s.d * s.b)
+
+
+def _panel(s: LayerShape) -> Term:
+    """Expert outputs (or token gradients) pass through a buffer of at most 256 columns, panel by panel."""
+    width = min(launch_config.PANEL_COLUMNS, s.d)
+    return Term("one panel of the routed rows", "L*k*min(256, d)*b", s.slots * width * s.b)
+
+
+def layer(s: LayerShape, save: str | None) -> Plan:
+    """This package's layer under a save policy; None is inference, which keeps nothing.
+
+    saved: x and the index lists, with the GEMMs' row tiles; "minimal" adds the first layer (a, b), "paper" also
+    y_swi = act(a) * b.
+    forward: the product act(a) * b, unless it is the saved y_swi, and one panel of expert outputs.
+    backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
+    weighted product (for the gradient of w2; in place of y_swi under "paper") and the partial sums of the router
+    weights' gradient are freed before the panel of token gradients is needed.
+    """
+    tiles = Term(
+        "GEMM row tiles",
+        "8*(L*k//128 + min(E, L*k) + 1)",
+        2 * INDEX_BYTES * (launch_config.max_row_tiles(s.slots, s.E) + 1),
+    )
+    index = (*_index_lists(s), tiles)
+    first_layer = (_first_layer(s, "first layer a, b" if s.g == 2 else "first layer a"),)
+    product = (_hidden(s, "product y_swi" if s.g == 2 else "activation y_swi"),)
+    kept_first_layer = first_layer if save in ("minimal", "paper") else ()
+    kept_product = product if save == "paper" else ()
+    new_product = () if kept_product else product
+
+    if save is None:
+        return Plan(saved=(), forward=((*index, *new_product, _panel(s)),), backward=())
+    partial_sums = Term(
+        "partial sums of dweights", "4*L*k*ceil(h/128)", 4 * s.slots * launch_config.column_tiles(s.h)
+    )
+    recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
+    weighted = () if kept_product else (_hidden(s, "product, weighted, for dw2"),)
+    return Plan(
+        saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_product),
+        forward=((*new_product, _panel(s)),),
+        backward=((*recomputed, *weighted, partial_sums), (*recomputed, _panel(s))),
+    )
+
+
+def routed_layer(s: LayerShape) -> Plan:
+    """A layer with routed buffers and nothing recomputed: what the paper calls conventional (sections 2.1, 2.2, 5.2).
+
+    saved: the routed copy of the tokens, every intermediate of the experts, and the expert outputs, which the gradient
+    of the router weights needs.
+    forward: nothing beyond these; the weighted sum over the k outputs is taken to be fused.
+    backward: the stages of a layer that frees each gradient after its last use. The saved buffers count as held
+    throughout, as for `layer`.
+    """
+    gated = (_hidden(s, "act(a)"),) if s.g == 2 else ()
+    first_layer = _first_layer(s, "a, b" if s.g == 2 else "a")
+    product = _hidden(s, "act(a) * b" if s.g == 2 else "act(a)")
+    grad_first_layer = _first_layer(s, "gradient of a, b" if s.g == 2 else "gradient of a")
+    grad_product = _hidden(s, "gradient of the product")
+    return Plan(
+        saved=(_routed(s, "routed tokens"), first_layer, *gated, product, _routed(s, "expert outputs"), *_index_lists(s)),
+        forward=((),),
+        backward=(
+            (_routed(s, "routed output gradient"), grad_product),
+            (grad_product, grad_first_layer),
+            (grad_first_layer, _routed(s, "routed token gradient")),
+        ),
+    )
+
+
+def output(s: LayerShape) -> Term:
+    return Term("out", "L*d*b", s.L * s.d * s.b)
+
+
+def gradients(s: LayerShape) -> tuple[Term, ...]:
+    """What backward returns, the same for every layer; dweights in float32."""
+    return (
+        Term("dx", "L*d*b", s.L * s.d * s.b),
+        Term("dweights", "4*L*k", 4 * s.slots),
+        Term("dw1", "g*E*d*h*b", s.g * s.E * s.d * s.h * s.b),
+        Term("dw2", "E*h*d*b", s.E * s.h * s.d * s.b),
+    )
+
+
+def format_bytes(nbytes: int) -> str:
+    """With a binary unit: 1536 -> "1.5 KiB"."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{size:,.1f} {unit}"

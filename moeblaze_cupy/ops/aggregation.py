@@ -1,0 +1,45 @@
+"""Sums over the k slots of each token: kernels_cu/aggregation.cu."""
+
+from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy.arrays import Array, Context
+
+TOKENS_PER_BLOCK = 8
+SLOTS_PER_BLOCK = 256
+
+
+def aggregate(
+    context: Context,
+    panel: Array,
+    token_index_map: Array,
+    weights: Array | None,
+    out: Array,
+    first_column: int,
+    width: int,
+) -> None:
+    """out[:, first_column : first_column + width] from the first `width` columns' worth of panel (L*k, width).
+
+    weights (L, k) scale the slots; None leaves them unscaled (the gradient of x).
+    """
+    (L, k), d = token_index_map.shape, out.shape[1]
+    aligned = d % 8 == 0 and first_column % 8 == 0 and out.ptr % 16 == 0
+    suffix = "" if aligned else "_unaligned"
+    weights_dtype = "float32" if weights is None else weights.dtype
+    loader.launch(
+        context,
+        loader.Variant("aggregation.cu", f"aggregate_{out.dtype}_{weights_dtype}{suffix}"),
+        (launch_config.ceil_div(L, TOKENS_PER_BLOCK),),
+        32 * TOKENS_PER_BLOCK,
+        (panel.ptr, token_index_map.ptr, 0 if weights is None else weights.ptr, out.ptr, L, k, d, first_column, width),
+    )
+
+
+def weights_bwd(context: Context, partial_sums: Array, token_index_map: Array, grad_weights: Array) -> None:
+    """Gradient of the router weights (L, k) from <dA, A> of each routed slot, partial_sums (parts, L*k)."""
+    num_slots = token_index_map.size
+    loader.launch(
+        context,
+        loader.Variant("aggregation.cu", f"weights_bwd_{grad_weights.dtype}"),
+        (launch_config.ceil_div(num_slots, SLOTS_PER_BLOCK),),
+        SLOTS_PER_BLOCK,
+        (partial_sums.ptr, token_index_map.ptr, grad_weights.ptr, num_slots, partial_sums.shape[0]),
+    )

@@ -1,0 +1,130 @@
+"""The MoE layer on CUDA: the paper's Algorithm 1 over the index lists of dispatch, kernel by kernel."""
+
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.arrays import Array, Context
+from moeblaze_cupy.ops import grouped_gemm
+from moeblaze_cupy.ops.aggregation import aggregate, weights_bwd
+from moeblaze_cupy.ops.dispatch import dispatch
+from moeblaze_cupy.ops.grouped_gemm import Index, Weight, empty_weight_gradient
+from moeblaze_cupy.structures import Gradients, SavedForBackward, is_gated
+
+
+def _as_passed(arrays: tuple[Array, ...]):
+    """One weight's array, or its (gate, up) pair, in the caller's form."""
+    owners = tuple(array.owner for array in arrays)
+    return owners if len(owners) == 2 else owners[0]
+
+
+def _half_columns(w1: tuple[Array, ...], h: int, activation: str) -> int | None:
+    return h if is_gated(activation) and len(w1) == 1 else None
+
+
+def moe_forward(
+    context: Context, x: Array, ids: Array, weights: Array, w1: tuple[Array, ...], w2: Array, *, activation: str, save
+) -> tuple[Array, SavedForBackward | None]:
+    """Paper section 3.1: out (L, d), and what backward needs."""
+    (L, d), (E, h, _), R = x.shape, w2.shape, ids.size
+    keeps_first_layer = save in ("minimal", "paper")
+    index = dispatch(context, ids, E)
+    out = context.empty((L, d), x.dtype)
+    first_layer = context.empty((R, h * (1 + is_gated(activation))), x.dtype) if keeps_first_layer else None
+    product = context.empty((R, h), x.dtype)
+    if L:
+        lists = Index.of(context, index)
+        up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))
+        grouped_gemm.up_fwd(context, lists, x, up, h, activation, first_layer=first_layer, product=product)
+        panel = context.empty((R, min(d, launch_config.PANEL_COLUMNS)), x.dtype)
+        for first_column, width in launch_config.panels(d):
+            grouped_gemm.down_fwd(context, lists, product, down, panel, first_column, width, activation)
+            aggregate(context, panel, lists.token_index_map, weights, out, first_column, width)
+    if save is None:
+        return out, None
+    saved = SavedForBackward(
+        x=x.owner,
+        weights=weights.owner,
+        w1=_as_passed(w1),
+        w2=w2.owner,
+        index=index,
+        first_layer=first_layer.owner if keeps_first_layer else None,
+        y_swi=product.owner if save == "paper" else None,
+        activation=activation,
+        save=save,
+    )
+    return out, saved
+
+
+def moe_backward(
+    context: Context, grad_out: Array, saved: SavedForBackward, *, needs: tuple[str, ...], keep_saved: bool
+) -> Gradients:
+    """Paper section 3.2 and Algorithm 1, lines 15-31; SiLU and the product are recomputed in the epilogue.
+
+    Unless `keep_saved`, the gradients of a, b (and A' in place of y_swi) overwrite the saved activations.
+    """
+    activation = saved.activation
+    x, weights, w2 = (context.describe(a) for a in (saved.x, saved.weights, saved.w2))
+    w1 = tuple(context.describe(a) for a in (saved.w1 if isinstance(saved.w1, (tuple, list)) else (saved.w1,)))
+    (L, d), h, R = x.shape, w2.shape[1], weights.size
+    lists = Index.of(context, saved.index)
+    up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))
+    needs_first_layer_grad = "x" in needs or "w1" in needs
+
+    grad_x = context.empty((L, d), x.dtype) if "x" in needs else None
+    grad_weights = context.empty(weights.shape, weights.dtype) if "weights" in needs else None
+    grad_w1 = empty_weight_gradient(context, up) if "w1" in needs else None
+    grad_w2 = empty_weight_gradient(context, down) if "w2" in needs else None
+
+    y_swi = context.describe(saved.y_swi)
+    first_layer = context.describe(saved.first_layer)
+    if first_layer is None:
+        first_layer = context.empty((R, h * (1 + is_gated(activation))), x.dtype)
+        if L:
+            grouped_gemm.up_fwd(context, lists, x, up, h, activation, first_layer=first_layer, product=None)
+    in_place = saved.first_layer is None or not keep_saved
+    first_layer_grad = None
+    if needs_first_layer_grad:
+        first_layer_grad = first_layer if in_place else context.empty(first_layer.shape, x.dtype)
+    product = None
+    if "w2" in needs:
+        product = y_swi if y_swi is not None and in_place else context.empty((R, h), x.dtype)
+    partial_sums = None
+    if grad_weights is not None:
+        partial_sums = context.empty((launch_config.column_tiles(h), R), "float32")
+    # A recomputed first layer is no loss; a y_swi turned into A' is.
+    saved.consumed = not keep_saved and (
+        (saved.first_layer is not None and first_layer_grad is not None) or (y_swi is not None and product is y_swi)
+    )
+
+    if L and needs:
+        grouped_gemm.down_bwd(
+            context,
+            lists,
+            grad_out,
+            down,
+            h,
+            activation,
+            first_layer=first_layer,
+            first_layer_grad=first_layer_grad,
+            product=product,
+            stored_product=y_swi,
+            weights=weights,
+            partial_sums=partial_sums,
+        )
+        if grad_weights is not None:
+            weights_bwd(context, partial_sums, lists.token_index_map, grad_weights)
+    if grad_w2 is not None:
+        grouped_gemm.down_wgrad(context, lists, product, grad_out, Weight.of(grad_w2), activation)
+    del product, partial_sums  # their memory serves the panel
+    if grad_w1 is not None:
+        gradient = Weight.of(grad_w1, _half_columns(w1, h, activation))
+        grouped_gemm.up_wgrad(context, lists, x, first_layer_grad, gradient, h, activation)
+    if grad_x is not None and L:
+        panel = context.empty((R, min(d, launch_config.PANEL_COLUMNS)), x.dtype)
+        for first_column, width in launch_config.panels(d):
+            grouped_gemm.up_bwd(context, lists, first_layer_grad, up, h, panel, first_column, width, activation)
+            aggregate(context, panel, lists.token_index_map, None, grad_x, first_column, width)
+    return Gradients(
+        x=grad_x and grad_x.owner,
+        weights=grad_weights and grad_weights.owner,
+        w1=_as_passed(grad_w1) if grad_w1 else None,
+        w2=_as_passed(grad_w2) if grad_w2 else None,
+    )

@@ -1,0 +1,302 @@
+"""Grouped GEMMs and weight gradients of the experts: kernels_cu/grouped_gemm_sm80.cu, grouped_wgrad_sm80.cu.
+
+R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers are written and read.
+"""
+
+from dataclasses import dataclass
+
+from moeblaze_cupy import checks, launch_config, loader
+from moeblaze_cupy.arrays import Array, Context
+from moeblaze_cupy.structures import DispatchIndices, is_gated
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index lists as the kernels read them."""
+
+    expert_token_indices: Array
+    expert_token_offsets: Array
+    token_index_map: Array
+    row_tiles: Array
+    num_experts: int
+
+    @classmethod
+    def of(cls, context: Context, index: DispatchIndices) -> "Index":
+        names = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles")
+        return cls(*(context.describe(getattr(index, name)) for name in names), index.num_experts)
+
+    @property
+    def num_slots(self) -> int:
+        return self.token_index_map.size
+
+    @property
+    def max_row_tiles(self) -> int:
+        return self.row_tiles.shape[0] - 1
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An expert weight as stored: element (e, row, column) of half i at halves[i] + e*expert_stride + row*... .
+
+    `ld` separates rows, or columns where `transposed`. Without a gate both halves are the same pointer.
+    """
+
+    arrays: tuple[Array, ...]
+    halves: tuple[int, int]
+    expert_stride: int
+    ld: int
+    transposed: bool
+
+    @classmethod
+    def of(cls, arrays: tuple[Array, ...], half_columns: int | None = None) -> "Weight":
+        """`half_columns`: h, if arrays is the one (E, d, 2h) array of a gated layer."""
+        first = arrays[0]
+        transposed = checks.weight_order("weight", "strides", first)
+        up = arrays[-1].ptr
+        if half_columns is not None and len(arrays) == 1:
+            up += half_columns * first.strides[2] * first.itemsize
+        return cls(arrays, (first.ptr, up), first.strides[0], first.strides[2 if transposed else 1], transposed)
+
+    def offset(self, elements: int) -> tuple[int, int]:
+        """Both halves, moved on by a number of elements."""
+        bytes_ = elements * self.arrays[0].itemsize
+        return self.halves[0] + bytes_, self.halves[1] + bytes_
+
+
+def empty_weight_gradient(context: Context, weight: Weight) -> tuple[Array, ...]:
+    """Uninitialised arrays in the shapes and memory order of the weight's own."""
+    gradients = []
+    for array in weight.arrays:
+        E, rows, columns = array.shape
+        if weight.transposed:
+            base = context.empty((E, columns, rows), array.dtype)
+            gradients.append(context.describe(base.owner.swapaxes(1, 2)))
+        else:
+            gradients.append(context.empty((E, rows, columns), array.dtype))
+    return tuple(gradients)
+
+
+def _is_aligned(pointers: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """16-byte accesses need aligned pointers, and sizes and strides of whole 8-element groups."""
+    return all(p % 16 == 0 for p in pointers) and all(n % 8 == 0 for n in sizes)
+
+
+def _pointer(array: Array | None) -> int:
+    return 0 if array is None else array.ptr
+
+
+def _gemm(
+    context: Context,
+    entry: str,
+    index: Index,
+    a: Array,
+    weight: Weight,
+    halves: tuple[int, int],
+    N: int,
+    K: int,
+    activation: str,
+    *,
+    first_layer: Array | None = None,
+    first_layer_grad: Array | None = None,
+    product: Array | None = None,
+    stored_product: Array | None = None,
+    weights: Array | None = None,
+    partial_sums: Array | None = None,
+) -> None:
+    stages = launch_config.gemm_stages(loader.device_limits(context.device))
+    lda = a.shape[1]
+    variant = loader.gemm_variant(
+        entry,
+        dtype=a.dtype,
+        activation=activation,
+        transposed=weight.transposed,
+        aligned=_is_aligned((a.ptr, *halves), (N, K, lda, weight.ld, weight.expert_stride)),
+        weights_dtype="float32" if weights is None else weights.dtype,
+        stages=stages,
+    )
+    split = entry == "up_fwd" and is_gated(activation)
+    column_tiles = launch_config.column_tiles(N, 64 if split else launch_config.TILE_COLUMNS)
+    args = (
+        a.ptr,
+        lda,
+        *halves,
+        weight.expert_stride,
+        weight.ld,
+        N,
+        K,
+        index.expert_token_indices.ptr,
+        index.expert_token_offsets.ptr,
+        index.row_tiles.ptr,
+        _pointer(first_layer),
+        _pointer(first_layer_grad),
+        _pointer(product),
+        _pointer(stored_product),
+        _pointer(weights),
+        index.token_index_map.ptr,
+        index.token_index_map.shape[1],
+        _pointer(partial_sums),
+        index.num_slots,
+    )
+    loader.launch(
+        context,
+        variant,
+        (column_tiles * index.max_row_tiles,),
+        launch_config.GEMM_THREADS,
+        args,
+        stages * launch_config.STAGE_BYTES,
+    )
+
+
+def up_fwd(
+    context: Context,
+    index: Index,
+    x: Array,
+    w1: Weight,
+    h: int,
+    activation: str,
+    *,
+    first_layer: Array | None,
+    product: Array | None,
+) -> None:
+    """first_layer (R, 2h) or (R, h) = x[tokens] w1, product (R, h) = act(a) * b; None is not written."""
+    d = x.shape[1]
+    _gemm(context, "up_fwd", index, x, w1, w1.halves, h, d, activation, first_layer=first_layer, product=product)
+
+
+def down_fwd(
+    context: Context,
+    index: Index,
+    product: Array,
+    w2: Weight,
+    panel: Array,
+    first_column: int,
+    width: int,
+    activation: str,
+) -> None:
+    """panel (R, width) = product w2[:, first_column : first_column + width]."""
+    halves = w2.offset(first_column * (w2.ld if w2.transposed else 1))
+    _gemm(context, "down_fwd", index, product, w2, halves, width, product.shape[1], activation, product=panel)
+
+
+def down_bwd(
+    context: Context,
+    index: Index,
+    grad_out: Array,
+    w2: Weight,
+    h: int,
+    activation: str,
+    *,
+    first_layer: Array,
+    first_layer_grad: Array | None,
+    product: Array | None,
+    stored_product: Array | None,
+    weights: Array,
+    partial_sums: Array | None,
+) -> None:
+    """dA = grad_out[tokens] w2^T, at once turned into the first layer's gradient, A' and <dA, A> (column tiles, R)."""
+    _gemm(
+        context,
+        "down_bwd",
+        index,
+        grad_out,
+        w2,
+        w2.halves,
+        h,
+        grad_out.shape[1],
+        activation,
+        first_layer=first_layer,
+        first_layer_grad=first_layer_grad,
+        product=product,
+        stored_product=stored_product,
+        weights=weights,
+        partial_sums=partial_sums,
+    )
+
+
+def up_bwd(
+    context: Context,
+    index: Index,
+    first_layer_grad: Array,
+    w1: Weight,
+    h: int,
+    panel: Array,
+    first_column: int,
+    width: int,
+    activation: str,
+) -> None:
+    """panel (R, width) = first_layer_grad w1^T, columns first_column .. + width of the slots' gradients of x."""
+    halves = w1.offset(first_column * (1 if w1.transposed else w1.ld))
+    _gemm(context, "up_bwd", index, first_layer_grad, w1, halves, width, h, activation, product=panel)
+
+
+def _wgrad(
+    context: Context,
+    entry: str,
+    index: Index,
+    rows: tuple[Array, int],
+    columns: tuple[Array, int],
+    gradient: Weight,
+    M: int,
+    N: int,
+    halves: int,
+    activation: str,
+) -> None:
+    """`rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half."""
+    (p, p_half), (q, q_half) = (columns, rows) if gradient.transposed else (rows, columns)
+    if gradient.transposed:
+        M, N = N, M
+    sizes = (M, N, p.shape[1], q.shape[1], p_half, q_half, gradient.ld, gradient.expert_stride)
+    stages = launch_config.gemm_stages(loader.device_limits(context.device))
+    variant = loader.gemm_variant(
+        entry,
+        dtype=p.dtype,
+        activation=activation,
+        transposed=gradient.transposed,
+        aligned=_is_aligned((p.ptr, q.ptr, *gradient.halves), sizes),
+        stages=stages,
+    )
+    tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N)
+    args = (
+        p.ptr,
+        p.shape[1],
+        p_half,
+        q.ptr,
+        q.shape[1],
+        q_half,
+        index.expert_token_indices.ptr,
+        index.expert_token_offsets.ptr,
+        *gradient.halves,
+        gradient.expert_stride,
+        gradient.ld,
+        M,
+        N,
+    )
+    grid = (tiles, index.num_experts, halves)
+    loader.launch(context, variant, grid, launch_config.GEMM_THREADS, args, stages * launch_config.STAGE_BYTES)
+
+
+def down_wgrad(
+    context: Context, index: Index, product: Array, grad_out: Array, gradient: Weight, activation: str
+) -> None:
+    """gradient (E, h, d) = product^T grad_out[tokens], over each expert's rows; zeros for experts without any."""
+    _wgrad(
+        context,
+        "down_wgrad",
+        index,
+        (product, 0),
+        (grad_out, 0),
+        gradient,
+        product.shape[1],
+        grad_out.shape[1],
+        1,
+        activation,
+    )
+
+
+def up_wgrad(
+    context: Context, index: Index, x: Array, first_layer_grad: Array, gradient: Weight, h: int, activation: str
+) -> None:
+    """gradient (E, d, 2h), (E, d, h) or a pair = x[tokens]^T first_layer_grad, over each expert's rows."""
+    gated = is_gated(activation)
+    columns = (first_layer_grad, h if gated else 0)
+    _wgrad(context, "up_wgrad", index, (x, 0), columns, gradient, x.shape[1], h, 2 if gated else 1, activation)

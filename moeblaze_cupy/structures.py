@@ -1,0 +1,96 @@
+"""What the layer hands back: index lists, what is kept for backward, gradients.
+
+Shapes use the paper's letters: L tokens, k experts per token, E experts, d model width, h expert
+hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torch, ...).
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+SAVE_POLICIES = ("minimal", "paper", "recompute", None)
+GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
+PLAIN_ACTIVATIONS = ("silu", "gelu", "relu")
+ACTIVATIONS = GATED_ACTIVATIONS + PLAIN_ACTIVATIONS
+ROUTER_KINDS = ("softmax_topk", "topk_softmax")
+GRADIENTS = ("x", "weights", "w1", "w2")
+
+
+def is_gated(activation: str) -> bool:
+    """True where the first layer has a gate and an up half: y = act(x w_gate) * (x w_up)."""
+    return activation in GATED_ACTIVATIONS
+
+
+def nbytes(array: Any) -> int:
+    """Bytes of one array's elements, 0 for None. Works for NumPy, CuPy and torch alike."""
+    return 0 if array is None else int(array.nbytes)
+
+
+@dataclass(frozen=True)
+class DispatchIndices:
+    """The index lists of the paper's section 4.1, all int32, in the caller's kind of array.
+
+    An id < 0 or >= E is "no expert in this slot": such slots are not listed, and their
+    `token_index_map` entry is -1. Entries of `expert_token_indices` past the last listed slot,
+    `expert_token_offsets[E]`, are -1.
+    """
+
+    expert_token_indices: Any  # (L*k,) token of each routed slot; by expert, then token, then slot
+    expert_token_offsets: Any  # (E+1,) exclusive prefix sum of the experts' slot counts
+    token_expert_indices: Any  # (L*k,) expert of each slot, by token; the ids themselves if int32
+    token_index_map: Any  # (L, k) position of slot (token, j) in expert_token_indices, or -1
+    num_experts: int
+    row_tiles: Any = None  # (T+1, 2) GEMM schedule: row 0 (count, rows per tile), then (expert, first row)
+    ids_copied: bool = False  # token_expert_indices is not the caller's ids (they were int64)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_index_map.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.token_index_map.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes these lists hold beyond the caller's ids."""
+        own_ids = nbytes(self.token_expert_indices) if self.ids_copied else 0
+        return own_ids + sum(
+            nbytes(a)
+            for a in (self.expert_token_indices, self.expert_token_offsets, self.token_index_map, self.row_tiles)
+        )
+
+
+@dataclass
+class SavedForBackward:
+    """What `moe_forward` keeps for `moe_backward`.
+
+    `nbytes` counts what is held beyond the caller's own x, ids, weights, w1 and w2.
+    """
+
+    x: Any  # (L, d)
+    weights: Any  # (L, k)
+    w1: Any  # (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
+    w2: Any  # (E, h, d)
+    index: DispatchIndices
+    first_layer: Any  # (L*k, 2h): a then b, or (L*k, h) if not gated; None if recomputed
+    y_swi: Any  # (L*k, h): activation(a) * b; None unless save="paper"
+    activation: str
+    save: str
+    consumed: bool = field(default=False)  # first_layer now holds its own gradient
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes + nbytes(self.first_layer) + nbytes(self.y_swi)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one layer, None where not asked for. Each in the form, dtype and memory order of its input."""
+
+    x: Any = None  # (L, d)
+    weights: Any = None  # (L, k)
+    w1: Any = None  # as w1: one array, or a pair
+    w2: Any = None  # (E, h, d)
+
+    def __iter__(self):
+        return (getattr(self, f.name) for f in fields(self))

@@ -1,0 +1,132 @@
+"""Shapes, routings and random inputs that the tests of every backend share."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, is_gated
+
+ORDERS = ("row", "transposed", "pair", "pair_transposed")
+ROUTINGS = ("random", "skewed", "one_expert", "absent", "duplicate", "empty_experts")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem. L tokens, k slots per token, E experts, d model width, h expert hidden width.
+
+    order: memory order of the expert weights. "row" as indexed, (E, d, 2h) and (E, h, d); "transposed" the two inner
+    dimensions the other way round in memory; "pair" w1 as two arrays (gate, up), only for gated activations.
+    routing: "random" k distinct experts, uniform; "skewed" k distinct, low ids far likelier; "one_expert" all tokens
+    the same k experts in the same slots, so k = 1 sends all to one; "absent" random with ids < 0 or >= E in about
+    half of the slots and all slots of token 0; "duplicate" with replacement, and every even token names one expert
+    in its first and last slot; "empty_experts" only experts of odd id, others only if fewer than k are odd.
+    """
+
+    L: int
+    k: int
+    E: int
+    d: int
+    h: int
+    activation: str = "swiglu"
+    order: str = "row"
+    routing: str = "random"
+
+    def __post_init__(self):
+        if self.activation not in ACTIVATIONS or self.order not in ORDERS or self.routing not in ROUTINGS:
+            raise ValueError(f"Case: unknown activation, order or routing in {self}")
+        if self.order.startswith("pair") and not is_gated(self.activation):
+            raise ValueError(f"Case: order {self.order!r} needs a gated activation, got {self.activation!r}")
+        if not 1 <= self.k <= self.E:
+            raise ValueError(f"Case: expected 1 <= k <= E, got k = {self.k}, E = {self.E}")
+
+    def __str__(self):
+        sizes = f"L{self.L}-k{self.k}-E{self.E}-d{self.d}-h{self.h}"
+        return f"{sizes}-{self.activation}-{self.order}-{self.routing}"
+
+
+def make_ids(case, rng):
+    """(L, k) int32 expert ids of the case's routing."""
+    L, k, E = case.L, case.k, case.E
+    expert = np.arange(E)
+    bias = np.zeros(E)
+    if case.routing == "skewed":
+        bias = -2 * np.log1p(expert)
+    if case.routing == "empty_experts":
+        bias = np.where(expert % 2 == 1, 0, -np.inf)
+    # The k largest of Gumbel noise plus bias are k distinct experts drawn with probability proportional to exp(bias).
+    ids = np.argsort(-(rng.gumbel(size=(L, E)) + bias), axis=1, kind="stable")[:, :k].astype(np.int32)
+    if case.routing == "one_expert":
+        ids[:] = (E // 2 + np.arange(k)) % E
+    if case.routing == "duplicate":
+        ids = rng.integers(E, size=(L, k)).astype(np.int32)
+        ids[::2, -1] = ids[::2, 0]
+    if case.routing == "absent":
+        no_expert = rng.choice(np.array([-1, E, -(2**31), 2**31 - 1]), size=(L, k))
+        is_absent = rng.random((L, k)) < 0.5
+        is_absent[:1] = True
+        ids = np.where(is_absent, no_expert, ids).astype(np.int32)
+    return ids
+
+
+def in_order(w, transposed):
+    """The same values; with `transposed` in memory order (E, columns, rows)."""
+    return np.ascontiguousarray(w.swapaxes(1, 2)).swapaxes(1, 2) if transposed else np.ascontiguousarray(w)
+
+
+def make_inputs(case, seed, dtype=np.float64):
+    """x (L, d), ids (L, k) int32, weights (L, k), w1, w2 (E, h, d), grad_out (L, d), all of unit scale.
+
+    x and grad_out ~ N(0, 1); expert weights ~ N(0, 1) / sqrt(fan-in); router weights positive, their sum 1 over a
+    token's slots, float64 if dtype is float64, else float32. All others have `dtype`. The values are drawn in float64
+    and rounded: they do not depend on the order of the weights, nor otherwise on the dtype.
+    """
+    rng = np.random.default_rng(seed)
+    L, k, E, d, h = case.L, case.k, case.E, case.d, case.h
+    columns = 2 * h if is_gated(case.activation) else h
+    transposed = case.order.endswith("transposed")
+    x = rng.standard_normal((L, d)).astype(dtype)
+    w1 = (rng.standard_normal((E, d, columns)) / np.sqrt(d)).astype(dtype)
+    w2 = in_order((rng.standard_normal((E, h, d)) / np.sqrt(h)).astype(dtype), transposed)
+    grad_out = rng.standard_normal((L, d)).astype(dtype)
+    weights = rng.random((L, k)) + 0.1
+    weights = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float64 if dtype == np.float64 else np.float32)
+    if case.order.startswith("pair"):
+        w1 = tuple(in_order(half, transposed) for half in np.split(w1, 2, axis=2))
+    else:
+        w1 = in_order(w1, transposed)
+    return x, make_ids(case, rng), weights, w1, w2, grad_out
+
+
+def relative_error(got, want):
+    """||got - want|| / ||want|| in float64, of arrays or of pairs of arrays; 0 / 0 is 0, any NaN is inf."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        raise ValueError(f"relative_error: expected equal shapes, got {got.shape} and {want.shape}")
+    with np.errstate(invalid="ignore"):  # inf - inf is a NaN, and so an infinite error
+        difference = np.linalg.norm((got - want).ravel())
+    if difference == 0:
+        return 0.0
+    norm = np.linalg.norm(want.ravel())
+    return float(difference / norm) if norm > 0 and np.isfinite(difference) else np.inf
+
+
+# 31 and 45 are multiples of nothing that a kernel tiles by; 24 and 40 are multiples of 8 but of no larger tile.
+_BASE = Case(L=100, k=2, E=5, d=31, h=45)
+_ALIGNED = Case(L=100, k=2, E=8, d=24, h=40)
+
+CASES = [
+    *(replace(_BASE, activation=a) for a in ACTIVATIONS),
+    *(replace(_ALIGNED, activation=a, order="transposed") for a in ACTIVATIONS),
+    *(replace(c, activation=a, order=o) for a in GATED_ACTIVATIONS for c, o in ((_BASE, ORDERS[2]), (_ALIGNED, ORDERS[3]))),
+    *(replace(_BASE, order=o) for o in ("transposed", "pair_transposed")),
+    *(replace(_ALIGNED, order=o) for o in ("row", "pair")),
+    *(replace(c, k=3, routing=r) for r in ROUTINGS[1:] for c in (_BASE, _ALIGNED)),
+    *(replace(_BASE, k=1, routing=r) for r in ROUTINGS if r != "duplicate"),
+    *(replace(_ALIGNED, k=8, activation=a) for a in ("swiglu", "silu")),
+    *(replace(_BASE, L=L, k=k, routing=r) for L in (1, 7) for k, r in ((2, "random"), (5, "random"), (3, "absent"))),
+    *(replace(_BASE, L=L, k=1, E=1, d=8, h=16) for L in (1, 7, 100)),
+    *(replace(_BASE, L=0, activation=a, order=o) for a, o in (("swiglu", "row"), ("relu", "row"), ("geglu", "pair"))),
+    Case(L=7, k=2, E=3, d=1, h=1),
+    Case(L=100, k=8, E=64, d=64, h=32, routing="skewed"),
+    Case(L=100, k=1, E=4, d=16, h=128, activation="gelu", routing="one_expert"),
+]

@@ -1,0 +1,241 @@
+"""Runs the CUDA sources of kernels_cu on the CPU: g++ compiles them against cuemu.h, one fibre per thread.
+
+Covers indexing, shared memory layout, fragments, barriers and cp.async waits. Does not cover what
+depends on blocks running at the same time, on memory fences, or on Hopper's instructions.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE.parent.parent / "kernels_cu"
+COMPILER = shutil.which("g++")
+# The sanitizers trap, which needs no run-time library: cuemu.h turns the trap into an error with its line.
+FLAGS = [
+    *("-std=c++17", "-O2", "-g1", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-exceptions"),
+    *("-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-fsanitize-undefined-trap-on-error"),
+    *("-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge", "-U_FORTIFY_SOURCE"),
+]
+GUARD_BYTES = 4096
+GUARD = 0xAB
+MAX_SHARED_BYTES = 227 * 1024  # what a block of an sm_90 device may ask for
+MAX_ARGUMENTS = 32
+
+_launch_lock = threading.Lock()  # the fault handlers belong to the process, the fibres to the library
+_stacks = None  # of the fibres: shared by all libraries, whose guard pages would exhaust the process's mappings
+
+
+class EmulatorError(RuntimeError):
+    """A source that does not compile, or a launch that broke a rule of the device."""
+
+
+class Emulated:
+    """A compiled source. `kernels` maps each entry point to its parameters, True for a pointer."""
+
+    def __init__(self, library: Path, kernels: dict[str, list[bool]]):
+        self.path = library
+        self.kernels = kernels
+        self._library = ctypes.CDLL(str(library))
+        self._library.cuemu_stacks.restype = ctypes.c_void_p
+        self._launch = self._library.cuemu_launch
+        self._launch.restype = ctypes.c_char_p
+
+    def launch(self, name, grid, block, args, shared_mem=0, seed=0):
+        """Run kernel `name` to its end; arrays are updated in place.
+
+        `grid` and `block` are ints or up to three of them. An argument is a NumPy array, a pair
+        (array, byte offset), None for a null pointer, or an int. Every array runs as a copy between
+        guard bytes, so that a write outside it is reported; the same array given twice is one copy.
+        A `seed` other than 0 shuffles the order of blocks and threads, which brings out races.
+        """
+        if name not in self.kernels:
+            raise EmulatorError(f"no kernel {name!r}, expected one of {sorted(self.kernels)}")
+        grid, block = _three(grid), _three(block)
+        if min(grid) < 1 or max(grid[1:]) > 65535 or grid[0] * grid[1] * grid[2] >= 2**31:
+            raise EmulatorError(f"kernel {name}: grid {grid} is empty or too large")
+        if min(block) < 1 or block[0] * block[1] * block[2] > 1024:
+            raise EmulatorError(f"kernel {name}: block {block} must have 1 to 1024 threads")
+        if not 0 <= shared_mem <= MAX_SHARED_BYTES:
+            raise EmulatorError(f"kernel {name}: {shared_mem} bytes of shared memory, at most {MAX_SHARED_BYTES}")
+        is_pointer = self.kernels[name]
+        if len(args) != len(is_pointer):
+            raise EmulatorError(f"kernel {name}: {len(args)} arguments, expected {len(is_pointer)}")
+        buffers = {}
+        values = [_marshal(name, i, arg, is_pointer[i], buffers) for i, arg in enumerate(args)]
+        ranges = [bound for buffer in buffers.values() for bound in (buffer.start, buffer.start + buffer.array.nbytes)]
+        function = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+        global _stacks
+        with _launch_lock:
+            if _stacks is None:
+                _stacks = self._library.cuemu_stacks()
+            text = self._launch(
+                function,
+                name.encode(),
+                (ctypes.c_uint * 3)(*grid),
+                (ctypes.c_uint * 3)(*block),
+                (ctypes.c_longlong * max(len(values), 1))(*values),
+                ctypes.c_uint(len(values)),
+                ctypes.c_size_t(shared_mem),
+                ctypes.c_uint(seed),
+                (ctypes.c_size_t * max(len(ranges), 1))(*ranges),
+                ctypes.c_uint(len(buffers)),
+                ctypes.c_void_p(_stacks),
+            )
+        problems = [] if text is None else [self._locate(text.decode())]
+        problems += filter(None, (buffer.check() for buffer in buffers.values()))
+        if problems:
+            raise EmulatorError("\n".join(problems))
+        for buffer in buffers.values():
+            buffer.copy_back()
+
+    def _locate(self, text: str) -> str:
+        """Replace code addresses by source lines, the innermost inlined call first."""
+
+        def lines(match):
+            tool = shutil.which("addr2line")
+            if tool is None:
+                return match[0]
+            command = [tool, "-i", "-e", str(self.path), match[1]]
+            found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+            places = [Path(line.split(" ")[0]).name for line in found if line and not line.startswith("?")]
+            return " at " + " < ".join([p for p in places if not p.startswith("cuemu.h:")] or places or [match[1]])
+
+        return re.sub(r" \[pc\+(0x[0-9a-f]+)\]", lines, text)
+
+
+def build(source_name, macros=None, source_text=None) -> Emulated:
+    """Compile `kernels_cu/<source_name>`, or `source_text` under that name, with macros as -D options."""
+    if COMPILER is None:
+        raise EmulatorError("g++ not found")
+    sources = {path.name: path.read_bytes() for path in sorted(KERNELS.glob("*.cu*"))}
+    sources |= {path.name: path.read_bytes() for path in (HERE / "ptx_sm80.cuh", HERE / "cuemu.h")}
+    if source_text is not None:
+        sources[source_name] = source_text.encode()
+    if source_name not in sources:
+        raise EmulatorError(f"no source {source_name} in {KERNELS}")
+    defines = [
+        f"-D{name}" if value is None else f"-D{name}={_literal(value)}" for name, value in (macros or {}).items()
+    ]
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
+    key = hashlib.sha256(repr((source_name, sorted(sources.items()), sorted(defines), FLAGS, version)).encode())
+    stem = _cache_directory() / f"{Path(source_name).stem}-{key.hexdigest()[:24]}"
+    library, signatures = stem.with_suffix(".so"), stem.with_suffix(".json")
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=stem.parent) as directory:
+            for name, content in sources.items():
+                (Path(directory) / name).write_bytes(content)
+            preprocess = ["-E", "-include", "cuemu.h", "-x", "c++", *defines, source_name, "-o", "unit.ii"]
+            _compile(preprocess, directory)
+            _compile(["unit.ii", "-o", "unit.so"], directory)
+            text = (Path(directory) / "unit.ii").read_text()
+            (Path(directory) / "unit.json").write_text(json.dumps(_entry_points(text)))
+            # The library last: where it is, its signatures are.
+            os.replace(Path(directory) / "unit.json", signatures)
+            os.replace(Path(directory) / "unit.so", library)
+    return Emulated(library, json.loads(signatures.read_text()))
+
+
+def _compile(arguments, directory):
+    done = subprocess.run([COMPILER, *FLAGS, *arguments], cwd=directory, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulatorError(f"g++ {' '.join(arguments)} failed:\n{done.stderr}")
+
+
+def _literal(value) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _entry_points(text: str) -> dict[str, list[bool]]:
+    """Kernels of preprocessed source: name -> is each parameter a pointer."""
+    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
+    attribute = r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*"
+    pattern = rf'extern\s+"C"\s+{attribute}void\s+(?:{attribute})*(\w+)\s*\(([^(){{}};]*)\)\s*{{'
+    kernels = {}
+    for name, parameters in re.findall(pattern, text):
+        kernels[name] = []
+        for parameter in filter(None, (" ".join(p.split()) for p in parameters.split(","))):
+            pointer = "*" in parameter
+            if not pointer and not re.search(r"\blong\b|\bu?int64(_t)?\b|\bsize_t\b", parameter):
+                raise EmulatorError(f"kernel {name}: parameter '{parameter}' is neither a pointer nor 64 bits wide")
+            kernels[name].append(pointer)
+        if len(kernels[name]) > MAX_ARGUMENTS:
+            raise EmulatorError(f"kernel {name}: {len(kernels[name])} parameters, at most {MAX_ARGUMENTS}")
+    return kernels
+
+
+def _cache_directory() -> Path:
+    """A directory only this user can write: libraries are loaded from it."""
+    path = Path(tempfile.gettempdir()) / f"moeblaze-emulator-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    state = path.lstat()
+    if path.is_symlink() or state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise EmulatorError(f"{path} belongs to, or is writable by, another user")
+    return path
+
+
+def _three(size) -> tuple[int, int, int]:
+    size = (size,) if np.ndim(size) == 0 else tuple(size)
+    return tuple(int(n) for n in (*size, 1, 1)[:3])
+
+
+class _Guarded:
+    """A copy of `array` on a 4 KiB boundary between two guards."""
+
+    def __init__(self, index: int, array: np.ndarray):
+        self.index = index
+        self.array = array
+        memory = np.full(array.nbytes + 3 * GUARD_BYTES, GUARD, np.uint8)
+        skip = -memory.ctypes.data % GUARD_BYTES
+        self.memory = memory[skip : skip + array.nbytes + 2 * GUARD_BYTES]
+        self.data = self.memory[GUARD_BYTES : GUARD_BYTES + array.nbytes]
+        self.start = self.memory.ctypes.data + GUARD_BYTES
+        self.bytes = array.reshape(-1).view(np.uint8)
+        self.data[:] = self.bytes
+
+    def check(self) -> str | None:
+        which = f"argument {self.index} ({self.array.dtype} {self.array.shape})"
+        before, after = self.memory[:GUARD_BYTES], self.memory[GUARD_BYTES + self.data.size :]
+        for name, guard in (("before its start", before), ("past its end", after)):
+            changed = np.flatnonzero(guard != GUARD)
+            if changed.size:
+                nearest = changed[-1] - GUARD_BYTES if guard is before else changed[0] + self.data.size
+                return f"{which}: {changed.size} guard bytes changed {name}, the nearest at byte {nearest}"
+        if not self.array.flags.writeable and (self.data != self.bytes).any():
+            return f"{which} is read-only and was written"
+        return None
+
+    def copy_back(self):
+        if self.array.flags.writeable:
+            self.bytes[:] = self.data
+
+
+def _marshal(kernel, index, arg, is_pointer, buffers) -> int:
+    """The 64 bits of one argument, which may add a guarded copy to `buffers`."""
+    array, offset = arg if isinstance(arg, tuple) else (arg, 0)
+    if isinstance(array, np.ndarray) or array is None:
+        if not is_pointer:
+            raise EmulatorError(f"kernel {kernel}: argument {index} is an array or None, expected an int")
+        if array is None:
+            return 0
+        if not array.flags.c_contiguous or array.dtype.hasobject:
+            raise EmulatorError(f"kernel {kernel}: argument {index} must be a C-contiguous array of numbers")
+        span = (array.ctypes.data if array.nbytes else index, array.nbytes)  # empty arrays may share an address
+        for (start, size), other in buffers.items():
+            if (start, size) != span and start < sum(span) and span[0] < start + size:
+                raise EmulatorError(f"kernel {kernel}: arguments {other.index} and {index} overlap without being equal")
+        if span not in buffers:
+            buffers[span] = _Guarded(index, array)
+        return buffers[span].start + offset
+    if is_pointer:
+        raise EmulatorError(f"kernel {kernel}: argument {index} is {array!r}, expected an array or None")
+    return ((int(array) + 2**63) % 2**64) - 2**63

@@ -1,0 +1,583 @@
+// CPU stand-in for the CUDA device environment: g++ compiles a kernel source with this file forced in
+// front, and cuemu_launch runs it block after block with one fibre per thread. A fibre runs until it
+// reaches a barrier or a warp collective that other threads have not reached; races between two such
+// points show only under some thread orders, which the launch seed varies.
+#pragma once
+#include <dlfcn.h>
+#include <link.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <csignal>
+#include <cstdarg>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#define __CUDA_ARCH__ 800
+#define __global__ __attribute__((visibility("default")))
+#define __device__
+#define __host__
+#define __constant__ static
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+// thread_local is the one storage class that is legal after `extern` and means static inside a function.
+// All fibres share an OS thread, and the library's TLS block then holds shared memory and nothing else.
+#define __shared__ thread_local
+
+alignas(1024) thread_local unsigned char dynamic_shared[256 * 1024];
+
+#define CUEMU_VECTOR(T, NAME)                                                            \
+    struct alignas(2 * sizeof(T)) NAME##2 { T x, y; };                                   \
+    struct alignas(4 * sizeof(T)) NAME##4 { T x, y, z, w; };                             \
+    inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }                           \
+    inline NAME##4 make_##NAME##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+CUEMU_VECTOR(int, int)
+CUEMU_VECTOR(unsigned, uint)
+CUEMU_VECTOR(float, float)
+
+namespace cuemu {
+
+constexpr size_t STACK_BYTES = 64 * 1024, PAGE = 4096;
+constexpr unsigned MAX_THREADS = 1024, MAX_ARGS = 32;
+constexpr uint16_t OUTSIDE = 0x7fc1;  // shared memory past the launch's size: NaN as fp32, bf16 and fp16
+
+#if defined(__x86_64__) && !defined(CUEMU_UCONTEXT)
+// swapcontext makes a system call per switch; this saves the callee-saved registers and nothing else.
+extern "C" __attribute__((visibility("hidden"))) void cuemu_switch(void** save, void* to);
+asm(R"(
+    .pushsection .text
+    .globl cuemu_switch
+    .hidden cuemu_switch
+    .type cuemu_switch, @function
+cuemu_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+    .size cuemu_switch, .-cuemu_switch
+    .popsection
+)");
+struct Context {
+    void* sp;
+    void start(unsigned char* stack, size_t bytes, void (*entry)()) {
+        void** top = reinterpret_cast<void**>(stack + bytes);
+        top[-2] = reinterpret_cast<void*>(entry);  // `ret` leaves the stack pointer 8 off 16, as a call would
+        std::fill(top - 8, top - 2, nullptr);
+        sp = top - 8;
+    }
+    void switch_to(Context& to) { cuemu_switch(&sp, to.sp); }
+};
+#else
+struct Context {
+    ucontext_t state;
+    void start(unsigned char* stack, size_t bytes, void (*entry)()) {
+        getcontext(&state);
+        state.uc_stack.ss_sp = stack;
+        state.uc_stack.ss_size = bytes;
+        state.uc_link = nullptr;
+        makecontext(&state, entry, 0);
+    }
+    void switch_to(Context& to) { swapcontext(&state, &to.state); }
+};
+#endif
+
+struct Index { unsigned x, y, z; };
+struct Range { uintptr_t begin, end; };
+struct Copy { unsigned group, dst; unsigned char data[16]; };  // a cp.async that no wait has retired
+using Complete = void (*)(void* const* operands, unsigned lanes);
+
+enum State { READY, AT_COLLECTIVE, AT_BARRIER, EXITED };
+struct Fibre {
+    Context context;
+    Index index;
+    unsigned id;
+    State state;
+    const char* at;  // what it waits for, under which mask, called from where
+    unsigned mask;
+    void* pc;
+    std::vector<Copy> copies;
+    unsigned commits;
+};
+// Lanes that arrived at a collective under one mask. Lanes under disjoint or nested masks may wait in
+// several groups at once.
+struct Group { unsigned mask, arrived; const char* name; Complete complete; };
+struct Warp { unsigned alive, num_groups; Group groups[32]; void* operands[32]; };
+
+static Fibre fibres[MAX_THREADS];
+static Warp warps[MAX_THREADS / 32];
+static Fibre* current;  // null while the scheduler runs
+static Context scheduler;
+static unsigned char* stacks;
+static Index grid_dim, block_dim, block_index;
+static unsigned threads, alive, at_barrier;
+static size_t shared_bytes;
+static void* kernel;
+static const char* kernel_name;
+static const long long* arguments;
+static unsigned num_arguments, num_ranges;
+static const Range* ranges;
+static bool failed;
+static char error[4096];
+static unsigned long long random_state;
+
+// The Python driver turns "[pc+0x...]" into file and line.
+static int append_pc(char* text, size_t size, const void* pc) {
+    Dl_info info;
+    if (!pc || !dladdr(pc, &info)) return 0;
+    return snprintf(text, size, " [pc+0x%zx]", static_cast<const char*>(pc) - static_cast<const char*>(info.dli_fbase));
+}
+
+static size_t begin_report() {
+    failed = true;
+    size_t n = snprintf(error, sizeof error, "kernel %s, block (%u, %u, %u)", kernel_name, block_index.x, block_index.y,
+                        block_index.z);
+    if (current)
+        n += snprintf(error + n, sizeof error - n, ", thread (%u, %u, %u)", current->index.x, current->index.y,
+                      current->index.z);
+    return n + snprintf(error + n, sizeof error - n, ": ");
+}
+
+// Ends the launch with an error; the fibre is never resumed.
+[[noreturn]] static __attribute__((noinline, format(printf, 2, 3))) void fail_at(const void* pc, const char* format, ...) {
+    size_t n = begin_report();
+    va_list list;
+    va_start(list, format);
+    n += vsnprintf(error + n, sizeof error / 2 - n, format, list);
+    va_end(list);
+    append_pc(error + n, sizeof error - n, pc);
+    current->context.switch_to(scheduler);
+    __builtin_unreachable();
+}
+// A return address may belong to the line after the call.
+static inline const void* before(const void* return_address) { return static_cast<const char*>(return_address) - 1; }
+static __attribute__((noinline)) const void* here() {
+    asm volatile("");  // keeps calls from being merged
+    return before(__builtin_return_address(0));
+}
+#define CUEMU_FAIL(...) cuemu::fail_at(cuemu::here(), __VA_ARGS__)
+
+static void wait_as(State state, const char* name, unsigned mask, void* pc) {
+    Fibre& me = *current;
+    me.state = state;
+    me.at = name;
+    me.mask = mask;
+    me.pc = pc;
+    me.context.switch_to(scheduler);
+}
+
+static void finish_group(Warp& warp, unsigned base, unsigned g) {
+    const Group group = warp.groups[g];
+    warp.groups[g] = warp.groups[--warp.num_groups];
+    group.complete(warp.operands, group.arrived);
+    for (unsigned m = group.arrived; m; m &= m - 1) fibres[base + __builtin_ctz(m)].state = READY;
+}
+
+static void release_barrier() {
+    at_barrier = 0;
+    for (unsigned i = 0; i < threads; ++i)
+        if (fibres[i].state == AT_BARRIER) fibres[i].state = READY;
+}
+
+// Posts `operand` and returns once all lanes of `mask` that have not exited arrived under that mask; the
+// last to arrive has called `complete` on everyone's operands, which live on the lanes' own stacks.
+static __attribute__((noinline)) void collective(const char* name, unsigned mask, void* operand, Complete complete) {
+    void* pc = __builtin_return_address(0);
+    const unsigned id = current->id, lane = id & 31;
+    Warp& warp = warps[id / 32];
+    if (!(mask >> lane & 1)) fail_at(before(pc), "%s: mask 0x%08x lacks the calling lane %u", name, mask, lane);
+    unsigned g = 0;
+    while (g < warp.num_groups && warp.groups[g].mask != mask) ++g;
+    Group& group = warp.groups[g];
+    if (g == warp.num_groups) {
+        group = {mask, 0, name, complete};
+        ++warp.num_groups;
+    } else if (group.complete != complete || strcmp(group.name, name)) {
+        fail_at(before(pc), "warp %u mixes collectives under mask 0x%08x: lanes 0x%08x are at %s, lane %u at %s", id / 32,
+                mask, group.arrived, group.name, lane, name);
+    }
+    group.arrived |= 1u << lane;
+    warp.operands[lane] = operand;
+    if (group.arrived == (mask & warp.alive))
+        finish_group(warp, id - lane, g);
+    else
+        wait_as(AT_COLLECTIVE, name, mask, pc);
+}
+
+static __attribute__((noinline)) void barrier() {
+    if (++at_barrier == alive)
+        release_barrier();
+    else
+        wait_as(AT_BARRIER, "__syncthreads", ~0u, __builtin_return_address(0));
+}
+
+template <size_t... I>
+static void call(std::index_sequence<I...>) {
+    reinterpret_cast<void (*)(decltype(static_cast<void>(I), 0LL)...)>(kernel)(arguments[I]...);
+}
+template <size_t N>
+static void call_with() { call(std::make_index_sequence<N>()); }
+template <size_t... N>
+static void call_kernel(std::index_sequence<N...>) {
+    static void (*const by_arity[])() = {call_with<N>...};
+    by_arity[num_arguments]();
+}
+
+// Since sm_70 nobody waits for exited threads, so an exit may complete what the others wait for.
+static void fibre_main() {
+    call_kernel(std::make_index_sequence<MAX_ARGS + 1>());
+    Fibre& me = *current;
+    Warp& warp = warps[me.id / 32];
+    me.state = EXITED;
+    warp.alive &= ~(1u << (me.id & 31));
+    for (unsigned g = 0; g < warp.num_groups;)
+        if (warp.groups[g].arrived == (warp.groups[g].mask & warp.alive))
+            finish_group(warp, me.id & ~31u, g);
+        else
+            ++g;
+    if (--alive && at_barrier == alive) release_barrier();
+    me.context.switch_to(scheduler);
+}
+
+static void report_deadlock() {
+    size_t n = begin_report();
+    n += snprintf(error + n, sizeof error - n, "deadlock, no thread can go on:");
+    std::vector<char> told(threads, 0);
+    for (unsigned i = 0; i < threads; ++i) {
+        const Fibre& f = fibres[i];
+        if (told[i] || f.state == EXITED || n > sizeof error / 2) continue;
+        unsigned count = 0;
+        for (unsigned j = i; j < threads; ++j)
+            if (fibres[j].state == f.state && fibres[j].pc == f.pc && fibres[j].mask == f.mask) told[j] = 1, ++count;
+        n += snprintf(error + n, sizeof error - n, "\n  %u thread(s), the first is thread (%u, %u, %u), wait at %s", count,
+                      f.index.x, f.index.y, f.index.z, f.at);
+        if (f.state == AT_COLLECTIVE) n += snprintf(error + n, sizeof error - n, " of mask 0x%08x", f.mask);
+        n += append_pc(error + n, sizeof error - n, before(f.pc));
+    }
+    if (alive < threads) snprintf(error + n, sizeof error - n, "\n  %u thread(s) have exited", threads - alive);
+}
+
+// Runs on the signal stack and leaves it by switching to the scheduler, hence SA_NODEFER.
+static void on_fault(int signal_number, siginfo_t* info, void* context) {
+    if (!current) {
+        signal(signal_number, SIG_DFL);
+        return;
+    }
+    const void* pc = nullptr;
+#if defined(__x86_64__)
+    pc = reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
+#elif defined(__aarch64__)
+    pc = reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.pc);
+#endif
+    if (signal_number == SIGFPE) fail_at(pc, "integer division by zero");
+    if (signal_number == SIGSEGV || signal_number == SIGBUS)
+        fail_at(pc, "invalid access to address %p (out of bounds, null, or the stack is full)", info->si_addr);
+    fail_at(pc, "undefined behaviour: misaligned access, array index, shift count or signed overflow");
+}
+
+struct FaultHandlers {
+    static constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
+    struct sigaction old_actions[5];
+    stack_t old_stack;
+    FaultHandlers() {
+        static unsigned char stack[64 * 1024];
+        stack_t own = {};
+        own.ss_sp = stack;
+        own.ss_size = sizeof stack;
+        sigaltstack(&own, &old_stack);
+        struct sigaction action = {};
+        action.sa_sigaction = on_fault;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+        for (int i = 0; i < 5; ++i) sigaction(SIGNALS[i], &action, &old_actions[i]);
+    }
+    ~FaultHandlers() {
+        for (int i = 0; i < 5; ++i) sigaction(SIGNALS[i], &old_actions[i], nullptr);
+        sigaltstack(&old_stack, nullptr);
+    }
+};
+
+static Range shared_block() {  // this library's TLS: dynamic_shared and every __shared__ variable
+    static Range found;
+    found = {};
+    dynamic_shared[0] = 0;  // TLS of a loaded library is allocated at first touch
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* here) {
+            const uintptr_t begin = reinterpret_cast<uintptr_t>(info->dlpi_tls_data), p = reinterpret_cast<uintptr_t>(here);
+            for (int i = 0; i < info->dlpi_phnum; ++i)
+                if (info->dlpi_phdr[i].p_type == PT_TLS && begin && begin <= p && p < begin + info->dlpi_phdr[i].p_memsz)
+                    found = {begin, begin + info->dlpi_phdr[i].p_memsz};
+            return 0;
+        },
+        dynamic_shared);
+    return found;
+}
+
+static void shuffle(std::vector<unsigned>& order) {
+    for (size_t i = order.size(); i > 1; --i) {
+        random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+        std::swap(order[i - 1], order[(random_state >> 33) % i]);
+    }
+}
+
+static void run_block(std::vector<unsigned>& order, bool shuffled) {
+    alive = threads;
+    at_barrier = 0;
+    for (unsigned w = 0; w < (threads + 31) / 32; ++w)
+        warps[w].alive = threads - 32 * w >= 32 ? ~0u : (1u << (threads - 32 * w)) - 1, warps[w].num_groups = 0;
+    for (unsigned i = 0; i < threads; ++i) {
+        Fibre& f = fibres[i];
+        f.index = {i % block_dim.x, i / block_dim.x % block_dim.y, i / block_dim.x / block_dim.y};
+        f.id = i;
+        f.state = READY;
+        f.copies.clear();
+        f.commits = 0;
+        // Equal stack offsets would put all fibres' hot lines into the same cache sets.
+        f.context.start(stacks + i * STACK_BYTES + PAGE, STACK_BYTES - PAGE - i % 32 * 512, fibre_main);
+    }
+    while (alive) {
+        bool progress = false;
+        if (shuffled) shuffle(order);
+        for (unsigned i : order) {
+            if (fibres[i].state != READY) continue;
+            progress = true;
+            current = &fibres[i];
+            scheduler.switch_to(current->context);
+            current = nullptr;
+            if (failed) return;
+        }
+        if (!progress) return report_deadlock();
+    }
+}
+
+static void run_grid(unsigned seed) {
+    const FaultHandlers handlers;
+    const Range block = shared_block();
+    unsigned char* outside = dynamic_shared + (shared_bytes + 1) / 2 * 2;
+    unsigned char* const end = dynamic_shared + sizeof dynamic_shared;
+    std::vector<unsigned> order(threads), blocks(grid_dim.x * static_cast<size_t>(grid_dim.y) * grid_dim.z);
+    for (unsigned i = 0; i < threads; ++i) order[i] = i;
+    for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<unsigned>(i);
+    random_state = seed;
+    if (seed) shuffle(blocks);
+    for (const unsigned b : blocks) {
+        block_index = {b % grid_dim.x, b / grid_dim.x % grid_dim.y, b / grid_dim.x / grid_dim.y};
+        memset(reinterpret_cast<void*>(block.begin), 0xff, block.end - block.begin);
+        std::fill(reinterpret_cast<uint16_t*>(outside), reinterpret_cast<uint16_t*>(end), OUTSIDE);
+        run_block(order, seed != 0);
+        if (failed) return;
+        if (!memcmp(outside, &OUTSIDE, 2) && !memcmp(outside, outside + 2, end - outside - 2)) continue;
+        while (!memcmp(outside, &OUTSIDE, 2)) outside += 2;
+        snprintf(error + begin_report(), 200, "dynamic shared memory was written at byte %td, the launch gave %zu",
+                 outside - dynamic_shared, shared_bytes);
+        return;
+    }
+}
+
+// The stacks of a block, each over a page without access; null where memory is short.
+extern "C" __attribute__((visibility("default"))) unsigned char* cuemu_stacks() {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* p = mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (p == MAP_FAILED) return nullptr;
+    for (unsigned i = 0; i < MAX_THREADS; ++i) mprotect(static_cast<unsigned char*>(p) + i * STACK_BYTES, PAGE, PROT_NONE);
+    return static_cast<unsigned char*>(p);
+}
+
+// Returns null or an error text. Not reentrant: the driver holds a lock.
+extern "C" __attribute__((visibility("default"))) const char* cuemu_launch(
+    void* function, const char* name, const unsigned* grid, const unsigned* block, const long long* args, unsigned num_args,
+    size_t shared, unsigned seed, const Range* arrays, unsigned num_arrays, unsigned char* fibre_stacks) {
+    kernel = function, kernel_name = name, arguments = args, num_arguments = num_args, shared_bytes = shared;
+    grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {block[0], block[1], block[2]};
+    threads = block[0] * block[1] * block[2];
+    ranges = arrays, num_ranges = num_arrays;
+    failed = false;
+    current = nullptr;
+    stacks = fibre_stacks;
+    if (!stacks || reinterpret_cast<uintptr_t>(dynamic_shared) % 1024)
+        return "the emulator got no stacks, or shared memory off its 1024-byte alignment";
+    run_grid(seed);
+    current = nullptr;
+    return failed ? error : nullptr;
+}
+
+// The access lies inside one array argument; reads past an end would pass unseen otherwise.
+static __forceinline__ void check_global(const void* p, unsigned bytes, unsigned alignment, const char* what) {
+    const uintptr_t a = reinterpret_cast<uintptr_t>(p);
+    bool inside = bytes == 0;
+    for (unsigned i = 0; i < num_ranges && !inside; ++i) inside = a >= ranges[i].begin && a + bytes <= ranges[i].end;
+    if (a % alignment) CUEMU_FAIL("%s: global address %p is not %u-byte aligned", what, p, alignment);
+    if (!inside) CUEMU_FAIL("%s: %u bytes at %p lie outside every array argument", what, bytes, p);
+}
+
+static __forceinline__ void check_shared(unsigned address, const char* what) {
+    if (address % 16) CUEMU_FAIL("%s: shared address %u is not 16-byte aligned", what, address);
+    if (address + 16ull > shared_bytes)
+        CUEMU_FAIL("%s: 16 bytes at shared address %u, the launch gave %zu", what, address, shared_bytes);
+}
+
+// Combines the values of all lanes in lane order and gives each the result.
+template <class T>
+static __forceinline__ T fold(const char* name, unsigned mask, T value, T (*combine)(T, T)) {
+    struct Operand { T value; T (*combine)(T, T); } mine = {value, combine};
+    collective(name, mask, &mine, [](void* const* operands, unsigned lanes) {
+        const Operand first = *static_cast<Operand*>(operands[__builtin_ctz(lanes)]);
+        T total = first.value;
+        for (unsigned m = lanes & (lanes - 1); m; m &= m - 1)
+            total = first.combine(total, static_cast<Operand*>(operands[__builtin_ctz(m)])->value);
+        for (unsigned m = lanes; m; m &= m - 1) static_cast<Operand*>(operands[__builtin_ctz(m)])->value = total;
+    });
+    return mine.value;
+}
+
+// A source lane outside the mask, or exited, gives poison: its value is undefined in CUDA.
+template <class T>
+static __forceinline__ T exchange(const char* name, unsigned mask, T value, unsigned source) {
+    struct Operand { T in, out; unsigned source; } mine = {value, value, source};
+    collective(name, mask, &mine, [](void* const* operands, unsigned lanes) {
+        for (unsigned m = lanes; m; m &= m - 1) {
+            Operand& to = *static_cast<Operand*>(operands[__builtin_ctz(m)]);
+            if (lanes >> to.source & 1)
+                to.out = static_cast<Operand*>(operands[to.source])->in;
+            else
+                memset(static_cast<void*>(&to.out), 0xff, sizeof(T));
+        }
+    });
+    return mine.out;
+}
+
+template <class To, class From>
+static inline To bit_cast(From v) {
+    static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
+    To r;
+    memcpy(&r, &v, sizeof r);
+    return r;
+}
+
+}  // namespace cuemu
+
+#define threadIdx (cuemu::current->index)
+#define blockIdx (cuemu::block_index)
+#define blockDim (cuemu::block_dim)
+#define gridDim (cuemu::grid_dim)
+#define warpSize 32
+
+static __forceinline__ void __syncthreads() { cuemu::barrier(); }
+static __forceinline__ void __syncwarp(unsigned mask = ~0u) {
+    cuemu::collective("__syncwarp", mask, nullptr, [](void* const*, unsigned) {});
+}
+static __forceinline__ void __threadfence() {}
+static __forceinline__ void __threadfence_block() {}
+static __forceinline__ void __trap() { CUEMU_FAIL("__trap"); }
+
+template <class T>
+static __forceinline__ T __shfl_sync(unsigned mask, T v, int source, int width = 32) {
+    const unsigned lane = cuemu::current->id & 31, w = width;
+    return cuemu::exchange("__shfl_sync", mask, v, (lane & ~(w - 1)) | (source & (w - 1)));
+}
+template <class T>
+static __forceinline__ T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32) {
+    const unsigned lane = cuemu::current->id & 31;
+    return cuemu::exchange("__shfl_up_sync", mask, v, (lane & (width - 1u)) >= delta ? lane - delta : lane);
+}
+template <class T>
+static __forceinline__ T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32) {
+    const unsigned lane = cuemu::current->id & 31, w = width;
+    return cuemu::exchange("__shfl_down_sync", mask, v, delta < w - (lane & (w - 1)) ? lane + delta : lane);
+}
+template <class T>
+static __forceinline__ T __shfl_xor_sync(unsigned mask, T v, int lane_mask, int width = 32) {
+    const unsigned lane = cuemu::current->id & 31, to = lane ^ lane_mask;
+    return cuemu::exchange("__shfl_xor_sync", mask, v, to <= (lane | (width - 1u)) ? to : lane);
+}
+
+static __forceinline__ unsigned __ballot_sync(unsigned mask, int predicate) {
+    return cuemu::fold<unsigned>("__ballot_sync", mask, (predicate != 0) * (1u << (cuemu::current->id & 31)),
+                                 [](unsigned a, unsigned b) { return a | b; });
+}
+static __forceinline__ int __any_sync(unsigned mask, int predicate) {
+    return cuemu::fold<int>("__any_sync", mask, predicate != 0, [](int a, int b) { return a | b; });
+}
+static __forceinline__ int __all_sync(unsigned mask, int predicate) {
+    return cuemu::fold<int>("__all_sync", mask, predicate != 0, [](int a, int b) { return a & b; });
+}
+#define CUEMU_REDUCE(NAME, T, COMBINED)                                                               \
+    static __forceinline__ T NAME(unsigned mask, T v) {                                               \
+        return cuemu::fold<T>(#NAME, mask, v, [](T a, T b) { return static_cast<T>(COMBINED); });     \
+    }
+#define CUEMU_REDUCE_BOTH(NAME, COMBINED) CUEMU_REDUCE(NAME, unsigned, COMBINED) CUEMU_REDUCE(NAME, int, COMBINED)
+CUEMU_REDUCE_BOTH(__reduce_add_sync, static_cast<unsigned>(a) + static_cast<unsigned>(b))
+CUEMU_REDUCE_BOTH(__reduce_min_sync, b < a ? b : a)
+CUEMU_REDUCE_BOTH(__reduce_max_sync, a < b ? b : a)
+
+template <class T>
+static __forceinline__ unsigned __match_any_sync(unsigned mask, T v) {
+    struct Operand { T value; unsigned peers; } mine = {v, 0};
+    cuemu::collective("__match_any_sync", mask, &mine, [](void* const* operands, unsigned lanes) {
+        for (unsigned m = lanes; m; m &= m - 1) {
+            Operand& to = *static_cast<Operand*>(operands[__builtin_ctz(m)]);
+            for (unsigned n = lanes; n; n &= n - 1)
+                if (!memcmp(&static_cast<Operand*>(operands[__builtin_ctz(n)])->value, &to.value, sizeof(T)))
+                    to.peers |= n & -n;
+        }
+    });
+    return mine.peers;
+}
+
+static __forceinline__ int __popc(unsigned v) { return __builtin_popcount(v); }
+static __forceinline__ int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
+static __forceinline__ int __ffs(int v) { return __builtin_ffs(v); }
+static __forceinline__ int __clz(int v) { return v ? __builtin_clz(v) : 32; }
+static __forceinline__ unsigned __float_as_uint(float v) { return cuemu::bit_cast<unsigned>(v); }
+static __forceinline__ float __uint_as_float(unsigned v) { return cuemu::bit_cast<float>(v); }
+static __forceinline__ int __float_as_int(float v) { return cuemu::bit_cast<int>(v); }
+static __forceinline__ float __int_as_float(int v) { return cuemu::bit_cast<float>(v); }
+template <class T>
+static __forceinline__ T __ldg(const T* p) { return *p; }
+
+#define CUEMU_ATOMICS(T)                                                                                          \
+    static __forceinline__ T atomicAdd(T* p, T v) { T old = *p; __builtin_add_overflow(old, v, p); return old; }  \
+    static __forceinline__ T atomicOr(T* p, T v) { T old = *p; *p = old | v; return old; }
+CUEMU_ATOMICS(int)
+CUEMU_ATOMICS(unsigned)
+CUEMU_ATOMICS(unsigned long long)
+
+// Macros: glibc declares functions of some of these names.
+#define __expf expf
+#define __logf logf
+#define __fdividef(a, b) (static_cast<float>(a) / static_cast<float>(b))
+#define __frcp_rn(a) (1.f / static_cast<float>(a))
+#define rsqrtf(a) (1.f / sqrtf(a))
+
+#define CUEMU_MIN_MAX(A, B, R)                                                                             \
+    static __forceinline__ R min(A a, B b) { return static_cast<R>(b) < static_cast<R>(a) ? b : a; }       \
+    static __forceinline__ R max(A a, B b) { return static_cast<R>(a) < static_cast<R>(b) ? b : a; }
+CUEMU_MIN_MAX(int, int, int)
+CUEMU_MIN_MAX(unsigned, unsigned, unsigned)
+CUEMU_MIN_MAX(int, unsigned, unsigned)
+CUEMU_MIN_MAX(unsigned, int, unsigned)
+CUEMU_MIN_MAX(long, long, long)
+CUEMU_MIN_MAX(unsigned long, unsigned long, unsigned long)
+CUEMU_MIN_MAX(long long, long long, long long)
+CUEMU_MIN_MAX(unsigned long long, unsigned long long, unsigned long long)
+CUEMU_MIN_MAX(long long, unsigned long long, unsigned long long)
+CUEMU_MIN_MAX(unsigned long long, long long, unsigned long long)
+static __forceinline__ float min(float a, float b) { return fminf(a, b); }
+static __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
