@@ -23,19 +23,22 @@ __device__ void aggregate(const T* panel, const int* token_index_map, const W* w
     for (int64 column = lane * 8; column < panel_columns; column += 256) {
         float sum[8] = {};
         for (int64 j0 = 0; j0 < k; j0 += 4) {
-            float rows[4][8];  // four rows in flight before the first is used
+            Row8<T> rows[4];  // four in flight before the first is used
             float scale[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int position = j0 + i < k ? positions[j0 + i] : -1;
                 scale[i] = position < 0 ? 0.f : weights ? to_float(weights[token * k + j0 + i]) : 1.f;
-                load_row8<ALIGNED_ROWS>(rows[i], panel + max(position, 0) * panel_columns + column,
-                                        position < 0 ? 0 : panel_columns - column);
+                rows[i].template load<ALIGNED_ROWS>(panel + max(position, 0) * panel_columns + column,
+                                                    position < 0 ? 0 : panel_columns - column);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < 4; ++i) {
+                float row[8];
+                rows[i].unpack(row);
 #pragma unroll
-                for (int c = 0; c < 8; ++c) sum[c] = fmaf(scale[i], rows[i][c], sum[c]);
+                for (int c = 0; c < 8; ++c) sum[c] = fmaf(scale[i], row[c], sum[c]);
+            }
         }
         store_row8<ALIGNED_ROWS>(out + token * d + first_column + column, sum, panel_columns - column);
     }

@@ -1,4 +1,4 @@
-// Element types, 8-element rows in fp32, warp reductions. Row offsets are 64-bit throughout:
+// Element types, 8-element pieces of rows, warp reductions. Row offsets are 64-bit throughout:
 // L * k * 2h passes 2^31 elements at two million tokens.
 #pragma once
 #include "ptx_sm80.cuh"
@@ -23,29 +23,49 @@ __device__ __forceinline__ void store_one(bf16* p, float v) { p->bits = static_c
 __device__ __forceinline__ void store_one(fp16* p, float v) { p->bits = static_cast<unsigned short>(cvt_fp16x2(v, 0.f)); }
 __device__ __forceinline__ void store_one(float* p, float v) { *p = v; }
 
+// Eight consecutive elements of a row as loaded, of which the first `valid` exist, zeros beyond. With
+// ALIGNED_ROWS rows start on 16 bytes and have a multiple of 8 elements: the eight exist together or not at all.
 template <class T>
-__device__ __forceinline__ void load_vector8(float (&v)[8], const T* p) {
-    const uint4 r = load_global_16(p);
-    const unsigned words[4] = {r.x, r.y, r.z, r.w};
+struct Row8 {
+    static constexpr int WORDS = 2 * sizeof(T);
+    unsigned words[WORDS];
+
+    template <bool ALIGNED_ROWS>
+    __device__ __forceinline__ void load(const T* p, int64 valid) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        T low, high;
-        low.bits = static_cast<unsigned short>(words[i]);
-        high.bits = static_cast<unsigned short>(words[i] >> 16);
-        v[2 * i] = to_float(low);
-        v[2 * i + 1] = to_float(high);
-    }
-}
-__device__ __forceinline__ void load_vector8(float (&v)[8], const float* p) {
+        for (int i = 0; i < WORDS; ++i) words[i] = 0;
+        if (ALIGNED_ROWS) {
+            if (valid > 0) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint4 r = load_global_16(p + 4 * i);
-        v[4 * i] = __uint_as_float(r.x);
-        v[4 * i + 1] = __uint_as_float(r.y);
-        v[4 * i + 2] = __uint_as_float(r.z);
-        v[4 * i + 3] = __uint_as_float(r.w);
+                for (int i = 0; i < WORDS; i += 4) {
+                    const uint4 r = load_global_16(reinterpret_cast<const char*>(p) + 4 * i);
+                    words[i] = r.x, words[i + 1] = r.y, words[i + 2] = r.z, words[i + 3] = r.w;
+                }
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (i < valid) put(i, p[i]);
+        }
     }
-}
+    __device__ __forceinline__ void unpack(float (&v)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = get(T(), i);
+    }
+
+private:
+    __device__ __forceinline__ void put(int i, float v) { words[i] = __float_as_uint(v); }
+    template <class Half>
+    __device__ __forceinline__ void put(int i, Half v) {
+        words[i / 2] |= static_cast<unsigned>(v.bits) << (i % 2 * 16);
+    }
+    __device__ __forceinline__ float get(float, int i) const { return __uint_as_float(words[i]); }
+    template <class Half>
+    __device__ __forceinline__ float get(Half h, int i) const {
+        h.bits = static_cast<unsigned short>(words[i / 2] >> (i % 2 * 16));
+        return to_float(h);
+    }
+};
 
 template <class T>
 __device__ __forceinline__ void store_vector8(T* p, const float (&v)[8]) {
@@ -56,23 +76,6 @@ __device__ __forceinline__ void store_vector8(float* p, const float (&v)[8]) {
     for (int i = 0; i < 8; i += 4)
         store_global_16(p + i, make_uint4(__float_as_uint(v[i]), __float_as_uint(v[i + 1]), __float_as_uint(v[i + 2]),
                                           __float_as_uint(v[i + 3])));
-}
-
-// Eight consecutive elements of a row of which the first `valid` exist. With ALIGNED_ROWS the rows
-// start on 16 bytes and their length is a multiple of 8, so the eight exist together or not at all.
-template <bool ALIGNED_ROWS, class T>
-__device__ __forceinline__ void load_row8(float (&v)[8], const T* p, int64 valid) {
-    if (ALIGNED_ROWS) {
-        if (valid > 0) {
-            load_vector8(v, p);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = 0.f;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = i < valid ? to_float(p[i]) : 0.f;
-    }
 }
 
 template <bool ALIGNED_ROWS, class T>

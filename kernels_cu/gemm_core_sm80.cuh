@@ -22,43 +22,34 @@ constexpr bool FP32 = sizeof(element) == 4;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// Copies chunk t % 8 of one line: VECTOR elements of which the first `valid` exist, zeros beyond.
-__device__ __forceinline__ void copy_chunk(int operand_offset, int line, const element* src, int64 valid) {
-    const int chunk = threadIdx.x & 7;
+// Line i of a thread: line t / 8 + 16 i, chunk t % 8. src is where the chunk starts in global memory, of which
+// the first `valid` elements exist; zeros beyond.
+__device__ __forceinline__ void copy_chunk(int operand_offset, int i, const char* src, int valid) {
+    const int line = threadIdx.x / 8 + 16 * i, chunk = threadIdx.x & 7;
     const int offset = operand_offset + line * 128 + ((chunk ^ (line & 7)) * 16);
     if (ALIGNED) {
         cp_async_16(shared_address(dynamic_shared) + offset, src, valid > 0 ? 16u : 0u);  // 0: src is not read
     } else {
         element* dst = reinterpret_cast<element*>(dynamic_shared + offset);
+        const element* from = reinterpret_cast<const element*>(src);
         const element zero = {};
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) dst[i] = i < valid ? src[i] : zero;
+        for (int e = 0; e < VECTOR; ++e) dst[e] = e < valid ? from[e] : zero;
     }
 }
 
-// One stage of a K-contiguous operand. row(i) points at the start of line i's matrix row; null: zeros.
-template <class Row>
-__device__ __forceinline__ void copy_k_contiguous(int operand_offset, int64 k0, int64 K, Row row) {
-    const int64 k = k0 + (threadIdx.x & 7) * VECTOR;
-#pragma unroll
-    for (int i = 0; i < LINES_PER_THREAD; ++i) {
-        const element* p = row(i);
-        copy_chunk(operand_offset, threadIdx.x / 8 + 16 * i, p + k, p ? K - k : 0);
+// A matrix in global memory with contiguous rows. Rows are 32-bit, their byte offsets 64-bit: one multiply-add.
+struct Rows {
+    const char* base;
+    int row_bytes;
+    __device__ __forceinline__ Rows(const element* p, int64 ld)
+        : base(reinterpret_cast<const char*>(p)), row_bytes(static_cast<int>(ld * sizeof(element))) {}
+    __device__ __forceinline__ const char* at(int row, int column) const {
+        return base + column * static_cast<int64>(sizeof(element)) + static_cast<int64>(row) * row_bytes;
     }
-}
+};
 
-// One stage of an MN-contiguous operand. row(i, block) points at the start of line i's K row, null: zeros;
-// first_column(block) is where that LINE-wide block starts in a row of num_columns.
-template <class Row, class Column>
-__device__ __forceinline__ void copy_mn_contiguous(int operand_offset, int64 num_columns, Row row, Column first_column) {
-#pragma unroll
-    for (int i = 0; i < LINES_PER_THREAD; ++i) {
-        const int line = threadIdx.x / 8 + 16 * i, block = 16 * i / BK;  // t / 8 < 16 never crosses a block
-        const int64 column = first_column(block) + (threadIdx.x & 7) * VECTOR;
-        const element* p = row(i, block);
-        copy_chunk(operand_offset, line, p + column, p ? num_columns - column : 0);
-    }
-}
+__device__ __forceinline__ int chunk_column() { return (threadIdx.x & 7) * VECTOR; }
 
 // First tile column of this warp's pair p (of four) of 8-column accumulator tiles. In a gated up
 // projection columns 0..63 of the tile are gate and 64..127 up: a warp takes 32 of each, so that the
@@ -80,37 +71,52 @@ struct Accumulators {
     }
 };
 
-template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT>
-__device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int a_offset, int b_offset, int warp_m, int warp_n) {
+// Shared addresses of one operand's ldmatrix rows. A K-contiguous tile moves along K within its 128-byte lines,
+// where the swizzle turns a step into an exclusive or, and along M or N by whole lines; an MN-contiguous tile
+// the other way round. `first` is the lane's address in the tile at M or N 0 and k 0.
+template <bool K_CONTIGUOUS>
+__device__ __forceinline__ unsigned fragment_address(unsigned first, unsigned mn, unsigned kk) {
+    if (K_CONTIGUOUS) return (first ^ (kk * 32)) + mn * 128;
+    return (first ^ ((mn % LINE) * 2)) + (mn / LINE) * BK * 128 + kk * 2048;
+}
+
+// One stage. `copy_part(kk)` issues a quarter of the copies of a later stage between the products.
+template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT, class Copy>
+__device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage, int warp_m, int warp_n, Copy copy_part) {
     const int lane = threadIdx.x & 31, r = lane & 7, low = (lane >> 3) & 1, high = lane >> 4;
-    const unsigned base = shared_address(dynamic_shared);
-#pragma unroll
-    for (int kk = 0; kk < BK / 16; ++kk) {
-        unsigned a[4][4], b[4][4];
+    const unsigned a_first = shared_address(dynamic_shared) + stage +
+                             (A_K_CONTIGUOUS ? (low * 8 + r) * 128 + (high ^ r) * 16 : (high * 8 + r) * 128 + (low ^ r) * 16) +
+                             warp_m * 64 * 128;
+    const unsigned b_first = shared_address(dynamic_shared) + stage + OPERAND_BYTES +
+                             (B_K_CONTIGUOUS_ ? (high * 8 + r) * 128 + (low ^ r) * 16 : (low * 8 + r) * 128 + (high ^ r) * 16);
+    unsigned a[2][4][4], b[2][4][4];  // the fragments of this k16 step and of the next
+    auto load = [&](int kk) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int m0 = warp_m * 64 + i * 16;
-            if (A_K_CONTIGUOUS) {
-                ldmatrix_x4(a[i], base + a_offset + (m0 + low * 8 + r) * 128 + (((kk * 2 + high) ^ r) * 16));
-            } else {
-                const int line = (m0 / LINE) * BK + kk * 16 + high * 8 + r;
-                ldmatrix_x4_trans(a[i], base + a_offset + line * 128 + ((((m0 % LINE) / 8 + low) ^ r) * 16));
-            }
+            const unsigned address = fragment_address<A_K_CONTIGUOUS>(a_first, i * 16, kk);
+            if (A_K_CONTIGUOUS)
+                ldmatrix_x4(a[kk & 1][i], address);
+            else
+                ldmatrix_x4_trans(a[kk & 1][i], address);
         }
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-            const int n0 = pair_column<SPLIT>(warp_n, p);
-            if (B_K_CONTIGUOUS_) {
-                ldmatrix_x4(b[p], base + b_offset + (n0 + high * 8 + r) * 128 + (((kk * 2 + low) ^ r) * 16));
-            } else {
-                const int line = (n0 / LINE) * BK + kk * 16 + low * 8 + r;
-                ldmatrix_x4_trans(b[p], base + b_offset + line * 128 + ((((n0 % LINE) / 8 + high) ^ r) * 16));
-            }
+            const unsigned address = fragment_address<B_K_CONTIGUOUS_>(b_first, pair_column<SPLIT>(warp_n, p), kk);
+            if (B_K_CONTIGUOUS_)
+                ldmatrix_x4(b[kk & 1][p], address);
+            else
+                ldmatrix_x4_trans(b[kk & 1][p], address);
         }
+    };
+    load(0);
+#pragma unroll
+    for (int kk = 0; kk < BK / 16; ++kk) {
+        if (kk + 1 < BK / 16) load(kk + 1);
+        copy_part(kk);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) MMA(acc.v[i][j], a[i], b[j / 2][(j & 1) * 2], b[j / 2][(j & 1) * 2 + 1]);
+            for (int j = 0; j < 8; ++j) MMA(acc.v[i][j], a[kk & 1][i], b[kk & 1][j / 2][(j & 1) * 2], b[kk & 1][j / 2][(j & 1) * 2 + 1]);
     }
 }
 
@@ -145,79 +151,111 @@ __device__ __forceinline__ void multiply_stage_fma(Accumulators& acc, int a_offs
     }
 }
 
-// C tile = sum over `steps` stages. copy(stage_offset, step) issues the copies of one stage.
+constexpr int PARTS = 4;  // a stage is copied in quarters of 2 lines per thread and operand
+
+// C tile = sum over `steps` stages. copy(stage_offset, step, part) issues a quarter of the copies of one stage;
+// it is called for steps and parts in order, and past the last step, where it must give zeros: a branch around
+// it would keep the copies from being scheduled among the products.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT, class Copy>
-__device__ __forceinline__ void main_loop(Accumulators& acc, int64 steps, Copy copy) {
+__device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy copy) {
     const int warp_m = (threadIdx.x / 32) & 1, warp_n = threadIdx.x / 64;
     acc.zero();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < steps) copy(s * STAGE_BYTES, s);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) copy(s * STAGE_BYTES, s, part);
         cp_async_commit();
     }
-    int read = 0, write = STAGES - 1;
-    for (int64 step = 0; step < steps; ++step) {
+    int read = 0, write = (STAGES - 1) * STAGE_BYTES;
+    for (int step = 0; step < steps; ++step) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
-        if (step + STAGES - 1 < steps) copy(write * STAGE_BYTES, step + STAGES - 1);
+        const int ahead = step + STAGES - 1;
+        if constexpr (FP32) {
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) copy(write, ahead, part);
+            multiply_stage_fma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read, read + OPERAND_BYTES, warp_m, warp_n);
+        } else {
+            multiply_stage_mma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read, warp_m, warp_n,
+                                                                       [&](int part) { copy(write, ahead, part); });
+        }
         cp_async_commit();
-        if constexpr (FP32)
-            multiply_stage_fma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read * STAGE_BYTES, read * STAGE_BYTES + OPERAND_BYTES,
-                                                                       warp_m, warp_n);
-        else
-            multiply_stage_mma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read * STAGE_BYTES, read * STAGE_BYTES + OPERAND_BYTES,
-                                                                       warp_m, warp_n);
-        read = read + 1 == STAGES ? 0 : read + 1;
-        write = write + 1 == STAGES ? 0 : write + 1;
+        read = read == (STAGES - 1) * STAGE_BYTES ? 0 : read + STAGE_BYTES;
+        write = write == (STAGES - 1) * STAGE_BYTES ? 0 : write + STAGE_BYTES;
     }
     cp_async_wait<0>();
     __syncthreads();  // the epilogue reuses the stages
 }
 
-// Hands the warp's accumulators to `consume(row, v)` as rows: v[g] are 8 consecutive columns of group g, where
-// a lane has column group lane % (8 / GROUPS) of each; GROUPS = 2 pairs gate and up of one element. Row is
-// 0..127 within the tile. Goes through shared memory 16 rows at a time, so that global accesses are 16 bytes.
-template <int GROUPS, class Consume>
-__device__ __forceinline__ void for_each_row(const Accumulators& acc, Consume consume) {
-    constexpr int STRIDE = 72;  // floats per staged row: 64 and a pad that spreads rows over the banks
-    constexpr int LANES = 8 / GROUPS, ROWS = 32 / LANES;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    float* staged = reinterpret_cast<float*>(dynamic_shared) + warp * 16 * STRIDE;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+// The accumulators as rows of 8 consecutive columns, through shared memory 16 rows at a time, so that global
+// accesses are 16 bytes. Pass p of m16 tile i gives a lane row i * 16 + p * ROWS + lane / LANES of its warp's 64 and
+// column group lane % LANES of each of GROUPS blocks of 64 / GROUPS columns; GROUPS = 2 pairs gate and up.
+template <int GROUPS>
+struct RowStaging {
+    static constexpr int STRIDE = 72;  // floats per staged row: 64, and 8 that spread rows over the banks
+    static constexpr int LANES = 8 / GROUPS, ROWS = 32 / LANES, PASSES = 16 / ROWS;
+
+    // Bit 2 of a column is flipped in every other row, or in the upper half: both reads and writes then meet all banks.
+    static __device__ __forceinline__ int place(int row, int column) {
+        return row * STRIDE + (column ^ (4 * (GROUPS == 2 ? row & 1 : column >> 5)));
+    }
+    static __device__ __forceinline__ float* staged() {
+        return reinterpret_cast<float*>(dynamic_shared) + threadIdx.x / 32 * 16 * STRIDE;
+    }
+    static __device__ __forceinline__ int tile_row(int i, int pass) {
+        return (threadIdx.x / 32 & 1) * 64 + i * 16 + pass * ROWS + (threadIdx.x & 31) / LANES;
+    }
+    static __device__ __forceinline__ int column_group() { return (threadIdx.x & 31) % LANES; }
+
+    static __device__ __forceinline__ void put(const float (&tile)[8][4]) {
+        const int lane = threadIdx.x & 31;
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < 8; ++j)
 #pragma unroll
             for (int s = 0; s < 2; ++s)
-                *reinterpret_cast<float2*>(staged + (lane / 4 + s * 8) * STRIDE + j * 8 + (lane & 3) * 2) =
-                    make_float2(acc.v[i][j][2 * s], acc.v[i][j][2 * s + 1]);
+                *reinterpret_cast<float2*>(staged() + place(lane / 4 + s * 8, j * 8 + (lane & 3) * 2)) =
+                    make_float2(tile[j][2 * s], tile[j][2 * s + 1]);
         __syncwarp();
+    }
+    static __device__ __forceinline__ void get(float (&v)[GROUPS][8], int pass) {
+        const int row = pass * ROWS + (threadIdx.x & 31) / LANES;
 #pragma unroll
-        for (int pass = 0; pass < 16 / ROWS; ++pass) {
-            const int row = pass * ROWS + lane / LANES;
+        for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int column = g * 32 + column_group() * 8 + h * 4;
+                const float4 q = *reinterpret_cast<const float4*>(staged() + place(row, column));
+                v[g][4 * h] = q.x, v[g][4 * h + 1] = q.y, v[g][4 * h + 2] = q.z, v[g][4 * h + 3] = q.w;
+            }
+    }
+};
+
+// consume(row, v) for every row of the tile, v[g] being the lane's 8 columns of group g.
+template <int GROUPS, class Consume>
+__device__ __forceinline__ void for_each_row(const Accumulators& acc, Consume consume) {
+    using Staging = RowStaging<GROUPS>;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        Staging::put(acc.v[i]);
+#pragma unroll
+        for (int pass = 0; pass < Staging::PASSES; ++pass) {
             float v[GROUPS][8];
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const float4 q = *reinterpret_cast<const float4*>(staged + row * STRIDE + g * 32 + (lane % LANES) * 8 + h * 4);
-                    v[g][4 * h] = q.x, v[g][4 * h + 1] = q.y, v[g][4 * h + 2] = q.z, v[g][4 * h + 3] = q.w;
-                }
-            consume((warp & 1) * 64 + i * 16 + row, v);
+            Staging::get(v, pass);
+            consume(Staging::tile_row(i, pass), v);
         }
     }
 }
 
 struct Tile {
-    int64 m, n;
+    int m, n;
 };
 
 // Rasters a grid of tiles in groups of 16 m-tiles by all n-tiles: what runs at one time (264 blocks on
 // an H200) is near a square, which reads the fewest operand bytes.
-__device__ __forceinline__ Tile raster(int64 block, int64 m_tiles, int64 n_tiles) {
-    constexpr int GROUP = 16;
-    const int64 first = block / (GROUP * n_tiles) * GROUP, within = block % (GROUP * n_tiles);
-    const int64 height = min(static_cast<int64>(GROUP), m_tiles - first);
-    return {first + within % height, within / height};
+__device__ __forceinline__ Tile raster(unsigned block, unsigned m_tiles, unsigned n_tiles) {
+    constexpr unsigned GROUP = 16;
+    const unsigned first = block / (GROUP * n_tiles) * GROUP, within = block % (GROUP * n_tiles);
+    const unsigned height = min(GROUP, m_tiles - first);
+    return {static_cast<int>(first + within % height), static_cast<int>(within / height)};
 }

@@ -7,7 +7,7 @@
 //   down_bwd    grad_out, gathered      w2 transposed 1           ACTIVATE_BWD: -> first-layer gradient, A', <dA, A>
 //   up_bwd      first-layer gradient    w1 transposed 2 if gated  STORE: one column panel of the slot input gradients
 //
-// R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, or of the panel), K depth per segment.
+// R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, or of the panel), K depth of one segment.
 //   a                     (L or R, lda)  element, in   row of slot r: token r's with GATHER, r otherwise
 //   b0, b1                per expert K x N, element, in; element (k, n) at k * ldb + n, or n * ldb + k with
 //                         B_K_CONTIGUOUS; ACTIVATE of a gated layer: gate and up; STORE: K segments 0 and 1
@@ -31,82 +31,75 @@
 enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };
 
 constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED;  // the column tile is 64 of gate beside 64 of up
-constexpr int TILE_COLUMNS = SPLIT ? 64 : 128;
+constexpr int TILE_COLUMNS = SPLIT ? 64 : 128, GROUPS = SPLIT ? 2 : 1;
 
 typedef WEIGHT weight_t;
 
 // The router weight of expert row r: the slot of its token that points back at r.
-__device__ __forceinline__ float weight_of_row(int r, int token, const weight_t* weights, const int* token_index_map, int64 k) {
-    float weight = 0.f;
-    for (int64 slot = token * k; slot < (token + 1) * k; ++slot)
-        if (token_index_map[slot] == r) weight = to_float(weights[slot]);
-    return weight;
+__device__ __forceinline__ float weight_of_row(int r, int token, const weight_t* weights, const int* token_index_map, int k) {
+    const int64 first = static_cast<int64>(token) * k;
+    int slot = 0;
+    for (int j = 0; j < k; ++j)
+        if (token_index_map[first + j] == r) slot = j;
+    return to_float(weights[first + slot]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    ENTRY(const element* a, int64 lda, const element* b0, const element* b1, int64 expert_stride, int64 ldb, int64 N, int64 K,
-          const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles, element* first_layer,
-          element* first_layer_grad, element* product, const element* stored_product, const weight_t* weights,
-          const int* token_index_map, int64 k, float* partial_sums, int64 num_slots) {
-    __shared__ int tile_rows[BM];  // row of A per tile row, -1 past the expert's end
+    ENTRY(const element* a, int64 lda, const element* b0, const element* b1, int64 expert_stride, int64 ldb, int64 columns,
+          int64 depth, const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles,
+          element* first_layer, element* first_layer_grad, element* product, const element* stored_product,
+          const weight_t* weights, const int* token_index_map, int64 k, float* partial_sums, int64 num_slots) {
+    __shared__ int tile_rows[BM];  // row of A per tile row; past the expert's end its last row again, never stored
     __shared__ float row_weights[BM];
     __shared__ float row_sums[2][BM];
 
-    const int64 n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, m_tiles = row_tiles[0];
-    if (blockIdx.x >= m_tiles * n_tiles) return;
+    const int N = static_cast<int>(columns), K = static_cast<int>(depth);
+    const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, m_tiles = row_tiles[0];
+    if (blockIdx.x >= static_cast<int64>(m_tiles) * n_tiles) return;
     const Tile tile = raster(blockIdx.x, m_tiles, n_tiles);
     const int expert = row_tiles[2 * (tile.m + 1)], row0 = row_tiles[2 * (tile.m + 1) + 1];
     const int rows = min(BM, expert_token_offsets[expert + 1] - row0);
-    const int64 n0 = tile.n * TILE_COLUMNS;
-    b0 += expert * expert_stride;
-    b1 += expert * expert_stride;
+    const int n0 = tile.n * TILE_COLUMNS;
 
-    {
-        const int r = threadIdx.x, inside = r < rows;
-        const int token = GATHER && inside ? expert_token_indices[row0 + r] : -1;
-        tile_rows[r] = !inside ? -1 : GATHER ? token : row0 + r;
-        if (EPILOGUE == ACTIVATE_BWD) row_weights[r] = inside ? weight_of_row(row0 + r, token, weights, token_index_map, k) : 0.f;
-    }
+    const int my_row = row0 + min(static_cast<int>(threadIdx.x), rows - 1);
+    const int my_token = GATHER ? expert_token_indices[my_row] : 0;
+    tile_rows[threadIdx.x] = GATHER ? my_token : my_row;
     __syncthreads();
     int a_rows[LINES_PER_THREAD];
 #pragma unroll
     for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = tile_rows[threadIdx.x / 8 + 16 * i];
 
-    const int64 steps_per_segment = (K + BK - 1) / BK;
+    const Rows a_matrix(a, lda), gate(b0 + expert * expert_stride, ldb), up(b1 + expert * expert_stride, ldb);
+    const int steps_per_segment = (K + BK - 1) / BK;
     Accumulators acc;
-    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps_per_segment * K_SEGMENTS, [&](int stage, int64 step) {
+    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps_per_segment * K_SEGMENTS, [&](int stage, int step, int part) {
         const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
-        const int64 k0 = (step - segment * steps_per_segment) * BK;
-        const element* a_segment = a + segment * K;
-        copy_k_contiguous(stage, k0, K, [&](int i) { return a_rows[i] < 0 ? nullptr : a_segment + a_rows[i] * lda; });
-        if (B_K_CONTIGUOUS) {
-            copy_k_contiguous(stage + OPERAND_BYTES, k0, K, [&](int i) {
-                const element* b = (SPLIT ? 16 * i >= 64 : segment) ? b1 : b0;
-                const int64 n = n0 + threadIdx.x / 8 + (SPLIT ? (16 * i) % 64 : 16 * i);
-                return n < N ? b + n * ldb : nullptr;
-            });
-        } else {
-            copy_mn_contiguous(
-                stage + OPERAND_BYTES, N,
-                [&](int i, int block) {
-                    const element* b = (SPLIT ? block * LINE >= 64 : segment) ? b1 : b0;
-                    const int64 row = k0 + threadIdx.x / 8 + (16 * i) % BK;
-                    return row < K ? b + row * ldb : nullptr;
-                },
-                [&](int block) { return n0 + (SPLIT ? (block * LINE) % 64 : block * LINE); });
+        const int k0 = (step - segment * steps_per_segment) * BK, chunk_k = k0 + chunk_column();
+#pragma unroll
+        for (int i = 2 * part; i < 2 * part + 2; ++i) {
+            copy_chunk(stage, i, a_matrix.at(a_rows[i], segment * K + chunk_k), K - chunk_k);
+            const Rows& b = (SPLIT ? i >= LINES_PER_THREAD / 2 : segment) ? up : gate;
+            if (B_K_CONTIGUOUS) {
+                const int n = n0 + threadIdx.x / 8 + (SPLIT ? (16 * i) % 64 : 16 * i);
+                copy_chunk(stage + OPERAND_BYTES, i, b.at(min(n, N - 1), chunk_k), K - chunk_k);
+            } else {
+                const int row = k0 + threadIdx.x / 8 + (16 * i) % BK;
+                const int column = n0 + (16 * i / BK * LINE) % TILE_COLUMNS + chunk_column();
+                copy_chunk(stage + OPERAND_BYTES, i, b.at(row, column), row < K ? N - column : 0);
+            }
         }
     });
 
-    const int lane = threadIdx.x & 31, warp_n = threadIdx.x / 64;
-    const int64 layer_ld = GATED ? 2 * N : N;
+    const int warp_n = threadIdx.x / 64;
+    const int64 layer_ld = GATED ? 2LL * N : N;
+    using Staging = RowStaging<GROUPS>;
+    const int n = n0 + warp_n * (SPLIT ? 32 : 64) + Staging::column_group() * 8;
     if constexpr (EPILOGUE == STORE) {
-        const int64 n = n0 + warp_n * 64 + (lane & 7) * 8;
-        for_each_row<1>(acc, [&](int row, float (&v)[1][8]) {
-            if (row < rows) store_row8<ALIGNED>(product + (row0 + row) * N + n, v[0], N - n);
+        for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
+            if (row < rows) store_row8<ALIGNED>(product + static_cast<int64>(row0 + row) * N + n, v[0], N - n);
         });
     } else if constexpr (EPILOGUE == ACTIVATE) {
-        const int64 n = n0 + (SPLIT ? warp_n * 32 + (lane & 3) * 8 : warp_n * 64 + (lane & 7) * 8);
-        for_each_row<SPLIT ? 2 : 1>(acc, [&](int row, float (&v)[SPLIT ? 2 : 1][8]) {
+        for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
             if (row >= rows) return;
             const int64 r = row0 + row;
             if (first_layer) {
@@ -120,35 +113,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             store_row8<ALIGNED>(product + r * N + n, p, N - n);
         });
     } else {
-        const int64 n = n0 + warp_n * 64 + (lane & 7) * 8;
-        for_each_row<1>(acc, [&](int row, float (&v)[1][8]) {
-            const bool inside = row < rows;
-            const int64 r = row0 + (inside ? row : 0), valid = inside ? N - n : 0;
-            const float weight = row_weights[row];
-            float a_row[8], b_row[8], p[8], grad_a[8], grad_b[8], dot = 0.f;
-            load_row8<ALIGNED>(a_row, first_layer + r * layer_ld + n, valid);
-            if (GATED) load_row8<ALIGNED>(b_row, first_layer + r * layer_ld + N + n, valid);
-            if (stored_product) load_row8<ALIGNED>(p, stored_product + r * N + n, valid);
+        // a and b of the next 16 rows are loaded while these are worked on; fp32 has no registers for that.
+        constexpr int BUFFERS = FP32 ? 1 : 2;
+        Row8<element> a_loaded[BUFFERS][Staging::PASSES], b_loaded[BUFFERS][Staging::PASSES];
+        auto load = [&](int i) {
 #pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                const Activated s = activate<ACTIVATION>(a_row[c]);
-                const float b = GATED ? b_row[c] : 1.f;
-                if (!stored_product) p[c] = s.value * b;
-                dot = fmaf(v[0][c], p[c], dot);
-                const float grad = weight * v[0][c];
-                grad_a[c] = grad * b * s.derivative;
-                grad_b[c] = grad * s.value;
-                p[c] *= weight;
+            for (int pass = 0; pass < Staging::PASSES; ++pass) {
+                const int row = Staging::tile_row(i, pass);
+                const element* p = first_layer + (row0 + min(row, rows - 1)) * layer_ld + n;
+                a_loaded[i % BUFFERS][pass].template load<ALIGNED>(p, N - n);
+                if (GATED) b_loaded[i % BUFFERS][pass].template load<ALIGNED>(p + N, N - n);
             }
-            if (first_layer_grad) {
-                store_row8<ALIGNED>(first_layer_grad + r * layer_ld + n, grad_a, valid);
-                if (GATED) store_row8<ALIGNED>(first_layer_grad + r * layer_ld + N + n, grad_b, valid);
-            }
-            if (product) store_row8<ALIGNED>(product + r * N + n, p, valid);
+        };
+        load(0);
+        row_weights[threadIdx.x] = weight_of_row(my_row, my_token, weights, token_index_map, static_cast<int>(k));
+        __syncthreads();
 #pragma unroll
-            for (int step = 1; step < 8; step <<= 1) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-            if ((lane & 7) == 0) row_sums[warp_n][row] = dot;
-        });
+        for (int i = 0; i < 4; ++i) {
+            if (BUFFERS == 2 && i < 3) load(i + 1);
+            Staging::put(acc.v[i]);
+#pragma unroll
+            for (int pass = 0; pass < Staging::PASSES; ++pass) {
+                const int row = Staging::tile_row(i, pass), valid = row < rows ? N - n : 0;
+                const int64 r = row0 + row;
+                const float weight = row_weights[row];
+                float v[GROUPS][8], a_row[8], b_row[8], p[8], grad_a[8], grad_b[8], dot = 0.f;
+                Staging::get(v, pass);
+                a_loaded[i % BUFFERS][pass].unpack(a_row);
+                if (GATED) b_loaded[i % BUFFERS][pass].unpack(b_row);
+                if (stored_product) {
+                    Row8<element> stored;
+                    stored.template load<ALIGNED>(stored_product + r * N + n, valid);
+                    stored.unpack(p);
+                }
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    const Activated s = activate<ACTIVATION>(a_row[c]);
+                    const float b = GATED ? b_row[c] : 1.f;
+                    if (!stored_product) p[c] = s.value * b;
+                    dot = fmaf(v[0][c], p[c], dot);
+                    const float grad = weight * v[0][c];
+                    grad_a[c] = grad * b * s.derivative;
+                    grad_b[c] = grad * s.value;
+                    p[c] *= weight;
+                }
+                if (first_layer_grad) {
+                    store_row8<ALIGNED>(first_layer_grad + r * layer_ld + n, grad_a, valid);
+                    if (GATED) store_row8<ALIGNED>(first_layer_grad + r * layer_ld + N + n, grad_b, valid);
+                }
+                if (product) store_row8<ALIGNED>(product + r * N + n, p, valid);
+#pragma unroll
+                for (int step = 1; step < 8; step <<= 1) dot += __shfl_xor_sync(0xffffffffu, dot, step);
+                if (Staging::column_group() == 0) row_sums[warp_n][row] = dot;
+            }
+            if (BUFFERS == 1 && i < 3) load(i + 1);
+        }
         __syncthreads();
         if (partial_sums && threadIdx.x < rows)
             partial_sums[tile.n * num_slots + row0 + threadIdx.x] = row_sums[0][threadIdx.x] + row_sums[1][threadIdx.x];

@@ -16,48 +16,41 @@
 // An expert without tokens gets exact zeros. One block owns a tile over all its tokens, in order: deterministic.
 #include "gemm_core_sm80.cuh"
 
-template <bool GATHER>
-__device__ __forceinline__ int64 source_row(int token, int64 row) {
-    return GATHER ? token : row;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     ENTRY(const element* p, int64 ldp, int64 p_half, const element* q, int64 ldq, int64 q_half, const int* expert_token_indices,
-          const int* expert_token_offsets, element* out0, element* out1, int64 expert_stride, int64 ldo, int64 M, int64 N) {
+          const int* expert_token_offsets, element* out0, element* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns) {
     constexpr int ROWS = BK / 16;  // distinct token rows a thread copies per stage; the rest repeats in other blocks
-    const int64 expert = blockIdx.y;
+    const int M = static_cast<int>(rows), N = static_cast<int>(columns), expert = blockIdx.y;
     const Tile tile = raster(blockIdx.x, (M + BM - 1) / BM, (N + BN - 1) / BN);
-    const int64 m0 = tile.m * BM, n0 = tile.n * BN;
+    const int m0 = tile.m * BM, n0 = tile.n * BN;
     const int first = expert_token_offsets[expert], last = expert_token_offsets[expert + 1];
-    p += blockIdx.z * p_half;
-    q += blockIdx.z * q_half;
+    const Rows p_matrix(p + blockIdx.z * p_half, ldp), q_matrix(q + blockIdx.z * q_half, ldq);
 
     // The tokens of the next stage are loaded one stage ahead of their use as addresses.
     int tokens[ROWS];
-    auto load_tokens = [&](int64 step) {
+    auto load_tokens = [&](int step) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int64 row = first + step * BK + threadIdx.x / 8 + 16 * i;
-            tokens[i] = row < last ? expert_token_indices[row] : -1;
+            const int row = first + step * BK + threadIdx.x / 8 + 16 * i;
+            tokens[i] = row < last ? expert_token_indices[row] : 0;
         }
     };
     load_tokens(0);
     Accumulators acc;
-    main_loop<false, false, false>(acc, (last - first + BK - 1) / BK, [&](int stage, int64 step) {
-        const int64 row0 = first + step * BK + threadIdx.x / 8;
-        copy_mn_contiguous(
-            stage, M,
-            [&](int i, int) { return tokens[i % ROWS] < 0 ? nullptr : p + source_row<GATHER_P>(tokens[i % ROWS], row0 + 16 * (i % ROWS)) * ldp; },
-            [&](int block) { return m0 + block * LINE; });
-        copy_mn_contiguous(
-            stage + OPERAND_BYTES, N,
-            [&](int i, int) { return tokens[i % ROWS] < 0 ? nullptr : q + source_row<GATHER_Q>(tokens[i % ROWS], row0 + 16 * (i % ROWS)) * ldq; },
-            [&](int block) { return n0 + block * LINE; });
-        load_tokens(step + 1);
+    main_loop<false, false, false>(acc, (last - first + BK - 1) / BK, [&](int stage, int step, int part) {
+#pragma unroll
+        for (int i = 2 * part; i < 2 * part + 2; ++i) {
+            const int row = first + step * BK + threadIdx.x / 8 + 16 * (i % ROWS), token = tokens[i % ROWS];
+            const int column = i / ROWS * LINE + chunk_column();
+            copy_chunk(stage, i, p_matrix.at(GATHER_P ? token : row, m0 + column), row < last ? M - m0 - column : 0);
+            copy_chunk(stage + OPERAND_BYTES, i, q_matrix.at(GATHER_Q ? token : row, n0 + column),
+                       row < last ? N - n0 - column : 0);
+        }
+        if (part == PARTS - 1) load_tokens(step + 1);
     });
 
     element* out = (blockIdx.z ? out1 : out0) + expert * expert_stride;
-    const int64 n = n0 + (threadIdx.x / 64) * 64 + (threadIdx.x & 7) * 8;
+    const int n = n0 + (threadIdx.x / 64) * 64 + RowStaging<1>::column_group() * 8;
     for_each_row<1>(acc, [&](int row, float (&v)[1][8]) {
         if (m0 + row < M) store_row8<ALIGNED>(out + (m0 + row) * ldo + n, v[0], N - n);
     });

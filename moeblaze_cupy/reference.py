@@ -10,8 +10,6 @@ so all save policies give the same gradients.
 No function here checks its arguments: the package's public functions do that before they call this module.
 """
 
-from functools import reduce
-
 import numpy as np
 
 from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward, is_gated
@@ -43,9 +41,7 @@ def route(logits, k, *, kind="softmax_topk", renormalize=True):
     Returns weights (L, k) float32 (float64 if logits are float64) and ids (L, k) int32. Arguments are not checked.
     """
     scores = _cast(logits, _compute_dtype(logits))  # (L, E)
-    is_nan = np.isnan(scores)  # (L, E)
-    descending = -np.where(is_nan, 0, scores)  # (L, E)
-    order = np.lexsort((descending, ~is_nan), axis=-1)  # (L, E) NaN first, then by score; stable, so ties by id
+    order = np.lexsort((-scores, ~np.isnan(scores)), axis=-1)  # (L, E) NaN first, then by score; stable: ties by id
     ids = order[:, :k].astype(np.int32)  # (L, k)
     if kind == "topk_softmax":
         return _softmax(np.take_along_axis(scores, ids, axis=1)), ids
@@ -135,9 +131,12 @@ _ERFC_LARGE = (
 # fmt: on
 
 
-def _ratio(coefficients, x):
-    numerator, denominator = (reduce(lambda total, c: total * x + c, row) for row in coefficients)
-    return numerator / denominator
+def _polynomial(coefficients, x):
+    total = np.full_like(x, coefficients[0])
+    for c in coefficients[1:]:
+        total *= x  # in place: fresh temporaries would take most of the time
+        total += c
+    return total
 
 
 def erf(x):
@@ -148,8 +147,11 @@ def erf(x):
     """
     magnitude = np.minimum(np.abs(x), 6)
     small = np.minimum(magnitude, 0.46875)  # each formula sees only its own range: no overflow in the other
-    tail = np.exp(-magnitude * magnitude) * _ratio(_ERFC_LARGE, magnitude)
-    return np.where(magnitude <= 0.46875, x * _ratio(_ERF_SMALL, small * small), np.copysign(1 - tail, x))
+    small *= small
+    near = x * _polynomial(_ERF_SMALL[0], small) / _polynomial(_ERF_SMALL[1], small)
+    tail = _polynomial(_ERFC_LARGE[0], magnitude) / _polynomial(_ERFC_LARGE[1], magnitude)
+    tail *= np.exp(-magnitude * magnitude)
+    return np.where(magnitude <= 0.46875, near, np.copysign(1 - tail, x))
 
 
 def _activate(u, activation):
@@ -172,8 +174,12 @@ def _parts(w1, activation):
 
 
 def _zeros_like(w):
-    """Zeros of w's form and dtype; np.zeros_like keeps w's memory order, also that of a transposed view."""
-    return tuple(np.zeros_like(part) for part in w) if isinstance(w, (tuple, list)) else np.zeros_like(w)
+    """Zeros of w's form, dtype and memory order: row-major, or the transposed view if w is one."""
+    if isinstance(w, (tuple, list)):
+        return tuple(_zeros_like(part) for part in w)
+    if w.strides[1] < w.strides[2]:
+        return _zeros_like(w.swapaxes(1, 2)).swapaxes(1, 2)
+    return np.zeros(w.shape, w.dtype)
 
 
 def _experts_with_tokens(index):

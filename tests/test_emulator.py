@@ -324,42 +324,43 @@ def test_exited_threads_are_not_waited_for():
         assert not out[:, 20:].any()
 
 
-@pytest.mark.parametrize(
-    "body, message",
-    [
-        ("if (threadIdx.x < 32) __syncthreads(); else __shfl_sync(0xffffffffu, 1, threadIdx.x == 40 ? 0 : 1);", None),
-        (
-            "if (threadIdx.x != 5) __syncthreads();\nelse __syncwarp();",
-            r"kernel kernel, block \(0, 0, 0\): deadlock(.|\n)* 63 thread\(s\).*__syncthreads at selftest.cu:1"
-            r"(.|\n)* 1 thread\(s\).*\(5, 0, 0\).*__syncwarp of mask 0xffffffff at selftest.cu:2",
-        ),
-        ("if (threadIdx.x < 48) __syncwarp(); else __ballot_sync(~0u, 1);", "warp 1 mixes.*__syncwarp.*__ballot_sync"),
-        ("__syncwarp(1);", "__syncwarp: mask 0x00000001 lacks the calling lane 1 at selftest.cu:1"),
-        ("unsigned r[4];\nif (threadIdx.x != 40) ldmatrix_x4(r, 0);", "ldmatrix: all 32 lanes must take part"),
-        ("unsigned r[4];\nldmatrix_x4(r, 8);", "ldmatrix_x4: shared address 8 is not 16-byte aligned.*selftest.cu:2"),
-        ("unsigned r[4];\nldmatrix_x4(r, 16 * threadIdx.x);", "shared address 512, the launch gave 512.*selftest.cu:2"),
-        ("cp_async_16(0, out + 1, 16);", "cp_async_16: global address .* not 16-byte aligned.*selftest.cu:1"),
-        ("load_global_16(out + 64);", "load_global_16: 16 bytes at .* outside every array argument.*selftest.cu:1"),
-        ("store_global_16(out + 2, make_uint4(0, 0, 0, 0));", "store_global_16: global address .* not 16-byte"),
-        ("shared_address(out);", "shared_address: .* is not in dynamic_shared"),
-        ("dynamic_shared[512] = 1;", "dynamic shared memory was written at byte 512, the launch gave 512"),
-        ("if (threadIdx.x == 3) __trap();", r"thread \(3, 0, 0\): __trap at selftest.cu:1"),
-        ("\n*reinterpret_cast<volatile int*>(64) = 1;", "invalid access to address 0x40 .*selftest.cu:2"),
-        ("out[0] = reinterpret_cast<uint2*>(out + 1)->x;", "undefined behaviour.* selftest.cu:1"),
-        ("__shared__ int few[4];\nfew[threadIdx.x] = 1;\nout[0] = few[out[1]];", "undefined behaviour.*selftest.cu:2"),
-        ("out[0] = 5 / out[1];", "division by zero"),
-        ("out[64] = 1;", r"argument 0 \(int32 \(64,\)\): 4 guard bytes changed past its end, the nearest at byte 256"),
-        ("out[-2] = 1;", "4 guard bytes changed before its start, the nearest at byte -5"),
-    ],
-)
-def test_mistakes_are_reported(body, message):
-    module = one_kernel("int* out", body)
+MISTAKES = [
+    (
+        "if (threadIdx.x != 5) __syncthreads();\nelse __syncwarp();",
+        r"kernel kernel0, block \(0, 0, 0\): deadlock(.|\n)* 63 thread\(s\).*__syncthreads at selftest.cu:1"
+        r"(.|\n)* 1 thread\(s\).*\(5, 0, 0\).*__syncwarp of mask 0xffffffff at selftest.cu:2",
+    ),
+    ("if (threadIdx.x < 48) __syncwarp(); else __ballot_sync(~0u, 1);", "warp 1 mixes.*__syncwarp.*__ballot_sync"),
+    ("__syncwarp(1);", "__syncwarp: mask 0x00000001 lacks the calling lane 1 at selftest.cu:1"),
+    ("unsigned r[4];\nif (threadIdx.x != 40) ldmatrix_x4(r, 0);", "ldmatrix: all 32 lanes must take part"),
+    ("unsigned r[4];\nldmatrix_x4(r, 8);", "ldmatrix_x4: shared address 8 is not 16-byte aligned.*selftest.cu:2"),
+    ("unsigned r[4];\nldmatrix_x4(r, 16 * threadIdx.x);", "shared address 512, the launch gave 512.*selftest.cu:2"),
+    ("cp_async_16(0, out + 1, 16);", "cp_async_16: global address .* not 16-byte aligned.*selftest.cu:1"),
+    ("load_global_16(out + 64);", "load_global_16: 16 bytes at .* outside every array argument.*selftest.cu:1"),
+    ("store_global_16(out + 2, make_uint4(0, 0, 0, 0));", "store_global_16: global address .* not 16-byte"),
+    ("shared_address(out);", "shared_address: .* is not in dynamic_shared"),
+    ("dynamic_shared[512] = 1;", "dynamic shared memory was written at byte 512, the launch gave 512"),
+    ("if (threadIdx.x == 3) __trap();", r"thread \(3, 0, 0\): __trap at selftest.cu:1"),
+    ("\n*reinterpret_cast<volatile int*>(64) = 1;", "invalid access to address 0x40 .*selftest.cu:2"),
+    ("out[0] = reinterpret_cast<uint2*>(out + 1)->x;", "undefined behaviour.* selftest.cu:1"),
+    ("__shared__ int few[4];\nfew[threadIdx.x] = 1;\nout[0] = few[out[1]];", "undefined behaviour.*selftest.cu:2"),
+    ("out[0] = 5 / out[1];", "division by zero"),
+    ("out[64] = 1;", r"argument 0 \(int32 \(64,\)\): 4 guard bytes changed past its end, the nearest at byte 256"),
+    ("out[-2] = 1;", "4 guard bytes changed before its start, the nearest at byte -5"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_are_reported(number):
+    # All in one source: one compilation.
+    kernels = (
+        f'extern "C" __global__ void kernel{i}(int* out) {{\n#line 1\n{body}\n}}\n'
+        for i, (body, _) in enumerate(MISTAKES)
+    )
+    module = compiled("".join(kernels))
     out = np.zeros(64, np.int32)
-    if message is None:
-        module.launch("kernel", 1, 64, [out], shared_mem=512)
-        return
-    with pytest.raises(EmulatorError, match=message):
-        module.launch("kernel", 1, 64, [out], shared_mem=512)
+    with pytest.raises(EmulatorError, match=MISTAKES[number][1]):
+        module.launch(f"kernel{number}", 1, 64, [out], shared_mem=512)
     assert not out.any()  # a failed launch changes nothing
 
 

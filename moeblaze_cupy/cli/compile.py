@@ -25,7 +25,7 @@ def run(args) -> int:
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, Progress(len(variants), "compile") as progress:
         pending = {pool.submit(loader.precompile, variant): variant for variant in variants}
         for done, future in enumerate(as_completed(pending), start=1):
-            name = pending[future].name
+            name = pending[future].name or pending[future].source  # modules with many entries have no name
             try:
                 took = future.result()
             except Exception as error:

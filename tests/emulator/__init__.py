@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,11 +22,11 @@ HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent.parent / "kernels_cu"
 COMPILER = shutil.which("g++")
 # The sanitizers trap, which needs no run-time library: cuemu.h turns the trap into an error with its line.
-FLAGS = [
-    *("-std=c++17", "-O2", "-g1", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-exceptions"),
-    *("-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-fsanitize-undefined-trap-on-error"),
-    *("-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge", "-U_FORTIFY_SOURCE"),
-]
+FLAGS = shlex.split(
+    "-std=c++17 -O2 -g1 -shared -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
+    "-fsanitize=alignment,bounds,shift,signed-integer-overflow -fsanitize-undefined-trap-on-error "
+    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE"
+)
 GUARD_BYTES = 4096
 GUARD = 0xAB
 MAX_SHARED_BYTES = 227 * 1024  # what a block of an sm_90 device may ask for
@@ -39,6 +40,24 @@ class EmulatorError(RuntimeError):
     """A source that does not compile, or a launch that broke a rule of the device."""
 
 
+class _Launch(ctypes.Structure):
+    """cuemu::Launch."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("arguments", ctypes.POINTER(ctypes.c_int64)),
+        ("arrays", ctypes.POINTER(ctypes.c_size_t)),
+        ("stacks", ctypes.c_void_p),
+        ("num_arguments", ctypes.c_uint64),
+        ("num_arrays", ctypes.c_uint64),
+        ("shared_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+    )
+
+
 class Emulated:
     """A compiled source. `kernels` maps each entry point to its parameters, True for a pointer."""
 
@@ -48,6 +67,7 @@ class Emulated:
         self._library = ctypes.CDLL(str(library))
         self._library.cuemu_stacks.restype = ctypes.c_void_p
         self._launch = self._library.cuemu_launch
+        self._launch.argtypes = [ctypes.POINTER(_Launch)]
         self._launch.restype = ctypes.c_char_p
 
     def launch(self, name, grid, block, args, shared_mem=0, seed=0):
@@ -72,24 +92,25 @@ class Emulated:
             raise EmulatorError(f"kernel {name}: {len(args)} arguments, expected {len(is_pointer)}")
         buffers = {}
         values = [_marshal(name, i, arg, is_pointer[i], buffers) for i, arg in enumerate(args)]
-        ranges = [bound for buffer in buffers.values() for bound in (buffer.start, buffer.start + buffer.array.nbytes)]
-        function = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+        bounds = [bound for buffer in buffers.values() for bound in (buffer.start, buffer.start + buffer.array.nbytes)]
         global _stacks
         with _launch_lock:
             if _stacks is None:
                 _stacks = self._library.cuemu_stacks()
             text = self._launch(
-                function,
-                name.encode(),
-                (ctypes.c_uint * 3)(*grid),
-                (ctypes.c_uint * 3)(*block),
-                (ctypes.c_longlong * max(len(values), 1))(*values),
-                ctypes.c_uint(len(values)),
-                ctypes.c_size_t(shared_mem),
-                ctypes.c_uint(seed),
-                (ctypes.c_size_t * max(len(ranges), 1))(*ranges),
-                ctypes.c_uint(len(buffers)),
-                ctypes.c_void_p(_stacks),
+                _Launch(
+                    ctypes.cast(getattr(self._library, name), ctypes.c_void_p),
+                    name.encode(),
+                    (ctypes.c_int64 * MAX_ARGUMENTS)(*values),
+                    (ctypes.c_size_t * (2 * MAX_ARGUMENTS))(*bounds),
+                    _stacks,
+                    len(values),
+                    len(buffers),
+                    shared_mem,
+                    seed,
+                    grid,
+                    block,
+                )
             )
         problems = [] if text is None else [self._locate(text.decode())]
         problems += filter(None, (buffer.check() for buffer in buffers.values()))

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -54,26 +55,13 @@ constexpr uint16_t OUTSIDE = 0x7fc1;  // shared memory past the launch's size: N
 extern "C" __attribute__((visibility("hidden"))) void cuemu_switch(void** save, void* to);
 asm(R"(
     .pushsection .text
-    .globl cuemu_switch
-    .hidden cuemu_switch
-    .type cuemu_switch, @function
+    .globl cuemu_switch; .hidden cuemu_switch; .type cuemu_switch, @function
 cuemu_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
+    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
     movq %rsp, (%rdi)
     movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
+    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
     ret
-    .size cuemu_switch, .-cuemu_switch
     .popsection
 )");
 struct Context {
@@ -91,9 +79,7 @@ struct Context {
     ucontext_t state;
     void start(unsigned char* stack, size_t bytes, void (*entry)()) {
         getcontext(&state);
-        state.uc_stack.ss_sp = stack;
-        state.uc_stack.ss_size = bytes;
-        state.uc_link = nullptr;
+        state.uc_stack.ss_sp = stack, state.uc_stack.ss_size = bytes, state.uc_link = nullptr;
         makecontext(&state, entry, 0);
     }
     void switch_to(Context& to) { swapcontext(&state, &to.state); }
@@ -101,21 +87,29 @@ struct Context {
 #endif
 
 struct Index { unsigned x, y, z; };
-struct Range { uintptr_t begin, end; };
+struct Range { unsigned char *begin, *end; };
 struct Copy { unsigned group, dst; unsigned char data[16]; };  // a cp.async that no wait has retired
 using Complete = void (*)(void* const* operands, unsigned lanes);
+
+struct Launch {  // mirrored by the Python driver
+    void* kernel;
+    const char* name;
+    const long long* arguments;
+    const Range* arrays;
+    unsigned char* stacks;
+    uint64_t num_arguments, num_arrays, shared_bytes, seed;
+    Index grid, block;
+};
 
 enum State { READY, AT_COLLECTIVE, AT_BARRIER, EXITED };
 struct Fibre {
     Context context;
     Index index;
-    unsigned id;
+    unsigned id, commits, mask;
     State state;
-    const char* at;  // what it waits for, under which mask, called from where
-    unsigned mask;
+    const char* at;  // what it waits for (under `mask`), called from `pc`
     void* pc;
     std::vector<Copy> copies;
-    unsigned commits;
 };
 // Lanes that arrived at a collective under one mask. Lanes under disjoint or nested masks may wait in
 // several groups at once.
@@ -123,37 +117,29 @@ struct Group { unsigned mask, arrived; const char* name; Complete complete; };
 struct Warp { unsigned alive, num_groups; Group groups[32]; void* operands[32]; };
 
 static Fibre fibres[MAX_THREADS];
-static Warp warps[MAX_THREADS / 32];
 static Fibre* current;  // null while the scheduler runs
+static Warp warps[MAX_THREADS / 32];
 static Context scheduler;
-static unsigned char* stacks;
-static Index grid_dim, block_dim, block_index;
+static Launch launch;
+static Index block_dim, grid_dim, block_index;
 static unsigned threads, alive, at_barrier;
-static size_t shared_bytes;
-static void* kernel;
-static const char* kernel_name;
-static const long long* arguments;
-static unsigned num_arguments, num_ranges;
-static const Range* ranges;
 static bool failed;
 static char error[4096];
-static unsigned long long random_state;
 
 // The Python driver turns "[pc+0x...]" into file and line.
-static int append_pc(char* text, size_t size, const void* pc) {
+static size_t append_pc(char* text, size_t size, const void* pc) {
     Dl_info info;
     if (!pc || !dladdr(pc, &info)) return 0;
     return snprintf(text, size, " [pc+0x%zx]", static_cast<const char*>(pc) - static_cast<const char*>(info.dli_fbase));
 }
 
+#define CUEMU_APPEND(...) n += snprintf(error + n, sizeof error - n, __VA_ARGS__)
 static size_t begin_report() {
     failed = true;
-    size_t n = snprintf(error, sizeof error, "kernel %s, block (%u, %u, %u)", kernel_name, block_index.x, block_index.y,
-                        block_index.z);
-    if (current)
-        n += snprintf(error + n, sizeof error - n, ", thread (%u, %u, %u)", current->index.x, current->index.y,
-                      current->index.z);
-    return n + snprintf(error + n, sizeof error - n, ": ");
+    size_t n = 0;
+    CUEMU_APPEND("kernel %s, block (%u, %u, %u)", launch.name, block_index.x, block_index.y, block_index.z);
+    if (current) CUEMU_APPEND(", thread (%u, %u, %u)", current->index.x, current->index.y, current->index.z);
+    return CUEMU_APPEND(": ");
 }
 
 // Ends the launch with an error; the fibre is never resumed.
@@ -177,10 +163,7 @@ static __attribute__((noinline)) const void* here() {
 
 static void wait_as(State state, const char* name, unsigned mask, void* pc) {
     Fibre& me = *current;
-    me.state = state;
-    me.at = name;
-    me.mask = mask;
-    me.pc = pc;
+    me.state = state, me.at = name, me.mask = mask, me.pc = pc;
     me.context.switch_to(scheduler);
 }
 
@@ -207,13 +190,11 @@ static __attribute__((noinline)) void collective(const char* name, unsigned mask
     unsigned g = 0;
     while (g < warp.num_groups && warp.groups[g].mask != mask) ++g;
     Group& group = warp.groups[g];
-    if (g == warp.num_groups) {
-        group = {mask, 0, name, complete};
-        ++warp.num_groups;
-    } else if (group.complete != complete || strcmp(group.name, name)) {
+    if (g == warp.num_groups)
+        group = {mask, 0, name, complete}, ++warp.num_groups;
+    else if (group.complete != complete || strcmp(group.name, name))
         fail_at(before(pc), "warp %u mixes collectives under mask 0x%08x: lanes 0x%08x are at %s, lane %u at %s", id / 32,
                 mask, group.arrived, group.name, lane, name);
-    }
     group.arrived |= 1u << lane;
     warp.operands[lane] = operand;
     if (group.arrived == (mask & warp.alive))
@@ -230,15 +211,15 @@ static __attribute__((noinline)) void barrier() {
 }
 
 template <size_t... I>
-static void call(std::index_sequence<I...>) {
-    reinterpret_cast<void (*)(decltype(static_cast<void>(I), 0LL)...)>(kernel)(arguments[I]...);
+static void call(std::index_sequence<I...>) {  // all parameters of a kernel are 64-bit integers or pointers
+    reinterpret_cast<void (*)(decltype(static_cast<void>(I), 0LL)...)>(launch.kernel)(launch.arguments[I]...);
 }
 template <size_t N>
 static void call_with() { call(std::make_index_sequence<N>()); }
 template <size_t... N>
 static void call_kernel(std::index_sequence<N...>) {
     static void (*const by_arity[])() = {call_with<N>...};
-    by_arity[num_arguments]();
+    by_arity[launch.num_arguments]();
 }
 
 // Since sm_70 nobody waits for exited threads, so an exit may complete what the others wait for.
@@ -259,7 +240,7 @@ static void fibre_main() {
 
 static void report_deadlock() {
     size_t n = begin_report();
-    n += snprintf(error + n, sizeof error - n, "deadlock, no thread can go on:");
+    CUEMU_APPEND("deadlock, no thread can go on:");
     std::vector<char> told(threads, 0);
     for (unsigned i = 0; i < threads; ++i) {
         const Fibre& f = fibres[i];
@@ -267,20 +248,16 @@ static void report_deadlock() {
         unsigned count = 0;
         for (unsigned j = i; j < threads; ++j)
             if (fibres[j].state == f.state && fibres[j].pc == f.pc && fibres[j].mask == f.mask) told[j] = 1, ++count;
-        n += snprintf(error + n, sizeof error - n, "\n  %u thread(s), the first is thread (%u, %u, %u), wait at %s", count,
-                      f.index.x, f.index.y, f.index.z, f.at);
-        if (f.state == AT_COLLECTIVE) n += snprintf(error + n, sizeof error - n, " of mask 0x%08x", f.mask);
+        CUEMU_APPEND("\n  %u thread(s), the first is (%u, %u, %u), at %s", count, f.index.x, f.index.y, f.index.z, f.at);
+        if (f.state == AT_COLLECTIVE) CUEMU_APPEND(" of mask 0x%08x", f.mask);
         n += append_pc(error + n, sizeof error - n, before(f.pc));
     }
-    if (alive < threads) snprintf(error + n, sizeof error - n, "\n  %u thread(s) have exited", threads - alive);
+    if (alive < threads) CUEMU_APPEND("\n  %u thread(s) have exited", threads - alive);
 }
 
 // Runs on the signal stack and leaves it by switching to the scheduler, hence SA_NODEFER.
 static void on_fault(int signal_number, siginfo_t* info, void* context) {
-    if (!current) {
-        signal(signal_number, SIG_DFL);
-        return;
-    }
+    if (!current) return static_cast<void>(signal(signal_number, SIG_DFL));
     const void* pc = nullptr;
 #if defined(__x86_64__)
     pc = reinterpret_cast<void*>(static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP]);
@@ -295,15 +272,12 @@ static void on_fault(int signal_number, siginfo_t* info, void* context) {
 
 struct FaultHandlers {
     static constexpr int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
-    struct sigaction old_actions[5];
-    stack_t old_stack;
+    struct sigaction old_actions[5], action = {};
+    stack_t old_stack, stack = {};
     FaultHandlers() {
-        static unsigned char stack[64 * 1024];
-        stack_t own = {};
-        own.ss_sp = stack;
-        own.ss_size = sizeof stack;
-        sigaltstack(&own, &old_stack);
-        struct sigaction action = {};
+        static unsigned char memory[64 * 1024];
+        stack.ss_sp = memory, stack.ss_size = sizeof memory;
+        sigaltstack(&stack, &old_stack);
         action.sa_sigaction = on_fault;
         action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
         for (int i = 0; i < 5; ++i) sigaction(SIGNALS[i], &action, &old_actions[i]);
@@ -315,84 +289,100 @@ struct FaultHandlers {
 };
 
 static Range shared_block() {  // this library's TLS: dynamic_shared and every __shared__ variable
-    static Range found;
-    found = {};
-    dynamic_shared[0] = 0;  // TLS of a loaded library is allocated at first touch
+    dynamic_shared[0] = 0;      // TLS of a loaded library is allocated at first touch
+    Range found = {};
     dl_iterate_phdr(
-        [](dl_phdr_info* info, size_t, void* here) {
-            const uintptr_t begin = reinterpret_cast<uintptr_t>(info->dlpi_tls_data), p = reinterpret_cast<uintptr_t>(here);
-            for (int i = 0; i < info->dlpi_phnum; ++i)
-                if (info->dlpi_phdr[i].p_type == PT_TLS && begin && begin <= p && p < begin + info->dlpi_phdr[i].p_memsz)
-                    found = {begin, begin + info->dlpi_phdr[i].p_memsz};
+        [](dl_phdr_info* info, size_t, void* result) {
+            unsigned char* begin = static_cast<unsigned char*>(info->dlpi_tls_data);
+            for (int i = 0; i < info->dlpi_phnum; ++i) {
+                const ElfW(Phdr)& header = info->dlpi_phdr[i];
+                if (header.p_type == PT_TLS && begin && begin <= dynamic_shared && dynamic_shared < begin + header.p_memsz)
+                    *static_cast<Range*>(result) = {begin, begin + header.p_memsz};
+            }
             return 0;
         },
-        dynamic_shared);
+        &found);
     return found;
 }
 
-static void shuffle(std::vector<unsigned>& order) {
-    for (size_t i = order.size(); i > 1; --i) {
-        random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
-        std::swap(order[i - 1], order[(random_state >> 33) % i]);
-    }
+static uint64_t random_number() {
+    static uint64_t state;
+    state = state * 6364136223846793005ull + 1442695040888963407ull + launch.seed;
+    return state >> 33;
 }
 
-static void run_block(std::vector<unsigned>& order, bool shuffled) {
-    alive = threads;
-    at_barrier = 0;
-    for (unsigned w = 0; w < (threads + 31) / 32; ++w)
-        warps[w].alive = threads - 32 * w >= 32 ? ~0u : (1u << (threads - 32 * w)) - 1, warps[w].num_groups = 0;
+static std::vector<unsigned> numbers(size_t n) {
+    std::vector<unsigned> order(n);
+    std::iota(order.begin(), order.end(), 0u);
+    return order;
+}
+
+static void shuffle(std::vector<unsigned>& order) {
+    for (size_t i = order.size(); i > 1 && launch.seed; --i) std::swap(order[i - 1], order[random_number() % i]);
+}
+
+static void run_block() {
+    alive = threads, at_barrier = 0;
+    for (unsigned first = 0; first < threads; first += 32)
+        warps[first / 32].alive = ~0u >> (32 - std::min(32u, threads - first)), warps[first / 32].num_groups = 0;
     for (unsigned i = 0; i < threads; ++i) {
         Fibre& f = fibres[i];
         f.index = {i % block_dim.x, i / block_dim.x % block_dim.y, i / block_dim.x / block_dim.y};
-        f.id = i;
-        f.state = READY;
+        f.id = i, f.state = READY, f.commits = 0;
         f.copies.clear();
-        f.commits = 0;
         // Equal stack offsets would put all fibres' hot lines into the same cache sets.
-        f.context.start(stacks + i * STACK_BYTES + PAGE, STACK_BYTES - PAGE - i % 32 * 512, fibre_main);
+        f.context.start(launch.stacks + i * STACK_BYTES + PAGE, STACK_BYTES - PAGE - i % 32 * 512, fibre_main);
     }
+    std::vector<unsigned> warp_order = numbers((threads + 31) / 32), lane_order = numbers(32);
     while (alive) {
-        bool progress = false;
-        if (shuffled) shuffle(order);
-        for (unsigned i : order) {
-            if (fibres[i].state != READY) continue;
-            progress = true;
-            current = &fibres[i];
-            scheduler.switch_to(current->context);
-            current = nullptr;
-            if (failed) return;
-        }
+        bool progress = false, ran;
+        shuffle(warp_order);
+        shuffle(lane_order);
+        // Without a seed warps go in step. With one, some passes let a warp run as far as it can, which shows
+        // a missing barrier that lockstep hides.
+        const bool ahead = launch.seed && random_number() % 4 == 0;
+        for (const unsigned w : warp_order) do {
+                ran = false;
+                for (const unsigned lane : lane_order) {
+                    const unsigned i = 32 * w + lane;
+                    if (i >= threads || fibres[i].state != READY) continue;
+                    ran = progress = true;
+                    current = &fibres[i];
+                    scheduler.switch_to(current->context);
+                    current = nullptr;
+                    if (failed) return;
+                }
+            } while (ran && ahead);
         if (!progress) return report_deadlock();
     }
 }
 
-static void run_grid(unsigned seed) {
+static void run_grid() {
     const FaultHandlers handlers;
     const Range block = shared_block();
-    unsigned char* outside = dynamic_shared + (shared_bytes + 1) / 2 * 2;
     unsigned char* const end = dynamic_shared + sizeof dynamic_shared;
-    std::vector<unsigned> order(threads), blocks(grid_dim.x * static_cast<size_t>(grid_dim.y) * grid_dim.z);
-    for (unsigned i = 0; i < threads; ++i) order[i] = i;
-    for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<unsigned>(i);
-    random_state = seed;
-    if (seed) shuffle(blocks);
+    unsigned char* outside = dynamic_shared + (launch.shared_bytes + 1) / 2 * 2;
+    std::fill(reinterpret_cast<uint16_t*>(outside), reinterpret_cast<uint16_t*>(end), OUTSIDE);
+    std::vector<unsigned> blocks = numbers(size_t(grid_dim.x) * grid_dim.y * grid_dim.z);
+    shuffle(blocks);
     for (const unsigned b : blocks) {
         block_index = {b % grid_dim.x, b / grid_dim.x % grid_dim.y, b / grid_dim.x / grid_dim.y};
-        memset(reinterpret_cast<void*>(block.begin), 0xff, block.end - block.begin);
-        std::fill(reinterpret_cast<uint16_t*>(outside), reinterpret_cast<uint16_t*>(end), OUTSIDE);
-        run_block(order, seed != 0);
+        memset(block.begin, 0xff, dynamic_shared + launch.shared_bytes - block.begin);
+        memset(end, 0xff, block.end - end);
+        run_block();
         if (failed) return;
         if (!memcmp(outside, &OUTSIDE, 2) && !memcmp(outside, outside + 2, end - outside - 2)) continue;
         while (!memcmp(outside, &OUTSIDE, 2)) outside += 2;
         snprintf(error + begin_report(), 200, "dynamic shared memory was written at byte %td, the launch gave %zu",
-                 outside - dynamic_shared, shared_bytes);
+                 outside - dynamic_shared, size_t(launch.shared_bytes));
         return;
     }
 }
 
+#define CUEMU_EXPORT extern "C" __attribute__((visibility("default")))
+
 // The stacks of a block, each over a page without access; null where memory is short.
-extern "C" __attribute__((visibility("default"))) unsigned char* cuemu_stacks() {
+CUEMU_EXPORT unsigned char* cuemu_stacks() {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* p = mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (p == MAP_FAILED) return nullptr;
@@ -401,36 +391,15 @@ extern "C" __attribute__((visibility("default"))) unsigned char* cuemu_stacks() 
 }
 
 // Returns null or an error text. Not reentrant: the driver holds a lock.
-extern "C" __attribute__((visibility("default"))) const char* cuemu_launch(
-    void* function, const char* name, const unsigned* grid, const unsigned* block, const long long* args, unsigned num_args,
-    size_t shared, unsigned seed, const Range* arrays, unsigned num_arrays, unsigned char* fibre_stacks) {
-    kernel = function, kernel_name = name, arguments = args, num_arguments = num_args, shared_bytes = shared;
-    grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {block[0], block[1], block[2]};
-    threads = block[0] * block[1] * block[2];
-    ranges = arrays, num_ranges = num_arrays;
+CUEMU_EXPORT const char* cuemu_launch(const Launch* description) {
+    launch = *description;
+    grid_dim = launch.grid, block_dim = launch.block;
+    threads = block_dim.x * block_dim.y * block_dim.z;
     failed = false;
-    current = nullptr;
-    stacks = fibre_stacks;
-    if (!stacks || reinterpret_cast<uintptr_t>(dynamic_shared) % 1024)
+    if (!launch.stacks || reinterpret_cast<uintptr_t>(dynamic_shared) % 1024)
         return "the emulator got no stacks, or shared memory off its 1024-byte alignment";
-    run_grid(seed);
-    current = nullptr;
+    run_grid();
     return failed ? error : nullptr;
-}
-
-// The access lies inside one array argument; reads past an end would pass unseen otherwise.
-static __forceinline__ void check_global(const void* p, unsigned bytes, unsigned alignment, const char* what) {
-    const uintptr_t a = reinterpret_cast<uintptr_t>(p);
-    bool inside = bytes == 0;
-    for (unsigned i = 0; i < num_ranges && !inside; ++i) inside = a >= ranges[i].begin && a + bytes <= ranges[i].end;
-    if (a % alignment) CUEMU_FAIL("%s: global address %p is not %u-byte aligned", what, p, alignment);
-    if (!inside) CUEMU_FAIL("%s: %u bytes at %p lie outside every array argument", what, bytes, p);
-}
-
-static __forceinline__ void check_shared(unsigned address, const char* what) {
-    if (address % 16) CUEMU_FAIL("%s: shared address %u is not 16-byte aligned", what, address);
-    if (address + 16ull > shared_bytes)
-        CUEMU_FAIL("%s: 16 bytes at shared address %u, the launch gave %zu", what, address, shared_bytes);
 }
 
 // Combines the values of all lanes in lane order and gives each the result.
@@ -463,14 +432,6 @@ static __forceinline__ T exchange(const char* name, unsigned mask, T value, unsi
     return mine.out;
 }
 
-template <class To, class From>
-static inline To bit_cast(From v) {
-    static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
-    To r;
-    memcpy(&r, &v, sizeof r);
-    return r;
-}
-
 }  // namespace cuemu
 
 #define threadIdx (cuemu::current->index)
@@ -487,45 +448,30 @@ static __forceinline__ void __threadfence() {}
 static __forceinline__ void __threadfence_block() {}
 static __forceinline__ void __trap() { CUEMU_FAIL("__trap"); }
 
-template <class T>
-static __forceinline__ T __shfl_sync(unsigned mask, T v, int source, int width = 32) {
-    const unsigned lane = cuemu::current->id & 31, w = width;
-    return cuemu::exchange("__shfl_sync", mask, v, (lane & ~(w - 1)) | (source & (w - 1)));
-}
-template <class T>
-static __forceinline__ T __shfl_up_sync(unsigned mask, T v, unsigned delta, int width = 32) {
-    const unsigned lane = cuemu::current->id & 31;
-    return cuemu::exchange("__shfl_up_sync", mask, v, (lane & (width - 1u)) >= delta ? lane - delta : lane);
-}
-template <class T>
-static __forceinline__ T __shfl_down_sync(unsigned mask, T v, unsigned delta, int width = 32) {
-    const unsigned lane = cuemu::current->id & 31, w = width;
-    return cuemu::exchange("__shfl_down_sync", mask, v, delta < w - (lane & (w - 1)) ? lane + delta : lane);
-}
-template <class T>
-static __forceinline__ T __shfl_xor_sync(unsigned mask, T v, int lane_mask, int width = 32) {
-    const unsigned lane = cuemu::current->id & 31, to = lane ^ lane_mask;
-    return cuemu::exchange("__shfl_xor_sync", mask, v, to <= (lane | (width - 1u)) ? to : lane);
-}
-
-static __forceinline__ unsigned __ballot_sync(unsigned mask, int predicate) {
-    return cuemu::fold<unsigned>("__ballot_sync", mask, (predicate != 0) * (1u << (cuemu::current->id & 31)),
-                                 [](unsigned a, unsigned b) { return a | b; });
-}
-static __forceinline__ int __any_sync(unsigned mask, int predicate) {
-    return cuemu::fold<int>("__any_sync", mask, predicate != 0, [](int a, int b) { return a | b; });
-}
-static __forceinline__ int __all_sync(unsigned mask, int predicate) {
-    return cuemu::fold<int>("__all_sync", mask, predicate != 0, [](int a, int b) { return a & b; });
-}
-#define CUEMU_REDUCE(NAME, T, COMBINED)                                                               \
-    static __forceinline__ T NAME(unsigned mask, T v) {                                               \
-        return cuemu::fold<T>(#NAME, mask, v, [](T a, T b) { return static_cast<T>(COMBINED); });     \
+#define CUEMU_SHUFFLE(NAME, BY, SOURCE)                                               \
+    template <class T>                                                                \
+    static __forceinline__ T NAME(unsigned mask, T v, BY by, int width = 32) {        \
+        const unsigned lane = cuemu::current->id & 31, inner = width - 1;             \
+        return cuemu::exchange(#NAME, mask, v, SOURCE);                               \
     }
-#define CUEMU_REDUCE_BOTH(NAME, COMBINED) CUEMU_REDUCE(NAME, unsigned, COMBINED) CUEMU_REDUCE(NAME, int, COMBINED)
-CUEMU_REDUCE_BOTH(__reduce_add_sync, static_cast<unsigned>(a) + static_cast<unsigned>(b))
-CUEMU_REDUCE_BOTH(__reduce_min_sync, b < a ? b : a)
-CUEMU_REDUCE_BOTH(__reduce_max_sync, a < b ? b : a)
+CUEMU_SHUFFLE(__shfl_sync, int, (lane & ~inner) | (by & inner))
+CUEMU_SHUFFLE(__shfl_up_sync, unsigned, (lane & inner) >= by ? lane - by : lane)
+CUEMU_SHUFFLE(__shfl_down_sync, unsigned, by <= inner - (lane & inner) ? lane + by : lane)
+CUEMU_SHUFFLE(__shfl_xor_sync, int, (lane ^ by) <= (lane | inner) ? lane ^ by : lane)
+
+#define CUEMU_FOLD(NAME, T, VALUE, COMBINED)                                                          \
+    static __forceinline__ T NAME(unsigned mask, T v) {                                               \
+        return cuemu::fold<T>(#NAME, mask, VALUE, [](T a, T b) { return static_cast<T>(COMBINED); }); \
+    }
+CUEMU_FOLD(__ballot_sync, unsigned, (v != 0) * (1u << (cuemu::current->id & 31)), a | b)
+CUEMU_FOLD(__any_sync, int, v != 0, a | b)
+CUEMU_FOLD(__all_sync, int, v != 0, a & b)
+CUEMU_FOLD(__reduce_add_sync, unsigned, v, a + b)
+CUEMU_FOLD(__reduce_min_sync, unsigned, v, b < a ? b : a)
+CUEMU_FOLD(__reduce_max_sync, unsigned, v, a < b ? b : a)
+CUEMU_FOLD(__reduce_add_sync, int, v, static_cast<unsigned>(a) + b)
+CUEMU_FOLD(__reduce_min_sync, int, v, b < a ? b : a)
+CUEMU_FOLD(__reduce_max_sync, int, v, a < b ? b : a)
 
 template <class T>
 static __forceinline__ unsigned __match_any_sync(unsigned mask, T v) {
@@ -545,10 +491,10 @@ static __forceinline__ int __popc(unsigned v) { return __builtin_popcount(v); }
 static __forceinline__ int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 static __forceinline__ int __ffs(int v) { return __builtin_ffs(v); }
 static __forceinline__ int __clz(int v) { return v ? __builtin_clz(v) : 32; }
-static __forceinline__ unsigned __float_as_uint(float v) { return cuemu::bit_cast<unsigned>(v); }
-static __forceinline__ float __uint_as_float(unsigned v) { return cuemu::bit_cast<float>(v); }
-static __forceinline__ int __float_as_int(float v) { return cuemu::bit_cast<int>(v); }
-static __forceinline__ float __int_as_float(int v) { return cuemu::bit_cast<float>(v); }
+static __forceinline__ unsigned __float_as_uint(float v) { return __builtin_bit_cast(unsigned, v); }
+static __forceinline__ float __uint_as_float(unsigned v) { return __builtin_bit_cast(float, v); }
+static __forceinline__ int __float_as_int(float v) { return __builtin_bit_cast(int, v); }
+static __forceinline__ float __int_as_float(int v) { return __builtin_bit_cast(float, v); }
 template <class T>
 static __forceinline__ T __ldg(const T* p) { return *p; }
 
@@ -569,15 +515,10 @@ CUEMU_ATOMICS(unsigned long long)
 #define CUEMU_MIN_MAX(A, B, R)                                                                             \
     static __forceinline__ R min(A a, B b) { return static_cast<R>(b) < static_cast<R>(a) ? b : a; }       \
     static __forceinline__ R max(A a, B b) { return static_cast<R>(a) < static_cast<R>(b) ? b : a; }
-CUEMU_MIN_MAX(int, int, int)
-CUEMU_MIN_MAX(unsigned, unsigned, unsigned)
-CUEMU_MIN_MAX(int, unsigned, unsigned)
-CUEMU_MIN_MAX(unsigned, int, unsigned)
-CUEMU_MIN_MAX(long, long, long)
-CUEMU_MIN_MAX(unsigned long, unsigned long, unsigned long)
-CUEMU_MIN_MAX(long long, long long, long long)
-CUEMU_MIN_MAX(unsigned long long, unsigned long long, unsigned long long)
-CUEMU_MIN_MAX(long long, unsigned long long, unsigned long long)
-CUEMU_MIN_MAX(unsigned long long, long long, unsigned long long)
+#define CUEMU_MIN_MAX_OF(S, U) \
+    CUEMU_MIN_MAX(S, S, S) CUEMU_MIN_MAX(U, U, U) CUEMU_MIN_MAX(S, U, U) CUEMU_MIN_MAX(U, S, U)
+CUEMU_MIN_MAX_OF(int, unsigned)
+CUEMU_MIN_MAX_OF(long, unsigned long)
+CUEMU_MIN_MAX_OF(long long, unsigned long long)
 static __forceinline__ float min(float a, float b) { return fminf(a, b); }
 static __forceinline__ float max(float a, float b) { return fmaxf(a, b); }

@@ -2,6 +2,25 @@
 // follow the PTX ISA; shared addresses are byte offsets into dynamic_shared.
 #pragma once
 
+namespace cuemu {
+// The access lies inside one array argument; reads past an end would pass unseen otherwise.
+static __forceinline__ void check_global(const void* p, unsigned bytes, unsigned alignment, const char* what) {
+    const unsigned char* a = static_cast<const unsigned char*>(p);
+    bool inside = bytes == 0;
+    for (const Range* r = launch.arrays; r < launch.arrays + launch.num_arrays && !inside; ++r)
+        inside = a >= r->begin && a + bytes <= r->end;
+    if (reinterpret_cast<uintptr_t>(p) % alignment)
+        CUEMU_FAIL("%s: global address %p is not %u-byte aligned", what, p, alignment);
+    if (!inside) CUEMU_FAIL("%s: %u bytes at %p lie outside every array argument", what, bytes, p);
+}
+
+static __forceinline__ void check_shared(unsigned address, const char* what) {
+    if (address % 16) CUEMU_FAIL("%s: shared address %u is not 16-byte aligned", what, address);
+    if (address + 16ull > launch.shared_bytes)
+        CUEMU_FAIL("%s: 16 bytes at shared address %u, the launch gave %zu", what, address, size_t(launch.shared_bytes));
+}
+}  // namespace cuemu
+
 __device__ __forceinline__ unsigned shared_address(const void* p) {
     const ptrdiff_t offset = static_cast<const unsigned char*>(p) - dynamic_shared;
     if (offset < 0 || offset > static_cast<ptrdiff_t>(sizeof dynamic_shared))

@@ -1,0 +1,110 @@
+"""Command line: `python -m moeblaze_cupy train|info|compile|plan`."""
+
+import argparse
+import importlib
+import sys
+
+from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
+
+DTYPES = ("float32", "bfloat16", "float16")
+ORDERS = ("row", "transposed")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+class _Choices(argparse.Action):
+    """A repeatable option; "all" stands for every choice. The first use replaces the default."""
+
+    def __init__(self, option_strings, dest, *, every, **rest):
+        super().__init__(option_strings, dest, choices=(*every, "all"), **rest)
+        self.every = every
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        given = getattr(namespace, self.dest)
+        earlier = () if given is self.default else given
+        setattr(namespace, self.dest, tuple(dict.fromkeys((*earlier, *(self.every if value == "all" else (value,))))))
+
+
+def _add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """--tokens or --batch, --d-model, --d-hidden, --experts, --k: required where there is no default."""
+    for option, letter, meaning in (
+        ("--d-model", "d", "model width"),
+        ("--d-hidden", "h", "hidden width of one expert"),
+        ("--experts", "E", "number of experts"),
+        ("--k", "k", "experts per token"),
+    ):
+        default = defaults.get(letter)
+        shown = meaning if default is None else f"{meaning} (%(default)s)"
+        parser.add_argument(
+            option, type=_positive, metavar=letter, default=default, required=default is None, help=shown
+        )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moeblaze_cupy", description="Mixture-of-Experts training kernels without routed buffers."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    train = commands.add_parser("train", help="train a byte-level language model with an MoE hidden layer")
+    train.add_argument("--steps", type=_positive, default=600, help="training steps (%(default)s)")
+    train.add_argument("--batch", type=_positive, default=2048, metavar="L", help="bytes per step (%(default)s)")
+    _add_sizes(train, d=256, h=128, E=8, k=2)
+    train.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
+    train.add_argument(
+        "--save",
+        choices=[policy for policy in SAVE_POLICIES if policy],
+        default="minimal",
+        help="what the layer keeps for backward (%(default)s)",
+    )
+    train.add_argument("--dtype", choices=DTYPES, help="of the expert layer (float32 on the CPU, bfloat16 on a GPU)")
+    train.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="(%(default)s)")
+    train.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of Adam (%(default)s)")
+    train.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    train.add_argument("--text", metavar="FILE", help="train on this file instead of Python's documentation topics")
+    train.add_argument("--plot", metavar="FILE.png", help="write the loss curve (needs matplotlib)")
+
+    commands.add_parser("info", help="versions, GPUs and kernel cache: what to put in a bug report")
+
+    compile_ = commands.add_parser("compile", help="compile kernels into CuPy's cache, before the first use")
+    for option, every, default, meaning in (
+        ("--dtype", DTYPES, ("bfloat16",), "element type of the layer"),
+        ("--order", ORDERS, ORDERS, "memory order of the weights"),
+        ("--activation", ACTIVATIONS, ("swiglu",), "activation of the experts"),
+    ):
+        compile_.add_argument(
+            option, action=_Choices, every=every, default=default,
+            help=f"{meaning}; repeatable (default: {' '.join(default)})",
+        )  # fmt: skip
+
+    plan = commands.add_parser("plan", help="the memory a layer will use, per save policy, by formula")
+    plan.add_argument("--tokens", type=_positive, required=True, metavar="L", help="tokens per step")
+    _add_sizes(plan)
+    plan.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
+    plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand; returns its exit code. argparse raises SystemExit for options it cannot read."""
+    args = build_parser().parse_args(argv)
+    # Only the subcommand's module is imported: `info` must work where what the others need does not.
+    command = importlib.import_module(f"moeblaze_cupy.cli.{args.command}")
+    from moeblaze_cupy.cli.progress import CommandError
+
+    try:
+        return command.run(args)
+    except CommandError as error:
+        print(f"moeblaze_cupy {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""`info`: one fact per line. Every probe is guarded, so a broken installation still gets its report and exit code 0.
+
+CuPy is imported inside the probes only: importing it may be what is broken.
+"""
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.memory import format_bytes
+
+WIDTH = 22
+
+
+def run(args) -> int:
+    for name, probe in _facts():
+        print(f"{name:<{WIDTH}}{_guarded(probe)}")
+    return 0
+
+
+def _guarded(probe: Callable[[], str]) -> str:
+    try:
+        return probe()
+    except Exception as error:
+        while error.__cause__ is not None:  # CuPy wraps the loader's message in a page of advice
+            error = error.__cause__
+        lines = [line.strip() for line in str(error).splitlines() if any(c.isalnum() for c in line)]
+        return f"unavailable: {type(error).__name__}" + (f": {lines[0]}" if lines else "")
+
+
+def _facts() -> list[tuple[str, Callable[[], str]]]:
+    facts = [
+        ("moeblaze_cupy", _own_version),
+        ("python", lambda: f"{platform.python_version()} on {platform.platform()} ({sys.executable})"),
+        ("numpy", lambda: __import__("numpy").__version__),
+        ("ml_dtypes", lambda: __import__("ml_dtypes").__version__),
+        ("cupy", lambda: __import__("cupy").__version__),
+        ("torch", lambda: metadata.version("torch")),  # not imported: that takes seconds
+        ("CUDA runtime", lambda: _cuda_version(_cupy().cuda.runtime.runtimeGetVersion())),
+        ("NVRTC", lambda: "{}.{}".format(*_cupy().cuda.nvrtc.getVersion())),
+        ("CUDA driver", _driver_version),
+    ]
+    try:
+        count = _cupy().cuda.runtime.getDeviceCount()
+    except Exception:
+        count = 0
+    for device in range(max(count, 1)):  # without a GPU, the same lines say why
+        facts += [
+            (f"GPU {device} name", lambda i=device: _properties(i)["name"].decode()),
+            (f"GPU {device} capability", lambda i=device: "{}.{}".format(*divmod(_capability(i), 10))),
+            (f"GPU {device} memory", lambda i=device: format_bytes(_properties(i)["totalGlobalMem"])),
+            (f"GPU {device} kernels", lambda i=device: launch_config.tier(_capability(i))),
+        ]
+    return [*facts, ("kernel cache", _kernel_cache), ("MOEBLAZE_COMPILE", _compile_mode)]
+
+
+def _cupy():
+    import cupy
+
+    return cupy
+
+
+def _own_version() -> str:
+    import moeblaze_cupy
+
+    return f"{moeblaze_cupy.__version__} ({os.path.dirname(moeblaze_cupy.__file__)})"
+
+
+def _cuda_version(number: int) -> str:
+    """13000 -> "13.0"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _driver_version() -> str:
+    """The newest CUDA version the driver supports, asked of the driver itself: CuPy may be absent."""
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    version = ctypes.c_int(0)
+    error = driver.cuDriverGetVersion(ctypes.byref(version))
+    if error:
+        raise RuntimeError(f"cuDriverGetVersion returned {error}")
+    return f"supports CUDA {_cuda_version(version.value)}"
+
+
+def _properties(device: int) -> dict:
+    return _cupy().cuda.runtime.getDeviceProperties(device)
+
+
+def _capability(device: int) -> int:
+    """90 for compute capability 9.0."""
+    properties = _properties(device)
+    return 10 * properties["major"] + properties["minor"]
+
+
+def _kernel_cache() -> str:
+    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+    if not os.path.isdir(folder):
+        return f"{folder} (does not exist yet)"
+    with os.scandir(folder) as entries:
+        sizes = [entry.stat().st_size for entry in entries if entry.is_file()]
+    return f"{folder} ({len(sizes)} files, {format_bytes(sum(sizes))})"
+
+
+def _compile_mode() -> str:
+    value = os.environ.get("MOEBLAZE_COMPILE")
+    return "not set" if value is None else repr(value)

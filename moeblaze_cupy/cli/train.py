@@ -1,0 +1,344 @@
+"""`train`: a byte-level language model whose hidden layer is the MoE layer, through the public array functions only.
+
+Letters: L bytes to predict per step, c bytes of context each, d model width, E experts, k per token, V = 256 byte
+values. The model, in float32 but for the expert layer, which runs in `--dtype`:
+
+    x = the c embedded bytes of context, side by side       (L, d), d = c * e
+    y = x + MoE(x), router logits x w_router                 (L, d)
+    logits = y w_out + bias                                  (L, V)
+
+Nothing here needs atomics, so a seed gives the same run on the same machine.
+"""
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import launch_config, loader, memory
+from moeblaze_cupy.cli.progress import CommandError, Progress
+from moeblaze_cupy.memory import format_bytes
+from moeblaze_cupy.structures import is_gated
+
+CONTEXT_BYTES = 16  # c
+VOCABULARY = 256
+MIN_TEXT_BYTES = 4096
+HELD_OUT_SHARE = 0.1
+MAX_HELD_OUT_BYTES = 1 << 16  # so that evaluating stays short beside training, whatever the text
+WARMUP_SHARE = 0.05
+ADAM_BETAS, ADAM_EPSILON = (0.9, 0.99), 1e-8
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to train on and a chunk, the text's end, that training never sees."""
+
+    name: str
+    training: np.ndarray  # (n,) uint8
+    held_out: np.ndarray  # (m,) uint8
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Nats per byte of the held-out chunk: no model that ignores the context does better on it."""
+        counts = np.bincount(self.held_out[CONTEXT_BYTES:], minlength=VOCABULARY)
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * np.log(shares)).sum())
+
+
+def load_text(path: str | None) -> Text:
+    """The file's bytes, or the documentation topics that every Python ships. Raises CommandError."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        # The topics repeat each other's paragraphs: a held-out chunk with paragraphs seen in training proves nothing.
+        paragraphs = dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))
+        data, name = "\n\n".join(paragraphs).encode(), "Python's documentation topics (pydoc_data)"
+    else:
+        try:
+            data, name = Path(path).read_bytes(), path
+        except OSError as error:
+            raise CommandError(f"--text: expected a readable file, got {path}: {error.strerror}") from error
+    if len(data) < MIN_TEXT_BYTES:
+        raise CommandError(f"--text: expected at least {MIN_TEXT_BYTES} bytes, got {len(data)} in {name}")
+    values = np.frombuffer(data, np.uint8)
+    split = len(values) - min(int(HELD_OUT_SHARE * len(values)), MAX_HELD_OUT_BYTES)
+    return Text(name, values[:split], values[split:])
+
+
+@dataclass(frozen=True)
+class Backend:
+    xp: Any  # numpy or cupy
+    name: str
+    dtype: str  # of the expert layer
+    note: str = ""  # why the GPU was not taken
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.xp is not np
+
+
+def choose_backend(device: str, dtype: str | None) -> Backend:
+    """`device` "auto", "cpu" or "gpu"; raises CommandError where "gpu" cannot be had."""
+    reason = ""
+    if device != "cpu":
+        try:
+            cupy = loader.import_cupy()
+            launch_config.tier(loader.device_limits(0).compute_capability)
+            name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+            return Backend(cupy, f"cupy on {name}", dtype or "bfloat16")
+        except Exception as error:  # a broken CuPy can fail in any way, and "auto" must still train
+            reason = str(error).strip().split("\n")[0] or repr(error)
+            if device == "gpu":
+                raise CommandError(f"--device gpu: {reason}") from error
+    return Backend(np, f"numpy on CPU ({os.cpu_count()} cores)", dtype or "float32", reason)
+
+
+class Model:
+    """Parameters as float32 views into one vector, `theta`: one Adam update serves all of them."""
+
+    def __init__(self, xp, args, dtype: str, rng: np.random.Generator):
+        d, h, E = args.d_model, args.d_hidden, args.experts
+        self.xp, self.args = xp, args
+        self.dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+        shapes_and_scales = {
+            "embedding": ((VOCABULARY, d // CONTEXT_BYTES), 1.0),
+            "w_router": ((d, E), d**-0.5),
+            "w1": ((E, d, h * (1 + is_gated(args.activation))), d**-0.5),
+            "w2": ((E, h, d), h**-0.5),
+            "w_out": ((d, VOCABULARY), 0.0),  # the first prediction is uniform: ln 256 nats per byte
+            "bias": ((VOCABULARY,), 0.0),
+        }
+        drawn = [
+            scale * rng.standard_normal(shape, np.float32).ravel() for shape, scale in shapes_and_scales.values()
+        ]
+        self.theta = xp.asarray(np.concatenate(drawn))
+        self.parameters, start = {}, 0
+        for name, (shape, _) in shapes_and_scales.items():
+            size = math.prod(shape)
+            self.parameters[name] = self.theta[start : start + size].reshape(shape)
+            start += size
+
+    def _forward(self, contexts, save: str | None):
+        """contexts (L, c) uint8 -> x, router logits, weights, ids, y, logits (L, V), what the layer saved."""
+        p = self.parameters
+        x = p["embedding"][contexts].reshape(len(contexts), -1)  # (L, d)
+        router_logits = x @ p["w_router"]  # (L, E)
+        weights, ids = mb.route(router_logits, self.args.k)  # (L, k), (L, k)
+        out, saved = mb.moe_forward(
+            self._layer(x), ids, weights, self._layer(p["w1"]), self._layer(p["w2"]),
+            activation=self.args.activation, save=save,
+        )  # fmt: skip
+        y = x + out.astype(np.float32)  # (L, d)
+        return x, router_logits, weights, ids, y, y @ p["w_out"] + p["bias"], saved
+
+    def _layer(self, array):
+        return array.astype(self.dtype, copy=False)
+
+    def loss(self, contexts, targets):
+        """Summed cross-entropy in nats, a 0-d array: contexts (L, c) uint8, targets (L,) uint8."""
+        logits = self._forward(contexts, save=None)[-2]
+        return _cross_entropy(self.xp, logits, targets)[0].sum()
+
+    def loss_and_gradient(self, contexts, targets):
+        """Mean cross-entropy, a 0-d array; its gradient, as one vector like `theta`; what the layer saved."""
+        xp, p = self.xp, self.parameters
+        x, router_logits, weights, ids, y, logits, saved = self._forward(contexts, self.args.save)
+        losses, dlogits = _cross_entropy(xp, logits, targets)  # (L,), (L, V)
+        # Gradients of the sum over the batch, divided at the very end: those of the mean underflow in float16.
+        dy = dlogits @ p["w_out"].T  # (L, d)
+        grads = mb.moe_backward(self._layer(dy), saved)
+        drouter_logits = mb.route_backward(grads.weights, router_logits, weights, ids)  # (L, E)
+        dx = dy + grads.x.astype(np.float32) + drouter_logits @ p["w_router"].T  # (L, d)
+        by_name = {
+            "embedding": _embedding_gradient(xp, contexts, dx),
+            "w_router": x.T @ drouter_logits,
+            "w1": grads.w1,
+            "w2": grads.w2,
+            "w_out": y.T @ dlogits,
+            "bias": dlogits.sum(axis=0),
+        }
+        gradient = xp.empty_like(self.theta)
+        start = 0
+        for name, parameter in p.items():
+            gradient[start : start + parameter.size] = by_name[name].ravel()
+            start += parameter.size
+        gradient /= len(targets)
+        return losses.mean(), gradient, saved
+
+
+def _cross_entropy(xp, logits, targets):
+    """Per-row loss (L,) and the gradient of its sum (L, V) of logits (L, V), which are overwritten."""
+    logits -= logits.max(axis=1, keepdims=True)
+    rows = xp.arange(len(targets))
+    chosen = logits[rows, targets]  # (L,)
+    probabilities = xp.exp(logits, out=logits)
+    sums = probabilities.sum(axis=1, keepdims=True)  # (L, 1)
+    probabilities /= sums
+    probabilities[rows, targets] -= 1
+    return xp.log(sums[:, 0]) - chosen, probabilities
+
+
+def _embedding_gradient(xp, contexts, dx):
+    """Sum of dx (L, d) over the uses of each byte -> (V, e); a one-hot product, where scattering needs atomics."""
+    values = xp.arange(VOCABULARY, dtype=np.uint8)[:, None]
+    dx = dx.reshape(*contexts.shape, -1)  # (L, c, e)
+    # One position at a time, so that the one-hot matrix (V, L) stays small.
+    return sum((contexts[:, j] == values).astype(np.float32) @ dx[:, j] for j in range(contexts.shape[1]))
+
+
+class Adam:
+    """Adam over one vector, in place."""
+
+    def __init__(self, xp, theta):
+        self.xp, self.theta, self.steps = xp, theta, 0
+        self.mean, self.square = xp.zeros_like(theta), xp.zeros_like(theta)
+
+    def update(self, gradient, learning_rate: float) -> None:
+        """Overwrites `gradient`."""
+        self.steps += 1
+        beta1, beta2 = ADAM_BETAS
+        self.mean *= beta1
+        self.mean += (1 - beta1) * gradient
+        gradient *= gradient
+        gradient *= 1 - beta2
+        self.square *= beta2
+        self.square += gradient
+        # Bias corrections of both moments, folded into the step length and epsilon.
+        correction = math.sqrt(1 - beta2**self.steps)
+        step = self.xp.sqrt(self.square, out=gradient)
+        step += ADAM_EPSILON * correction
+        self.xp.divide(self.mean, step, out=step)
+        step *= learning_rate * correction / (1 - beta1**self.steps)
+        self.theta -= step
+
+
+def _windows(xp, values, starts):
+    """contexts (n, c) and targets (n,), both uint8, of the predictions that begin reading at `starts`."""
+    starts = xp.asarray(starts)
+    contexts = values[starts[:, None] + xp.arange(CONTEXT_BYTES)]
+    return contexts, values[starts + CONTEXT_BYTES]
+
+
+def held_out_loss(model: Model, held_out, batch: int) -> float:
+    """Mean nats per byte over every byte of held_out (m,) that has a full context."""
+    count = len(held_out) - CONTEXT_BYTES
+    total = sum(
+        float(model.loss(*_windows(model.xp, held_out, np.arange(first, min(first + batch, count)))))
+        for first in range(0, count, batch)
+    )
+    return total / count
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up, then half a cosine down to zero."""
+    warmup = max(1, round(WARMUP_SHARE * steps))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _check(args) -> None:
+    if args.d_model % CONTEXT_BYTES:
+        raise CommandError(f"--d-model: expected a multiple of {CONTEXT_BYTES}, got {args.d_model}")
+    if args.experts > launch_config.MAX_ROUTER_EXPERTS:
+        raise CommandError(f"--experts: expected at most {launch_config.MAX_ROUTER_EXPERTS}, got {args.experts}")
+    largest_k = min(args.experts, launch_config.MAX_ROUTER_K)
+    if args.k > largest_k:
+        raise CommandError(f"--k: expected at most {largest_k} for --experts {args.experts}, got {args.k}")
+    if args.plot is not None:
+        _check_plot(args.plot)
+
+
+def _check_plot(path: str) -> None:
+    """Training takes a while: whatever would stop the plot at its end is said before."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CommandError(f'--plot: expected matplotlib (pip install "moeblaze-cupy[plot]"), got {error}') from error
+    formats = Figure().canvas.get_supported_filetypes()
+    suffix = Path(path).suffix
+    if suffix[1:].lower() not in formats:
+        raise CommandError(f"--plot: expected a file ending in .png or another of {', '.join(formats)}, got {path}")
+    if not Path(path).absolute().parent.is_dir():
+        raise CommandError(f"--plot: expected a file in an existing folder, got {path}")
+
+
+def _plot(path: str, losses: list[float], before: float, after: float, entropy: float) -> None:
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8, label="training batch")
+    axes.plot([0, len(losses)], [before, after], "o", color="black", label="held-out text, before and after")
+    axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy of the held-out text")
+    axes.set(xlabel="step", ylabel="loss, nats per byte", title="Byte-level language model, MoE hidden layer")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def run(args) -> int:
+    _check(args)
+    text = load_text(args.text)
+    backend = choose_backend(args.device, args.dtype)
+    xp = backend.xp
+    rng = np.random.default_rng(args.seed)
+    model = Model(xp, args, backend.dtype, rng)
+    adam = Adam(xp, model.theta)
+    training, held_out = xp.asarray(text.training), xp.asarray(text.held_out)
+
+    before = held_out_loss(model, held_out, args.batch)  # also compiles the forward kernels, outside the timing
+    losses = []  # 0-d arrays: reading one waits for the GPU
+    saved_bytes = 0
+    start = time.perf_counter()
+    with Progress(args.steps, "train") as progress:
+        for step in range(args.steps):
+            starts = rng.integers(0, len(text.training) - CONTEXT_BYTES, args.batch)
+            loss, gradient, saved = model.loss_and_gradient(*_windows(xp, training, starts))
+            saved_bytes = saved.nbytes + saved.x.nbytes
+            adam.update(gradient, learning_rate(step, args.steps, args.lr))
+            losses.append(loss)
+            progress.update(step + 1, lambda: f"loss {float(losses[-1]):.3f} nats/byte")
+    losses = [float(loss) for loss in losses]
+    seconds = time.perf_counter() - start
+    after = held_out_loss(model, held_out, args.batch)
+
+    shape = memory.LayerShape(
+        args.batch, args.d_model, args.d_hidden, args.experts, args.k, args.activation, backend.dtype
+    )
+    routed = memory.routed_layer(shape).saved_bytes
+    if backend.note:
+        print(f"GPU not used: {backend.note}")
+    for name, value in (
+        ("backend", f"{backend.name}, expert layer in {backend.dtype}"),
+        ("text", f"{text.name}: {len(training):,} bytes to train on, {len(held_out):,} held out"),
+        (
+            "model",
+            f"{model.theta.size:,} parameters, d {args.d_model}, h {args.d_hidden}, {args.experts} experts, "
+            f"{args.k} per token, {args.activation}",
+        ),
+        ("held-out loss before", _nats_and_bits(before)),
+        ("held-out loss after", _nats_and_bits(after)),
+        ("unigram entropy", f"{_nats_and_bits(text.unigram_entropy)}, of the held-out text"),
+        (
+            "speed",
+            f"{args.steps * args.batch / seconds:,.0f} tokens/s ({args.steps} steps of {args.batch} tokens "
+            f"in {seconds:.1f} s)",
+        ),
+        ("saved for backward", f"{format_bytes(saved_bytes)} (x and save={args.save!r})"),
+        ("with routed buffers", f"{format_bytes(routed)} (by formula, see `plan`)"),
+    ):
+        print(f"{name:<22}{value}")
+    if args.plot is not None:
+        _plot(args.plot, losses, before, after, text.unigram_entropy)
+        print(f"{'plot':<22}{args.plot}")
+    return 0
+
+
+def _nats_and_bits(nats: float) -> str:
+    return f"{nats:.3f} nats/byte ({nats / math.log(2):.3f} bits)"
