@@ -1,6 +1,6 @@
 """Timing and the JSON record of one run on one GPU.
 
-    python bench/record.py --cases conf3,qwen30b --out bench/records/NAME.json
+python bench/record.py --cases conf3,qwen30b --out bench/records/NAME.json
 """
 
 import argparse
@@ -128,7 +128,9 @@ def main() -> None:
             record["rows"] += measure(LAYERS[name], order)
             torch.cuda.empty_cache()
     Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{'case':10} {'order':10} {'bound f':>8} {'f+b':>8} {'ours f':>8} {'f+b':>8} {'f/bound':>8} {'fb/bound':>8} saved peak")
+    print(
+        f"{'case':10} {'order':10} {'bound f':>8} {'f+b':>8} {'ours f':>8} {'f+b':>8} {'f/bound':>8} {'fb/bound':>8} saved peak"
+    )
     for bound, ours in zip(record["rows"][::2], record["rows"][1::2], strict=True):
         print(
             f"{ours['case']:10} {ours['order']:10} {bound['forward_ms']:8.3f} {bound['forward_backward_ms']:8.3f} "

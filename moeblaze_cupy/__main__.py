@@ -10,10 +10,24 @@ DTYPES = ("float32", "bfloat16", "float16")
 ORDERS = ("row", "transposed")
 
 
-def _positive(text: str) -> int:
+def positive_integer(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
+def non_negative_integer(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
+    return value
+
+
+def positive_number(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
 
 
@@ -41,7 +55,7 @@ def _add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
         default = defaults.get(letter)
         shown = meaning if default is None else f"{meaning} (%(default)s)"
         parser.add_argument(
-            option, type=_positive, metavar=letter, default=default, required=default is None, help=shown
+            option, type=positive_integer, metavar=letter, default=default, required=default is None, help=shown
         )
 
 
@@ -52,8 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     train = commands.add_parser("train", help="train a byte-level language model with an MoE hidden layer")
-    train.add_argument("--steps", type=_positive, default=600, help="training steps (%(default)s)")
-    train.add_argument("--batch", type=_positive, default=2048, metavar="L", help="bytes per step (%(default)s)")
+    train.add_argument("--steps", type=positive_integer, default=500, help="training steps (%(default)s)")
+    train.add_argument("--batch", type=positive_integer, default=2048, metavar="L", help="bytes per step (%(default)s)")
     _add_sizes(train, d=256, h=128, E=8, k=2)
     train.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
     train.add_argument(
@@ -64,8 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--dtype", choices=DTYPES, help="of the expert layer (float32 on the CPU, bfloat16 on a GPU)")
     train.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="(%(default)s)")
-    train.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of Adam (%(default)s)")
-    train.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    train.add_argument("--lr", type=positive_number, default=3e-3, help="peak learning rate of Adam (%(default)s)")
+    train.add_argument("--seed", type=non_negative_integer, default=0, help="(%(default)s)")
     train.add_argument("--text", metavar="FILE", help="train on this file instead of Python's documentation topics")
     train.add_argument("--plot", metavar="FILE.png", help="write the loss curve (needs matplotlib)")
 
@@ -83,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         )  # fmt: skip
 
     plan = commands.add_parser("plan", help="the memory a layer will use, per save policy, by formula")
-    plan.add_argument("--tokens", type=_positive, required=True, metavar="L", help="tokens per step")
+    plan.add_argument("--tokens", type=positive_integer, required=True, metavar="L", help="tokens per step")
     _add_sizes(plan)
     plan.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
     plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")

@@ -162,8 +162,9 @@ def routed_layer(s: LayerShape) -> Plan:
     product = _hidden(s, "act(a) * b" if s.g == 2 else "act(a)")
     grad_first_layer = _first_layer(s, "gradient of a, b" if s.g == 2 else "gradient of a")
     grad_product = _hidden(s, "gradient of the product")
+    experts = (_routed(s, "routed tokens"), first_layer, *gated, product, _routed(s, "expert outputs"))
     return Plan(
-        saved=(_routed(s, "routed tokens"), first_layer, *gated, product, _routed(s, "expert outputs"), *_index_lists(s)),
+        saved=(*experts, *_index_lists(s)),
         forward=((),),
         backward=(
             (_routed(s, "routed output gradient"), grad_product),

@@ -5,7 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.cli.progress import CommandError, Progress
+from moeblaze_cupy.cli.progress import CommandError, Progress, one_line
 
 
 def run(args) -> int:
@@ -13,7 +13,7 @@ def run(args) -> int:
     try:
         limits = _device_limits()
     except Exception as error:  # a broken CuPy can fail in any way; all of them mean that nothing can be compiled
-        raise CommandError(str(error) or repr(error)) from error
+        raise CommandError(one_line(error)) from error
     variants = loader.variants(
         dtypes=tuple(args.dtype),
         orders=tuple(args.order),

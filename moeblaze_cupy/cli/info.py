@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import metadata
 
 from moeblaze_cupy import launch_config
+from moeblaze_cupy.cli.progress import one_line
 from moeblaze_cupy.memory import format_bytes
 
 WIDTH = 22
@@ -26,10 +27,9 @@ def _guarded(probe: Callable[[], str]) -> str:
     try:
         return probe()
     except Exception as error:
-        while error.__cause__ is not None:  # CuPy wraps the loader's message in a page of advice
+        while error.__cause__ is not None:  # CuPy hides the dynamic loader's message under a page of advice
             error = error.__cause__
-        lines = [line.strip() for line in str(error).splitlines() if any(c.isalnum() for c in line)]
-        return f"unavailable: {type(error).__name__}" + (f": {lines[0]}" if lines else "")
+        return f"unavailable: {one_line(error)}"
 
 
 def _facts() -> list[tuple[str, Callable[[], str]]]:

@@ -33,46 +33,46 @@ def report(s: memory.LayerShape, plans: dict[str, memory.Plan]) -> list[str]:
         f"b = {s.b} bytes per element, g = {s.g} (2 if gated, else 1), L*k = {s.slots} routed slots",
         "",
     ]
-    rows = [["", *plans]]
-    rows.append(["saved for backward", *(format_bytes(p.saved_bytes) for p in plans.values())])
-    rows.append(
-        ["  of routed buffers' bytes", *(f"{100 * p.saved_bytes / routed.saved_bytes:.1f} %" for p in plans.values())]
-    )
-    rows.append(["forward transients, peak", *(format_bytes(p.forward_peak_bytes) for p in plans.values())])
-    rows.append(
-        ["backward transients, peak", *(format_bytes(p.backward_peak_bytes) if p.backward else "-" for p in plans.values())]
-    )
+    columns = list(plans.values())
+    rows = [
+        ["", *plans],
+        ["saved for backward", *(format_bytes(p.saved_bytes) for p in columns)],
+        ["  of routed buffers' bytes", *(f"{p.saved_bytes / routed.saved_bytes:.1%}" for p in columns)],
+        ["forward transients, peak", *(format_bytes(p.forward_peak_bytes) for p in columns)],
+        ["backward transients, peak", *(format_bytes(p.backward_peak_bytes) if p.backward else "-" for p in columns)],
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells))
 
-    lines += ["", "Transients come on top of what is saved and of the results, the same for every column:"]
-    lines += _terms([(term, "") for term in (memory.output(s), *memory.gradients(s))])
+    lines += ["", "The results, the same for every column; transients come on top of them and of what is saved:"]
+    lines += _terms({term: [] for term in (memory.output(s), *memory.gradients(s))})
     lines += ["", "Saved for backward:"]
-    lines += _terms(_with_users({name: plan.saved for name, plan in plans.items()}))
-    for heading, stages in (
+    lines += _terms(_users({name: plan.saved for name, plan in plans.items()}))
+    for heading, stages_by_plan in (
         ("Forward transients:", {name: plan.forward for name, plan in plans.items()}),
-        ("Backward transients, by stage (a pass peaks at its largest):", {n: p.backward for n, p in plans.items()}),
+        ("Backward transients, a peak being the largest stage:", {name: plan.backward for name, plan in plans.items()}),
     ):
         lines += ["", heading]
-        for number in range(max(len(of_plan) for of_plan in stages.values())):
+        for number in range(max(map(len, stages_by_plan.values()))):
             if number:
                 lines.append("  then")
-            lines += _terms(_with_users({name: st[number] for name, st in stages.items() if number < len(st)}))
+            lines += _terms(_users({n: stages[number] for n, stages in stages_by_plan.items() if number < len(stages)}))
     return lines
 
 
-def _with_users(terms_by_plan: dict[str, tuple[memory.Term, ...]]) -> list[tuple[memory.Term, str]]:
-    """Each distinct term once, with the columns that have it."""
+def _users(terms_by_plan: dict[str, tuple[memory.Term, ...]]) -> dict[memory.Term, list[str]]:
+    """Each distinct term with the columns that have it."""
     users: dict[memory.Term, list[str]] = {}
     for name, terms in terms_by_plan.items():
         for term in terms:
             users.setdefault(term, []).append(name)
-    return [(term, ", ".join(names)) for term, names in users.items()]
+    return users
 
 
-def _terms(terms: list[tuple[memory.Term, str]]) -> list[str]:
+def _terms(users: dict[memory.Term, list[str]]) -> list[str]:
     return [
-        f"  {term.name:<28}{term.formula:<32}{format_bytes(term.nbytes):>12}  {users}".rstrip() for term, users in terms
+        f"  {term.name:<30}{term.formula:<32}{format_bytes(term.nbytes):>10}   {', '.join(names)}".rstrip()
+        for term, names in users.items()
     ]

@@ -1,4 +1,4 @@
-"""What the subcommands write to stderr: a progress bar. And the error that ends one with a single line."""
+"""What the subcommands tell the user as they run: a progress bar on stderr, and errors in one line."""
 
 import os
 import shutil
@@ -13,6 +13,12 @@ PLAIN_LINES = 10  # about how many lines a whole run leaves in a log
 
 class CommandError(Exception):
     """Ends a subcommand: its one-line message goes to stderr, the exit code is 2."""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's first line with words in it, without this package's own name in front."""
+    lines = [line.strip() for line in str(error).splitlines() if any(c.isalnum() for c in line)]
+    return lines[0].removeprefix("moeblaze_cupy: ") if lines else type(error).__name__
 
 
 class Progress:

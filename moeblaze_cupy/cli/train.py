@@ -7,6 +7,9 @@ values. The model, in float32 but for the expert layer, which runs in `--dtype`:
     y = x + MoE(x), router logits x w_router                 (L, d)
     logits = y w_out + bias                                  (L, V)
 
+The loss is the cross-entropy; the router also follows the load-balancing loss of the Switch Transformer, without which
+a few experts get most of the tokens.
+
 Nothing here needs atomics, so a seed gives the same run on the same machine.
 """
 
@@ -22,7 +25,7 @@ import numpy as np
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, memory
-from moeblaze_cupy.cli.progress import CommandError, Progress
+from moeblaze_cupy.cli.progress import CommandError, Progress, one_line
 from moeblaze_cupy.memory import format_bytes
 from moeblaze_cupy.structures import is_gated
 
@@ -32,6 +35,7 @@ MIN_TEXT_BYTES = 4096
 HELD_OUT_SHARE = 0.1
 MAX_HELD_OUT_BYTES = 1 << 16  # so that evaluating stays short beside training, whatever the text
 WARMUP_SHARE = 0.05
+BALANCE_WEIGHT = 0.01  # of the load-balancing loss, as in the Switch Transformer
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.99), 1e-8
 
 
@@ -54,8 +58,10 @@ class Text:
 def load_text(path: str | None) -> Text:
     """The file's bytes, or the documentation topics that every Python ships. Raises CommandError."""
     if path is None:
-        from pydoc_data.topics import topics
-
+        try:
+            from pydoc_data.topics import topics
+        except ImportError as error:
+            raise CommandError(f"--text: expected a file, as this Python ships no pydoc_data ({error})") from error
         # The topics repeat each other's paragraphs: a held-out chunk with paragraphs seen in training proves nothing.
         paragraphs = dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))
         data, name = "\n\n".join(paragraphs).encode(), "Python's documentation topics (pydoc_data)"
@@ -93,7 +99,7 @@ def choose_backend(device: str, dtype: str | None) -> Backend:
             name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
             return Backend(cupy, f"cupy on {name}", dtype or "bfloat16")
         except Exception as error:  # a broken CuPy can fail in any way, and "auto" must still train
-            reason = str(error).strip().split("\n")[0] or repr(error)
+            reason = one_line(error)
             if device == "gpu":
                 raise CommandError(f"--device gpu: {reason}") from error
     return Backend(np, f"numpy on CPU ({os.cpu_count()} cores)", dtype or "float32", reason)
@@ -105,6 +111,8 @@ class Model:
     def __init__(self, xp, args, dtype: str, rng: np.random.Generator):
         d, h, E = args.d_model, args.d_hidden, args.experts
         self.xp, self.args = xp, args
+        # The only weight of a token with one expert, divided by itself, would teach the router nothing.
+        self.renormalize = args.k > 1
         self.dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
         shapes_and_scales = {
             "embedding": ((VOCABULARY, d // CONTEXT_BYTES), 1.0),
@@ -125,11 +133,11 @@ class Model:
             start += size
 
     def _forward(self, contexts, save: str | None):
-        """contexts (L, c) uint8 -> x, router logits, weights, ids, y, logits (L, V), what the layer saved."""
+        """contexts (L, c) -> x, router logits, weights, ids, y, logits (L, V), what the layer saved."""
         p = self.parameters
         x = p["embedding"][contexts].reshape(len(contexts), -1)  # (L, d)
         router_logits = x @ p["w_router"]  # (L, E)
-        weights, ids = mb.route(router_logits, self.args.k)  # (L, k), (L, k)
+        weights, ids = mb.route(router_logits, self.args.k, renormalize=self.renormalize)  # (L, k), (L, k)
         out, saved = mb.moe_forward(
             self._layer(x), ids, weights, self._layer(p["w1"]), self._layer(p["w2"]),
             activation=self.args.activation, save=save,
@@ -141,7 +149,7 @@ class Model:
         return array.astype(self.dtype, copy=False)
 
     def loss(self, contexts, targets):
-        """Summed cross-entropy in nats, a 0-d array: contexts (L, c) uint8, targets (L,) uint8."""
+        """Summed cross-entropy in nats, a 0-d array: contexts (L, c), targets (L,)."""
         logits = self._forward(contexts, save=None)[-2]
         return _cross_entropy(self.xp, logits, targets)[0].sum()
 
@@ -153,7 +161,10 @@ class Model:
         # Gradients of the sum over the batch, divided at the very end: those of the mean underflow in float16.
         dy = dlogits @ p["w_out"].T  # (L, d)
         grads = mb.moe_backward(self._layer(dy), saved)
-        drouter_logits = mb.route_backward(grads.weights, router_logits, weights, ids)  # (L, E)
+        drouter_logits = mb.route_backward(
+            grads.weights, router_logits, weights, ids, renormalize=self.renormalize
+        )  # (L, E)
+        drouter_logits += _balance_gradient(xp, router_logits, saved.index)
         dx = dy + grads.x.astype(np.float32) + drouter_logits @ p["w_router"].T  # (L, d)
         by_name = {
             "embedding": _embedding_gradient(xp, contexts, dx),
@@ -184,9 +195,26 @@ def _cross_entropy(xp, logits, targets):
     return xp.log(sums[:, 0]) - chosen, probabilities
 
 
+def _slot_shares(xp, index):
+    """Each expert's share of the routed slots (E,), by the dispatch's offsets."""
+    return xp.diff(index.expert_token_offsets).astype(np.float32) / index.expert_token_indices.size
+
+
+def _balance_gradient(xp, router_logits, index):
+    """Gradient (L, E), summed over the batch as all of them, of BALANCE_WEIGHT * E * sum_e share_e * mean_e.
+
+    mean_e is the batch mean of softmax(router_logits) (L, E); the shares have no gradient.
+    """
+    probabilities = xp.exp(router_logits - router_logits.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    shares = _slot_shares(xp, index)
+    weight = BALANCE_WEIGHT * len(shares)
+    return weight * probabilities * (shares - (probabilities @ shares)[:, None])
+
+
 def _embedding_gradient(xp, contexts, dx):
     """Sum of dx (L, d) over the uses of each byte -> (V, e); a one-hot product, where scattering needs atomics."""
-    values = xp.arange(VOCABULARY, dtype=np.uint8)[:, None]
+    values = xp.arange(VOCABULARY, dtype=contexts.dtype)[:, None]
     dx = dx.reshape(*contexts.shape, -1)  # (L, c, e)
     # One position at a time, so that the one-hot matrix (V, L) stays small.
     return sum((contexts[:, j] == values).astype(np.float32) @ dx[:, j] for j in range(contexts.shape[1]))
@@ -219,10 +247,11 @@ class Adam:
 
 
 def _windows(xp, values, starts):
-    """contexts (n, c) and targets (n,), both uint8, of the predictions that begin reading at `starts`."""
+    """contexts (n, c) and targets (n,), both int32, of the predictions that begin reading `values` at `starts`."""
     starts = xp.asarray(starts)
     contexts = values[starts[:, None] + xp.arange(CONTEXT_BYTES)]
-    return contexts, values[starts + CONTEXT_BYTES]
+    # They serve as indices, and index arithmetic on bytes could overflow.
+    return contexts.astype(np.int32), values[starts + CONTEXT_BYTES].astype(np.int32)
 
 
 def held_out_loss(model: Model, held_out, batch: int) -> float:
@@ -294,13 +323,11 @@ def run(args) -> int:
 
     before = held_out_loss(model, held_out, args.batch)  # also compiles the forward kernels, outside the timing
     losses = []  # 0-d arrays: reading one waits for the GPU
-    saved_bytes = 0
     start = time.perf_counter()
     with Progress(args.steps, "train") as progress:
         for step in range(args.steps):
             starts = rng.integers(0, len(text.training) - CONTEXT_BYTES, args.batch)
             loss, gradient, saved = model.loss_and_gradient(*_windows(xp, training, starts))
-            saved_bytes = saved.nbytes + saved.x.nbytes
             adam.update(gradient, learning_rate(step, args.steps, args.lr))
             losses.append(loss)
             progress.update(step + 1, lambda: f"loss {float(losses[-1]):.3f} nats/byte")
@@ -308,6 +335,7 @@ def run(args) -> int:
     seconds = time.perf_counter() - start
     after = held_out_loss(model, held_out, args.batch)
 
+    busiest = float(_slot_shares(xp, saved.index).max())
     shape = memory.LayerShape(
         args.batch, args.d_model, args.d_hidden, args.experts, args.k, args.activation, backend.dtype
     )
@@ -330,7 +358,8 @@ def run(args) -> int:
             f"{args.steps * args.batch / seconds:,.0f} tokens/s ({args.steps} steps of {args.batch} tokens "
             f"in {seconds:.1f} s)",
         ),
-        ("saved for backward", f"{format_bytes(saved_bytes)} (x and save={args.save!r})"),
+        ("busiest expert", f"{busiest:.1%} of the last batch's slots, an even share is {1 / args.experts:.1%}"),
+        ("saved for backward", f"{format_bytes(saved.nbytes + saved.x.nbytes)} (x and save={args.save!r})"),
         ("with routed buffers", f"{format_bytes(routed)} (by formula, see `plan`)"),
     ):
         print(f"{name:<22}{value}")

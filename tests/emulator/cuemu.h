@@ -123,6 +123,7 @@ static Context scheduler;
 static Launch launch;
 static Index block_dim, grid_dim, block_index;
 static unsigned threads, alive, at_barrier;
+static uint64_t random_state;
 static bool failed;
 static char error[4096];
 
@@ -306,9 +307,8 @@ static Range shared_block() {  // this library's TLS: dynamic_shared and every _
 }
 
 static uint64_t random_number() {
-    static uint64_t state;
-    state = state * 6364136223846793005ull + 1442695040888963407ull + launch.seed;
-    return state >> 33;
+    random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+    return random_state >> 33;
 }
 
 static std::vector<unsigned> numbers(size_t n) {
@@ -341,10 +341,11 @@ static void run_block() {
         // Without a seed warps go in step. With one, some passes let a warp run as far as it can, which shows
         // a missing barrier that lockstep hides.
         const bool ahead = launch.seed && random_number() % 4 == 0;
-        for (const unsigned w : warp_order) do {
+        for (const unsigned w : warp_order) {
+            do {
                 ran = false;
-                for (const unsigned lane : lane_order) {
-                    const unsigned i = 32 * w + lane;
+                for (unsigned i : lane_order) {
+                    i += 32 * w;
                     if (i >= threads || fibres[i].state != READY) continue;
                     ran = progress = true;
                     current = &fibres[i];
@@ -353,6 +354,7 @@ static void run_block() {
                     if (failed) return;
                 }
             } while (ran && ahead);
+        }
         if (!progress) return report_deadlock();
     }
 }
@@ -395,6 +397,7 @@ CUEMU_EXPORT const char* cuemu_launch(const Launch* description) {
     launch = *description;
     grid_dim = launch.grid, block_dim = launch.block;
     threads = block_dim.x * block_dim.y * block_dim.z;
+    random_state = launch.seed;
     failed = false;
     if (!launch.stacks || reinterpret_cast<uintptr_t>(dynamic_shared) % 1024)
         return "the emulator got no stacks, or shared memory off its 1024-byte alignment";

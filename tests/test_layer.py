@@ -1,0 +1,481 @@
+"""The public functions on a GPU, on CuPy arrays and torch tensors, against the float64 reference."""
+
+import threading
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import CASES, Case, make_inputs, relative_error
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import arrays, reference
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+
+# Relative norms against the float64 layer on the same rounded inputs. 16-bit results carry the rounding of the
+# output and of the stored a, b, product and panel, each uniform within half a unit in the last place (relative
+# norm 0.29 to 0.58 of 2^-8 for bf16), so 1.5 units bounds their sum; fp32 carries the fp32 sums over K terms.
+TOLERANCES = {"bfloat16": 1.5 * 2**-8, "float16": 1.5 * 2**-11, "float32": 3e-6}
+
+LARGER = [
+    Case(L=513, k=4, E=8, d=136, h=72),
+    Case(L=513, k=4, E=8, d=136, h=72, order="transposed", activation="geglu"),
+    Case(L=1000, k=8, E=64, d=256, h=128, routing="skewed"),
+    Case(L=1000, k=8, E=64, d=264, h=136, routing="absent", order="pair"),
+    Case(L=300, k=2, E=3, d=600, h=328, order="pair_transposed"),
+    Case(L=513, k=3, E=5, d=301, h=157, activation="silu"),
+    Case(L=2048, k=2, E=4, d=512, h=1024, routing="empty_experts"),
+    Case(L=1024, k=1, E=8, d=320, h=192, activation="relu", order="transposed", routing="one_expert"),
+]
+
+
+def to_float64(array):
+    if isinstance(array, tuple):
+        return tuple(map(to_float64, array))
+    if hasattr(array, "get"):
+        array = array.get()
+    elif not isinstance(array, np.ndarray):
+        array = arrays.Torch.to_numpy(array.cpu())
+    return array.astype(np.float64)
+
+
+def on_gpu(xp_name, array):
+    """A NumPy array on the GPU, as CuPy array or torch tensor, in its memory order."""
+    if isinstance(array, tuple):
+        return tuple(on_gpu(xp_name, a) for a in array)
+    transposed = array.ndim == 3 and array.strides[1] < array.strides[2]
+    plain = np.ascontiguousarray(array.swapaxes(1, 2)) if transposed else array
+    if xp_name == "cupy":
+        import cupy
+
+        moved = cupy.asarray(plain)
+    else:
+        moved = arrays.Torch.from_numpy(plain).cuda()
+    return moved.swapaxes(1, 2) if transposed else moved
+
+
+def inputs_of(case, dtype, xp_name="cupy", seed=0):
+    """The case's inputs on the GPU in `dtype`, and the same rounded values in float64 on the host."""
+    rounded = make_inputs(case, seed, DTYPES[dtype])
+    ids = rounded[1]
+    return [on_gpu(xp_name, a) for a in rounded], [a if a is ids else to_float64(a) for a in rounded]
+
+
+def reference_results(case, host):
+    x, ids, weights, w1, w2, grad_out = host
+    out, saved = reference.moe_forward(x, ids, weights, w1, w2, activation=case.activation)
+    return {"out": out, **vars(reference.moe_backward(grad_out, saved))}
+
+
+def run(case, gpu, save="minimal", keep_saved=False):
+    x, ids, weights, w1, w2, grad_out = gpu
+    out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=case.activation, save=save)
+    if saved is None:
+        return {"out": out}
+    return {"out": out, **vars(mb.moe_backward(grad_out, saved, keep_saved=keep_saved))}
+
+
+def assert_close(got, want, dtype):
+    errors = {name: relative_error_of(value, want[name]) for name, value in got.items()}
+    assert all(error <= TOLERANCES[dtype] for error in errors.values()), errors
+
+
+def relative_error_of(got, want):
+    if isinstance(want, tuple):
+        return max(relative_error_of(g, w) for g, w in zip(got, want, strict=True))
+    return relative_error(to_float64(got), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*CASES, *LARGER], ids=str)
+def test_layer_matches_float64_reference(case, dtype):
+    gpu, host = inputs_of(case, dtype)
+    assert_close(run(case, gpu), reference_results(case, host), dtype)
+
+
+@pytest.mark.parametrize("save", ["paper", "recompute", None])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [LARGER[0], LARGER[3], LARGER[5]], ids=str)
+def test_save_policies_match_reference(case, dtype, save):
+    gpu, host = inputs_of(case, dtype)
+    assert_close(run(case, gpu, save), reference_results(case, host), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LARGER[:4], ids=str)
+def test_torch_tensors_give_torch_tensors(case, dtype):
+    torch = pytest.importorskip("torch")
+    gpu, host = inputs_of(case, dtype, "torch")
+    got = run(case, gpu)
+    assert isinstance(got["out"], torch.Tensor) and got["out"].dtype == gpu[0].dtype
+    assert_close(got, reference_results(case, host), dtype)
+
+
+@pytest.mark.parametrize("case", [LARGER[1], LARGER[3]], ids=str)
+def test_gradients_have_the_weights_memory_order(case):
+    gpu, _ = inputs_of(case, "bfloat16")
+    got = run(case, gpu)
+    w1 = gpu[3] if isinstance(gpu[3], tuple) else (gpu[3],)
+    grad_w1 = got["w1"] if isinstance(got["w1"], tuple) else (got["w1"],)
+    assert [g.strides for g in grad_w1] == [w.strides for w in w1]
+    assert got["w2"].strides == gpu[4].strides
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_router_weights_in_the_dtype_of_x(dtype):
+    case = LARGER[0]
+    gpu, host = inputs_of(case, dtype)
+    gpu[2] = gpu[2].astype(DTYPES[dtype])
+    host[2] = to_float64(gpu[2])
+    got = run(case, gpu)
+    assert got["weights"].dtype == DTYPES[dtype]
+    assert_close(got, reference_results(case, host), dtype)
+
+
+def test_int64_ids_match_int32():
+    gpu, _ = inputs_of(LARGER[3], "bfloat16")
+    first = run(LARGER[3], gpu)
+    gpu[1] = gpu[1].astype(np.int64)
+    second = run(LARGER[3], gpu)
+    assert all(same_bits(first[name], second[name]) for name in first)
+
+
+def same_bits(a, b):
+    if isinstance(a, tuple):
+        return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+    return np.array_equal(to_float64(a), to_float64(b), equal_nan=True)
+
+
+def test_repeated_runs_give_the_same_bits():
+    case = Case(L=4096, k=8, E=32, d=512, h=256, routing="skewed")
+    gpu, _ = inputs_of(case, "bfloat16")
+    first = run(case, gpu)
+    for _ in range(10):
+        again = run(case, gpu)
+        assert all(same_bits(first[name], again[name]) for name in first)
+
+
+def test_inputs_are_not_written():
+    gpu, _ = inputs_of(LARGER[0], "bfloat16")
+    before = [to_float64(a) for a in gpu]
+    run(LARGER[0], gpu)
+    assert all(np.array_equal(to_float64(a), b) for a, b in zip(gpu, before, strict=True))
+
+
+def test_empty_experts_have_exactly_zero_gradients():
+    case = LARGER[6]
+    gpu, host = inputs_of(case, "bfloat16")
+    got = run(case, gpu)
+    used = np.isin(np.arange(case.E), host[1])
+    assert not used.all()
+    for name in ("w1", "w2"):
+        assert not to_float64(got[name])[~used].any()
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+def test_backward_twice(save):
+    """keep_saved allows it, with the same result; without, the saved activations are gone and the error says so."""
+    case = LARGER[0]
+    (x, ids, weights, w1, w2, grad_out), _ = inputs_of(case, "bfloat16")
+    _, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save)
+    first = vars(mb.moe_backward(grad_out, saved, keep_saved=True))
+    second = vars(mb.moe_backward(grad_out, saved))
+    assert all(same_bits(first[name], second[name]) for name in first)
+    if save == "recompute":
+        third = vars(mb.moe_backward(grad_out, saved))
+        assert all(same_bits(first[name], third[name]) for name in first)
+    else:
+        with pytest.raises(RuntimeError, match="moe_backward: saved: expected .* got .*keep_saved"):
+            mb.moe_backward(grad_out, saved)
+
+
+@pytest.mark.parametrize("needs", [("x",), ("weights",), ("w1",), ("w2",), ("x", "w2"), ()])
+def test_only_needed_gradients_are_computed(needs):
+    gpu, _ = inputs_of(LARGER[0], "bfloat16")
+    everything = run(LARGER[0], gpu)
+    x, ids, weights, w1, w2, grad_out = gpu
+    _, saved = mb.moe_forward(x, ids, weights, w1, w2)
+    for name, value in vars(mb.moe_backward(grad_out, saved, needs=needs)).items():
+        assert (value is None) == (name not in needs)
+        assert value is None or same_bits(value, everything[name])
+
+
+def test_frozen_experts_run_no_weight_kernel(monkeypatch):
+    from moeblaze_cupy.ops import grouped_gemm
+
+    monkeypatch.setattr(grouped_gemm, "_wgrad", lambda *a, **k: pytest.fail("weight gradient kernel launched"))
+    gpu, _ = inputs_of(LARGER[0], "bfloat16")
+    x, ids, weights, w1, w2, grad_out = gpu
+    _, saved = mb.moe_forward(x, ids, weights, w1, w2)
+    mb.moe_backward(grad_out, saved, needs=("x", "weights"))
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+def test_saved_bytes(save):
+    """x aside: 2h or 3h elements per slot by policy, and at most 20 bytes of index lists and router weight."""
+    case = Case(L=4096, k=8, E=64, d=256, h=128)
+    (x, ids, weights, w1, w2, _), _ = inputs_of(case, "bfloat16")
+    _, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save)
+    slots = case.L * case.k
+    activations = {"minimal": 2, "paper": 3, "recompute": 0}[save] * slots * case.h * 2
+    held = saved.nbytes + ids.nbytes + weights.nbytes
+    assert activations <= held <= activations + 20 * slots
+
+
+@pytest.mark.parametrize("xp_name", ["cupy", "torch"])
+def test_no_routed_buffer_is_allocated(monkeypatch, xp_name):
+    """Nothing of L*k rows is as wide as d, and never more than two column panels of L*k x 256 are alive."""
+    if xp_name == "torch":
+        pytest.importorskip("torch")
+    case = Case(L=4096, k=4, E=8, d=2048, h=64)
+    gpu, _ = inputs_of(case, "bfloat16", xp_name)
+    framework = arrays.framework_of(gpu[0])
+    sizes = []
+
+    def empty(shape, dtype, device, plain=framework.empty):
+        array = plain(shape, dtype, device)
+        sizes.append((tuple(shape), int(array.nbytes)))
+        return array
+
+    monkeypatch.setattr(framework, "empty", staticmethod(empty))
+    slots = case.L * case.k
+    panel = slots * 256 * 2
+    weights_bytes = case.E * 3 * case.d * case.h * 2
+
+    def peak_of(call):
+        if xp_name == "torch":
+            import torch
+
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            result = call()
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - before, result
+        return None, call()
+
+    x, ids, weights, w1, w2, grad_out = gpu
+    forward_peak, (_, saved) = peak_of(lambda: mb.moe_forward(x, ids, weights, w1, w2))
+    backward_peak, _ = peak_of(lambda: mb.moe_backward(grad_out, saved))
+    largest = max(size for shape, size in sizes if shape[0] == slots)
+    assert largest <= panel
+    assert not any(shape[0] == slots and case.d in shape for shape, _ in sizes)
+    if forward_peak is not None:
+        out = case.L * case.d * 2
+        assert forward_peak <= out + saved.nbytes + slots * case.h * 2 + 2 * panel + 2**20
+        assert backward_peak <= out + weights_bytes + slots * (case.h * 2 + 8) + 2 * panel + 2**20
+
+
+def test_row_offsets_beyond_2_31_elements():
+    """L*k*2h = 2.4e9 elements; experts are compared on a few tokens at both ends."""
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.runtime.memGetInfo()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    L, k, E, d, h = 131072, 8, 4, 64, 1144
+    assert L * k * 2 * h > 2**31
+    small, host = inputs_of(Case(L=1024, k=k, E=8, d=d, h=h), "bfloat16")
+    repeats = L // 1024
+    x, ids, weights, w1, w2, grad_out = small
+    tiled = [cupy.tile(a, (repeats, 1)) for a in (x, ids, weights, grad_out)]
+    out, saved = mb.moe_forward(tiled[0], tiled[1], tiled[2], w1, w2)
+    assert saved.first_layer.size > 2**31
+    grads = mb.moe_backward(tiled[3], saved)
+    want = reference_results(Case(L=1024, k=k, E=8, d=d, h=h), host)
+    tolerance = TOLERANCES["bfloat16"]
+    for rows in (slice(0, 1024), slice(L - 1024, L)):
+        assert relative_error(to_float64(out[rows]), want["out"]) <= tolerance
+        assert relative_error(to_float64(grads.x[rows]), want["x"]) <= tolerance
+        assert relative_error(to_float64(grads.weights[rows]), want["weights"]) <= tolerance
+    assert relative_error(to_float64(grads.w1) / repeats, want["w1"]) <= tolerance
+    assert relative_error(to_float64(grads.w2) / repeats, want["w2"]) <= tolerance
+    del out, saved, grads, tiled
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_current_cupy_stream_is_used():
+    """On a stream that is blocked by earlier work, results are still ordered after the inputs."""
+    cupy = pytest.importorskip("cupy")
+    case = LARGER[0]
+    gpu, host = inputs_of(case, "float32")
+    want = reference_results(case, host)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        x = cupy.full_like(gpu[0], np.nan)
+        for _ in range(50):
+            x[...] = cupy.full_like(x, np.nan)
+        x[...] = gpu[0]
+        got = run(case, [x, *gpu[1:]])
+        stream.synchronize()
+    assert_close(got, want, "float32")
+
+
+def test_two_threads_with_own_streams():
+    cupy = pytest.importorskip("cupy")
+    cases = [LARGER[0], LARGER[5]]
+    data = [inputs_of(case, "float32") for case in cases]
+    cupy.cuda.Device().synchronize()
+    results, failures = {}, []
+
+    def work(i):
+        try:
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                for _ in range(20):
+                    results[i] = run(cases[i], data[i][0])
+                stream.synchronize()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for i, case in enumerate(cases):
+        assert_close(results[i], reference_results(case, data[i][1]), "float32")
+
+
+def test_non_default_device():
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    case = LARGER[0]
+    with cupy.cuda.Device(1):
+        gpu, host = inputs_of(case, "float32")
+    got = run(case, gpu)  # the current device is 0
+    assert got["out"].device.id == 1
+    assert_close(got, reference_results(case, host), "float32")
+
+
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_graph_capture_and_replay(framework):
+    """Forward and backward replay on new contents of the same buffers."""
+    cupy = pytest.importorskip("cupy")
+    case = LARGER[2]
+    first, _ = inputs_of(case, "bfloat16", framework)
+    second, host = inputs_of(case, "bfloat16", framework, seed=1)
+    run(case, first)  # compiles every kernel before the capture
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run(case, first)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run(case, first)
+        for old, new in zip(first, second, strict=True):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+    else:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            run(case, first)
+            stream.synchronize()
+            stream.begin_capture()
+            got = run(case, first)
+            graph = stream.end_capture()
+            for old, new in zip(first, second, strict=True):
+                old[...] = new
+            graph.launch(stream)
+            stream.synchronize()
+    assert_close(got, reference_results(case, host), "bfloat16")
+
+
+def test_torch_moe_and_its_gradients():
+    torch = pytest.importorskip("torch")
+    from moeblaze_cupy.interop.torch import moe
+
+    case = LARGER[3]
+    (x, ids, weights, w1, w2, grad_out), host = inputs_of(case, "bfloat16", "torch")
+    leaves = [t.requires_grad_() for t in (x, weights, *w1, w2)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # backward runs in another thread and must follow this stream
+        out = moe(x, ids, weights, w1, w2)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+    side.synchronize()
+    want = reference_results(case, host)
+    got = dict(zip(("out", "x", "weights", "w1", "w2"), (out, grads[0], grads[1], grads[2:4], grads[4]), strict=True))
+    assert_close(
+        {n: tuple(g.detach() for g in v) if n == "w1" else v.detach() for n, v in got.items()}, want, "bfloat16"
+    )
+    with pytest.raises(RuntimeError, match="moe_backward: saved"):
+        out = moe(x, ids, weights, w1, w2)
+        torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+        torch.autograd.grad(out, leaves, grad_out)
+
+
+def test_torch_module_trains():
+    torch = pytest.importorskip("torch")
+    from moeblaze_cupy.interop.torch import MoE
+
+    torch.manual_seed(0)
+    layer = MoE(128, 64, 8, 2, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(4, 100, 128, device="cuda", dtype=torch.bfloat16)
+    target = torch.randn_like(x)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = (layer(x) - target).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_errors_of_bf16_are_no_larger_than_the_torch_composition():
+    """Each gradient beside that of the same layer written in bf16 torch operations."""
+    torch = pytest.importorskip("torch")
+    case = Case(L=1024, k=2, E=4, d=512, h=256)
+    (x, ids, weights, w1, w2, grad_out), host = inputs_of(case, "bfloat16", "torch")
+    want = reference_results(case, host)
+    ours = run(case, (x, ids, weights, w1, w2, grad_out))
+    leaves = [t.clone().requires_grad_() for t in (x, weights, w1, w2)]
+    tx, tweights, tw1, tw2 = leaves
+    out = torch.zeros_like(tx)
+    for expert in range(case.E):
+        tokens, slots = torch.where(ids == expert)
+        a, b = (tx[tokens] @ tw1[expert]).chunk(2, dim=-1)
+        rows = (torch.nn.functional.silu(a) * b) @ tw2[expert]
+        out = out.index_add(0, tokens, (rows * tweights[tokens, slots, None]).to(out.dtype))
+    theirs = dict(zip(("x", "weights", "w1", "w2"), torch.autograd.grad(out, leaves, grad_out), strict=True))
+    theirs["out"] = out.detach()
+    for name, value in theirs.items():
+        mine = relative_error_of(ours[name], want[name])
+        assert mine <= 1.05 * relative_error_of(value, want[name]), name  # 5%: both are noise of the same rounding
+
+
+def test_mixed_devices_and_frameworks_are_refused():
+    torch = pytest.importorskip("torch")
+    (x, ids, weights, w1, w2, _), _ = inputs_of(LARGER[0], "float32")
+    with pytest.raises(TypeError, match=r"moe_forward: ids: expected a cupy array like x, got numpy"):
+        mb.moe_forward(x, ids.get(), weights, w1, w2)
+    tensors = [torch.from_numpy(a.get()).cuda() for a in (x, ids, weights, w1, w2)]
+    tensors[2] = tensors[2].cpu()
+    with pytest.raises(TypeError, match=r"moe_forward: weights: expected x's device cuda:0, got cpu"):
+        mb.moe_forward(*tensors)
+
+
+def test_float64_is_refused_on_the_gpu():
+    (x, ids, weights, w1, w2, _), _ = inputs_of(LARGER[0], "float32")
+    with pytest.raises(TypeError, match=r"moe_forward: x: expected dtype bfloat16 or float16 or float32, got float64"):
+        mb.moe_forward(x.astype(np.float64), ids, weights, w1, w2)
+
+
+def test_nan_stays_with_its_token():
+    """A NaN row of x reaches its own output row and gradient, no other."""
+    case = replace(LARGER[0], L=200)
+    (x, ids, weights, w1, w2, grad_out), _ = inputs_of(case, "bfloat16")
+    x[17] = np.nan
+    out, saved = mb.moe_forward(x, ids, weights, w1, w2)
+    grads = mb.moe_backward(grad_out, saved, needs=("x", "weights"))
+    for rows in (out, grads.x, grads.weights):
+        finite = np.isfinite(to_float64(rows)).all(axis=1)
+        assert not finite[17] and finite.sum() == case.L - 1
