@@ -11,7 +11,7 @@ TILE_COLUMNS = 128  # BN
 GEMM_THREADS = 128
 STAGE_BYTES = 32 * 1024
 PANEL_COLUMNS = 256  # width of the (L*k, 256) buffer the expert outputs pass through
-MAX_EXPERTS = 8192  # dispatch: one warp's counters and two offset lists, 12 bytes per expert, in shared memory
+MAX_EXPERTS = 4096  # dispatch: counters and three lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - 1  # the index lists are int32
 MAX_ROUTER_EXPERTS = 1024
 MAX_ROUTER_K = 32
@@ -72,33 +72,46 @@ def panels(columns: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """Geometry of the three dispatch steps: `blocks` blocks of `warps` warps in steps 1 and 3."""
+    """Geometry of the dispatch kernels: `blocks` blocks of `warps` warps, each block `parts` parts of its slots."""
 
     blocks: int
     warps: int
-    slots_per_warp: int  # multiple of 32
-    step1_shared_bytes: int
-    step3_shared_bytes: int
+    parts: int
+    slots_per_warp: int  # per part, a multiple of 32; a part's slots are numbered in 16 bits
+    count_shared_bytes: int
+    route_shared_bytes: int
+
+    def warp_counts(self, num_experts: int) -> int:
+        """Elements (uint16) of the counts per warp."""
+        return self.blocks * self.parts * self.warps * num_experts
 
     def workspace_bytes(self, num_experts: int) -> int:
-        """Per-block and per-expert counts, int32."""
-        return 4 * num_experts * (self.blocks + 1)
+        """Counts per warp and part (uint16) and per block (int32)."""
+        return 2 * self.warp_counts(num_experts) + 4 * self.blocks * num_experts
 
 
 def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> DispatchConfig:
-    """At most two blocks per multiprocessor, as many warps (<= 16) as 48 KiB of counters allow."""
+    """At most one block per multiprocessor, in as few parts as its shared memory allows.
 
-    def step3_bytes(warps: int) -> int:
-        return 4 * (warps * num_experts + 2 * (num_experts + 1))
-
-    warps = 16
-    while warps > 1 and step3_bytes(warps) > DEFAULT_SHARED_BYTES:
+    32 warps hide the latency of the counters, unless these take over a third of the shared memory.
+    """
+    warps = 32
+    while warps > 2 and 2 * warps * num_experts > limits.shared_bytes_per_block // 3:
         warps //= 2
-    slots_per_warp = 32 * max(1, ceil_div(num_slots, 32 * warps * 2 * limits.multiprocessors))
+    static_bytes = 1024
+    lists = 2 * warps * num_experts + 16 * (num_experts + 1)
+    round_of_slots = 32 * warps
+    most_rounds = min(65536, (limits.shared_bytes_per_block - static_bytes - lists) // 2) // round_of_slots
+    rounds = max(1, ceil_div(num_slots, round_of_slots * limits.multiprocessors))  # of one block
+    parts = ceil_div(rounds, most_rounds)
+    rounds_per_part = ceil_div(rounds, parts)
+    # dispatch_route first sums the blocks' counts in the room of the slots: 8 bytes per thread
+    slots_bytes = max(2 * rounds_per_part * round_of_slots, 8 * round_of_slots)
     return DispatchConfig(
-        blocks=max(1, ceil_div(num_slots, warps * slots_per_warp)),
+        blocks=max(1, ceil_div(num_slots, parts * rounds_per_part * round_of_slots)),
         warps=warps,
-        slots_per_warp=slots_per_warp,
-        step1_shared_bytes=4 * warps * num_experts,
-        step3_shared_bytes=step3_bytes(warps),
+        parts=parts,
+        slots_per_warp=32 * rounds_per_part,
+        count_shared_bytes=2 * warps * num_experts + 4 * num_experts,
+        route_shared_bytes=lists + slots_bytes,
     )

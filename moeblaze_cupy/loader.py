@@ -28,7 +28,7 @@ _kernels: dict = {}
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled entry: source file, entry name, JIT constants, dynamic shared memory in bytes (0: set per launch)."""
+    """One compiled entry: source file, entry name, JIT constants."""
 
     source: str
     entry: str
@@ -167,20 +167,29 @@ def _module(source: str, macros: tuple):
     return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)))
 
 
+class _Kernel:
+    """A compiled entry on one device, and the dynamic shared memory it may be launched with."""
+
+    def __init__(self, device: int, variant: Variant):
+        launch_config.tier(device_limits(device).compute_capability)
+        self.function = _module(variant.source, variant.macros).get_function(variant.entry)
+        self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
+
+    def allow(self, shared_bytes: int) -> None:
+        """Raises the limit. It belongs to the function, not to a launch, so it must never go down again."""
+        if shared_bytes > self.shared_bytes:
+            self.function.max_dynamic_shared_size_bytes = shared_bytes
+            self.shared_bytes = shared_bytes
+
+
 def kernel(device: int, variant: Variant, shared_bytes: int = 0):
     """The launchable kernel on a device (which must be current), compiled at first use."""
-    key = (device, variant, shared_bytes)
-    found = _kernels.get(key)
-    if found is None:
+    found = _kernels.get((device, variant))
+    if found is None or found.shared_bytes < shared_bytes:
         with _lock:
-            found = _kernels.get(key)
-            if found is None:
-                launch_config.tier(device_limits(device).compute_capability)
-                found = _module(variant.source, variant.macros).get_function(variant.entry)
-                if shared_bytes > launch_config.DEFAULT_SHARED_BYTES:
-                    found.max_dynamic_shared_size_bytes = shared_bytes
-                _kernels[key] = found
-    return found
+            found = _kernels.get((device, variant)) or _kernels.setdefault((device, variant), _Kernel(device, variant))
+            found.allow(shared_bytes)
+    return found.function
 
 
 def launch(context, variant: Variant, grid: tuple, block: int, args: tuple, shared_bytes: int = 0) -> None:

@@ -136,9 +136,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
 
     if save is None:
         return Plan(saved=(), forward=((*index, *new_product, _panel(s)),), backward=())
-    partial_sums = Term(
-        "partial sums of dweights", "4*L*k*ceil(h/128)", 4 * s.slots * launch_config.column_tiles(s.h)
-    )
+    partial_sums = Term("partial sums of dweights", "4*L*k*ceil(h/128)", 4 * s.slots * launch_config.column_tiles(s.h))
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
     weighted = () if kept_product else (_hidden(s, "product, weighted, for dw2"),)
     return Plan(

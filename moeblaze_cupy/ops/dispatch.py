@@ -15,46 +15,22 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> DispatchIndices:
     token_index_map = context.empty(ids.shape, "int32")
     row_tiles = context.empty((launch_config.max_row_tiles(num_slots, num_experts) + 1, 2), "int32")
     token_expert_indices = context.empty((num_slots,), "int32") if copies_ids else None
-    block_counts = context.empty((num_experts, config.blocks), "int32")
-    expert_lengths = context.empty((num_experts,), "int32")
+    warp_counts = context.empty((config.warp_counts(num_experts) // 2,), "int32")  # pairs of uint16
+    block_counts = context.empty((config.blocks, num_experts), "int32")
 
-    def launch(entry: str, grid: int, block: int, args: tuple, shared_bytes: int = 0) -> None:
-        loader.launch(context, loader.Variant("dispatch.cu", entry), (grid,), block, args, shared_bytes)
+    def launch(entry: str, args: tuple, shared_bytes: int) -> None:
+        variant = loader.Variant("dispatch.cu", entry)
+        loader.launch(context, variant, (config.blocks,), 32 * config.warps, args, shared_bytes)
 
+    copied_ids = token_expert_indices.ptr if copies_ids else 0
+    geometry = (num_experts, config.slots_per_warp, config.parts)
+    counts = (warp_counts.ptr, block_counts.ptr)
+    launch(f"dispatch_count_{ids.dtype}", (ids.ptr, copied_ids, *counts, num_slots, *geometry), config.count_shared_bytes)
+    lists = (expert_token_indices.ptr, expert_token_offsets.ptr, token_index_map.ptr, row_tiles.ptr)
     launch(
-        f"dispatch_step1_map_{ids.dtype}",
-        config.blocks,
-        32 * config.warps,
-        (
-            ids.ptr,
-            token_expert_indices.ptr if copies_ids else 0,
-            block_counts.ptr,
-            num_slots,
-            num_experts,
-            config.slots_per_warp,
-        ),
-        config.step1_shared_bytes,
-    )
-    launch("dispatch_step2_lengths", num_experts, 256, (block_counts.ptr, expert_lengths.ptr, config.blocks))
-    launch(
-        f"dispatch_step3_route_{ids.dtype}",
-        config.blocks,
-        32 * config.warps,
-        (
-            ids.ptr,
-            block_counts.ptr,
-            expert_lengths.ptr,
-            expert_token_indices.ptr,
-            expert_token_offsets.ptr,
-            token_index_map.ptr,
-            row_tiles.ptr,
-            num_slots,
-            k,
-            num_experts,
-            config.slots_per_warp,
-            launch_config.TILE_ROWS,
-        ),
-        config.step3_shared_bytes,
+        "dispatch_route",
+        (copied_ids or ids.ptr, *counts, *lists, num_slots, k, *geometry, launch_config.TILE_ROWS),
+        config.route_shared_bytes,
     )
     return DispatchIndices(
         expert_token_indices=expert_token_indices.owner,

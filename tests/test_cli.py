@@ -1,0 +1,450 @@
+"""`python -m moeblaze_cupy`: each subcommand, with and without what it needs."""
+
+import io
+import math
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from moeblaze_cupy import launch_config, loader, memory
+from moeblaze_cupy.__main__ import build_parser, main
+from moeblaze_cupy.cli import compile as compile_command
+from moeblaze_cupy.cli import train
+from moeblaze_cupy.cli.progress import Progress
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = "train --device cpu --steps 2 --batch 64 --d-model 32 --d-hidden 24 --experts 4"
+
+
+def run(line, *more):
+    """`main` on the words of `line`, then `more`."""
+    return main([*line.split(), *more])
+
+
+def run_module(*argv, **environment):
+    """`python -m moeblaze_cupy` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "moeblaze_cupy", *argv],
+        cwd=ROOT,
+        env=os.environ | {"MOEBLAZE_COMPILE": "lazy"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def loss(name, output):
+    """Nats per byte on the line "held-out loss before" or "held-out loss after"."""
+    return float(re.search(rf"held-out loss {name} +([\d.]+) nats/byte", output).group(1))
+
+
+def assert_fails(capsys, argv, *fragments):
+    """Exit code 2, one line on stderr with the fragments, nothing on stdout."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and captured.err.startswith(f"moeblaze_cupy {argv[0]}: ")
+    for fragment in fragments:
+        assert fragment in captured.err
+
+
+def test_help_names_every_command():
+    output = run_module("--help").stdout
+    for command in ("train", "info", "compile", "plan"):
+        assert re.search(rf"^ +{command} ", output, re.MULTILINE)
+
+
+def test_no_command_is_an_error():
+    result = run_module()
+    assert result.returncode == 2 and "command" in result.stderr
+
+
+def test_parsing_imports_no_subcommand():
+    code = (
+        "import sys; from moeblaze_cupy.__main__ import build_parser; build_parser();"
+        "print([m for m in ('cupy', 'torch', 'matplotlib', 'moeblaze_cupy.cli') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"MOEBLAZE_COMPILE": "lazy"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout == "[]\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--steps", "0"],
+        ["train", "--lr", "nan"],
+        ["train", "--seed", "-1"],
+        ["train", "--activation", "tanh"],
+        ["plan", "--tokens", "8"],
+    ],
+    ids=" ".join,
+)
+def test_unreadable_options(argv, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(argv)
+    assert raised.value.code == 2
+    assert argv[-2] in capsys.readouterr().err or argv[0] == "plan"
+
+
+def test_plan():
+    sizes = {"--tokens": 32768, "--d-model": 2048, "--d-hidden": 768, "--experts": 128, "--k": 8}
+    result = run_module("plan", *(str(word) for option in sizes.items() for word in option))
+    assert result.returncode == 0 and result.stderr == ""
+    saved = next(line for line in result.stdout.splitlines() if line.startswith("saved for backward"))
+    assert saved.split()[3:] == ["130.0", "MiB", "898.0", "MiB", "1.3", "GiB", "0", "B", "3.5", "GiB"]
+    for formula in ("g*L*k*h*b", "L*k*min(256, d)*b", "4*L*k*ceil(h/128)", "8*(L*k//128 + min(E, L*k) + 1)"):
+        assert formula in result.stdout
+
+
+def test_plan_shows_every_term(capsys):
+    assert run("plan --tokens 100 --d-model 64 --d-hidden 32 --experts 4 --k 2 --activation gelu") == 0
+    output = capsys.readouterr().out
+    shape = memory.LayerShape(L=100, d=64, h=32, E=4, k=2, activation="gelu")
+    for plan in (*(memory.layer(shape, save) for save in memory.POLICIES), memory.routed_layer(shape)):
+        for term in (*plan.saved, *(term for stage in (*plan.forward, *plan.backward) for term in stage)):
+            pattern = rf"^  {re.escape(term.name)} +{re.escape(term.formula)} +{memory.format_bytes(term.nbytes)}"
+            assert re.search(pattern, output, re.MULTILINE), term
+
+
+def test_plan_refuses_what_the_layer_refuses(capsys):
+    plan = ["plan", "--d-model", "8", "--d-hidden", "8", "--k", "2"]
+    assert_fails(capsys, [*plan, "--tokens", str(2**30), "--experts", "8"], "slots", str(2**31))
+    limit = launch_config.MAX_EXPERTS
+    assert_fails(
+        capsys, [*plan, "--tokens", "8", "--experts", str(limit + 1)], "--experts", f"{limit}, got {limit + 1}"
+    )
+
+
+def info_lines(output):
+    return {line[:22].strip(): line[22:] for line in output.splitlines()}
+
+
+INFO_FACTS = {"moeblaze_cupy", "python", "numpy", "ml_dtypes", "cupy", "torch", "CUDA runtime", "NVRTC", "CUDA driver"}
+INFO_GPU_FACTS = {"GPU 0 name", "GPU 0 capability", "GPU 0 memory", "GPU 0 kernels"}
+
+
+def test_info(tmp_path):
+    result = run_module("info", CUPY_CACHE_DIR=str(tmp_path / "cache"))
+    assert result.returncode == 0 and result.stderr == ""
+    facts = info_lines(result.stdout)
+    assert facts.keys() >= INFO_FACTS | INFO_GPU_FACTS | {"kernel cache", "MOEBLAZE_COMPILE"}
+    assert facts["numpy"] == np.__version__
+    assert facts["kernel cache"].startswith(str(tmp_path / "cache"))
+    assert facts["MOEBLAZE_COMPILE"] == "'lazy'"
+
+
+@pytest.mark.parametrize(
+    "broken", ["raise ImportError('no such library')", "import does_not_exist_at_all", "1 / 0"], ids=str
+)
+def test_info_with_a_broken_cupy(broken, tmp_path):
+    (tmp_path / "cupy.py").write_text(broken)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = run_module("info", PYTHONPATH=path)
+    assert result.returncode == 0 and result.stderr == ""
+    facts = info_lines(result.stdout)
+    for name in ("cupy", "CUDA runtime", "NVRTC", *INFO_GPU_FACTS):
+        assert facts[name].startswith("unavailable: ") and len(facts[name]) > len("unavailable: ")
+    assert facts["numpy"] == np.__version__
+
+
+def test_info_lists_every_gpu(monkeypatch, capsys):
+    gpus = [(b"NVIDIA H200", 9, 0, 140 * 2**30), (b"Tesla T4", 7, 5, 15 * 2**30)]
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: len(gpus),
+        getDeviceProperties=lambda i: dict(zip(("name", "major", "minor", "totalGlobalMem"), gpus[i], strict=True)),
+        runtimeGetVersion=lambda: 12090,
+    )
+    cuda = SimpleNamespace(runtime=runtime, nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, __version__="14.2.0"))
+    assert main(["info"]) == 0
+    facts = info_lines(capsys.readouterr().out)
+    assert facts["CUDA runtime"] == facts["NVRTC"] == "12.9"
+    assert [facts[f"GPU 0 {n}"] for n in ("name", "capability", "memory")] == ["NVIDIA H200", "9.0", "140.0 GiB"]
+    assert facts["GPU 0 kernels"] == launch_config.tier(90)
+    assert facts["GPU 1 capability"] == "7.5"
+    assert facts["GPU 1 kernels"].startswith("unavailable: ") and "7.5" in facts["GPU 1 kernels"]
+
+
+def test_compile_without_a_gpu(monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("moeblaze_cupy: GPU: expected at least one CUDA device, got 0\nmore")
+
+    monkeypatch.setattr(loader, "import_cupy", fail)
+    assert_fails(capsys, ["compile"], "at least one CUDA device")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The variants that `compile` would compile, on a machine that has a GPU."""
+    limits = launch_config.DeviceLimits(80, 108, 163 * 1024, 164 * 1024)
+    monkeypatch.setattr(compile_command, "_device_limits", lambda: limits)
+    variants = []
+    monkeypatch.setattr(loader, "precompile", lambda variant: variants.append(variant) or 0.5)
+    return variants
+
+
+def test_compile_compiles_every_variant(compiled, capsys, monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_PROGRESS", raising=False)
+    assert run("compile --dtype float16 --dtype bfloat16 --order row --activation all") == 0
+    limits = compile_command._device_limits()
+    expected = loader.variants(
+        dtypes=("float16", "bfloat16"),
+        orders=("row",),
+        activations=("swiglu", "geglu", "reglu", "silu", "gelu", "relu"),
+        stages=launch_config.gemm_stages(limits),
+    )
+    assert set(compiled) == set(expected) and len(compiled) == len(expected)
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{len(expected)} of {len(expected)} kernels ready")
+    assert f"compile {len(expected)}/{len(expected)}" in captured.err
+
+
+def test_compile_defaults():
+    args = build_parser().parse_args(["compile"])
+    assert (args.dtype, args.order, args.activation) == (("bfloat16",), ("row", "transposed"), ("swiglu",))
+
+
+def test_compile_reports_a_failure_and_goes_on(compiled, capsys, monkeypatch):
+    def precompile(variant):
+        compiled.append(variant)
+        if len(compiled) == 1:
+            raise RuntimeError("nvrtc: error: invalid architecture")
+        return 0.1
+
+    monkeypatch.setattr(loader, "precompile", precompile)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert main(["compile"]) == 1
+    captured = capsys.readouterr()
+    assert "invalid architecture" in captured.err
+    assert captured.out.startswith(f"{len(compiled) - 1} of {len(compiled)} kernels ready")
+
+
+@pytest.mark.gpu
+def test_compile_on_the_gpu(tmp_path):
+    result = run_module("compile", CUPY_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert list(tmp_path.iterdir())
+
+
+def test_train_reports(capsys):
+    assert run(TINY) == 0
+    output = capsys.readouterr().out
+    assert loss("before", output) == pytest.approx(math.log(256), abs=2e-3)
+    assert loss("after", output) < loss("before", output)
+    # x (64, 32), a and b (128, 48), two int32 lists of 128 and one of 5: 8192 + 24576 + 1044 bytes.
+    assert re.search(r"saved for backward +33\.0 KiB", output)
+    assert "numpy on CPU" in output and "float32" in output and "tokens/s" in output
+    assert re.search(r"unigram entropy +[23]\.\d+ nats/byte \([45]\.\d+ bits\)", output)
+    shape = memory.LayerShape(L=64, d=32, h=24, E=4, k=2, dtype="float32")
+    routed = memory.format_bytes(memory.routed_layer(shape).saved_bytes)
+    assert re.search(rf"with routed buffers +{re.escape(routed)}", output)
+
+
+def test_train_is_deterministic(capsys):
+    outputs = []
+    for seed in ("1", "1", "2"):
+        assert run(TINY, "--seed", seed, "--save", "recompute") == 0
+        outputs.append(loss("after", capsys.readouterr().out))
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--save paper", "--save recompute", "--activation relu", "--dtype bfloat16", "--dtype float16", "--k 1"],
+)
+def test_train_options(options, capsys):
+    assert run(TINY, *options.split()) == 0
+    output = capsys.readouterr().out
+    assert loss("after", output) < loss("before", output)
+
+
+def test_train_on_a_file(tmp_path, capsys):
+    path = tmp_path / "text"
+    path.write_bytes(b"abcdefgh" * 1000)
+    assert run(TINY, "--steps", "30", "--text", str(path)) == 0
+    output = capsys.readouterr().out
+    assert str(path) in output
+    assert loss("after", output) < math.log(8)  # each of the 8 bytes follows from the one before
+
+
+def test_train_errors(tmp_path, capsys, monkeypatch):
+    short = tmp_path / "short"
+    short.write_bytes(b"too short")
+    assert_fails(capsys, ["train", "--text", str(tmp_path / "none")], "--text", str(tmp_path / "none"))
+    assert_fails(capsys, ["train", "--text", str(tmp_path)], "--text")
+    assert_fails(capsys, ["train", "--text", str(short)], "--text", "4096", "got 9")
+    assert_fails(capsys, ["train", "--d-model", "100"], "--d-model", "16")
+    assert_fails(capsys, ["train", "--k", "9"], "--k", "8")
+    assert_fails(capsys, ["train", "--experts", "2000"], "--experts", "1024")
+    monkeypatch.setattr(loader, "import_cupy", lambda: 1 / 0)
+    assert_fails(capsys, ["train", "--device", "gpu"], "--device gpu", "division by zero")
+
+
+def test_train_without_a_gpu_says_why(capsys, monkeypatch):
+    def fail():
+        raise RuntimeError("moeblaze_cupy: CuPy: expected an importable cupy")
+
+    monkeypatch.setattr(loader, "import_cupy", fail)
+    assert run(TINY, "--device", "auto") == 0
+    assert capsys.readouterr().out.startswith("GPU not used: CuPy: expected an importable cupy\n")
+
+
+def test_train_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "loss.png"
+    assert run(TINY, "--plot", str(path)) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert_fails(capsys, ["train", "--plot", str(tmp_path / "no" / "loss.png")], "--plot", "folder")
+    assert_fails(capsys, ["train", "--plot", str(tmp_path / "loss.xyz")], "--plot", ".png")
+
+
+def test_train_plot_without_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert_fails(capsys, ["train", "--plot", "loss.png"], "--plot", "[plot]")
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_train_gradient(k, monkeypatch):
+    """Along each parameter's gradient, the loss changes as fast as the gradient is long."""
+    first_ids = []
+    plain_route = train.mb.route
+
+    def route(logits, k, renormalize):
+        """The router with the experts of the first call: a change of experts would be a jump of the loss."""
+        weights, ids = plain_route(logits, k, renormalize=renormalize)
+        if not first_ids:
+            first_ids.append(ids)
+            return weights, ids
+        probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        weights = np.take_along_axis(probabilities, first_ids[0], axis=1)
+        return weights / weights.sum(axis=1, keepdims=True) if renormalize else weights, first_ids[0]
+
+    monkeypatch.setattr(train.mb, "route", route)
+    monkeypatch.setattr(train, "BALANCE_WEIGHT", 0.0)  # Model.loss is the cross-entropy alone
+    epsilon = 1e-2
+    args = Namespace(d_model=32, d_hidden=24, experts=4, k=k, activation="swiglu", save="minimal")
+    rng = np.random.default_rng(0)
+    model = train.Model(np, args, "float32", rng)
+    model.theta += 0.1 * rng.standard_normal(model.theta.size, np.float32)
+    contexts = rng.integers(0, 256, (256, train.CONTEXT_BYTES), np.int32)
+    targets = rng.integers(0, 256, 256, np.int32)
+    _, gradient, _ = model.loss_and_gradient(contexts, targets)
+    start = 0
+    for name, parameter in model.parameters.items():
+        piece = gradient[start : start + parameter.size].reshape(parameter.shape)
+        start += parameter.size
+        length = float(np.linalg.norm(piece))
+        assert length > 0, name
+        step = piece * (epsilon / length)
+        losses = []
+        for sign in (1, -2):
+            parameter += sign * step
+            losses.append(float(model.loss(contexts, targets)) / len(targets))
+        parameter += step
+        assert (losses[0] - losses[1]) / (2 * epsilon) == pytest.approx(length, rel=0.01), name
+
+
+def test_balance_gradient():
+    """The closed form against central differences of E * sum_e share_e * mean_e in float64."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((6, 5))
+    index = SimpleNamespace(
+        expert_token_offsets=np.array([0, 4, 5, 5, 10, 12]), expert_token_indices=np.empty(12, np.int32)
+    )
+    shares = np.diff(index.expert_token_offsets) / 12
+
+    def objective(values):
+        probabilities = np.exp(values) / np.exp(values).sum(axis=1, keepdims=True)
+        return train.BALANCE_WEIGHT * 5 * (probabilities @ shares).sum()
+
+    gradient = train._balance_gradient(np, logits, index)
+    for position in np.ndindex(logits.shape):
+        step = np.zeros_like(logits)
+        step[position] = 1e-5
+        slope = (objective(logits + step) - objective(logits - step)) / 2e-5
+        assert gradient[position] == pytest.approx(slope, rel=1e-5, abs=1e-9)
+
+
+def test_held_out_text_shares_no_paragraph_with_training():
+    text = train.load_text(None)
+    seen = set(text.training.tobytes().split(b"\n\n"))
+    assert not [p for p in text.held_out.tobytes().split(b"\n\n")[1:] if p in seen]
+
+
+def test_default_run_learns():
+    """What `python -m moeblaze_cupy train` is for: on the CPU, clearly below what byte frequencies alone allow."""
+    result = run_module("train", "--device", "cpu", MOEBLAZE_PROGRESS="0")
+    assert result.returncode == 0 and result.stderr == ""
+    entropy = float(re.search(r"unigram entropy +([\d.]+)", result.stdout).group(1))
+    assert 2.8 < entropy < 3.6
+    assert loss("after", result.stdout) < 2.2 < entropy - 0.5
+
+
+@pytest.mark.gpu
+def test_default_run_learns_on_the_gpu():
+    result = run_module("train", "--device", "gpu")
+    assert result.returncode == 0, result.stderr
+    assert "cupy on" in result.stdout and "bfloat16" in result.stdout
+    assert loss("after", result.stdout) < 2.2
+    shape = memory.LayerShape(L=2048, d=256, h=128, E=8, k=2)
+    saved = memory.format_bytes(memory.layer(shape, "minimal").saved_bytes)
+    assert re.search(rf"saved for backward +{re.escape(saved)}", result.stdout)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_in_a_log_is_sparse(monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_PROGRESS", raising=False)
+    stream = io.StringIO()
+    asked = []
+    with Progress(1000, "train", stream) as progress:
+        for step in range(1000):
+            progress.update(step + 1, lambda step=step: asked.append(step) or "note")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == len(asked) == 10
+    assert lines[0].startswith("train 100/1000 (") and lines[-1].startswith("train 1000/1000 (")
+    assert "\r" not in stream.getvalue() and lines[0].endswith("note")
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_PROGRESS", raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("moeblaze_cupy.cli.progress.REDRAW_SECONDS", 0)
+    stream = Terminal()
+    with Progress(3, "compile", stream) as progress:
+        progress.update(1, "a rather long note that does not fit the terminal's width at all")
+        progress.update(2, "short")
+        progress.update(3)
+    text = stream.getvalue()
+    assert text.count("\n") == 1 and text.endswith("\n")
+    states = text[:-1].split("\r")[1:]
+    assert len(states) == 3 and all(len(state) < 60 for state in states)
+    assert len(states[1]) >= len(states[0].rstrip())  # the longer line before is painted over
+    assert states[2].startswith("compile 3/3 [####")
+
+
+def test_progress_can_be_silenced(monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_PROGRESS", "0")
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(2, "train", stream) as progress:
+            progress.update(1)
+            progress.update(2)
+        assert stream.getvalue() == ""

@@ -1,0 +1,183 @@
+"""The memory formulas: numbers worked out by hand, text against number, and the buffers the layer really allocates."""
+
+import math
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import arrays, launch_config, loader, memory
+from moeblaze_cupy.ops import experts
+from moeblaze_cupy.structures import ACTIVATIONS, is_gated
+
+MIB = 2**20
+QWEN3_30B = memory.LayerShape(L=32768, d=2048, h=768, E=128, k=8)
+SHAPES = (
+    QWEN3_30B,
+    memory.LayerShape(L=1000, d=96, h=200, E=7, k=3, activation="gelu", dtype="float32"),
+    memory.LayerShape(L=3, d=8, h=8, E=300, k=1, activation="reglu", dtype="float16", ids_are_int64=True),
+    memory.LayerShape(L=4096, d=256, h=129, E=8, k=2, activation="relu"),
+)
+
+
+def by_name(terms):
+    return {term.name: term.nbytes for term in terms}
+
+
+def test_numbers_of_qwen3_30b():
+    # R = 32768 * 8 = 262144 slots; a routed (R, 768) bf16 array is 384 MiB, a routed (R, 2048) one 1024 MiB.
+    index = 4 * 262144 + 4 * 262144 + 4 * 129
+    tiles = 8 * (2048 + 128 + 1)
+    x = 128 * MIB
+    assert memory.layer(QWEN3_30B, "recompute").saved_bytes == x + index + tiles
+    assert memory.layer(QWEN3_30B, "minimal").saved_bytes == x + index + tiles + 768 * MIB
+    assert memory.layer(QWEN3_30B, "paper").saved_bytes == x + index + tiles + (768 + 384) * MIB
+    assert memory.layer(QWEN3_30B, None).saved_bytes == 0
+    assert memory.routed_layer(QWEN3_30B).saved_bytes == (1024 + 768 + 384 + 384 + 1024) * MIB + index
+
+    # One panel is (R, 256): 128 MiB. Partial sums: 6 column tiles of R float32, 6 MiB.
+    assert memory.layer(QWEN3_30B, "recompute").forward_peak_bytes == (384 + 128) * MIB
+    assert memory.layer(QWEN3_30B, "minimal").forward_peak_bytes == (384 + 128) * MIB
+    assert memory.layer(QWEN3_30B, "paper").forward_peak_bytes == 128 * MIB
+    assert memory.layer(QWEN3_30B, None).forward_peak_bytes == (384 + 128) * MIB + index + tiles
+    assert memory.layer(QWEN3_30B, "recompute").backward_peak_bytes == (768 + 384 + 6) * MIB
+    assert memory.layer(QWEN3_30B, "minimal").backward_peak_bytes == (384 + 6) * MIB
+    assert memory.layer(QWEN3_30B, "paper").backward_peak_bytes == 128 * MIB
+    assert memory.routed_layer(QWEN3_30B).forward_peak_bytes == 0
+    assert memory.routed_layer(QWEN3_30B).backward_peak_bytes == (768 + 1024) * MIB
+
+    assert memory.output(QWEN3_30B).nbytes == 128 * MIB
+    expected = {"dx": 128 * MIB, "dweights": MIB, "dw1": 768 * MIB, "dw2": 384 * MIB}
+    assert by_name(memory.gradients(QWEN3_30B)) == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_formula_text_gives_the_number(shape):
+    letters = {name: getattr(shape, name) for name in ("L", "d", "h", "E", "k", "b", "g")}
+    names = letters | {"min": min, "max": max}
+    plans = [memory.layer(shape, save) for save in memory.POLICIES] + [memory.routed_layer(shape)]
+    terms = [memory.output(shape), *memory.gradients(shape)]
+    for plan in plans:
+        terms += [*plan.saved, *(term for stage in (*plan.forward, *plan.backward) for term in stage)]
+    for term in terms:
+        formula = term.formula.replace("ceil(h/128)", str(math.ceil(shape.h / 128)))
+        assert eval(formula, {"__builtins__": {}}, names) == term.nbytes, term
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_policies_are_ordered(shape):
+    recompute, minimal, paper = (memory.layer(shape, save) for save in ("recompute", "minimal", "paper"))
+    assert memory.layer(shape, None).saved_bytes == 0
+    assert recompute.saved_bytes < minimal.saved_bytes < paper.saved_bytes
+    assert minimal.saved_bytes < memory.routed_layer(shape).saved_bytes
+    hidden = shape.slots * shape.h * shape.b
+    assert minimal.saved_bytes - recompute.saved_bytes == shape.g * hidden
+    assert paper.saved_bytes - recompute.saved_bytes == (shape.g + 1) * hidden
+    assert paper.backward_peak_bytes <= minimal.backward_peak_bytes < recompute.backward_peak_bytes
+
+
+def test_int64_ids_cost_a_copy():
+    for save in ("recompute", "minimal", "paper"):
+        wide = memory.layer(replace(QWEN3_30B, ids_are_int64=True), save).saved_bytes
+        assert wide - memory.layer(QWEN3_30B, save).saved_bytes == 4 * QWEN3_30B.slots
+
+
+def test_activations_scale_with_the_element_size():
+    index = sum(term.nbytes for term in memory.layer(QWEN3_30B, "minimal").saved if term.formula.startswith(("4", "8")))
+    half = memory.layer(QWEN3_30B, "minimal").saved_bytes - index
+    full = memory.layer(replace(QWEN3_30B, dtype="float32"), "minimal").saved_bytes - index
+    assert full == 2 * half
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("save", ["recompute", "minimal", "paper"])
+def test_saved_bytes_on_the_cpu(activation, save):
+    """The NumPy backend saves what the formula says, less the GEMMs' row tiles, which it has no use for."""
+    s = memory.LayerShape(L=50, d=24, h=40, E=6, k=2, activation=activation, dtype="float32")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((s.L, s.d), np.float32)
+    weights, ids = mb.route(rng.standard_normal((s.L, s.E), np.float32), s.k)
+    w1 = rng.standard_normal((s.E, s.d, s.g * s.h), np.float32)
+    w2 = rng.standard_normal((s.E, s.h, s.d), np.float32)
+    _, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
+    plan = memory.layer(s, save)
+    tiles = 0 if saved.index.row_tiles is not None else by_name(plan.saved)["GEMM row tiles"]
+    assert saved.nbytes + x.nbytes == plan.saved_bytes - tiles
+
+
+class CountedMemory:
+    """A framework for `arrays.Context` that makes NumPy arrays and counts the bytes alive."""
+
+    name = "counted"
+
+    def __init__(self):
+        self.alive = self.peak = 0
+
+    @staticmethod
+    def describe(array):
+        return replace(arrays.NumPy.describe(array), device=0)
+
+    def empty(self, shape, dtype, device):
+        array = np.zeros(shape, dtype)
+        self.alive += array.nbytes
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(array, self.free, array.nbytes)
+        return array
+
+    def free(self, nbytes):
+        self.alive -= nbytes
+
+
+@pytest.fixture
+def no_launches(monkeypatch):
+    """Runs the CUDA code path as far as its allocations: every kernel launch does nothing."""
+    limits = launch_config.DeviceLimits(90, 132, 227 * 1024, 228 * 1024)
+    monkeypatch.setattr(loader, "device_limits", lambda device: limits)
+    monkeypatch.setattr(loader, "launch", lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize("ids_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("d", [64, 600])
+@pytest.mark.parametrize("save", memory.POLICIES)
+def test_formulas_are_what_the_cuda_layer_allocates(save, d, activation, ids_dtype, no_launches):
+    s = memory.LayerShape(
+        L=512, d=d, h=200, E=5, k=2, activation=activation, dtype="float16", ids_are_int64=ids_dtype == "int64"
+    )
+    counted = CountedMemory()
+    context = arrays.Context(counted, 0, 0)
+    x, ids, weights, w1, w2 = (
+        counted.describe(np.zeros(shape, dtype))
+        for shape, dtype in (
+            ((s.L, s.d), s.dtype),
+            ((s.L, s.k), ids_dtype),
+            ((s.L, s.k), "float32"),
+            ((s.E, s.d, s.h * (1 + is_gated(activation))), s.dtype),
+            ((s.E, s.h, s.d), s.dtype),
+        )
+    )
+    plan = memory.layer(s, save)
+    out, saved = experts.moe_forward(context, x, ids, weights, (w1,), w2, activation=activation, save=save)
+    saved_beyond_x = max(plan.saved_bytes - x.owner.nbytes, 0)
+    assert counted.peak == saved_beyond_x + memory.output(s).nbytes + plan.forward_peak_bytes
+    assert counted.alive == saved_beyond_x + memory.output(s).nbytes
+    if save is None:
+        return
+    assert saved.nbytes == saved_beyond_x
+
+    before = counted.alive
+    gradients = experts.moe_backward(context, out, saved, needs=("x", "weights", "w1", "w2"), keep_saved=False)
+    assert counted.peak - before == plan.backward_peak_bytes + memory.total(memory.gradients(s))
+    assert counted.alive - before == memory.total(memory.gradients(s))
+    assert {name: getattr(gradients, name).nbytes for name in ("x", "weights", "w1", "w2")} == {
+        name[1:]: nbytes for name, nbytes in by_name(memory.gradients(s)).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (898 * MIB, "898.0 MiB"), (2**40, "1.0 TiB")]
+)
+def test_format_bytes(nbytes, text):
+    assert memory.format_bytes(nbytes) == text
