@@ -3,17 +3,19 @@
 //
 //   ids                   (L*k,)        int32 or int64, in   id < 0 or >= E: no expert in this slot
 //   token_expert_indices  (L*k,)        int32, out           from int64 ids, -1 for "none"; null where ids are int32
-//   warp_counts           (B, P, W, E)  uint16, workspace    slots of each expert in each warp's range
+//   ranks                 (L*k,)        uint16, workspace    slots of the same expert before, in the same range
+//   range_counts          (B, P, W, E)  uint16, workspace    slots of each expert in each range
 //   block_counts          (B, E)        int32, workspace     slots of each expert in each block
 //   expert_token_indices  (L*k,)        int32, out           token of each routed slot; -1 past the last
 //   expert_token_offsets  (E+1,)        int32, out
 //   token_index_map       (L*k,)        int32, out           position in expert_token_indices, or -1
 //   row_tiles             (T+1, 2)      int32, out           [0] = (count, tile_rows), then (expert, first row)
 //
-// num_slots = L*k, num_experts = E <= 4096. Launch: both kernels take B blocks, at most one per multiprocessor, of W
-// warps. A block owns P = num_parts consecutive parts of W * slots_per_warp <= 65536 slots, a warp slots_per_warp
-// consecutive slots (a multiple of 32) of each part. Dynamic shared memory: 2*W*E + 4*E bytes for dispatch_count,
-// 2*W*E + 16*(E+1) + 2*W*slots_per_warp for dispatch_route.
+// num_slots = L*k, num_experts = E <= 4096. Launch: both kernels take B blocks, at most one per multiprocessor. A block
+// owns P = num_parts consecutive parts of W = num_ranges ranges (a power of two) of range_slots consecutive slots, a
+// multiple of 32; W * range_slots <= 65536. dispatch_count has W warps, one per range of a part, and 2*W*E + 4*E bytes
+// of dynamic shared memory; dispatch_route 1024 threads and 22*(E+1) + max(2*W*E + 2*W*range_slots + W*range_slots/128,
+// 8192) bytes, as has dispatch_block, which does the work of both where B = 1.
 //
 // dispatch_count is step 1 and the counting of step 2, dispatch_route the prefix sums of step 2 and step 3. The dense
 // token-expert map of step 1 has L*E cells; here it exists 32 slots at a time: peers_of gives each slot the bit column
@@ -27,66 +29,76 @@ typedef unsigned short uint16;
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
 // The lanes whose slot has the same expert; meaningless for a negative one. One ballot per bit of the id: the
-// instruction behind __match_any_sync takes time with every distinct value (measured: 8 times this at 128 experts).
+// instruction behind __match_any_sync takes time with every distinct value (67 us against 40 at 128 experts).
 template <int BITS>
 __device__ __forceinline__ unsigned peers_of(int expert) {
     unsigned peers = __ballot_sync(0xffffffffu, expert >= 0);
 #pragma unroll
     for (int b = 0; b < BITS; ++b) {
-        const bool bit = expert >> b & 1;
-        const unsigned with_bit = __ballot_sync(0xffffffffu, bit);
-        peers &= bit ? with_bit : ~with_bit;
+        const int bit = static_cast<int>(static_cast<unsigned>(expert) << (31 - b)) >> 31;  // all ones or zero
+        peers &= ~(__ballot_sync(0xffffffffu, bit) ^ bit);
     }
     return peers;
 }
 
-// Calls visit(slot, expert, peers) for slots [first, last) of a warp, 32 at a time: `expert` is -1 for "none" and past
-// `last`. The loads of several rounds are in flight together.
-template <int BITS, class Id, class Visit>
-__device__ __forceinline__ void for_each_slot(const Id* ids, int64 first, int64 last, int num_experts, Visit visit) {
-    constexpr int ROUNDS = 8;
-    const int lane = threadIdx.x & 31;
-    for (int64 base = first; base < last; base += 32 * ROUNDS) {
-        Id loaded[ROUNDS];
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            const int64 slot = base + 32 * i + lane;
-            loaded[i] = slot < last ? ids[slot] : Id(-1);
-        }
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            if (base + 32 * i >= last) break;
-            const int expert = loaded[i] >= 0 && loaded[i] < num_experts ? static_cast<int>(loaded[i]) : -1;
-            visit(base + 32 * i + lane, expert, peers_of<BITS>(expert));
-        }
-    }
-}
-
-__device__ __forceinline__ bool is_leader(unsigned peers) { return __ffs(peers) - 1 == static_cast<int>(threadIdx.x & 31); }
-
 template <int BITS, class Id>
-__device__ void count(const Id* ids, int* token_expert_indices, uint16* warp_counts, int* block_counts, int64 num_slots,
-                      int num_experts, int64 slots_per_warp, int64 num_parts) {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31, cells = warps * num_experts;
-    int* totals = reinterpret_cast<int*>(dynamic_shared);           // (E,)
+__device__ void count(const Id* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
+                      int64 num_slots, int num_experts, int num_ranges, int range_slots, int64 num_parts) {
+    constexpr int ROUNDS = 8;  // loads of so many times 32 slots are in flight together
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cells = num_ranges * num_experts;
+    int* totals = reinterpret_cast<int*>(dynamic_shared);              // (E,)
     uint16* counts = reinterpret_cast<uint16*>(totals + num_experts);  // (W, E)
-    uint16* mine = counts + warp * num_experts;
     for (int e = threadIdx.x; e < num_experts; e += blockDim.x) totals[e] = 0;
     for (int64 part = blockIdx.x * num_parts; part < (blockIdx.x + 1) * num_parts; ++part) {
-        const int64 first = (part * warps + warp) * slots_per_warp, last = min(first + slots_per_warp, num_slots);
-        for (int e = lane; e < num_experts; e += 32) mine[e] = 0;
-        __syncwarp();
-        for_each_slot<BITS>(ids, first, last, num_experts, [&](int64 slot, int expert, unsigned peers) {
-            if (token_expert_indices && slot < last) token_expert_indices[slot] = expert;
-            if (expert >= 0 && is_leader(peers)) mine[expert] += static_cast<uint16>(__popc(peers));
-            __syncwarp();
-        });
+        for (int i = threadIdx.x; i < cells; i += blockDim.x) counts[i] = 0;
         __syncthreads();
-        for (int i = threadIdx.x; i < cells; i += blockDim.x) warp_counts[part * cells + i] = counts[i];
+        uint16* mine = counts + warp * num_experts;
+        const int64 first = (part * num_ranges + warp) * range_slots;
+        const int64 left = warp < num_ranges ? num_slots - first : 0;
+        const int slots = static_cast<int>(max(min(left, static_cast<int64>(range_slots)), 0ll));
+        ids += first, ranks += first, token_expert_indices += first;
+        for (int base = 0; base < slots; base += 32 * ROUNDS) {
+            Id loaded[ROUNDS];
+#pragma unroll
+            for (int i = 0; i < ROUNDS; ++i) {
+                const int slot = base + 32 * i + lane;
+                loaded[i] = slot < slots ? ids[slot] : Id(-1);
+            }
+            // The ballots of several rounds are independent of each other; the counters follow round by round.
+#pragma unroll
+            for (int i0 = 0; i0 < ROUNDS; i0 += 4) {
+                if (base + 32 * i0 >= slots) break;
+                int experts[4];
+                unsigned peers[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const Id id = loaded[i0 + i];
+                    experts[i] = id >= 0 && id < num_experts ? static_cast<int>(id) : -1;
+                    peers[i] = peers_of<BITS>(experts[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int slot = base + 32 * (i0 + i) + lane;
+                    const unsigned before = peers[i] & ((1u << lane) - 1u);
+                    int rank = 0;
+                    if (experts[i] >= 0) rank = mine[experts[i]] + __popc(before);
+                    __syncwarp();
+                    if (experts[i] >= 0 && before == 0) mine[experts[i]] = static_cast<uint16>(rank + __popc(peers[i]));
+                    __syncwarp();
+                    if (slot < slots) {
+                        ranks[slot] = static_cast<uint16>(rank);
+                        if (sizeof(Id) == 8) token_expert_indices[slot] = experts[i];
+                    }
+                }
+            }
+        }
+        ids -= first, ranks -= first, token_expert_indices -= first;
+        __syncthreads();
+        for (int i = threadIdx.x; i < cells; i += blockDim.x) range_counts[part * cells + i] = counts[i];
         for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
             int total = totals[e];
 #pragma unroll 8
-            for (int w = 0; w < warps; ++w) total += counts[w * num_experts + e];
+            for (int w = 0; w < num_ranges; ++w) total += counts[w * num_experts + e];
             totals[e] = total;
         }
         __syncthreads();
@@ -104,25 +116,22 @@ __device__ __forceinline__ int warp_scan(int value) {  // inclusive
     return value;
 }
 
-// values[0..n) to their exclusive prefix sums, and values[n] = their total. All threads of the block call it.
-__device__ void block_scan(int* values, int n) {
-    __shared__ int warp_totals[32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    int carry = 0;
-    for (int base = 0; base < n; base += blockDim.x) {
-        const int i = base + threadIdx.x, value = i < n ? values[i] : 0;
-        const int scanned = warp_scan(value);
-        if (lane == 31) warp_totals[warp] = scanned;
-        __syncthreads();
-        const int totals = warp_scan(lane < warps ? warp_totals[lane] : 0);
-        const int before = __shfl_sync(0xffffffffu, totals, max(warp - 1, 0));
-        if (i < n) values[i] = carry + (warp ? before : 0) + scanned - value;
-        carry += __shfl_sync(0xffffffffu, totals, 31);
-        __syncthreads();
+// values[0..n) to their exclusive prefix sums, and values[n] = their total; by one warp, a lane taking n / 32 of them.
+__device__ void exclusive_sums(int* values, int n) {
+    const int lane = threadIdx.x & 31, chunk = (n + 31) / 32, begin = min(lane * chunk, n), end = min(begin + chunk, n);
+    int sum = 0;
+    for (int i = begin; i < end; ++i) sum += values[i];
+    const int through = warp_scan(sum);
+    int before = through - sum;
+    for (int i = begin; i < end; ++i) {
+        const int value = values[i];
+        values[i] = before;
+        before += value;
     }
-    if (threadIdx.x == 0) values[n] = carry;
-    __syncthreads();
+    if (lane == 31) values[n] = through;
 }
+
+constexpr int SEGMENT = 256;  // slots of one expert that a warp writes out in one go
 
 // The expert e with starts[e] <= value < starts[e + 1]; starts[0] = 0 <= value < starts[num_experts].
 __device__ __forceinline__ int find_expert(const int* starts, int num_experts, int value) {
@@ -134,133 +143,180 @@ __device__ __forceinline__ int find_expert(const int* starts, int num_experts, i
     return low;
 }
 
-// Writes one part's routed slots, collected by expert, as tokens: places of the part to rows by `shift`.
-__device__ __forceinline__ void write_runs(const uint16* collected, const int* starts, const int* shift, int num_experts,
-                                           int64 part_first, int k, int* expert_token_indices) {
-    constexpr int CHUNK = 256;  // places a warp writes in one go
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31, count = starts[num_experts];
+// Writes one part's routed slots, collected by expert, as tokens: places of the part to rows by `shift`. A warp takes
+// segments of one expert's run; segments[e] is the first segment of expert e, segment_experts its inverse.
+__device__ __forceinline__ void write_runs(const uint16* collected, const int* starts, const int* shift, const int* segments,
+                                           const uint16* segment_experts, int num_experts, int64 part_first, int k,
+                                           int* expert_token_indices) {
+    const int warps = blockDim.x / 32, lane = threadIdx.x & 31;
     // slot / k by multiplication, exact while (65536 + k) * k < 2^32
     const unsigned long long reciprocal = ((1ull << 32) + k - 1) / k;
     const unsigned first_within = static_cast<unsigned>(part_first % k);
     const int first_token = static_cast<int>(part_first / k);
-    for (int begin = warp * CHUNK; begin < count; begin += warps * CHUNK) {
-        int expert = find_expert(starts, num_experts, begin);
-#pragma unroll
-        for (int i = 0; i < CHUNK / 32; ++i) {
-            const int place = begin + 32 * i + lane;
-            if (place >= count) break;
-            while (place >= starts[expert + 1]) ++expert;
-            const int token = first_token + static_cast<int>((first_within + collected[place]) * reciprocal >> 32);
-            expert_token_indices[place + shift[expert]] = token;
-        }
+    for (int segment = threadIdx.x / 32; segment < segments[num_experts]; segment += warps) {
+        const int expert = segment_experts[segment];
+        const int begin = starts[expert] + (segment - segments[expert]) * SEGMENT, end = min(begin + SEGMENT, starts[expert + 1]);
+        int* rows = expert_token_indices + shift[expert];
+#pragma unroll 4
+        for (int place = begin + lane; place < end; place += 32)
+            rows[place] = first_token + static_cast<int>((first_within + collected[place]) * reciprocal >> 32);
     }
 }
 
-template <int BITS>
-__device__ void route(const int* ids, const uint16* warp_counts, const int* block_counts, int* expert_token_indices,
-                      int* expert_token_offsets, int* token_index_map, int* row_tiles, int64 num_slots, int k, int num_experts,
-                      int64 slots_per_warp, int64 num_parts, int tile_rows) {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31, cells = warps * num_experts;
-    int* offsets = reinterpret_cast<int*>(dynamic_shared);                    // (E+1,) expert_token_offsets
-    int* rows = offsets + num_experts + 1;                                    // (E+1,) this part's first row per expert
-    int* starts = rows + num_experts + 1;                                     // (E+1,) where it starts in `collected`
-    int* shift = starts + num_experts + 1;                                    // (E+1,) from there to its row
-    uint16* next = reinterpret_cast<uint16*>(shift + num_experts + 1);        // (W, E) next place in the expert's run
-    uint16* collected = next + cells;                                         // the part's routed slots, by expert
-
-    // Slots per expert of all blocks, and of those before this one: `groups` threads per expert share the blocks.
+// Adds up what each block counted, over all blocks and over those before this one; `scratch` holds 2 * 1024 ints.
+__device__ void sum_blocks(const int* block_counts, int num_experts, int* totals, int* before, int* scratch) {
+    // So many threads share the blocks of one expert; beyond 1024 experts a thread takes several, one after another.
     const int groups = max(1, static_cast<int>(blockDim.x) / num_experts), group = threadIdx.x / num_experts;
-    int* partial = reinterpret_cast<int*>(next);  // (groups, E) twice: next and collected are not in use yet
-    for (int e = groups > 1 ? threadIdx.x % num_experts : threadIdx.x; e < num_experts; e += blockDim.x) {
-        if (groups > 1 && group >= groups) break;
-        int total = 0, before = 0;
-#pragma unroll 4
-        for (unsigned b = groups > 1 ? group : 0; b < gridDim.x; b += groups) {
-            const int count = block_counts[b * static_cast<int64>(num_experts) + e];
-            total += count;
-            if (b < blockIdx.x) before += count;
-        }
-        if (groups > 1) {
-            partial[2 * (group * num_experts + e)] = total;
-            partial[2 * (group * num_experts + e) + 1] = before;
-        } else {
-            offsets[e] = total;
-            rows[e] = before;
-        }
-    }
-    __syncthreads();
-    if (groups > 1) {
+    if (groups == 1) {
         for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
-            int total = 0, before = 0;
-            for (int g = 0; g < groups; ++g) {
-                total += partial[2 * (g * num_experts + e)];
-                before += partial[2 * (g * num_experts + e) + 1];
+            int total = 0, mine = 0;
+#pragma unroll 16
+            for (unsigned b = 0; b < gridDim.x; ++b) {
+                const int count = block_counts[b * num_experts + e];
+                total += count;
+                mine += b < blockIdx.x ? count : 0;
             }
-            offsets[e] = total;
-            rows[e] = before;
+            totals[e] = total;
+            before[e] = mine;
+        }
+    } else {
+        if (group < groups) {
+            int total = 0, mine = 0;
+#pragma unroll 16
+            for (unsigned b = group; b < gridDim.x; b += groups) {
+                const int count = block_counts[b * num_experts + threadIdx.x % num_experts];
+                total += count;
+                mine += b < blockIdx.x ? count : 0;
+            }
+            scratch[threadIdx.x] = total;
+            scratch[blockDim.x + threadIdx.x] = mine;
         }
         __syncthreads();
+        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
+            int total = 0, mine = 0;
+            for (int g = 0; g < groups; ++g) {
+                total += scratch[g * num_experts + e];
+                mine += scratch[blockDim.x + g * num_experts + e];
+            }
+            totals[e] = total;
+            before[e] = mine;
+        }
     }
-    for (int e = threadIdx.x; e < num_experts; e += blockDim.x) shift[e] = (offsets[e] + tile_rows - 1) / tile_rows;
     __syncthreads();
-    block_scan(offsets, num_experts);
-    block_scan(shift, num_experts);  // for now the first tile of each expert
+}
+
+// Four consecutive slots from `slot` on, of which `valid` exist; -1 beyond.
+__device__ __forceinline__ int4 load_ids(const int* ids, int64 slot, int valid) {
+    if (valid >= 4 && reinterpret_cast<unsigned long long>(ids) % 16 == 0) return *reinterpret_cast<const int4*>(ids + slot);
+    return make_int4(valid > 0 ? ids[slot] : -1, valid > 1 ? ids[slot + 1] : -1, valid > 2 ? ids[slot + 2] : -1,
+                     valid > 3 ? ids[slot + 3] : -1);
+}
+
+__device__ void route(const int* token_expert_indices, const uint16* ranks, const uint16* range_counts, const int* block_counts,
+                      int* expert_token_indices, int* expert_token_offsets, int* token_index_map, int* row_tiles,
+                      int64 num_slots, int k, int num_experts, int num_ranges, int range_slots, int64 num_parts, int tile_rows) {
+    const int cells = num_ranges * num_experts;
+    int* offsets = reinterpret_cast<int*>(dynamic_shared);              // (E+1,) expert_token_offsets
+    int* rows = offsets + num_experts + 1;                              // (E+1,) this part's first row per expert
+    int* starts = rows + num_experts + 1;                               // (E+1,) where it starts in `collected`
+    int* shift = starts + num_experts + 1;                              // (E+1,) from there to its row
+    int* segments = shift + num_experts + 1;                            // (E+1,) first segment of its run, for write_runs
+    uint16* places = reinterpret_cast<uint16*>(segments + num_experts + 1);  // (W, E) where a range starts in `collected`
+    uint16* collected = places + cells;                                 // the part's routed slots, by expert
+    uint16* segment_experts = collected + num_ranges * range_slots;     // the expert of each segment
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+
+    sum_blocks(block_counts, num_experts, offsets, rows, segments + num_experts + 1);
+    for (int e = threadIdx.x; e < num_experts; e += blockDim.x)
+        shift[e] = (offsets[e] + tile_rows - 1) / tile_rows;
+    __syncthreads();
+    if (warp == 0) exclusive_sums(offsets, num_experts);
+    if (warp == 1) exclusive_sums(shift, num_experts);  // for now the first tile of each expert
+    __syncthreads();
     const int num_tiles = shift[num_experts], routed = offsets[num_experts];
-    for (int64 tile = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x; tile < num_tiles; tile += gridDim.x * blockDim.x) {
+    const int64 thread = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x, threads = static_cast<int64>(gridDim.x) * blockDim.x;
+    for (int64 tile = thread; tile < num_tiles; tile += threads) {
         const int e = find_expert(shift, num_experts, static_cast<int>(tile));
         row_tiles[2 * (tile + 1)] = e;
         row_tiles[2 * (tile + 1) + 1] = static_cast<int>(offsets[e] + (tile - shift[e]) * tile_rows);
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) row_tiles[0] = num_tiles, row_tiles[1] = tile_rows;
+    for (int64 i = routed + thread; i < num_slots; i += threads) expert_token_indices[i] = -1;
+    if (thread == 0) row_tiles[0] = num_tiles, row_tiles[1] = tile_rows;
     for (int e = threadIdx.x; e < num_experts; e += blockDim.x) rows[e] += offsets[e];
     if (blockIdx.x == 0)
         for (int e = threadIdx.x; e <= num_experts; e += blockDim.x) expert_token_offsets[e] = offsets[e];
 
     for (int64 part = blockIdx.x * num_parts; part < (blockIdx.x + 1) * num_parts; ++part) {
-        const int64 part_first = part * warps * slots_per_warp, first = part_first + warp * slots_per_warp;
-        const int64 last = min(first + slots_per_warp, num_slots);
+        const int64 part_first = part * num_ranges * range_slots;
         __syncthreads();
-        for (int i = threadIdx.x; i < cells; i += blockDim.x) next[i] = warp_counts[part * cells + i];
+        for (int i = threadIdx.x; i < cells; i += blockDim.x) places[i] = range_counts[part * cells + i];
         __syncthreads();
-        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {  // counts to places within the expert's run
-            int place = 0;
-            for (int w = 0; w < warps; ++w) {
-                const int count = next[w * num_experts + e];
-                next[w * num_experts + e] = static_cast<uint16>(place);
-                place += count;
-            }
-            starts[e] = place;
+        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
+            int sum = 0;
+#pragma unroll 8
+            for (int w = 0; w < num_ranges; ++w) sum += places[w * num_experts + e];
+            starts[e] = sum;
+            segments[e] = (sum + SEGMENT - 1) / SEGMENT;
         }
         __syncthreads();
-        block_scan(starts, num_experts);
+        if (warp == 0) exclusive_sums(starts, num_experts);
+        if (warp == 1) exclusive_sums(segments, num_experts);
+        __syncthreads();
         for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
             shift[e] = rows[e] - starts[e];
             rows[e] += starts[e + 1] - starts[e];
+            for (int segment = segments[e]; segment < segments[e + 1]; ++segment)
+                segment_experts[segment] = static_cast<uint16>(e);
+            int place = starts[e];
+            for (int w0 = 0; w0 < num_ranges; w0 += 4) {
+                int counts[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) counts[i] = w0 + i < num_ranges ? places[(w0 + i) * num_experts + e] : 0;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (w0 + i < num_ranges) places[(w0 + i) * num_experts + e] = static_cast<uint16>(place);
+                    place += counts[i];
+                }
+            }
         }
         __syncthreads();
 
-        uint16* mine = next + warp * num_experts;
-        for_each_slot<BITS>(ids, first, last, num_experts, [&](int64 slot, int expert, unsigned peers) {
-            int place = 0;
-            if (expert >= 0) place = mine[expert] + __popc(peers & ((1u << lane) - 1u));
-            __syncwarp();
-            if (expert >= 0) {
-                if (is_leader(peers)) mine[expert] = static_cast<uint16>(place + __popc(peers));
-                place += starts[expert];
-                collected[place] = static_cast<uint16>(slot - part_first);
+        // 32 / W warps share a range; a thread takes 4 consecutive slots at a time.
+        const int range = warp & (num_ranges - 1), warps_per_range = blockDim.x / 32 / num_ranges;
+        const int64 first = part_first + range * static_cast<int64>(range_slots);
+        const int slots = static_cast<int>(max(min(num_slots - first, static_cast<int64>(range_slots)), 0ll));
+        const uint16* range_places = places + range * num_experts;
+#pragma unroll 2
+        for (int slot = (warp / num_ranges * 32 + lane) * 4; slot < slots; slot += warps_per_range * 128) {
+            const int valid = slots - slot;
+            const int4 four = load_ids(token_expert_indices, first + slot, valid);
+            const uint2 rank = *reinterpret_cast<const uint2*>(ranks + first + slot);
+            const int ids[4] = {four.x, four.y, four.z, four.w};
+            const unsigned before[4] = {rank.x & 0xffff, rank.x >> 16, rank.y & 0xffff, rank.y >> 16};
+            int map[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                map[i] = -1;
+                if (ids[i] >= 0 && ids[i] < num_experts) {
+                    const int place = range_places[ids[i]] + static_cast<int>(before[i]);
+                    collected[place] = static_cast<uint16>(first - part_first + slot + i);
+                    map[i] = place + shift[ids[i]];
+                }
             }
-            __syncwarp();
-            if (slot < last) {
-                token_index_map[slot] = expert >= 0 ? place + shift[expert] : -1;
-                if (slot >= routed) expert_token_indices[slot] = -1;
+            if (valid >= 4) {
+                *reinterpret_cast<int4*>(token_index_map + first + slot) = make_int4(map[0], map[1], map[2], map[3]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 3; ++i)
+                    if (i < valid) token_index_map[first + slot + i] = map[i];
             }
-        });
+        }
         __syncthreads();
-        write_runs(collected, starts, shift, num_experts, part_first, k, expert_token_indices);
+        write_runs(collected, starts, shift, segments, segment_experts, num_experts, part_first, k, expert_token_indices);
     }
 }
 
-// The number of ballots is a constant of the code: E up to 16, 128, 256 and 4096 experts.
+// The number of ballots is a constant of the code: for up to 16, 128, 256 and 4096 experts.
 #define WITH_BITS(CALL)          \
     if (num_experts <= 16)       \
         CALL(4);                 \
@@ -271,29 +327,40 @@ __device__ void route(const int* ids, const uint16* warp_counts, const int* bloc
     else                         \
         CALL(12);
 
-#define COUNT(BITS)                                                                                                          \
-    count<BITS>(ids, token_expert_indices, warp_counts, block_counts, num_slots, static_cast<int>(num_experts), slots_per_warp, \
-                num_parts)
-#define ROUTE(BITS)                                                                                                       \
-    route<BITS>(token_expert_indices, warp_counts, block_counts, expert_token_indices, expert_token_offsets,              \
-                token_index_map, row_tiles, num_slots, static_cast<int>(k), static_cast<int>(num_experts), slots_per_warp, \
-                num_parts, static_cast<int>(tile_rows))
+#define COUNT(BITS)                                                                                                     \
+    count<BITS>(ids, token_expert_indices, ranks, range_counts, block_counts, num_slots, static_cast<int>(num_experts), \
+                static_cast<int>(num_ranges), static_cast<int>(range_slots), num_parts)
+#define ROUTE(IDS)                                                                                                   \
+    route(IDS, ranks, range_counts, block_counts, expert_token_indices, expert_token_offsets, token_index_map,       \
+          row_tiles, num_slots, static_cast<int>(k), static_cast<int>(num_experts), static_cast<int>(num_ranges),    \
+          static_cast<int>(range_slots), num_parts, static_cast<int>(tile_rows))
 
 extern "C" __global__ void __launch_bounds__(1024)
-    dispatch_count_int32(const int* ids, int* token_expert_indices, uint16* warp_counts, int* block_counts, int64 num_slots,
-                         int64 num_experts, int64 slots_per_warp, int64 num_parts) {
+    dispatch_count_int32(const int* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
+                         int64 num_slots, int64 num_experts, int64 num_ranges, int64 range_slots, int64 num_parts) {
     WITH_BITS(COUNT)
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    dispatch_count_int64(const long long* ids, int* token_expert_indices, uint16* warp_counts, int* block_counts,
-                         int64 num_slots, int64 num_experts, int64 slots_per_warp, int64 num_parts) {
+    dispatch_count_int64(const long long* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
+                         int64 num_slots, int64 num_experts, int64 num_ranges, int64 range_slots, int64 num_parts) {
     WITH_BITS(COUNT)
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    dispatch_route(const int* token_expert_indices, const uint16* warp_counts, const int* block_counts,
+    dispatch_route(const int* token_expert_indices, const uint16* ranks, const uint16* range_counts, const int* block_counts,
                    int* expert_token_indices, int* expert_token_offsets, int* token_index_map, int* row_tiles, int64 num_slots,
-                   int64 k, int64 num_experts, int64 slots_per_warp, int64 num_parts, int64 tile_rows) {
-    WITH_BITS(ROUTE)
+                   int64 k, int64 num_experts, int64 num_ranges, int64 range_slots, int64 num_parts, int64 tile_rows) {
+    ROUTE(token_expert_indices);
+}
+
+// Both kernels in one launch of one block.
+extern "C" __global__ void __launch_bounds__(1024)
+    dispatch_block_int32(const int* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
+                         int* expert_token_indices, int* expert_token_offsets, int* token_index_map, int* row_tiles,
+                         int64 num_slots, int64 k, int64 num_experts, int64 num_ranges, int64 range_slots, int64 num_parts,
+                         int64 tile_rows) {
+    WITH_BITS(COUNT)
+    __syncthreads();
+    ROUTE(ids);
 }

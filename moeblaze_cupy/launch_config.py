@@ -72,46 +72,56 @@ def panels(columns: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """Geometry of the dispatch kernels: `blocks` blocks of `warps` warps, each block `parts` parts of its slots."""
+    """Geometry of the dispatch kernels: `blocks` blocks, each `parts` parts of its slots in `ranges` ranges.
+
+    dispatch_count has a warp per range, dispatch_route 1,024 threads.
+    """
 
     blocks: int
-    warps: int
     parts: int
-    slots_per_warp: int  # per part, a multiple of 32; a part's slots are numbered in 16 bits
+    ranges: int  # a power of two
+    range_slots: int  # a multiple of 32; a part's slots are numbered in 16 bits
     count_shared_bytes: int
     route_shared_bytes: int
 
-    def warp_counts(self, num_experts: int) -> int:
-        """Elements (uint16) of the counts per warp."""
-        return self.blocks * self.parts * self.warps * num_experts
+    def range_counts(self, num_experts: int) -> int:
+        """Elements (uint16) of the counts per range."""
+        return self.blocks * self.parts * self.ranges * num_experts
 
-    def workspace_bytes(self, num_experts: int) -> int:
-        """Counts per warp and part (uint16) and per block (int32)."""
-        return 2 * self.warp_counts(num_experts) + 4 * self.blocks * num_experts
+    def workspace_bytes(self, num_slots: int, num_experts: int) -> int:
+        """A rank per slot and a count per range and expert (uint16), a count per block and expert (int32)."""
+        return 2 * num_slots + 2 * self.range_counts(num_experts) + 4 * self.blocks * num_experts
+
+
+ROUTE_THREADS = 1024
 
 
 def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> DispatchConfig:
-    """At most one block per multiprocessor, in as few parts as its shared memory allows.
+    """Up to 32 ranges of 128 slots before a second block, one block per multiprocessor before longer ranges.
 
-    32 warps hide the latency of the counters, unless these take over a third of the shared memory.
+    32 warps hide the latency of the counters, unless these take over a third of the shared memory. A block whose
+    slots do not fit in the rest takes them in parts.
     """
-    warps = 32
-    while warps > 2 and 2 * warps * num_experts > limits.shared_bytes_per_block // 3:
-        warps //= 2
-    static_bytes = 1024
-    lists = 2 * warps * num_experts + 16 * (num_experts + 1)
-    round_of_slots = 32 * warps
-    most_rounds = min(65536, (limits.shared_bytes_per_block - static_bytes - lists) // 2) // round_of_slots
-    rounds = max(1, ceil_div(num_slots, round_of_slots * limits.multiprocessors))  # of one block
+    static_bytes = 2048  # static arrays, the driver's own 1 KiB, and an expert per 256 slots of a run
+    scratch_bytes = 8 * ROUTE_THREADS  # of the sum over blocks, in the room of the counts per range and the slots
+    lists_bytes = 22 * (num_experts + 1)
+    ranges = 4
+    while ranges < 32 and 128 * ranges < num_slots:
+        ranges *= 2
+    while ranges > 2 and 2 * ranges * num_experts > (limits.shared_bytes_per_block - lists_bytes) // 3:
+        ranges //= 2
+    range_bytes = 2 * ranges * num_experts
+    most_slots = min(65536, (limits.shared_bytes_per_block - static_bytes - lists_bytes - range_bytes) // 2)
+    most_rounds = most_slots // (32 * ranges)
+    blocks = min(limits.multiprocessors, max(1, ceil_div(num_slots, 128 * ranges)))
+    rounds = max(1, ceil_div(num_slots, 32 * ranges * blocks))  # of 32 slots per range, of one block
     parts = ceil_div(rounds, most_rounds)
-    rounds_per_part = ceil_div(rounds, parts)
-    # dispatch_route first sums the blocks' counts in the room of the slots: 8 bytes per thread
-    slots_bytes = max(2 * rounds_per_part * round_of_slots, 8 * round_of_slots)
+    rounds = ceil_div(rounds, parts)  # of one part
     return DispatchConfig(
-        blocks=max(1, ceil_div(num_slots, parts * rounds_per_part * round_of_slots)),
-        warps=warps,
+        blocks=max(1, ceil_div(num_slots, parts * rounds * 32 * ranges)),
         parts=parts,
-        slots_per_warp=32 * rounds_per_part,
-        count_shared_bytes=2 * warps * num_experts + 4 * num_experts,
-        route_shared_bytes=lists + slots_bytes,
+        ranges=ranges,
+        range_slots=32 * rounds,
+        count_shared_bytes=range_bytes + 4 * num_experts,
+        route_shared_bytes=lists_bytes + max(range_bytes + 65 * rounds * ranges, scratch_bytes),
     )

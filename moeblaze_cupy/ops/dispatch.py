@@ -15,23 +15,28 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> DispatchIndices:
     token_index_map = context.empty(ids.shape, "int32")
     row_tiles = context.empty((launch_config.max_row_tiles(num_slots, num_experts) + 1, 2), "int32")
     token_expert_indices = context.empty((num_slots,), "int32") if copies_ids else None
-    warp_counts = context.empty((config.warp_counts(num_experts) // 2,), "int32")  # pairs of uint16
+    # pairs of uint16; ranks are read four at a time
+    ranks = context.empty((2 * launch_config.ceil_div(num_slots, 4),), "int32")
+    range_counts = context.empty((config.range_counts(num_experts) // 2,), "int32")
     block_counts = context.empty((config.blocks, num_experts), "int32")
-
-    def launch(entry: str, args: tuple, shared_bytes: int) -> None:
-        variant = loader.Variant("dispatch.cu", entry)
-        loader.launch(context, variant, (config.blocks,), 32 * config.warps, args, shared_bytes)
-
     copied_ids = token_expert_indices.ptr if copies_ids else 0
-    geometry = (num_experts, config.slots_per_warp, config.parts)
-    counts = (warp_counts.ptr, block_counts.ptr)
-    launch(f"dispatch_count_{ids.dtype}", (ids.ptr, copied_ids, *counts, num_slots, *geometry), config.count_shared_bytes)
+    counts = (ranks.ptr, range_counts.ptr, block_counts.ptr)
+
     lists = (expert_token_indices.ptr, expert_token_offsets.ptr, token_index_map.ptr, row_tiles.ptr)
-    launch(
-        "dispatch_route",
-        (copied_ids or ids.ptr, *counts, *lists, num_slots, k, *geometry, launch_config.TILE_ROWS),
-        config.route_shared_bytes,
-    )
+    geometry = (config.ranges, config.range_slots, config.parts)
+
+    def launch(entry: str, threads: int, args: tuple, shared_bytes: int) -> None:
+        loader.launch(context, loader.Variant("dispatch.cu", entry), (config.blocks,), threads, args, shared_bytes)
+
+    count = (ids.ptr, copied_ids, *counts)
+    route = (num_slots, k, num_experts, *geometry, launch_config.TILE_ROWS)
+    if config.blocks == 1 and not copies_ids:
+        launch("dispatch_block_int32", launch_config.ROUTE_THREADS, (*count, *lists, *route), config.route_shared_bytes)
+    else:
+        args = (*count, num_slots, num_experts, *geometry)
+        launch(f"dispatch_count_{ids.dtype}", 32 * config.ranges, args, config.count_shared_bytes)
+        args = (copied_ids or ids.ptr, *counts, *lists, *route)
+        launch("dispatch_route", launch_config.ROUTE_THREADS, args, config.route_shared_bytes)
     return DispatchIndices(
         expert_token_indices=expert_token_indices.owner,
         expert_token_offsets=expert_token_offsets.owner,
