@@ -14,8 +14,8 @@
 // num_slots = L*k, num_experts = E <= 4096. Launch: both kernels take B blocks, at most one per multiprocessor. A block
 // owns P = num_parts consecutive parts of W = num_ranges ranges (a power of two) of range_slots consecutive slots, a
 // multiple of 32; W * range_slots <= 65536. dispatch_count has W warps, one per range of a part, and 2*W*E + 4*E bytes
-// of dynamic shared memory; dispatch_route 1024 threads and 22*(E+1) + max(2*W*E + 2*W*range_slots + W*range_slots/128,
-// 8192) bytes, as has dispatch_block, which does the work of both where B = 1.
+// of dynamic shared memory; dispatch_route max(256, 32*W) threads and 22*(E+1) + 2*W*E + max(2*W*range_slots +
+// W*range_slots/32, 8*threads) bytes, as has dispatch_block, which does the work of both where B = 1.
 //
 // dispatch_count is step 1 and the counting of step 2, dispatch_route the prefix sums of step 2 and step 3. The dense
 // token-expert map of step 1 has L*E cells; here it exists 32 slots at a time: peers_of gives each slot the bit column
@@ -41,29 +41,43 @@ __device__ __forceinline__ unsigned peers_of(int expert) {
     return peers;
 }
 
+// Copies counts (an even number of them, on 4 bytes).
+__device__ __forceinline__ void copy_counts(uint16* to, const uint16* from, int n) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < n / 2; i += blockDim.x)
+        reinterpret_cast<unsigned*>(to)[i] = reinterpret_cast<const unsigned*>(from)[i];
+}
+
 template <int BITS, class Id>
 __device__ void count(const Id* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
                       int64 num_slots, int num_experts, int num_ranges, int range_slots, int64 num_parts) {
-    constexpr int ROUNDS = 8;  // loads of so many times 32 slots are in flight together
+    constexpr int ROUNDS = 8;  // so many times 32 slots are loaded while as many are worked on
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cells = num_ranges * num_experts;
     int* totals = reinterpret_cast<int*>(dynamic_shared);              // (E,)
     uint16* counts = reinterpret_cast<uint16*>(totals + num_experts);  // (W, E)
     for (int e = threadIdx.x; e < num_experts; e += blockDim.x) totals[e] = 0;
     for (int64 part = blockIdx.x * num_parts; part < (blockIdx.x + 1) * num_parts; ++part) {
-        for (int i = threadIdx.x; i < cells; i += blockDim.x) counts[i] = 0;
+        for (int i = threadIdx.x; i < cells / 2; i += blockDim.x) reinterpret_cast<unsigned*>(counts)[i] = 0;
         __syncthreads();
         uint16* mine = counts + warp * num_experts;
         const int64 first = (part * num_ranges + warp) * range_slots;
         const int64 left = warp < num_ranges ? num_slots - first : 0;
         const int slots = static_cast<int>(max(min(left, static_cast<int64>(range_slots)), 0ll));
         ids += first, ranks += first, token_expert_indices += first;
-        for (int base = 0; base < slots; base += 32 * ROUNDS) {
-            Id loaded[ROUNDS];
+        Id loaded[ROUNDS];
+        auto load = [&](int base) {
 #pragma unroll
             for (int i = 0; i < ROUNDS; ++i) {
                 const int slot = base + 32 * i + lane;
                 loaded[i] = slot < slots ? ids[slot] : Id(-1);
             }
+        };
+        load(0);
+        for (int base = 0; base < slots; base += 32 * ROUNDS) {
+            Id now[ROUNDS];
+#pragma unroll
+            for (int i = 0; i < ROUNDS; ++i) now[i] = loaded[i];
+            load(base + 32 * ROUNDS);
             // The ballots of several rounds are independent of each other; the counters follow round by round.
 #pragma unroll
             for (int i0 = 0; i0 < ROUNDS; i0 += 4) {
@@ -72,7 +86,7 @@ __device__ void count(const Id* ids, int* token_expert_indices, uint16* ranks, u
                 unsigned peers[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const Id id = loaded[i0 + i];
+                    const Id id = now[i0 + i];
                     experts[i] = id >= 0 && id < num_experts ? static_cast<int>(id) : -1;
                     peers[i] = peers_of<BITS>(experts[i]);
                 }
@@ -94,7 +108,7 @@ __device__ void count(const Id* ids, int* token_expert_indices, uint16* ranks, u
         }
         ids -= first, ranks -= first, token_expert_indices -= first;
         __syncthreads();
-        for (int i = threadIdx.x; i < cells; i += blockDim.x) range_counts[part * cells + i] = counts[i];
+        copy_counts(range_counts + part * cells, counts, cells);
         for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
             int total = totals[e];
 #pragma unroll 8
@@ -131,8 +145,6 @@ __device__ void exclusive_sums(int* values, int n) {
     if (lane == 31) values[n] = through;
 }
 
-constexpr int SEGMENT = 256;  // slots of one expert that a warp writes out in one go
-
 // The expert e with starts[e] <= value < starts[e + 1]; starts[0] = 0 <= value < starts[num_experts].
 __device__ __forceinline__ int find_expert(const int* starts, int num_experts, int value) {
     int low = 0, high = num_experts;
@@ -143,27 +155,28 @@ __device__ __forceinline__ int find_expert(const int* starts, int num_experts, i
     return low;
 }
 
-// Writes one part's routed slots, collected by expert, as tokens: places of the part to rows by `shift`. A warp takes
-// segments of one expert's run; segments[e] is the first segment of expert e, segment_experts its inverse.
+// Writes one part's routed slots, collected by expert, as tokens: places of the part to rows by `shift`. `width` lanes
+// (8 or 32) take one segment of 8 * width places of one expert's run; segments[e] is the first segment of expert e,
+// segment_experts its inverse.
 __device__ __forceinline__ void write_runs(const uint16* collected, const int* starts, const int* shift, const int* segments,
-                                           const uint16* segment_experts, int num_experts, int64 part_first, int k,
+                                           const uint16* segment_experts, int num_experts, int width, int first_slot, int k,
                                            int* expert_token_indices) {
-    const int warps = blockDim.x / 32, lane = threadIdx.x & 31;
     // slot / k by multiplication, exact while (65536 + k) * k < 2^32
-    const unsigned long long reciprocal = ((1ull << 32) + k - 1) / k;
-    const unsigned first_within = static_cast<unsigned>(part_first % k);
-    const int first_token = static_cast<int>(part_first / k);
-    for (int segment = threadIdx.x / 32; segment < segments[num_experts]; segment += warps) {
+    const unsigned long long reciprocal = 0xffffffffu / static_cast<unsigned>(k) + 1ull;  // 2^32 / k, rounded up
+    const int first_token = first_slot / k;
+    const unsigned first_within = static_cast<unsigned>(first_slot - first_token * k);
+    const int groups = blockDim.x / width, group = threadIdx.x / width, lane = threadIdx.x % width, count = segments[num_experts];
+    for (int segment = group; segment < count; segment += groups) {
         const int expert = segment_experts[segment];
-        const int begin = starts[expert] + (segment - segments[expert]) * SEGMENT, end = min(begin + SEGMENT, starts[expert + 1]);
+        const int begin = starts[expert] + (segment - segments[expert]) * 8 * width, end = min(begin + 8 * width, starts[expert + 1]);
         int* rows = expert_token_indices + shift[expert];
 #pragma unroll 4
-        for (int place = begin + lane; place < end; place += 32)
+        for (int place = begin + lane; place < end; place += width)
             rows[place] = first_token + static_cast<int>((first_within + collected[place]) * reciprocal >> 32);
     }
 }
 
-// Adds up what each block counted, over all blocks and over those before this one; `scratch` holds 2 * 1024 ints.
+// Adds up what each block counted, over all blocks and over those before this one; `scratch`: 2 ints per thread.
 __device__ void sum_blocks(const int* block_counts, int num_experts, int* totals, int* before, int* scratch) {
     // So many threads share the blocks of one expert; beyond 1024 experts a thread takes several, one after another.
     const int groups = max(1, static_cast<int>(blockDim.x) / num_experts), group = threadIdx.x / num_experts;
@@ -215,6 +228,7 @@ __device__ __forceinline__ int4 load_ids(const int* ids, int64 slot, int valid) 
 __device__ void route(const int* token_expert_indices, const uint16* ranks, const uint16* range_counts, const int* block_counts,
                       int* expert_token_indices, int* expert_token_offsets, int* token_index_map, int* row_tiles,
                       int64 num_slots, int k, int num_experts, int num_ranges, int range_slots, int64 num_parts, int tile_rows) {
+    constexpr int ROUNDS = 4;  // so many times 4 slots are loaded before the first is used
     const int cells = num_ranges * num_experts;
     int* offsets = reinterpret_cast<int*>(dynamic_shared);              // (E+1,) expert_token_offsets
     int* rows = offsets + num_experts + 1;                              // (E+1,) this part's first row per expert
@@ -225,8 +239,10 @@ __device__ void route(const int* token_expert_indices, const uint16* ranks, cons
     uint16* collected = places + cells;                                 // the part's routed slots, by expert
     uint16* segment_experts = collected + num_ranges * range_slots;     // the expert of each segment
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int width = num_ranges * range_slots >= 64 * num_experts ? 32 : 8;  // long runs or short ones
 
-    sum_blocks(block_counts, num_experts, offsets, rows, segments + num_experts + 1);
+    copy_counts(places, range_counts + blockIdx.x * num_parts * cells, cells);
+    sum_blocks(block_counts, num_experts, offsets, rows, reinterpret_cast<int*>(segments + num_experts + 1) + (cells + 1) / 2);
     for (int e = threadIdx.x; e < num_experts; e += blockDim.x)
         shift[e] = (offsets[e] + tile_rows - 1) / tile_rows;
     __syncthreads();
@@ -249,14 +265,14 @@ __device__ void route(const int* token_expert_indices, const uint16* ranks, cons
     for (int64 part = blockIdx.x * num_parts; part < (blockIdx.x + 1) * num_parts; ++part) {
         const int64 part_first = part * num_ranges * range_slots;
         __syncthreads();
-        for (int i = threadIdx.x; i < cells; i += blockDim.x) places[i] = range_counts[part * cells + i];
+        if (part > blockIdx.x * num_parts) copy_counts(places, range_counts + part * cells, cells);
         __syncthreads();
         for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
             int sum = 0;
 #pragma unroll 8
             for (int w = 0; w < num_ranges; ++w) sum += places[w * num_experts + e];
             starts[e] = sum;
-            segments[e] = (sum + SEGMENT - 1) / SEGMENT;
+            segments[e] = (sum + 8 * width - 1) / (8 * width);
         }
         __syncthreads();
         if (warp == 0) exclusive_sums(starts, num_experts);
@@ -283,36 +299,47 @@ __device__ void route(const int* token_expert_indices, const uint16* ranks, cons
 
         // 32 / W warps share a range; a thread takes 4 consecutive slots at a time.
         const int range = warp & (num_ranges - 1), warps_per_range = blockDim.x / 32 / num_ranges;
-        const int64 first = part_first + range * static_cast<int64>(range_slots);
+        const int first_in_part = range * range_slots;
+        const int64 first = part_first + first_in_part;
         const int slots = static_cast<int>(max(min(num_slots - first, static_cast<int64>(range_slots)), 0ll));
         const uint16* range_places = places + range * num_experts;
-#pragma unroll 2
-        for (int slot = (warp / num_ranges * 32 + lane) * 4; slot < slots; slot += warps_per_range * 128) {
-            const int valid = slots - slot;
-            const int4 four = load_ids(token_expert_indices, first + slot, valid);
-            const uint2 rank = *reinterpret_cast<const uint2*>(ranks + first + slot);
-            const int ids[4] = {four.x, four.y, four.z, four.w};
-            const unsigned before[4] = {rank.x & 0xffff, rank.x >> 16, rank.y & 0xffff, rank.y >> 16};
-            int map[4];
+        const int stride = warps_per_range * 128;
+        for (int base = (warp / num_ranges * 32 + lane) * 4; base < slots; base += ROUNDS * stride) {
+            int4 ids4[ROUNDS];
+            uint2 ranks4[ROUNDS];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                map[i] = -1;
-                if (ids[i] >= 0 && ids[i] < num_experts) {
-                    const int place = range_places[ids[i]] + static_cast<int>(before[i]);
-                    collected[place] = static_cast<uint16>(first - part_first + slot + i);
-                    map[i] = place + shift[ids[i]];
-                }
+            for (int i = 0; i < ROUNDS; ++i) {
+                const int slot = base + i * stride;
+                ids4[i] = load_ids(token_expert_indices, first + slot, slots - slot);
+                if (slot < slots) ranks4[i] = *reinterpret_cast<const uint2*>(ranks + first + slot);
             }
-            if (valid >= 4) {
-                *reinterpret_cast<int4*>(token_index_map + first + slot) = make_int4(map[0], map[1], map[2], map[3]);
-            } else {
 #pragma unroll
-                for (int i = 0; i < 3; ++i)
-                    if (i < valid) token_index_map[first + slot + i] = map[i];
+            for (int i = 0; i < ROUNDS; ++i) {
+                const int slot = base + i * stride, valid = slots - slot;
+                const int ids[4] = {ids4[i].x, ids4[i].y, ids4[i].z, ids4[i].w};
+                const unsigned before[4] = {ranks4[i].x & 0xffff, ranks4[i].x >> 16, ranks4[i].y & 0xffff, ranks4[i].y >> 16};
+                int map[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    map[j] = -1;
+                    if (ids[j] >= 0 && ids[j] < num_experts) {
+                        const int place = range_places[ids[j]] + static_cast<int>(before[j]);
+                        collected[place] = static_cast<uint16>(first_in_part + slot + j);
+                        map[j] = place + shift[ids[j]];
+                    }
+                }
+                if (valid >= 4) {
+                    *reinterpret_cast<int4*>(token_index_map + first + slot) = make_int4(map[0], map[1], map[2], map[3]);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 3; ++j)
+                        if (j < valid) token_index_map[first + slot + j] = map[j];
+                }
             }
         }
         __syncthreads();
-        write_runs(collected, starts, shift, segments, segment_experts, num_experts, part_first, k, expert_token_indices);
+        write_runs(collected, starts, shift, segments, segment_experts, num_experts, width, static_cast<int>(part_first), k,
+                   expert_token_indices);
     }
 }
 

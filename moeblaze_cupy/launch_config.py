@@ -74,13 +74,14 @@ def panels(columns: int) -> list[tuple[int, int]]:
 class DispatchConfig:
     """Geometry of the dispatch kernels: `blocks` blocks, each `parts` parts of its slots in `ranges` ranges.
 
-    dispatch_count has a warp per range, dispatch_route 1,024 threads.
+    dispatch_count has a warp per range; dispatch_route has `route_threads`.
     """
 
     blocks: int
     parts: int
     ranges: int  # a power of two
     range_slots: int  # a multiple of 32; a part's slots are numbered in 16 bits
+    route_threads: int
     count_shared_bytes: int
     route_shared_bytes: int
 
@@ -93,35 +94,44 @@ class DispatchConfig:
         return 2 * num_slots + 2 * self.range_counts(num_experts) + 4 * self.blocks * num_experts
 
 
-ROUTE_THREADS = 1024
-
-
 def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> DispatchConfig:
-    """Up to 32 ranges of 128 slots before a second block, one block per multiprocessor before longer ranges.
+    """16 ranges of 128 slots, or fewer, before a second block; 32 once every multiprocessor has a block.
 
-    32 warps hide the latency of the counters, unless these take over a third of the shared memory. A block whose
-    slots do not fit in the rest takes them in parts.
+    Small blocks spend their time in the sums over blocks and experts, which gain nothing from more warps; large ones
+    hide the latency of the counters behind 32 warps, unless these take over a third of the shared memory. A block
+    whose slots do not fit in the rest takes them in parts.
     """
-    static_bytes = 2048  # static arrays, the driver's own 1 KiB, and an expert per 256 slots of a run
-    scratch_bytes = 8 * ROUTE_THREADS  # of the sum over blocks, in the room of the counts per range and the slots
+    static_bytes = 1024  # the driver's own
     lists_bytes = 22 * (num_experts + 1)
     ranges = 4
-    while ranges < 32 and 128 * ranges < num_slots:
+    while ranges < 16 and 128 * ranges < num_slots:
         ranges *= 2
+    if num_slots > 16 * 128 * limits.multiprocessors:
+        ranges = 32
     while ranges > 2 and 2 * ranges * num_experts > (limits.shared_bytes_per_block - lists_bytes) // 3:
         ranges //= 2
     range_bytes = 2 * ranges * num_experts
-    most_slots = min(65536, (limits.shared_bytes_per_block - static_bytes - lists_bytes - range_bytes) // 2)
+    free_bytes = limits.shared_bytes_per_block - static_bytes - lists_bytes - range_bytes
+    most_slots = min(65536, free_bytes * 32 // 65)  # 2 bytes per slot, and 2 per 64 slots of one expert
     most_rounds = most_slots // (32 * ranges)
+    if most_rounds < 1:
+        raise ValueError(
+            f"dispatch: num_experts: expected few enough for {limits.shared_bytes_per_block} bytes of shared memory "
+            f"per block (22 per expert, and counters), got {num_experts}"
+        )
     blocks = min(limits.multiprocessors, max(1, ceil_div(num_slots, 128 * ranges)))
     rounds = max(1, ceil_div(num_slots, 32 * ranges * blocks))  # of 32 slots per range, of one block
     parts = ceil_div(rounds, most_rounds)
     rounds = ceil_div(rounds, parts)  # of one part
+    # the sum over blocks takes 8 bytes per thread in the room of the slots
+    route_threads = min(max(256, 32 * ranges), free_bytes // 8 // 32 * 32)
+    slots = 32 * ranges * rounds
     return DispatchConfig(
         blocks=max(1, ceil_div(num_slots, parts * rounds * 32 * ranges)),
         parts=parts,
         ranges=ranges,
         range_slots=32 * rounds,
+        route_threads=route_threads,
         count_shared_bytes=range_bytes + 4 * num_experts,
-        route_shared_bytes=lists_bytes + max(range_bytes + 65 * rounds * ranges, scratch_bytes),
+        route_shared_bytes=lists_bytes + range_bytes + max(2 * slots + slots // 32, 8 * route_threads),
     )

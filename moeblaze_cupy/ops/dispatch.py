@@ -31,12 +31,12 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> DispatchIndices:
     count = (ids.ptr, copied_ids, *counts)
     route = (num_slots, k, num_experts, *geometry, launch_config.TILE_ROWS)
     if config.blocks == 1 and not copies_ids:
-        launch("dispatch_block_int32", launch_config.ROUTE_THREADS, (*count, *lists, *route), config.route_shared_bytes)
+        launch("dispatch_block_int32", config.route_threads, (*count, *lists, *route), config.route_shared_bytes)
     else:
         args = (*count, num_slots, num_experts, *geometry)
         launch(f"dispatch_count_{ids.dtype}", 32 * config.ranges, args, config.count_shared_bytes)
         args = (copied_ids or ids.ptr, *counts, *lists, *route)
-        launch("dispatch_route", launch_config.ROUTE_THREADS, args, config.route_shared_bytes)
+        launch("dispatch_route", config.route_threads, args, config.route_shared_bytes)
     return DispatchIndices(
         expert_token_indices=expert_token_indices.owner,
         expert_token_offsets=expert_token_offsets.owner,
