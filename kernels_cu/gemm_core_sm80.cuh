@@ -8,7 +8,7 @@
 //     in BLOCKS = 128 / LINE blocks of LINE columns
 // fp32 operands take the same path with plain FFMA in place of mma.sync, so that products are true fp32.
 #pragma once
-#include "common.cuh"
+#include "row_staging.cuh"
 
 typedef ELEMENT element;
 
@@ -187,49 +187,12 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
     __syncthreads();  // the epilogue reuses the stages
 }
 
-// The accumulators as rows of 8 consecutive columns, through shared memory 16 rows at a time, so that global
-// accesses are 16 bytes. Pass p of m16 tile i gives a lane row i * 16 + p * ROWS + lane / LANES of its warp's 64 and
-// column group lane % LANES of each of GROUPS blocks of 64 / GROUPS columns; GROUPS = 2 pairs gate and up.
-template <int GROUPS>
-struct RowStaging {
-    static constexpr int STRIDE = 72;  // floats per staged row: 64, and 8 that spread rows over the banks
-    static constexpr int LANES = 8 / GROUPS, ROWS = 32 / LANES, PASSES = 16 / ROWS;
-
-    // Bit 2 of a column is flipped in every other row, or in the upper half: both reads and writes then meet all banks.
-    static __device__ __forceinline__ int place(int row, int column) {
-        return row * STRIDE + (column ^ (4 * (GROUPS == 2 ? row & 1 : column >> 5)));
-    }
-    static __device__ __forceinline__ float* staged() {
-        return reinterpret_cast<float*>(dynamic_shared) + threadIdx.x / 32 * 16 * STRIDE;
-    }
-    static __device__ __forceinline__ int tile_row(int i, int pass) {
-        return (threadIdx.x / 32 & 1) * 64 + i * 16 + pass * ROWS + (threadIdx.x & 31) / LANES;
-    }
-    static __device__ __forceinline__ int column_group() { return (threadIdx.x & 31) % LANES; }
-
-    static __device__ __forceinline__ void put(const float (&tile)[8][4]) {
-        const int lane = threadIdx.x & 31;
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-            for (int s = 0; s < 2; ++s)
-                *reinterpret_cast<float2*>(staged() + place(lane / 4 + s * 8, j * 8 + (lane & 3) * 2)) =
-                    make_float2(tile[j][2 * s], tile[j][2 * s + 1]);
-        __syncwarp();
-    }
-    static __device__ __forceinline__ void get(float (&v)[GROUPS][8], int pass) {
-        const int row = pass * ROWS + (threadIdx.x & 31) / LANES;
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int column = g * 32 + column_group() * 8 + h * 4;
-                const float4 q = *reinterpret_cast<const float4*>(staged() + place(row, column));
-                v[g][4 * h] = q.x, v[g][4 * h + 1] = q.y, v[g][4 * h + 2] = q.z, v[g][4 * h + 3] = q.w;
-            }
-    }
-};
+// Where a warp stages 16 rows of its accumulators: the pipeline's memory, which is free by then.
+__device__ __forceinline__ float* warp_staging() {
+    return reinterpret_cast<float*>(dynamic_shared) + threadIdx.x / 32 * STAGED_FLOATS;
+}
+// The first row of m16 tile i of this warp.
+__device__ __forceinline__ int warp_row(int i) { return (threadIdx.x / 32 & 1) * 64 + i * 16; }
 
 // consume(row, v) for every row of the tile, v[g] being the lane's 8 columns of group g.
 template <int GROUPS, class Consume>
@@ -237,25 +200,12 @@ __device__ __forceinline__ void for_each_row(const Accumulators& acc, Consume co
     using Staging = RowStaging<GROUPS>;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        Staging::put(acc.v[i]);
+        Staging::put(warp_staging(), acc.v[i]);
 #pragma unroll
         for (int pass = 0; pass < Staging::PASSES; ++pass) {
             float v[GROUPS][8];
-            Staging::get(v, pass);
-            consume(Staging::tile_row(i, pass), v);
+            Staging::get(v, warp_staging(), pass);
+            consume(warp_row(i) + Staging::row(pass), v);
         }
     }
-}
-
-struct Tile {
-    int m, n;
-};
-
-// Rasters a grid of tiles in groups of 16 m-tiles by all n-tiles: what runs at one time (264 blocks on
-// an H200) is near a square, which reads the fewest operand bytes.
-__device__ __forceinline__ Tile raster(unsigned block, unsigned m_tiles, unsigned n_tiles) {
-    constexpr unsigned GROUP = 16;
-    const unsigned first = block / (GROUP * n_tiles) * GROUP, within = block % (GROUP * n_tiles);
-    const unsigned height = min(GROUP, m_tiles - first);
-    return {static_cast<int>(first + within % height), static_cast<int>(within / height)};
 }

@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         auto load = [&](int i) {
 #pragma unroll
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
-                const int row = Staging::tile_row(i, pass);
+                const int row = warp_row(i) + Staging::row(pass);
                 const element* p = first_layer + (row0 + min(row, rows - 1)) * layer_ld + n;
                 a_loaded[i % BUFFERS][pass].template load<ALIGNED>(p, N - n);
                 if (GATED) b_loaded[i % BUFFERS][pass].template load<ALIGNED>(p + N, N - n);
@@ -131,14 +131,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (BUFFERS == 2 && i < 3) load(i + 1);
-            Staging::put(acc.v[i]);
+            Staging::put(warp_staging(), acc.v[i]);
 #pragma unroll
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
-                const int row = Staging::tile_row(i, pass), valid = row < rows ? N - n : 0;
+                const int row = warp_row(i) + Staging::row(pass), valid = row < rows ? N - n : 0;
                 const int64 r = row0 + row;
                 const float weight = row_weights[row];
                 float v[GROUPS][8], a_row[8], b_row[8], p[8], grad_a[8], grad_b[8], dot = 0.f;
-                Staging::get(v, pass);
+                Staging::get(v, warp_staging(), pass);
                 a_loaded[i % BUFFERS][pass].unpack(a_row);
                 if (GATED) b_loaded[i % BUFFERS][pass].unpack(b_row);
                 if (stored_product) {

@@ -26,8 +26,18 @@ def bad_type(function: str, argument: str, expected: str, got) -> TypeError:
 
 
 def one_of(function: str, argument: str, value, allowed: tuple) -> None:
-    if value not in allowed:
+    is_name = value is None or isinstance(value, str)  # `in` would compare an array element by element
+    if not is_name or value not in allowed:
         raise bad_value(function, argument, f"one of {', '.join(map(repr, allowed))}", repr(value))
+
+
+def unreadable(function: str, argument: str, error: Exception) -> Exception:
+    """The error of reading an array, with the names of the function and the argument."""
+    own_name, text = "moeblaze_cupy: ", str(error)
+    known = text.startswith(own_name)
+    text = text.removeprefix(own_name) if known else f"expected an array whose memory can be read, got {text}"
+    kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
+    return kind(f"{function}: {argument}: {text}")
 
 
 def shape(function: str, argument: str, array: Array, letters: str, expected: tuple) -> None:
@@ -135,6 +145,10 @@ def weight_order(function: str, argument: str, array: Array) -> bool:
     )
 
 
+def strides_that_matter(array: Array) -> tuple:
+    return tuple(stride for n, stride in zip(array.shape, array.strides, strict=True) if n != 1)
+
+
 def layer(function, x, chosen, weights, w1: tuple, w2, activation: str, save) -> None:
     """`w1` as a tuple: one array, or a pair (gate, up)."""
     one_of(function, "activation", activation, ACTIVATIONS)
@@ -151,6 +165,8 @@ def layer(function, x, chosen, weights, w1: tuple, w2, activation: str, save) ->
     E, h, _ = w2.shape
     if h < 1:
         raise bad_value(function, "w2", "shape (E, h, d) with h >= 1", w2.shape)
+    if not 1 <= E <= launch_config.MAX_EXPERTS:
+        raise bad_value(function, "w2", f"shape (E, h, d) with E from 1 to {launch_config.MAX_EXPERTS}", w2.shape)
     if len(w1) == 2 and not is_gated(activation):
         raise bad_value(function, "w1", f"one array (E, d, h) for activation {activation!r}", "a pair")
     for name, array in zip(names, w1, strict=True):
@@ -161,7 +177,7 @@ def layer(function, x, chosen, weights, w1: tuple, w2, activation: str, save) ->
     for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
         dtype(function, name, array, (x.dtype,))
         weight_order(function, name, array)
-    if len(w1) == 2 and w1[0].strides != w1[1].strides:
+    if len(w1) == 2 and strides_that_matter(w1[0]) != strides_that_matter(w1[1]):
         raise bad_value(function, "w1", "gate and up with equal strides", f"{w1[0].strides} and {w1[1].strides}")
     shape(function, "ids", chosen, "L, k", (L, None))
     ids(function, chosen, E)
@@ -170,9 +186,15 @@ def layer(function, x, chosen, weights, w1: tuple, w2, activation: str, save) ->
     contiguous(function, "weights", weights)
 
 
-def layer_backward(function: str, grad_out: Array, x: Array, saved, needs: tuple) -> None:
+def gradient_names(function: str, needs) -> tuple:
+    if not isinstance(needs, (tuple, list, set, frozenset)):
+        raise bad_type(function, "needs", f"a tuple of names from {', '.join(map(repr, GRADIENTS))}", repr(needs))
     for name in needs:
         one_of(function, "needs", name, GRADIENTS)
+    return tuple(needs)
+
+
+def layer_backward(function: str, grad_out: Array, x: Array, saved) -> None:
     same_device(function, x=x, grad_out=grad_out)
     shape(function, "grad_out", grad_out, "L, d", x.shape)
     dtype(function, "grad_out", grad_out, (x.dtype,))

@@ -4,6 +4,7 @@ The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh
 `router.cu`, `aggregation.cu`).
 """
 
+import os
 from dataclasses import dataclass
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
@@ -33,13 +34,50 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def tier(compute_capability: int) -> str:
-    """Kernel family for a compute capability such as 90. Raises RuntimeError below 80."""
+    """Best kernel family for a compute capability such as 90. Raises RuntimeError below 80.
+
+    MOEBLAZE_TIER=sm80 or sm90 forces one.
+    """
     if compute_capability < 80:
         raise RuntimeError(
             "moeblaze_cupy: compute capability: expected 8.0 or later (mma.sync on bf16, cp.async), "
             f"got {compute_capability // 10}.{compute_capability % 10}"
         )
-    return "sm80"
+    forced = os.environ.get("MOEBLAZE_TIER")
+    if forced not in (None, "", "sm80", "sm90"):
+        raise ValueError(f"moeblaze_cupy: MOEBLAZE_TIER: expected sm80 or sm90, got {forced!r}")
+    if forced == "sm90" and compute_capability != 90:
+        raise RuntimeError(
+            f"moeblaze_cupy: MOEBLAZE_TIER=sm90: expected compute capability 9.0, got {compute_capability / 10}"
+        )
+    return forced or ("sm90" if compute_capability == 90 else "sm80")
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Geometry of one grouped GEMM launch."""
+
+    tier: str
+    tile_columns: int  # of the result; a gated up projection's tile holds as many of gate and of up
+    threads: int
+    shared_bytes: int
+    stages: int
+
+    def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits) -> int:
+        """The portable tier has a block per tile, Hopper's at most one per multiprocessor."""
+        tiles = ceil_div(columns, self.tile_columns) * max_row_tiles
+        return tiles if self.tier == "sm80" else min(tiles, limits.multiprocessors)
+
+
+def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmConfig:
+    """The grouped GEMM kernel for a call: Hopper's for 16-bit elements and sizes that are multiples of 8.
+
+    split: a gated up projection, half of whose tile is gate.
+    """
+    if tier(limits.compute_capability) == "sm90" and aligned and dtype in ("bfloat16", "float16"):
+        return GemmConfig("sm90", 128 if split else 256, 384, 4 * 48 * 1024 + 32 * 1024, 4)
+    stages = gemm_stages(limits)
+    return GemmConfig("sm80", 64 if split else 128, GEMM_THREADS, stages * STAGE_BYTES, stages)
 
 
 def gemm_stages(limits: DeviceLimits) -> int:

@@ -4,6 +4,8 @@ import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+
 from moeblaze_cupy import arrays, checks, reference
 from moeblaze_cupy.interop import dlpack
 from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward
@@ -17,26 +19,29 @@ class _Call:
     """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back."""
 
     def __init__(self, function: str, **given: Any):
-        self.function, self.export, self.working = function, _keep, {}
+        self.function, self.export, self.working, self.described = function, _keep, {}, {}
         frameworks = {}
         for name, array in given.items():
             framework = arrays.framework_of(array)
-            if framework is None:
-                if not dlpack.is_dlpack(array):
-                    raise checks.bad_type(
-                        function, name, "a NumPy, CuPy or torch array, or one with __dlpack__", type(array)
-                    )
-                if self.export is _keep:
-                    self.export = dlpack.exporter(array)
-                array = dlpack.import_array(array)
-                framework = arrays.framework_of(array)
+            if framework is None and not dlpack.is_dlpack(array):
+                raise checks.bad_type(
+                    function, name, "a NumPy, CuPy or torch array, or one with __dlpack__", type(array)
+                )
+            try:
+                if framework is None:
+                    if self.export is _keep:
+                        self.export = dlpack.exporter(array)
+                    array = dlpack.import_array(array)
+                    framework = arrays.framework_of(array)
+                self.described[name] = framework.describe(array)
+            except (TypeError, BufferError, RuntimeError) as error:
+                raise checks.unreadable(function, name, error) from error
             self.working[name], frameworks[name] = array, framework
         first = next(iter(given))
         self.framework = frameworks[first]
         for name, framework in frameworks.items():
             if framework is not self.framework:
                 raise checks.bad_type(function, name, f"a {self.framework.name} array like {first}", framework.name)
-        self.described = {name: self.framework.describe(array) for name, array in self.working.items()}
         checks.same_device(function, **self.described)
         self.device = self.described[first].device
         self.on_cpu = self.device == arrays.CPU
@@ -44,8 +49,8 @@ class _Call:
             self.export = arrays.Torch.from_numpy
 
     def host(self, name: str):
-        """A working array as NumPy, on the CPU."""
-        return self.framework.to_numpy(self.working[name])
+        """A working array as NumPy, on the CPU; subclasses such as np.matrix have their own idea of arithmetic."""
+        return np.asarray(self.framework.to_numpy(self.working[name]))
 
     def current_device(self):
         """Makes the arrays' device current."""
@@ -163,7 +168,7 @@ def moe_forward(
 
     x: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. ids: (L, k) int32 or int64, see
     `build_dispatch`. weights: (L, k) float32 or x's dtype.
-    w1: (E, d, 2h), gate columns then up columns, for swiglu, geglu and reglu, or a pair (gate, up) of
+    w1: (E, d, 2h), gate columns then up columns, for activation swiglu, geglu or reglu, or a pair (gate, up) of
     (E, d, h); (E, d, h) for silu, gelu (exact) and relu. w2: (E, h, d). Both in x's dtype, read in place,
     row-major or as the transposed view of (E, 2h, d) / (E, d, h) storage.
     save: "minimal" keeps a, b; "paper" also act(a) * b (Algorithm 1); "recompute" only x; None nothing.
@@ -217,9 +222,9 @@ def moe_backward(
         raise checks.bad_type(
             "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
         )
-    needs = tuple(needs)
+    needs = checks.gradient_names("moe_backward", needs)
     call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x})
-    checks.layer_backward("moe_backward", call.described["grad_out"], call.described["saved.x"], saved, needs)
+    checks.layer_backward("moe_backward", call.described["grad_out"], call.described["saved.x"], saved)
     if call.on_cpu:
         host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
         grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs)

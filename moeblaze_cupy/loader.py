@@ -36,7 +36,9 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return " ".join([self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in ("ENTRY", "MMA"))])
+        return " ".join(
+            [self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in ("ENTRY", "MMA", "WGMMA"))]
+        )
 
 
 def gemm_variant(
@@ -48,16 +50,16 @@ def gemm_variant(
     aligned: bool,
     weights_dtype: str = "float32",
     stages: int = 3,
+    tier: str = "sm80",
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight's memory order is (E, columns, rows)."""
     gated = activation in GATED_ACTIVATIONS
-    macros = {
-        "ENTRY": entry,
-        "ELEMENT": ELEMENTS[dtype],
-        "MMA": "mma_fp16" if dtype == "float16" else "mma_bf16",
-        "ALIGNED": int(aligned),
-        "STAGES": stages,
-    }
+    half = "fp16" if dtype == "float16" else "bf16"
+    macros = {"ENTRY": entry, "ELEMENT": ELEMENTS[dtype]}
+    if tier == "sm80":
+        macros |= {"MMA": f"mma_{half}", "ALIGNED": int(aligned), "STAGES": stages}
+    else:
+        macros |= {"WGMMA": f"wgmma_{half}"}
     if entry in EPILOGUES:
         forward = entry.endswith("_fwd")
         epilogue = EPILOGUES[entry]
@@ -70,7 +72,7 @@ def gemm_variant(
             "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
             "WEIGHT": ELEMENTS[weights_dtype] if epilogue == "ACTIVATE_BWD" else "float",
         }
-        source = "grouped_gemm_sm80.cu"
+        source = f"grouped_gemm_{tier}.cu"
     else:
         gathers_p = (entry == "up_wgrad") != transposed  # x is P of up_wgrad, grad_out is Q of down_wgrad
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
@@ -121,7 +123,9 @@ def source_digest() -> str:
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the architecture."""
     defines = tuple(f"-D{key}={value}" for key, value in variant.macros)
-    return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines)
+    # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
+    arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
+    return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch)
 
 
 def import_cupy():

@@ -86,16 +86,13 @@ def moe_backward(
     product = None
     if "w2" in needs:
         product = y_swi if y_swi is not None and in_place else context.empty((R, h), x.dtype)
-    partial_sums = None
-    if grad_weights is not None:
-        partial_sums = context.empty((launch_config.column_tiles(h), R), "float32")
     # A recomputed first layer is no loss; a y_swi turned into A' is.
     saved.consumed = not keep_saved and (
         (saved.first_layer is not None and first_layer_grad is not None) or (y_swi is not None and product is y_swi)
     )
 
     if L and needs:
-        grouped_gemm.down_bwd(
+        partial_sums = grouped_gemm.down_bwd(
             context,
             lists,
             grad_out,
@@ -107,13 +104,14 @@ def moe_backward(
             product=product,
             stored_product=y_swi,
             weights=weights,
-            partial_sums=partial_sums,
+            wants_weights_grad=grad_weights is not None,
         )
         if grad_weights is not None:
             weights_bwd(context, partial_sums, lists.token_index_map, grad_weights)
+        del partial_sums
     if grad_w2 is not None:
         grouped_gemm.down_wgrad(context, lists, product, grad_out, Weight.of(grad_w2), activation)
-    del product, partial_sums  # their memory serves the panel
+    del product  # its memory serves the panel
     if grad_w1 is not None:
         gradient = Weight.of(grad_w1, _half_columns(w1, h, activation))
         grouped_gemm.up_wgrad(context, lists, x, first_layer_grad, gradient, h, activation)

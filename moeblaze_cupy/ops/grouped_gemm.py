@@ -5,7 +5,7 @@ R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers a
 
 from dataclasses import dataclass
 
-from moeblaze_cupy import checks, launch_config, loader
+from moeblaze_cupy import checks, launch_config, loader, tensor_map
 from moeblaze_cupy.arrays import Array, Context
 from moeblaze_cupy.structures import DispatchIndices, is_gated
 
@@ -85,17 +85,34 @@ def _pointer(array: Array | None) -> int:
     return 0 if array is None else array.ptr
 
 
+def _config(context: Context, entry: str, a: Array, weight: Weight, N: int, K: int, activation: str):
+    """The kernel's geometry and whether 16-byte accesses are possible."""
+    sizes = (N, K, a.shape[1], weight.ld, weight.expert_stride)
+    aligned = _is_aligned((a.ptr, *weight.halves), sizes)
+    split = entry == "up_fwd" and is_gated(activation)
+    return launch_config.gemm(a.dtype, aligned, split, loader.device_limits(context.device)), aligned
+
+
+def _tensor_maps(weight: Weight, k_contiguous: bool, n: int, k: int) -> tuple:
+    """Both halves as (contiguous, strided, expert) maps: k, n, E where k is contiguous, else n, k, E."""
+    shape, box = ((k, n), (64, 128, 1)) if k_contiguous else ((n, k), (64, 64, 1))
+    first = weight.arrays[0]
+    strides = (weight.ld, weight.expert_stride)
+    return tuple(tensor_map.encode(p, first.dtype, (*shape, first.shape[0]), strides, box) for p in weight.halves)
+
+
 def _gemm(
     context: Context,
     entry: str,
     index: Index,
     a: Array,
     weight: Weight,
-    halves: tuple[int, int],
-    N: int,
+    n: int,
     K: int,
     activation: str,
     *,
+    first_column: int = 0,
+    columns: int | None = None,
     first_layer: Array | None = None,
     first_layer_grad: Array | None = None,
     product: Array | None = None,
@@ -103,25 +120,28 @@ def _gemm(
     weights: Array | None = None,
     partial_sums: Array | None = None,
 ) -> None:
-    stages = launch_config.gemm_stages(loader.device_limits(context.device))
-    lda = a.shape[1]
+    """`n`: the weight's extent along the result's columns, of which first_column .. + columns are computed."""
+    N = columns or n
+    config, aligned = _config(context, entry, a, weight, N, K, activation)
     variant = loader.gemm_variant(
         entry,
         dtype=a.dtype,
         activation=activation,
         transposed=weight.transposed,
-        aligned=_is_aligned((a.ptr, *halves), (N, K, lda, weight.ld, weight.expert_stride)),
+        aligned=aligned,
         weights_dtype="float32" if weights is None else weights.dtype,
-        stages=stages,
+        stages=config.stages,
+        tier=config.tier,
     )
-    split = entry == "up_fwd" and is_gated(activation)
-    column_tiles = launch_config.column_tiles(N, 64 if split else launch_config.TILE_COLUMNS)
+    k_contiguous = weight.transposed == entry.endswith("_fwd")
+    if config.tier == "sm90":
+        b = (*_tensor_maps(weight, k_contiguous, n, K), first_column)
+    else:
+        b = (*weight.offset(first_column * (weight.ld if k_contiguous else 1)), weight.expert_stride, weight.ld)
     args = (
         a.ptr,
-        lda,
-        *halves,
-        weight.expert_stride,
-        weight.ld,
+        a.shape[1],
+        *b,
         N,
         K,
         index.expert_token_indices.ptr,
@@ -137,14 +157,8 @@ def _gemm(
         _pointer(partial_sums),
         index.num_slots,
     )
-    loader.launch(
-        context,
-        variant,
-        (column_tiles * index.max_row_tiles,),
-        launch_config.GEMM_THREADS,
-        args,
-        stages * launch_config.STAGE_BYTES,
-    )
+    blocks = config.blocks(N, index.max_row_tiles, loader.device_limits(context.device))
+    loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
 
 
 def up_fwd(
@@ -160,7 +174,7 @@ def up_fwd(
 ) -> None:
     """first_layer (R, 2h) or (R, h) = x[tokens] w1, product (R, h) = act(a) * b; None is not written."""
     d = x.shape[1]
-    _gemm(context, "up_fwd", index, x, w1, w1.halves, h, d, activation, first_layer=first_layer, product=product)
+    _gemm(context, "up_fwd", index, x, w1, h, d, activation, first_layer=first_layer, product=product)
 
 
 def down_fwd(
@@ -174,8 +188,9 @@ def down_fwd(
     activation: str,
 ) -> None:
     """panel (R, width) = product w2[:, first_column : first_column + width]."""
-    halves = w2.offset(first_column * (w2.ld if w2.transposed else 1))
-    _gemm(context, "down_fwd", index, product, w2, halves, width, product.shape[1], activation, product=panel)
+    d, h = w2.arrays[0].shape[2], product.shape[1]
+    panel_columns = {"first_column": first_column, "columns": width, "product": panel}
+    _gemm(context, "down_fwd", index, product, w2, d, h, activation, **panel_columns)
 
 
 def down_bwd(
@@ -191,18 +206,25 @@ def down_bwd(
     product: Array | None,
     stored_product: Array | None,
     weights: Array,
-    partial_sums: Array | None,
-) -> None:
-    """dA = grad_out[tokens] w2^T, at once turned into the first layer's gradient, A' and <dA, A> (column tiles, R)."""
+    wants_weights_grad: bool,
+) -> Array | None:
+    """dA = grad_out[tokens] w2^T, at once turned into the first layer's gradient and A'.
+
+    Returns <dA, A> of each routed row by column tile (tiles, R) float32, or None if not wanted.
+    """
+    d = grad_out.shape[1]
+    partial_sums = None
+    if wants_weights_grad:
+        config, _ = _config(context, "down_bwd", grad_out, w2, h, d, activation)
+        partial_sums = context.empty((launch_config.ceil_div(h, config.tile_columns), index.num_slots), "float32")
     _gemm(
         context,
         "down_bwd",
         index,
         grad_out,
         w2,
-        w2.halves,
         h,
-        grad_out.shape[1],
+        d,
         activation,
         first_layer=first_layer,
         first_layer_grad=first_layer_grad,
@@ -211,6 +233,7 @@ def down_bwd(
         weights=weights,
         partial_sums=partial_sums,
     )
+    return partial_sums
 
 
 def up_bwd(
@@ -225,8 +248,9 @@ def up_bwd(
     activation: str,
 ) -> None:
     """panel (R, width) = first_layer_grad w1^T, columns first_column .. + width of the slots' gradients of x."""
-    halves = w1.offset(first_column * (1 if w1.transposed else w1.ld))
-    _gemm(context, "up_bwd", index, first_layer_grad, w1, halves, width, h, activation, product=panel)
+    panel_columns = {"first_column": first_column, "columns": width, "product": panel}
+    d = w1.arrays[0].shape[1]
+    _gemm(context, "up_bwd", index, first_layer_grad, w1, d, h, activation, **panel_columns)
 
 
 def _wgrad(

@@ -1,0 +1,722 @@
+"""Bad input: the type of the error, and a message with the function, the argument, what was expected and what came.
+
+No test here needs a GPU. Where one would be, stand-ins for CUDA tensors show the checks everything they look at: shape,
+strides, dtype and device, without memory behind it.
+"""
+
+import itertools
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import relative_error
+from conftest import MISSING_GPU
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import arrays, checks, launch_config, loader
+from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, SavedForBackward
+
+L, K, E, D, H = 5, 2, 3, 4, 6
+BF16 = ml_dtypes.bfloat16
+ANY_ARRAY = "expected a NumPy, CuPy or torch array, or one with __dlpack__"
+INNER_ORDER = "expected the last dimension contiguous, or the transposed view of an array whose last dimension is"
+ONE_ACTIVATION = "expected one of " + ", ".join(map(repr, ACTIVATIONS))
+NO_CUPY = "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays"
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def ids(*shape, dtype=np.int32):
+    return np.zeros(shape, dtype)
+
+
+def strided(*shape, strides):
+    """float32 zeros with these strides, in elements."""
+    size = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return np.lib.stride_tricks.as_strided(zeros(size), shape, [4 * s for s in strides])
+
+
+class Tensor:
+    """What the package sees of a CUDA tensor."""
+
+    __module__ = "torch"
+
+    def __init__(self, shape, dtype, strides=None, device=0):
+        self.shape, self.dtype = tuple(shape), f"torch.{dtype}"
+        self.device = SimpleNamespace(type="cuda", index=device)
+        row_major = tuple(itertools.accumulate((1, *reversed(self.shape[1:])), lambda a, b: a * b))[::-1]
+        self.strides = row_major[-len(self.shape) :] if strides is None else tuple(strides)
+
+    def stride(self):
+        return self.strides
+
+    def data_ptr(self):
+        return 1 << 20
+
+
+def as_tensor(array):
+    pytest.importorskip("torch")
+    return arrays.Torch.from_numpy(array)
+
+
+def as_cuda(array, device=0):
+    return Tensor(array.shape, array.dtype.name, (s // array.itemsize for s in array.strides), device)
+
+
+BACKENDS = {"numpy": lambda array: array, "torch": as_tensor, "cuda": as_cuda}
+
+
+def convert(value, to):
+    if isinstance(value, (tuple, list)):
+        return type(value)(convert(v, to) for v in value)
+    return to(value) if isinstance(value, np.ndarray) else value
+
+
+def saved(x=None, consumed=False):
+    return SavedForBackward(
+        x=zeros(L, D) if x is None else x, weights=None, w1=None, w2=None, index=None, first_layer=None, y_swi=None,
+        activation="swiglu", save="minimal", consumed=consumed,
+    )  # fmt: skip
+
+
+GOOD = {
+    "route": {"logits": zeros(L, E), "k": K},
+    "route_backward": {
+        "grad_weights": zeros(L, K),
+        "logits": zeros(L, E),
+        "weights": zeros(L, K),
+        "ids": ids(L, K),
+    },
+    "build_dispatch": {"ids": ids(L, K), "num_experts": E},
+    "moe_forward": {
+        "x": zeros(L, D),
+        "ids": ids(L, K),
+        "weights": zeros(L, K),
+        "w1": zeros(E, D, 2 * H),
+        "w2": zeros(E, H, D),
+    },
+    "moe_backward": {"grad_out": zeros(L, D), "saved": saved()},
+}
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A call with `changes` to its good arguments, and its error; `message` leaves out the function's name."""
+
+    function: str
+    changes: dict
+    error: type
+    message: str
+
+    def __str__(self):
+        return f"{self.function}: {self.message}"
+
+
+def forward(error, message, **changes):
+    return Bad("moe_forward", changes, error, message)
+
+
+def backward(error, message, **changes):
+    return Bad("moe_backward", changes, error, message)
+
+
+def route(error, message, **changes):
+    return Bad("route", changes, error, message)
+
+
+def route_backward(error, message, **changes):
+    return Bad("route_backward", changes, error, message)
+
+
+def dispatch(error, message, **changes):
+    return Bad("build_dispatch", changes, error, message)
+
+
+def call(function, to, changes):
+    arguments = {name: convert(value, to) for name, value in {**GOOD[function], **changes}.items()}
+    if isinstance(arguments.get("saved"), SavedForBackward):
+        given = arguments["saved"]
+        arguments["saved"] = saved(convert(given.x, to), given.consumed)
+    return getattr(mb, function)(**arguments)
+
+
+MAX_E, MAX_ROUTER_E = launch_config.MAX_EXPERTS, launch_config.MAX_ROUTER_EXPERTS
+PAIR = (zeros(E, D, H), zeros(E, D, H))
+
+BAD = [
+    # not an array
+    forward(TypeError, f"x: {ANY_ARRAY}, got <class 'list'>", x=[[1.0] * D] * L),
+    forward(TypeError, f"ids: {ANY_ARRAY}, got <class 'NoneType'>", ids=None),
+    forward(TypeError, f"weights: {ANY_ARRAY}, got <class 'float'>", weights=1.0),
+    forward(TypeError, f"w1: {ANY_ARRAY}, got <class 'str'>", w1="w1"),
+    forward(TypeError, f"w1[1]: {ANY_ARRAY}, got <class 'NoneType'>", w1=(zeros(E, D, H), None)),
+    forward(TypeError, f"w2: {ANY_ARRAY}, got <class 'dict'>", w2={}),
+    backward(TypeError, f"grad_out: {ANY_ARRAY}, got <class 'NoneType'>", grad_out=None),
+    route(TypeError, f"logits: {ANY_ARRAY}, got <class 'list'>", logits=[[0.0]]),
+    route_backward(TypeError, f"weights: {ANY_ARRAY}, got <class 'NoneType'>", weights=None),
+    dispatch(TypeError, f"ids: {ANY_ARRAY}, got <class 'range'>", ids=range(3)),
+    # shapes of the layer
+    forward(ValueError, "x: expected shape (L, d) = (any, any), got (1, 5, 4)", x=zeros(1, L, D)),
+    forward(ValueError, "x: expected shape (L, d) = (any, any), got (4,)", x=zeros(D)),
+    forward(ValueError, "x: expected shape (L, d) = (any, any), got ()", x=zeros()),
+    forward(ValueError, "x: expected shape (L, d) with d >= 1, got (5, 0)", x=zeros(L, 0)),
+    forward(ValueError, "w2: expected shape (E, h, d) = (any, any, 4), got (6, 4)", w2=zeros(H, D)),
+    forward(ValueError, "w2: expected shape (E, h, d) = (any, any, 4), got (3, 6, 5)", w2=zeros(E, H, D + 1)),
+    forward(ValueError, "w2: expected shape (E, h, d) = (any, any, 4), got (3, 4, 6)", w2=zeros(E, D, H)),
+    forward(ValueError, "w2: expected shape (E, h, d) with h >= 1, got (3, 0, 4)", w2=zeros(E, 0, D)),
+    forward(
+        ValueError,
+        f"w2: expected shape (E, h, d) with E from 1 to {MAX_E}, got (0, 6, 4)",
+        w1=zeros(0, D, 2 * H),
+        w2=zeros(0, H, D),
+    ),
+    forward(
+        ValueError,
+        f"w2: expected shape (E, h, d) with E from 1 to {MAX_E}, got ({MAX_E + 1}, 1, 4)",
+        w1=zeros(MAX_E + 1, D, 2),
+        w2=zeros(MAX_E + 1, 1, D),
+    ),
+    forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (4, 12)", w1=zeros(D, 2 * H)),
+    forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (2, 4, 12)", w1=zeros(2, D, 2 * H)),
+    forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 5, 12)", w1=zeros(E, 5, 2 * H)),
+    forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 12, 4)", w1=zeros(E, 2 * H, D)),
+    forward(ValueError, "w1: expected one array or a pair (gate, up), got 0 arrays", w1=()),
+    forward(ValueError, "w1: expected one array or a pair (gate, up), got 3 arrays", w1=(zeros(E, D, H),) * 3),
+    forward(ValueError, "w1[0]: expected shape (E, d, h) = (3, 4, 6), got (3, 4, 7)", w1=(zeros(E, D, 7), PAIR[1])),
+    forward(ValueError, "w1[1]: expected shape (E, d, h) = (3, 4, 6), got (4, 6)", w1=(PAIR[0], zeros(D, H))),
+    forward(ValueError, "ids: expected shape (L, k) = (5, any), got (10,)", ids=ids(L * K)),
+    forward(ValueError, "ids: expected shape (L, k) = (5, any), got (4, 2)", ids=ids(L - 1, K)),
+    forward(ValueError, "ids: expected shape (L, k) with k >= 1, got (5, 0)", ids=ids(L, 0), weights=zeros(L, 0)),
+    forward(ValueError, "weights: expected shape (L, k) = (5, 2), got (5, 3)", weights=zeros(L, K + 1)),
+    forward(ValueError, "weights: expected shape (L, k) = (5, 2), got (10,)", weights=zeros(L * K)),
+    # the form of w1 and the activation
+    *(
+        forward(
+            ValueError,
+            "w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 4, 6)",
+            w1=zeros(E, D, H),
+            activation=activation,
+        )
+        for activation in GATED_ACTIVATIONS
+    ),
+    *(
+        forward(ValueError, "w1: expected shape (E, d, h) = (3, 4, 6), got (3, 4, 12)", activation=activation)
+        for activation in ACTIVATIONS
+        if activation not in GATED_ACTIVATIONS
+    ),
+    forward(
+        ValueError, "w1: expected one array (E, d, h) for activation 'silu', got a pair", w1=PAIR, activation="silu"
+    ),
+    # dtypes
+    forward(
+        TypeError, "x: expected dtype bfloat16 or float16 or float32 or float64, got int32", x=zeros(L, D, dtype="i4")
+    ),
+    forward(
+        TypeError,
+        "x: expected dtype bfloat16 or float16 or float32 or float64, got complex64",
+        x=zeros(L, D, dtype=np.complex64),
+    ),
+    forward(TypeError, "ids: expected dtype int32 or int64, got int8", ids=ids(L, K, dtype=np.int8)),
+    forward(TypeError, "ids: expected dtype int32 or int64, got float32", ids=zeros(L, K)),
+    forward(TypeError, "weights: expected dtype float32, got float64", weights=zeros(L, K, dtype=np.float64)),
+    forward(TypeError, "weights: expected dtype float32, got bfloat16", weights=zeros(L, K, dtype=BF16)),
+    forward(TypeError, "weights: expected dtype float32, got int32", weights=ids(L, K)),
+    forward(
+        TypeError,
+        "weights: expected dtype float32 or bfloat16, got float16",
+        x=zeros(L, D, dtype=BF16),
+        w1=zeros(E, D, 2 * H, dtype=BF16),
+        w2=zeros(E, H, D, dtype=BF16),
+        weights=zeros(L, K, dtype=np.float16),
+    ),
+    forward(TypeError, "w1: expected dtype float16, got float32", x=zeros(L, D, dtype=np.float16)),
+    forward(TypeError, "w1: expected dtype float32, got bfloat16", w1=zeros(E, D, 2 * H, dtype=BF16)),
+    forward(TypeError, "w1[1]: expected dtype float32, got float16", w1=(PAIR[0], zeros(E, D, H, dtype=np.float16))),
+    forward(TypeError, "w2: expected dtype float32, got float16", w2=zeros(E, H, D, dtype=np.float16)),
+    # memory order
+    forward(
+        ValueError,
+        "x: expected a C-contiguous array, got strides (1, 5) for shape (5, 4)",
+        x=zeros(D, L).swapaxes(0, 1),
+    ),
+    forward(
+        ValueError, "x: expected a C-contiguous array, got strides (8, 2) for shape (5, 4)", x=zeros(L, 2 * D)[:, ::2]
+    ),
+    forward(ValueError, "x: expected a C-contiguous array, got strides (9, 1) for shape (5, 4)", x=zeros(L, 9)[:, :D]),
+    forward(
+        ValueError, "ids: expected a C-contiguous array, got strides (3, 1) for shape (5, 2)", ids=ids(L, K + 1)[:, :K]
+    ),
+    forward(
+        ValueError,
+        "weights: expected a C-contiguous array, got strides (1, 5) for shape (5, 2)",
+        weights=zeros(K, L).swapaxes(0, 1),
+    ),
+    forward(
+        ValueError,
+        f"w1: {INNER_ORDER}, got strides (96, 24, 2) for shape (3, 4, 12)",
+        w1=zeros(E, D, 4 * H)[:, :, ::2],
+    ),
+    forward(
+        ValueError,
+        f"w1[1]: {INNER_ORDER}, got strides (48, 12, 2) for shape (3, 4, 6)",
+        w1=(PAIR[0], zeros(E, D, 2 * H)[:, :, ::2]),
+    ),
+    forward(
+        ValueError,
+        f"w2: {INNER_ORDER}, got strides (1, 12, 3) for shape (3, 6, 4)",
+        w2=strided(E, H, D, strides=(1, 12, 3)),
+    ),
+    forward(
+        ValueError,
+        f"w2: {INNER_ORDER}, got strides (0, 0, 0) for shape (3, 6, 4)",
+        w2=strided(E, H, D, strides=(0, 0, 0)),
+    ),
+    forward(
+        ValueError,
+        "w1: expected gate and up with equal strides, got (24, 6, 1) and (48, 12, 1)",
+        w1=(PAIR[0], zeros(E, D, 2 * H)[:, :, H:]),
+    ),
+    forward(
+        ValueError,
+        "w1: expected gate and up with equal strides, got (24, 6, 1) and (24, 1, 4)",
+        w1=(PAIR[0], zeros(E, H, D).swapaxes(1, 2)),
+    ),
+    # names
+    forward(ValueError, f"activation: {ONE_ACTIVATION}, got 'swish'", activation="swish"),
+    forward(ValueError, f"activation: {ONE_ACTIVATION}, got None", activation=None),
+    forward(ValueError, "save: expected one of 'minimal', 'paper', 'recompute', None, got 'all'", save="all"),
+    forward(ValueError, "save: expected one of 'minimal', 'paper', 'recompute', None, got True", save=True),
+    # backward
+    backward(ValueError, "grad_out: expected shape (L, d) = (5, 4), got (5, 5)", grad_out=zeros(L, D + 1)),
+    backward(ValueError, "grad_out: expected shape (L, d) = (5, 4), got (20,)", grad_out=zeros(L * D)),
+    backward(ValueError, "grad_out: expected shape (L, d) = (5, 4), got ()", grad_out=zeros()),
+    backward(TypeError, "grad_out: expected dtype float32, got float64", grad_out=zeros(L, D, dtype=np.float64)),
+    backward(TypeError, "grad_out: expected dtype float32, got bfloat16", grad_out=zeros(L, D, dtype=BF16)),
+    backward(
+        ValueError,
+        "grad_out: expected a C-contiguous array, got strides (1, 5) for shape (5, 4)",
+        grad_out=zeros(D, L).swapaxes(0, 1),
+    ),
+    backward(
+        ValueError,
+        "grad_out: expected a C-contiguous array, got strides (0, 0) for shape (5, 4)",
+        grad_out=strided(L, D, strides=(0, 0)),
+    ),
+    backward(
+        TypeError,
+        "saved: expected SavedForBackward from moe_forward (save is not None), got <class 'NoneType'>",
+        saved=None,
+    ),
+    backward(
+        TypeError, "saved: expected SavedForBackward from moe_forward (save is not None), got <class 'tuple'>", saved=()
+    ),
+    backward(
+        RuntimeError,
+        "saved: expected activations that are still there, got ones that an earlier backward overwrote with their "
+        "gradients; pass keep_saved=True to the earlier call",
+        saved=saved(consumed=True),
+    ),
+    backward(ValueError, "needs: expected one of 'x', 'weights', 'w1', 'w2', got 'w3'", needs=("x", "w3")),
+    backward(ValueError, "needs: expected one of 'x', 'weights', 'w1', 'w2', got 1", needs=(1,)),
+    backward(TypeError, "needs: expected a tuple of names from 'x', 'weights', 'w1', 'w2', got 'w1'", needs="w1"),
+    backward(TypeError, "needs: expected a tuple of names from 'x', 'weights', 'w1', 'w2', got None", needs=None),
+    # dispatch
+    dispatch(ValueError, "ids: expected shape (L, k) with k >= 1, got (10,)", ids=ids(L * K)),
+    dispatch(ValueError, "ids: expected shape (L, k) with k >= 1, got ()", ids=ids()),
+    dispatch(ValueError, "ids: expected shape (L, k) with k >= 1, got (5, 0)", ids=ids(L, 0)),
+    dispatch(TypeError, "ids: expected dtype int32 or int64, got int8", ids=ids(L, K, dtype=np.int8)),
+    dispatch(TypeError, "ids: expected dtype int32 or int64, got bool", ids=ids(L, K, dtype=bool)),
+    dispatch(
+        ValueError,
+        "ids: expected a C-contiguous array, got strides (1, 5) for shape (5, 2)",
+        ids=ids(K, L).swapaxes(0, 1),
+    ),
+    dispatch(ValueError, f"num_experts: expected 1 to {MAX_E}, got 0", num_experts=0),
+    dispatch(ValueError, f"num_experts: expected 1 to {MAX_E}, got {MAX_E + 1}", num_experts=MAX_E + 1),
+    dispatch(TypeError, "num_experts: expected an int, got 3.0", num_experts=3.0),
+    dispatch(TypeError, "num_experts: expected an int, got True", num_experts=True),
+    dispatch(TypeError, "num_experts: expected an int, got '3'", num_experts="3"),
+    # router
+    route(ValueError, "logits: expected shape (L, E) = (any, any), got (3,)", logits=zeros(E)),
+    route(ValueError, "logits: expected shape (L, E) = (any, any), got (1, 5, 3)", logits=zeros(1, L, E)),
+    route(ValueError, f"logits: expected 1 to {MAX_ROUTER_E} experts, got 0", logits=zeros(L, 0)),
+    route(
+        ValueError,
+        f"logits: expected 1 to {MAX_ROUTER_E} experts, got {MAX_ROUTER_E + 1}",
+        logits=zeros(L, MAX_ROUTER_E + 1),
+    ),
+    route(TypeError, "logits: expected dtype bfloat16 or float16 or float32 or float64, got int32", logits=ids(L, E)),
+    route(
+        ValueError,
+        "logits: expected a C-contiguous array, got strides (1, 5) for shape (5, 3)",
+        logits=zeros(E, L).swapaxes(0, 1),
+    ),
+    route(ValueError, "k: expected 1 to 3 (E = 3 experts, at most 32), got 0", k=0),
+    route(ValueError, "k: expected 1 to 3 (E = 3 experts, at most 32), got -1", k=-1),
+    route(ValueError, "k: expected 1 to 3 (E = 3 experts, at most 32), got 4", k=4),
+    route(ValueError, "k: expected 1 to 32 (E = 64 experts, at most 32), got 33", logits=zeros(L, 64), k=33),
+    route(TypeError, "k: expected an int, got 2.0", k=2.0),
+    route(TypeError, "k: expected an int, got True", k=True),
+    route(TypeError, "k: expected an int, got None", k=None),
+    route(ValueError, "kind: expected one of 'softmax_topk', 'topk_softmax', got 'sigmoid'", kind="sigmoid"),
+    route(ValueError, "kind: expected one of 'softmax_topk', 'topk_softmax', got None", kind=None),
+    route_backward(
+        ValueError, "grad_weights: expected shape (L, k) = (5, 2), got (5, 3)", grad_weights=zeros(L, K + 1)
+    ),
+    route_backward(
+        TypeError, "grad_weights: expected dtype float32, got float16", grad_weights=zeros(L, K, dtype=np.float16)
+    ),
+    route_backward(
+        ValueError,
+        "grad_weights: expected a C-contiguous array, got strides (0, 1) for shape (5, 2)",
+        grad_weights=strided(L, K, strides=(0, 1)),
+    ),
+    route_backward(ValueError, "weights: expected shape (L, k) = (5, any), got (10,)", weights=zeros(L * K)),
+    route_backward(ValueError, "weights: expected shape (L, k) = (5, any), got (4, 2)", weights=zeros(L - 1, K)),
+    route_backward(TypeError, "weights: expected dtype float32, got float64", weights=zeros(L, K, dtype=np.float64)),
+    route_backward(
+        ValueError,
+        "k: expected 1 to 3 (E = 3 experts, at most 32), got 4",
+        weights=zeros(L, 4),
+        grad_weights=zeros(L, 4),
+    ),
+    route_backward(ValueError, "ids: expected shape (L, k) = (5, 2), got (10,)", ids=ids(L * K)),
+    route_backward(TypeError, "ids: expected dtype int32, got int64", ids=ids(L, K, dtype=np.int64)),
+    route_backward(ValueError, "logits: expected shape (L, E) = (any, any), got ()", logits=zeros()),
+    route_backward(
+        TypeError, "logits: expected dtype bfloat16 or float16 or float32 or float64, got int32", logits=ids(L, E)
+    ),
+    route_backward(ValueError, "kind: expected one of 'softmax_topk', 'topk_softmax', got 'top1'", kind="top1"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_bad_input(bad, backend):
+    message = bad.message.replace(" or float64", "") if backend == "cuda" else bad.message
+    with pytest.raises(bad.error) as caught:
+        call(bad.function, BACKENDS[backend], bad.changes)
+    assert type(caught.value) is bad.error
+    assert str(caught.value) == f"{bad.function}: {message}"
+
+
+def test_an_array_for_a_name():
+    """Comparing it with the names would give an array of answers."""
+    with pytest.raises(ValueError) as caught:
+        call("moe_forward", BACKENDS["numpy"], {"activation": np.array([1, 2])})
+    assert str(caught.value) == f"moe_forward: activation: {ONE_ACTIVATION}, got array([1, 2])"
+
+
+def test_every_argument_has_a_bad_case():
+    options = {"moe_forward": {"activation", "save"}, "moe_backward": {"needs"}, "route": {"kind"}}
+    for function, arguments in GOOD.items():
+        changed = set().union(*(bad.changes for bad in BAD if bad.function == function))
+        assert changed >= set(arguments) | options.get(function, set())
+
+
+@pytest.fixture
+def no_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # `import cupy` raises ImportError
+
+
+@pytest.mark.parametrize("function", ["route", "route_backward", "build_dispatch", "moe_forward", "moe_backward"])
+def test_good_cuda_arrays_pass_the_checks_and_need_cupy(function, no_cupy):
+    with pytest.raises(RuntimeError) as caught:
+        call(function, as_cuda, {})
+    assert str(caught.value).startswith(NO_CUPY)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "expected"),
+    [
+        ("moe_forward", "x", "bfloat16 or float16 or float32"),
+        ("moe_forward", "weights", "float32"),
+        ("moe_forward", "w1", "float32"),
+        ("moe_forward", "w2", "float32"),
+        ("route", "logits", "bfloat16 or float16 or float32"),
+        ("route_backward", "grad_weights", "float32"),
+        ("moe_backward", "grad_out", "float32"),
+    ],
+)
+def test_float64_is_for_the_cpu(function, argument, expected):
+    with pytest.raises(TypeError) as caught:
+        call(function, as_cuda, {argument: GOOD[function][argument].astype(np.float64)})
+    assert str(caught.value) == f"{function}: {argument}: expected dtype {expected}, got float64"
+
+
+@pytest.mark.parametrize(
+    ("function", "first"),
+    [("route_backward", "logits"), ("moe_forward", "x"), ("moe_backward", "grad_out")],
+)
+def test_arrays_on_two_devices(function, first):
+    """Each argument in turn on the second GPU, then on the CPU."""
+    torch = pytest.importorskip("torch")
+    names = [name for name in GOOD[function] if name not in (first, "saved")]
+    for name in names:
+        for other, elsewhere in (("cuda:1", lambda a: as_cuda(a, device=1)), ("cpu", torch.from_numpy)):
+            with pytest.raises(TypeError) as caught:
+                call(function, as_cuda, {name: elsewhere(GOOD[function][name])})
+            assert str(caught.value) == f"{function}: {name}: expected {first}'s device cuda:0, got {other}"
+    if function == "moe_backward":
+        with pytest.raises(TypeError) as caught:
+            mb.moe_backward(as_cuda(zeros(L, D)), saved(as_cuda(zeros(L, D), device=1)))
+        assert str(caught.value) == "moe_backward: saved.x: expected grad_out's device cuda:0, got cuda:1"
+
+
+def test_half_of_a_pair_on_another_device():
+    with pytest.raises(TypeError) as caught:
+        call("moe_forward", as_cuda, {"w1": (as_cuda(PAIR[0]), as_cuda(PAIR[1], device=1))})
+    assert str(caught.value) == "moe_forward: w1[1]: expected x's device cuda:0, got cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("function", "first"), [("route_backward", "logits"), ("moe_forward", "x"), ("moe_backward", "grad_out")]
+)
+def test_arrays_of_two_frameworks(function, first):
+    torch = pytest.importorskip("torch")
+    for name in (name for name in GOOD[function] if name not in (first, "saved")):
+        with pytest.raises(TypeError) as caught:
+            call(function, BACKENDS["numpy"], {name: torch.from_numpy(GOOD[function][name])})
+        assert str(caught.value) == f"{function}: {name}: expected a numpy array like {first}, got torch"
+    if function == "moe_backward":
+        with pytest.raises(TypeError) as caught:
+            mb.moe_backward(zeros(L, D), saved(torch.zeros(L, D)))
+        assert str(caught.value) == "moe_backward: saved.x: expected a numpy array like grad_out, got torch"
+
+
+def test_tensors_without_memory():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError) as caught:
+        mb.build_dispatch(torch.zeros(L, K, dtype=torch.int32, device="meta"), E)
+    assert str(caught.value) == "build_dispatch: ids: device: expected a tensor on cpu or cuda, got meta"
+    with pytest.raises(RuntimeError, match=r"^route: logits: expected an array whose memory can be read, got "):
+        mb.route(torch.zeros(L, E).to_sparse(), K)
+
+
+@pytest.mark.parametrize("slots", [(2**30, 2), (2**31, 1), (2**26, 32)])
+def test_more_slots_than_int32_can_number(slots):
+    tokens, _ = slots
+    many = f"ids: expected at most {2**31 - 1} slots L*k (int32 index lists), got {2**31}"
+    with pytest.raises(ValueError) as caught:
+        mb.build_dispatch(Tensor(slots, "int32"), E)
+    assert str(caught.value) == f"build_dispatch: {many}"
+    arguments = {
+        "x": Tensor((tokens, D), "float32"),
+        "ids": Tensor(slots, "int64"),
+        "weights": Tensor(slots, "float32"),
+    }
+    with pytest.raises(ValueError) as caught:
+        call("moe_forward", as_cuda, arguments)
+    assert str(caught.value) == f"moe_forward: {many}"
+
+
+def test_as_many_slots_as_int32_can_number(no_cupy):
+    with pytest.raises(RuntimeError, match=NO_CUPY):
+        mb.build_dispatch(Tensor((2**31 - 1, 1), "int32"), E)
+
+
+def test_largest_router_and_most_experts(no_cupy):
+    with pytest.raises(RuntimeError, match=NO_CUPY):
+        mb.route(Tensor((L, MAX_ROUTER_E), "bfloat16"), launch_config.MAX_ROUTER_K)
+    with pytest.raises(RuntimeError, match=NO_CUPY):
+        mb.build_dispatch(Tensor((L, K), "int64"), MAX_E)
+
+
+def fake_cupy(device_count):
+    """A module with as much of CuPy as `import_cupy` asks."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def get_device_count():
+        if device_count is None:
+            raise CUDARuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+        return device_count
+
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError, getDeviceCount=get_device_count, runtimeGetVersion=lambda: 13000
+    )
+    return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+
+
+def test_no_cupy(no_cupy):
+    with pytest.raises(RuntimeError, match=r'pip install "moeblaze-cupy\[cuda13\]" or "\[cuda12\]"\), got .*Error'):
+        loader.import_cupy()
+
+
+def test_old_driver(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(None))
+    with pytest.raises(
+        RuntimeError, match=r"CUDA driver: expected one that supports CUDA 13 and a GPU, got cudaErrorIns"
+    ):
+        loader.import_cupy()
+
+
+def test_no_gpu(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(0))
+    with pytest.raises(RuntimeError, match="GPU: expected at least one CUDA device, got 0"):
+        loader.import_cupy()
+
+
+def test_cupy_itself_without_a_gpu():
+    pytest.importorskip("cupy")
+    if MISSING_GPU is None:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(RuntimeError, match=r"^moeblaze_cupy: (CUDA driver|GPU): expected .*, got "):
+        loader.import_cupy()
+
+
+@pytest.mark.parametrize("capability", [52, 70, 75])
+def test_gpu_before_sm_80(capability, monkeypatch):
+    message = rf"compute capability: expected 8.0 or later .*, got {capability // 10}\.{capability % 10}"
+    with pytest.raises(RuntimeError, match=message):
+        launch_config.tier(capability)
+    limits = launch_config.DeviceLimits(capability, 80, 48 * 1024, 64 * 1024)
+    monkeypatch.setattr(loader, "device_limits", lambda device: limits)
+    with pytest.raises(RuntimeError, match=message):
+        loader.kernel(0, loader.Variant("router.cu", "router_fwd_float32"))
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_gpu_from_sm_80_on(capability):
+    assert launch_config.tier(capability)
+
+
+def odd_strides(array):
+    """The same values; dimensions of size 1 get strides that no allocation has."""
+    strides = [7 * array.itemsize if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True)]
+    return np.lib.stride_tricks.as_strided(array, array.shape, strides)
+
+
+def transposed(w):
+    return np.ascontiguousarray(w.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def among_others(w):
+    """The same values as every second expert and some of the columns of a larger array."""
+    experts, rows, columns = w.shape
+    larger = np.zeros((2 * experts, rows, columns + 3), w.dtype)
+    larger[::2, :, :columns] = w
+    return larger[::2, :, :columns]
+
+
+def reversed_experts(w):
+    return np.ascontiguousarray(w[::-1])[::-1]
+
+
+SIZES = [  # L, k, E, d, h
+    (0, 2, 3, 4, 6),
+    (1, 1, 1, 1, 1),
+    (5, 2, 3, 1, 6),
+    (5, 2, 3, 4, 1),
+    (5, 1, 1, 4, 6),
+    (5, 3, 1, 4, 6),  # the same expert in several slots
+    (1, 2, 3, 4, 6),
+    (5, 40, 3, 4, 6),  # the router's limit of k is not the layer's
+]
+VIEWS = [odd_strides, transposed, lambda w: odd_strides(transposed(w)), among_others, reversed_experts]
+
+
+@pytest.mark.parametrize(("activation", "pair"), [("swiglu", False), ("swiglu", True), ("relu", False)])
+@pytest.mark.parametrize("view", VIEWS, ids=["odd", "transposed", "odd_transposed", "among_others", "reversed_experts"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_edge_sizes_and_weight_views(sizes, view, pair, activation):
+    """Accepted, and the same results as with plain arrays."""
+    tokens, k, experts, d, h = sizes
+    rng = np.random.default_rng(0)
+    x, grad_out = rng.standard_normal((2, tokens, d))
+    chosen, weights = rng.integers(-1, experts + 1, (tokens, k)), rng.random((tokens, k))
+    w1 = rng.standard_normal((experts, d, 2 * h if activation in GATED_ACTIVATIONS else h))
+    w2 = rng.standard_normal((experts, h, d))
+    halves = [np.ascontiguousarray(half) for half in np.split(w1, 2, axis=2)] if pair else [w1]
+
+    out, kept = mb.moe_forward(x, chosen, weights, w1, w2, activation=activation)
+    want = mb.moe_backward(grad_out, kept)
+    views = tuple(map(view, halves))
+    got_out, kept = mb.moe_forward(
+        odd_strides(x), chosen, odd_strides(weights), views if pair else views[0], view(w2), activation=activation
+    )
+    got = mb.moe_backward(odd_strides(grad_out), kept)
+    got_w1 = np.concatenate(got.w1, axis=2) if pair else got.w1
+    for name, value, wanted in (
+        ("out", got_out, out),
+        ("x", got.x, want.x),
+        ("weights", got.weights, want.weights),
+        ("w1", got_w1, want.w1),
+        ("w2", got.w2, want.w2),
+    ):
+        assert value.shape == wanted.shape, name
+        assert relative_error(value, wanted) <= 1e-13, name
+
+
+def test_pair_may_differ_in_strides_that_do_not_matter():
+    gate, up = np.ones((D, H), np.float32)[None], np.ones((1, D, H), np.float32)
+    assert gate.strides[0] != up.strides[0]
+    out, _ = call("moe_forward", BACKENDS["numpy"], {"w1": (gate, up), "w2": zeros(1, H, D)})
+    assert out.shape == (L, D)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2), (3, 1, 1), (3, MAX_ROUTER_E, 32), (3, 5, 5)], ids=str)
+def test_edge_sizes_of_the_router(sizes):
+    tokens, experts, k = sizes
+    logits = np.random.default_rng(0).standard_normal((tokens, experts)).astype(np.float32)
+    weights, chosen = mb.route(logits, k)
+    assert weights.shape == chosen.shape == (tokens, k)
+    assert mb.route_backward(weights, logits, weights, chosen).shape == logits.shape
+
+
+def test_weights_in_the_dtype_of_x():
+    dtypes = {name: GOOD["moe_forward"][name].astype(BF16) for name in ("x", "weights", "w1", "w2")}
+    out, kept = call("moe_forward", BACKENDS["numpy"], dtypes)
+    assert out.dtype == BF16
+    assert mb.moe_backward(out, kept).weights.dtype == BF16
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_matrices_are_taken_as_arrays():
+    rng = np.random.default_rng(0)
+    good = {name: rng.standard_normal(a.shape) for name, a in GOOD["moe_forward"].items() if name != "ids"}
+    matrices = {name: np.asmatrix(good[name]) for name in ("x", "weights")}
+    with_arrays, _ = call("moe_forward", BACKENDS["numpy"], good)
+    with_matrices, _ = call("moe_forward", BACKENDS["numpy"], {**good, **matrices})
+    assert np.array_equal(with_arrays, with_matrices)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "contiguous"),
+    [
+        ((5, 4), (4, 1), True),
+        ((5, 4), (5, 1), False),
+        ((5, 4), (1, 5), False),
+        ((1, 4), (99, 1), True),
+        ((5, 1), (1, 99), True),
+        ((5, 1), (2, 1), False),
+        ((0, 4), (7, 3), True),
+        ((), (), True),
+        ((2, 1, 3), (3, 99, 1), True),
+    ],
+)
+def test_contiguity(shape, strides, contiguous):
+    assert arrays.Array(None, 0, shape, strides, "float32", 0).is_contiguous == contiguous
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "is_transposed"),
+    [
+        ((3, 4, 6), (24, 6, 1), False),
+        ((3, 4, 6), (24, 1, 4), True),
+        ((3, 4, 6), (24, 1, 9), True),
+        ((3, 4, 1), (4, 1, 77), False),
+        ((3, 1, 6), (6, 77, 1), False),
+        ((3, 1, 6), (60, 77, 10), True),
+        ((3, 1, 1), (5, 77, 78), False),
+    ],
+)
+def test_weight_order(shape, strides, is_transposed):
+    described = arrays.Array(None, 0, shape, strides, "float32", 0)
+    assert checks.weight_order("moe_forward", "w1", described) == is_transposed

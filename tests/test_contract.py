@@ -1,0 +1,250 @@
+"""Structure: which module may import which, what the sources must say, what an installation must hold."""
+
+import ast
+import configparser
+import inspect
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import layer, loader, reference
+from moeblaze_cupy.ops import dispatch, experts, router
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
+
+# Imports go down only: from a line to lines above it. A name stands for the module and all within it.
+LEVELS = [
+    ["launch_config", "structures"],
+    ["arrays"],
+    ["loader"],
+    ["interop.dlpack", "checks", "memory", "tensor_map"],
+    ["reference", "ops.aggregation", "ops.dispatch", "ops.grouped_gemm", "ops.router"],
+    ["ops.experts"],
+    ["layer"],
+    ["__init__"],
+    ["interop.torch", "cli.progress"],
+    ["cli"],
+    ["__main__"],
+]
+
+
+def module_name(path: Path) -> str:
+    """ "ops.router" of moeblaze_cupy/ops/router.py; "ops" of an __init__.py, "__init__" of the package's own."""
+    relative = path.relative_to(ROOT).with_suffix("")
+    dotted = ".".join((FOLDERS[relative.parts[0]], *relative.parts[1:]))
+    inside = dotted.removeprefix("moeblaze_cupy.")
+    return inside if inside == "__init__" else inside.removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
+KERNELS = sorted((ROOT / "kernels_cu").glob("*.cu*"))
+
+
+def imports_of(path: Path) -> list[str]:
+    """Absolute names of everything imported, also within functions: modules, or names that modules hold."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of this package among the imports."""
+    found = set()
+    for name in imports_of(path):
+        inside = name.removeprefix("moeblaze_cupy.")
+        if name == "moeblaze_cupy":
+            found.add("__init__")
+        elif name != inside:
+            found.add(inside if inside in MODULES else inside.rpartition(".")[0] or "__init__")
+    return found
+
+
+def level_of(module: str) -> int:
+    names = (module, *(module.rsplit(".", n)[0] for n in range(1, module.count(".") + 1)))
+    for name in names:
+        for number, line in enumerate(LEVELS):
+            if name in line:
+                return number
+    pytest.fail(f"{module} is in no line of LEVELS")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down_only(module):
+    imported = imported_modules(MODULES[module])
+    if module in ("ops", "interop", "cli"):  # empty package files
+        assert not imported
+        return
+    for other in imported:
+        assert level_of(other) < level_of(module), f"{module} imports {other}"
+
+
+def test_imports_are_seen():
+    """The test above proves nothing if it finds no imports."""
+    assert imported_modules(MODULES["layer"]) >= {"arrays", "checks", "reference", "interop.dlpack", "loader"}
+    assert imported_modules(MODULES["cli.train"]) >= {"__init__", "cli.progress"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_frameworks_are_optional(module):
+    """torch is for interop.torch alone; CuPy and matplotlib are imported where they are used, never at import."""
+    path = MODULES[module]
+    roots = {name.partition(".")[0] for name in imports_of(path)}
+    assert "torch" not in roots or module == "interop.torch"
+    at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in at_import for alias in node.names} | {getattr(n, "module", "") for n in at_import}
+    assert not {"cupy", "matplotlib"} & {(name or "").partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_raw_module_belongs_to_the_loader(module):
+    assert "RawModule" not in MODULES[module].read_text() or module == "loader"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_say_what_they_are_for(module):
+    tree = ast.parse(MODULES[module].read_text())
+    assert ast.get_docstring(tree) or not tree.body
+
+
+def public_functions():
+    functions = {name: getattr(mb, name) for name in mb.__all__}
+    functions |= {f"reference.{n}": f for n, f in vars(reference).items() if inspect.isfunction(f)}
+    for module in (router, dispatch, experts):
+        functions |= {f"{module.__name__}.{n}": f for n, f in vars(module).items() if inspect.isfunction(f)}
+    return {name: f for name, f in functions.items() if not name.rpartition(".")[2].startswith("_")}
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_public_functions_have_docstrings(name):
+    assert inspect.getdoc(public_functions()[name])
+
+
+def test_torch_functions_have_docstrings():
+    """By the source, as torch may be missing."""
+    tree = ast.parse(MODULES["interop.torch"].read_text())
+    public = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
+    assert {node.name for node in public} >= {"moe", "route", "MoE"}
+    assert all(map(ast.get_docstring, public))
+
+
+@pytest.mark.parametrize("name", [name for name in mb.__all__ if inspect.isfunction(getattr(mb, name))])
+def test_docstrings_name_every_argument_and_what_is_raised(name):
+    function = getattr(mb, name)
+    docstring = inspect.getdoc(function)
+    missing = [p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", docstring)]
+    assert not missing
+    assert "Raises" in docstring
+
+
+def parameters(function) -> list[tuple[str, bool]]:
+    """Names, and whether they are keyword-only; without the `context` of CUDA calls."""
+    signature = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind is p.KEYWORD_ONLY) for p in signature if p.name != "context"]
+
+
+@pytest.mark.parametrize(
+    ("name", "on_cuda"),
+    [
+        ("route", router.route),
+        ("route_backward", router.route_backward),
+        ("dispatch", dispatch.dispatch),
+        ("moe_forward", experts.moe_forward),
+        ("moe_backward", experts.moe_backward),
+    ],
+)
+def test_reference_and_cuda_take_the_same_arguments(name, on_cuda):
+    on_cpu = getattr(reference, name)
+    assert parameters(on_cpu) == parameters(on_cuda)
+    public = getattr(layer, "build_dispatch" if name == "dispatch" else name)
+    assert [n for n, _ in parameters(public)] == [n for n, _ in parameters(on_cpu)]
+
+
+@pytest.fixture(scope="module")
+def setup_cfg():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
+def test_kernels_ship(kernel, setup_cfg):
+    patterns = re.split(r"[,\s]+", setup_cfg["options.package_data"]["moeblaze_cupy.kernels_cu"])
+    assert any(fnmatch(kernel.name, pattern) for pattern in patterns)
+    assert kernel.parent == Path(loader.source_folder()).resolve()  # nothing hides in a subfolder
+    assert not [p for p in (ROOT / "kernels_cu").rglob("*.cu*") if p.parent != kernel.parent]
+
+
+def test_packages_ship(setup_cfg):
+    """Every folder with Python files is a package, listed, and at the place that package_dir gives."""
+    options = setup_cfg["options"]
+    packages = options["packages"].split()
+    folders = dict(re.split(r"\s*=\s*", line) for line in options["package_dir"].strip().splitlines())
+    assert folders == {name: folders[name] for name in packages}
+    on_disk = {path.parent.relative_to(ROOT).as_posix() for path in MODULES.values()} | {"kernels_cu"}
+    assert set(folders.values()) == on_disk
+    assert all((ROOT / folder / "__init__.py").is_file() for folder in folders.values())
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE"])
+def test_metadata_files_exist(name, setup_cfg):
+    assert name in setup_cfg["metadata"]["long_description"] + setup_cfg["metadata"]["license_files"]
+    assert (ROOT / name).read_text().strip()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
+def test_kernel_files_stay_readable(kernel):
+    text = kernel.read_text()
+    assert text.count("\n") < 500
+    assert text.startswith("//")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
+def test_inline_assembly_stays_in_the_ptx_headers(kernel):
+    code = re.sub(r"//.*", "", kernel.read_text())
+    assert kernel.name.startswith("ptx_") or not re.search(r"\b(asm|__asm__|__asm)\b", code)
+
+
+def header_comment(kernel: Path) -> str:
+    """The comment that opens a source, and those it refers to in the words "as in OTHER.cu"."""
+    lines = kernel.read_text().splitlines()
+    header = "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("//"))])
+    others = re.findall(r"\bas in (\w+\.cu)\b", header)
+    return "\n".join([header, *(header_comment(kernel.with_name(other)) for other in others)])
+
+
+def entries(text: str) -> dict[str, list[str]]:
+    """Parameter declarations of every extern "C" entry, also of those that macros write."""
+    code = re.sub(r"//.*", "", text).replace("\\\n", "\n")
+    pattern = r'extern\s+"C"\s+__global__\s+void\s+(?:__\w+__\s*(?:\([^()]*\))?\s*)*([\w#]+)\s*\(([^()]*)\)'
+    found = {name: [" ".join(p.split()) for p in declared.split(",")] for name, declared in re.findall(pattern, code)}
+    assert len(re.findall(r'extern\s+"C"', code)) == len(re.findall(pattern, code)), "an entry was not understood"
+    return found
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.suffix == ".cu"], ids=lambda path: path.name)
+def test_header_comment_names_every_parameter(kernel):
+    header, found = header_comment(kernel), entries(kernel.read_text())
+    assert found
+    missing = {}
+    for entry, declarations in found.items():
+        names = [re.search(r"(\w+)$", declaration).group(1) for declaration in declarations]
+        absent = [name for name in names if not re.search(rf"\b{name}\b", header)]
+        if absent:
+            missing[entry] = absent
+    assert not missing
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.suffix == ".cuh"], ids=lambda path: path.name)
+def test_headers_hold_no_entries(kernel):
+    text = kernel.read_text()
+    assert not entries(text)
+    assert "#pragma once" in text
