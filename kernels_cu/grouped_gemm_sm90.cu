@@ -10,45 +10,18 @@
 // Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
 // Tile: 128 rows x 256 columns (of them 128 gate beside 128 up), K in steps of 64, STAGES = 4 buffers of 48 KiB.
 //   warpgroup 0, producer: its 128 threads gather A's rows by cp.async into the 128-byte swizzle; thread 0 also
-//     issues B's boxes. full[s] expects 128 cp.async arrivals and thread 0's, with B's bytes.
-//   warpgroups 1 and 2, consumers: 64 rows each, 4 wgmma m64n256k16 per stage, one group in flight; empty[s] expects
-//     one arrival of each of the 8 warps. Their epilogue overlaps with the producer's loads of the next tile.
-#include "ptx_sm90.cuh"
-#include "row_staging.cuh"
+//     issues B's boxes and announces their bytes. full[s] expects 129 arrivals.
+//   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
+#include "gemm_core_sm90.cuh"
 #include "activation.cuh"
 
-typedef ELEMENT element;
 typedef WEIGHT weight_t;
 
 enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };
 
 constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED;
-constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4, TILE_COLUMNS = SPLIT ? 128 : 256, GROUPS = SPLIT ? 2 : 1;
-constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int TILE_COLUMNS = SPLIT ? 128 : 256, GROUPS = SPLIT ? 2 : 1;
 constexpr int LINES_PER_THREAD = 8;  // producer thread t copies chunk t % 8 of lines t / 8 + 16 i
-constexpr bool ALIGNED = true;
-
-extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-
-__device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
-    while (!mbarrier_try_wait(barrier, parity)) {
-    }
-}
-
-// Position in the ring of stages: the buffer, and the parity of its barriers' current phase.
-struct Ring {
-    int stage = 0;
-    unsigned parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
-// wgmma descriptor of a 128-byte-swizzled operand: 8-row (or 8-k) groups 1024 bytes apart, and for an N-contiguous
-// operand its 64-column blocks 8192 bytes apart.
-__device__ __forceinline__ uint64 descriptor(unsigned address) {
-    return (address & 0x3ffff) >> 4 | uint64(8192 >> 4) << 16 | uint64(1024 >> 4) << 32 | uint64(1) << 62;
-}
 
 struct Work {
     int expert, row0, rows, n0;
@@ -75,20 +48,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           const int* row_tiles, element* first_layer, element* first_layer_grad, element* product,
           const element* stored_product, const weight_t* weights, const int* token_index_map, int64 k, float* partial_sums,
           int64 num_slots) {
-    __shared__ uint64 barriers[2 * STAGES];
-    const unsigned shared = shared_address(dynamic_shared), full = shared_address(barriers), empty = full + 8 * STAGES;
+    __shared__ uint64 barrier_storage[2 * STAGES];
+    const Barriers barriers(barrier_storage, 128 + 1);
+    const unsigned shared = shared_address(dynamic_shared);
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
     const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, m_tiles = row_tiles[0], tiles = m_tiles * n_tiles;
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
-
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(full + 8 * s, 128 + 1);
-            mbarrier_init(empty + 8 * s, 8);
-        }
-        fence_mbarrier_init();
-    }
-    __syncthreads();
 
     Ring ring;
     if (threadIdx.x < 128) {
@@ -108,26 +73,27 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
                 const int k0 = (step - segment * steps_per_segment) * BK;
                 const unsigned stage = ring.stage * STAGE_BYTES;
-                wait(empty + 8 * ring.stage, ring.parity ^ 1);
+                const unsigned full = barriers.full + 8 * ring.stage;
+                wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    mbarrier_arrive_expect_tx(full + 8 * ring.stage, B_BYTES);
-                    const unsigned b_dst = shared + stage + A_BYTES, barrier = full + 8 * ring.stage;
+                    mbarrier_arrive_expect_tx(full, B_BYTES);
+                    const unsigned b_dst = shared + stage + A_BYTES;
                     constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
 #pragma unroll
                     for (int box = 0; box < BN / BOX; ++box) {
                         const TensorMap* map = (SPLIT ? box * BOX >= 128 : segment) ? &b1 : &b0;
                         const int box_n = n + (SPLIT ? box * BOX % 128 : box * BOX);
                         if (B_K_CONTIGUOUS)
-                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, work.expert, barrier);
+                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, work.expert, full);
                         else
-                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, work.expert, barrier);
+                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, work.expert, full);
                     }
                 }
                 const unsigned bytes = k0 + chunk * 8 < K ? 16u : 0u;
 #pragma unroll
                 for (int i = 0; i < LINES_PER_THREAD; ++i)
                     cp_async_16(a_dst + stage + i * 16 * 128, a_rows[i] + segment * K + k0, bytes);
-                cp_async_mbarrier_arrive(full + 8 * ring.stage);
+                cp_async_mbarrier_arrive(full);
                 ring.advance();
             }
         }
@@ -135,65 +101,45 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
 
     setmaxnreg_inc<232>();
-    const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x & 31, warp_row = warp * 16;
-    float* staged = reinterpret_cast<float*>(dynamic_shared + STAGES * STAGE_BYTES) + warp * STAGED_FLOATS;
+    const int warp_row = consumer_warp() * 16;
     using Staging = RowStaging<GROUPS>;
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
         const Work work = work_of(t, m_tiles, n_tiles, row_tiles, expert_token_offsets);
+        const int64 layer_ld = GATED ? 2LL * N : N;
         float weight = 0.f;  // of row lane % 16 of this warp
+        // a and b of two passes of a piece, loaded while the two before are worked on, the first during the main loop.
+        Row8<element> a_loaded[2][2], b_loaded[2][2];
+        auto load = [&](int two) {
+            const int n = work.n0 + two / 2 * 64 + Staging::column_group() * 8;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = min(warp_row + Staging::row(two % 2 * 2 + i), work.rows - 1);
+                const element* p = first_layer + (work.row0 + row) * layer_ld + n;
+                a_loaded[two % 2][i].template load<ALIGNED>(p, N - n);
+                if (GATED) b_loaded[two % 2][i].template load<ALIGNED>(p + N, N - n);
+            }
+        };
         if (EPILOGUE == ACTIVATE_BWD) {
-            const int row = work.row0 + min(warp_row + (lane & 15), work.rows - 1);
+            const int row = work.row0 + min(warp_row + static_cast<int>(threadIdx.x & 15), work.rows - 1);
             weight = weight_of_row(row, expert_token_indices[row], weights, token_index_map, static_cast<int>(k));
+            load(0);
         }
         float acc[32][4];
-        int previous = 0;
-        for (int step = 0; step < steps; ++step) {
-            wait(full + 8 * ring.stage, ring.parity);
-            const uint64 a_desc = descriptor(shared + ring.stage * STAGE_BYTES + (warp / 4) * 64 * 128);
-            const uint64 b_desc = descriptor(shared + ring.stage * STAGE_BYTES + A_BYTES);
-            wgmma_fence();
-#pragma unroll
-            for (int kk = 0; kk < BK / 16; ++kk)
-                WGMMA<!B_K_CONTIGUOUS>(acc, a_desc + (kk * 32 >> 4), b_desc + (kk * (B_K_CONTIGUOUS ? 32 : 2048) >> 4), step + kk);
-            wgmma_commit();
-            if (step > 0) {
-                wgmma_wait<1>();
-                if (lane == 0) mbarrier_arrive(empty + 8 * previous);
-            }
-            previous = ring.stage;
-            ring.advance();
-        }
-        wgmma_wait<0>();
-        if (lane == 0) mbarrier_arrive(empty + 8 * previous);
+        consume<true, B_K_CONTIGUOUS>(acc, steps, ring, barriers);
 
         // Four pieces of 64 accumulator columns; with SPLIT 32 of gate and the same 32 of up.
-        const int64 layer_ld = GATED ? 2LL * N : N;
         float dots[Staging::PASSES] = {};
 #pragma unroll
         for (int piece = 0; piece < 4; ++piece) {
             const int n = work.n0 + piece * (SPLIT ? 32 : 64) + Staging::column_group() * 8;
-            Row8<element> a_loaded[Staging::PASSES], b_loaded[Staging::PASSES];
-            if (EPILOGUE == ACTIVATE_BWD) {
-#pragma unroll
-                for (int pass = 0; pass < Staging::PASSES; ++pass) {
-                    const int row = min(warp_row + Staging::row(pass), work.rows - 1);
-                    const element* p = first_layer + (work.row0 + row) * layer_ld + n;
-                    a_loaded[pass].template load<ALIGNED>(p, N - n);
-                    if (GATED) b_loaded[pass].template load<ALIGNED>(p + N, N - n);
-                }
-            }
-            float tile[8][4];
-#pragma unroll
-            for (int j = 0; j < 8; ++j)
-#pragma unroll
-                for (int s = 0; s < 4; ++s) tile[j][s] = acc[SPLIT ? (j / 4) * 16 + piece * 4 + j % 4 : piece * 8 + j][s];
-            Staging::put(staged, tile);
+            stage_piece<SPLIT>(acc, piece);
 #pragma unroll
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
+                if (EPILOGUE == ACTIVATE_BWD && pass % 2 == 0 && piece * 2 + pass / 2 < 7) load(piece * 2 + pass / 2 + 1);
                 const int row = warp_row + Staging::row(pass), valid = row < work.rows ? N - n : 0;
                 const int64 r = work.row0 + row;
                 float v[GROUPS][8];
-                Staging::get(v, staged, pass);
+                Staging::get(v, warp_staging(), pass);
                 if (EPILOGUE == STORE) {
                     store_row8<ALIGNED>(product + r * N + n, v[0], valid);
                 } else if (EPILOGUE == ACTIVATE) {
@@ -208,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 } else {
                     const float row_weight = __shfl_sync(0xffffffffu, weight, Staging::row(pass));
                     float a_row[8], b_row[8], p[8], grad_a[8], grad_b[8];
-                    a_loaded[pass].unpack(a_row);
-                    if (GATED) b_loaded[pass].unpack(b_row);
+                    a_loaded[pass / 2 % 2][pass % 2].unpack(a_row);
+                    if (GATED) b_loaded[pass / 2 % 2][pass % 2].unpack(b_row);
                     if (stored_product) {
                         Row8<element> stored;
                         stored.template load<ALIGNED>(stored_product + r * N + n, valid);

@@ -29,6 +29,9 @@ class DeviceLimits:
     shared_bytes_per_multiprocessor: int
 
 
+H200 = DeviceLimits(90, 132, 232448, 233472)
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -1,4 +1,4 @@
-"""The public functions: check the arguments, choose NumPy or CUDA by where the arrays are, hand back the caller's kind."""
+"""The public functions: check arguments, choose NumPy or CUDA by where the arrays are, hand back the caller's kind."""
 
 import dataclasses
 from contextlib import nullcontext

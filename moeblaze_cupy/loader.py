@@ -7,6 +7,7 @@ every kernel source goes into the options.
 
 import functools
 import hashlib
+import itertools
 import os
 import threading
 import time
@@ -52,7 +53,7 @@ def gemm_variant(
     stages: int = 3,
     tier: str = "sm80",
 ) -> Variant:
-    """The grouped GEMM or weight gradient of one step; `transposed`: the weight's memory order is (E, columns, rows)."""
+    """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows)."""
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
     macros = {"ENTRY": entry, "ELEMENT": ELEMENTS[dtype]}
@@ -76,32 +77,34 @@ def gemm_variant(
     else:
         gathers_p = (entry == "up_wgrad") != transposed  # x is P of up_wgrad, grad_out is Q of down_wgrad
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
-        source = "grouped_wgrad_sm80.cu"
+        source = f"grouped_wgrad_{tier}.cu"
     return Variant(source, entry, tuple((k, str(v)) for k, v in macros.items()))
 
 
 def variants(
-    dtypes=("bfloat16",), orders=("row", "transposed"), activations=("swiglu",), aligned=(True,), stages: int = 3
+    dtypes=("bfloat16",),
+    orders=("row", "transposed"),
+    activations=("swiglu",),
+    aligned=(True,),
+    limits: launch_config.DeviceLimits = launch_config.H200,
 ) -> list[Variant]:
-    """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`."""
+    """Every module a caller with these dtypes, weight memory orders and activations needs on a GPU, for `precompile`."""
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
-    for dtype in dtypes:
-        for order in orders:
-            for activation in activations:
-                for is_aligned in aligned:
-                    for entry in (*EPILOGUES, "down_wgrad", "up_wgrad"):
-                        for weights_dtype in dict.fromkeys(("float32", dtype)) if entry == "down_bwd" else ("float32",):
-                            found[
-                                gemm_variant(
-                                    entry,
-                                    dtype=dtype,
-                                    activation=activation,
-                                    transposed=order == "transposed",
-                                    aligned=is_aligned,
-                                    weights_dtype=weights_dtype,
-                                    stages=stages,
-                                )
-                            ] = None
+    entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
+    for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
+        config = launch_config.gemm(dtype, is_aligned, False, limits)
+        for weights_dtype in dict.fromkeys(("float32", dtype)) if entry == "down_bwd" else ("float32",):
+            variant = gemm_variant(
+                entry,
+                dtype=dtype,
+                activation=activation,
+                transposed=order == "transposed",
+                aligned=is_aligned,
+                weights_dtype=weights_dtype,
+                stages=config.stages,
+                tier=config.tier,
+            )
+            found[variant] = None
     return list(found)
 
 

@@ -270,16 +270,19 @@ def _wgrad(
     if gradient.transposed:
         M, N = N, M
     sizes = (M, N, p.shape[1], q.shape[1], p_half, q_half, gradient.ld, gradient.expert_stride)
-    stages = launch_config.gemm_stages(loader.device_limits(context.device))
+    limits = loader.device_limits(context.device)
+    aligned = _is_aligned((p.ptr, q.ptr, *gradient.halves), sizes)
+    config = launch_config.gemm(p.dtype, aligned, False, limits)
     variant = loader.gemm_variant(
         entry,
         dtype=p.dtype,
         activation=activation,
         transposed=gradient.transposed,
-        aligned=_is_aligned((p.ptr, q.ptr, *gradient.halves), sizes),
-        stages=stages,
+        aligned=aligned,
+        stages=config.stages,
+        tier=config.tier,
     )
-    tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N)
+    tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.ceil_div(N, config.tile_columns)
     args = (
         p.ptr,
         p.shape[1],
@@ -295,8 +298,11 @@ def _wgrad(
         M,
         N,
     )
-    grid = (tiles, index.num_experts, halves)
-    loader.launch(context, variant, grid, launch_config.GEMM_THREADS, args, stages * launch_config.STAGE_BYTES)
+    grid: tuple[int, ...] = (tiles, index.num_experts, halves)
+    if config.tier == "sm90":
+        grid = (min(tiles * index.num_experts * halves, limits.multiprocessors),)
+        args = (*args, index.num_experts, halves)
+    loader.launch(context, variant, grid, config.threads, args, config.shared_bytes)
 
 
 def down_wgrad(

@@ -1,0 +1,423 @@
+"""`interop.torch` on CPU tensors: gradients, what is kept for backward, and the module."""
+
+import copy
+import io
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from cases import Case, make_inputs, relative_error
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import arrays, reference
+from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, is_gated
+
+torch = pytest.importorskip("torch")
+
+from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
+
+SMALL = Case(L=4, k=2, E=3, d=3, h=2)
+POLICIES = ("minimal", "paper", "recompute")
+ROUTERS = [("softmax_topk", True), ("softmax_topk", False), ("topk_softmax", True)]
+
+
+def tensors(case, dtype=np.float64, seed=0):
+    """x, ids, weights, w1 (a tensor or a pair), w2, grad_out, in the case's memory order."""
+    return [
+        tuple(map(arrays.Torch.from_numpy, a)) if isinstance(a, tuple) else arrays.Torch.from_numpy(a)
+        for a in make_inputs(case, seed, dtype)
+    ]
+
+
+def leaves_of(x, weights, w1, w2):
+    """By name, all requiring gradients; a pair as "w1[0]" and "w1[1]"."""
+    w1 = {"w1": w1} if torch.is_tensor(w1) else {f"w1[{i}]": half for i, half in enumerate(w1)}
+    return {name: t.requires_grad_() for name, t in {"x": x, "weights": weights, **w1, "w2": w2}.items()}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the NumPy backend was asked for: `save` of each forward, `needs` of each backward."""
+    calls = {"save": [], "needs": []}
+    forward, backward = reference.moe_forward, reference.moe_backward
+
+    def spying_forward(*args, save, **options):
+        calls["save"].append(save)
+        return forward(*args, save=save, **options)
+
+    def spying_backward(*args, needs, **options):
+        calls["needs"].append(needs)
+        return backward(*args, needs=needs, **options)
+
+    monkeypatch.setattr(reference, "moe_forward", spying_forward)
+    monkeypatch.setattr(reference, "moe_backward", spying_backward)
+    return calls
+
+
+GRADCHECKS = [
+    *((replace(SMALL, activation=activation), "minimal") for activation in ACTIVATIONS),
+    *((replace(SMALL, order=order), "minimal") for order in ("transposed", "pair", "pair_transposed")),
+    *((replace(SMALL, routing=routing), "minimal") for routing in ("absent", "duplicate", "one_expert")),
+    *((replace(SMALL, activation=a, order="transposed"), s) for s in POLICIES[1:] for a in ("swiglu", "gelu")),
+    (replace(SMALL, order="pair"), "paper"),
+    (replace(SMALL, order="pair_transposed", activation="geglu"), "recompute"),
+]
+
+
+@pytest.mark.parametrize(("case", "save"), GRADCHECKS, ids=lambda value: str(value))
+def test_gradients_equal_finite_differences(case, save):
+    x, ids, weights, w1, w2, _ = tensors(case)
+    leaves = leaves_of(x, weights, w1, w2)
+
+    def layer(x, weights, *experts):
+        *w1, w2 = experts
+        w1 = w1[0] if len(w1) == 1 else tuple(w1)
+        return moe(x, ids, weights, w1, w2, activation=case.activation, save=save)
+
+    assert torch.autograd.gradcheck(layer, tuple(leaves.values()))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
+def test_gradient_of_the_router_equals_finite_differences(kind, renormalize, k):
+    logits = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda logits: route(logits, k, kind, renormalize), logits)
+
+
+def test_router_ids_have_no_gradient():
+    weights, ids = route(torch.randn(5, 4).requires_grad_(), 2)
+    assert weights.requires_grad and not ids.requires_grad
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+
+
+@pytest.mark.parametrize("order", ["row", "transposed", "pair", "pair_transposed"])
+def test_gradients_have_the_dtype_and_memory_order_of_the_leaves(order):
+    x, ids, weights, w1, w2, grad_out = tensors(Case(L=7, k=2, E=3, d=4, h=6, order=order), np.float32)
+    x, w2, grad_out = x.bfloat16(), w2.bfloat16(), grad_out.bfloat16()
+    w1 = w1.bfloat16() if torch.is_tensor(w1) else tuple(half.bfloat16() for half in w1)
+    leaves = leaves_of(x, weights, w1, w2)
+    grads = torch.autograd.grad(moe(x, ids, weights, w1, w2), list(leaves.values()), grad_out)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        assert (grad.dtype, grad.shape, grad.stride()) == (leaf.dtype, leaf.shape, leaf.stride()), name
+
+
+SUBSETS = [
+    ("x",),
+    ("weights",),
+    ("w1",),
+    ("w2",),
+    ("w1", "w2"),  # an input that needs no gradient, as below an embedding that is frozen
+    ("x", "weights"),  # frozen experts
+    ("x", "weights", "w1"),
+    GRADIENTS,
+]
+
+
+@pytest.mark.parametrize("trained", SUBSETS, ids=" ".join)
+def test_frozen_inputs_cost_nothing(trained, seen):
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    leaves = leaves_of(x, weights, w1, w2)
+    everything = torch.autograd.grad(moe(x, ids, weights, w1, w2), list(leaves.values()), grad_out)
+    want = dict(zip(leaves, everything, strict=True))
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in trained)
+    seen["needs"].clear()
+    moe(x, ids, weights, w1, w2).backward(grad_out)
+    assert seen["needs"] == [tuple(trained)]
+    for name, leaf in leaves.items():
+        assert (leaf.grad is not None) == (name in trained), name
+        assert leaf.grad is None or torch.equal(leaf.grad, want[name]), name
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_half_of_a_pair_may_be_frozen(half, seen):
+    x, ids, weights, w1, w2, grad_out = tensors(replace(SMALL, order="pair"))
+    w1[half].requires_grad_()
+    moe(x, ids, weights, w1, w2).backward(grad_out)
+    assert seen["needs"] == [("w1",)]
+    assert w1[half].grad.abs().sum() > 0 and w1[1 - half].grad is None
+
+
+def test_nothing_is_saved_without_gradients(seen):
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    out = moe(x, ids, weights, w1, w2)
+    assert not out.requires_grad
+    leaves_of(x, weights, w1, w2)
+    with torch.no_grad():
+        assert torch.equal(moe(x, ids, weights, w1, w2), out)
+    with torch.inference_mode():
+        assert torch.equal(moe(x, ids, weights, w1, w2), out)
+    assert seen["save"] == [None] * 3
+    assert moe(x, ids, weights, w1, w2).requires_grad
+    assert seen["save"] == [None] * 3 + ["minimal"]
+
+
+def test_ids_alone_ask_for_no_gradient(seen):
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    assert not moe(x, ids.long(), weights, w1, w2).requires_grad
+    assert seen["save"] == [None]
+
+
+def test_saving_nothing_and_wanting_gradients():
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    with pytest.raises(ValueError) as caught:
+        moe(x.requires_grad_(), ids, weights, w1, w2, save=None)
+    assert str(caught.value) == (
+        "moe: save: expected a policy that keeps something, as gradients are required, got None"
+    )
+    with torch.no_grad():
+        moe(x, ids, weights, w1, w2, save=None)
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("order", ["transposed", "pair"])
+def test_saved_tensor_hooks_see_everything_that_is_kept(order, save):
+    """Nothing that lives until backward hides from offloading: inputs by their memory, the rest by its values."""
+    case = Case(L=9, k=2, E=3, d=4, h=6, order=order)
+    x, ids, weights, w1, w2, grad_out = tensors(case)
+    leaves = leaves_of(x, weights, w1, w2)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = moe(x, ids, weights, w1, w2, save=save)
+    inputs = {leaf.data_ptr() for leaf in leaves.values()}
+    assert inputs <= {tensor.data_ptr() for tensor in packed}
+
+    kept = [tensor for tensor in packed if tensor.data_ptr() not in inputs]
+    _, saved = mb.moe_forward(x.detach(), ids, weights.detach(), w1, w2, save=save)
+    slots, lists = case.L * case.k, saved.index
+    first_layer, y_swi = {"minimal": (1, 0), "paper": (1, 1), "recompute": (0, 0)}[save]
+    assert [tuple(tensor.shape) for tensor in kept] == [
+        *[(slots, 2 * case.h)] * first_layer,
+        *[(slots, case.h)] * y_swi,
+        (slots,),
+        (case.E + 1,),
+        (slots,),
+        (case.L, case.k),
+    ]
+    own_ids = [tensor for tensor in kept if tensor.data_ptr() == ids.data_ptr()]
+    assert len(own_ids) == 1  # int32 ids are kept in place
+    assert sum(tensor.nbytes for tensor in kept) - own_ids[0].nbytes == saved.nbytes
+    wanted = (saved.first_layer, saved.y_swi, lists.expert_token_indices, lists.expert_token_offsets)
+    wanted = [t for t in (*wanted, lists.token_expert_indices, lists.token_index_map) if t is not None]
+    assert all(map(torch.equal, kept, wanted))
+
+    # What the node itself holds are names and numbers.
+    node = out.grad_fn
+    arrays_of = [getattr(node.saved, field.name) for field in fields(node.saved)]
+    arrays_of += [getattr(node.saved.index, field.name) for field in fields(node.saved.index)]
+    assert not any(isinstance(value, (torch.Tensor, np.ndarray, tuple)) for value in arrays_of)
+
+    # Backward takes what unpacking returned: here copies.
+    grads = torch.autograd.grad(out, list(leaves.values()), grad_out)
+    want = torch.autograd.grad(moe(x, ids, weights, w1, w2, save=save), list(leaves.values()), grad_out)
+    assert all(map(torch.equal, grads, want))
+
+
+def test_inputs_changed_before_backward_are_noticed():
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    w1.requires_grad_()
+    out = moe(x, ids, weights, w1, w2)
+    x += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad_out)
+
+
+def test_gradients_that_are_not_contiguous():
+    """Of a sum torch hands over an expanded scalar, of a transposed use a transposed gradient."""
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    leaves = list(leaves_of(x, weights, w1, w2).values())
+    out = moe(x, ids, weights, w1, w2)
+    got = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    assert all(map(torch.equal, got, torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)))
+    got = torch.autograd.grad((out.T * grad_out.T.contiguous()).sum(), leaves, retain_graph=True)
+    assert all(map(torch.equal, got, torch.autograd.grad(out, leaves, grad_out)))
+
+
+def test_second_backward_over_consumed_activations():
+    """The NumPy backend overwrites nothing, so the mark is set by hand."""
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    out = moe(x.requires_grad_(), ids, weights, w1, w2)
+    out.backward(grad_out, retain_graph=True)
+    out.grad_fn.saved.consumed = True
+    with pytest.raises(RuntimeError) as caught:
+        out.backward(grad_out)
+    assert str(caught.value) == (
+        "moe_backward: saved: expected activations that are still there, got ones that an earlier backward overwrote "
+        "with their gradients; pass keep_saved=True to the earlier call"
+    )
+
+
+def test_consumption_is_remembered_and_keep_saved_handed_on(monkeypatch):
+    """The mark that backward leaves on its own view of the saved activations reaches the node."""
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    handed_on = []
+
+    def backward(grad_out, saved, *, needs, keep_saved):
+        handed_on.append(keep_saved)
+        saved.consumed = not keep_saved
+        return mb.Gradients(x=torch.zeros_like(grad_out))
+
+    monkeypatch.setattr(mb, "moe_backward", backward)
+    x.requires_grad_()
+    for keep_saved in (False, True):
+        out = moe(x, ids, weights, w1, w2, keep_saved=keep_saved)
+        out.backward(grad_out, retain_graph=True)
+        assert out.grad_fn.saved.consumed == (not keep_saved)
+    assert handed_on == [False, True]
+
+
+def test_no_second_derivative():
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    out = moe(x.requires_grad_(), ids, weights, w1, w2)
+    (grad,) = torch.autograd.grad(out, x, grad_out.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_bad_input_raises_through_autograd():
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    with pytest.raises(ValueError, match=r"^moe_forward: x: expected a C-contiguous array, got strides"):
+        moe(x.T.contiguous().T.requires_grad_(), ids, weights, w1, w2)
+
+
+def test_checkpointing_gives_the_same_gradients():
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    leaves = leaves_of(x, weights, w1, w2)
+    want = torch.autograd.grad(moe(x, ids, weights, w1, w2), list(leaves.values()), grad_out)
+    out = torch.utils.checkpoint.checkpoint(moe, x, ids, weights, w1, w2, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(out, list(leaves.values()), grad_out), want))
+
+
+def composed(layer, x):
+    """`MoE` written in torch operations, in the dtypes that `MoE` promises."""
+    tokens = x.reshape(-1, x.shape[-1])
+    logits = tokens.float() @ layer.router.float().T
+    if layer.kind == "topk_softmax":
+        top, ids = logits.topk(layer.k)
+        weights = top.softmax(-1)
+    else:
+        weights, ids = logits.softmax(-1).topk(layer.k)
+        weights = weights / weights.sum(-1, keepdim=True) if layer.renormalize else weights
+    act = {
+        "swiglu": torch.nn.functional.silu,
+        "geglu": torch.nn.functional.gelu,
+        "relu": torch.relu,
+    }[layer.activation]
+    out = torch.zeros_like(tokens)
+    for expert, (w1, w2) in enumerate(zip(layer.w1_storage, layer.w2_storage, strict=True)):
+        rows, slots = torch.where(ids == expert)
+        first = tokens[rows] @ w1.T
+        if is_gated(layer.activation):
+            a, b = first.chunk(2, dim=-1)
+            hidden = act(a) * b
+        else:
+            hidden = act(first)
+        out = out.index_add(0, rows, weights[rows, slots, None].to(out.dtype) * (hidden @ w2.T))
+    return out.reshape(x.shape)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu"])
+@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
+def test_module_equals_torch_operations(kind, renormalize, activation):
+    torch.manual_seed(0)
+    layer = MoE(8, 6, 5, 2, activation=activation, kind=kind, renormalize=renormalize, dtype=torch.float64)
+    x = torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
+    grad_out = torch.randn_like(x)
+    wanted = (x, *layer.parameters())
+    out, want = layer(x), composed(layer, x)
+    assert out.shape == x.shape and out.dtype == x.dtype
+    # the router is in fp32
+    assert relative_error(out.detach().numpy(), want.detach().numpy()) <= 1e-6
+    grads = torch.autograd.grad(out, wanted, grad_out)
+    for got, expected in zip(grads, torch.autograd.grad(want, wanted, grad_out), strict=True):
+        assert relative_error(got.numpy(), expected.numpy()) <= 1e-6
+
+
+def test_module_parameters_and_memory_order():
+    layer = MoE(8, 6, 5, 2)
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes == {"router": (5, 8), "w1_storage": (5, 12, 8), "w2_storage": (5, 8, 6)}
+    assert dict(MoE(8, 6, 5, 2, activation="relu").named_parameters())["w1_storage"].shape == (5, 6, 8)
+    layer(torch.randn(3, 8)).sum().backward()
+    assert all(p.grad.stride() == p.stride() for p in layer.parameters())
+    assert "d_model=8, d_hidden=6, num_experts=5, k=2, activation='swiglu', save='minimal'" in repr(layer)
+
+
+def test_module_state_dict_round_trip():
+    torch.manual_seed(0)
+    layer, other = MoE(8, 6, 5, 2), MoE(8, 6, 5, 2)
+    x = torch.randn(3, 8)
+    assert not torch.equal(layer(x), other(x))
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    assert not any(other.load_state_dict(torch.load(file, weights_only=True)))
+    assert torch.equal(layer(x), other(x))
+    assert torch.equal(layer(x), copy.deepcopy(layer)(x))
+
+
+def test_module_in_bfloat16():
+    torch.manual_seed(0)
+    layer = MoE(16, 12, 5, 2, dtype=torch.bfloat16)
+    exact = MoE(16, 12, 5, 2, dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
+    exact_x = x.detach().double().requires_grad_()
+    grad_out = torch.randn(40, 16, dtype=torch.bfloat16)
+    out, want = layer(x), exact(exact_x)
+    assert out.dtype == torch.bfloat16
+    out.backward(grad_out)
+    want.backward(grad_out.double())
+    pairs = [(out, want), (x.grad, exact_x.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(layer.parameters(), exact.parameters(), strict=True)]
+    for got, expected in pairs:
+        assert got.dtype == torch.bfloat16
+        # 1.5 units in the last place, for the roundings of the first layer, the product and the result
+        assert relative_error(got.detach().float().numpy(), expected.detach().numpy()) <= 1.5 * 2**-8
+
+
+def test_module_takes_any_leading_shape():
+    layer = MoE(8, 6, 5, 2)
+    x = torch.randn(6, 8)
+    want = layer(x)
+    assert torch.equal(layer(x.reshape(2, 3, 8)), want.reshape(2, 3, 8))
+    assert torch.equal(layer(x.T.contiguous().T), want)  # not contiguous
+    torch.testing.assert_close(layer(x[0]), want[0])  # NumPy's products of one row may round differently
+    assert layer(x[:0]).shape == (0, 8)
+
+
+def test_module_without_tokens_has_zero_gradients():
+    layer = MoE(8, 6, 5, 2)
+    layer(torch.zeros(0, 8)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+def test_module_for_inference_saves_nothing(seen):
+    layer = MoE(8, 6, 5, 2, save=None)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        layer(x)
+    assert seen["save"] == [None]
+    with pytest.raises(ValueError, match=r"^moe: save: expected a policy"):
+        layer(x)
+
+
+def test_module_trains():
+    torch.manual_seed(0)
+    layer = MoE(8, 16, 4, 2)
+    x = torch.randn(64, 8)
+    target = torch.randn(64, 8)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = (layer(x) - target).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
