@@ -1,4 +1,7 @@
-"""Layer shapes to measure. conf1-6: the paper's Table 1 (h = 4d); tab2: Table 2 with h = 512; the rest are production layers."""
+"""Layer shapes to measure.
+
+conf1-6: the paper's Table 1 (h = 4d); tab2: Table 2 with h = 512; the rest are production layers.
+"""
 
 from dataclasses import dataclass
 

@@ -4,7 +4,6 @@ A provider is built once per case and offers `forward()` and `forward_backward()
 """
 
 import torch
-
 from moeblaze_cupy.interop.torch import moe
 
 

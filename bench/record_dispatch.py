@@ -1,6 +1,6 @@
 """Times of the dispatch build beside a copy of the same bytes and torch.sort, as one JSON record.
 
-    python bench/record_dispatch.py --out bench/records/NAME.json
+python bench/record_dispatch.py --out bench/records/NAME.json
 """
 
 import argparse
@@ -75,7 +75,9 @@ def measure(name: str, L: int, E: int, k: int, kind: str = "uniform", dtype=torc
     row = {"case": name, "L": L, "E": E, "k": k, "routing": kind, "dtype": str(dtype)[6:]}
     row["moeblaze_us"] = graph_us([lambda i=i: mb.build_dispatch(ids[i % len(ids)], E) for i in range(sets)])
     # 12 bytes per slot, read and written together: 4 read, 8 written by dispatch; 6 and 6 by the copy
-    buffers = [torch.zeros(max(6 * slots, 16), dtype=torch.uint8, device="cuda").random_(256) for _ in range(min(sets, 4))]
+    buffers = [
+        torch.zeros(max(6 * slots, 16), dtype=torch.uint8, device="cuda").random_(256) for _ in range(min(sets, 4))
+    ]
     row["copy_us"] = graph_us([lambda i=i: buffers[i % len(buffers)].clone() for i in range(sets)])
     if peers:
         row["torch_sort_us"] = graph_us([lambda i=i: sort_dispatch(ids[i % len(ids)], E) for i in range(min(sets, 4))])
@@ -104,7 +106,9 @@ def main() -> None:
         rows.append(measure("k64", 2**17, 128, 64, peers=False))
     record = {"environment": environment(options.commit), "rows": rows}
     Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{'case':8} {'L':>9} {'E':>5} {'k':>3} {'routing':8} {'dtype':6} {'ours us':>9} {'copy us':>9} {'ratio':>6} {'sort us':>9}")
+    print(
+        f"{'case':8} {'L':>9} {'E':>5} {'k':>3} {'routing':8} {'dtype':6} {'ours us':>9} {'copy us':>9} {'ratio':>6} {'sort us':>9}"
+    )
     for r in rows:
         print(
             f"{r['case']:8} {r['L']:9} {r['E']:5} {r['k']:3} {r['routing']:8} {r['dtype']:6} {r['moeblaze_us']:9.2f} "

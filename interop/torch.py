@@ -178,4 +178,5 @@ class MoE(torch.nn.Module):
 
     def extra_repr(self) -> str:
         E, d, h = self.w2_storage.shape
-        return f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}, activation={self.activation!r}, save={self.save!r}"
+        sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
+        return f"{sizes}, activation={self.activation!r}, save={self.save!r}"

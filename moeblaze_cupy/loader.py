@@ -88,7 +88,7 @@ def variants(
     aligned=(True,),
     limits: launch_config.DeviceLimits = launch_config.H200,
 ) -> list[Variant]:
-    """Every module a caller with these dtypes, weight memory orders and activations needs on a GPU, for `precompile`."""
+    """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`."""
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
     for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
@@ -144,8 +144,8 @@ def import_cupy():
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise RuntimeError(
-            f"moeblaze_cupy: CUDA driver: expected one that supports CUDA {cupy.cuda.runtime.runtimeGetVersion() // 1000} "
-            f"and a GPU, got {error}"
+            "moeblaze_cupy: CUDA driver: expected a GPU and a driver that supports CUDA "
+            f"{cupy.cuda.runtime.runtimeGetVersion() // 1000}, got {error}"
         ) from error
     if count == 0:
         raise RuntimeError("moeblaze_cupy: GPU: expected at least one CUDA device, got 0")

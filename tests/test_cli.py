@@ -204,7 +204,7 @@ def test_compile_compiles_every_variant(compiled, capsys, monkeypatch):
         dtypes=("float16", "bfloat16"),
         orders=("row",),
         activations=("swiglu", "geglu", "reglu", "silu", "gelu", "relu"),
-        stages=launch_config.gemm_stages(limits),
+        limits=limits,
     )
     assert set(compiled) == set(expected) and len(compiled) == len(expected)
     captured = capsys.readouterr()

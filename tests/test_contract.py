@@ -7,10 +7,11 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import layer, loader, reference
+from moeblaze_cupy import launch_config, layer, loader, reference
 from moeblaze_cupy.ops import dispatch, experts, router
 
 ROOT = Path(__file__).parent.parent
@@ -200,6 +201,43 @@ def test_metadata_files_exist(name, setup_cfg):
     assert (ROOT / name).read_text().strip()
 
 
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.split()[1])
+def test_readme_examples_run(example):
+    if "import torch" in example:
+        pytest.importorskip("torch")
+    exec(compile(example, "README.md", "exec"), {})
+
+
+def test_readme_index_lists():
+    ids = ast.literal_eval(re.search(r"With the ids (\[\[.*?\]\])", README).group(1))
+    index = mb.build_dispatch(np.array(ids, np.int32), 4)
+    assert str(index.expert_token_indices.tolist()) in README
+    assert str(index.expert_token_offsets.tolist()) in README
+    assert str(index.token_index_map[0].tolist()) in README
+
+
+def test_readme_maps_every_file():
+    section = README.partition("## Where things are")[2].partition("\n## ")[0]
+    named = re.findall(r"^ +(\S+\.(?:py|cuh|cu|cfg|toml))  ", section, re.MULTILINE)
+    folders = ("moeblaze_cupy", "interop", "kernels_cu", "bench")
+    on_disk = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")
+    ]
+    on_disk += [*(ROOT / "tests").glob("*.py"), *ROOT.glob("*.cfg"), *ROOT.glob("*.toml")]
+    assert sorted(named) == sorted(path.name for path in on_disk if path.stat().st_size)
+
+
+def test_limits_are_told_as_they_are():
+    assert f"E up to {launch_config.MAX_EXPERTS}." in README
+    assert f"E up to {launch_config.MAX_ROUTER_EXPERTS} and k up to {launch_config.MAX_ROUTER_K}" in README
+    assert f"num_experts <= {launch_config.MAX_EXPERTS}" in mb.build_dispatch.__doc__
+    assert f"E <= {launch_config.MAX_ROUTER_EXPERTS}; k <= min(E, {launch_config.MAX_ROUTER_K})" in mb.route.__doc__
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
 def test_kernel_files_stay_readable(kernel):
     text = kernel.read_text()
@@ -213,12 +251,16 @@ def test_inline_assembly_stays_in_the_ptx_headers(kernel):
     assert kernel.name.startswith("ptx_") or not re.search(r"\b(asm|__asm__|__asm)\b", code)
 
 
-def header_comment(kernel: Path) -> str:
-    """The comment that opens a source, and those it refers to in the words "as in OTHER.cu"."""
+def own_header(kernel: Path) -> str:
     lines = kernel.read_text().splitlines()
-    header = "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("//"))])
-    others = re.findall(r"\bas in (\w+\.cu)\b", header)
-    return "\n".join([header, *(header_comment(kernel.with_name(other)) for other in others)])
+    return "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("//"))])
+
+
+def header_comment(kernel: Path) -> str:
+    """The comment that opens a source, and those of the sources it refers to for the rest."""
+    header = own_header(kernel)
+    others = set(re.findall(r"\b\w+\.cu\b", header)) - {kernel.name}
+    return "\n".join([header, *(own_header(kernel.with_name(other)) for other in sorted(others))])
 
 
 def entries(text: str) -> dict[str, list[str]]:

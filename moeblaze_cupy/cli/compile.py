@@ -18,7 +18,7 @@ def run(args) -> int:
         dtypes=tuple(args.dtype),
         orders=tuple(args.order),
         activations=tuple(args.activation),
-        stages=launch_config.gemm_stages(limits),
+        limits=limits,
     )
     seconds, failures = 0.0, 0
     # NVRTC releases the GIL, so threads compile in parallel.
