@@ -211,84 +211,108 @@ def as_bits(values):
     return np.ascontiguousarray(values).tobytes()
 
 
-def backward(grad_out, saved, **options):
-    gradients = mb.moe_backward(grad_out, saved, **options)
-    return {name: getattr(gradients, name) for name in GRADIENTS if getattr(gradients, name) is not None}
-
-
-def run_layer(device, inputs, activation="swiglu", save="minimal", **options):
-    """Results by name, of inputs on the host or already on the device."""
-    x, ids, weights, w1, w2, grad_out = (
-        a if isinstance(a, DeviceArray) or isinstance(a, tuple) and isinstance(a[0], DeviceArray) else device.put(a)
-        for a in inputs
-    )
-    out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
-    results = {"out": out} if saved is None else {"out": out, **backward(grad_out, saved, **options)}
-    device.synchronize()
-    return results
-
-
-def assert_layer_matches_reference(results, inputs, activation="swiglu"):
-    ids = np.asarray(inputs[1])
-    x, _, weights, w1, w2, grad_out = (None if a is inputs[1] else in_float64(a) for a in inputs)
-    out, saved = reference.moe_forward(x, ids, weights, w1, w2, activation=activation)
-    want = {"out": out, **vars(reference.moe_backward(grad_out, saved))}
-    errors = {name: relative_error(in_float64(got), want[name]) for name, got in results.items()}
-    dtype = inputs[0].dtype.name
-    if os.environ.get("TC_DUMP"): print("ERRORS", dtype, errors)
-    assert all(error <= TOLERANCES[dtype] for error in errors.values()), errors
-    for name, given in (("out", inputs[0]), ("x", inputs[0]), ("weights", inputs[2]), ("w1", inputs[3]), ("w2", inputs[4])):
-        if name in results:
-            assert forms(results[name]) == forms(given), name
-
-
-def forms(values):
-    """Shape, dtype and which of the inner dimensions is contiguous."""
-    if isinstance(values, tuple):
-        return tuple(map(forms, values))
-    transposed = values.ndim == 3 and values.strides[1] < values.strides[2]
-    return values.shape, values.dtype.name, transposed
+def same_bits(first, second):
+    """Names of the results that differ: none."""
+    return [name for name in first if as_bits(first[name]) != as_bits(second[name])] == []
 
 
 # Relative norms. A value rounded to bf16 carries an error of 0.4 * 2^-8 (root mean square), and the results that are
-# rounded most often depend on five of them: a, b, their gradients, the panel and the result itself. fp32 carries the
-# rounding of sums of some 150 terms.
-TOLERANCES = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-6}
+# rounded most often depend on five such values: a, b, their gradients, a panel's element and the result itself; the
+# activation can amplify that of a. fp32 carries the rounding of sums of some 150 terms.
+TOLERANCES = {"bfloat16": 1.2 * 2**-8, "float16": 1.2 * 2**-11, "float32": 1e-6}
+# The largest error of any one element, in units of TOLERANCES and of the root mean square of the result.
+OUTLIER = 10
 
-ALIGNED = Case(L=100, k=2, E=8, d=24, h=40)
-UNALIGNED = Case(L=100, k=2, E=5, d=31, h=45)
 
-# An expert with more than 128 rows, and d and h on either side of 64 and 128, or d beyond the 256 columns of a panel.
-TILES = [
-    Case(L=150, k=2, E=3, d=136, h=72, routing="skewed"),
-    Case(L=150, k=2, E=3, d=72, h=136, routing="skewed", order="pair_transposed"),
-    Case(L=60, k=2, E=3, d=264, h=24, order="pair"),
-    Case(L=60, k=2, E=3, d=264, h=24, order="transposed"),
-    Case(L=150, k=2, E=3, d=131, h=67, routing="skewed", order="transposed"),
-    Case(L=150, k=2, E=3, d=67, h=131, routing="skewed", order="pair"),
-    Case(L=60, k=2, E=3, d=259, h=19),
-    Case(L=60, k=2, E=3, d=259, h=19, order="pair_transposed"),
-]
+@dataclass
+class Layer:
+    """The layer on the device. `inputs` as `make_inputs` returns them, each on the host or already on the device."""
+
+    device: Device
+    inputs: tuple
+    activation: str = "swiglu"
+
+    def __post_init__(self):
+        self.on_device = [a if is_on_device(a) else self.device.put(a) for a in self.inputs]
+
+    def forward(self, save="minimal"):
+        x, ids, weights, w1, w2, _ = self.on_device
+        return mb.moe_forward(x, ids, weights, w1, w2, activation=self.activation, save=save)
+
+    def backward(self, saved, **options):
+        gradients = vars(mb.moe_backward(self.on_device[5], saved, **options))
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+    def run(self, save="minimal", **options):
+        """Results by name."""
+        out, saved = self.forward(save)
+        results = {"out": out} if saved is None else {"out": out, **self.backward(saved, **options)}
+        self.device.synchronize()
+        return results
+
+    def assert_matches_reference(self, results):
+        x, ids, weights, w1, w2, grad_out = (a if i == 1 else in_float64(a) for i, a in enumerate(self.inputs))
+        out, saved = reference.moe_forward(x, np.asarray(ids), weights, w1, w2, activation=self.activation)
+        want = {"out": out, **vars(reference.moe_backward(grad_out, saved))}
+        tolerance = TOLERANCES[self.inputs[0].dtype.name]
+        inputs = dict(zip(("x", "ids", "weights", "w1", "w2", "out"), self.inputs, strict=True))
+        for name, got in results.items():
+            assert form(got) == form(inputs[name]), name
+            got = in_float64(got)
+            assert relative_error(got, want[name]) <= tolerance, name
+            exact = np.asarray(want[name])
+            scale = np.sqrt(np.mean(exact**2)) if exact.size else 0
+            assert np.abs(np.asarray(got) - exact).max(initial=0) <= OUTLIER * tolerance * scale, name
+
+
+def is_on_device(values):
+    return isinstance(values[0] if isinstance(values, tuple) else values, DeviceArray)
+
+
+def form(values):
+    """Shape, dtype and whether the inner dimensions are exchanged in memory."""
+    if isinstance(values, tuple):
+        return tuple(map(form, values))
+    transposed = values.ndim == 3 and values.strides[1] < values.strides[2]
+    return values.shape, values.dtype.name, transposed
 
 
 def is_aligned(case):
     return case.d % 8 == 0 and case.h % 8 == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", TILES, ids=str)
-def test_layer_across_tile_boundaries(device, case, dtype):
-    if dtype == "float16" and is_aligned(case) == case.order.endswith("transposed"):
-        pytest.skip("fp16 differs from bf16 in one instruction: half of the kernels suffice")
-    inputs = make_inputs(case, 0, DTYPES[dtype])
-    assert_layer_matches_reference(run_layer(device, inputs), inputs)
+ALIGNED = Case(L=100, k=2, E=8, d=24, h=40)
+UNALIGNED = Case(L=100, k=2, E=5, d=31, h=45, order="pair_transposed")
+
+# An expert with more than 128 rows, and d and h on either side of 64 and 128; or d beyond the 256 columns of a panel.
+TILES = [
+    Case(L=150, k=2, E=3, d=136, h=72, routing="skewed"),
+    Case(L=60, k=2, E=3, d=264, h=24, order="pair"),
+    Case(L=150, k=2, E=3, d=131, h=67, routing="skewed", order="transposed"),
+    Case(L=60, k=2, E=3, d=259, h=19, order="pair_transposed"),
+    Case(L=150, k=2, E=3, d=67, h=131, routing="skewed", order="pair"),
+    Case(L=60, k=2, E=3, d=259, h=19),
+    Case(L=150, k=2, E=3, d=72, h=136, routing="skewed", order="pair_transposed"),
+    Case(L=60, k=2, E=3, d=264, h=24, order="transposed"),
+]
+# The halves of a kernel's variants that compilation time leaves out: fp16 differs from bf16 in one instruction.
+TILES_OF = {"bfloat16": TILES, "float32": TILES[:6], "float16": TILES[:2]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "case"), [pytest.param(t, c, id=f"{t}-{c}") for t, cases in TILES_OF.items() for c in cases]
+)
+def test_layer_across_tile_boundaries(device, dtype, case):
+    layer = Layer(device, make_inputs(case, 0, DTYPES[dtype]))
+    layer.assert_matches_reference(layer.run())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layer_on_the_shared_cases(device, case):
     inputs = make_inputs(case, 0, DTYPES["bfloat16" if is_aligned(case) else "float32"])
-    results = run_layer(device, inputs, case.activation)
-    assert_layer_matches_reference(results, inputs, case.activation)
+    layer = Layer(device, inputs, case.activation)
+    results = layer.run()
+    layer.assert_matches_reference(results)
     idle = np.setdiff1d(np.arange(case.E), inputs[1])
     for gradient in (results["w2"], *(results["w1"] if isinstance(results["w1"], tuple) else (results["w1"],))):
         assert not np.asarray(gradient)[idle].astype(np.float32).any()  # exact zeros
