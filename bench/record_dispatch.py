@@ -106,14 +106,12 @@ def main() -> None:
         rows.append(measure("k64", 2**17, 128, 64, peers=False))
     record = {"environment": environment(options.commit), "rows": rows}
     Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
-    print(
-        f"{'case':8} {'L':>9} {'E':>5} {'k':>3} {'routing':8} {'dtype':6} {'ours us':>9} {'copy us':>9} {'ratio':>6} {'sort us':>9}"
-    )
+    columns = ("L", "E", "k", "routing", "dtype", "ours us", "copy us", "ratio", "sort us")
+    print(f"{'case':8}", *(f"{c:>9}" for c in columns))
     for r in rows:
-        print(
-            f"{r['case']:8} {r['L']:9} {r['E']:5} {r['k']:3} {r['routing']:8} {r['dtype']:6} {r['moeblaze_us']:9.2f} "
-            f"{r['copy_us']:9.2f} {r['moeblaze_us'] / r['copy_us']:6.2f} {r.get('torch_sort_us', float('nan')):9.2f}"
-        )
+        shape = (r["L"], r["E"], r["k"], r["routing"], r["dtype"])
+        times = (r["moeblaze_us"], r["copy_us"], r["moeblaze_us"] / r["copy_us"], r.get("torch_sort_us", float("nan")))
+        print(f"{r['case']:8}", *(f"{v:>9}" for v in shape), *(f"{v:9.2f}" for v in times))
 
 
 if __name__ == "__main__":
