@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     Ring ring;
     if (threadIdx.x < 128) {
-        setmaxnreg_dec<40>();
+        setmaxnreg_dec<56>();
         constexpr int ROWS = BK / 16;  // thread t copies chunk t % 8 of token rows t / 8 + 16 i, for every block of columns
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
@@ -39,24 +39,27 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const Work work = work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets);
             const element* p_tile = p + work.half * p_half + work.m0 + chunk * 8;
             const element* q_tile = q + work.half * q_half + work.n0 + chunk * 8;
-            // The tokens of the next stage are loaded one stage ahead of their use as addresses.
-            int tokens[ROWS];
-            auto load_tokens = [&](int first) {
+            // Tokens are loaded AHEAD stages before their use as addresses: one stage is shorter than a load (45% of the
+            // consumers' time went into waiting for the producer so).
+            constexpr int AHEAD = 3;
+            int tokens[AHEAD][ROWS];
+            auto load_tokens = [&](int (&into)[ROWS], int first) {
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
                     const int row = first + line + 16 * i;
-                    tokens[i] = row < work.last ? expert_token_indices[row] : 0;
+                    into[i] = row < work.last ? expert_token_indices[row] : 0;
                 }
             };
-            load_tokens(work.first);
+#pragma unroll
+            for (int ahead = 0; ahead < AHEAD; ++ahead) load_tokens(tokens[ahead], work.first + ahead * BK);
             for (int first = work.first; first < work.last; first += BK) {
                 const unsigned stage = dst + ring.stage * STAGE_BYTES;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
                     const int row = first + line + 16 * i;
-                    const element* p_row = p_tile + static_cast<int64>(GATHER_P ? tokens[i] : row) * ldp;
-                    const element* q_row = q_tile + static_cast<int64>(GATHER_Q ? tokens[i] : row) * ldq;
+                    const element* p_row = p_tile + static_cast<int64>(GATHER_P ? tokens[0][i] : row) * ldp;
+                    const element* q_row = q_tile + static_cast<int64>(GATHER_Q ? tokens[0][i] : row) * ldq;
                     const int p_left = row < work.last ? M - work.m0 - chunk * 8 : 0, q_left = row < work.last ? N - work.n0 - chunk * 8 : 0;
 #pragma unroll
                     for (int block = 0; block < BM / 64; ++block)
@@ -66,14 +69,19 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         cp_async_16(stage + A_BYTES + block * 8192 + i * 2048, q_row + block * 64, block * 64 < q_left ? 16u : 0u);
                 }
                 cp_async_mbarrier_arrive(barriers.full + 8 * ring.stage);
-                load_tokens(first + BK);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+                    for (int ahead = 0; ahead < AHEAD - 1; ++ahead) tokens[ahead][i] = tokens[ahead + 1][i];
+                }
+                load_tokens(tokens[AHEAD - 1], first + AHEAD * BK);
                 ring.advance();
             }
         }
         return;
     }
 
-    setmaxnreg_inc<232>();
+    setmaxnreg_inc<224>();
     const int warp_row = consumer_warp() * 16;
     using Staging = RowStaging<1>;
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
