@@ -551,9 +551,7 @@ def test_no_cupy(no_cupy):
 
 def test_old_driver(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(None))
-    with pytest.raises(
-        RuntimeError, match=r"CUDA driver: expected one that supports CUDA 13 and a GPU, got cudaErrorIns"
-    ):
+    with pytest.raises(RuntimeError, match=r"CUDA driver: expected .* CUDA 13\b.*, got cudaErrorInsufficientDriver"):
         loader.import_cupy()
 
 
@@ -583,8 +581,20 @@ def test_gpu_before_sm_80(capability, monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-def test_gpu_from_sm_80_on(capability):
-    assert launch_config.tier(capability)
+def test_gpu_from_sm_80_on(capability, monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
+    assert launch_config.tier(capability) == ("sm90" if capability == 90 else "sm80")
+    monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
+    assert launch_config.tier(capability) == "sm80"
+
+
+def test_forcing_kernels_that_there_are_not(monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_TIER", "sm100")
+    with pytest.raises(ValueError, match=r"MOEBLAZE_TIER: expected sm80 or sm90, got 'sm100'"):
+        launch_config.tier(90)
+    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
+    with pytest.raises(RuntimeError, match=r"MOEBLAZE_TIER=sm90: expected compute capability 9.0, got 8.0"):
+        launch_config.tier(80)
 
 
 def odd_strides(array):

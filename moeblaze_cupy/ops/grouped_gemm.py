@@ -301,7 +301,11 @@ def _wgrad(
     grid: tuple[int, ...] = (tiles, index.num_experts, halves)
     if config.tier == "sm90":
         grid = (min(tiles * index.num_experts * halves, limits.multiprocessors),)
-        args = (*args, index.num_experts, halves)
+        routed = q if (entry == "up_wgrad") != gradient.transposed else p  # the operand that is not gathered
+        rows_of_slots, ld = routed.shape
+        shape, strides = (ld, rows_of_slots, 1), (ld, ld * rows_of_slots)
+        routed_map = tensor_map.encode(routed.ptr, routed.dtype, shape, strides, (64, 64, 1))
+        args = (*args, index.num_experts, halves, routed_map)
     loader.launch(context, variant, grid, config.threads, args, config.shared_bytes)
 
 
