@@ -83,6 +83,7 @@ class _MoE(torch.autograd.Function):
         )
 
 
+@torch.compiler.disable
 def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -100,6 +101,14 @@ def moe(
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
+    tensors = {"x": x, "ids": ids, "weights": weights, "w1": w1, "w2": w2}
+    if isinstance(w1, (tuple, list)):
+        if len(w1) != 2:
+            raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(w1)} tensors")
+        tensors |= {"w1": w1[0], "w1[1]": w1[1]}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
     gate, up = w1 if isinstance(w1, (tuple, list)) else (w1, None)
     differentiable = (x, weights, gate, up, w2)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)):
@@ -125,6 +134,7 @@ class _Route(torch.autograd.Function):
         return mb.route_backward(grad_weights.contiguous(), logits, weights, ids, **ctx.options), None, None, None
 
 
+@torch.compiler.disable
 def route(
     logits: torch.Tensor, k: int, kind: str = "softmax_topk", renormalize: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@
 //   token_index_map  (L, k)                int32, in       -1: no expert in this slot
 //   weights          (L, k)                fp32 or element, in; absent for the input gradient
 //   out              (L, d)                element, out    columns first_column .. + panel_columns
-//   partial_sums     (parts, L*k)          fp32, in        <dA, A> of each routed slot by column part
+//   partial_sums     (parts, num_slots)    fp32, in        <dA, A> of each of num_slots = L*k slots by column part
 //   grad_weights     (L, k)                as weights, out
 //
 // Launch: aggregate: one warp per token, 8 warps per block; lane c takes columns 8c .. 8c+7, so a

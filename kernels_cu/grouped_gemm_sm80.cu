@@ -9,8 +9,9 @@
 //
 // R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, or of the panel), K depth of one segment.
 //   a                     (L or R, lda)  element, in   row of slot r: token r's with GATHER, r otherwise
-//   b0, b1                per expert K x N, element, in; element (k, n) at k * ldb + n, or n * ldb + k with
-//                         B_K_CONTIGUOUS; ACTIVATE of a gated layer: gate and up; STORE: K segments 0 and 1
+//   b0, b1                per expert K x N, element, in; element (k, n) of expert e at e * expert_stride + k * ldb + n,
+//                         or n * ldb + k with B_K_CONTIGUOUS; ACTIVATE of a gated layer: gate and up; STORE: K
+//                         segments 0 and 1
 //   expert_token_indices  (num_slots,)   int32, in
 //   expert_token_offsets  (E+1,)         int32, in
 //   row_tiles             (T+1, 2)       int32, in     [0] = (count, 128), then (expert, first row)
@@ -34,15 +35,6 @@ constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED;  // the column tile is 64 
 constexpr int TILE_COLUMNS = SPLIT ? 64 : 128, GROUPS = SPLIT ? 2 : 1;
 
 typedef WEIGHT weight_t;
-
-// The router weight of expert row r: the slot of its token that points back at r.
-__device__ __forceinline__ float weight_of_row(int r, int token, const weight_t* weights, const int* token_index_map, int k) {
-    const int64 first = static_cast<int64>(token) * k;
-    int slot = 0;
-    for (int j = 0; j < k; ++j)
-        if (token_index_map[first + j] == r) slot = j;
-    return to_float(weights[first + slot]);
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     ENTRY(const element* a, int64 lda, const element* b0, const element* b1, int64 expert_stride, int64 ldb, int64 columns,

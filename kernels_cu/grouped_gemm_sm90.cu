@@ -33,15 +33,6 @@ __device__ __forceinline__ Work work_of(int tile_index, int m_tiles, int n_tiles
     return {entry.x, entry.y, min(BM, expert_token_offsets[entry.x + 1] - entry.y), tile.n * TILE_COLUMNS};
 }
 
-// The router weight of expert row r: the slot of its token that points back at r.
-__device__ __forceinline__ float weight_of_row(int r, int token, const weight_t* weights, const int* token_index_map, int k) {
-    const int64 first = static_cast<int64>(token) * k;
-    int slot = 0;
-    for (int j = 0; j < k; ++j)
-        if (token_index_map[first + j] == r) slot = j;
-    return to_float(weights[first + slot]);
-}
-
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const element* a, int64 lda, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
           int64 first_column, int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets,

@@ -10,7 +10,8 @@
 //   p_half, q_half        elements from the gate's columns to the up's in P or Q, 0 in the other operand
 //   expert_token_indices  (num_slots,)         int32, in
 //   expert_token_offsets  (E+1,)               int32, in
-//   out0, out1            per expert (M, N) at stride ldo, element, out: gate's and up's (out1 only if gated)
+//   out0, out1            (M, N) = (rows, columns) of expert e at e * expert_stride, rows ldo apart, element, out: gate's
+//                         and up's (out1 only if gated)
 //
 // Launch: grid (tiles of M x N, E, halves), 128 threads, 2 blocks per SM, dynamic shared memory STAGES * 32 KiB.
 // An expert without tokens gets exact zeros. One block owns a tile over all its tokens, in order: deterministic.

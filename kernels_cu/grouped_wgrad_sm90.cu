@@ -1,7 +1,8 @@
 // Weight gradients, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): the steps, arguments and results
 // of grouped_wgrad_sm80.cu, on wgmma.
 //
-//   routed          tensor map of the operand that is not gathered, 3-D (columns, rows, 1), boxes of 64 x 64 x 1
+//   expert_stride         as there; num_experts, halves: what the grid of the portable tier says
+//   routed                tensor map of the operand that is not gathered, 3-D (columns, rows, 1), boxes of 64 x 64 x 1
 //
 // Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
 // Tile: 128 (M) x 256 (N) of one expert's gradient, K = its tokens in steps of 64, STAGES = 4 buffers of 48 KiB.

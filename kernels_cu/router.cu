@@ -1,6 +1,6 @@
 // Router: softmax and top-k over the experts of each token (paper section 2.1), forward and backward.
 //
-//   logits        (L, E)  bf16, fp16 or fp32, in
+//   logits        (L, E)  bf16, fp16 or fp32, in; E = num_experts
 //   weights       (L, k)  fp32, out of forward, into backward
 //   ids           (L, k)  int32, out of forward, into backward; largest logit first, ties to the lower id
 //   grad_weights  (L, k)  fp32, in

@@ -89,6 +89,8 @@ def ids(function: str, array: Array, num_experts: int) -> None:
     dtype(function, "ids", array, ID_DTYPES)
     contiguous(function, "ids", array)
     slots(function, "ids", array.size)
+    if array.shape[1] > launch_config.MAX_K:
+        raise bad_value(function, "ids", f"at most {launch_config.MAX_K} slots per token", array.shape[1])
     if not 1 <= num_experts <= launch_config.MAX_EXPERTS:
         raise bad_value(function, "num_experts", f"1 to {launch_config.MAX_EXPERTS}", num_experts)
 

@@ -14,6 +14,7 @@ STAGE_BYTES = 32 * 1024
 PANEL_COLUMNS = 256  # width of the (L*k, 256) buffer the expert outputs pass through
 MAX_EXPERTS = 4096  # dispatch: counters and three lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - 1  # the index lists are int32
+MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
 MAX_ROUTER_EXPERTS = 1024
 MAX_ROUTER_K = 32
 DEFAULT_SHARED_BYTES = 48 * 1024  # more needs an opt-in per kernel

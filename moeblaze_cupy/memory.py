@@ -120,7 +120,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     forward: the product act(a) * b, unless it is the saved y_swi, and one panel of expert outputs.
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
     weighted product (for the gradient of w2; in place of y_swi under "paper") and the partial sums of the router
-    weights' gradient are freed before the panel of token gradients is needed.
+    weights' gradient (of the portable kernels; Hopper's have half as many) are freed before the panel of token
+    gradients is needed.
     """
     tiles = Term(
         "GEMM row tiles",

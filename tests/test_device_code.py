@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, reference
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, SAVE_POLICIES, is_gated
+from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES
 
 if COMPILER is None or platform.system() != "Linux":
     pytest.skip("the emulator needs Linux and g++", allow_module_level=True)
@@ -211,9 +211,9 @@ def as_bits(values):
     return np.ascontiguousarray(values).tobytes()
 
 
-def same_bits(first, second):
-    """Names of the results that differ: none."""
-    return [name for name in first if as_bits(first[name]) != as_bits(second[name])] == []
+def differences(first, second):
+    """Names of the results whose bits differ."""
+    return [name for name in first if as_bits(first[name]) != as_bits(second[name])]
 
 
 # Relative norms. A value rounded to bf16 carries an error of 0.4 * 2^-8 (root mean square), and the results that are
@@ -294,7 +294,8 @@ TILES = [
     Case(L=150, k=2, E=3, d=72, h=136, routing="skewed", order="pair_transposed"),
     Case(L=60, k=2, E=3, d=264, h=24, order="transposed"),
 ]
-# The halves of a kernel's variants that compilation time leaves out: fp16 differs from bf16 in one instruction.
+# Compiling the variants takes most of the time. fp16 differs from bf16 in one instruction, so one variant of each kernel
+# is enough; fp32 does without the aligned transposed ones.
 TILES_OF = {"bfloat16": TILES, "float32": TILES[:6], "float16": TILES[:2]}
 
 
@@ -326,7 +327,7 @@ def test_two_stage_pipeline(dtype):
         results = layer.run()
         layer.assert_matches_reference(results)
     with emulated(THREE_STAGES) as device:  # more copies in flight, the same sums
-        assert same_bits(results, Layer(device, layer.inputs).run())
+        assert not differences(results, Layer(device, layer.inputs).run())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -336,7 +337,7 @@ def test_order_of_threads_and_blocks_does_not_change_a_bit(dtype):
     for seed in range(4):
         with emulated(seed=seed) as device:
             found.append(Layer(device, inputs).run("paper"))
-    assert all(same_bits(found[0], other) for other in found[1:])
+    assert [differences(found[0], other) for other in found[1:]] == [[]] * 3
 
 
 @pytest.mark.parametrize("save", SAVE_POLICIES)
@@ -349,7 +350,7 @@ def test_save_policies(device, case, dtype, save):
     layer.assert_matches_reference(results)
     if save != "paper":  # which keeps the product rounded
         minimal = layer.run("minimal", keep_saved=True)
-        assert same_bits(results, minimal)
+        assert not differences(results, minimal)
 
 
 @pytest.mark.parametrize("save", [save for save in SAVE_POLICIES if save])
@@ -361,15 +362,15 @@ def test_keep_saved_keeps_every_bit_and_otherwise_backward_runs_once(device, sav
     before = {name: np.array(getattr(saved, name)) for name in names}
     gradients = [layer.backward(saved, keep_saved=True), layer.backward(saved, keep_saved=True)]
     device.synchronize()
-    assert same_bits(*gradients)
-    assert same_bits(before, vars(saved))
+    assert not differences(*gradients)
+    assert not differences(before, vars(saved))
     gradients.append(layer.backward(saved))
     device.synchronize()
-    assert same_bits(gradients[0], gradients[2])
+    assert not differences(gradients[0], gradients[2])
     if save == "recompute":  # nothing was overwritten
         layer.backward(saved)
     else:
-        assert not same_bits(before, vars(saved))
+        assert differences(before, vars(saved))
         with pytest.raises(RuntimeError, match="expected activations that are still there"):
             layer.backward(saved)
 
@@ -389,7 +390,7 @@ def test_any_subset_of_the_gradients(device, needs):
         device.synchronize()
         assert set(some) == set(needs)
         if save != "paper":
-            assert same_bits(some, everything)
+            assert not differences(some, everything)
         assert ("down_bwd" in device.launched) == bool(needs)
         for name, entries in LAUNCHED_FOR.items():
             assert entries.isdisjoint(device.launched) == (name not in needs)
@@ -406,7 +407,7 @@ def test_router_weights_in_the_dtype_of_x(device, dtype):
 def test_int64_ids_give_the_bits_of_int32(device):
     inputs = make_inputs(replace(ALIGNED, routing="absent"), 0, DTYPES["bfloat16"])
     wide = (inputs[0], inputs[1].astype(np.int64), *inputs[2:])
-    assert same_bits(Layer(device, inputs).run(), Layer(device, wide).run())
+    assert not differences(Layer(device, inputs).run(), Layer(device, wide).run())
 
 
 @pytest.mark.parametrize("misaligned", ["x", "w1", "w2", "grad_out"])
@@ -415,7 +416,7 @@ def test_aligned_sizes_at_unaligned_addresses(device, misaligned):
     names = ("x", "ids", "weights", "w1", "w2", "grad_out")
     inputs = make_inputs(TILES[0], 0, DTYPES["bfloat16"])
     shifted = [device.put(a, offset=int(n == misaligned)) for n, a in zip(names, inputs, strict=True)]
-    assert same_bits(Layer(device, inputs).run(), Layer(device, shifted).run())
+    assert not differences(Layer(device, inputs).run(), Layer(device, shifted).run())
 
 
 @pytest.mark.parametrize("gap", [1, 8])
@@ -439,7 +440,7 @@ def test_weights_within_larger_arrays(device, order, gap):
         return device.put(larger)[:, :rows, :columns]
 
     strided = (*inputs[:3], within_larger(inputs[3]), within_larger(inputs[4]), inputs[5])
-    assert same_bits(Layer(device, inputs).run(), Layer(device, strided).run())
+    assert not differences(Layer(device, inputs).run(), Layer(device, strided).run())
 
 
 def test_rows_without_an_expert_are_not_written(device):
@@ -623,7 +624,7 @@ def test_router_in_any_order_of_threads_and_blocks():
     for seed in range(4):
         with emulated(seed=seed) as device:
             found.append(run_router(device, logits, grad_weights, renormalize=False))
-    assert all(same_bits(found[0], other) for other in found[1:])
+    assert [differences(found[0], other) for other in found[1:]] == [[]] * 3
 
 
 def test_router_of_no_tokens(device):

@@ -88,7 +88,8 @@ def _pointer(array: Array | None) -> int:
 def _config(context: Context, entry: str, a: Array, weight: Weight, N: int, K: int, activation: str):
     """The kernel's geometry and whether 16-byte accesses are possible."""
     sizes = (N, K, a.shape[1], weight.ld, weight.expert_stride)
-    aligned = _is_aligned((a.ptr, *weight.halves), sizes)
+    # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
+    aligned = _is_aligned((a.ptr, *weight.halves), sizes) and min(weight.ld, weight.expert_stride) > 0
     split = entry == "up_fwd" and is_gated(activation)
     return launch_config.gemm(a.dtype, aligned, split, loader.device_limits(context.device)), aligned
 
