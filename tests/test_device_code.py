@@ -294,7 +294,7 @@ TILES = [
     Case(L=150, k=2, E=3, d=72, h=136, routing="skewed", order="pair_transposed"),
     Case(L=60, k=2, E=3, d=264, h=24, order="transposed"),
 ]
-# Compiling the variants takes most of the time. fp16 differs from bf16 in one instruction, so one variant of each kernel
+# Compiling the variants takes most of the time. fp16 differs from bf16 in one instruction, so one variant per kernel
 # is enough; fp32 does without the aligned transposed ones.
 TILES_OF = {"bfloat16": TILES, "float32": TILES[:6], "float16": TILES[:2]}
 
