@@ -307,7 +307,8 @@ def test_layer_across_tile_boundaries(device, dtype, case):
     layer.assert_matches_reference(layer.run())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# Activations are the same code in every dtype: all of them in fp32, which shows the smallest error, two in bf16.
+@pytest.mark.parametrize("case", [c for c in CASES if not is_aligned(c) or c.activation in ("swiglu", "relu")], ids=str)
 def test_layer_on_the_shared_cases(device, case):
     inputs = make_inputs(case, 0, DTYPES["bfloat16" if is_aligned(case) else "float32"])
     layer = Layer(device, inputs, case.activation)
@@ -318,12 +319,10 @@ def test_layer_on_the_shared_cases(device, case):
         assert not np.asarray(gradient)[idle].astype(np.float32).any()  # exact zeros
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_two_stage_pipeline(dtype):
-    case = TILES[0 if dtype == "bfloat16" else 2]
+def test_two_stage_pipeline():
+    assert (launch_config.gemm_stages(TWO_STAGES), launch_config.gemm_stages(THREE_STAGES)) == (2, 3)
     with emulated(TWO_STAGES) as device:
-        assert launch_config.gemm_stages(TWO_STAGES) == 2
-        layer = Layer(device, make_inputs(case, 0, DTYPES[dtype]))
+        layer = Layer(device, make_inputs(TILES[0], 0, DTYPES["bfloat16"]))
         results = layer.run()
         layer.assert_matches_reference(results)
     with emulated(THREE_STAGES) as device:  # more copies in flight, the same sums
@@ -380,7 +379,7 @@ LAUNCHED_FOR = {"weights": {"weights_bwd_float32"}, "w1": {"up_wgrad"}, "w2": {"
 
 @pytest.mark.parametrize("needs", [n for size in range(5) for n in combinations(GRADIENTS, size)], ids=str)
 def test_any_subset_of_the_gradients(device, needs):
-    layer = Layer(device, make_inputs(ALIGNED, 0, DTYPES["bfloat16"]))
+    layer = Layer(device, make_inputs(replace(ALIGNED, L=30, E=3), 0, DTYPES["bfloat16"]))
     everything = layer.run()
     for save in ("minimal", "paper", "recompute"):
         _, saved = layer.forward(save)
