@@ -616,6 +616,15 @@ def test_router_on_ties_zeros_infinities_and_nan(device, kind, renormalize, dtyp
     np.testing.assert_allclose(got["weights"], weights, rtol=WEIGHTS_TOLERANCE, atol=1e-30)
 
 
+@pytest.mark.parametrize(("E", "k"), [(100, 32), (1000, 20)])
+def test_ties_of_the_router_go_to_the_lowest_ids(device, E, k):
+    """Also where one lane holds several of the experts that tie."""
+    logits = np.random.default_rng(0).integers(0, 3, (6, E)).astype(np.float32)
+    logits[0] = 1
+    got = run_router(device, logits, np.ones((6, k), np.float32))
+    np.testing.assert_array_equal(got["ids"], reference.route(logits, k)[1])
+
+
 def test_router_in_any_order_of_threads_and_blocks():
     rng = np.random.default_rng(0)
     logits, grad_weights = rng.standard_normal((11, 70)).astype(np.float32), np.ones((11, 6), np.float32)

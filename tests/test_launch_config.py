@@ -1,0 +1,271 @@
+"""Launch geometry: from device limits and problem sizes to grids and shared memory, and that the kernels agree."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy.launch_config import H200, DeviceLimits
+from moeblaze_cupy.ops import aggregation, router
+
+A100 = DeviceLimits(80, 108, 166912, 167936)
+RTX_3090 = DeviceLimits(86, 82, 101376, 102400)
+JETSON_ORIN = DeviceLimits(87, 16, 166912, 167936)
+RTX_4090 = DeviceLimits(89, 128, 101376, 102400)
+B200 = DeviceLimits(100, 148, 232448, 233472)
+RTX_5090 = DeviceLimits(120, 170, 101376, 102400)
+DEVICES = [A100, RTX_3090, JETSON_ORIN, RTX_4090, H200, B200, RTX_5090]
+
+RESERVED_BYTES = 1024  # of shared memory, by the driver, for each resident block
+STATIC_BYTES = 2048  # of the portable down_bwd, which has the most
+
+
+@pytest.fixture(autouse=True)
+def no_forced_tier(monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
+
+
+def resident_blocks(limits, shared_bytes):
+    """By shared memory alone."""
+    return limits.shared_bytes_per_multiprocessor // (shared_bytes + STATIC_BYTES + RESERVED_BYTES)
+
+
+@pytest.mark.parametrize("limits", DEVICES, ids=lambda limits: f"sm_{limits.compute_capability}")
+def test_only_hopper_leaves_the_portable_tier(limits):
+    assert launch_config.tier(limits.compute_capability) == ("sm90" if limits is H200 else "sm80")
+
+
+@pytest.mark.parametrize(
+    ("limits", "stages", "blocks"),
+    [
+        (A100, 2, 2),
+        (JETSON_ORIN, 2, 2),
+        (H200, 3, 2),
+        (B200, 3, 2),
+        (RTX_3090, 3, 1),
+        (RTX_4090, 3, 1),
+        (RTX_5090, 3, 1),
+    ],
+    ids=lambda value: f"sm_{value.compute_capability}" if isinstance(value, DeviceLimits) else str(value),
+)
+def test_pipeline_depth_leaves_room_for_the_second_block(limits, stages, blocks):
+    assert launch_config.gemm_stages(limits) == stages
+    shared_bytes = stages * launch_config.STAGE_BYTES
+    assert shared_bytes + STATIC_BYTES <= limits.shared_bytes_per_block
+    assert resident_blocks(limits, shared_bytes) == blocks
+    deeper = (stages + 1) * launch_config.STAGE_BYTES
+    assert resident_blocks(limits, deeper) < blocks or deeper + STATIC_BYTES > limits.shared_bytes_per_block
+
+
+def test_pipeline_depth_is_two_where_three_stages_do_not_fit_a_block():
+    assert launch_config.gemm_stages(DeviceLimits(80, 1, 98 * 1024, 100 * 1024)) == 2
+
+
+@pytest.mark.parametrize("dtype", loader.ELEMENTS)
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("limits", DEVICES, ids=lambda limits: f"sm_{limits.compute_capability}")
+def test_gemm_configuration(limits, split, aligned, dtype):
+    config = launch_config.gemm(dtype, aligned, split, limits)
+    on_hopper = limits is H200 and aligned and dtype != "float32"
+    assert config.tier == ("sm90" if on_hopper else "sm80")
+    assert config.threads == (384 if on_hopper else 128)
+    assert config.tile_columns == (256 if on_hopper else 128) // (2 if split else 1)
+    assert config.shared_bytes <= limits.shared_bytes_per_block - (0 if on_hopper else STATIC_BYTES)
+    # 5 tiles of rows, 3 of columns: a block each, or as many as there are multiprocessors
+    columns = 2 * config.tile_columns + 1
+    assert config.blocks(columns, 5, limits) == 15
+    assert config.blocks(columns, 5000, limits) == (limits.multiprocessors if on_hopper else 15000)
+
+
+def test_forcing_the_portable_tier_takes_its_configuration_on_hopper(monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
+    config = launch_config.gemm("bfloat16", True, False, H200)
+    assert (config.tier, config.stages, config.shared_bytes) == ("sm80", 3, 3 * launch_config.STAGE_BYTES)
+
+
+@given(counts=st.lists(st.integers(0, 1000), min_size=1, max_size=50), absent=st.integers(0, 300))
+def test_row_tiles_of_any_routing_stay_below_the_bound(counts, absent):
+    tiles = sum(launch_config.ceil_div(count, launch_config.TILE_ROWS) for count in counts)
+    assert tiles <= launch_config.max_row_tiles(sum(counts) + absent, len(counts))
+
+
+@pytest.mark.parametrize(("slots", "experts"), [(0, 5), (1, 1), (3, 5), (128 * 7 + 5, 5), (5, 5)])
+def test_some_routing_reaches_the_bound_on_row_tiles(slots, experts):
+    used = min(experts, slots)
+    counts = [1] * used  # one partial tile each; the rest in whole tiles of the first
+    rest = slots - used
+    if used:
+        counts[0] += rest
+    tiles = sum(launch_config.ceil_div(count, launch_config.TILE_ROWS) for count in counts)
+    assert launch_config.max_row_tiles(slots, experts) - tiles <= (1 if rest % launch_config.TILE_ROWS else 0)
+
+
+@given(columns=st.integers(1, 5000))
+def test_panels_tile_the_columns(columns):
+    panels = launch_config.panels(columns)
+    assert [c for first, width in panels for c in range(first, first + width)] == list(range(columns))
+    for first, width in panels:
+        assert 1 <= width <= launch_config.PANEL_COLUMNS
+        assert first % 8 == 0 and (width % 8 == 0 or columns % 8)  # 16-byte accesses stay possible
+
+
+@given(a=st.integers(0, 10**12), b=st.integers(1, 10**6))
+def test_ceil_div(a, b):
+    assert launch_config.ceil_div(a, b) == (a + b - 1) // b
+
+
+def test_column_tiles():
+    assert [launch_config.column_tiles(n) for n in (1, 128, 129)] == [1, 1, 2]
+    assert [launch_config.column_tiles(n, 64) for n in (1, 64, 65)] == [1, 1, 2]
+
+
+def check_dispatch(num_slots, num_experts, limits):
+    """What dispatch.cu relies on. Few multiprocessors or little shared memory bring many parts."""
+    config = launch_config.dispatch(num_slots, num_experts, limits)
+    part_slots = config.ranges * config.range_slots
+    block_slots = config.parts * part_slots
+    assert config.blocks * block_slots >= num_slots
+    assert config.blocks == 1 or (config.blocks - 1) * block_slots < num_slots  # no block without slots
+    assert 1 <= config.blocks <= limits.multiprocessors
+    assert config.ranges in (2, 4, 8, 16, 32)
+    assert config.range_slots % 32 == 0
+    assert part_slots <= 65536  # slots of a part are numbered in 16 bits
+    assert config.route_threads % 32 == 0 and config.route_threads <= 1024
+
+    counts = 2 * config.ranges * num_experts
+    assert config.count_shared_bytes == counts + 4 * num_experts
+    lists = 5 * 4 * (num_experts + 1)
+    # a run takes a segment of 8 times 8 or 32 places, the last one of an expert in part
+    segment = 8 * (32 if part_slots >= 64 * num_experts else 8)
+    segments = min(part_slots, num_experts) + part_slots // segment
+    scratch = 2 * 4 * config.route_threads
+    assert lists + counts + max(2 * part_slots + 2 * segments, scratch) <= config.route_shared_bytes
+    assert max(config.count_shared_bytes, config.route_shared_bytes) <= limits.shared_bytes_per_block
+
+    ranks, range_counts = 2 * num_slots, 2 * config.blocks * config.parts * config.ranges * num_experts
+    assert config.workspace_bytes(num_slots, num_experts) == ranks + range_counts + 4 * config.blocks * num_experts
+    assert config.range_counts(num_experts) % 2 == 0  # copied as pairs
+    return config
+
+
+@settings(max_examples=300)
+@given(
+    num_slots=st.one_of(st.integers(0, 5000), st.integers(0, launch_config.MAX_SLOTS)),
+    num_experts=st.one_of(st.integers(1, 300), st.integers(1, launch_config.MAX_EXPERTS)),
+    limits=st.sampled_from([A100, H200, B200]),
+)
+def test_dispatch_of_any_size(num_slots, num_experts, limits):
+    check_dispatch(num_slots, num_experts, limits)
+
+
+@settings(max_examples=300)
+@given(
+    num_slots=st.one_of(st.integers(0, 5000), st.integers(0, launch_config.MAX_SLOTS)),
+    num_experts=st.integers(1, 3800),  # more do not fit
+    limits=st.sampled_from([RTX_3090, RTX_4090, RTX_5090]),
+)
+def test_dispatch_of_any_size_with_99_kib_of_shared_memory(num_slots, num_experts, limits):
+    check_dispatch(num_slots, num_experts, limits)
+
+
+@pytest.mark.parametrize("limits", [A100, RTX_4090, H200], ids=lambda limits: f"sm_{limits.compute_capability}")
+def test_dispatch_has_a_warp_per_range_or_refuses(limits):
+    """Two warps scan, and a range without a warp would stay out of the lists."""
+    too_few = []
+    for num_experts in range(1, launch_config.MAX_EXPERTS + 1):
+        for num_slots in (0, 1000, 10**7):
+            try:
+                config = launch_config.dispatch(num_slots, num_experts, limits)
+            except ValueError as error:
+                assert f"got {num_experts}" in str(error)
+                assert limits is RTX_4090
+                continue
+            if config.route_threads < 32 * max(2, config.ranges):
+                too_few.append((num_experts, config.route_threads, config.ranges))
+    assert not too_few
+
+
+def test_dispatch_takes_longer_ranges_before_more_blocks_and_blocks_before_parts():
+    configs = [launch_config.dispatch(n, 64, H200) for n in (100, 2048, 2049, 128 * 32 * 132, 10**8)]
+    assert [config.ranges for config in configs] == [4, 16, 16, 32, 32]
+    assert [config.blocks for config in configs] == [1, 1, 2, 132, 132]
+    assert [config.parts > 1 for config in configs] == [False, False, False, False, True]
+
+
+KERNELS = Path(loader.source_folder())
+
+
+def source(name: str) -> str:
+    return (KERNELS / name).read_text()
+
+
+def constants(*names: str) -> dict[str, int]:
+    """The constants of kernel sources that are sums and products of numbers and of each other."""
+    known = {}
+    for name in names:
+        for statement in re.findall(r"^constexpr (?:int|unsigned) ([^;]+);", source(name), re.MULTILINE):
+            for constant, value in re.findall(r"(\w+) = ([^,]+)", statement):
+                terms = re.split(r"[ +*]+", value)
+                if all(term.isdigit() or term in known for term in terms):
+                    known[constant] = eval(value, {}, known)
+    return known
+
+
+def test_portable_gemms_have_the_tiles_of_the_launches():
+    found = constants("gemm_core_sm80.cuh")
+    assert (found["BM"], found["BN"]) == (launch_config.TILE_ROWS, launch_config.TILE_COLUMNS)
+    assert found["THREADS"] == launch_config.GEMM_THREADS
+    assert found["STAGE_BYTES"] == launch_config.STAGE_BYTES
+    assert "TILE_COLUMNS = SPLIT ? 64 : 128" in source("grouped_gemm_sm80.cu")
+    for name in ("grouped_gemm_sm80.cu", "grouped_wgrad_sm80.cu"):
+        assert re.search(r"__launch_bounds__\(THREADS, 2\)", source(name))
+    # the epilogue stages the rows of 4 warps where the stages were
+    assert 4 * 4 * constants("row_staging.cuh")["STAGED_FLOATS"] <= 2 * launch_config.STAGE_BYTES
+
+
+def test_hopper_gemms_have_the_tiles_of_the_launches():
+    found = constants("row_staging.cuh", "gemm_core_sm90.cuh")
+    config = launch_config.gemm("bfloat16", True, False, H200)
+    assert (found["BM"], found["BN"]) == (launch_config.TILE_ROWS, config.tile_columns)
+    assert found["STAGES"] == config.stages
+    consumer_warps = config.threads // 32 - 4
+    assert config.shared_bytes == found["STAGES"] * found["STAGE_BYTES"] + consumer_warps * 4 * found["STAGED_FLOATS"]
+    assert "TILE_COLUMNS = SPLIT ? 128 : 256" in source("grouped_gemm_sm90.cu")
+    for name in ("grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu"):
+        assert f"__launch_bounds__({config.threads}, 1)" in source(name)
+
+
+def test_aggregation_and_router_have_the_blocks_of_the_launches():
+    tokens, slots = aggregation.TOKENS_PER_BLOCK, aggregation.SLOTS_PER_BLOCK
+    text = source("aggregation.cu")
+    assert f"token = blockIdx.x * {tokens}LL + threadIdx.x / 32" in text
+    assert f"slot = blockIdx.x * {slots}LL + threadIdx.x" in text
+    assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * tokens)} == {str(slots)}
+    assert f"column += {launch_config.PANEL_COLUMNS}" in text  # 8 columns per lane
+    text = source("router.cu")
+    assert set(re.findall(r"blockIdx\.x \* (\d+)LL", text)) == {str(router.TOKENS_PER_BLOCK)}
+    assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * router.TOKENS_PER_BLOCK)}
+    assert 4 * router.TOKENS_PER_BLOCK * launch_config.MAX_ROUTER_EXPERTS <= launch_config.DEFAULT_SHARED_BYTES
+    assert launch_config.MAX_ROUTER_K == 32  # a lane holds a slot
+
+
+def test_dispatch_compares_as_many_bits_as_an_expert_has():
+    bits = [int(n) for n in re.findall(r"CALL\((\d+)\);", source("dispatch.cu"))]
+    bounds = [int(n) for n in re.findall(r"num_experts <= (\d+)\)", source("dispatch.cu"))]
+    assert all(bound <= 2**n for bound, n in zip(bounds, bits, strict=False))
+    assert 2 ** bits[-1] >= launch_config.MAX_EXPERTS
+    assert set(re.findall(r"__launch_bounds__\((\d+)\)", source("dispatch.cu"))) == {"1024"}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7, 255, 641, 1000, 4097, 32767, launch_config.MAX_K])
+def test_the_reciprocal_of_k_divides_exactly(k):
+    """dispatch.cu writes slot / k as a multiplication, for a slot of a part plus the first one's place in its token."""
+    slots = np.arange(65536 + k - 1, dtype=np.uint64)
+    reciprocal = np.uint64(0xFFFFFFFF // k + 1)
+    assert np.array_equal(slots * reciprocal >> np.uint64(32), slots // np.uint64(k))
+    assert (65536 + k) * k < 2**32
