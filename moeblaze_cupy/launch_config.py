@@ -156,7 +156,9 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
     free_bytes = limits.shared_bytes_per_block - static_bytes - lists_bytes - range_bytes
     most_slots = min(65536, free_bytes * 32 // 65)  # 2 bytes per slot, and 2 per 64 slots of one expert
     most_rounds = most_slots // (32 * ranges)
-    if most_rounds < 1:
+    # the sum over blocks takes 8 bytes per thread in the room of the slots
+    route_threads = min(max(256, 32 * ranges), free_bytes // 8 // 32 * 32)
+    if most_rounds < 1 or route_threads < 32 * ranges:
         raise ValueError(
             f"dispatch: num_experts: expected few enough for {limits.shared_bytes_per_block} bytes of shared memory "
             f"per block (22 per expert, and counters), got {num_experts}"
@@ -165,8 +167,6 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
     rounds = max(1, ceil_div(num_slots, 32 * ranges * blocks))  # of 32 slots per range, of one block
     parts = ceil_div(rounds, most_rounds)
     rounds = ceil_div(rounds, parts)  # of one part
-    # the sum over blocks takes 8 bytes per thread in the room of the slots
-    route_threads = min(max(256, 32 * ranges), free_bytes // 8 // 32 * 32)
     slots = 32 * ranges * rounds
     return DispatchConfig(
         blocks=max(1, ceil_div(num_slots, parts * rounds * 32 * ranges)),

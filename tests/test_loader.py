@@ -1,0 +1,421 @@
+"""Kernel sources to kernels: which constants a step compiles with, what names a build, what is compiled when."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import ORDERS, Case, make_inputs
+
+from moeblaze_cupy import arrays, launch_config, loader, tensor_map
+from moeblaze_cupy.loader import Variant, gemm_variant
+from moeblaze_cupy.ops import experts
+from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+
+ROOT = Path(loader.__file__).resolve().parent.parent
+A100 = launch_config.DeviceLimits(80, 108, 166912, 167936)
+GEMMS, WGRADS = ("up_fwd", "down_fwd", "down_bwd", "up_bwd"), ("down_wgrad", "up_wgrad")
+
+
+def macros(entry, **options):
+    defaults = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True}
+    return dict(gemm_variant(entry, **defaults | options).macros)
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize(
+    ("entry", "transposed", "k_contiguous"),
+    [  # Forward reduces over the rows of a weight, backward over its columns.
+        ("up_fwd", False, 0),
+        ("up_fwd", True, 1),
+        ("down_fwd", False, 0),
+        ("down_fwd", True, 1),
+        ("down_bwd", False, 1),
+        ("down_bwd", True, 0),
+        ("up_bwd", False, 1),
+        ("up_bwd", True, 0),
+    ],
+)
+def test_memory_order_of_the_weight_within_a_gemm(entry, transposed, k_contiguous, tier):
+    assert macros(entry, transposed=transposed, tier=tier)["B_K_CONTIGUOUS"] == str(k_contiguous)
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize(
+    ("entry", "transposed", "gathered"),
+    [  # P spans the strided side of the gradient in memory, Q the contiguous one; x and grad_out are gathered.
+        ("up_wgrad", False, "GATHER_P"),
+        ("up_wgrad", True, "GATHER_Q"),
+        ("down_wgrad", False, "GATHER_Q"),
+        ("down_wgrad", True, "GATHER_P"),
+    ],
+)
+def test_operand_that_a_weight_gradient_gathers(entry, transposed, gathered, tier):
+    found = macros(entry, transposed=transposed, tier=tier)
+    assert {name: found[name] for name in ("GATHER_P", "GATHER_Q")} == {
+        name: str(int(name == gathered)) for name in ("GATHER_P", "GATHER_Q")
+    }
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_epilogue_gather_and_segments_of_each_gemm(activation):
+    gated = str(int(activation in GATED_ACTIVATIONS))
+    kind = {"silu": "SILU", "swiglu": "SILU", "gelu": "GELU", "geglu": "GELU", "relu": "RELU", "reglu": "RELU"}
+    keys = ("EPILOGUE", "GATHER", "K_SEGMENTS", "GATED", "ACTIVATION")
+    found = {entry: tuple(macros(entry, activation=activation)[key] for key in keys) for entry in GEMMS}
+    assert found == {
+        "up_fwd": ("ACTIVATE", "1", "1", gated, kind[activation]),
+        "down_fwd": ("STORE", "0", "1", "0", "SILU"),
+        "down_bwd": ("ACTIVATE_BWD", "1", "1", gated, kind[activation]),
+        "up_bwd": ("STORE", "0", "2" if gated == "1" else "1", "0", "SILU"),
+    }
+
+
+@pytest.mark.parametrize("entry", [*GEMMS, *WGRADS])
+def test_tiers_have_their_own_sources_and_constants(entry):
+    family = "grouped_wgrad" if entry in WGRADS else "grouped_gemm"
+    options = {"dtype": "float16", "activation": "swiglu", "transposed": False, "aligned": True, "stages": 2}
+    portable, hopper = (gemm_variant(entry, **options, tier=tier) for tier in ("sm80", "sm90"))
+    assert (portable.source, hopper.source) == (f"{family}_sm80.cu", f"{family}_sm90.cu")
+    assert portable.entry == hopper.entry == dict(portable.macros)["ENTRY"] == dict(hopper.macros)["ENTRY"] == entry
+    only_portable = {"MMA": "mma_fp16", "ALIGNED": "1", "STAGES": "2"}
+    assert set(portable.macros) - set(hopper.macros) == set(only_portable.items())
+    assert set(hopper.macros) - set(portable.macros) == {("WGMMA", "wgmma_fp16")}
+
+
+@pytest.mark.parametrize("dtype", loader.ELEMENTS)
+def test_elements(dtype):
+    for entry in (*GEMMS, *WGRADS):
+        found = macros(entry, dtype=dtype, weights_dtype=dtype)
+        assert found["ELEMENT"] == loader.ELEMENTS[dtype]
+        assert found["MMA"] == ("mma_fp16" if dtype == "float16" else "mma_bf16")
+        # only the backward of the second layer reads router weights
+        assert found.get("WEIGHT", "float") == (loader.ELEMENTS[dtype] if entry == "down_bwd" else "float")
+
+
+def test_kernels_that_an_activation_does_not_enter_are_shared():
+    def variant(entry, activation):
+        return gemm_variant(entry, dtype="bfloat16", activation=activation, transposed=False, aligned=True)
+
+    for entry in ("down_fwd", *WGRADS):
+        assert len({variant(entry, activation) for activation in ACTIVATIONS}) == 1
+    assert len({variant("up_bwd", activation) for activation in GATED_ACTIVATIONS}) == 1
+    assert len({variant("up_bwd", activation) for activation in PLAIN_ACTIVATIONS}) == 1
+    for entry in ("up_fwd", "down_bwd"):
+        assert len({variant(entry, activation) for activation in ACTIVATIONS}) == len(ACTIVATIONS)
+
+
+def test_names_tell_variants_apart():
+    assert Variant("router.cu", "router_fwd_float32").name == "router_fwd_float32"
+    name = gemm_variant("up_wgrad", dtype="float32", activation="silu", transposed=True, aligned=False, stages=2).name
+    assert name == "up_wgrad element=float aligned=0 stages=2 gather_p=0 gather_q=1"
+    everything = loader.variants(
+        tuple(loader.ELEMENTS), ("row", "transposed"), ACTIVATIONS, (True, False), launch_config.H200
+    )
+    gemms = [v for v in everything if v.entry]
+    assert len({(v.source, v.name) for v in gemms}) == len(gemms)
+
+
+class Host(arrays.NumPy):
+    """Allocates on the host."""
+
+    @staticmethod
+    def empty(shape, dtype, device):
+        return np.empty(shape, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+@pytest.mark.parametrize("limits", [A100, launch_config.H200], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("d", "h"), [(24, 40), (25, 40)], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(("activation", "order"), [*itertools.product(["geglu"], ORDERS), ("relu", "transposed")])
+def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d, h, dtype, limits):
+    """`precompile` must prepare what the first step will ask for, no more and no less."""
+    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
+    monkeypatch.setattr(loader, "device_limits", lambda device: limits)
+    monkeypatch.setattr(tensor_map, "encode", lambda *args: None)
+    launched = set()
+    monkeypatch.setattr(loader, "launch", lambda context, variant, *args: launched.add(variant))
+    case = Case(L=5, k=2, E=3, d=d, h=h, activation=activation, order=order)
+    element = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    for weights_dtype in (np.float32, element):
+        x, ids, weights, w1, w2, grad_out = make_inputs(case, 0, element)
+        context = arrays.Context(Host, 0, 0)
+        w1 = w1 if isinstance(w1, tuple) else (w1,)
+        x, ids, weights, w2, grad_out, *w1 = map(
+            context.describe, (x, ids, weights.astype(weights_dtype), w2, grad_out, *w1)
+        )
+        _, saved = experts.moe_forward(context, x, ids, weights, tuple(w1), w2, activation=activation, save="minimal")
+        experts.moe_backward(context, grad_out, saved, needs=("x", "weights", "w1", "w2"), keep_saved=False)
+    memory_order = "transposed" if order.endswith("transposed") else "row"
+    prepared = loader.variants((dtype,), (memory_order,), (activation,), (d % 8 == 0,), limits)
+    assert {v for v in launched if v.macros} == {v for v in prepared if v.macros}
+    assert {v.source for v in launched if not v.macros} <= {v.source for v in prepared} >= set(loader.SHAPE_INDEPENDENT)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A copy of the kernel sources that may be changed."""
+    folder = tmp_path / "kernels_cu"
+    shutil.copytree(loader.source_folder(), folder)
+    monkeypatch.setattr(loader, "source_folder", lambda: str(folder))
+    loader.source_digest.cache_clear()
+    yield folder
+    loader.source_digest.cache_clear()
+
+
+def fresh_digest():
+    loader.source_digest.cache_clear()
+    return loader.source_digest()
+
+
+def test_digest_follows_every_source_and_header(sources):
+    before = {fresh_digest()}
+    names = sorted(path.name for path in sources.iterdir() if path.suffix in (".cu", ".cuh"))
+    assert {"common.cuh", "dispatch.cu", "gemm_core_sm80.cuh"} <= set(names)
+    for name in names:
+        with open(sources / name, "a") as file:
+            file.write("//\n")
+        assert fresh_digest() not in before
+        before.add(fresh_digest())
+    (sources / "common.cuh").rename(sources / "renamed.cuh")
+    assert fresh_digest() not in before
+
+
+def test_digest_ignores_other_files(sources):
+    before = fresh_digest()
+    (sources / "notes.txt").write_text("?")
+    (sources / "__init__.py").write_text("x = 1")
+    assert fresh_digest() == before
+
+
+def test_options_name_the_sources_and_the_constants(sources):
+    variant = gemm_variant("down_fwd", dtype="bfloat16", activation="swiglu", transposed=False, aligned=True)
+    options = loader.options(variant)
+    assert options[:2] == ("-std=c++17", f"-I{sources}")
+    assert f"-DSOURCE_DIGEST=0x{loader.source_digest()}" in options
+    assert {f"-D{name}={value}" for name, value in variant.macros} <= set(options)
+    with open(sources / "common.cuh", "a") as file:
+        file.write("//\n")
+    fresh_digest()
+    assert loader.options(variant) != options  # CuPy's cache does not look into headers
+
+
+def test_only_hoppers_kernels_name_an_architecture():
+    options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True}
+    for entry in (*GEMMS, *WGRADS):
+        assert "-arch=sm_90a" in loader.options(gemm_variant(entry, **options, tier="sm90"))
+        assert not [o for o in loader.options(gemm_variant(entry, **options)) if "arch" in o]
+
+
+class FakeModule:
+    """cupy.RawModule; counts what is made."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, code, options):
+        self.made.append(self)
+        self.code, self.options, self.compiled, self.limits, self.calls = code, options, 0, [], []
+
+    def compile(self):
+        self.compiled += 1
+
+    def get_function(self, name):
+        return FakeFunction(self, name)
+
+
+class FakeFunction:
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+    def __setattr__(self, name, value):
+        if name == "max_dynamic_shared_size_bytes":
+            self.module.limits.append(value)
+        object.__setattr__(self, name, value)
+
+    def __call__(self, *args, **options):
+        self.module.calls.append((args, options))
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """As much of CuPy as the loader uses, on a device like an A100; no kernel is loaded yet."""
+    attributes = {75: 8, 76: 0, 16: 108, 97: 166912, 81: 167936}
+    runtime = SimpleNamespace(getDeviceCount=lambda: 1, deviceGetAttribute=lambda number, device: attributes[number])
+    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), RawModule=FakeModule)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(loader, "_kernels", {})
+    monkeypatch.setattr(FakeModule, "made", [])
+    caches = (loader._module, loader.device_limits)
+    for cache in caches:
+        cache.cache_clear()
+    yield fake
+    for cache in caches:
+        cache.cache_clear()
+
+
+ROUTER = Variant("router.cu", "router_fwd_float32")
+
+
+def test_device_limits_are_read_from_the_runtime(cupy):
+    assert loader.device_limits(0) == A100
+
+
+def test_entries_of_one_source_share_a_module(cupy):
+    loader.kernel(0, ROUTER)
+    loader.kernel(0, Variant("router.cu", "router_bwd_float32"))
+    loader.kernel(0, ROUTER)
+    (module,) = FakeModule.made
+    assert module.code == (Path(loader.source_folder()) / "router.cu").read_text()
+    assert module.options == loader.options(ROUTER)
+
+
+def test_shared_memory_of_a_kernel_only_grows(cupy):
+    for nbytes in (0, 48 * 1024, 64 * 1024, 1024, 96 * 1024, 64 * 1024):
+        loader.kernel(0, ROUTER, nbytes)
+    assert FakeModule.made[0].limits == [64 * 1024, 96 * 1024]  # up to 48 KiB needs no opt-in
+
+
+def test_threads_get_one_kernel(cupy):
+    found, start = [], threading.Barrier(8)
+
+    def load():
+        start.wait()
+        found.append(loader.kernel(0, ROUTER, 64 * 1024))
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(map(id, found))) == 1
+    assert FakeModule.made[0].limits == [64 * 1024]
+
+
+def test_launch_passes_geometry_arguments_and_the_stream(cupy):
+    context = SimpleNamespace(device=0, stream=1234)
+    loader.launch(context, ROUTER, (3, 2), 128, (10, 20), 56 * 1024)
+    ((args, options),) = FakeModule.made[0].calls
+    assert args == ((3, 2), (128,), (10, 20))
+    assert (options["shared_mem"], options["stream"].ptr) == (56 * 1024, 1234)
+
+
+def test_precompile_compiles_once_per_module(cupy):
+    assert loader.precompile(ROUTER) >= 0
+    loader.kernel(0, ROUTER)
+    assert [module.compiled for module in FakeModule.made] == [1]
+
+
+@pytest.fixture
+def precompiled(monkeypatch):
+    """Sources that are precompiled, on a machine with a GPU."""
+    monkeypatch.delenv("MOEBLAZE_COMPILE", raising=False)
+    monkeypatch.setattr(loader, "_has_cuda_device", lambda: True)
+    found = []
+    monkeypatch.setattr(loader, "precompile", lambda variant: found.append(variant.source))
+    return found
+
+
+def test_import_compiles_what_depends_on_no_shape(precompiled):
+    loader.compile_at_import()
+    assert tuple(precompiled) == loader.SHAPE_INDEPENDENT
+
+
+def test_lazy_import_compiles_nothing(precompiled, monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_COMPILE", "lazy")
+    loader.compile_at_import()
+    assert not precompiled
+
+
+def test_import_without_a_gpu_compiles_nothing(precompiled, monkeypatch):
+    monkeypatch.setattr(loader, "_has_cuda_device", lambda: False)
+    loader.compile_at_import()
+    assert not precompiled
+
+
+def test_import_survives_a_failed_compilation(precompiled, monkeypatch):
+    def fail(variant):
+        precompiled.append(variant.source)
+        raise RuntimeError("no NVRTC")
+
+    monkeypatch.setattr(loader, "precompile", fail)
+    loader.compile_at_import()
+    assert precompiled == ["dispatch.cu"]  # the next would fail as well
+
+
+def test_no_driver_is_no_device(monkeypatch):
+    import ctypes
+
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert loader._has_cuda_device() is False
+
+
+@pytest.mark.parametrize(("status", "count", "found"), [(0, 2, True), (0, 0, False), (100, 0, False)])
+def test_a_device_is_what_the_driver_counts(monkeypatch, status, count, found):
+    import ctypes
+
+    def device_count(pointer):
+        pointer._obj.value = count
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=device_count)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert loader._has_cuda_device() is found
+
+
+def run_python(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+IMPORT_TIME = """
+import time
+start = time.process_time()  # of this process: other work on the machine does not count
+import moeblaze_cupy
+print(time.process_time() - start)
+"""
+
+
+def test_import_takes_less_than_half_a_second():
+    """NumPy included; compiling, which a GPU would bring, is left out."""
+    assert min(float(run_python(IMPORT_TIME, MOEBLAZE_COMPILE="lazy")) for _ in range(3)) < 0.5
+
+
+WITHOUT_CUPY = """
+import sys
+sys.modules["cupy"] = None  # its import raises ImportError
+import numpy as np
+import moeblaze_cupy as mb
+from moeblaze_cupy import loader
+weights, ids = mb.route(np.eye(4, dtype=np.float32), 2)
+index = mb.build_dispatch(ids, 4)
+print(index.expert_token_offsets.tolist(), "torch" in sys.modules)
+try:
+    loader.import_cupy()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_the_package_imports_and_runs_on_the_cpu_without_cupy():
+    first, second = run_python(WITHOUT_CUPY).splitlines()
+    assert first == "[0, 4, 6, 7, 8] False"
+    assert second.startswith("moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays")
