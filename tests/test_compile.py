@@ -1,9 +1,16 @@
 """Every kernel and variant compiles to a cubin with NVRTC, without a GPU, within recorded registers and spills."""
 
 import ctypes
+import functools
+import os
 import re
+import shutil
+import subprocess
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +26,16 @@ LIMITS = {
     "120": launch_config.DeviceLimits(120, 170, 101376, 102400),
 }
 
-# Registers per entry: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads
-# leave each thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave.
-REGISTER_CAPS = {"grouped_gemm_sm90.cu": 168, "grouped_wgrad_sm90.cu": 168, "dispatch.cu": 64, "router.cu": 64}
+# Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
+# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation three
+# blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation.
+REGISTER_CAPS = {
+    "grouped_gemm_sm90.cu": 168,
+    "grouped_wgrad_sm90.cu": 168,
+    "dispatch.cu": 64,
+    "router.cu": 48,
+    "aggregation.cu": 80,
+}
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; 128 in Hopper's down_bwd, whose epilogue
 # holds 128 accumulators, two operands and a product.
@@ -34,19 +48,25 @@ def spill_cap(variant) -> int:
     return UNALIGNED_SPILL_CAP if dict(variant.macros).get("ALIGNED") == "0" else ALIGNED_SPILL_CAP
 
 
-def find_nvrtc():
-    """NVRTC of the installed wheel, or None."""
-    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+def wheel_files(*packages) -> dict[str, str]:
+    """Paths of the files of the first of the wheels that is installed, by name."""
+    for package in packages:
         try:
-            paths = {file.name: str(file.locate()) for file in metadata.files(package) or ()}
+            return {file.name: str(file.locate()) for file in metadata.files(package) or ()}
         except metadata.PackageNotFoundError:
             continue
-        for name, path in paths.items():
-            if name.startswith("libnvrtc-builtins"):  # NVRTC looks for it by name, which finds it only if it is loaded
-                ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
-        for name, path in paths.items():
-            if re.fullmatch(r"libnvrtc\.so\.\d+", name):
-                return ctypes.CDLL(path)
+    return {}
+
+
+def find_nvrtc():
+    """NVRTC of the installed wheel, or None."""
+    paths = wheel_files("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+    for name, path in paths.items():
+        if name.startswith("libnvrtc-builtins"):  # NVRTC looks for it by name, which finds it only if it is loaded
+            ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+    for name, path in paths.items():
+        if re.fullmatch(r"libnvrtc\.so\.\d+", name):
+            return ctypes.CDLL(path)
     return None
 
 
@@ -54,56 +74,115 @@ NVRTC = find_nvrtc()
 pytestmark = pytest.mark.skipif(NVRTC is None, reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
 
 
-def compile_variant(variant, arch: str) -> str:
-    """The compiler's log, ptxas's included. Raises AssertionError with it if compilation fails."""
-    with open(f"{loader.source_folder()}/{variant.source}", "rb") as file:
-        source = file.read()
+@dataclass(frozen=True)
+class Entry:
+    """What ptxas says of one kernel, in registers and bytes."""
+
+    name: str
+    registers: int
+    stack: int
+    spill_stores: int
+    static_shared: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    log: str
+    cubin: bytes
+
+    def entries(self) -> list[Entry]:
+        found = []
+        for text in self.log.split("Compiling entry function ")[1:]:
+            stack, stores = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", text).groups()
+            registers = re.search(r"Used (\d+) registers", text)[1]
+            shared = re.search(r"(\d+) bytes smem", text)
+            numbers = (registers, stack, stores, shared[1] if shared else 0)
+            found.append(Entry(re.match(r"'(\w+)'", text)[1], *map(int, numbers)))
+        return found
+
+
+@functools.cache
+def compiled(variant, arch: str) -> Compiled:
+    """Raises AssertionError with the compiler's log if compilation fails."""
+    source = (Path(loader.source_folder()) / variant.source).read_bytes()
     options = [o for o in loader.options(variant) if not o.startswith("-arch")]
-    options += [f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v"]
+    options += [f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v"]  # the second as CuPy does
     encoded = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     program = ctypes.c_void_p()
     assert NVRTC.nvrtcCreateProgram(ctypes.byref(program), source, variant.source.encode(), 0, None, None) == 0
     status = NVRTC.nvrtcCompileProgram(program, len(options), encoded)
-    size = ctypes.c_size_t()
-    NVRTC.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    NVRTC.nvrtcGetProgramLog(program, log)
-    cubin = ctypes.c_size_t()
-    NVRTC.nvrtcGetCUBINSize(program, ctypes.byref(cubin))
+
+    def result(kind: str) -> bytes:
+        size = ctypes.c_size_t()
+        assert getattr(NVRTC, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)) == 0
+        data = ctypes.create_string_buffer(size.value)
+        assert getattr(NVRTC, f"nvrtcGet{kind}")(program, data) == 0
+        return data.raw
+
+    log = result("ProgramLog").rstrip(b"\0").decode()
+    assert status == 0, f"{variant.name} for sm_{arch}:\n{log}"
+    cubin = result("CUBIN")
     NVRTC.nvrtcDestroyProgram(ctypes.byref(program))
-    text = log.value.decode()
-    assert status == 0 and cubin.value > 0, f"{variant.name} for sm_{arch}:\n{text}"
-    return text
+    return Compiled(log, cubin)
 
 
 def problems(variant, arch: str) -> list[str]:
-    """What is wrong with the compiled entries: warnings, registers, spills."""
-    log = compile_variant(variant, arch)
-    found = [line for line in log.splitlines() if re.search(r"warning|C75\d\d|C76\d\d", line)]
-    entries = re.findall(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", log, re.DOTALL
-    )
-    assert entries, log
-    for entry, spilled, registers in entries:
-        if int(registers) > REGISTER_CAPS.get(variant.source, 255):
-            found.append(f"{entry}: {registers} registers")
-        if int(spilled) > spill_cap(variant):
-            found.append(f"{entry}: {spilled} bytes of spill stores")
+    """What is wrong with the compiled entries: warnings, registers, local and shared memory."""
+    done, limits = compiled(variant, arch), LIMITS[arch]
+    found = [line for line in done.log.splitlines() if re.search(r"warning|C75\d\d|C76\d\d", line)]
+    entries = done.entries()
+    if not done.cubin.startswith(b"\x7fELF"):
+        found.append("no cubin")
+    if (names := {entry.name for entry in entries}) != entry_names(variant):
+        found.append(f"entries {sorted(names)}")
+    for entry in entries:
+        if entry.registers > REGISTER_CAPS.get(variant.source, 255):
+            found.append(f"{entry.name}: {entry.registers} registers")
+        if entry.spill_stores > spill_cap(variant):
+            found.append(f"{entry.name}: {entry.spill_stores} bytes of spill stores")
+        if entry.stack > entry.spill_stores + 16:  # 16: rounding; more is an array indexed at run time
+            found.append(f"{entry.name}: {entry.stack} bytes of stack for {entry.spill_stores} of spills")
+        if entry.static_shared > static_shared_cap(variant, limits):
+            found.append(f"{entry.name}: {entry.static_shared} bytes of static shared memory")
     return [f"{variant.name or variant.source} for sm_{arch}: {problem}" for problem in found]
 
 
-def variants_of(arch: str) -> list:
-    """All dtypes, orders and alignments of one activation, and all activations of one dtype and order."""
-    limits = LIMITS[arch]
-    every = {}
+def entry_names(variant) -> set[str]:
+    """Kernels of a source, by the names the host asks for."""
+    if variant.entry:
+        return {variant.entry}
     dtypes = tuple(loader.ELEMENTS)
+    router = {f"router_{direction}_{dtype}" for direction in ("fwd", "bwd") for dtype in dtypes}
+    weights = {(dtype, weights) for dtype in dtypes for weights in (dtype, "float32")}
+    sums = {f"aggregate_{x}_{w}{suffix}" for x, w in weights for suffix in ("", "_unaligned")}
+    return {
+        "dispatch.cu": {"dispatch_block_int32", "dispatch_count_int32", "dispatch_count_int64", "dispatch_route"},
+        "router.cu": router,
+        "aggregation.cu": sums | {f"weights_bwd_{dtype}" for dtype in dtypes},
+    }[variant.source]
+
+
+def static_shared_cap(variant, limits) -> int:
+    """What launch_config leaves for static arrays beside the dynamic shared memory."""
+    if variant.source.endswith("_sm90.cu"):
+        return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
+    return 2048 if variant.entry else 0
+
+
+def variants_of(arch: str) -> list:
+    """All dtypes, orders and alignments of one activation, and all activations of one dtype and order; or a selection.
+
+    Kernels for odd sizes take longest to compile; in these, router weights of x's dtype are one load more.
+    """
+    limits = LIMITS[arch]
+    every = []
     if arch in ("80", "90a"):
-        every |= dict.fromkeys(loader.variants(dtypes, ("row", "transposed"), ("swiglu",), (True, False), limits))
-        every |= dict.fromkeys(loader.variants(("bfloat16",), ("row",), ACTIVATIONS, (True,), limits))
+        every += loader.variants(tuple(loader.ELEMENTS), ("row", "transposed"), ("swiglu",), (True, False), limits)
+        every += loader.variants(("bfloat16",), ("row",), ACTIVATIONS, (True,), limits)
     else:
-        every |= dict.fromkeys(loader.variants(dtypes, ("row",), ("swiglu",), (True,), limits))
-        every |= dict.fromkeys(loader.variants(("bfloat16",), ("transposed",), ("gelu",), (True, False), limits))
-    return list(every)
+        every += loader.variants(("bfloat16", "float32"), ("row",), ("swiglu",), (True,), limits)
+        every += loader.variants(("bfloat16",), ("transposed",), ("gelu",), (True, False), limits)
+    return [v for v in dict.fromkeys(every) if not ({("ALIGNED", "0"), ("WEIGHT", "bf16")} <= set(v.macros))]
 
 
 @pytest.mark.parametrize("arch", LIMITS)
@@ -116,3 +195,63 @@ def test_every_variant_compiles_within_its_caps(arch):
 def test_hopper_takes_hoppers_kernels():
     sources = {v.source for v in variants_of("90a")}
     assert {"grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "grouped_gemm_sm80.cu"} <= sources
+
+
+def find_disassembler():
+    """cuobjdump, and the environment in which it finds nvdisasm; None without them."""
+    folders = [
+        str(Path(path).parent) for path in wheel_files("nvidia-cuda-cuobjdump").values() if path.endswith("dump")
+    ]
+    path = os.pathsep.join([*folders, os.environ.get("PATH", "")])
+    tool = shutil.which("cuobjdump", path=path)
+    return tool and shutil.which("nvdisasm", path=path) and (tool, os.environ | {"PATH": path})
+
+
+DISASSEMBLER = find_disassembler()
+PRODUCTS = ("HMMA", "HGMMA", "FFMA")
+
+
+def instructions(variant, arch: str, folder: Path) -> list[str]:
+    """Opcodes in the order of their addresses."""
+    tool, environment = DISASSEMBLER
+    file = folder / f"{hash((variant, arch)):x}.cubin"
+    file.write_bytes(compiled(variant, arch).cubin)
+    done = subprocess.run([tool, "-sass", file], env=environment, capture_output=True, text=True, check=True)
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", done.stdout, re.MULTILINE)
+
+
+def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
+    opcodes = instructions(variant, arch, folder)
+    counts = Counter(opcode.split(".")[0] for opcode in opcodes)
+    macros = dict(variant.macros)
+    if macros["ELEMENT"] == "float":
+        expected, absent = ("FFMA", "LDGSTS"), ("HMMA", "HGMMA")  # products of fp32, not of TF32
+    elif "WGMMA" in macros:
+        expected, absent = ("HGMMA", "LDGSTS", "UTMALDG"), ("HMMA",)
+    else:
+        expected, absent = ("HMMA", "LDGSTS", "LDSM"), ("HGMMA",)
+        assert {o for o in opcodes if o.startswith("HMMA")} == {"HMMA.16816.F32.BF16"}
+    found = [f"no {opcode}" for opcode in expected if not counts[opcode]]
+    found += [opcode for opcode in absent if counts[opcode]]
+    product = next(opcode for opcode in PRODUCTS if counts[opcode])
+    places = [i for i, opcode in enumerate(opcodes) if opcode.startswith(product)]
+    if product != "FFMA":  # which epilogues have as well
+        main_loop = opcodes[places[0] : places[-1] + 1]
+        found += [f"{opcode} among the products" for opcode in main_loop if opcode.startswith(("LDL", "STL"))]
+    return [f"{variant.name} for sm_{arch}: {problem}" for problem in found]
+
+
+@pytest.mark.skipif(not DISASSEMBLER, reason="needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump")
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_machine_code_has_the_tensor_cores_and_no_spills_among_the_products(arch, tmp_path, monkeypatch):
+    def gemms(dtypes, orders):
+        return [v for v in loader.variants(dtypes, orders, limits=LIMITS[arch]) if v.entry and v.macros]
+
+    variants = gemms(("bfloat16",), ("row", "transposed")) + gemms(("float32",), ("row",))
+    if arch == "90a":
+        monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
+        variants += gemms(("bfloat16",), ("row",))
+    with ThreadPoolExecutor(2) as pool:
+        checked = pool.map(lambda v: machine_code_problems(v, arch, tmp_path), dict.fromkeys(variants))
+        found = [problem for problems in checked for problem in problems]
+    assert not found, "\n".join(found)
