@@ -11,7 +11,8 @@ template <int KIND>
 __device__ __forceinline__ Activated activate(float x) {
     if (KIND == SILU) {
         const float sigmoid = __fdividef(1.f, 1.f + __expf(-x));  // a few units in the last place of fp32
-        return {x * sigmoid, sigmoid * (1.f + x * (1.f - sigmoid))};
+        const float value = x * sigmoid;
+        return {value, fmaf(value, 1.f - sigmoid, sigmoid)};
     }
     if (KIND == GELU) {  // exact: x times the normal distribution function
         const float cdf = 0.5f * (1.f + erff(x * 0.70710678f));

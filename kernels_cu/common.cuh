@@ -30,6 +30,9 @@ struct Row8 {
     static constexpr int WORDS = 2 * sizeof(T);
     unsigned words[WORDS];
 
+    Row8() = default;
+    __device__ __forceinline__ explicit Row8(uint4 v) : words{v.x, v.y, v.z, v.w} {}
+
     template <bool ALIGNED_ROWS>
     __device__ __forceinline__ void load(const T* p, int64 valid) {
 #pragma unroll
@@ -47,6 +50,11 @@ struct Row8 {
             for (int i = 0; i < 8; ++i)
                 if (i < valid) put(i, p[i]);
         }
+    }
+    __device__ __forceinline__ void store(T* p) const {
+#pragma unroll
+        for (int i = 0; i < WORDS; i += 4)
+            store_global_16(reinterpret_cast<char*>(p) + 4 * i, make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]));
     }
     __device__ __forceinline__ void unpack(float (&v)[8]) const {
 #pragma unroll
@@ -68,8 +76,13 @@ private:
 };
 
 template <class T>
+__device__ __forceinline__ uint4 pack8(T, const float (&v)[8]) {
+    return make_uint4(pack2(T(), v[0], v[1]), pack2(T(), v[2], v[3]), pack2(T(), v[4], v[5]), pack2(T(), v[6], v[7]));
+}
+
+template <class T>
 __device__ __forceinline__ void store_vector8(T* p, const float (&v)[8]) {
-    store_global_16(p, make_uint4(pack2(T(), v[0], v[1]), pack2(T(), v[2], v[3]), pack2(T(), v[4], v[5]), pack2(T(), v[6], v[7])));
+    store_global_16(p, pack8(T(), v));
 }
 __device__ __forceinline__ void store_vector8(float* p, const float (&v)[8]) {
 #pragma unroll

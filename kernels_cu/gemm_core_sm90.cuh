@@ -1,9 +1,11 @@
 // Pipeline and main loop of the Hopper GEMMs: a tile of 128 x 256 per block of 384 threads, K in steps of 64 through a
 // ring of STAGES buffers.
-//   warpgroup 0, producer: fills the buffers; full[s] expects 128 cp.async arrivals, and one more with the bytes of
-//     bulk copies where a kernel uses them (FULL_ARRIVALS).
+//   warpgroup 0, producer: fills the buffers; full[s] expects one arrival with the bytes of bulk copies, and 128 cp.async
+//     arrivals more in kernels that gather.
 //   warpgroups 1 and 2, consumers: 64 rows each, 4 wgmma m64n256k16 per stage, one group in flight; empty[s] expects
-//     one arrival of each of the 8 warps. Their epilogue overlaps with the producer's loads of the next tile.
+//     one arrival of each of the 8 warps.
+// Epilogues run behind the next tile's products: a warp leaves its 16 rows of a finished tile in shared memory, as 16-bit
+// elements, and works through them while products of the next tile are in flight.
 // Buffers hold operands as lines of 128 bytes, 16-byte chunk c of line l at chunk c ^ (l & 7), the 128-byte swizzle of
 // wgmma: K-contiguous, a line per row of M or N; MN-contiguous, a line per k and block of 64 columns.
 #pragma once
@@ -12,8 +14,9 @@
 
 typedef ELEMENT element;
 
-constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4;
+constexpr int BM = 128, BN = 256, BK = 64, STAGES = 3;
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int TILE_BYTES = BM * BN * 2;  // of 16-bit elements
 constexpr bool ALIGNED = true;  // this tier takes sizes that are multiples of 8 only
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -55,43 +58,71 @@ __device__ __forceinline__ uint64 descriptor(unsigned address) {
 }
 
 __device__ __forceinline__ int consumer_warp() { return threadIdx.x / 32 - 4; }
-__device__ __forceinline__ float* warp_staging() {
-    return reinterpret_cast<float*>(dynamic_shared + STAGES * STAGE_BYTES) + consumer_warp() * STAGED_FLOATS;
+
+// This warp's 16 rows of a finished tile in shared memory: 16-byte chunk c of row r at c ^ (r & 7) of its 512 bytes.
+struct FinishedRows {
+    unsigned base;
+    __device__ __forceinline__ FinishedRows()
+        : base(shared_address(dynamic_shared) + STAGES * STAGE_BYTES + consumer_warp() * 16 * BN * 2) {}
+
+    // acc[j] is a tile of mma.m16n8k16: rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
+    __device__ __forceinline__ void put(const float (&acc)[32][4]) const {
+        const unsigned lane = threadIdx.x & 31, row = lane & 15, chunk = lane >> 4 ^ (row & 7);
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 32; j += 2)
+            stmatrix_x4(base + row * (BN * 2) + ((j ^ chunk) << 4), pack2(element(), acc[j][0], acc[j][1]),
+                        pack2(element(), acc[j][2], acc[j][3]), pack2(element(), acc[j + 1][0], acc[j + 1][1]),
+                        pack2(element(), acc[j + 1][2], acc[j + 1][3]));
+        __syncwarp();
+    }
+    __device__ __forceinline__ Row8<element> get(int row, int chunk) const {
+        return Row8<element>(load_shared_16(base + row * (BN * 2) + ((chunk ^ (row & 7)) << 4)));
+    }
+};
+
+// What a warp does with a finished tile: the 16 rows are stored by next(), a few at a time, by the time the next tile is
+// finished.
+struct EpilogueBase {
+    static constexpr int SPREAD = 1 << 20;  // k-steps over which this is spread, if a tile has so many
+    const FinishedRows finished;
+    int rows = 0, done = 0;  // of this warp; next() moves `done` on
+    __device__ __forceinline__ int left() const { return rows - done; }
+};
+
+// Stores rows of the finished tile, up to the share 16 * step / steps of them; after the last tile (no steps) all.
+template <class Epilogue>
+__device__ __forceinline__ void work(Epilogue& epilogue, int step, int steps) {
+    const int share = steps ? 16 * step : 16, scale = max(min(steps, Epilogue::SPREAD), 1);
+    while (epilogue.left() > 0 && epilogue.done * scale < share) epilogue.next();
 }
 
-// acc = this warpgroup's 64 x 256 over `steps` > 0 stages; acc[j] is a tile of mma.m16n8k16 of rows 16 * warp ..
-template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_>
-__device__ __forceinline__ void consume(float (&acc)[32][4], int steps, Ring& ring, const Barriers& barriers) {
-    const int lane = threadIdx.x & 31;
+// acc = this warpgroup's 64 x 256 over `steps` stages; acc[j] is a tile of mma.m16n8k16 of rows 16 * warp .. Without
+// `active` the stages only pass.
+template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, class Epilogue>
+__device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool active, Ring& ring, const Barriers& barriers,
+                                        Epilogue& epilogue) {
+    const bool signals = threadIdx.x % 32 == 0;
     int previous = 0;
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0;; ++step) {
+        work(epilogue, step, steps);
+        if (step == steps) break;
         wait(barriers.full + 8 * ring.stage, ring.parity);
-        const unsigned stage = shared_address(dynamic_shared) + ring.stage * STAGE_BYTES;
-        const uint64 a = descriptor(stage + consumer_warp() / 4 * 8192), b = descriptor(stage + A_BYTES);
-        wgmma_fence();
+        if (active) {
+            const unsigned stage = shared_address(dynamic_shared) + ring.stage * STAGE_BYTES;
+            const uint64 a = descriptor(stage + consumer_warp() / 4 * 8192), b = descriptor(stage + A_BYTES);
+            wgmma_fence();
 #pragma unroll
-        for (int kk = 0; kk < BK / 16; ++kk)
-            WGMMA<!A_K_CONTIGUOUS, !B_K_CONTIGUOUS_>(acc, a + (kk * (A_K_CONTIGUOUS ? 32 : 2048) >> 4),
-                                                     b + (kk * (B_K_CONTIGUOUS_ ? 32 : 2048) >> 4), step + kk);
-        wgmma_commit();
-        if (step > 0) {
+            for (int kk = 0; kk < BK / 16; ++kk)
+                WGMMA<!A_K_CONTIGUOUS, !B_K_CONTIGUOUS_>(acc, a + (kk * (A_K_CONTIGUOUS ? 32 : 2048) >> 4),
+                                                         b + (kk * (B_K_CONTIGUOUS_ ? 32 : 2048) >> 4), step + kk);
+            wgmma_commit();
             wgmma_wait<1>();
-            if (lane == 0) mbarrier_arrive(barriers.empty + 8 * previous);
         }
+        if (step > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
         previous = ring.stage;
         ring.advance();
     }
     wgmma_wait<0>();
-    if (lane == 0) mbarrier_arrive(barriers.empty + 8 * previous);
-}
-
-// Stages 64 accumulator columns of this warp: a piece of four; of a SPLIT tile 32 of gate and the same 32 of up.
-template <bool SPLIT_>
-__device__ __forceinline__ void stage_piece(const float (&acc)[32][4], int piece) {
-    float tile[8][4];
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int s = 0; s < 4; ++s) tile[j][s] = acc[SPLIT_ ? (j / 4) * 16 + piece * 4 + j % 4 : piece * 8 + j][s];
-    RowStaging<SPLIT_ ? 2 : 1>::put(warp_staging(), tile);
+    if (steps > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
 }

@@ -4,8 +4,9 @@
 //   expert_stride         as there; num_experts, halves: what the grid of the portable tier says
 //   routed                tensor map of the operand that is not gathered, 3-D (columns, rows, 1), boxes of 64 x 64 x 1
 //
-// Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
-// Tile: 128 (M) x 256 (N) of one expert's gradient, K = its tokens in steps of 64, STAGES = 4 buffers of 48 KiB.
+// Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 208 KiB.
+// Tile: 128 (M) x 256 (N) of one expert's gradient, K = its tokens in steps of 64, STAGES = 3 buffers of 48 KiB,
+// the finished tile's 64 KiB, and 4 KiB of tokens.
 //   warpgroup 0, producer: gathers 64 token rows per stage by cp.async, a line of 128 bytes per row and block of 64
 //     columns; thread 0 fetches the other operand's boxes. (By cp.async alone, 24 copies per thread and stage, the copies
 //     bound the kernel.) The last stage of an expert with fewer rows takes both by cp.async, with zeros for rows of
@@ -22,6 +23,25 @@ __device__ __forceinline__ Work work_of(int index, int m_tiles, int n_tiles, int
     const Tile tile = raster(within % (m_tiles * n_tiles), m_tiles, n_tiles);
     return {expert, within / (m_tiles * n_tiles), tile.m * BM, tile.n * BN, expert_token_offsets[expert], expert_token_offsets[expert + 1]};
 }
+
+struct GradientRows : EpilogueBase {
+    const int M, N;
+    const int64 ldo;
+    element* out;
+    bool inside;
+    __device__ __forceinline__ GradientRows(int M, int N, int64 ldo) : M(M), N(N), ldo(ldo) {}
+    __device__ __forceinline__ void begin(element* expert, int m, int n0) {
+        const int n = n0 + (threadIdx.x & 31) * 8;
+        rows = min(16, M - m), done = 0, inside = n < N;
+        out = expert + m * ldo + n;
+    }
+    __device__ __forceinline__ void next() {
+        const Row8<element> v = finished.get(done, threadIdx.x & 31);
+        if (inside) v.store(out);
+        out += ldo;
+        ++done;
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const element* p, int64 ldp, int64 p_half, const element* q, int64 ldq, int64 q_half, const int* expert_token_indices,
@@ -40,64 +60,75 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         constexpr int ROWS = BK / 16;  // thread t copies chunk t % 8 of token rows t / 8 + 16 i, for every block of columns
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
+        // Tokens come to shared memory TOKENS at a time, one such block ahead: loaded by each thread for itself, even stages
+        // ahead, they kept the producer waiting.
+        constexpr int TOKENS = 512;
+        int* token_blocks = reinterpret_cast<int*>(dynamic_shared + STAGES * STAGE_BYTES + TILE_BYTES);
+        int block_parity = 0;
+        constexpr int COLUMNS = GATHER_P ? BM : BN;  // of the gathered operand
+        const unsigned gathered_to = GATHER_P ? 0 : A_BYTES, routed_to = GATHER_P ? A_BYTES : 0;
+        const unsigned ld_bytes = static_cast<unsigned>((GATHER_P ? ldp : ldq) * sizeof(element));
+        const int extent = GATHER_P ? M : N, routed_extent = GATHER_P ? N : M;
         for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
             const Work work = work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets);
-            const element* p_tile = p + work.half * p_half + work.m0 + chunk * 8;
-            const element* q_tile = q + work.half * q_half + work.n0 + chunk * 8;
-            // Tokens are loaded AHEAD stages before their use as addresses: one stage is shorter than a load (45% of the
-            // consumers' time went into waiting for the producer so).
-            constexpr int AHEAD = 3;
-            int tokens[AHEAD][ROWS];
-            auto load_tokens = [&](int (&into)[ROWS], int first) {
+            const int column0 = GATHER_P ? work.m0 : work.n0, routed_column0 = GATHER_P ? work.n0 : work.m0;
+            const int64 routed_half = GATHER_P ? q_half : p_half, routed_ld = GATHER_P ? ldq : ldp;
+            const element* gathered = (GATHER_P ? p : q) + work.half * (GATHER_P ? p_half : q_half) + column0 + chunk * 8;
+            const element* others = (GATHER_P ? q : p) + work.half * routed_half + routed_column0 + chunk * 8;
+            int mine[TOKENS / 128];
+            auto load_tokens = [&](int first) {
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    const int row = first + line + 16 * i;
-                    into[i] = row < work.last ? expert_token_indices[row] : 0;
+                for (int i = 0; i < TOKENS / 128; ++i) {
+                    const int row = first + threadIdx.x + 128 * i;
+                    mine[i] = row < work.last ? expert_token_indices[row] : 0;
                 }
             };
-#pragma unroll
-            for (int ahead = 0; ahead < AHEAD; ++ahead) load_tokens(tokens[ahead], work.first + ahead * BK);
-            for (int first = work.first; first < work.last; first += BK) {
-                const unsigned stage = dst + ring.stage * STAGE_BYTES;
+            auto fill = [&](const int* tokens, int first) {
+                const unsigned stage = ring.stage * STAGE_BYTES, full = barriers.full + 8 * ring.stage;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 const bool whole = first + BK <= work.last;
-                const unsigned full = barriers.full + 8 * ring.stage;
                 if (threadIdx.x == 0) {
-                    constexpr int BLOCKS = (GATHER_P ? BN : BM) / 64;
+                    constexpr int BLOCKS = (BM + BN - COLUMNS) / 64;
                     mbarrier_arrive_expect_tx(full, whole ? BLOCKS * 8192 : 0);
-                    const unsigned to = shared + ring.stage * STAGE_BYTES + (GATHER_P ? A_BYTES : 0);
-                    const int column = static_cast<int>(work.half * (GATHER_P ? q_half : p_half)) + (GATHER_P ? work.n0 : work.m0);
                     if (whole)
 #pragma unroll
                         for (int block = 0; block < BLOCKS; ++block)
-                            tensor_load_3d(to + block * 8192, &routed, column + block * 64, first, 0, full);
+                            tensor_load_3d(shared + stage + routed_to + block * 8192, &routed,
+                                           static_cast<int>(work.half * routed_half) + routed_column0 + block * 64, first, 0, full);
                 }
+                if (whole && column0 + COLUMNS <= extent) {
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    const int row = first + line + 16 * i;
-                    if (GATHER_P || !whole) {
-                        const element* p_row = p_tile + static_cast<int64>(GATHER_P ? tokens[0][i] : row) * ldp;
-                        const int left = row < work.last ? M - work.m0 - chunk * 8 : 0;
+                    for (int i = 0; i < ROWS; ++i) {
+                        const char* row = reinterpret_cast<const char*>(gathered) + uint64(ld_bytes) * unsigned(tokens[line + 16 * i]);
 #pragma unroll
-                        for (int block = 0; block < BM / 64; ++block)
-                            cp_async_16(stage + block * 8192 + i * 2048, p_row + block * 64, block * 64 < left ? 16u : 0u);
+                        for (int block = 0; block < COLUMNS / 64; ++block)
+                            cp_async_16(dst + stage + gathered_to + block * 8192 + i * 2048, row + block * 128, 16);
                     }
-                    if (GATHER_Q || !whole) {
-                        const element* q_row = q_tile + static_cast<int64>(GATHER_Q ? tokens[0][i] : row) * ldq;
-                        const int left = row < work.last ? N - work.n0 - chunk * 8 : 0;
-#pragma unroll
-                        for (int block = 0; block < BN / 64; ++block)
-                            cp_async_16(stage + A_BYTES + block * 8192 + i * 2048, q_row + block * 64, block * 64 < left ? 16u : 0u);
+                } else {
+                    for (int i = 0; i < ROWS; ++i) {
+                        const int row = first + line + 16 * i;
+                        const element* from = gathered + static_cast<int64>(tokens[line + 16 * i]) * (GATHER_P ? ldp : ldq);
+                        for (int block = 0; block < COLUMNS; block += 64)
+                            cp_async_16(dst + stage + gathered_to + block * 128 + i * 2048, from + block,
+                                        row < work.last && column0 + chunk * 8 + block < extent ? 16 : 0);
+                        if (whole) continue;
+                        for (int block = 0; block < BM + BN - COLUMNS; block += 64)
+                            cp_async_16(dst + stage + routed_to + block * 128 + i * 2048, others + row * routed_ld + block,
+                                        row < work.last && routed_column0 + chunk * 8 + block < routed_extent ? 16 : 0);
                     }
                 }
                 cp_async_mbarrier_arrive(full);
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-                    for (int ahead = 0; ahead < AHEAD - 1; ++ahead) tokens[ahead][i] = tokens[ahead + 1][i];
-                }
-                load_tokens(tokens[AHEAD - 1], first + AHEAD * BK);
                 ring.advance();
+            };
+            load_tokens(work.first);
+            for (int block = work.first; block < work.last; block += TOKENS) {
+                int* tokens = token_blocks + block_parity * TOKENS;
+                block_parity ^= 1;
+#pragma unroll
+                for (int i = 0; i < TOKENS / 128; ++i) tokens[threadIdx.x + 128 * i] = mine[i];
+                named_barrier(1, 128);
+                load_tokens(block + TOKENS);
+                for (int first = block; first < min(block + TOKENS, work.last); first += BK) fill(tokens + first - block, first);
             }
         }
         return;
@@ -105,11 +136,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     setmaxnreg_inc<224>();
     const int warp_row = consumer_warp() * 16;
-    using Staging = RowStaging<1>;
-    for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-        const Work work = work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets);
+    GradientRows epilogue(M, N, ldo);
+    for (int t = blockIdx.x;; t += gridDim.x) {
+        const bool last = t >= tiles;
+        const Work work = last ? Work{} : work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets);
         element* out = (work.half ? out1 : out0) + work.expert * expert_stride;
-        if (work.last == work.first) {
+        const int tokens = work.last - work.first;
+        if (!last && tokens == 0) {
             for (int i = threadIdx.x - 128; i < BM * BN / 8; i += 256) {
                 const int m = work.m0 + i / (BN / 8), n = work.n0 + i % (BN / 8) * 8;
                 if (m < M && n < N) store_global_16(out + m * ldo + n, make_uint4(0, 0, 0, 0));
@@ -117,18 +150,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             continue;
         }
         float acc[32][4];
-        consume<false, false>(acc, (work.last - work.first + BK - 1) / BK, ring, barriers);
-#pragma unroll
-        for (int piece = 0; piece < 4; ++piece) {
-            const int n = work.n0 + piece * 64 + Staging::column_group() * 8;
-            stage_piece<false>(acc, piece);
-#pragma unroll
-            for (int pass = 0; pass < Staging::PASSES; ++pass) {
-                const int m = work.m0 + warp_row + Staging::row(pass);
-                float v[1][8];
-                Staging::get(v, warp_staging(), pass);
-                if (m < M) store_row8<ALIGNED>(out + m * ldo + n, v[0], N - n);
-            }
-        }
+        consume<false, false>(acc, (tokens + BK - 1) / BK, true, ring, barriers, epilogue);
+        if (last) return;
+        epilogue.finished.put(acc);
+        epilogue.begin(out, work.m0 + warp_row, work.n0);
     }
 }

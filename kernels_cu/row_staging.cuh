@@ -47,6 +47,7 @@ template <class W>
 __device__ __forceinline__ float weight_of_row(int r, int token, const W* weights, const int* token_index_map, int k) {
     const int64 first = static_cast<int64>(token) * k;
     int slot = 0;
+#pragma unroll 4
     for (int j = 0; j < k; ++j)
         if (token_index_map[first + j] == r) slot = j;
     return to_float(weights[first + slot]);

@@ -79,7 +79,7 @@ def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmCo
     split: a gated up projection, half of whose tile is gate.
     """
     if tier(limits.compute_capability) == "sm90" and aligned and dtype in ("bfloat16", "float16"):
-        return GemmConfig("sm90", 128 if split else 256, 384, 4 * 48 * 1024 + 32 * 1024, 4)
+        return GemmConfig("sm90", 128 if split else 256, 384, 3 * 48 * 1024 + 64 * 1024 + 16 * 1024, 3)
     stages = gemm_stages(limits)
     return GemmConfig("sm80", 64 if split else 128, GEMM_THREADS, stages * STAGE_BYTES, stages)
 

@@ -22,6 +22,9 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
 SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
+EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "ACTIVATE_BWD": "ActivateBwdRows"}
+SLOTS = (2, 4, 8)  # rows in flight per sum over a token's slots
+COOPERATIVE = ("grouped_panels_sm90.cu",)  # their blocks wait for each other
 
 _lock = threading.Lock()
 _kernels: dict = {}
@@ -52,6 +55,8 @@ def gemm_variant(
     weights_dtype: str = "float32",
     stages: int = 3,
     tier: str = "sm80",
+    stored_product: bool = False,
+    k: int = 8,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows)."""
     gated = activation in GATED_ACTIVATIONS
@@ -61,23 +66,31 @@ def gemm_variant(
         macros |= {"MMA": f"mma_{half}", "ALIGNED": int(aligned), "STAGES": stages}
     else:
         macros |= {"WGMMA": f"wgmma_{half}"}
-    if entry in EPILOGUES:
-        forward = entry.endswith("_fwd")
-        epilogue = EPILOGUES[entry]
-        macros |= {
-            "EPILOGUE": epilogue,
-            "GATHER": int(entry in ("up_fwd", "down_bwd")),
-            "B_K_CONTIGUOUS": int(transposed == forward),
-            "K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1,
-            "GATED": int(gated and epilogue != "STORE"),
-            "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
-            "WEIGHT": ELEMENTS[weights_dtype] if epilogue == "ACTIVATE_BWD" else "float",
-        }
-        source = f"grouped_gemm_{tier}.cu"
-    else:
+    forward = entry.endswith("_fwd")
+    epilogue = EPILOGUES.get(entry)
+    weight = ELEMENTS[weights_dtype]
+    if epilogue is None:
         gathers_p = (entry == "up_wgrad") != transposed  # x is P of up_wgrad, grad_out is Q of down_wgrad
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
-        source = f"grouped_wgrad_{tier}.cu"
+        return _variant(f"grouped_wgrad_{tier}.cu", entry, macros)
+    macros |= {"B_K_CONTIGUOUS": int(transposed == forward)}
+    if epilogue == "STORE" or tier == "sm80":
+        macros |= {"K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1}
+    if tier == "sm90" and epilogue == "STORE":
+        slots = next((n for n in SLOTS if n >= k), SLOTS[-1])
+        macros |= {"SLOTS": slots, "WEIGHTED": int(forward), "WEIGHT": weight if forward else "float"}
+        return _variant("grouped_panels_sm90.cu", entry, macros)
+    macros |= {
+        "EPILOGUE": epilogue if tier == "sm80" else EPILOGUES_SM90[epilogue],
+        "GATED": int(gated and epilogue != "STORE"),
+        "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
+        "WEIGHT": weight if epilogue == "ACTIVATE_BWD" else "float",
+    }
+    macros |= {"GATHER": int(epilogue != "STORE")} if tier == "sm80" else {"STORED_PRODUCT": int(stored_product)}
+    return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
+
+
+def _variant(source: str, entry: str, macros: dict) -> Variant:
     return Variant(source, entry, tuple((k, str(v)) for k, v in macros.items()))
 
 
@@ -93,7 +106,8 @@ def variants(
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
     for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
         config = launch_config.gemm(dtype, is_aligned, False, limits)
-        for weights_dtype in dict.fromkeys(("float32", dtype)) if entry == "down_bwd" else ("float32",):
+        weights_dtypes = dict.fromkeys(("float32", dtype)) if entry in ("down_bwd", "down_fwd") else ("float32",)
+        for weights_dtype, k in itertools.product(weights_dtypes, SLOTS):
             variant = gemm_variant(
                 entry,
                 dtype=dtype,
@@ -103,6 +117,7 @@ def variants(
                 weights_dtype=weights_dtype,
                 stages=config.stages,
                 tier=config.tier,
+                k=k,
             )
             found[variant] = None
     return list(found)
@@ -171,7 +186,10 @@ def device_limits(device: int) -> launch_config.DeviceLimits:
 def _module(source: str, macros: tuple):
     with open(os.path.join(source_folder(), source)) as file:
         code = file.read()
-    return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)))
+    cooperative = source in COOPERATIVE
+    return import_cupy().RawModule(
+        code=code, options=options(Variant(source, "", macros)), enable_cooperative_groups=cooperative
+    )
 
 
 class _Kernel:
@@ -203,6 +221,11 @@ def launch(context, variant: Variant, grid: tuple, block: int, args: tuple, shar
     """Launches on the context's device and stream. Every kernel parameter is a pointer or a 64-bit integer."""
     compiled = kernel(context.device, variant, shared_bytes)
     compiled(grid, (block,), args, shared_mem=shared_bytes, stream=SimpleNamespace(ptr=context.stream))
+
+
+def clear(context, array) -> None:
+    """Zeroes on the context's stream."""
+    import_cupy().cuda.runtime.memsetAsync(array.ptr, 0, array.size * array.itemsize, context.stream)
 
 
 def precompile(variant: Variant) -> float:

@@ -1,9 +1,8 @@
 """The MoE layer on CUDA: the paper's Algorithm 1 over the index lists of dispatch, kernel by kernel."""
 
-from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import Array, Context
-from moeblaze_cupy.ops import grouped_gemm
-from moeblaze_cupy.ops.aggregation import aggregate, weights_bwd
+from moeblaze_cupy.ops import grouped_gemm, panels
+from moeblaze_cupy.ops.aggregation import weights_bwd
 from moeblaze_cupy.ops.dispatch import dispatch
 from moeblaze_cupy.ops.grouped_gemm import Index, Weight, empty_weight_gradient
 from moeblaze_cupy.structures import Gradients, SavedForBackward, is_gated
@@ -33,10 +32,7 @@ def moe_forward(
         lists = Index.of(context, index)
         up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))
         grouped_gemm.up_fwd(context, lists, x, up, h, activation, first_layer=first_layer, product=product)
-        panel = context.empty((R, min(d, launch_config.PANEL_COLUMNS)), x.dtype)
-        for first_column, width in launch_config.panels(d):
-            grouped_gemm.down_fwd(context, lists, product, down, panel, first_column, width, activation)
-            aggregate(context, panel, lists.token_index_map, weights, out, first_column, width)
+        panels.down_fwd(context, lists, product, down, weights, out, activation)
     if save is None:
         return out, None
     saved = SavedForBackward(
@@ -68,10 +64,10 @@ def moe_backward(
     up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))
     needs_first_layer_grad = "x" in needs or "w1" in needs
 
-    grad_x = context.empty((L, d), x.dtype) if "x" in needs else None
-    grad_weights = context.empty(weights.shape, weights.dtype) if "weights" in needs else None
-    grad_w1 = empty_weight_gradient(context, up) if "w1" in needs else None
-    grad_w2 = empty_weight_gradient(context, down) if "w2" in needs else None
+    # Each gradient is allocated when it is due: x's and w1's take the place of what is done with by then.
+    grad_x = grad_weights = grad_w1 = grad_w2 = None
+    if "weights" in needs:
+        grad_weights = context.empty(weights.shape, weights.dtype)
 
     y_swi = context.describe(saved.y_swi)
     first_layer = context.describe(saved.first_layer)
@@ -109,17 +105,18 @@ def moe_backward(
         if grad_weights is not None:
             weights_bwd(context, partial_sums, lists.token_index_map, grad_weights)
         del partial_sums
-    if grad_w2 is not None:
+    if "w2" in needs:
+        grad_w2 = empty_weight_gradient(context, down)
         grouped_gemm.down_wgrad(context, lists, product, grad_out, Weight.of(grad_w2), activation)
-    del product  # its memory serves the panel
-    if grad_w1 is not None:
+    del product
+    if "w1" in needs:
+        grad_w1 = empty_weight_gradient(context, up)
         gradient = Weight.of(grad_w1, _half_columns(w1, h, activation))
         grouped_gemm.up_wgrad(context, lists, x, first_layer_grad, gradient, h, activation)
-    if grad_x is not None and L:
-        panel = context.empty((R, min(d, launch_config.PANEL_COLUMNS)), x.dtype)
-        for first_column, width in launch_config.panels(d):
-            grouped_gemm.up_bwd(context, lists, first_layer_grad, up, h, panel, first_column, width, activation)
-            aggregate(context, panel, lists.token_index_map, None, grad_x, first_column, width)
+    if "x" in needs:
+        grad_x = context.empty((L, d), x.dtype)
+        if L:
+            panels.up_bwd(context, lists, first_layer_grad, up, h, grad_x, activation)
     return Gradients(
         x=grad_x and grad_x.owner,
         weights=grad_weights and grad_weights.owner,

@@ -81,11 +81,11 @@ def _is_aligned(pointers: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     return all(p % 16 == 0 for p in pointers) and all(n % 8 == 0 for n in sizes)
 
 
-def _pointer(array: Array | None) -> int:
+def pointer(array: Array | None) -> int:
     return 0 if array is None else array.ptr
 
 
-def _config(context: Context, entry: str, a: Array, weight: Weight, N: int, K: int, activation: str):
+def config_of(context: Context, entry: str, a: Array, weight: Weight, N: int, K: int, activation: str):
     """The kernel's geometry and whether 16-byte accesses are possible."""
     sizes = (N, K, a.shape[1], weight.ld, weight.expert_stride)
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
@@ -94,7 +94,7 @@ def _config(context: Context, entry: str, a: Array, weight: Weight, N: int, K: i
     return launch_config.gemm(a.dtype, aligned, split, loader.device_limits(context.device)), aligned
 
 
-def _tensor_maps(weight: Weight, k_contiguous: bool, n: int, k: int) -> tuple:
+def tensor_maps(weight: Weight, k_contiguous: bool, n: int, k: int) -> tuple:
     """Both halves as (contiguous, strided, expert) maps: k, n, E where k is contiguous, else n, k, E."""
     shape, box = ((k, n), (64, 128, 1)) if k_contiguous else ((n, k), (64, 64, 1))
     first = weight.arrays[0]
@@ -102,7 +102,7 @@ def _tensor_maps(weight: Weight, k_contiguous: bool, n: int, k: int) -> tuple:
     return tuple(tensor_map.encode(p, first.dtype, (*shape, first.shape[0]), strides, box) for p in weight.halves)
 
 
-def _gemm(
+def gemm(
     context: Context,
     entry: str,
     index: Index,
@@ -121,9 +121,13 @@ def _gemm(
     weights: Array | None = None,
     partial_sums: Array | None = None,
 ) -> None:
-    """`n`: the weight's extent along the result's columns, of which first_column .. + columns are computed."""
+    """One launch of grouped_gemm_*.cu.
+
+    `n`: the weight's extent along the result's columns, of which first_column .. + columns are computed (on Hopper
+    all).
+    """
     N = columns or n
-    config, aligned = _config(context, entry, a, weight, N, K, activation)
+    config, aligned = config_of(context, entry, a, weight, N, K, activation)
     variant = loader.gemm_variant(
         entry,
         dtype=a.dtype,
@@ -133,10 +137,11 @@ def _gemm(
         weights_dtype="float32" if weights is None else weights.dtype,
         stages=config.stages,
         tier=config.tier,
+        stored_product=stored_product is not None,
     )
     k_contiguous = weight.transposed == entry.endswith("_fwd")
     if config.tier == "sm90":
-        b = (*_tensor_maps(weight, k_contiguous, n, K), first_column)
+        b = tensor_maps(weight, k_contiguous, n, K)
     else:
         b = (*weight.offset(first_column * (weight.ld if k_contiguous else 1)), weight.expert_stride, weight.ld)
     args = (
@@ -148,14 +153,14 @@ def _gemm(
         index.expert_token_indices.ptr,
         index.expert_token_offsets.ptr,
         index.row_tiles.ptr,
-        _pointer(first_layer),
-        _pointer(first_layer_grad),
-        _pointer(product),
-        _pointer(stored_product),
-        _pointer(weights),
+        pointer(first_layer),
+        pointer(first_layer_grad),
+        pointer(product),
+        pointer(stored_product),
+        pointer(weights),
         index.token_index_map.ptr,
         index.token_index_map.shape[1],
-        _pointer(partial_sums),
+        pointer(partial_sums),
         index.num_slots,
     )
     blocks = config.blocks(N, index.max_row_tiles, loader.device_limits(context.device))
@@ -175,23 +180,7 @@ def up_fwd(
 ) -> None:
     """first_layer (R, 2h) or (R, h) = x[tokens] w1, product (R, h) = act(a) * b; None is not written."""
     d = x.shape[1]
-    _gemm(context, "up_fwd", index, x, w1, h, d, activation, first_layer=first_layer, product=product)
-
-
-def down_fwd(
-    context: Context,
-    index: Index,
-    product: Array,
-    w2: Weight,
-    panel: Array,
-    first_column: int,
-    width: int,
-    activation: str,
-) -> None:
-    """panel (R, width) = product w2[:, first_column : first_column + width]."""
-    d, h = w2.arrays[0].shape[2], product.shape[1]
-    panel_columns = {"first_column": first_column, "columns": width, "product": panel}
-    _gemm(context, "down_fwd", index, product, w2, d, h, activation, **panel_columns)
+    gemm(context, "up_fwd", index, x, w1, h, d, activation, first_layer=first_layer, product=product)
 
 
 def down_bwd(
@@ -216,9 +205,9 @@ def down_bwd(
     d = grad_out.shape[1]
     partial_sums = None
     if wants_weights_grad:
-        config, _ = _config(context, "down_bwd", grad_out, w2, h, d, activation)
+        config, _ = config_of(context, "down_bwd", grad_out, w2, h, d, activation)
         partial_sums = context.empty((launch_config.ceil_div(h, config.tile_columns), index.num_slots), "float32")
-    _gemm(
+    gemm(
         context,
         "down_bwd",
         index,
@@ -235,23 +224,6 @@ def down_bwd(
         partial_sums=partial_sums,
     )
     return partial_sums
-
-
-def up_bwd(
-    context: Context,
-    index: Index,
-    first_layer_grad: Array,
-    w1: Weight,
-    h: int,
-    panel: Array,
-    first_column: int,
-    width: int,
-    activation: str,
-) -> None:
-    """panel (R, width) = first_layer_grad w1^T, columns first_column .. + width of the slots' gradients of x."""
-    panel_columns = {"first_column": first_column, "columns": width, "product": panel}
-    d = w1.arrays[0].shape[1]
-    _gemm(context, "up_bwd", index, first_layer_grad, w1, d, h, activation, **panel_columns)
 
 
 def _wgrad(

@@ -1,0 +1,257 @@
+// Products whose rows are summed over the k slots of each token, Hopper tier (sm_90a, bf16 and fp16, sizes that are
+// multiples of 8): down_fwd with the output aggregation (paper sections 2.3 and 3.1), up_bwd with the accumulation of
+// token gradients (section 3.2, step 3). The result passes through two panels of 256 columns: while the products of
+// panel i are computed, panel i - 1 is summed, so that no (L*k, d) buffer exists and the sums cost little time. The last
+// panel is left to aggregation.cu, whose grid has all the multiprocessors' warps.
+//
+//   a_map                 tensor map of A, 3-D: (lda, L*k, 1), boxes of 64 x 128 x 1; K_SEGMENTS * depth columns
+//   b0, b1                tensor maps of the weight's K segments, as in grouped_gemm_sm90.cu
+//   columns, depth        d; K of one segment
+//   expert_token_offsets  (E+1,)                     int32, in
+//   row_tiles             (1 + tiles, 2)             int32, in       dispatch's (expert, first row) of tiles of 128 rows
+//   even_panel, odd_panel (L*k, width)               element, scratch; width = min(columns, 256)
+//   token_index_map       (L, k)                     int32, in       -1: no expert in this slot
+//   weights               (L, k)                     fp32 or element, in; read if WEIGHTED
+//   out                   (L, columns)               element, out    sum over slots of weight * row; last panel not
+//   num_tokens, k                                    L, k
+//   progress              (2, number of panels)      int32, zeroed   stored tiles; blocks that have summed
+//
+// Launch: cooperative (blocks wait for each other), at most one block per multiprocessor, 384 threads, dynamic shared
+// memory 224 KiB. SLOTS: rows a sum takes at a time, min(8, k) rounded up to a power of two.
+//   warpgroup 0: thread 0, producer, copies both operands' boxes; full[s] expects its arrival and the bytes. Warp 1,
+//     messenger, carries word of stored tiles and summed panels between this block's warps and the other blocks, so that
+//     no consumer waits for a fence or a counter in global memory. Warps 2 and 3, adders, sum the rows of their share of
+//     the tokens in slot order: two runs give the same bits.
+//   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
+// progress[0][i] counts the stored tiles of panel i: all of them, before its first sum. progress[1][i] counts the blocks
+// that have summed panel i: all of them, before panel i + 2 is stored over it.
+#include "gemm_core_sm90.cuh"
+
+typedef WEIGHT weight_t;
+
+constexpr int ADDERS = 2;
+
+// Word between a block's warps: what consumers and adders have done, for the messenger, and what it says of all blocks.
+struct Word {
+    int stored_tiles[8], summed_panels[ADDERS];  // of each warp
+    int summable_panels, free_panels;            // stored by all blocks; whose buffer may be written
+};
+
+__device__ __forceinline__ void tell(int& field, int count) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) store_release_shared(shared_address(&field), count);
+}
+__device__ __forceinline__ int hear(const int& field) {
+    return __reduce_min_sync(0xffffffffu, load_acquire_shared(shared_address(&field)));
+}
+
+__device__ __forceinline__ void carry_word(Word& word, int tiles, int m_tiles, int panels, int* progress) {
+    const int own_tiles = tiles > blockIdx.x ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0;
+    const bool leads = threadIdx.x % 32 == 0;
+    int posted_tiles = 0, posted_panels = 0, summable = 0, free = 2;
+    const int sums = panels - 1;
+    while (posted_tiles < own_tiles || posted_panels < sums || free < panels) {
+        const int stored = hear(word.stored_tiles[threadIdx.x % 8]), summed = hear(word.summed_panels[threadIdx.x % ADDERS]);
+        for (; posted_tiles < stored; ++posted_tiles)
+            if (leads) add_release(progress + (blockIdx.x + posted_tiles * gridDim.x) / m_tiles, 1);
+        for (; posted_panels < summed; ++posted_panels)
+            if (leads) add_release(progress + panels + posted_panels, 1);
+        if (summable < sums && __all_sync(0xffffffffu, load_acquire(progress + summable) == m_tiles)) ++summable;
+        if (free < panels && __all_sync(0xffffffffu, load_acquire(progress + panels + free - 2) == gridDim.x)) ++free;
+        tell(word.summable_panels, summable);
+        tell(word.free_panels, free);
+        sleep_ns(100);
+    }
+}
+
+// An adder's sums over a panel. Rows come by cp.async, each lane's 16 bytes for itself, through RING places of SLOTS
+// rows; the positions of 32 slots are loaded two batches ahead, and their rows fetched to the L2 cache one batch ahead.
+struct Adder {
+    static constexpr int RING = 16 / SLOTS, BATCH = 32 / SLOTS;
+    const int64 columns, k;
+    const int lane = threadIdx.x & 31, adder = threadIdx.x / 32 - 2;
+    const unsigned ring = shared_address(dynamic_shared) + STAGES * STAGE_BYTES + TILE_BYTES + adder * 8192 + lane * 16;
+    int64 first_token;
+    int items, groups;  // tokens times groups of SLOTS slots
+
+    __device__ __forceinline__ Adder(int64 columns, int64 num_tokens, int64 k)
+        : columns(columns), k(k), groups(static_cast<int>((k + SLOTS - 1) / SLOTS)) {
+        const int64 adders = ADDERS * gridDim.x, index = blockIdx.x * ADDERS + adder;
+        first_token = num_tokens * index / adders;
+        items = static_cast<int>(num_tokens * (index + 1) / adders - first_token) * groups;
+    }
+
+    // Of this lane's slot in a batch: -1 if there is none.
+    __device__ __forceinline__ int64 slot_of(int batch) const {
+        const int item = batch * BATCH + lane / SLOTS, slot = (groups > 1 ? item % groups * SLOTS : 0) + lane % SLOTS;
+        return item < items && slot < k ? (first_token + (groups > 1 ? item / groups : item)) * k + slot : -1;
+    }
+
+    __device__ __forceinline__ void sum(const element* panel, int first_column, const int* token_index_map,
+                                        const weight_t* weights, element* out) const {
+        element* out_row = out + first_token * columns + first_column + lane * 8;
+        const char* lane_panel = reinterpret_cast<const char*>(panel + lane * 8);
+        int position[3];
+        float scale[3], total[8];  // scale: of the batch before, this one and the next
+        auto load = [&](int batch, int& row, float& weight) {
+            const int64 slot = slot_of(batch);
+            row = slot < 0 ? -1 : token_index_map[slot];
+            weight = slot < 0 ? 0.f : WEIGHTED ? to_float(weights[slot]) : 1.f;
+        };
+        load(0, position[1], scale[2]);
+        load(1, position[2], scale[0]);
+        scale[1] = 0.f;
+        float scale_after = scale[0];
+        for (int item = 0, group = 0; item < items + RING - 1; ++item) {
+            const int within = item % BATCH;
+            if (within == 0) {
+                position[0] = position[1], position[1] = position[2];
+                scale[0] = scale[1], scale[1] = scale[2], scale[2] = scale_after;
+                load(item / BATCH + 2, position[2], scale_after);
+                if (position[1] >= 0)
+                    for (int line = 0; line < BN; line += 64) prefetch_l2(panel + static_cast<int64>(position[1]) * BN + line);
+            }
+            int rows[SLOTS];  // all before the first copy: a shuffle's latency once, not once per row
+#pragma unroll
+            for (int j = 0; j < SLOTS; ++j) rows[j] = __shfl_sync(0xffffffffu, position[0], within * SLOTS + j);
+            const unsigned to = ring + item % RING * (SLOTS * 512);
+#pragma unroll
+            for (int j = 0; j < SLOTS; ++j)
+                cp_async_16(to + j * 512, lane_panel + static_cast<int64>(max(rows[j], 0)) * (BN * sizeof(element)),
+                            rows[j] >= 0 ? 16 : 0);
+            cp_async_commit();
+            const int ready = item - (RING - 1);
+            if (ready < 0) continue;
+            cp_async_wait<RING - 1>();
+            const float weight_of_lane = ready / BATCH == item / BATCH ? scale[1] : scale[0];
+            if (group == 0)
+#pragma unroll
+                for (int c = 0; c < 8; ++c) total[c] = 0.f;
+            const unsigned from = ring + ready % RING * (SLOTS * 512);
+            constexpr int TOGETHER = SLOTS < 4 ? SLOTS : 4;
+#pragma unroll
+            for (int first = 0; first < SLOTS; first += TOGETHER) {
+                float weight[TOGETHER];
+                uint4 row[TOGETHER];
+#pragma unroll
+                for (int j = 0; j < TOGETHER; ++j) row[j] = load_shared_16(from + (first + j) * 512);
+#pragma unroll
+                for (int j = 0; j < TOGETHER; ++j)
+                    weight[j] = WEIGHTED ? __shfl_sync(0xffffffffu, weight_of_lane, ready % BATCH * SLOTS + first + j) : 1.f;
+#pragma unroll
+                for (int j = 0; j < TOGETHER; ++j) {
+                    float v[8];
+                    Row8<element>(row[j]).unpack(v);
+#pragma unroll
+                    for (int c = 0; c < 8; ++c) total[c] = fmaf(weight[j], v[c], total[c]);
+                }
+            }
+            if (++group == groups) {
+                store_vector8(out_row, total);
+                out_row += columns;
+                group = 0;
+            }
+        }
+    }
+};
+
+// A consumer warp's rows of a finished tile.
+struct PanelRows : EpilogueBase {
+    static constexpr int SPREAD = 8;
+    const int64 columns;
+    element *const even_panel, *const odd_panel;
+    Word& word;
+    int panel = 0, tiles = 0;  // of the finished tile; stored by this warp
+    element* row;
+    int64 width;
+    bool inside;
+
+    __device__ __forceinline__ PanelRows(int64 columns, element* even_panel, element* odd_panel, Word& word)
+        : columns(columns), even_panel(even_panel), odd_panel(odd_panel), word(word) {}
+    __device__ __forceinline__ void begin(int of_panel, int64 row0, int count) {
+        const int lane = threadIdx.x & 31;
+        panel = of_panel, rows = max(count, 0), done = 0;
+        width = min(columns - of_panel * BN, int64(BN));
+        inside = lane * 8 < width;
+        row = (of_panel & 1 ? odd_panel : even_panel) + row0 * width + lane * 8;
+        if (rows == 0) tell(word.stored_tiles[consumer_warp()], ++tiles);
+    }
+    __device__ __forceinline__ void next() {
+        if (done == 0 && panel >= 2)
+            while (hear(word.free_panels) <= panel) {
+            }
+        const Row8<element> v = finished.get(done, threadIdx.x & 31);
+        if (inside) v.store(row);
+        row += width;
+        if (++done == rows) tell(word.stored_tiles[consumer_warp()], ++tiles);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    ENTRY(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
+          int64 columns, int64 depth, const int* expert_token_offsets, const int* row_tiles, element* even_panel, element* odd_panel,
+          const int* token_index_map, const weight_t* weights, element* out, int64 num_tokens, int64 k, int* progress) {
+    __shared__ uint64 barrier_storage[2 * STAGES];
+    __shared__ Word word;
+    if (threadIdx.x < sizeof(Word) / 4) reinterpret_cast<int*>(&word)[threadIdx.x] = 0;
+    const Barriers barriers(barrier_storage, 1);
+    const int K = static_cast<int>(depth), m_tiles = row_tiles[0];
+    const int panels = static_cast<int>((columns + BN - 1) / BN), tiles = m_tiles * panels;
+    const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
+
+    Ring ring;
+    if (threadIdx.x < 128) {
+        setmaxnreg_dec<88>();
+        if (threadIdx.x / 32 == 1) carry_word(word, tiles, m_tiles, panels, progress);
+        if (threadIdx.x / 32 >= 2) {
+            const Adder adder(columns, num_tokens, k);
+            for (int panel = 0; panel < panels - 1; ++panel) {
+                while (hear(word.summable_panels) <= panel) sleep_ns(100);
+                adder.sum(panel & 1 ? odd_panel : even_panel, panel * BN, token_index_map, weights, out);
+                tell(word.summed_panels[threadIdx.x / 32 - 2], panel + 1);
+            }
+        }
+        if (threadIdx.x > 0) return;
+        for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
+            const int2 entry = reinterpret_cast<const int2*>(row_tiles)[t % m_tiles + 1];
+            const int n = t / m_tiles * BN;
+            for (int step = 0; step < steps; ++step) {
+                const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
+                const int k0 = (step - segment * steps_per_segment) * BK;
+                const unsigned to = shared_address(dynamic_shared) + ring.stage * STAGE_BYTES;
+                const unsigned full = barriers.full + 8 * ring.stage;
+                wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
+                mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+                // rows past the expert's end are others', never stored
+                tensor_load_3d(to, &a_map, segment * K + k0, entry.y, 0, full);
+                constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
+#pragma unroll
+                for (int box = 0; box < BN; box += BOX) {
+                    const TensorMap* map = segment ? &b1 : &b0;
+                    const unsigned b_to = to + A_BYTES + box * 128;
+                    if (B_K_CONTIGUOUS)
+                        tensor_load_3d(b_to, map, k0, n + box, entry.x, full);
+                    else
+                        tensor_load_3d(b_to, map, n + box, k0, entry.x, full);
+                }
+                ring.advance();
+            }
+        }
+        return;
+    }
+
+    setmaxnreg_inc<208>();
+    const int warp_row = consumer_warp() * 16;
+    PanelRows epilogue(columns, even_panel, odd_panel, word);
+    for (int t = blockIdx.x;; t += gridDim.x) {
+        const bool last = t >= tiles;
+        const int2 entry = last ? make_int2(0, 0) : reinterpret_cast<const int2*>(row_tiles)[t % m_tiles + 1];
+        const int rows = last ? 0 : min(BM, expert_token_offsets[entry.x + 1] - entry.y);
+        const bool active = warp_row / 64 * 64 < rows;  // of the warpgroup
+        float acc[32][4];
+        consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
+        if (last) return;
+        if (active) epilogue.finished.put(acc);
+        epilogue.begin(t / m_tiles, entry.y + warp_row, min(16, rows - warp_row));
+    }
+}

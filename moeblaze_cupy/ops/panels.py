@@ -1,0 +1,83 @@
+"""Products of the experts summed over the k slots of each token, through panels of up to 256 columns.
+
+On Hopper one launch, kernels_cu/grouped_panels_sm90.cu; elsewhere kernels_cu/grouped_gemm_sm80.cu and aggregation.cu
+in turn.
+"""
+
+from moeblaze_cupy import launch_config, loader, tensor_map
+from moeblaze_cupy.arrays import Array, Context
+from moeblaze_cupy.ops import grouped_gemm
+from moeblaze_cupy.ops.aggregation import aggregate
+from moeblaze_cupy.ops.grouped_gemm import Index, Weight
+
+
+def down_fwd(
+    context: Context, index: Index, product: Array, w2: Weight, weights: Array, out: Array, activation: str
+) -> None:
+    """out (L, d) = sum over slots of weights * row of product w2."""
+    _sum_of_rows(context, "down_fwd", index, product, w2, product.shape[1], weights, out, activation)
+
+
+def up_bwd(
+    context: Context, index: Index, first_layer_grad: Array, w1: Weight, h: int, grad_x: Array, activation: str
+) -> None:
+    """grad_x (L, d) = sum over slots of row of first_layer_grad w1^T."""
+    _sum_of_rows(context, "up_bwd", index, first_layer_grad, w1, h, None, grad_x, activation)
+
+
+def _sum_of_rows(
+    context: Context,
+    entry: str,
+    index: Index,
+    a: Array,
+    weight: Weight,
+    K: int,
+    weights: Array | None,
+    out: Array,
+    activation: str,
+) -> None:
+    (L, k), d, R = index.token_index_map.shape, out.shape[1], index.num_slots
+    panels = launch_config.panels(d)
+    panel = context.empty((R, panels[0][1]), out.dtype)
+    config, aligned = grouped_gemm.config_of(context, entry, a, weight, d, K, activation)
+    if config.tier == "sm80":
+        for first_column, width in panels:
+            columns = {"first_column": first_column, "columns": width, "product": panel}
+            grouped_gemm.gemm(context, entry, index, a, weight, d, K, activation, **columns)
+            aggregate(context, panel, index.token_index_map, weights, out, first_column, width)
+        return
+    other_panel = context.empty(panel.shape, out.dtype) if len(panels) > 1 else panel
+    progress = context.empty((2, len(panels)), "int32")
+    loader.clear(context, progress)
+    variant = loader.gemm_variant(
+        entry,
+        dtype=a.dtype,
+        activation=activation,
+        transposed=weight.transposed,
+        aligned=aligned,
+        weights_dtype="float32" if weights is None else weights.dtype,
+        tier=config.tier,
+        k=k,
+    )
+    rows, lda = a.shape
+    args = (
+        tensor_map.encode(a.ptr, a.dtype, (lda, rows, 1), (lda, lda * rows), (64, launch_config.TILE_ROWS, 1)),
+        *grouped_gemm.tensor_maps(weight, weight.transposed == entry.endswith("_fwd"), d, K),
+        d,
+        K,
+        index.expert_token_offsets.ptr,
+        index.row_tiles.ptr,
+        panel.ptr,
+        other_panel.ptr,
+        index.token_index_map.ptr,
+        grouped_gemm.pointer(weights),
+        out.ptr,
+        L,
+        k,
+        progress.ptr,
+    )
+    blocks = config.blocks(d, index.max_row_tiles, loader.device_limits(context.device))
+    loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
+    first_column, width = panels[-1]
+    last_panel = other_panel if len(panels) % 2 == 0 else panel
+    aggregate(context, last_panel, index.token_index_map, weights, out, first_column, width)
