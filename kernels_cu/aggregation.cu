@@ -7,9 +7,11 @@
 //   out              (L, d)                element, out    columns first_column .. + panel_columns
 //   partial_sums     (parts, num_slots)    fp32, in        <dA, A> of each of num_slots = L*k slots by column part
 //   grad_weights     (L, k)                as weights, out
+//   row_weights      (L*k,)                fp32, out       weights in the order of the experts' rows
 //
 // Launch: aggregate: one warp per token, 8 warps per block; lane c takes columns 8c .. 8c+7, so a
-// 256-column panel row is one 16-byte load per lane. weights_bwd: one thread per slot, 256 per block.
+// 256-column panel row is one 16-byte load per lane. weights_bwd and weights_by_row: one thread per slot, 256
+// per block.
 // Sums run in fp32 in slot order: two runs give the same bits.
 #include "common.cuh"
 
@@ -55,6 +57,12 @@ __device__ void weights_bwd(const float* partial_sums, const int* token_index_ma
     store_one(grad_weights + slot, sum);
 }
 
+template <class W>
+__device__ void weights_by_row(const W* weights, const int* token_index_map, float* row_weights, int64 num_slots) {
+    const int64 slot = blockIdx.x * 256LL + threadIdx.x;
+    if (slot < num_slots && token_index_map[slot] >= 0) row_weights[token_index_map[slot]] = to_float(weights[slot]);
+}
+
 #define AGGREGATE_ENTRY(NAME, ALIGNED_ROWS, T, W)                                                                             \
     extern "C" __global__ void __launch_bounds__(256)                                                                         \
         NAME(const T* panel, const int* token_index_map, const W* weights, T* out, int64 L, int64 k, int64 d,                 \
@@ -64,16 +72,20 @@ __device__ void weights_bwd(const float* partial_sums, const int* token_index_ma
 #define AGGREGATE_ENTRIES(SUFFIX, T, W)                                                                                       \
     AGGREGATE_ENTRY(aggregate_##SUFFIX, true, T, W)                                                                           \
     AGGREGATE_ENTRY(aggregate_##SUFFIX##_unaligned, false, T, W)
-#define WEIGHTS_BWD_ENTRY(SUFFIX, W)                                                                                          \
+#define WEIGHTS_ENTRIES(SUFFIX, W)                                                                                          \
     extern "C" __global__ void __launch_bounds__(256) weights_bwd_##SUFFIX(                                                   \
         const float* partial_sums, const int* token_index_map, W* grad_weights, int64 num_slots, int64 parts) {               \
         weights_bwd(partial_sums, token_index_map, grad_weights, num_slots, parts);                                           \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256)                                                                         \
+        weights_by_row_##SUFFIX(const W* weights, const int* token_index_map, float* row_weights, int64 num_slots) {          \
+        weights_by_row(weights, token_index_map, row_weights, num_slots);                                                     \
     }
 AGGREGATE_ENTRIES(bfloat16_float32, bf16, float)
 AGGREGATE_ENTRIES(bfloat16_bfloat16, bf16, bf16)
 AGGREGATE_ENTRIES(float16_float32, fp16, float)
 AGGREGATE_ENTRIES(float16_float16, fp16, fp16)
 AGGREGATE_ENTRIES(float32_float32, float, float)
-WEIGHTS_BWD_ENTRY(float32, float)
-WEIGHTS_BWD_ENTRY(bfloat16, bf16)
-WEIGHTS_BWD_ENTRY(float16, fp16)
+WEIGHTS_ENTRIES(float32, float)
+WEIGHTS_ENTRIES(bfloat16, bf16)
+WEIGHTS_ENTRIES(float16, fp16)

@@ -10,9 +10,7 @@ struct Operands {
     int64 N;
     element *first_layer, *first_layer_grad, *product;
     const element* stored_product;
-    const WEIGHT* weights;
-    const int *token_index_map, *expert_token_indices;
-    int64 k;
+    const float* row_weights;
     float* partial_sums;
     int64 num_slots;
 };
@@ -88,18 +86,13 @@ struct ActivateBwdRows : EpilogueBase {
         out = operands.product + row0 * operands.N + column;
         stored = operands.stored_product + row0 * operands.N + column;
         sums = operands.partial_sums + n0 / TILE_COLUMNS * operands.num_slots + row0;
-        weight = __int_as_float(static_cast<int>(row0) + min(lane & 15, rows - 1));  // its row, until products are in flight
+        weight = operands.row_weights[row0 + min(lane & 15, rows - 1)];
         fetch(0);
         fetch(1);
     }
 
     __device__ __forceinline__ void next() {
         const int lane = threadIdx.x & 31;
-        if (done == 0) {
-            const int row = __float_as_int(weight);
-            weight = weight_of_row(row, operands.expert_token_indices[row], operands.weights, operands.token_index_map,
-                                   static_cast<int>(operands.k));
-        }
         const float w = __shfl_sync(0xffffffffu, weight, done);
         cp_async_wait<1>();
         const unsigned slot = slots + (done & 1) * SLOT_BYTES;

@@ -51,6 +51,37 @@ struct Ring {
     }
 };
 
+// This block's tiles: every gridDim.x-th of an order of (m, n) tiles, m a tile of dispatch's list. What a tile needs is
+// loaded while those before it are worked on: found out at a tile's start it costs three loads, one after the other.
+template <class Order>
+struct Schedule {
+    const Order order;
+    const int2* const row_tiles;
+    const int* const expert_token_offsets;
+    const int tiles;
+    int t = blockIdx.x;
+    int2 entry, next_entry, entry_after;  // (expert, first row)
+    int end, next_end;                    // of the expert's rows
+
+    __device__ __forceinline__ Schedule(Order order, const int* list, const int* expert_token_offsets, int tiles)
+        : order(order), row_tiles(reinterpret_cast<const int2*>(list) + 1), expert_token_offsets(expert_token_offsets), tiles(tiles) {
+        entry = at(t), next_entry = at(t + gridDim.x);
+        end = expert_token_offsets[entry.x + 1];
+    }
+    __device__ __forceinline__ int2 at(int tile) const { return tile < tiles ? row_tiles[order(tile).m] : make_int2(0, 0); }
+    __device__ __forceinline__ bool valid() const { return t < tiles; }
+    __device__ __forceinline__ int rows() const { return valid() ? min(BM, end - entry.y) : 0; }
+    // At a tile's start, and at its end.
+    __device__ __forceinline__ void prefetch() {
+        next_end = expert_token_offsets[next_entry.x + 1];
+        entry_after = at(t + 2 * gridDim.x);
+    }
+    __device__ __forceinline__ void advance() {
+        entry = next_entry, end = next_end, next_entry = entry_after;
+        t += gridDim.x;
+    }
+};
+
 // wgmma descriptor of a 128-byte-swizzled operand: 8-row (or 8-k) groups 1024 bytes apart, and for an MN-contiguous
 // operand its 64-column blocks 8192 bytes apart.
 __device__ __forceinline__ uint64 descriptor(unsigned address) {

@@ -20,7 +20,7 @@
 //   product               (R, N) element, out          ACTIVATE: act(a) * b; ACTIVATE_BWD: A' = weight * act(a) * b,
 //                         null: not wanted; STORE: the panel
 //   stored_product        (R, N) element, in           ACTIVATE_BWD with save="paper": act(a) * b of forward, else null
-//   weights               (L, k) WEIGHT, in; token_index_map (L, k) int32, in: ACTIVATE_BWD only
+//   row_weights           (R,) fp32, in: the router weight of each row; ACTIVATE_BWD only
 //   partial_sums          (column tiles, num_slots) fp32, out: <dA, A> over each 128 columns; null: not wanted
 //
 // Launch: grid = column tiles (N / 128, or N / 64 for a gated ACTIVATE, rounded up) times an upper bound of the row
@@ -34,15 +34,14 @@ enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };
 constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED;  // the column tile is 64 of gate beside 64 of up
 constexpr int TILE_COLUMNS = SPLIT ? 64 : 128, GROUPS = SPLIT ? 2 : 1;
 
-typedef WEIGHT weight_t;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     ENTRY(const element* a, int64 lda, const element* b0, const element* b1, int64 expert_stride, int64 ldb, int64 columns,
           int64 depth, const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles,
           element* first_layer, element* first_layer_grad, element* product, const element* stored_product,
-          const weight_t* weights, const int* token_index_map, int64 k, float* partial_sums, int64 num_slots) {
+          const float* row_weights, float* partial_sums, int64 num_slots) {
     __shared__ int tile_rows[BM];  // row of A per tile row; past the expert's end its last row again, never stored
-    __shared__ float row_weights[BM];
+    __shared__ float tile_weights[BM];
     __shared__ float row_sums[2][BM];
 
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
@@ -118,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             }
         };
         load(0);
-        row_weights[threadIdx.x] = weight_of_row(my_row, my_token, weights, token_index_map, static_cast<int>(k));
+        tile_weights[threadIdx.x] = row_weights[my_row];
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -128,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
                 const int row = warp_row(i) + Staging::row(pass), valid = row < rows ? N - n : 0;
                 const int64 r = row0 + row;
-                const float weight = row_weights[row];
+                const float weight = tile_weights[row];
                 float v[GROUPS][8], a_row[8], b_row[8], p[8], grad_a[8], grad_b[8], dot = 0.f;
                 Staging::get(v, warp_staging(), pass);
                 a_loaded[i % BUFFERS][pass].unpack(a_row);

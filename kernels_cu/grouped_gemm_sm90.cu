@@ -2,8 +2,7 @@
 // steps, arguments and results of grouped_gemm_sm80.cu, on wgmma and the bulk copy engine.
 //
 //   b0, b1          tensor maps of the weight, 3-D: (k, n, expert) with B_K_CONTIGUOUS, else (n, k, expert), boxes of
-//                   64 x 128 x 1 or 64 x 64 x 1 elements, 128-byte swizzle; gate and up, or K segments 0 and 1
-//   first_column    of B's n extent: where the panel starts; N = columns of the result, K = depth of one segment
+//                   64 x 128 x 1 or 64 x 64 x 1 elements, 128-byte swizzle; gate and up
 //   the rest        as in grouped_gemm_sm80.cu, except
 //   partial_sums    (column tiles, num_slots) fp32, one column tile being 256 columns (128 of a gated ACTIVATE)
 //
@@ -11,54 +10,50 @@
 // Tile: 128 rows x 256 columns (of them 128 gate beside 128 up), K in steps of 64, STAGES = 3 buffers of 48 KiB, the
 // finished tile's 64 KiB, and 16 KiB for the a and b that ACTIVATE_BWD reads, two rows per warp.
 //   warpgroup 0, producer: its 128 threads gather A's rows by cp.async into the 128-byte swizzle; thread 0 also
-//     issues B's boxes and announces their bytes: full[s] expects 129 arrivals. Without a gather thread 0 issues A's box
-//     too, and the rest leave: 1 arrival.
+//     issues B's boxes and announces their bytes: full[s] expects 129 arrivals.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
 #include "epilogue_sm90.cuh"
-
-typedef WEIGHT weight_t;
 
 typedef EPILOGUE Epilogue;
 constexpr int TILE_COLUMNS = Epilogue::TILE_COLUMNS;
 constexpr bool SPLIT = TILE_COLUMNS == 128;  // gate beside up
 constexpr int LINES_PER_THREAD = 8;  // producer thread t copies chunk t % 8 of lines t / 8 + 16 i
 
-struct Work {
-    int expert, row0, rows, n0;
+struct Order {
+    int m_tiles, n_tiles;
+    __device__ __forceinline__ Tile operator()(int t) const { return raster(t, m_tiles, n_tiles); }
 };
-
-__device__ __forceinline__ Work work_of(int tile_index, int m_tiles, int n_tiles, const int* row_tiles, const int* expert_token_offsets) {
-    const Tile tile = raster(tile_index, m_tiles, n_tiles);
-    const int2 entry = reinterpret_cast<const int2*>(row_tiles)[tile.m + 1];
-    return {entry.x, entry.y, min(BM, expert_token_offsets[entry.x + 1] - entry.y), tile.n * TILE_COLUMNS};
-}
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const element* a, int64 lda, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
           int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets,
           const int* row_tiles, element* first_layer, element* first_layer_grad, element* product,
-          const element* stored_product, const weight_t* weights, const int* token_index_map, int64 k, float* partial_sums,
-          int64 num_slots) {
+          const element* stored_product, const float* row_weights, float* partial_sums, int64 num_slots) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     const Barriers barriers(barrier_storage, 128 + 1);
     const unsigned shared = shared_address(dynamic_shared);
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
     const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, m_tiles = row_tiles[0], tiles = m_tiles * n_tiles;
     const int steps = (K + BK - 1) / BK;
+    Schedule<Order> schedule({m_tiles, n_tiles}, row_tiles, expert_token_offsets, tiles);
 
     Ring ring;
     if (threadIdx.x < 128) {
-        setmaxnreg_dec<40>();
+        setmaxnreg_dec<72>();
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned a_dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
-        for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-            const Work work = work_of(t, m_tiles, n_tiles, row_tiles, expert_token_offsets);
+        int tokens[LINES_PER_THREAD];
+        auto load_tokens = [&](int2 entry, int end) {  // past the expert's end its last row again, never stored
+#pragma unroll
+            for (int i = 0; i < LINES_PER_THREAD; ++i) tokens[i] = expert_token_indices[min(entry.y + line + 16 * i, end - 1)];
+        };
+        if (schedule.valid()) load_tokens(schedule.entry, schedule.end);
+        for (; schedule.valid(); schedule.advance()) {
             const element* a_rows[LINES_PER_THREAD];
 #pragma unroll
-                for (int i = 0; i < LINES_PER_THREAD; ++i) {  // past the expert's end its last row again, never stored
-                    const int row = work.row0 + min(line + 16 * i, work.rows - 1);
-                    a_rows[i] = a + static_cast<int64>(expert_token_indices[row]) * lda + chunk * 8;
-                }
+            for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
+            const int n0 = schedule.order(schedule.t).n * TILE_COLUMNS;
+            schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
                 const int k0 = step * BK;
                 const unsigned stage = ring.stage * STAGE_BYTES;
@@ -71,11 +66,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                     for (int box = 0; box < BN / BOX; ++box) {
                         const TensorMap* map = SPLIT && box * BOX >= 128 ? &b1 : &b0;
-                        const int box_n = work.n0 + (SPLIT ? box * BOX % 128 : box * BOX);
+                        const int box_n = n0 + (SPLIT ? box * BOX % 128 : box * BOX);
                         if (B_K_CONTIGUOUS)
-                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, work.expert, full);
+                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, schedule.entry.x, full);
                         else
-                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, work.expert, full);
+                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, schedule.entry.x, full);
                     }
                 }
                 const unsigned bytes = k0 + chunk * 8 < K ? 16u : 0u;
@@ -84,24 +79,23 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     cp_async_16(a_dst + stage + i * 16 * 128, a_rows[i] + k0, bytes);
                 cp_async_mbarrier_arrive(full);
                 ring.advance();
+                if (step == min(2, steps - 1) && schedule.t + gridDim.x < tiles) load_tokens(schedule.next_entry, schedule.next_end);
             }
         }
         return;
     }
 
-    setmaxnreg_inc<232>();
+    setmaxnreg_inc<216>();
     const int warp_row = consumer_warp() * 16;
-    const Operands operands = {columns, first_layer, first_layer_grad, product, stored_product, weights, token_index_map,
-                               expert_token_indices, k, partial_sums, num_slots};
+    const Operands operands = {columns, first_layer, first_layer_grad, product, stored_product, row_weights, partial_sums, num_slots};
     Epilogue epilogue(operands);
-    for (int t = blockIdx.x;; t += gridDim.x) {
-        const bool last = t >= tiles;
-        const Work work = last ? Work{} : work_of(t, m_tiles, n_tiles, row_tiles, expert_token_offsets);
-        const bool active = warp_row / 64 * 64 < work.rows;  // of the warpgroup
+    for (;; schedule.advance()) {
+        const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup
+        if (!last) schedule.prefetch();
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        epilogue.begin(work.row0 + warp_row, min(16, work.rows - warp_row), work.n0);
+        epilogue.begin(schedule.entry.y + warp_row, min(16, schedule.rows() - warp_row), schedule.order(schedule.t).n * TILE_COLUMNS);
     }
 }

@@ -187,6 +187,11 @@ struct PanelRows : EpilogueBase {
     }
 };
 
+struct Order {
+    int m_tiles;
+    __device__ __forceinline__ Tile operator()(int t) const { return {t % m_tiles, t / m_tiles}; }
+};
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
           int64 columns, int64 depth, const int* expert_token_offsets, const int* row_tiles, element* even_panel, element* odd_panel,
@@ -198,6 +203,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int K = static_cast<int>(depth), m_tiles = row_tiles[0];
     const int panels = static_cast<int>((columns + BN - 1) / BN), tiles = m_tiles * panels;
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
+
+    Schedule<Order> schedule({m_tiles}, row_tiles, expert_token_offsets, tiles);
 
     Ring ring;
     if (threadIdx.x < 128) {
@@ -212,9 +219,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             }
         }
         if (threadIdx.x > 0) return;
-        for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-            const int2 entry = reinterpret_cast<const int2*>(row_tiles)[t % m_tiles + 1];
-            const int n = t / m_tiles * BN;
+        for (; schedule.valid(); schedule.advance()) {
+            const int n = schedule.order(schedule.t).n * BN;
+            schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
                 const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
                 const int k0 = (step - segment * steps_per_segment) * BK;
@@ -223,16 +230,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 mbarrier_arrive_expect_tx(full, STAGE_BYTES);
                 // rows past the expert's end are others', never stored
-                tensor_load_3d(to, &a_map, segment * K + k0, entry.y, 0, full);
+                tensor_load_3d(to, &a_map, segment * K + k0, schedule.entry.y, 0, full);
                 constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
 #pragma unroll
                 for (int box = 0; box < BN; box += BOX) {
                     const TensorMap* map = segment ? &b1 : &b0;
                     const unsigned b_to = to + A_BYTES + box * 128;
                     if (B_K_CONTIGUOUS)
-                        tensor_load_3d(b_to, map, k0, n + box, entry.x, full);
+                        tensor_load_3d(b_to, map, k0, n + box, schedule.entry.x, full);
                     else
-                        tensor_load_3d(b_to, map, n + box, k0, entry.x, full);
+                        tensor_load_3d(b_to, map, n + box, k0, schedule.entry.x, full);
                 }
                 ring.advance();
             }
@@ -243,15 +250,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     setmaxnreg_inc<208>();
     const int warp_row = consumer_warp() * 16;
     PanelRows epilogue(columns, even_panel, odd_panel, word);
-    for (int t = blockIdx.x;; t += gridDim.x) {
-        const bool last = t >= tiles;
-        const int2 entry = last ? make_int2(0, 0) : reinterpret_cast<const int2*>(row_tiles)[t % m_tiles + 1];
-        const int rows = last ? 0 : min(BM, expert_token_offsets[entry.x + 1] - entry.y);
-        const bool active = warp_row / 64 * 64 < rows;  // of the warpgroup
+    for (;; schedule.advance()) {
+        const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup
+        if (!last) schedule.prefetch();
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        epilogue.begin(t / m_tiles, entry.y + warp_row, min(16, rows - warp_row));
+        epilogue.begin(schedule.order(schedule.t).n, schedule.entry.y + warp_row, min(16, schedule.rows() - warp_row));
     }
 }

@@ -69,22 +69,29 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const unsigned gathered_to = GATHER_P ? 0 : A_BYTES, routed_to = GATHER_P ? A_BYTES : 0;
         const unsigned ld_bytes = static_cast<unsigned>((GATHER_P ? ldp : ldq) * sizeof(element));
         const int extent = GATHER_P ? M : N, routed_extent = GATHER_P ? N : M;
+        auto tile = [&](int t) { return t < tiles ? work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets) : Work{}; };
+        int mine[TOKENS / 128];
+        auto load_tokens = [&](int first, int last) {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 128; ++i) {
+                const int row = first + threadIdx.x + 128 * i;
+                mine[i] = row < last ? expert_token_indices[row] : 0;
+            }
+        };
+        Work work = tile(blockIdx.x);
+        load_tokens(work.first, work.last);
         for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-            const Work work = work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets);
+            const Work next = tile(t + gridDim.x);
             const int column0 = GATHER_P ? work.m0 : work.n0, routed_column0 = GATHER_P ? work.n0 : work.m0;
             const int64 routed_half = GATHER_P ? q_half : p_half, routed_ld = GATHER_P ? ldq : ldp;
             const element* gathered = (GATHER_P ? p : q) + work.half * (GATHER_P ? p_half : q_half) + column0 + chunk * 8;
             const element* others = (GATHER_P ? q : p) + work.half * routed_half + routed_column0 + chunk * 8;
-            int mine[TOKENS / 128];
-            auto load_tokens = [&](int first) {
-#pragma unroll
-                for (int i = 0; i < TOKENS / 128; ++i) {
-                    const int row = first + threadIdx.x + 128 * i;
-                    mine[i] = row < work.last ? expert_token_indices[row] : 0;
-                }
-            };
             auto fill = [&](const int* tokens, int first) {
                 const unsigned stage = ring.stage * STAGE_BYTES, full = barriers.full + 8 * ring.stage;
+                const char* token_rows[ROWS];  // found before the wait: the copies after it are what the consumers wait for
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+                    token_rows[i] = reinterpret_cast<const char*>(gathered) + uint64(ld_bytes) * unsigned(tokens[line + 16 * i]);
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 const bool whole = first + BK <= work.last;
                 if (threadIdx.x == 0) {
@@ -98,16 +105,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 }
                 if (whole && column0 + COLUMNS <= extent) {
 #pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-                        const char* row = reinterpret_cast<const char*>(gathered) + uint64(ld_bytes) * unsigned(tokens[line + 16 * i]);
+                    for (int i = 0; i < ROWS; ++i)
 #pragma unroll
                         for (int block = 0; block < COLUMNS / 64; ++block)
-                            cp_async_16(dst + stage + gathered_to + block * 8192 + i * 2048, row + block * 128, 16);
-                    }
+                            cp_async_16(dst + stage + gathered_to + block * 8192 + i * 2048, token_rows[i] + block * 128, 16);
                 } else {
+#pragma unroll
                     for (int i = 0; i < ROWS; ++i) {
                         const int row = first + line + 16 * i;
-                        const element* from = gathered + static_cast<int64>(tokens[line + 16 * i]) * (GATHER_P ? ldp : ldq);
+                        const element* from = reinterpret_cast<const element*>(token_rows[i]);
                         for (int block = 0; block < COLUMNS; block += 64)
                             cp_async_16(dst + stage + gathered_to + block * 128 + i * 2048, from + block,
                                         row < work.last && column0 + chunk * 8 + block < extent ? 16 : 0);
@@ -120,16 +126,18 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 cp_async_mbarrier_arrive(full);
                 ring.advance();
             };
-            load_tokens(work.first);
+            if (work.first == work.last) load_tokens(next.first, next.last);
             for (int block = work.first; block < work.last; block += TOKENS) {
                 int* tokens = token_blocks + block_parity * TOKENS;
                 block_parity ^= 1;
 #pragma unroll
                 for (int i = 0; i < TOKENS / 128; ++i) tokens[threadIdx.x + 128 * i] = mine[i];
                 named_barrier(1, 128);
-                load_tokens(block + TOKENS);
+                const bool more = block + TOKENS < work.last;
+                load_tokens(more ? block + TOKENS : next.first, more ? work.last : next.last);
                 for (int first = block; first < min(block + TOKENS, work.last); first += BK) fill(tokens + first - block, first);
             }
+            work = next;
         }
         return;
     }
@@ -137,9 +145,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     setmaxnreg_inc<224>();
     const int warp_row = consumer_warp() * 16;
     GradientRows epilogue(M, N, ldo);
-    for (int t = blockIdx.x;; t += gridDim.x) {
+    auto tile = [&](int t) { return t < tiles ? work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets) : Work{}; };
+    Work work = tile(blockIdx.x), next;
+    for (int t = blockIdx.x;; t += gridDim.x, work = next) {
         const bool last = t >= tiles;
-        const Work work = last ? Work{} : work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets);
+        next = tile(t + gridDim.x);
         element* out = (work.half ? out1 : out0) + work.expert * expert_stride;
         const int tokens = work.last - work.first;
         if (!last && tokens == 0) {

@@ -1,4 +1,4 @@
-// What the expert kernels of every tier share: from accumulators to rows, the raster of tiles, row weights.
+// What the expert kernels of every tier share: from accumulators to rows, the raster of tiles.
 #pragma once
 #include "common.cuh"
 
@@ -41,17 +41,6 @@ struct RowStaging {
             }
     }
 };
-
-// The router weight of expert row r: the slot of its token that points back at r.
-template <class W>
-__device__ __forceinline__ float weight_of_row(int r, int token, const W* weights, const int* token_index_map, int k) {
-    const int64 first = static_cast<int64>(token) * k;
-    int slot = 0;
-#pragma unroll 4
-    for (int j = 0; j < k; ++j)
-        if (token_index_map[first + j] == r) slot = j;
-    return to_float(weights[first + slot]);
-}
 
 struct Tile {
     int m, n;

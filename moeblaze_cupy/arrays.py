@@ -4,6 +4,7 @@ CuPy and torch are read directly; other DLPack arrays come in through `interop.d
 imports CuPy or torch: an array can only exist if its framework is loaded.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,8 +84,9 @@ class CuPy:
         return describe_strided(array, array.data.ptr, array.device.id)
 
     @staticmethod
-    def empty(shape, dtype: str, device: int):
-        return sys.modules["cupy"].empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    def empty(shape, dtype: str, device: int) -> Array:
+        array = sys.modules["cupy"].empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        return CuPy.describe(array)
 
     @staticmethod
     def stream(device: int) -> int:
@@ -98,16 +100,19 @@ class Torch:
 
     @staticmethod
     def describe(array) -> Array:
-        kind = array.device.type
-        if kind not in ("cpu", "cuda"):
-            raise TypeError(f"moeblaze_cupy: device: expected a tensor on cpu or cuda, got {kind}")
-        device = CPU if kind == "cpu" else array.device.index
-        return Array(array, array.data_ptr(), tuple(array.shape), array.stride(), str(array.dtype)[6:], device)
+        if array.is_cuda:
+            device = array.get_device()
+        elif array.is_cpu:
+            device = CPU
+        else:
+            raise TypeError(f"moeblaze_cupy: device: expected a tensor on cpu or cuda, got {array.device.type}")
+        return Array(array, array.data_ptr(), tuple(array.shape), array.stride(), _torch_name(array.dtype), device)
 
     @staticmethod
-    def empty(shape, dtype: str, device: int):
-        torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=f"cuda:{device}")
+    def empty(shape, dtype: str, device: int) -> Array:
+        dtype_, device_ = _torch_place(dtype, device)
+        array = sys.modules["torch"].empty(shape, dtype=dtype_, device=device_)
+        return Array(array, array.data_ptr(), tuple(shape), array.stride(), dtype, device)
 
     @staticmethod
     def stream(device: int) -> int:
@@ -129,12 +134,29 @@ class Torch:
         return torch.from_numpy(array)
 
 
+@functools.cache
+def _torch_name(dtype) -> str:
+    return str(dtype)[6:]
+
+
+@functools.cache
+def _torch_place(dtype: str, device: int):
+    """Objects that torch would take several microseconds to parse from text, once per buffer of a call."""
+    torch = sys.modules["torch"]
+    return getattr(torch, dtype), torch.device("cuda", device)
+
+
 _FRAMEWORKS = {"numpy": NumPy, "cupy": CuPy, "torch": Torch}
 
 
 def framework_of(array: Any):
     """NumPy, CuPy or Torch by the array's type (or a base of it); None for anything else."""
-    for base in type(array).__mro__:
+    return _framework_of_type(type(array))
+
+
+@functools.cache
+def _framework_of_type(kind: type):
+    for base in kind.__mro__:
         found = _FRAMEWORKS.get(base.__module__.partition(".")[0])
         if found is not None and base.__name__ in ("ndarray", "Tensor", "Parameter"):
             return found
@@ -150,7 +172,7 @@ class Context:
     stream: int
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        return self.framework.describe(self.framework.empty(shape, dtype, self.device))
+        return self.framework.empty(shape, dtype, self.device)
 
     def describe(self, array: Any) -> Array | None:
         return None if array is None else self.framework.describe(array)

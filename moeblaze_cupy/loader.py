@@ -45,6 +45,7 @@ class Variant:
         )
 
 
+@functools.cache
 def gemm_variant(
     entry: str,
     *,
@@ -68,7 +69,6 @@ def gemm_variant(
         macros |= {"WGMMA": f"wgmma_{half}"}
     forward = entry.endswith("_fwd")
     epilogue = EPILOGUES.get(entry)
-    weight = ELEMENTS[weights_dtype]
     if epilogue is None:
         gathers_p = (entry == "up_wgrad") != transposed  # x is P of up_wgrad, grad_out is Q of down_wgrad
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
@@ -78,13 +78,12 @@ def gemm_variant(
         macros |= {"K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1}
     if tier == "sm90" and epilogue == "STORE":
         slots = next((n for n in SLOTS if n >= k), SLOTS[-1])
-        macros |= {"SLOTS": slots, "WEIGHTED": int(forward), "WEIGHT": weight if forward else "float"}
+        macros |= {"SLOTS": slots, "WEIGHTED": int(forward), "WEIGHT": ELEMENTS[weights_dtype] if forward else "float"}
         return _variant("grouped_panels_sm90.cu", entry, macros)
     macros |= {
         "EPILOGUE": epilogue if tier == "sm80" else EPILOGUES_SM90[epilogue],
         "GATED": int(gated and epilogue != "STORE"),
         "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
-        "WEIGHT": weight if epilogue == "ACTIVATE_BWD" else "float",
     }
     macros |= {"GATHER": int(epilogue != "STORE")} if tier == "sm80" else {"STORED_PRODUCT": int(stored_product)}
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
@@ -106,7 +105,7 @@ def variants(
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
     for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
         config = launch_config.gemm(dtype, is_aligned, False, limits)
-        weights_dtypes = dict.fromkeys(("float32", dtype)) if entry in ("down_bwd", "down_fwd") else ("float32",)
+        weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         for weights_dtype, k in itertools.product(weights_dtypes, SLOTS):
             variant = gemm_variant(
                 entry,

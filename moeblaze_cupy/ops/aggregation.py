@@ -43,3 +43,17 @@ def weights_bwd(context: Context, partial_sums: Array, token_index_map: Array, g
         SLOTS_PER_BLOCK,
         (partial_sums.ptr, token_index_map.ptr, grad_weights.ptr, num_slots, partial_sums.shape[0]),
     )
+
+
+def weights_by_row(context: Context, weights: Array, token_index_map: Array) -> Array:
+    """The router weight of each of the experts' rows (L*k,) float32; rows past the routed ones are not written."""
+    num_slots = token_index_map.size
+    row_weights = context.empty((num_slots,), "float32")
+    loader.launch(
+        context,
+        loader.Variant("aggregation.cu", f"weights_by_row_{weights.dtype}"),
+        (launch_config.ceil_div(num_slots, SLOTS_PER_BLOCK),),
+        SLOTS_PER_BLOCK,
+        (weights.ptr, token_index_map.ptr, row_weights.ptr, num_slots),
+    )
+    return row_weights

@@ -2,7 +2,7 @@
 
 from moeblaze_cupy.arrays import Array, Context
 from moeblaze_cupy.ops import grouped_gemm, panels
-from moeblaze_cupy.ops.aggregation import weights_bwd
+from moeblaze_cupy.ops.aggregation import weights_bwd, weights_by_row
 from moeblaze_cupy.ops.dispatch import dispatch
 from moeblaze_cupy.ops.grouped_gemm import Index, Weight, empty_weight_gradient
 from moeblaze_cupy.structures import Gradients, SavedForBackward, is_gated
@@ -99,7 +99,7 @@ def moe_backward(
             first_layer_grad=first_layer_grad,
             product=product,
             stored_product=y_swi,
-            weights=weights,
+            row_weights=weights_by_row(context, weights, lists.token_index_map),
             wants_weights_grad=grad_weights is not None,
         )
         if grad_weights is not None:

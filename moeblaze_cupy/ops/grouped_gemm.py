@@ -118,7 +118,7 @@ def gemm(
     first_layer_grad: Array | None = None,
     product: Array | None = None,
     stored_product: Array | None = None,
-    weights: Array | None = None,
+    row_weights: Array | None = None,
     partial_sums: Array | None = None,
 ) -> None:
     """One launch of grouped_gemm_*.cu.
@@ -134,7 +134,6 @@ def gemm(
         activation=activation,
         transposed=weight.transposed,
         aligned=aligned,
-        weights_dtype="float32" if weights is None else weights.dtype,
         stages=config.stages,
         tier=config.tier,
         stored_product=stored_product is not None,
@@ -157,9 +156,7 @@ def gemm(
         pointer(first_layer_grad),
         pointer(product),
         pointer(stored_product),
-        pointer(weights),
-        index.token_index_map.ptr,
-        index.token_index_map.shape[1],
+        pointer(row_weights),
         pointer(partial_sums),
         index.num_slots,
     )
@@ -195,7 +192,7 @@ def down_bwd(
     first_layer_grad: Array | None,
     product: Array | None,
     stored_product: Array | None,
-    weights: Array,
+    row_weights: Array,
     wants_weights_grad: bool,
 ) -> Array | None:
     """dA = grad_out[tokens] w2^T, at once turned into the first layer's gradient and A'.
@@ -220,7 +217,7 @@ def down_bwd(
         first_layer_grad=first_layer_grad,
         product=product,
         stored_product=stored_product,
-        weights=weights,
+        row_weights=row_weights,
         partial_sums=partial_sums,
     )
     return partial_sums
