@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             for (int step = 0; step < steps; ++step) {
                 const int k0 = step * BK;
                 const unsigned stage = ring.stage * STAGE_BYTES;
-                const unsigned full = barriers.full + 8 * ring.stage;
+                const unsigned full = barriers.full + 8 * ring.stage, bytes = k0 + chunk * 8 < K ? 16 : 0;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 if (threadIdx.x == 0) {
                     mbarrier_arrive_expect_tx(full, B_BYTES);
@@ -73,11 +73,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                             tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, schedule.entry.x, full);
                     }
                 }
-                const unsigned bytes = k0 + chunk * 8 < K ? 16u : 0u;
 #pragma unroll
-                for (int i = 0; i < LINES_PER_THREAD; ++i)
-                    cp_async_16(a_dst + stage + i * 16 * 128, a_rows[i] + k0, bytes);
+                for (int i = 0; i < LINES_PER_THREAD; ++i) cp_async_16(a_dst + stage + i * 16 * 128, a_rows[i], bytes);
                 cp_async_mbarrier_arrive(full);
+#pragma unroll
+                for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] += BK;  // here, as consumers wait for what follows a wait
                 ring.advance();
                 if (step == min(2, steps - 1) && schedule.t + gridDim.x < tiles) load_tokens(schedule.next_entry, schedule.next_end);
             }
