@@ -193,13 +193,15 @@ _PRODUCTION = {
 
 
 def _layers() -> dict[str, LayerCase]:
-    cases = [*_table1(), *_table2(), *_ablation()]
+    cases = [*_table1(), *_table2(), *_ablation(), GATHER]
     cases += [LayerCase(name, *shape, "SonicMoE's figure") for name, shape in _SONICMOE.items()]
     cases += [LayerCase(name, *shape, "production layer") for name, shape in _PRODUCTION.items()]
     by_name = {case.name: case for case in cases}
     for name in ("conf3", "qwen30b"):
         for routing in ROUTINGS[1:]:
-            case = replace(by_name[name], name=f"{name}_{routing}", source="MoMoE's routings", routing=routing, paper=())
+            case = replace(
+                by_name[name], name=f"{name}_{routing}", source="MoMoE's routings", routing=routing, paper=()
+            )
             by_name[case.name] = case
     return by_name
 
@@ -273,7 +275,7 @@ def select(names: str | None, default: str) -> list[str]:
     for name in (names or default).split(","):
         if name in GROUPS:
             chosen += GROUPS[name]
-        elif name in LAYERS or name in DISPATCHES or name == GATHER.name:
+        elif name in LAYERS or name in DISPATCHES:
             chosen.append(name)
         else:
             known = ", ".join((*GROUPS, *LAYERS, *DISPATCHES))

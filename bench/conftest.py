@@ -5,12 +5,14 @@ pytest bench                                       anywhere: tiny shapes on the 
 """
 
 import contextlib
+import time
 
 import pytest
 
 from bench import cases, inputs, measure, providers, verify
 
 ROUNDS, WARMUPS = 12, 3
+_START = time.monotonic()
 
 
 def pytest_addoption(parser):
@@ -19,6 +21,7 @@ def pytest_addoption(parser):
     group.addoption("--provider", help="providers or groups, comma-separated; the default differs by suite")
     group.addoption("--order", default="transposed,row", help="memory orders of the weights (%(default)s)")
     group.addoption("--commit", help="commit to write into the record (git's)")
+    group.addoption("--minutes", type=float, help="skip what would start later than this after the start")
     group.addoption("--rounds", type=int, default=ROUNDS, help="timed repetitions (%(default)s)")
 
 
@@ -29,6 +32,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - _START > 60 * minutes:
+        pytest.skip(f"later than --minutes {minutes:g}")
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
@@ -47,20 +56,22 @@ def pytest_benchmark_update_json(config, benchmarks, output_json):
         row.pop("options", None)
 
 
-def parametrize(metafunc, default: str, combinations, tiny) -> None:
+def parametrize(metafunc, default: str, combinations, tiny, among=cases.LAYERS) -> None:
     """Parameters for the function in `metafunc`: `combinations(case name, config)` for the chosen cases, marked gpu,
-    and the `tiny` ones, which run anywhere. Each is a tuple for the argument named `spec`, and its id its words."""
+    and the `tiny` ones, which run anywhere. Each is a tuple for the argument named `spec`, and its id its words.
+    Chosen cases that are not `among` this suite's are another suite's."""
     config = metafunc.config
     try:
         names = cases.select(config.getoption("--case"), default)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-    chosen = [(spec, pytest.mark.gpu) for name in names for spec in combinations(name, config)]
+    chosen = [(spec, pytest.mark.gpu) for name in names if name in among for spec in combinations(name, config)]
     chosen += [(spec, ()) for spec in tiny]
-    metafunc.parametrize(
-        "spec",
-        [pytest.param(spec, marks=marks, id="-".join(getattr(part, "name", part) for part in spec)) for spec, marks in chosen],
-    )  # fmt: skip
+
+    def words(spec):
+        return "-".join(getattr(part, "name", part) for part in spec)
+
+    metafunc.parametrize("spec", [pytest.param(spec, marks=marks, id=words(spec)) for spec, marks in chosen])
 
 
 class _Current:
@@ -154,6 +165,8 @@ def time_device(benchmark, request):
             extra["flops"], extra["tflops"] = flops, flops / seconds / 1e12
         if nbytes:
             extra["bytes"], extra["gb_per_s"] = nbytes, nbytes / seconds / 1e9
+        if flops and nbytes and (floor := measure.roofline_seconds(flops, nbytes)):
+            extra["share_of_roofline"] = floor / seconds
         if bound is not None and is_bound:
             _BOUNDS[bound] = seconds
         elif bound in _BOUNDS:
@@ -163,7 +176,6 @@ def time_device(benchmark, request):
         return seconds
 
     return run
-
 
 
 def layer_specs(default_providers: str, passes=("forward", "forward_backward")):

@@ -1,5 +1,6 @@
 """Device time, memory, and the machine they were measured on."""
 
+import functools
 import gc
 import platform
 import shutil
@@ -143,6 +144,19 @@ def matmul_tflops(n: int = 8192) -> float:
     return 2 * n**3 / statistics.median(times[2:]) / 1e12
 
 
+@functools.cache
+def ceilings() -> dict[str, float]:
+    """What this GPU reaches here and now: a copy's GB/s and a product's TFLOP/s; {} without one."""
+    return {"copy_gb_per_s": copy_gb_per_s(), "matmul_tflops": matmul_tflops()} if has_gpu() else {}
+
+
+def roofline_seconds(flops: int, nbytes: int) -> float | None:
+    """The least time for this work at the ceilings, or None without a GPU."""
+    if not ceilings():
+        return None
+    return max(flops / ceilings()["matmul_tflops"] / 1e12, nbytes / ceilings()["copy_gb_per_s"] / 1e9)
+
+
 _SMI_FIELDS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.draw", "celsius": "temperature.gpu"}
 
 
@@ -193,7 +207,15 @@ def commit() -> str:
     return answer.stdout.strip() if answer.returncode == 0 else "unknown"
 
 
-PEER_PACKAGES = ("sonic-moe", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "scattermoe", "momoe", "megablocks")
+PEER_PACKAGES = (
+    "sonic-moe",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "liger-kernel",
+    "scattermoe",
+    "momoe",
+    "megablocks",
+)
 
 
 def environment() -> dict:
@@ -218,7 +240,6 @@ def environment() -> dict:
         "multiprocessors": properties.multi_processor_count,
         "driver": driver,
         "power_limit_w": power,
-        "copy_gb_per_s": copy_gb_per_s(),
-        "matmul_tflops": matmul_tflops(),
+        **ceilings(),
         **facts,
     }

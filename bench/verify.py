@@ -7,7 +7,7 @@ FLOAT32_TOLERANCE = 1e-4
 RESULTS = ("out", "x", "weights", "w1", "w2")
 
 
-def _activate(first: torch.Tensor, activation: str) -> tuple[torch.Tensor, ...]:
+def activate(first: torch.Tensor, activation: str) -> tuple[torch.Tensor, ...]:
     """act(a) * b, and its derivatives by the columns of `first`: (gate, up), or one."""
     gate, up = first.chunk(2, dim=1) if activation == "swiglu" else (first, None)
     sigmoid = torch.sigmoid(gate)
@@ -40,7 +40,7 @@ def relative_errors(case, inputs: dict, out: torch.Tensor, grads: dict[str, torc
         tokens, scale = slots // k, weights[slots].double()[:, None]
         w1, w2 = inputs["w1"][expert].double(), inputs["w2"][expert].double()
         rows = inputs["x"][tokens].double()
-        product, *slopes = _activate(rows @ w1, case.activation)
+        product, *slopes = activate(rows @ w1, case.activation)
         result = product @ w2
         want["out"].index_add_(0, tokens, result * scale)
         if not grads:
