@@ -225,9 +225,8 @@ def _dispatches() -> dict[str, DispatchCase]:
         paper = (Paper("Table 3", "sorting", sorting), Paper("Table 3", "hash", hashing))
         cases.append(DispatchCase(f"{name}_1m", 2**20, E, k, "Table 3", paper=paper))
         cases += [DispatchCase(f"{name}_{L}", L, E, k, "Table 3's models, fewer tokens") for L in (8192, 64)]
-    for name in ("qwen3", "mixtral"):
-        E, k, _, _ = _TABLE3[name]
-        for routing in ("one", "zipf", "balanced", "skewed"):
+    for name, (E, k, _, _) in _TABLE3.items():
+        for routing in ("one", "zipf", "balanced", "skewed") if name in ("qwen3", "mixtral") else ("one", "zipf"):
             cases.append(DispatchCase(f"{name}_1m_{routing}", 2**20, E, k, "other routings", routing))
     cases += [
         DispatchCase("qwen3_1m_int64", 2**20, 128, 8, "torch's own ids", dtype="int64"),

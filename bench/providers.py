@@ -99,7 +99,8 @@ class _Routed(Layer):
 
 def _grouped_mm(rows, weight, ends):
     """torch's grouped product by its public name where there is one (2.10 on)."""
-    return getattr(F, "grouped_mm", torch._grouped_mm)(rows, weight, offs=ends)
+    product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    return product(rows, weight, offs=ends)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def merged_layers(rows: Iterable[Row]) -> list[dict]:
         bound = merged.get((case, order, "cublas_bound"), {})
         for what in ("forward", "forward_backward"):
             if what in entry and what in bound:
+                entry[f"{what}_bound"] = bound[what]
                 entry[f"{what}_ratio"] = entry[what] / bound[what]
     return list(merged.values())
 

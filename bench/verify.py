@@ -24,7 +24,8 @@ def relative_errors(case, inputs: dict, out: torch.Tensor, grads: dict[str, torc
     L, k = inputs["ids"].shape
     flat = inputs["ids"].reshape(-1)
     by_expert = torch.argsort(flat, stable=True)
-    offsets = torch.searchsorted(flat[by_expert].contiguous(), torch.arange(case.E + 1, device=flat.device)).tolist()
+    every = torch.arange(case.E + 1, device=flat.device, dtype=flat.dtype)
+    offsets = torch.searchsorted(flat[by_expert], every).tolist()
     weights = inputs["weights"].reshape(-1)
     sums = {name: [0.0, 0.0] for name in (*grads, "out")}
     want = {"out": torch.zeros(L, case.d, dtype=torch.float64, device=flat.device)}
