@@ -21,7 +21,7 @@ def pytest_addoption(parser):
     group.addoption("--provider", help="providers or groups, comma-separated; the default differs by suite")
     group.addoption("--order", default="transposed,row", help="memory orders of the weights (%(default)s)")
     group.addoption("--commit", help="commit to write into the record (git's)")
-    group.addoption("--minutes", type=float, help="skip what would start later than this after the start")
+    group.addoption("--minutes", type=float, help="skip what would start later than this into the run")
     group.addoption("--rounds", type=int, default=ROUNDS, help="timed repetitions (%(default)s)")
 
 
@@ -51,9 +51,12 @@ def pytest_benchmark_generate_commit_info(config):
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
-    """Drops the options that are the same in every row and mean nothing under the device clock."""
+    """Drops what only fills a committed record: options that are the same in every row, parameters that the name and
+    extra_info hold, single rounds."""
     for row in output_json["benchmarks"]:
-        row.pop("options", None)
+        for name in ("options", "params"):
+            row.pop(name, None)
+        row["stats"].pop("data", None)
 
 
 def parametrize(metafunc, default: str, combinations, tiny, among=cases.LAYERS) -> None:

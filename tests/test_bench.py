@@ -290,20 +290,42 @@ def test_number(value, digits, text):
     assert table.number(value, digits) == text
 
 
-def test_suites_run_and_their_record_says_what_it_is_of(tmp_path):
-    """The whole way on the CPU, as a user would: pytest, options, a row of every kind in the JSON."""
-    path = tmp_path / "record.json"
-    suites = [f"bench/bench_{name}.py" for name in ("layer", "dispatch")]
-    options = ["-q", "-p", "no:cacheprovider", "-k", "tiny-", "--commit=abc1234", f"--benchmark-json={path}"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *suites, *options], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+def run_pytest(*options):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def record_path(tmp_path_factory):
+    """The record of all suites on tiny shapes, made as a user would: `pytest bench` in a process of its own."""
+    path = tmp_path_factory.mktemp("bench") / "record.json"
+    run = run_pytest("bench", "--commit=abc1234", f"--benchmark-json={path}")
     assert run.returncode == 0, run.stdout[-3000:]
-    written = json.loads(path.read_text())
+    return path
+
+
+def test_suites_run_and_their_record_says_what_it_is_of(record_path):
+    written = json.loads(record_path.read_text())
     assert written["commit_info"]["id"] == "abc1234"
     assert "node" not in written["machine_info"] and "torch" in written["machine_info"]
+    suites = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
+    assert {row["group"] for row in written["benchmarks"]} == suites
     rows = {(r["group"], r["extra_info"]["provider"], r["extra_info"].get("pass")): r for r in written["benchmarks"]}
     layer = rows["layer", "moeblaze", "forward_backward"]["extra_info"]
     assert layer["saved_mib"] > 0 and layer["times_bound"] > 0 and layer["tflops"] > 0
     assert rows["dispatch", "moeblaze", None]["extra_info"]["gb_per_s"] > 0
     assert not [row for row in written["benchmarks"] if row["extra_info"]["provider"] == "sonicmoe"]
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(1e-9, 1), (1e3, 0)], ids=["slower", "faster"])
+def test_a_regression_against_a_record_fails(record_path, tmp_path, seconds, code):
+    """As bench/README.md documents it, against a record that is faster or slower than anything."""
+    written = json.loads(record_path.read_text())
+    for row in written["benchmarks"]:
+        row["stats"]["median"] = seconds
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(written))
+    options = [f"--benchmark-compare={path}", "--benchmark-compare-fail=median:5%"]
+    compared = run_pytest("bench/bench_dispatch.py", *options)
+    assert compared.returncode == code, compared.stdout[-2000:] + compared.stderr[-2000:]
+    assert ("Performance has regressed" in compared.stdout + compared.stderr) == bool(code)
