@@ -159,3 +159,55 @@ def test_a_newer_record_takes_a_rows_place_with_its_own_bound(tmp_path):
 def test_a_readme_without_its_block_is_refused():
     with pytest.raises(ValueError, match=r"README\.md: expected a block"):
         report.with_summary("no block", "block")
+
+
+def full_record() -> dict:
+    """Rows of every suite with figures that no two share, as a run on a GPU writes them."""
+    figures = iter(range(1, 10**6))
+    rows = []
+
+    def add(group, **about):
+        seconds = (1000 + next(figures)) * 1e-6
+        row = {"group": group, "stats": {"median": seconds, "iqr": None}, "extra_info": about}
+        rows.append(row)
+        return seconds
+
+    for provider in ("cublas_bound", "moeblaze", "sonicmoe", "torch_grouped_mm"):
+        for what in ("forward", "forward_backward"):
+            keeps = provider != "cublas_bound" and what == "forward_backward"
+            kept = {"saved_mib": next(figures), "peak_mib": next(figures)} if keeps else {}
+            add("layer", case="conf3", order="transposed", provider=provider, **kept, **{"pass": what})
+    for case in ("conf3", "tab2_8k_h256", "tab2_2m_h256_silu"):
+        for provider in ("moeblaze", "moeblaze_recompute", "torch_grouped_mm"):
+            add("memory", case=case, provider=provider, saved_mib=next(figures), peak_mib=next(figures))
+    for rows_ in ("cublas", "gathered", "contiguous"):
+        provider, kind = ("cublas_bound", "contiguous") if rows_ == "cublas" else ("moeblaze", rows_)
+        about = {"case": "sec73", "order": "row", "kernel": "up_fwd", "provider": provider, "rows": kind}
+        add("grouped_gemm", **about, tflops=next(figures), times_bound=1.5, share_of_roofline=0.5)
+    for group in ("aggregation", "router"):
+        add(group, case="conf3", kernel="k", provider="moeblaze", times_bound=1.25, gb_per_s=next(figures))
+    for step in cases.ABLATION:
+        add("ablation", case="tab4", provider=step, saved_mib=next(figures))
+    machine = {"gpu": "a GPU", "torch": "2", "peers": {"sonic-moe": "0.1"}}
+    return {"machine_info": machine, "commit_info": {"id": "c"}, "datetime": "2026-01-01", "benchmarks": rows}
+
+
+def test_every_suite_has_its_section():
+    """And each of its figures stands there: a section that dropped rows would go unnoticed elsewhere."""
+    record = full_record()
+    text = report.results(report.Records({"full": record}))
+    for heading in ("Forward, ms", "Forward and backward, ms", "Figures 3 and 5", "Table 2:", "Products of", "7.3",
+                    "Aggregation", "Router", "Tables 4 and 5"):  # fmt: skip
+        assert re.search(rf"^##+ .*{re.escape(heading)}", text, re.MULTILINE), heading
+    numbers = {number.replace(",", "") for number in NUMBER.findall(text)}
+    for row in record["benchmarks"]:
+        extra = row["extra_info"]
+        for name in ("saved_mib", "peak_mib"):
+            if name in extra:
+                assert str(extra[name]) in numbers, row
+        # the bound of a single product, and the time of a memory row outside Table 2, are not shown
+        if row["group"] != "memory" and (extra["provider"], row["group"]) != ("cublas_bound", "grouped_gemm"):
+            seconds = row["stats"]["median"]
+            assert {f"{seconds * 1e3:.2f}", f"{seconds * 1e6:.0f}"} & numbers, row
+    assert "| out of memory |" in text  # as the paper prints it
+    assert "sonic-moe 0.1" in text
