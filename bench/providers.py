@@ -1,70 +1,196 @@
-"""What is timed: our layer through torch, and the cuBLAS bound, six balanced dense products per layer.
+"""Who is timed on a layer: this package by tier and save policy, the cuBLAS bound, torch, and the peers.
 
-A provider is built once per case and offers `forward()` and `forward_backward()` on fixed random inputs.
+A provider builds a `Layer` from a case and its inputs. Dispatch belongs to the layer, the router does not.
 """
 
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
 import torch
-from moeblaze_cupy.interop.torch import moe
+import torch.nn.functional as F
+
+from bench import inputs as make
+from bench import peers
+from bench.layer import Layer
 
 
-def layer_inputs(case, order: str = "transposed", seed: int = 0, dtype=torch.bfloat16) -> dict:
-    """Unit-scale random inputs and a random top-k routing of one SwiGLU layer, on the current CUDA device."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+class _Ours(Layer):
+    """`interop.torch.moe` with a save policy."""
 
-    def normal(*shape, scale=1.0):
-        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float32).mul_(scale).to(dtype)
+    def __init__(self, case, inputs: dict, save: str):
+        from moeblaze_cupy.interop.torch import moe
 
-    L, d, h, E, k = case.L, case.d, case.h, case.E, case.k
-    scores, ids = torch.rand(L, E, generator=generator, device="cuda").topk(k, dim=1)
-    if order == "transposed":
-        w1 = normal(E, 2 * h, d, scale=d**-0.5).transpose(1, 2)
-        w2 = normal(E, d, h, scale=h**-0.5).transpose(1, 2)
-    else:
-        w1, w2 = normal(E, d, 2 * h, scale=d**-0.5), normal(E, h, d, scale=h**-0.5)
-    return {
-        "x": normal(L, d),
-        "ids": ids.int(),
-        "weights": scores / scores.sum(1, keepdim=True),
-        "w1": w1,
-        "w2": w2,
-        "grad_out": normal(L, d),
-    }
+        super().__init__(inputs, [inputs[name] for name in ("x", "weights", "w1", "w2")])
+        self.moe, self.options = moe, {"activation": case.activation, "save": save}
 
-
-class Ours:
-    """`interop.torch.moe`, dispatch included, router excluded."""
-
-    def __init__(self, case, inputs: dict, save: str = "minimal"):
-        self.inputs, self.save = inputs, save
-        self.leaves = [inputs[n].detach().requires_grad_() for n in ("x", "weights", "w1", "w2")]
-
-    def forward(self):
+    def forward(self) -> torch.Tensor:
         x, weights, w1, w2 = self.leaves
-        return moe(x, self.inputs["ids"], weights, w1, w2, save=self.save)
-
-    def forward_backward(self):
-        return torch.autograd.grad(self.forward(), self.leaves, self.inputs["grad_out"])
+        return self.moe(x, self.inputs["ids"], weights, w1, w2, **self.options)
 
 
-class Bound:
-    """The layer's dense products alone through cuBLAS, tokens split evenly: no routing, no activation."""
+class _Bound(Layer):
+    """The layer's dense products alone through cuBLAS, tokens split evenly: no routing, no activation, no autograd.
+
+    forward has the two products, forward_backward those and the four of their gradients.
+    """
 
     def __init__(self, case, inputs: dict):
-        T = case.L * case.k // case.E
+        T = max(1, case.slots // case.E)
 
-        def normal(*shape):
-            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        def normal(n):
+            return torch.randn(case.E, T, n, device=inputs["x"].device, dtype=inputs["x"].dtype)
 
-        self.x, self.product, self.first = (normal(case.E, T, n) for n in (case.d, case.h, 2 * case.h))
+        super().__init__(inputs, [])
+        self.x, self.product, self.first = normal(case.d), normal(case.h), normal(case.first_columns)
         self.w1, self.w2 = inputs["w1"], inputs["w2"]
 
-    def forward(self):
+    def forward(self) -> torch.Tensor:
         torch.bmm(self.x, self.w1)
-        torch.bmm(self.product, self.w2)
+        return torch.bmm(self.product, self.w2)
 
-    def forward_backward(self):
+    def forward_backward(self) -> tuple:
         self.forward()
         torch.bmm(self.x, self.w2.transpose(1, 2))
         torch.bmm(self.product.transpose(1, 2), self.x)
         torch.bmm(self.first, self.w1.transpose(1, 2))
         torch.bmm(self.x.transpose(1, 2), self.first)
+        return ()
+
+
+def _activate(first: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "silu":
+        return F.silu(first)
+    gate, up = first.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _Routed(Layer):
+    """Tokens copied into a routed buffer by a stable sort, experts over it, results added up per token.
+
+    grouped: both products through torch's grouped_mm. Else a loop over the experts, one cuBLAS product each, which
+    has to read the experts' counts back: what the paper calls conventional.
+    """
+
+    def __init__(self, case, inputs: dict, grouped: bool):
+        super().__init__(inputs, [inputs[name] for name in ("x", "weights", "w1", "w2")])
+        self.case, self.grouped = case, grouped
+
+    def _products(self, rows, weight, ends):
+        if self.grouped:
+            return _grouped_mm(rows, weight, ends)
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([part @ weight[e] for e, part in enumerate(rows.split(counts))])
+
+    def forward(self) -> torch.Tensor:
+        x, weights, w1, w2 = self.leaves
+        flat = self.inputs["ids"].reshape(-1)
+        experts, order = torch.sort(flat, stable=True)
+        every = torch.arange(1, self.case.E + 1, device=flat.device, dtype=flat.dtype)
+        ends = torch.searchsorted(experts, every, out_int32=True)
+        first = self._products(x[order // self.case.k], w1, ends)
+        rows = self._products(_activate(first, self.case.activation), w2, ends)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        slots = rows[back].view(self.case.L, self.case.k, self.case.d)
+        return (slots * weights[:, :, None].to(slots.dtype)).sum(1)
+
+
+def _grouped_mm(rows, weight, ends):
+    """torch's grouped product by its public name where there is one (2.10 on)."""
+    product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+    return product(rows, weight, offs=ends)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """`build(case, inputs)` makes a Layer; `missing()` says what to install, or None; `refuses(case)` why not.
+
+    orders: memory orders of the weights that it reads without a copy. checked: its results can be compared.
+    environment: set while it is built and runs.
+    """
+
+    name: str
+    build: Callable[..., Layer]
+    missing: Callable[[], str | None] = lambda: None
+    refuses: Callable[[object], str | None] = lambda case: None
+    orders: tuple[str, ...] = ("transposed",)
+    checked: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def active(self):
+        before = {name: os.environ.get(name) for name in self.environment}
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _lacks_grouped_mm() -> str | None:
+    return None if hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm") else "needs torch 2.8 or later"
+
+
+def _lacks_cupy() -> str | None:
+    """This package on CUDA needs CuPy; on the CPU it runs on NumPy."""
+    if not make.has_gpu():
+        return None
+    from moeblaze_cupy import loader
+
+    try:
+        loader.import_cupy()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+_BOTH = ("transposed", "row")
+
+
+def _ours(name: str, save: str, orders=("transposed",), **environment: str) -> Provider:
+    return Provider(
+        name, lambda case, x: _Ours(case, x, save), _lacks_cupy, orders=orders, environment=environment
+    )  # fmt: skip
+
+
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        Provider("cublas_bound", _Bound, orders=_BOTH, checked=False),
+        _ours("moeblaze", "minimal", _BOTH),
+        _ours("moeblaze_recompute", "recompute"),
+        _ours("moeblaze_paper", "paper"),
+        _ours("moeblaze_sm80", "minimal", MOEBLAZE_TIER="sm80"),
+        Provider("torch_grouped_mm", lambda case, x: _Routed(case, x, True), _lacks_grouped_mm),
+        Provider("torch_routed", lambda case, x: _Routed(case, x, False)),
+        *(
+            Provider(peer.name, peer.build, peer.missing, peer.refuses)
+            for peer in peers.PEERS
+        ),
+    )
+}  # fmt: skip
+
+GROUPS = {
+    "quick": ("cublas_bound", "moeblaze"),
+    "ours": ("cublas_bound", "moeblaze", "moeblaze_recompute", "moeblaze_paper", "moeblaze_sm80"),
+    "torch": ("torch_grouped_mm", "torch_routed"),
+    "peers": tuple(peer.name for peer in peers.PEERS),
+}
+
+
+def select(names: str | None, default: str) -> list[str]:
+    """Provider names from a comma-separated list of providers and groups. The bound comes first: others' share of it
+    is computed from its row. Raises ValueError for a name that is neither."""
+    chosen: list[str] = []
+    for name in (names or default).split(","):
+        if name not in GROUPS and name not in PROVIDERS:
+            known = ", ".join((*GROUPS, *PROVIDERS))
+            raise ValueError(f"bench: --provider: expected names among {known}; got {name!r}")
+        chosen += GROUPS.get(name, (name,))
+    return sorted(dict.fromkeys(chosen), key=lambda name: name != "cublas_bound")

@@ -1,4 +1,4 @@
-"""Command line: `python -m moeblaze_cupy train|info|compile|plan`."""
+"""Command line: `python -m moeblaze_cupy train|info|compile|plan|bench`."""
 
 import argparse
 import importlib
@@ -6,6 +6,7 @@ import sys
 
 from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
 
+SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation")
 DTYPES = ("float32", "bfloat16", "float16")
 ORDERS = ("row", "transposed")
 
@@ -101,6 +102,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sizes(plan)
     plan.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
     plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+
+    bench = commands.add_parser("bench", help="time the layer and its kernels beside their bounds and peers")
+    bench.add_argument("--quick", action="store_true", help="the layer alone, five cases, beside the cuBLAS bound")
+    bench.add_argument(
+        "--suite", action="append", choices=SUITES, help="repeatable (default: all, or layer with --case)"
+    )
+    bench.add_argument("--case", metavar="A,B", help="cases or groups of bench/cases.py")
+    bench.add_argument("--provider", metavar="A,B", help="providers or groups of bench/providers.py")
+    bench.add_argument("--order", metavar="A,B", help="memory orders of the weights: transposed, row (both)")
+    bench.add_argument("--rounds", type=positive_integer, metavar="N", help="timed repetitions of each row (12)")
+    bench.add_argument("--minutes", type=positive_number, metavar="T", help="start no row later than this into the run")
+    bench.add_argument("--commit", metavar="ID", help="commit to write into the records (git's)")
+    bench.add_argument("--out", metavar="DIR", help="write one JSON record per suite there")
+    bench.set_defaults(suites=SUITES)
     return parser
 
 

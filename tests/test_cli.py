@@ -57,7 +57,7 @@ def assert_fails(capsys, argv, *fragments):
 
 def test_help_names_every_command():
     output = run_module("--help").stdout
-    for command in ("train", "info", "compile", "plan"):
+    for command in ("train", "info", "compile", "plan", "bench"):
         assert re.search(rf"^ +{command} ", output, re.MULTILINE)
 
 
@@ -448,3 +448,60 @@ def test_progress_can_be_silenced(monkeypatch):
             progress.update(1)
             progress.update(2)
         assert stream.getvalue() == ""
+
+
+def test_bench_prints_a_table_and_writes_a_record(tmp_path):
+    """Tiny shapes where there is no GPU; the layer's suite on a GPU has its own way to be run."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("would measure on the GPU")
+    done = run_module("bench", "--suite", "dispatch", "--commit", "abc1234", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^tiny +moeblaze +random +[\d.,]+ +[\d.]+ +[\d.]+$", done.stdout, re.MULTILINE)
+    assert "skipped: sonicmoe: needs a CUDA device, and pip install sonic-moe" in done.stdout
+    assert "no GPU: tiny shapes" in done.stderr and "bench dispatch 4/4" in done.stderr
+    assert '"id": "abc1234"' in (tmp_path / "dispatch.json").read_text()
+
+
+def test_bench_fails_where_a_provider_is_wrong(monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("would measure on the GPU")
+    from bench import kernels
+
+    right = kernels.sorted_lists
+    calls = []
+
+    def wrong_once(ids, E):
+        """The first call gives what is compared, the second what it is compared with."""
+        calls.append(ids)
+        lists = right(ids, E)
+        return lists if len(calls) % 2 else (lists[0] + 1, *lists[1:])
+
+    monkeypatch.setattr(kernels, "sorted_lists", wrong_once)
+    assert run("bench --suite dispatch") == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^failed: tiny-torch_sort: .*torch_sort on tiny: wrong lists", out, re.MULTILINE)
+    assert not re.search(r"^tiny +torch_sort", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("option", "fragment"),
+    [("--case=conf9", "got 'conf9'"), ("--provider=nobody", "got 'nobody'"), ("--out=/dev/null/x", "--out: ")],
+)
+def test_bench_refuses_what_it_does_not_know(capsys, option, fragment):
+    pytest.importorskip("torch")
+    assert main(["bench", option]) == 2
+    assert fragment in capsys.readouterr().err
+
+
+def test_bench_needs_a_checkout(monkeypatch, capsys, tmp_path):
+    from moeblaze_cupy.cli import bench as bench_command
+
+    monkeypatch.setattr(bench_command.moeblaze_cupy, "__file__", str(tmp_path / "moeblaze_cupy" / "__init__.py"))
+    assert_fails(capsys, ["bench"], "a checkout's bench/ folder", str(tmp_path / "bench"))
+
+
+def test_bench_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytest_benchmark", None)
+    assert_fails(capsys, ["bench"], "needs pytest, pytest-benchmark and torch")

@@ -1,0 +1,69 @@
+"""Each product of the experts alone, beside the same product through cuBLAS and its roofline, and with the gather
+against contiguous rows (section 7.3)."""
+
+import pytest
+
+from bench import cases, kernels, measure, verify
+from bench.conftest import parametrize
+
+pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="grouped_gemm")
+GATHERING = ("up_fwd", "down_bwd", "down_wgrad", "up_wgrad")  # those that read x or grad_out through the lists
+
+
+def pytest_generate_tests(metafunc):
+    def combinations(name, config):
+        case = cases.LAYERS[name]
+        for order in config.getoption("--order").split(","):
+            for entry in kernels.GEMMS:
+                # cuBLAS's operands do not depend on the order of ours
+                yield from ((case, order, entry, rows) for rows in ("cublas", "gathered"))
+                if case is cases.GATHER and entry in GATHERING:
+                    yield case, order, entry, "contiguous"
+
+    tiny = [(cases.TINY, "transposed", entry, "cublas") for entry in kernels.GEMMS]
+    parametrize(metafunc, "conf3,conf5,qwen30b,gather", combinations, tiny)
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The kernels of one case, order and kind of rows at a time: their buffers fill gigabytes."""
+    made = {}
+    yield made
+    made.clear()
+
+
+def test_grouped_gemm(spec, current, built, time_device):
+    """Time of one kernel over all its panels. Its result is compared with float64 first."""
+    case, order, entry, rows = spec
+    inputs = current.inputs_of(case, order)
+    work = kernels.gemm_work(case, entry)
+    if rows == "cublas":
+        built.clear()
+        call = kernels.dense_product(case, entry, inputs["x"].device)
+    else:
+        key = (case, order, rows)
+        if key not in built:
+            built.clear()
+            measure.release()
+            built[key] = kernels.Kernels(case, inputs, contiguous=rows == "contiguous")
+        kernel = built[key]
+        call = kernel.calls[entry]
+        call()
+        error = kernel.error(entry)
+        assert error <= verify.TOLERANCE, f"{entry} on {case.name}: relative error {error:.2g}; no time for it"
+    time_device(
+        call,
+        bound=(case, order, entry),
+        is_bound=rows == "cublas",
+        flops=work.flops,
+        nbytes=work.nbytes,
+        case=case.name,
+        shape=case.shape,
+        order=order,
+        provider="cublas_bound" if rows == "cublas" else "moeblaze",
+        kernel=entry,
+        rows="contiguous" if rows == "cublas" else rows,
+    )
+    if rows == "cublas":
+        del call
+        measure.release()

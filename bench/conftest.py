@@ -1,0 +1,197 @@
+"""Options of the suites, device time into pytest-benchmark, and one layer at a time in GPU memory.
+
+pytest bench -m gpu --benchmark-json=FILE          on a GPU
+pytest bench                                       anywhere: tiny shapes on the CPU
+"""
+
+import contextlib
+import time
+
+import pytest
+
+from bench import cases, inputs, measure, providers, verify
+
+ROUNDS, WARMUPS = 12, 3
+_START = time.monotonic()
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("bench", "benchmarks of moeblaze_cupy")
+    group.addoption("--case", help="cases or groups, comma-separated; the default differs by suite")
+    group.addoption("--provider", help="providers or groups, comma-separated; the default differs by suite")
+    group.addoption("--order", default="transposed,row", help="memory orders of the weights (%(default)s)")
+    group.addoption("--commit", help="commit to write into the record (git's)")
+    group.addoption("--minutes", type=float, help="skip what would start later than this into the run")
+    group.addoption("--rounds", type=int, default=ROUNDS, help="timed repetitions (%(default)s)")
+
+
+def pytest_collection_modifyitems(items):
+    if inputs.has_gpu():
+        return
+    skip = pytest.mark.skip(reason="no GPU: needs a CUDA device that torch can use")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - _START > 60 * minutes:
+        pytest.skip(f"later than --minutes {minutes:g}")
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """The GPU in place of the host: a record says nothing of host names or users."""
+    machine_info.clear()
+    machine_info.update(measure.environment())
+
+
+def pytest_benchmark_generate_commit_info(config):
+    return {"id": config.getoption("--commit") or measure.commit()}
+
+
+def pytest_benchmark_update_json(config, benchmarks, output_json):
+    """Drops what only fills a committed record: options that are the same in every row, parameters that the name and
+    extra_info hold, single rounds."""
+    for row in output_json["benchmarks"]:
+        for name in ("options", "params"):
+            row.pop(name, None)
+        row["stats"].pop("data", None)
+
+
+def parametrize(metafunc, default: str, combinations, tiny, among=cases.LAYERS) -> None:
+    """Parameters for the function in `metafunc`: `combinations(case name, config)` for the chosen cases, marked gpu,
+    and the `tiny` ones, which run anywhere. Each is a tuple for the argument named `spec`, and its id its words.
+    Chosen cases that are not `among` this suite's are another suite's."""
+    config = metafunc.config
+    try:
+        names = cases.select(config.getoption("--case"), default)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    chosen = [(spec, pytest.mark.gpu) for name in names if name in among for spec in combinations(name, config)]
+    chosen += [(spec, ()) for spec in tiny]
+
+    def words(spec):
+        return "-".join(getattr(part, "name", part) for part in spec)
+
+    metafunc.parametrize("spec", [pytest.param(spec, marks=marks, id=words(spec)) for spec, marks in chosen])
+
+
+class _Current:
+    """The inputs and the layer in use. Asking for others lets go of these first."""
+
+    def __init__(self):
+        self.inputs_key = self.layer_key = self.inputs = self.layer = None
+        self.stack = contextlib.ExitStack()
+
+    def inputs_of(self, case, order: str) -> dict:
+        if (case, order) != self.inputs_key:
+            self.close()
+            self.inputs, self.inputs_key = inputs.layer_inputs(case, order), (case, order)
+        return self.inputs
+
+    def layer_of(self, case, order: str, provider):
+        """The provider's layer, run once and checked. Skips where it cannot run, fails where it is wrong."""
+        made = self.inputs_of(case, order)
+        if (case, order, provider.name) != self.layer_key:
+            self.drop_layer()
+            reason = provider.missing() or provider.refuses(case)
+            if reason:
+                pytest.skip(f"{provider.name}: {reason}")
+            self.stack.enter_context(provider.active())
+            layer = provider.build(case, made)
+            if provider.checked:
+                wrong = check(case, made, layer)
+                if wrong:
+                    layer = None
+                    pytest.fail(f"{provider.name} on {case.name}, {order}: {wrong}; a wrong result gets no time")
+            self.layer, self.layer_key = layer, (case, order, provider.name)
+        return self.layer
+
+    def drop_layer(self):
+        self.layer = self.layer_key = None
+        self.stack.close()
+        measure.release()
+
+    def close(self):
+        self.inputs = self.inputs_key = None
+        self.drop_layer()
+
+
+def check(case, made: dict, layer) -> str | None:
+    """What is wrong with a layer's output and gradients, by name, or None."""
+    out = layer.forward().detach()
+    grads = layer.named(layer.forward_backward())
+    return verify.problems(verify.relative_errors(case, made, out, grads), out.dtype)
+
+
+_CURRENT = _Current()
+
+
+@pytest.fixture
+def current():
+    yield _CURRENT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close():
+    yield
+    _CURRENT.close()
+
+
+_BOUNDS: dict[tuple, float] = {}  # seconds of the bound, by what it bounds
+
+
+@pytest.fixture
+def time_device(benchmark, request):
+    """time_device(work, calls=1, bound=key, flops=.., nbytes=.., **info): device seconds into the record.
+
+    `work` makes `calls` calls. `info` goes to extra_info, with TFLOP/s and GB/s by the median, and the GPU's state.
+    A row with is_bound=True sets the bound of `key`; later rows of the same key get their share of it.
+    """
+    rounds = request.config.getoption("--rounds")
+
+    def run(work, calls=1, *, bound=None, is_bound=False, flops=None, nbytes=None, rounds=rounds, **info):
+        has_gpu = inputs.has_gpu()
+        benchmark.extra_info.update(info)
+        benchmark.pedantic(
+            measure.CLOCK.run,
+            args=(work, calls),
+            rounds=rounds if has_gpu else 2,
+            warmup_rounds=WARMUPS if has_gpu else 0,
+        )
+        if benchmark.stats is None:  # --benchmark-disable
+            return None
+        seconds = benchmark.stats.stats.median
+        extra = benchmark.extra_info
+        if flops:
+            extra["flops"], extra["tflops"] = flops, flops / seconds / 1e12
+        if nbytes:
+            extra["bytes"], extra["gb_per_s"] = nbytes, nbytes / seconds / 1e9
+        if flops and nbytes and (floor := measure.roofline_seconds(flops, nbytes)):
+            extra["share_of_roofline"] = floor / seconds
+        if bound is not None and is_bound:
+            _BOUNDS[bound] = seconds
+        elif bound in _BOUNDS:
+            extra["times_bound"] = seconds / _BOUNDS[bound]
+            extra["share_of_bound"] = _BOUNDS[bound] / seconds
+        extra["gpu_state"] = measure.gpu_state()
+        return seconds
+
+    return run
+
+
+def layer_specs(default_providers: str, passes=("forward", "forward_backward")):
+    """Combinations of a layer suite: (case, order, provider, pass), the bound before the others of its order."""
+
+    def combinations(name, config):
+        case = cases.LAYERS[name]
+        orders = config.getoption("--order").split(",")
+        chosen = providers.select(config.getoption("--provider"), default_providers)
+        for order in orders:
+            for provider in (providers.PROVIDERS[p] for p in chosen):
+                if order in provider.orders:
+                    for what in passes:
+                        yield case, order, provider, what
+
+    return combinations

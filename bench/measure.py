@@ -1,0 +1,245 @@
+"""Device time, memory, and the machine they were measured on."""
+
+import functools
+import gc
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from bench.inputs import has_gpu
+
+MIB = 2**20
+
+
+class DeviceClock:
+    """A clock that only device work moves: pytest-benchmark reads it before and after a round.
+
+    So its statistics, and its comparison of two records, are of device time by CUDA events, never of the host's.
+    Without a GPU it runs by the host's clock.
+    """
+
+    __name__ = "device_clock"  # pytest-benchmark prints a timer's name
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, work: Callable[[], object], calls: int = 1) -> None:
+        """Runs `work`, which makes `calls` calls, and moves the clock by the seconds of one of them."""
+        if not has_gpu():
+            start = time.perf_counter()
+            work()
+            self.now += (time.perf_counter() - start) / calls
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        self.now += start.elapsed_time(end) / 1000 / calls
+
+
+CLOCK = DeviceClock()
+
+
+def in_graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """Replays all `calls` as one CUDA graph, so that the host's launch times do not count; a loop without a GPU.
+
+    `calls` that use different buffers keep the L2 cache cold for one another. Results are kept, so that no call
+    gets the memory that the one before it has just written.
+    """
+
+    def run_all():
+        return [call() for call in calls]
+
+    if not has_gpu():
+        return run_all
+    run_all()  # compiles, and fills allocators
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run_all()
+
+    def replay():
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def sets_for_cold_cache(bytes_per_call: int, most: int = 20) -> int:
+    """How many input sets to rotate so that they exceed the L2 cache twice."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size if has_gpu() else 0
+    return max(2, min(most, -(-2 * cache // max(bytes_per_call, 1)) + 1)) if cache else 2
+
+
+def saved_mib(run: Callable[[], torch.Tensor], excluded: Sequence[torch.Tensor]) -> float:
+    """MiB that saved-tensor hooks see during `run`, each storage once, less those of `excluded`."""
+    own = {t.untyped_storage().data_ptr() for t in excluded}
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    del out
+    return sum(size for pointer, size in kept.items() if pointer not in own) / MIB
+
+
+def peak_mib(run: Callable[[], Sequence[torch.Tensor]]) -> float | None:
+    """Peak MiB that torch's allocator gives out during `run`, less what was there before and the results.
+
+    None without a GPU. `run` must have run before: tuning and compilation allocate too.
+    """
+    if not has_gpu():
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = run()
+    torch.cuda.synchronize()
+    size = sum({r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in results}.values())
+    return (torch.cuda.max_memory_allocated() - before - size) / MIB
+
+
+def release() -> None:
+    """Gives cached memory back: the next provider's peak and allocations start alike."""
+    gc.collect()
+    if has_gpu():
+        torch.cuda.empty_cache()
+
+
+def copy_gb_per_s() -> float:
+    """GB/s read and written by a copy of 1 GiB: what a memory-bound kernel can reach here."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_(256)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    clock, times = DeviceClock(), []
+    for _ in range(7):
+        before = clock()
+        clock.run(lambda: target.copy_(source))
+        times.append(clock() - before)
+    return 2 * 2**30 / statistics.median(times) / 1e9
+
+
+def matmul_tflops(n: int = 8192) -> float:
+    """TFLOP/s of a square bf16 product through cuBLAS: what a compute-bound kernel can reach here."""
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    clock, times = DeviceClock(), []
+    for _ in range(12):
+        before = clock()
+        clock.run(lambda: a @ b)
+        times.append(clock() - before)
+    return 2 * n**3 / statistics.median(times[2:]) / 1e12
+
+
+@functools.cache
+def ceilings() -> dict[str, float]:
+    """What this GPU reaches here and now: a copy's GB/s and a product's TFLOP/s; {} without one."""
+    return {"copy_gb_per_s": copy_gb_per_s(), "matmul_tflops": matmul_tflops()} if has_gpu() else {}
+
+
+def roofline_seconds(flops: int, nbytes: int) -> float | None:
+    """The least time for this work at the ceilings, or None without a GPU."""
+    if not ceilings():
+        return None
+    return max(flops / ceilings()["matmul_tflops"] / 1e12, nbytes / ceilings()["copy_gb_per_s"] / 1e9)
+
+
+_SMI_FIELDS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.draw", "celsius": "temperature.gpu"}
+
+
+def gpu_state() -> dict[str, float]:
+    """Clocks (MHz), power (W) and temperature now, through NVML or nvidia-smi; {} where neither answers."""
+    if not has_gpu():
+        return {}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return {
+            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "celsius": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+        }
+    except Exception:  # NVML fails in many ways, and a record without clocks is still a record
+        try:
+            return dict(zip(_SMI_FIELDS, map(float, _smi(*_SMI_FIELDS.values()).split(",")), strict=True))
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return {}
+
+
+def _smi(*fields: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+
+def version(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def commit() -> str:
+    """The checkout's commit, or "unknown" where there is no git."""
+    git = shutil.which("git")
+    if git is None:
+        return "unknown"
+    command = [git, "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
+
+
+PEER_PACKAGES = (
+    "sonic-moe",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "liger-kernel",
+    "scattermoe",
+    "momoe",
+    "megablocks",
+)
+
+
+def environment() -> dict:
+    """What a record says of its machine: GPU, driver, limits and versions, no host name."""
+    facts = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cupy": version("cupy-cuda13x", "cupy-cuda12x"),
+        "peers": {name: version(name) for name in PEER_PACKAGES if version(name)},
+    }
+    if not has_gpu():
+        return {"gpu": None, **facts}
+    properties = torch.cuda.get_device_properties(0)
+    try:
+        driver, power = (text.strip() for text in _smi("driver_version", "power.limit").split(","))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        driver = power = None
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver,
+        "power_limit_w": power,
+        **ceilings(),
+        **facts,
+    }

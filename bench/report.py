@@ -1,0 +1,347 @@
+"""Saved records to docs/results.md, its plots, and the README's block of results: `python -m bench.report`.
+
+Ratios are of rows of one record, measured in one run: the GPU's clocks move with its power limit, so times of two
+runs do not compare well. Where two records hold the same row, the newer one speaks.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import cases
+from bench.table import merged_layers, number, rows_of
+from moeblaze_cupy import memory
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "bench" / "records"
+RESULTS = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
+START, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
+MIB = 2**20
+OURS = ("moeblaze", "moeblaze_recompute", "moeblaze_paper", "moeblaze_sm80")
+POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_paper": "paper"}
+# how others are called in tables; ours keep their names
+TITLES = {
+    "cublas_bound": "cuBLAS bound",
+    "torch_grouped_mm": "torch grouped_mm",
+    "torch_routed": "torch, loop over experts",
+    "torch_sort": "torch.sort",
+    "sonicmoe": "SonicMoE",
+    "liger": "Liger",
+    "scattermoe": "ScatterMoE",
+    "momoe_100": "MoMoE 100%",
+    "momoe_0": "MoMoE 0%",
+    "megablocks": "MegaBlocks",
+}
+
+
+@dataclass(frozen=True)
+class Records:
+    """All committed records, oldest first, by file name."""
+
+    by_name: dict[str, dict]
+
+    @classmethod
+    def load(cls, folder: Path = RECORDS) -> "Records":
+        found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        return cls(dict(sorted(found.items(), key=lambda item: (item[1]["datetime"], item[0]))))
+
+    def rows(self, group: str) -> list[dict]:
+        """Rows of a group, each of the newest record that has it, with ratios to that record's own bound."""
+        newest: dict[tuple, dict] = {}
+        for record in self.by_name.values():
+            rows = merged_layers(rows_of(record, group)) if group == "layer" else rows_of(record, group)
+            for row in rows:
+                names = ("case", "order", "provider", "pass", "kernel", "rows")
+                newest[tuple(row.get(name) for name in names)] = row
+        return list(newest.values())
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    """A Markdown table; the first column is text, the others are numbers."""
+    align = ["---", *["---:"] * (len(head) - 1)]
+    return ["", *("| " + " | ".join(cells) + " |" for cells in (head, align, *rows)), ""]
+
+
+def ms(seconds: float | None) -> str:
+    return number(None if seconds is None else seconds * 1e3)
+
+
+def us(seconds: float | None) -> str:
+    return number(None if seconds is None else seconds * 1e6)
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def mib(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def printed_ms(value: float | None) -> str:
+    """The paper's number as it prints it."""
+    return "-" if value is None else f"{value:g}"
+
+
+def title(name: str) -> str:
+    return TITLES.get(name, name)
+
+
+def sources(records: Records) -> list[str]:
+    rows = []
+    for name, record in records.by_name.items():
+        machine = record["machine_info"]
+        versions = ", ".join(
+            f"{n} {machine[n]}" for n in ("torch", "triton", "cupy") if machine.get(n)
+        ) + "".join(f", {n} {v}" for n, v in machine.get("peers", {}).items())  # fmt: skip
+        gpu = f"{machine['gpu']}, {machine.get('power_limit_w', '?')} W, driver {machine.get('driver')}"
+        rows.append([f"`{name}.json`", gpu, record["datetime"][:10], f"`{record['commit_info']['id']}`", versions])
+    lines = table(["record", "GPU", "date", "commit", "versions"], rows)
+    notes = {record["note"]: name for name, record in records.by_name.items() if "note" in record}
+    return [*lines, *(f"{note}\n" for note in notes)]
+
+
+def _entries(records: Records) -> dict[tuple, dict]:
+    return {(e["case"], e["order"], e["provider"]): e for e in records.rows("layer")}
+
+
+def layer_section(records: Records, what: str, heading: str) -> list[str]:
+    """Cases by providers: ms, and in brackets times the bound of the same run. The bound shown is moeblaze's."""
+    entries = {key: entry for key, entry in _entries(records).items() if what in entry}
+    columns = [
+        (name, order)
+        for name in (*OURS, *TITLES)
+        for order in ("transposed", "row")
+        if name != "cublas_bound" and any(key[1:] == (order, name) for key in entries)
+    ]
+    head = ["case", "shape", "cuBLAS bound"]
+    head += [title(name) + (", row-major" if order == "row" else "") for name, order in columns]
+    rows = []
+    for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
+        cells = [case, cases.LAYERS[case].shape]
+        cells.append(ms(entries.get((case, "transposed", "moeblaze"), {}).get(f"{what}_bound")))
+        for name, order in columns:
+            entry = entries.get((case, order, name))
+            cells.append(f"{ms(entry[what])} ({ratio(entry.get(f'{what}_ratio'))})" if entry else "-")
+        rows.append(cells)
+    return ["", f"### {heading}, ms (times the bound)", *table(head, rows)]
+
+
+def layer_memory(records: Records) -> list[str]:
+    """MiB of the layer suite: saved for backward, and the peak."""
+    entries = {k: e for k, e in _entries(records).items() if e.get("saved_mib") is not None and k[1] == "transposed"}
+    shown = [name for name in (*OURS, *TITLES) if any(key[2] == name for key in entries)]
+    head = ["case", *(f"{title(n)} {what}" for n in shown for what in ("saved", "peak")), "routed buffers saved"]
+    rows = []
+    for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
+        cells = [case]
+        for name in shown:
+            entry = entries.get((case, "transposed", name), {})
+            cells += [mib(entry.get("saved_mib")), mib(entry.get("peak_mib"))]
+        rows.append([*cells, mib(routed_mib(cases.LAYERS[case]))])
+    return ["", "### Memory of one forward and backward, MiB", *table(head, rows)]
+
+
+def routed_mib(case) -> float:
+    """What a layer with routed buffers would keep, by formula."""
+    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
+    return memory.routed_layer(shape).saved_bytes / MIB
+
+
+def memory_section(records: Records) -> list[str]:
+    by_case: dict[str, dict] = {}
+    for row in records.rows("memory"):
+        by_case.setdefault(row["case"], {})[row["provider"]] = row
+    providers = [n for n in (*POLICIES, "torch_grouped_mm") if any(n in rows for rows in by_case.values())]
+    head = ["case", *(f"{title(n)} {w}" for n in providers for w in ("saved", "peak")), "paper, MB", "MegaBlocks, MB"]
+    lines = []
+    for name in (n for n in cases.LAYERS if n in by_case):
+        cells = [name]
+        for provider in providers:
+            row = by_case[name].get(provider, {})
+            cells += [mib(row.get("saved_mib")), mib(row.get("peak_mib"))]
+        printed = {p.system: p for p in cases.LAYERS[name].paper}
+        for system in ("MoEBlaze", "MegaBlocks"):
+            paper = printed.get(system)
+            value = "-" if paper is None else mib(paper.memory_mb) if paper.memory_mb else paper.note
+            lead = {"approximately": "about ", "over": "over "}.get(paper.note, "") if paper and paper.memory_mb else ""
+            cells.append(lead + value)
+        lines.append(cells)
+    return table(head, lines)
+
+
+def table2_section(records: Records) -> list[str]:
+    entries = _entries(records)
+    memory_rows = {(r["case"], r["provider"]): r for r in records.rows("memory")}
+    rows = []
+    for name in (*cases.GROUPS["table2"], *cases.GROUPS["table2_silu"]):
+        case = cases.LAYERS[name]
+        printed = {p.system: p for p in case.paper}
+        measured = entries.get((name, "transposed", "moeblaze"), {}).get("forward_backward")
+        if measured is None and (name, "moeblaze") in memory_rows:
+            measured = memory_rows[name, "moeblaze"]["seconds"]
+        if measured is None or not printed:
+            continue
+        blaze, block = printed["MoEBlaze"], printed["MegaBlocks"]
+        rows.append([name, ms(measured), printed_ms(blaze.time_ms), block.note or printed_ms(block.time_ms)])
+    return table(["case", "moeblaze, H200", "paper, H100", "MegaBlocks, H100"], rows) if rows else []
+
+
+def dispatch_section(records: Records) -> list[str]:
+    by_case: dict[str, dict] = {}
+    for row in records.rows("dispatch"):
+        by_case.setdefault(row["case"], {})[row["provider"]] = row
+    others = [n for n in ("torch_sort", "sonicmoe") if any(n in rows for rows in by_case.values())]
+    head = ["case", "shape", "copy, µs", "moeblaze, µs", "times copy", *(f"{title(n)}, µs" for n in others)]
+    lines = []
+    for name in (n for n in cases.DISPATCHES if n in by_case):
+        rows, case = by_case[name], cases.DISPATCHES[name]
+        printed = {p.system: p.time_ms for p in case.paper}
+        get = lambda provider, rows=rows: rows.get(provider, {}).get("seconds")  # noqa: E731
+        cells = [name, case.shape, us(get("copy")), us(get("moeblaze")), ratio(rows["moeblaze"].get("times_bound"))]
+        cells += [us(get(other)) for other in others]
+        lines.append([*cells, *(printed_ms(printed.get(s)) for s in ("hash", "sorting"))])
+    return table([*head, "paper's hash, ms", "paper's sort, ms"], lines)
+
+
+def kernel_section(records: Records) -> list[str]:
+    lines = []
+    for row in records.rows("grouped_gemm"):
+        if row["provider"] == "moeblaze" and row["rows"] == "gathered":
+            names = [row["case"], row["kernel"], row["order"]]
+            figures = [ms(row["seconds"]), ratio(row.get("times_bound")), number(row.get("tflops"))]
+            lines.append([*names, *figures, ratio(row.get("share_of_roofline"))])
+    return table(["case", "kernel", "order", "ms", "times cuBLAS", "TFLOP/s", "of roofline"], lines)
+
+
+def gather_section(records: Records) -> list[str]:
+    rows = {(r["kernel"], r["order"], r["rows"]): r for r in records.rows("grouped_gemm") if r["case"] == "sec73"}
+    lines = []
+    for (kernel, order, kind), row in rows.items():
+        contiguous = rows.get((kernel, order, "contiguous"))
+        if kind == "gathered" and contiguous and contiguous["provider"] == "moeblaze":
+            seconds = row["seconds"], contiguous["seconds"]
+            lines.append([kernel, order, *map(ms, seconds), ratio(seconds[0] / seconds[1])])
+    return table(["kernel", "order", "gathered, ms", "contiguous, ms", "ratio"], lines) if lines else []
+
+
+def small_section(records: Records, group: str) -> list[str]:
+    """Aggregation and router: us and times the copy of the same bytes."""
+    lines = []
+    for row in records.rows(group):
+        if row["provider"] != "copy":
+            words = [row["case"], row.get("kernel") or row["pass"], title(row["provider"])]
+            lines.append([*words, us(row["seconds"]), ratio(row.get("times_bound")), number(row.get("gb_per_s"))])
+    return table(["case", "pass", "provider", "µs", "times copy", "GB/s"], lines)
+
+
+def ablation_section(records: Records) -> list[str]:
+    rows = {(r["case"], r["provider"]): r for r in records.rows("ablation")}
+    lines = []
+    for name in cases.GROUPS["ablation"]:
+        for step, printed in zip(cases.ABLATION, cases.LAYERS[name].paper, strict=True):
+            row = rows.get((name, step))
+            if row:
+                measured = [ms(row["seconds"]), mib(row.get("saved_mib"))]
+                lines.append([name, step, *measured, printed_ms(printed.time_ms), mib(printed.memory_mb)])
+    return table(["case", "step", "ms", "saved, MiB", "paper, ms", "paper, MB"], lines)
+
+
+INTRODUCTION = """# Results
+
+Written by `python -m bench.report` from the records in `bench/records/`; do not edit. How they were measured is in
+[bench/README.md](../bench/README.md).
+
+The bound is the time of the layer's dense products alone through cuBLAS, tokens split evenly: no routing, no
+activation. It is no hard bound, as a fused layer reads and writes less. Times are medians of device time, ratios are of
+rows of one run. Weights lie in memory as transformers stores them, unless a column says row-major. `moeblaze` is
+`save="minimal"`, `moeblaze_sm80` the portable kernels (`MOEBLAZE_TIER=sm80`).
+
+The paper's numbers are from an H100 with torch 2.0.1 and are printed for what they are: its GPU has two thirds of this
+one's memory bandwidth, its baselines are three years older, and its times and memory cannot be had again from the
+sources. So compare each system with the bound of its own run, and the paper's columns with one another. Its Tables 4
+and 5 print ten times the time of its Table 2 for the same shape."""
+
+
+def results(records: Records) -> str:
+    """The whole of docs/results.md."""
+    groups = {row["group"] for record in records.by_name.values() for row in record["benchmarks"]}
+    lines = [INTRODUCTION, *sources(records), "## Layer", "", "![Time over the bound](time_over_bound.svg)"]
+    lines += layer_section(records, "forward", "Forward")
+    lines += layer_section(records, "forward_backward", "Forward and backward")
+    lines += ["", "Figures 4 and 6 of the paper give speed-ups over MegaBlocks: " + speedups()]
+    lines += ["", "![Saved for backward](memory.svg)", *layer_memory(records)]
+    lines += ["Parameters and x are excluded; the last column is by formula, nothing recomputed."]
+    if "memory" in groups:
+        lines += ["", "### Figures 3 and 5, Table 2: memory per save policy, MiB", *memory_section(records)]
+    if table2 := table2_section(records):
+        lines += ["", "### Table 2: forward and backward, ms", *table2]
+    for group, heading, section in (
+        ("dispatch", "Table 3: dispatch", dispatch_section),
+        ("grouped_gemm", "Products of the experts", kernel_section),
+        ("grouped_gemm", "Section 7.3: gather against contiguous rows (paper: about 30% slower)", gather_section),
+        ("aggregation", "Aggregation", lambda r: small_section(r, "aggregation")),
+        ("router", "Router", lambda r: small_section(r, "router")),
+        ("ablation", "Tables 4 and 5: ablation, forward and backward", ablation_section),
+    ):
+        if group in groups and (body := section(records)):
+            lines += ["", f"## {heading}", *body]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def speedups() -> str:
+    return "; ".join(f"{a}: {least} to {most} ({where})" for a, (where, least, most) in cases.SPEEDUPS.items()) + "."
+
+
+def summary(records: Records) -> str:
+    """The README's block: the plots, and the least and greatest ratios of the default policy."""
+    entries = [e for (_, order, name), e in _entries(records).items() if name == "moeblaze" and order == "transposed"]
+    spans = {}
+    for what in ("forward", "forward_backward"):
+        found = sorted(e[f"{what}_ratio"] for e in entries if f"{what}_ratio" in e)
+        spans[what] = f"{found[0]:.2f} to {found[-1]:.2f}"
+    record = next(r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
+    return "\n".join(
+        [
+            START,
+            "![Time over the cuBLAS bound, per configuration](docs/time_over_bound.svg)",
+            "![Saved for backward, per configuration](docs/memory.svg)",
+            "",
+            f"One layer on one {record['machine_info']['gpu']}, bfloat16, SwiGLU, {len(entries)} shapes: forward takes",
+            f"{spans['forward']} times as long as its dense products alone through cuBLAS, forward with backward",
+            f"{spans['forward_backward']} times. [docs/results.md](docs/results.md) has all tables, beside the paper's",
+            "numbers and the peers that could be run, and says at which commits they were measured. To measure again:",
+            "`python -m moeblaze_cupy bench --quick`, or everything as in [bench/README.md](bench/README.md).",
+            END,
+        ]
+    )
+
+
+def with_summary(readme: str, block: str) -> str:
+    """The README's text with its block replaced. Raises ValueError if it has no such block."""
+    before, start, rest = readme.partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"report: README.md: expected a block between {START!r} and {END!r}, got none")
+    return before + block + after
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.splitlines()[0])
+    parser.add_argument("--no-plots", action="store_true", help="text only; the plots need matplotlib")
+    options = parser.parse_args()
+    records = Records.load()
+    RESULTS.write_text(results(records))
+    README.write_text(with_summary(README.read_text(), summary(records)))
+    if not options.no_plots:
+        from bench import plots
+
+        plots.write(records, ROOT / "docs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""The benchmark suites without a GPU: cases, routings, the check before timing, the clock, records and tables."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bench import cases, inputs, kernels, measure, peers, providers, table, verify  # noqa: E402
+from bench.layer import Layer  # noqa: E402
+from moeblaze_cupy import reference  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def generator():
+    return torch.Generator().manual_seed(1)
+
+
+def test_names_are_unique_and_groups_name_cases():
+    assert all(case.name == name for name, case in (cases.LAYERS | cases.DISPATCHES).items())
+    for group, names in cases.GROUPS.items():
+        assert names, group
+        assert set(names) <= {*cases.LAYERS, *cases.DISPATCHES}, group
+
+
+@pytest.mark.parametrize("name", cases.LAYERS)
+def test_shapes_are_possible(name):
+    case = cases.LAYERS[name]
+    assert 1 <= case.k <= case.E
+    assert case.d % 8 == 0 and case.h % 8 == 0  # else the portable kernels without 16-byte accesses would be timed
+    assert case.slots < 2**31
+
+
+def test_table_1_is_the_papers():
+    """d, E, k, batch and sequence as Table 1 prints them."""
+    printed = {
+        "conf1": (512, 4, 1, 32, 2048),
+        "conf2": (1024, 8, 2, 32, 2048),
+        "conf3": (1024, 16, 4, 32, 2048),
+        "conf4": (512, 16, 4, 32, 1024),
+        "conf5": (1024, 16, 4, 16, 1024),
+        "conf6": (2048, 8, 4, 16, 512),
+    }
+    for name, (d, E, k, batch, sequence) in printed.items():
+        for case in (cases.LAYERS[name], cases.LAYERS[f"{name}_silu"]):
+            assert (case.d, case.E, case.k, case.L, case.h) == (d, E, k, batch * sequence, 4 * d)
+
+
+def test_printed_numbers_agree_with_printed_speedups():
+    """Tables 2 and 3 print ratios as well, which a mistyped number would miss."""
+    table2 = {"8k": 1.9, "32k": 2.6, "128k": 2.9}  # SwiGLU; 1.8 / 1.0 is printed as 1.9
+    for size, speedup in table2.items():
+        blaze, block = cases.LAYERS[f"tab2_{size}_h256"].paper
+        assert block.time_ms / blaze.time_ms == pytest.approx(speedup, rel=0.06)
+    saved = {("8k", ""): 68.6, ("32k", ""): 75.3, ("128k", ""): 77.0, ("8k", "_silu"): 64.5, ("128k", "_silu"): 73.1}
+    for (size, activation), percent in saved.items():
+        blaze, block = cases.LAYERS[f"tab2_{size}_h256{activation}"].paper
+        assert 100 * (1 - blaze.memory_mb / block.memory_mb) == pytest.approx(percent, abs=0.2)
+    table3 = {"qwen3": 2.4, "dsv3": 2.2, "dbrx": 1.8, "mixtral": 1.3, "gptoss": 1.9, "granite": 2.3}
+    for name, speedup in table3.items():
+        sorting, hashing = cases.DISPATCHES[f"{name}_1m"].paper
+        assert sorting.time_ms / hashing.time_ms == pytest.approx(speedup, rel=0.06)
+
+
+def test_select():
+    assert cases.select("conf5,table1", "quick")[:2] == ["conf5", "conf1"]  # each once
+    assert cases.select(None, "quick") == list(cases.GROUPS["quick"])
+    with pytest.raises(ValueError, match=r"--case: expected names among .*got 'conf9'"):
+        cases.select("conf9", "quick")
+    assert providers.select("moeblaze,cublas_bound", "quick")[0] == "cublas_bound"
+    with pytest.raises(ValueError, match=r"--provider: expected names among .*got 'nobody'"):
+        providers.select("nobody", "quick")
+
+
+def test_flops():
+    case = cases.LayerCase("c", L=10, d=3, h=5, E=4, k=2, source="")
+    assert case.forward_flops == 2 * 20 * (3 * 10 + 5 * 3)
+    assert case.flops("forward_backward") == 3 * case.forward_flops
+    assert replace(case, activation="silu").forward_flops == 2 * 20 * (3 * 5 + 5 * 3)
+    assert sum(kernels.gemm_work(case, entry).flops for entry in kernels.GEMMS) == case.flops("forward_backward")
+
+
+@pytest.mark.parametrize("kind", ["random", "balanced", "skewed"])
+@pytest.mark.parametrize(("L", "E", "k"), [(4096, 16, 4), (4096, 8, 2), (1000, 4, 1), (512, 128, 8), (64, 4, 4)])
+def test_routings_name_distinct_experts(kind, L, E, k):
+    ids = inputs.routing(L, E, k, kind, generator())
+    assert ids.shape == (L, k) and ids.min() >= 0 and ids.max() < E
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+def test_balanced_routing_is_balanced():
+    counts = torch.bincount(inputs.routing(4096, 16, 4, "balanced", generator()).flatten(), minlength=16)
+    assert counts.tolist() == [1024] * 16
+
+
+@pytest.mark.parametrize(("E", "k"), [(16, 4), (8, 2), (128, 8), (64, 6)])
+def test_skewed_routing_gives_a_quarter_of_experts_80_percent(E, k):
+    counts = torch.bincount(inputs.routing(8192, E, k, "skewed", generator()).flatten(), minlength=E)
+    busiest = counts.sort(descending=True).values[: E // 4].sum() / counts.sum()
+    assert float(busiest) == pytest.approx(0.8, abs=0.02)
+
+
+def test_routing_repeats_and_names_what_it_knows():
+    assert torch.equal(*(inputs.routing(100, 8, 2, "skewed", generator()) for _ in range(2)))
+    assert inputs.routing(100, 8, 2, "one", generator()).unique().tolist() == [4]
+    with pytest.raises(ValueError, match="expected random, balanced"):
+        inputs.routing(100, 8, 2, "sticky", generator())
+
+
+@pytest.mark.parametrize("order", ["row", "transposed"])
+def test_orders_of_the_weights(order):
+    made = inputs.layer_inputs(cases.TINY, order)
+    for name, shape in (("w1", (6, 32, 48)), ("w2", (6, 24, 32))):
+        assert tuple(made[name].shape) == shape
+        assert made[name].is_contiguous() == (order == "row")
+    torch.testing.assert_close(made["weights"].sum(1), torch.ones(48))
+    assert 0.8 < made["x"].float().std() < 1.2
+
+
+@pytest.mark.parametrize("case", [cases.TINY, cases.TINY_SILU], ids=lambda case: case.name)
+def test_float64_layer_agrees_with_the_numpy_reference(case):
+    """Two derivations of the gradients: autograd's operands by hand here, the paper's steps there."""
+    made = inputs.layer_inputs(case, "row", dtype=torch.float64)
+    made["weights"] = made["weights"].double()
+    arrays = {name: tensor.numpy() for name, tensor in made.items()}
+    grad_out = arrays.pop("grad_out")
+    out, saved = reference.moe_forward(**arrays, activation=case.activation)
+    grads = reference.moe_backward(grad_out, saved)
+    named = {name: torch.from_numpy(np.asarray(getattr(grads, name))) for name in ("x", "weights", "w1", "w2")}
+    errors = verify.relative_errors(case, made, torch.from_numpy(out), named)
+    assert set(errors) == set(verify.RESULTS)
+    assert max(errors.values()) < 1e-12
+
+
+@pytest.mark.parametrize("name", verify.RESULTS)
+@pytest.mark.parametrize("damage", ["scale", "nan", "one_expert"])
+def test_a_wrong_result_is_named(name, damage):
+    """The check is there to fail: 5% off, one NaN, one expert's part missing."""
+    case, made = cases.TINY, inputs.layer_inputs(cases.TINY)
+    layer = providers.PROVIDERS["torch_routed"].build(case, made)
+    results = {"out": layer.forward().detach(), **layer.named(layer.forward_backward())}
+    clean = verify.relative_errors(case, made, results["out"], {n: results[n] for n in layer.names})
+    assert verify.problems(clean, torch.bfloat16) is None
+    wrong = results[name].clone()
+    if damage == "scale":
+        wrong *= 1.05
+    elif damage == "nan":
+        wrong.view(-1)[3] = float("nan")
+    else:
+        wrong[: len(wrong) // 4] = 0
+    results[name] = wrong
+    errors = verify.relative_errors(case, made, results["out"], {n: results[n] for n in layer.names})
+    problem = verify.problems(errors, torch.bfloat16)
+    assert problem.startswith(f"relative error above 0.02: {name} ")
+    assert problem.count(",") == 0  # that one alone
+
+
+def test_a_wrong_provider_gets_no_time(monkeypatch):
+    """Through the suite itself: its row fails, and nothing of it is left to time."""
+    from bench import conftest
+
+    class Wrong(Layer):
+        def forward(self):
+            x, weights, w1, w2 = self.leaves
+            return (x * weights.sum() * w1.sum() * w2.sum()).contiguous()
+
+    def build(case, made):
+        return Wrong(made, [made[name] for name in Wrong.names])
+
+    current = conftest._Current()
+    with pytest.raises(pytest.fail.Exception, match=r"wrong on tiny, row: relative error above .*no time"):
+        current.layer_of(cases.TINY, "row", providers.Provider("wrong", build))
+    assert current.layer is None
+
+
+@pytest.mark.parametrize(
+    "name", ["moeblaze", "moeblaze_recompute", "moeblaze_paper", "torch_grouped_mm", "torch_routed"]
+)
+@pytest.mark.parametrize("case", [cases.TINY, cases.TINY_SILU], ids=lambda case: case.name)
+def test_providers_on_the_cpu_are_right(name, case):
+    made = inputs.layer_inputs(case)
+    layer = providers.PROVIDERS[name].build(case, made)
+    errors = verify.relative_errors(case, made, layer.forward().detach(), layer.named(layer.forward_backward()))
+    assert verify.problems(errors, torch.bfloat16) is None
+
+
+def test_the_tier_is_forced_only_while_its_provider_runs(monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
+    with providers.PROVIDERS["moeblaze_sm80"].active():
+        assert os.environ["MOEBLAZE_TIER"] == "sm80"
+    assert "MOEBLAZE_TIER" not in os.environ
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="peers may be there")
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
+def test_absent_peers_say_how_to_install_them(peer):
+    assert "pip install" in peer.missing()
+
+
+def test_sonicmoe_refuses_what_it_cannot_run():
+    sonicmoe = providers.PROVIDERS["sonicmoe"]
+    assert sonicmoe.refuses(cases.LAYERS["conf3"]) is None
+    assert "silu" in sonicmoe.refuses(cases.LAYERS["conf3_silu"])
+
+
+def test_sorted_lists_are_the_dispatch_lists():
+    ids = inputs.routing(200, 8, 3, "random", generator()).int()
+    index = reference.dispatch(ids.numpy(), 8)
+    names = ("expert_token_indices", "expert_token_offsets", "token_index_map")
+    for name, got in zip(names, kernels.sorted_lists(ids, 8), strict=True):
+        assert np.array_equal(got.numpy(), getattr(index, name))
+
+
+def test_clock_moves_by_one_calls_share():
+    clock = measure.DeviceClock()
+    before = clock()
+    clock.run(lambda: measure.time.sleep(0.02), calls=4)
+    assert 0.005 <= clock() - before < 0.02
+
+
+def test_saved_counts_storages_once_and_not_the_excluded():
+    x = torch.ones(2**18, requires_grad=True)  # 1 MiB
+
+    def run():
+        y = x.exp()  # saves y
+        return (y * y).sum()  # saves y twice more
+
+    assert measure.saved_mib(run, [x]) == 1
+    assert measure.saved_mib(lambda: (x * x).sum(), [x]) == 0
+    assert measure.saved_mib(lambda: (x * x).sum(), []) == 1
+
+
+def record(*rows):
+    """A pytest-benchmark record of layer rows (provider, pass, ms, more)."""
+    return {
+        "benchmarks": [
+            {
+                "group": "layer",
+                "stats": {"median": milliseconds / 1e3, "iqr": 0.0},
+                "extra_info": {"case": "conf3", "order": "row", "provider": provider, "pass": what, **more},
+            }
+            for provider, what, milliseconds, more in rows
+        ]
+    }
+
+
+def test_layer_table():
+    made = record(
+        ("cublas_bound", "forward", 10.0, {}),
+        ("cublas_bound", "forward_backward", 30.0, {}),
+        ("moeblaze", "forward", 12.0, {}),
+        ("moeblaze", "forward_backward", 39.0, {"saved_mib": 4098.2, "peak_mib": 6290.0}),
+    )
+    head, line = table.tables(made)[1:]
+    assert line.split() == [
+        "conf3",
+        "row",
+        "moeblaze",
+        "10.0",
+        "12.0",
+        "1.20",
+        "30.0",
+        "39.0",
+        "1.30",
+        "4,098",
+        "6,290",
+    ]
+    assert head.split()[:3] == ["case", "order", "provider"]
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.0123, 3, "0.012"),
+        (1.234, 3, "1.23"),
+        (12.34, 3, "12.3"),
+        (1234.5, 3, "1,234"),
+        (None, 3, "-"),
+        (0, 3, "0.000"),
+    ],
+)
+def test_number(value, digits, text):
+    assert table.number(value, digits) == text
+
+
+def run_pytest(*options):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def record_path(tmp_path_factory):
+    """The record of all suites on tiny shapes, made as a user would: `pytest bench` in a process of its own."""
+    path = tmp_path_factory.mktemp("bench") / "record.json"
+    run = run_pytest("bench", "--commit=abc1234", f"--benchmark-json={path}")
+    assert run.returncode == 0, run.stdout[-3000:]
+    return path
+
+
+def test_suites_run_and_their_record_says_what_it_is_of(record_path):
+    written = json.loads(record_path.read_text())
+    assert written["commit_info"]["id"] == "abc1234"
+    assert "node" not in written["machine_info"] and "torch" in written["machine_info"]
+    suites = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
+    assert {row["group"] for row in written["benchmarks"]} == suites
+    rows = {(r["group"], r["extra_info"]["provider"], r["extra_info"].get("pass")): r for r in written["benchmarks"]}
+    layer = rows["layer", "moeblaze", "forward_backward"]["extra_info"]
+    assert layer["saved_mib"] > 0 and layer["times_bound"] > 0 and layer["tflops"] > 0
+    assert rows["dispatch", "moeblaze", None]["extra_info"]["gb_per_s"] > 0
+    assert not [row for row in written["benchmarks"] if row["extra_info"]["provider"] == "sonicmoe"]
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(1e-9, 1), (1e3, 0)], ids=["slower", "faster"])
+def test_a_regression_against_a_record_fails(record_path, tmp_path, seconds, code):
+    """As bench/README.md documents it, against a record that is faster or slower than anything."""
+    written = json.loads(record_path.read_text())
+    for row in written["benchmarks"]:
+        row["stats"]["median"] = seconds
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(written))
+    options = [f"--benchmark-compare={path}", "--benchmark-compare-fail=median:5%"]
+    compared = run_pytest("bench/bench_dispatch.py", *options)
+    assert compared.returncode == code, compared.stdout[-2000:] + compared.stderr[-2000:]
+    assert ("Performance has regressed" in compared.stdout + compared.stderr) == bool(code)

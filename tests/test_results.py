@@ -1,0 +1,213 @@
+"""Every number in docs/results.md and in the README's results is in a committed record."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import cases, report
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+README = (ROOT / "README.md").read_text()
+BLOCK = README[README.index(report.START) : README.index(report.END) + len(report.END)]
+NUMBER = re.compile(r"(?<![\w.`-])\d[\d,]*(?:\.\d+)?(?![\w-])")
+
+
+@pytest.fixture(scope="module")
+def records():
+    return report.Records.load()
+
+
+def measured(case: str) -> set[float]:
+    """All that the records and the paper say of a case, in the units of the tables, read from the files themselves."""
+    values: set[float] = set()
+    for path in (ROOT / "bench" / "records").glob("*.json"):
+        rows = [r for r in json.loads(path.read_text())["benchmarks"] if r["extra_info"]["case"] == case]
+        seconds = {json.dumps(r["extra_info"], sort_keys=True): r["stats"]["median"] for r in rows}
+        for row in rows:
+            extra, median = row["extra_info"], row["stats"]["median"]
+            values |= {median * 1e3, median * 1e6}
+            values |= {extra[n] for n in ("saved_mib", "peak_mib", "tflops", "gb_per_s", "times_bound") if extra.get(n)}
+            values |= {extra["share_of_roofline"]} if "share_of_roofline" in extra else set()
+            for other, bound in seconds.items():
+                about = json.loads(other)
+                same = all(about.get(n) == extra.get(n) for n in ("order", "pass"))
+                if same and (about["provider"] == "cublas_bound" or about.get("rows") == "contiguous"):
+                    values.add(median / bound)
+    for case_ in (cases.LAYERS.get(case), cases.DISPATCHES.get(case)):
+        if case_ is not None:
+            values |= {v for p in case_.paper for v in (p.time_ms, p.memory_mb) if v is not None}
+    if case in cases.LAYERS:
+        values.add(report.routed_mib(cases.LAYERS[case]))
+    return values
+
+
+def is_rounding_of(text: str, values: set[float]) -> bool:
+    plain = text.replace(",", "")
+    step = 10.0 ** -len(plain.partition(".")[2])
+    return any(abs(float(plain) - value) <= 0.5001 * step for value in values)
+
+
+def table_numbers(text: str):
+    """(case, number) of every table row that is about a case, without the shape; section 7.3's rows have none."""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("| ") else [""]
+        gathers = cells[0] in ("up_fwd", "down_bwd", "down_wgrad", "up_wgrad")
+        case = "sec73" if gathers else cells[0]
+        if case in cases.LAYERS or case in cases.DISPATCHES:
+            yield from ((case, n) for cell in cells[1:] for n in NUMBER.findall(cell))
+
+
+def unfounded(text: str) -> list[tuple[str, str]]:
+    """Numbers of tables that no record has."""
+    known: dict[str, set[float]] = {}
+    missing = []
+    for case, text_number in table_numbers(text):
+        values = known.setdefault(case, measured(case))
+        if not is_rounding_of(text_number, values):
+            missing.append((case, text_number))
+    return missing
+
+
+def test_results_are_what_the_records_give(records):
+    assert report.results(records) == RESULTS, "run python -m bench.report"
+
+
+def test_readme_is_what_the_records_give(records):
+    assert report.summary(records) == BLOCK, "run python -m bench.report"
+
+
+def test_every_number_of_the_tables_is_in_a_record():
+    """By another way than the report's: from the files, by case."""
+    assert len(list(table_numbers(RESULTS))) > 100
+    assert unfounded(RESULTS) == []
+
+
+def test_an_altered_number_is_found(records):
+    """A digit put in front of any number of any table: too far from every record of its case, but for chance."""
+    altered = found = 0
+    for line in RESULTS.splitlines():
+        for match in list(NUMBER.finditer(line)):
+            if list(table_numbers(line)) and "L" not in line[max(0, match.start() - 1) : match.start()]:
+                text = f"{line[: match.start()]}9{line[match.start() :]}"
+                if len(list(table_numbers(text))) != len(list(table_numbers(line))):
+                    continue
+                altered += 1
+                found += bool(unfounded(text))
+                break  # one per row keeps this quick
+    assert altered > 50
+    assert found >= 0.95 * altered
+    number = NUMBER.search(RESULTS, RESULTS.index("| conf3 |")).start()
+    digit = RESULTS[number]
+    assert report.results(records) != RESULTS[:number] + str((int(digit) + 1) % 10) + RESULTS[number + 1 :]
+
+
+def test_readme_ratios_are_in_a_record():
+    ratios = {v for name in cases.LAYERS for v in measured(name)}
+    spans = re.findall(r"(\d+\.\d+) to (\d+\.\d+) times", " ".join(BLOCK.split()))
+    assert len(spans) == 2
+    assert all(is_rounding_of(n, ratios) for span in spans for n in span)
+
+
+def test_readme_states_no_other_measurement():
+    """Times and rates outside the block would not be checked."""
+    outside = README.replace(BLOCK, "")
+    assert not re.findall(r"\d\s*(?:ms|µs|TFLOP/s|GB/s)\b", outside)
+
+
+def test_plots_are_there():
+    for name in ("time_over_bound.svg", "memory.svg"):
+        assert f"]({name})" in RESULTS and f"](docs/{name})" in BLOCK
+        assert (ROOT / "docs" / name).read_text().rstrip().endswith("</svg>")
+
+
+def test_plots_are_drawn_from_the_records(records, tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench import plots
+
+    series = plots.time_series(records)["moeblaze, forward + backward"]
+    entries = {e["case"]: e for e in records.rows("layer") if (e["provider"], e["order"]) == ("moeblaze", "transposed")}
+    assert series == {case: e["forward_backward"] / e["forward_backward_bound"] for case, e in entries.items()}
+    plots.write(records, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"time_over_bound.svg", "memory.svg"}
+
+
+def test_a_newer_record_takes_a_rows_place_with_its_own_bound(tmp_path):
+    def written(name, date, bound, ours):
+        rows = [
+            {
+                "group": "layer",
+                "stats": {"median": seconds, "iqr": None},
+                "extra_info": {"case": "conf3", "order": "transposed", "provider": provider, "pass": "forward"},
+            }
+            for provider, seconds in (("cublas_bound", bound), ("moeblaze", ours))
+            if seconds
+        ]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"datetime": date, "benchmarks": rows}))
+
+    written("a", "2026-01-02", 2.0, 3.0)
+    written("b", "2026-01-01", 1.0, 9.0)
+    rows = {row["provider"]: row for row in report.Records.load(tmp_path).rows("layer")}
+    assert rows["moeblaze"]["forward"] == 3.0 and rows["moeblaze"]["forward_ratio"] == 1.5
+    written("c", "2026-01-03", 4.0, None)  # a bound alone must not change the ratio of the other run
+    rows = {row["provider"]: row for row in report.Records.load(tmp_path).rows("layer")}
+    assert rows["moeblaze"]["forward_ratio"] == 1.5 and rows["cublas_bound"]["forward"] == 4.0
+
+
+def test_a_readme_without_its_block_is_refused():
+    with pytest.raises(ValueError, match=r"README\.md: expected a block"):
+        report.with_summary("no block", "block")
+
+
+def full_record() -> dict:
+    """Rows of every suite with figures that no two share, as a run on a GPU writes them."""
+    figures = iter(range(1, 10**6))
+    rows = []
+
+    def add(group, **about):
+        seconds = (1000 + next(figures)) * 1e-6
+        row = {"group": group, "stats": {"median": seconds, "iqr": None}, "extra_info": about}
+        rows.append(row)
+        return seconds
+
+    for provider in ("cublas_bound", "moeblaze", "sonicmoe", "torch_grouped_mm"):
+        for what in ("forward", "forward_backward"):
+            keeps = provider != "cublas_bound" and what == "forward_backward"
+            kept = {"saved_mib": next(figures), "peak_mib": next(figures)} if keeps else {}
+            add("layer", case="conf3", order="transposed", provider=provider, **kept, **{"pass": what})
+    for case in ("conf3", "tab2_8k_h256", "tab2_2m_h256_silu"):
+        for provider in ("moeblaze", "moeblaze_recompute", "torch_grouped_mm"):
+            add("memory", case=case, provider=provider, saved_mib=next(figures), peak_mib=next(figures))
+    for rows_ in ("cublas", "gathered", "contiguous"):
+        provider, kind = ("cublas_bound", "contiguous") if rows_ == "cublas" else ("moeblaze", rows_)
+        about = {"case": "sec73", "order": "row", "kernel": "up_fwd", "provider": provider, "rows": kind}
+        add("grouped_gemm", **about, tflops=next(figures), times_bound=1.5, share_of_roofline=0.5)
+    for group in ("aggregation", "router"):
+        add(group, case="conf3", kernel="k", provider="moeblaze", times_bound=1.25, gb_per_s=next(figures))
+    for step in cases.ABLATION:
+        add("ablation", case="tab4", provider=step, saved_mib=next(figures))
+    machine = {"gpu": "a GPU", "torch": "2", "peers": {"sonic-moe": "0.1"}}
+    return {"machine_info": machine, "commit_info": {"id": "c"}, "datetime": "2026-01-01", "benchmarks": rows}
+
+
+def test_every_suite_has_its_section():
+    """And each of its figures stands there: a section that dropped rows would go unnoticed elsewhere."""
+    record = full_record()
+    text = report.results(report.Records({"full": record}))
+    for heading in ("Forward, ms", "Forward and backward, ms", "Figures 3 and 5", "Table 2:", "Products of", "7.3",
+                    "Aggregation", "Router", "Tables 4 and 5"):  # fmt: skip
+        assert re.search(rf"^##+ .*{re.escape(heading)}", text, re.MULTILINE), heading
+    numbers = {number.replace(",", "") for number in NUMBER.findall(text)}
+    for row in record["benchmarks"]:
+        extra = row["extra_info"]
+        for name in ("saved_mib", "peak_mib"):
+            if name in extra:
+                assert str(extra[name]) in numbers, row
+        # the bound of a single product, and the time of a memory row outside Table 2, are not shown
+        if row["group"] != "memory" and (extra["provider"], row["group"]) != ("cublas_bound", "grouped_gemm"):
+            seconds = row["stats"]["median"]
+            assert {f"{seconds * 1e3:.2f}", f"{seconds * 1e6:.0f}"} & numbers, row
+    assert "| out of memory |" in text  # as the paper prints it
+    assert "sonic-moe 0.1" in text
