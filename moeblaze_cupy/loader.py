@@ -106,7 +106,7 @@ def variants(
     for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
         config = launch_config.gemm(dtype, is_aligned, False, limits)
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
-        for weights_dtype, k in itertools.product(weights_dtypes, SLOTS):
+        for weights_dtype, k, stored_product in itertools.product(weights_dtypes, SLOTS, (False, True)):
             variant = gemm_variant(
                 entry,
                 dtype=dtype,
@@ -116,6 +116,7 @@ def variants(
                 weights_dtype=weights_dtype,
                 stages=config.stages,
                 tier=config.tier,
+                stored_product=stored_product and entry == "down_bwd",
                 k=k,
             )
             found[variant] = None
@@ -185,10 +186,8 @@ def device_limits(device: int) -> launch_config.DeviceLimits:
 def _module(source: str, macros: tuple):
     with open(os.path.join(source_folder(), source)) as file:
         code = file.read()
-    cooperative = source in COOPERATIVE
-    return import_cupy().RawModule(
-        code=code, options=options(Variant(source, "", macros)), enable_cooperative_groups=cooperative
-    )
+    cooperative = {"enable_cooperative_groups": True} if source in COOPERATIVE else {}
+    return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)), **cooperative)
 
 
 class _Kernel:

@@ -65,7 +65,7 @@ class Plan:
 
     saved: tuple[Term, ...]  # held from forward to backward, x included
     forward: tuple[tuple[Term, ...], ...]  # stages, beyond `saved` and the output
-    backward: tuple[tuple[Term, ...], ...]  # stages, beyond `saved` and the gradients
+    backward: tuple[tuple[Term, ...], ...]  # stages, beyond `saved`, with the gradients that exist by then
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -119,9 +119,9 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     y_swi = act(a) * b.
     forward: the product act(a) * b, unless it is the saved y_swi, and one panel of expert outputs.
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
-    weighted product (for the gradient of w2; in place of y_swi under "paper") and the partial sums of the router
-    weights' gradient (of the portable kernels; Hopper's have half as many) are freed before the panel of token
-    gradients is needed.
+    weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of w1 and
+    x are allocated.
+    The buffers are those of the portable kernels; Hopper's take two panels, and half as many partial sums.
     """
     tiles = Term(
         "GEMM row tiles",
@@ -140,10 +140,17 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     partial_sums = Term("partial sums of dweights", "4*L*k*ceil(h/128)", 4 * s.slots * launch_config.column_tiles(s.h))
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
     weighted = () if kept_product else (_hidden(s, "product, weighted, for dw2"),)
+    row_weights = Term("router weights by row", "4*L*k", 4 * s.slots)
+    dx, dweights, dw1, dw2 = gradients(s)
     return Plan(
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_product),
         forward=((*new_product, _panel(s)),),
-        backward=((*recomputed, *weighted, partial_sums), (*recomputed, _panel(s))),
+        backward=(
+            (*recomputed, *weighted, row_weights, partial_sums, dweights),
+            (*recomputed, *weighted, dweights, dw2),
+            (*recomputed, dweights, dw2, dw1),
+            (*recomputed, _panel(s), dweights, dw2, dw1, dx),
+        ),
     )
 
 
@@ -161,14 +168,15 @@ def routed_layer(s: LayerShape) -> Plan:
     product = _hidden(s, "act(a) * b" if s.g == 2 else "act(a)")
     grad_first_layer = _first_layer(s, "gradient of a, b" if s.g == 2 else "gradient of a")
     grad_product = _hidden(s, "gradient of the product")
+    dx, dweights, dw1, dw2 = gradients(s)
     experts = (_routed(s, "routed tokens"), first_layer, *gated, product, _routed(s, "expert outputs"))
     return Plan(
         saved=(*experts, *_index_lists(s)),
         forward=((),),
         backward=(
-            (_routed(s, "routed output gradient"), grad_product),
-            (grad_product, grad_first_layer),
-            (grad_first_layer, _routed(s, "routed token gradient")),
+            (_routed(s, "routed output gradient"), grad_product, dweights, dw2),
+            (grad_product, grad_first_layer, dweights, dw2),
+            (grad_first_layer, _routed(s, "routed token gradient"), dweights, dw2, dw1, dx),
         ),
     )
 

@@ -37,7 +37,7 @@ def poisoned_allocations(request, monkeypatch):
         def empty(shape, dtype, device, plain=framework.empty):
             array = plain(shape, dtype, device)
             if 0 not in array.shape:
-                array[...] = -(2**30) if dtype.startswith("int") else np.nan
+                array.owner[...] = -(2**30) if dtype.startswith("int") else np.nan
             return array
 
         monkeypatch.setattr(framework, "empty", staticmethod(empty))

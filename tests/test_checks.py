@@ -48,9 +48,12 @@ class Tensor:
 
     def __init__(self, shape, dtype, strides=None, device=0):
         self.shape, self.dtype = tuple(shape), f"torch.{dtype}"
-        self.device = SimpleNamespace(type="cuda", index=device)
+        self.is_cuda, self.ordinal = True, device
         row_major = tuple(itertools.accumulate((1, *reversed(self.shape[1:])), lambda a, b: a * b))[::-1]
         self.strides = row_major[-len(self.shape) :] if strides is None else tuple(strides)
+
+    def get_device(self):
+        return self.ordinal
 
     def stride(self):
         return self.strides

@@ -229,14 +229,16 @@ def test_portable_gemms_have_the_tiles_of_the_launches():
 
 
 def test_hopper_gemms_have_the_tiles_of_the_launches():
-    found = constants("row_staging.cuh", "gemm_core_sm90.cuh")
+    found = constants("gemm_core_sm90.cuh")
     config = launch_config.gemm("bfloat16", True, False, H200)
     assert (found["BM"], found["BN"]) == (launch_config.TILE_ROWS, config.tile_columns)
+    assert found["BN"] == launch_config.PANEL_COLUMNS
     assert found["STAGES"] == config.stages
-    consumer_warps = config.threads // 32 - 4
-    assert config.shared_bytes == found["STAGES"] * found["STAGE_BYTES"] + consumer_warps * 4 * found["STAGED_FLOATS"]
-    assert "TILE_COLUMNS = SPLIT ? 128 : 256" in source("grouped_gemm_sm90.cu")
-    for name in ("grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu"):
+    # beside the stages a finished tile of 16-bit elements, and 16 KiB that each kernel has a use of its own for
+    tile_bytes = found["BM"] * found["BN"] * 2
+    assert config.shared_bytes == found["STAGES"] * found["STAGE_BYTES"] + tile_bytes + 16 * 1024
+    assert "TILE_COLUMNS = SPLIT ? 128 : 256" in source("epilogue_sm90.cuh")
+    for name in ("grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "grouped_panels_sm90.cu"):
         assert f"__launch_bounds__({config.threads}, 1)" in source(name)
 
 

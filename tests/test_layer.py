@@ -237,7 +237,7 @@ def test_no_routed_buffer_is_allocated(monkeypatch, xp_name):
 
     def empty(shape, dtype, device, plain=framework.empty):
         array = plain(shape, dtype, device)
-        sizes.append((tuple(shape), int(array.nbytes)))
+        sizes.append((tuple(shape), int(array.owner.nbytes)))
         return array
 
     monkeypatch.setattr(framework, "empty", staticmethod(empty))

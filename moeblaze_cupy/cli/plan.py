@@ -39,7 +39,10 @@ def report(s: memory.LayerShape, plans: dict[str, memory.Plan]) -> list[str]:
         ["saved for backward", *(format_bytes(p.saved_bytes) for p in columns)],
         ["  of routed buffers' bytes", *(f"{p.saved_bytes / routed.saved_bytes:.1%}" for p in columns)],
         ["forward transients, peak", *(format_bytes(p.forward_peak_bytes) for p in columns)],
-        ["backward transients, peak", *(format_bytes(p.backward_peak_bytes) if p.backward else "-" for p in columns)],
+        [
+            "backward with gradients, peak",
+            *(format_bytes(p.backward_peak_bytes) if p.backward else "-" for p in columns),
+        ],
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
@@ -52,7 +55,10 @@ def report(s: memory.LayerShape, plans: dict[str, memory.Plan]) -> list[str]:
     lines += _terms(_users({name: plan.saved for name, plan in plans.items()}))
     for heading, stages_by_plan in (
         ("Forward transients:", {name: plan.forward for name, plan in plans.items()}),
-        ("Backward transients, a peak being the largest stage:", {name: plan.backward for name, plan in plans.items()}),
+        (
+            "Backward, with the gradients that exist by then, a peak being the largest stage:",
+            {name: plan.backward for name, plan in plans.items()},
+        ),
     ):
         lines += ["", heading]
         for number in range(max(map(len, stages_by_plan.values()))):
