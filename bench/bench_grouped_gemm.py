@@ -1,5 +1,10 @@
-"""Each product of the experts alone, beside the same product through cuBLAS and its roofline, and with the gather
-against contiguous rows (section 7.3)."""
+"""Each product of the experts, beside the product alone through cuBLAS and its roofline, and with the gather against
+contiguous rows (section 7.3).
+
+The rows "down_fwd + sums" and "up_bwd + sums" time the product and the sum over each token's slots, as the layer runs
+them; the cuBLAS rows beside them, down_fwd and up_bwd, have no sums. down_bwd finds the router weights in the order of
+its rows, which a layer makes once per backward.
+"""
 
 import pytest
 
@@ -33,10 +38,11 @@ def built():
 
 
 def test_grouped_gemm(spec, current, built, time_device):
-    """Time of one kernel over all its panels. Its result is compared with float64 first."""
+    """Time of one product with what the layer fuses into it. Its result is compared with float64 first."""
     case, order, entry, rows = spec
     inputs = current.inputs_of(case, order)
     work = kernels.gemm_work(case, entry)
+    label = entry
     if rows == "cublas":
         built.clear()
         call = kernels.dense_product(case, entry, inputs["x"].device)
@@ -47,6 +53,7 @@ def test_grouped_gemm(spec, current, built, time_device):
             measure.release()
             built[key] = kernels.Kernels(case, inputs, contiguous=rows == "contiguous")
         kernel = built[key]
+        label += " + sums" if entry in kernels.SUMMED else ""
         call = kernel.calls[entry]
         call()
         error = kernel.error(entry)
@@ -61,7 +68,7 @@ def test_grouped_gemm(spec, current, built, time_device):
         shape=case.shape,
         order=order,
         provider="cublas_bound" if rows == "cublas" else "moeblaze",
-        kernel=entry,
+        kernel=label,
         rows="contiguous" if rows == "cublas" else rows,
     )
     if rows == "cublas":

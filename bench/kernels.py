@@ -1,7 +1,8 @@
 """The single kernels of a layer on CUDA. The only file of the suites that calls `moeblaze_cupy.ops`.
 
-Names are those of `ops/grouped_gemm.py` and the paper's gradients: up_fwd and down_fwd (forward), down_bwd (dA),
-up_wgrad (dW1), down_wgrad (dW2), up_bwd (dX). R = L*k routed rows.
+Names are those of `ops/grouped_gemm.py`, `ops/panels.py` and the paper's gradients: up_fwd and down_fwd (forward),
+down_bwd (dA), up_wgrad (dW1), down_wgrad (dW2), up_bwd (dX). down_fwd and up_bwd include the sum over each token's
+slots, in one launch with the product on Hopper. R = L*k routed rows.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from bench.inputs import routing
 from bench.verify import activate
 
 GEMMS = ("up_fwd", "down_fwd", "down_bwd", "down_wgrad", "up_wgrad", "up_bwd")
+SUMMED = ("down_fwd", "up_bwd")  # these sum the product over each token's slots
 BYTES = 2  # of a bf16 element
 
 
@@ -24,23 +26,25 @@ class Work:
 
 
 def gemm_work(case, entry: str) -> Work:
+    """Of the product. Those of SUMMED write (L, d); their panels and additions do not count."""
     R, d, h, n = case.slots, case.d, case.h, case.first_columns
-    x, hidden, first, routed = case.L * d, R * h, R * n, R * d
+    x = out = case.L * d
+    hidden, first = R * h, R * n
     w1, w2 = case.E * d * n, case.E * d * h
     elements = {
         "up_fwd": x + w1 + first + hidden,
-        "down_fwd": hidden + w2 + routed,
+        "down_fwd": hidden + w2 + out,
         "down_bwd": x + w2 + 2 * first + hidden,  # reads a, b, writes their gradients and A'
         "down_wgrad": hidden + x + w2,
         "up_wgrad": x + first + w1,
-        "up_bwd": first + w1 + routed,
+        "up_bwd": first + w1 + out,
     }[entry]
     columns = n if entry.startswith("up") else h
     return Work(2 * R * d * columns, BYTES * elements)
 
 
 def dense_product(case, entry: str, device: str = "cuda"):
-    """The same product through cuBLAS, rows contiguous and split evenly over the experts, no epilogue."""
+    """The product alone through cuBLAS: rows contiguous and split evenly over the experts, no epilogue, no sums."""
     T = max(1, case.slots // case.E)
     n = case.first_columns
 
@@ -59,7 +63,7 @@ def dense_product(case, entry: str, device: str = "cuda"):
 
 
 class Kernels:
-    """The kernels of one layer with their buffers. `calls[name]()` launches, `expected(name)` is float64 by torch.
+    """The kernels of one layer with their buffers. `calls[name]()` launches, `error(name)` compares with float64.
 
     contiguous: a token of its own for every routed row, in expert order and with k = 1, so that the gather reads
     neighbouring rows: section 7.3's comparison.
@@ -68,7 +72,7 @@ class Kernels:
     def __init__(self, case, inputs: dict, contiguous: bool = False):
         from moeblaze_cupy import launch_config
         from moeblaze_cupy.arrays import Context, Torch
-        from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm
+        from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels
 
         self.case, self.inputs = case, dict(inputs)
         if contiguous:
@@ -89,9 +93,8 @@ class Kernels:
             # random, not zeros: the power limit lets zeros run faster than data
             return torch.randn(*shape, device=made["x"].device, dtype=made["x"].dtype)
 
-        width = min(d, launch_config.PANEL_COLUMNS)
-        self.first, self.product, self.panel = new(R, n), new(R, h), new(R, width)
-        self.first_grad, self.weighted, self.routed = new(R, n), new(R, h), new(R, d)
+        self.first, self.product, self.panel = new(R, n), new(R, h), new(R, min(d, launch_config.PANEL_COLUMNS))
+        self.first_grad, self.weighted = new(R, n), new(R, h)
         self.grad_w1 = torch.empty_like(made["w1"])
         self.grad_w2 = torch.empty_like(made["w2"])
         self.out = torch.empty_like(made["x"])
@@ -101,55 +104,40 @@ class Kernels:
         out, activation = describe(self.out), case.activation
         w1_gradient = grouped_gemm.Weight.of((describe(self.grad_w1),), half)
         w2_gradient = grouped_gemm.Weight.of((describe(self.grad_w2),))
-        panels = launch_config.panels(d)
-
-        def over_panels(launch, source, weight):
-            for column, columns in panels:
-                launch(source, weight, column, columns)
-
-        def down_panel(source, weight, column, columns):
-            grouped_gemm.down_fwd(context, lists, source, weight, panel, column, columns, activation)
-
-        def up_panel(source, weight, column, columns):
-            grouped_gemm.up_bwd(context, lists, source, weight, h, panel, column, columns, activation)
+        row_weights = aggregation.weights_by_row(context, weights, lists.token_index_map)
 
         def down_bwd():
             self.partial_sums = grouped_gemm.down_bwd(
                 context, lists, grad_out, down, h, activation, first_layer=first, first_layer_grad=first_grad,
-                product=weighted, stored_product=None, weights=weights, wants_weights_grad=True,
+                product=weighted, stored_product=None, row_weights=row_weights, wants_weights_grad=True,
             )  # fmt: skip
 
         def aggregate(scale):
-            for column, columns in panels:
+            for column, columns in launch_config.panels(d):
                 aggregation.aggregate(context, panel, lists.token_index_map, scale, out, column, columns)
 
         self.calls = {
             "up_fwd": lambda: grouped_gemm.up_fwd(
                 context, lists, x, up, h, activation, first_layer=first, product=product
             ),
-            "down_fwd": lambda: over_panels(down_panel, product, down),
+            "down_fwd": lambda: panels.down_fwd(context, lists, product, down, weights, out, activation),
             "down_bwd": down_bwd,
             "down_wgrad": lambda: grouped_gemm.down_wgrad(context, lists, weighted, grad_out, w2_gradient, activation),
             "up_wgrad": lambda: grouped_gemm.up_wgrad(context, lists, x, first_grad, w1_gradient, h, activation),
-            "up_bwd": lambda: over_panels(up_panel, first_grad, up),
+            "up_bwd": lambda: panels.up_bwd(context, lists, first_grad, up, h, out, activation),
             "aggregate_out": lambda: aggregate(weights),
             "aggregate_dx": lambda: aggregate(None),
         }
         self.results = {
             "up_fwd": lambda: self.product,
-            "down_fwd": self._last_panel,
+            "down_fwd": lambda: self.out,
             "down_bwd": lambda: self.first_grad,
             "down_wgrad": lambda: self.grad_w2,
             "up_wgrad": lambda: self.grad_w1,
-            "up_bwd": self._last_panel,
+            "up_bwd": lambda: self.out,
             "aggregate_out": lambda: self.out,
             "aggregate_dx": lambda: self.out,
         }
-        self.last_column, self.last_columns = panels[-1]
-
-    def _last_panel(self) -> torch.Tensor:
-        """What the panel buffer holds after the last panel: its rows are packed, and may be narrower."""
-        return self.panel.flatten()[: self.case.slots * self.last_columns].view(self.case.slots, self.last_columns)
 
     def _spread_rows(self) -> None:
         """A token for every routed row, in expert order: the same number of rows, gathered one after another."""
@@ -164,50 +152,61 @@ class Kernels:
         }
 
     def error(self, name: str) -> float:
-        """Relative norm of the last call's result against torch in float64, over the first and the last expert that
-        have rows, or over 512 tokens for the aggregation."""
+        """Relative norm of the last call's result against torch in float64: over all tokens for products with their
+        sums, over 512 for sums alone, over the first and the last expert that have rows for the other products."""
         if name.startswith("aggregate"):
             return self._aggregation_error(name)
-        offsets, tokens = self.index.expert_token_offsets.tolist(), self.index.expert_token_indices
+        got = self.results[name]()
+        offsets, tokens = self.index.expert_token_offsets.tolist(), self.index.expert_token_indices.long()
         busy = [e for e in range(self.case.E) if offsets[e] < offsets[e + 1]]
+        rows = {e: slice(offsets[e], offsets[e + 1]) for e in busy}
+        if name in SUMMED:
+            want = torch.zeros(got.shape, dtype=torch.float64, device=got.device)
+            for e in busy:
+                want.index_add_(0, tokens[rows[e]], self._expected(name, e, rows[e], tokens[rows[e]]))
+            return float((got.double() - want).norm() / want.norm())
         difference = norm = 0.0
-        for expert in sorted({busy[0], busy[-1]}):
-            rows = slice(offsets[expert], offsets[expert + 1])
-            got = self.results[name]()
-            got = got[expert] if name.endswith("_wgrad") else got[rows]
-            want = self._expected(name, expert, rows, tokens[rows].long())[:, : got.shape[1]]
-            difference += float((got.double() - want).square().sum())
+        for e in sorted({busy[0], busy[-1]}):
+            want = self._expected(name, e, rows[e], tokens[rows[e]])
+            part = got[e] if name.endswith("_wgrad") else got[rows[e]]
+            difference += float((part.double() - want).square().sum())
             norm += float(want.square().sum())
         return (difference / norm) ** 0.5
 
     def _expected(self, name, expert, rows, tokens) -> torch.Tensor:
+        """The part of one expert, whose rows belong to `tokens`."""
         x, grad_out = (self.inputs[n][tokens].double() for n in ("x", "grad_out"))
         w1, w2 = (self.inputs[n][expert].double() for n in ("w1", "w2"))
         if name == "up_fwd":
             return activate(x @ w1, self.case.activation)[0]
-        if name == "down_fwd":
-            return self.product[rows].double() @ w2[:, self.last_column :]
         if name == "up_bwd":
-            return self.first_grad[rows].double() @ w1.T[:, self.last_column :]
+            return self.first_grad[rows].double() @ w1.T
         if name == "down_wgrad":
             return self.weighted[rows].double().T @ grad_out
         if name == "up_wgrad":
             return x.T @ self.first_grad[rows].double()
-        _, *slopes = activate(self.first[rows].double(), self.case.activation)
         # the weight of a row: the slot of its token whose place in expert order is this row
         places = self.index.token_index_map[tokens]
         row_numbers = torch.arange(rows.start, rows.stop, device=places.device)[:, None]
         scale = (self.inputs["weights"][tokens].double() * (places == row_numbers)).sum(1, keepdim=True)
+        if name == "down_fwd":
+            return scale * (self.product[rows].double() @ w2)
+        _, *slopes = activate(self.first[rows].double(), self.case.activation)
         grad_product = scale * (grad_out @ w2.T)
         return torch.cat([grad_product * slope for slope in slopes], dim=1)
 
     def _aggregation_error(self, name: str) -> float:
-        tokens = torch.arange(min(512, self.case.L), device=self.panel.device)
-        parts = self._last_panel()[self.index.token_index_map[tokens].long()].double()
+        """In the last panel's columns. The buffer's rows are packed, and may be narrower there than it is."""
+        from moeblaze_cupy import launch_config
+
+        first_column, columns = launch_config.panels(self.case.d)[-1]
+        rows = self.panel.flatten()[: self.case.slots * columns].view(self.case.slots, columns)
+        tokens = torch.arange(min(512, self.case.L), device=rows.device)
+        parts = rows[self.index.token_index_map[tokens].long()].double()
         if name == "aggregate_out":
             parts = parts * self.inputs["weights"][tokens].double()[:, :, None]
         want = parts.sum(1)
-        got = self.out[tokens][:, self.last_column :].double()
+        got = self.out[tokens][:, first_column:].double()
         return float((got - want).norm() / want.norm())
 
 

@@ -106,7 +106,9 @@ struct Adder {
             const int within = item % BATCH;
             if (within == 0) {
                 position[0] = position[1], position[1] = position[2];
-                scale[0] = scale[1], scale[1] = scale[2], scale[2] = scale_after;
+                scale[0] = scale[1];
+                scale[1] = position[0] < 0 ? 0.f : scale[2];  // an empty slot's weight may be NaN
+                scale[2] = scale_after;
                 load(item / BATCH + 2, position[2], scale_after);
                 if (position[1] >= 0)
                     for (int line = 0; line < BN; line += 64) prefetch_l2(panel + static_cast<int64>(position[1]) * BN + line);

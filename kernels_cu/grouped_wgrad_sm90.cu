@@ -4,9 +4,9 @@
 //   expert_stride         as there; num_experts, halves: what the grid of the portable tier says
 //   routed                tensor map of the operand that is not gathered, 3-D (columns, rows, 1), boxes of 64 x 64 x 1
 //
-// Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 208 KiB.
+// Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
 // Tile: 128 (M) x 256 (N) of one expert's gradient, K = its tokens in steps of 64, STAGES = 3 buffers of 48 KiB,
-// the finished tile's 64 KiB, and 4 KiB of tokens.
+// the finished tile's 64 KiB, and 4 of 16 KiB for tokens.
 //   warpgroup 0, producer: gathers 64 token rows per stage by cp.async, a line of 128 bytes per row and block of 64
 //     columns; thread 0 fetches the other operand's boxes. (By cp.async alone, 24 copies per thread and stage, the copies
 //     bound the kernel.) The last stage of an expert with fewer rows takes both by cp.async, with zeros for rows of
@@ -54,6 +54,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int m_tiles = (M + BM - 1) / BM, n_tiles = (N + BN - 1) / BN;
     const int tiles = static_cast<int>(num_experts * halves) * m_tiles * n_tiles;
 
+    auto tile = [&](int t) { return t < tiles ? work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets) : Work{}; };
+
     Ring ring;
     if (threadIdx.x < 128) {
         setmaxnreg_dec<56>();
@@ -69,7 +71,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const unsigned gathered_to = GATHER_P ? 0 : A_BYTES, routed_to = GATHER_P ? A_BYTES : 0;
         const unsigned ld_bytes = static_cast<unsigned>((GATHER_P ? ldp : ldq) * sizeof(element));
         const int extent = GATHER_P ? M : N, routed_extent = GATHER_P ? N : M;
-        auto tile = [&](int t) { return t < tiles ? work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets) : Work{}; };
         int mine[TOKENS / 128];
         auto load_tokens = [&](int first, int last) {
 #pragma unroll
@@ -145,7 +146,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     setmaxnreg_inc<224>();
     const int warp_row = consumer_warp() * 16;
     GradientRows epilogue(M, N, ldo);
-    auto tile = [&](int t) { return t < tiles ? work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets) : Work{}; };
     Work work = tile(blockIdx.x), next;
     for (int t = blockIdx.x;; t += gridDim.x, work = next) {
         const bool last = t >= tiles;

@@ -87,6 +87,13 @@ def test_flops():
     assert sum(kernels.gemm_work(case, entry).flops for entry in kernels.GEMMS) == case.flops("forward_backward")
 
 
+def test_products_with_sums_write_the_tokens_rows():
+    """(L, d), not the routed rows that lie between."""
+    case = cases.LayerCase("c", L=10, d=3, h=5, E=4, k=2, source="")
+    assert kernels.gemm_work(case, "down_fwd").nbytes == 2 * (20 * 5 + 4 * 5 * 3 + 10 * 3)
+    assert kernels.gemm_work(case, "up_bwd").nbytes == 2 * (20 * 10 + 4 * 3 * 10 + 10 * 3)
+
+
 @pytest.mark.parametrize("kind", ["random", "balanced", "skewed"])
 @pytest.mark.parametrize(("L", "E", "k"), [(4096, 16, 4), (4096, 8, 2), (1000, 4, 1), (512, 128, 8), (64, 4, 4)])
 def test_routings_name_distinct_experts(kind, L, E, k):

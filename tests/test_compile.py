@@ -31,20 +31,20 @@ LIMITS = {
 # blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
+    "grouped_panels_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
     "dispatch.cu": 64,
     "router.cu": 48,
     "aggregation.cu": 80,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
-# 188 in those for odd sizes, whose guarded element copies are slow anyway; 128 in Hopper's down_bwd, whose epilogue
-# holds 128 accumulators, two operands and a product.
-ALIGNED_SPILL_CAP, UNALIGNED_SPILL_CAP, HOPPER_DOWN_BWD_SPILL_CAP = 64, 320, 192
+# 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
+ALIGNED_SPILL_CAP, UNALIGNED_SPILL_CAP = 64, 320
 
 
 def spill_cap(variant) -> int:
-    if variant.source == "grouped_gemm_sm90.cu":
-        return HOPPER_DOWN_BWD_SPILL_CAP if variant.entry == "down_bwd" else 0
+    if variant.source.endswith("_sm90.cu"):
+        return 0
     return UNALIGNED_SPILL_CAP if dict(variant.macros).get("ALIGNED") == "0" else ALIGNED_SPILL_CAP
 
 
@@ -158,7 +158,7 @@ def entry_names(variant) -> set[str]:
     return {
         "dispatch.cu": {"dispatch_block_int32", "dispatch_count_int32", "dispatch_count_int64", "dispatch_route"},
         "router.cu": router,
-        "aggregation.cu": sums | {f"weights_bwd_{dtype}" for dtype in dtypes},
+        "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
     }[variant.source]
 
 

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.gpu
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 # Relative norms against the float64 layer on the same rounded inputs. 16-bit results carry the rounding of the
-# output and of the stored a, b, product and panel, each uniform within half a unit in the last place (relative
-# norm 0.29 to 0.58 of 2^-8 for bf16), so 1.5 units bounds their sum; fp32 carries the fp32 sums over K terms.
+# output and of the stored a, b, product, its gradient and panel, each uniform within half a unit in the last place
+# (relative norm 0.29 to 0.58 of 2^-8 for bf16), so 1.5 units bounds their sum; fp32 carries the fp32 sums over K
+# terms.
 TOLERANCES = {"bfloat16": 1.5 * 2**-8, "float16": 1.5 * 2**-11, "float32": 3e-6}
 
 LARGER = [
@@ -29,6 +30,10 @@ LARGER = [
     Case(L=513, k=3, E=5, d=301, h=157, activation="silu"),
     Case(L=2048, k=2, E=4, d=512, h=1024, routing="empty_experts"),
     Case(L=1024, k=1, E=8, d=320, h=192, activation="relu", order="transposed", routing="one_expert"),
+    # several panels: more tiles than blocks; sums in two parts of 8 slots; fewer tokens than warps that sum
+    Case(L=1500, k=4, E=7, d=1032, h=136, routing="empty_experts", order="transposed"),
+    Case(L=200, k=12, E=20, d=1288, h=72, routing="absent"),
+    Case(L=9, k=3, E=5, d=1024, h=64, routing="absent"),
 ]
 
 
@@ -479,3 +484,17 @@ def test_nan_stays_with_its_token():
     for rows in (out, grads.x, grads.weights):
         finite = np.isfinite(to_float64(rows)).all(axis=1)
         assert not finite[17] and finite.sum() == case.L - 1
+
+
+@pytest.mark.parametrize("case", [LARGER[3], LARGER[-2]], ids=str)
+def test_weights_of_empty_slots_do_not_matter(case):
+    """Not even NaN: a router may leave anything where it names no expert."""
+    gpu, _ = inputs_of(case, "bfloat16")
+    x, ids, weights, w1, w2, grad_out = gpu
+    expected = run(case, gpu)
+    empty = (ids < 0) | (ids >= case.E)
+    assert empty.any()
+    weights = weights.copy()
+    weights[empty] = np.nan
+    got = run(case, [x, ids, weights, w1, w2, grad_out])
+    assert all(same_bits(got[name], expected[name]) for name in expected)
