@@ -19,6 +19,7 @@ _INDEX_TENSORS = (
     "token_expert_indices",
     "token_index_map",
     "row_tiles",
+    "experts_by_load",
 )
 
 

@@ -1,153 +1,211 @@
 // Dispatch: from the chosen experts of every token to the index lists of the paper's section 4.1, in
 // the three steps of section 4.2, without a sort and without atomics, stable and deterministic.
 //
-//   ids                   (L*k,)        int32 or int64, in   id < 0 or >= E: no expert in this slot
-//   token_expert_indices  (L*k,)        int32, out           from int64 ids, -1 for "none"; null where ids are int32
-//   ranks                 (L*k,)        uint16, workspace    slots of the same expert before, in the same range
-//   range_counts          (B, P, W, E)  uint16, workspace    slots of each expert in each range
-//   block_counts          (B, E)        int32, workspace     slots of each expert in each block
-//   expert_token_indices  (L*k,)        int32, out           token of each routed slot; -1 past the last
-//   expert_token_offsets  (E+1,)        int32, out
-//   token_index_map       (L*k,)        int32, out           position in expert_token_indices, or -1
-//   row_tiles             (T+1, 2)      int32, out           [0] = (count, tile_rows), then (expert, first row)
+//   ids                   (L*k,)   int32 or int64, in   id < 0 or >= E: no expert in this slot
+//   token_expert_indices  (L*k,)   int32, out           from int64 ids, -1 for "none"; null where ids are int32
+//   block_counts          (B, E)   int32, workspace     slots of each expert in each block; null where one part holds all
+//   expert_token_indices  (L*k,)   int32, out           token of each routed slot; -1 past the last
+//   expert_token_offsets  (E+1,)   int32, out
+//   token_index_map       (L*k,)   int32, out           position in expert_token_indices, or -1
+//   row_tiles             (T+1, 2) int32, out           [0] = (count, tile_rows), then (expert, first row)
+//   experts_by_load       (E,)     int32, out           ids by falling slot count, equal ones by rising id
 //
-// num_slots = L*k, num_experts = E <= 4096. Launch: both kernels take B blocks, at most one per multiprocessor. A block
-// owns P = num_parts consecutive parts of W = num_ranges ranges (a power of two) of range_slots consecutive slots, a
-// multiple of 32; W * range_slots <= 65536. dispatch_count has W warps, one per range of a part, and 2*W*E + 4*E bytes
-// of dynamic shared memory; dispatch_route max(256, 32*W) threads and 22*(E+1) + 2*W*E + max(2*W*range_slots +
-// W*range_slots/32, 8*threads) bytes, as has dispatch_block, which does the work of both where B = 1.
+// num_slots = L*k, num_experts = E <= 4096. Launch: dispatch_count, left out where one part holds all slots, then
+// dispatch_route, both of B blocks. A block owns num_parts consecutive parts of part_slots consecutive slots. A matrix in shared memory
+// has a row per expert, one more for "none", and C = columns uint16 counters in a row, one for each of C threads; C is
+// a power of two, at least 8. dispatch_count has up to 512 threads and 2*C*(E+1) bytes of dynamic shared memory.
+// dispatch_route has 128 to 1024 threads, at least 32 more than C <= 256; part_slots / C is 2 more than a multiple of 4,
+// part_slots < 65536; shared memory: five lists of E+1 ints, the matrix and 2 bytes per slot of a part, or 4 per slot
+// where that is more, and 2 per slot or 8 per thread or expert, whichever is most (launch_config.dispatch).
 //
-// dispatch_count is step 1 and the counting of step 2, dispatch_route the prefix sums of step 2 and step 3. The dense
-// token-expert map of step 1 has L*E cells; here it exists 32 slots at a time: peers_of gives each slot the bit column
-// of its expert over the 32 slots a warp holds, whose popcounts are the count (step 2) and the slot's rank (step 3).
-// Step 3 collects a part's slots by expert in shared memory and writes them out as runs: lone 4-byte stores would each
-// cost a 32-byte sector of the L2.
+// The dense token-expert map of step 1 has L*E cells; here a column of it is the counters of one thread, which walks its
+// own run of consecutive slots. dispatch_count sums the rows (step 2). dispatch_route counts a part again, turns every
+// row into its exclusive prefix sums, and walks once more: each slot takes its counter as its place among the part's
+// slots by expert, and advances it (step 3). What it collects there leaves as runs: lone 4-byte stores would each cost a
+// 32-byte sector of the L2. Slots without an expert are one more run, which goes nowhere.
 #include "common.cuh"
 
 typedef unsigned short uint16;
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// The lanes whose slot has the same expert; meaningless for a negative one. One ballot per bit of the id: the
-// instruction behind __match_any_sync takes time with every distinct value (67 us against 40 at 128 experts).
-template <int BITS>
-__device__ __forceinline__ unsigned peers_of(int expert) {
-    unsigned peers = __ballot_sync(0xffffffffu, expert >= 0);
+template <class Id>
+struct alignas(16) Ids4 {
+    Id of[4];
+};
+
+// Four consecutive ids, or -1 if not all of them exist.
+template <class Id>
+__device__ __forceinline__ Ids4<Id> load_ids(const Id* ids, bool exist, bool aligned) {
+    Ids4<Id> loaded = {{-1, -1, -1, -1}};
+    if (aligned) {
+        if (exist) loaded = *reinterpret_cast<const Ids4<Id>*>(ids);
+    } else if (exist) {
 #pragma unroll
-    for (int b = 0; b < BITS; ++b) {
-        const int bit = static_cast<int>(static_cast<unsigned>(expert) << (31 - b)) >> 31;  // all ones or zero
-        peers &= ~(__ballot_sync(0xffffffffu, bit) ^ bit);
+        for (int i = 0; i < 4; ++i) loaded.of[i] = ids[i];
     }
-    return peers;
+    return loaded;
 }
 
-// Copies counts (an even number of them, on 4 bytes).
-__device__ __forceinline__ void copy_counts(uint16* to, const uint16* from, int n) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < n / 2; i += blockDim.x)
-        reinterpret_cast<unsigned*>(to)[i] = reinterpret_cast<const unsigned*>(from)[i];
+// The row of the matrix for an id, times 4.
+__device__ __forceinline__ unsigned row_of(int id, int num_experts) {
+    return 4 * min(static_cast<unsigned>(id), static_cast<unsigned>(num_experts));
+}
+__device__ __forceinline__ unsigned row_of(long long id, int num_experts) {
+    return 4 * (static_cast<unsigned long long>(id) < num_experts ? static_cast<unsigned>(id) : num_experts);
 }
 
-template <int BITS, class Id>
-__device__ void count(const Id* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
-                      int64 num_slots, int num_experts, int num_ranges, int range_slots, int64 num_parts) {
-    constexpr int ROUNDS = 8;  // so many times 32 slots are loaded while as many are worked on
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, cells = num_ranges * num_experts;
-    int* totals = reinterpret_cast<int*>(dynamic_shared);              // (E,)
-    uint16* counts = reinterpret_cast<uint16*>(totals + num_experts);  // (W, E)
-    for (int e = threadIdx.x; e < num_experts; e += blockDim.x) totals[e] = 0;
-    for (int64 part = blockIdx.x * num_parts; part < (blockIdx.x + 1) * num_parts; ++part) {
-        for (int i = threadIdx.x; i < cells / 2; i += blockDim.x) reinterpret_cast<unsigned*>(counts)[i] = 0;
-        __syncthreads();
-        uint16* mine = counts + warp * num_experts;
-        const int64 first = (part * num_ranges + warp) * range_slots;
-        const int64 left = warp < num_ranges ? num_slots - first : 0;
-        const int slots = static_cast<int>(max(min(left, static_cast<int64>(range_slots)), 0ll));
-        ids += first, ranks += first, token_expert_indices += first;
-        Id loaded[ROUNDS];
-        auto load = [&](int base) {
+__device__ __forceinline__ int expert_of(unsigned row, int num_experts) {
+    return row < 4 * num_experts ? static_cast<int>(row / 4) : -1;
+}
+
+// This thread's column. Two neighbours share a word of shared memory, so the lanes of a warp take every other one.
+__device__ __forceinline__ int column_of_thread(int columns) {
+    const int t = threadIdx.x;
+    return columns < 64 ? t : (t & ~63) + (t & 31) * 2 + (t >> 5 & 1);
+}
+
+__device__ __forceinline__ void clear(uint16* matrix, int cells) {
+    for (int i = threadIdx.x; i < cells / 8; i += blockDim.x) reinterpret_cast<uint4*>(matrix)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Advances a thread's counters for N consecutive slots, whose rows' numbers come times 4; tells what each slot found. The
+// column starts at that byte of dynamic_shared. All counters are read before the first is written.
+template <int N>
+__device__ __forceinline__ void advance(unsigned column, int columns, const unsigned (&rows)[N], unsigned (&found)[N]) {
+    uint16* counters[N];
+    unsigned earlier[N];  // of these slots, in the same row
 #pragma unroll
-            for (int i = 0; i < ROUNDS; ++i) {
-                const int slot = base + 32 * i + lane;
-                loaded[i] = slot < slots ? ids[slot] : Id(-1);
-            }
-        };
-        load(0);
-        for (int base = 0; base < slots; base += 32 * ROUNDS) {
-            Id now[ROUNDS];
+    for (int i = 0; i < N; ++i) {
+        counters[i] = reinterpret_cast<uint16*>(dynamic_shared + (column + rows[i] * (columns / 2)));
+        found[i] = *counters[i];
+        earlier[i] = 0;
 #pragma unroll
-            for (int i = 0; i < ROUNDS; ++i) now[i] = loaded[i];
-            load(base + 32 * ROUNDS);
-            // The ballots of several rounds are independent of each other; the counters follow round by round.
-#pragma unroll
-            for (int i0 = 0; i0 < ROUNDS; i0 += 4) {
-                if (base + 32 * i0 >= slots) break;
-                int experts[4];
-                unsigned peers[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const Id id = now[i0 + i];
-                    experts[i] = id >= 0 && id < num_experts ? static_cast<int>(id) : -1;
-                    peers[i] = peers_of<BITS>(experts[i]);
-                }
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int slot = base + 32 * (i0 + i) + lane;
-                    const unsigned before = peers[i] & ((1u << lane) - 1u);
-                    int rank = 0;
-                    if (experts[i] >= 0) rank = mine[experts[i]] + __popc(before);
-                    __syncwarp();
-                    if (experts[i] >= 0 && before == 0) mine[experts[i]] = static_cast<uint16>(rank + __popc(peers[i]));
-                    __syncwarp();
-                    if (slot < slots) {
-                        ranks[slot] = static_cast<uint16>(rank);
-                        if (sizeof(Id) == 8) token_expert_indices[slot] = experts[i];
-                    }
-                }
-            }
-        }
-        ids -= first, ranks -= first, token_expert_indices -= first;
-        __syncthreads();
-        copy_counts(range_counts + part * cells, counts, cells);
-        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
-            int total = totals[e];
-#pragma unroll 8
-            for (int w = 0; w < num_ranges; ++w) total += counts[w * num_experts + e];
-            totals[e] = total;
-        }
-        __syncthreads();
+        for (int j = 0; j < i; ++j) earlier[i] += rows[i] == rows[j];
     }
-    for (int e = threadIdx.x; e < num_experts; e += blockDim.x)
-        block_counts[blockIdx.x * static_cast<int64>(num_experts) + e] = totals[e];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        found[i] += earlier[i];
+        *counters[i] = static_cast<uint16>(found[i] + 1);
+    }
 }
 
-__device__ __forceinline__ int warp_scan(int value) {  // inclusive
+// Inclusive sums over each `width` lanes, a power of two.
+__device__ __forceinline__ int warp_scan(int value, int width) {
+    const int lane = threadIdx.x & (width - 1);
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
         const int before = __shfl_up_sync(0xffffffffu, value, step);
-        if ((threadIdx.x & 31) >= step) value += before;
+        if (lane >= step) value += before;
     }
     return value;
 }
 
-// values[0..n) to their exclusive prefix sums, and values[n] = their total; by one warp, a lane taking n / 32 of them.
-__device__ void exclusive_sums(int* values, int n) {
-    const int lane = threadIdx.x & 31, chunk = (n + 31) / 32, begin = min(lane * chunk, n), end = min(begin + chunk, n);
-    int sum = 0;
-    for (int i = begin; i < end; ++i) sum += values[i];
-    const int through = warp_scan(sum);
-    int before = through - sum;
-    for (int i = begin; i < end; ++i) {
-        const int value = values[i];
-        values[i] = before;
-        before += value;
+// Of block_counts: rows are read 16 bytes at a time.
+__device__ __forceinline__ int stride_of(int num_experts) { return (num_experts + 3) & ~3; }
+
+__device__ __forceinline__ int log2_of(int power) { return __popc(power - 1); }
+
+template <class Id>
+__device__ void count(const Id* ids, int* block_counts, int64 num_slots, int num_experts, int columns, int64 block_slots) {
+    constexpr int LOADS = sizeof(Id) == 4 ? 4 : 2;  // of 4 slots, while as many are counted
+    constexpr int64 MOST = 8192;                    // slots per thread between sums, which add 4 counters in 16 bits
+    uint16* matrix = reinterpret_cast<uint16*>(dynamic_shared);
+    const int lane = threadIdx.x & 31, lane_bits = min(log2_of(columns) - 3, 3), lanes = 1 << lane_bits;  // for a row
+    const int64 first = blockIdx.x * block_slots, last = min(first + block_slots, num_slots);
+    const bool aligned = reinterpret_cast<unsigned long long>(ids) % 16 == 0;
+    for (int64 begin = first; begin == first || begin < last; begin += MOST * columns) {
+        clear(matrix, columns * (num_experts + 1));
+        __syncthreads();
+        if (threadIdx.x < columns) {
+            const int slots = static_cast<int>(max(min(last - begin, MOST * columns), 0ll)), stride = 4 * columns;
+            const unsigned column = 2 * column_of_thread(columns);
+            const unsigned mask = columns < 32 ? (1u << columns) - 1 : 0xffffffffu;
+            auto load = [&](Ids4<Id>(&loaded)[LOADS], int base) {
+#pragma unroll
+                for (int i = 0; i < LOADS; ++i) {
+                    const int slot = base + i * stride + 4 * threadIdx.x;
+                    loaded[i] = load_ids(ids + begin + slot, slot + 3 < slots, aligned);
+                }
+                __syncwarp(mask);  // or each load is put off until it is used
+            };
+            auto count_slots = [&](const Ids4<Id>(&loaded)[LOADS]) {
+#pragma unroll
+                for (int i = 0; i < LOADS; ++i) {
+#pragma unroll
+                    for (int j = 0; j < 4; j += 2) {
+                        const unsigned rows[2] = {row_of(loaded[i].of[j], num_experts), row_of(loaded[i].of[j + 1], num_experts)};
+                        unsigned found[2];
+                        advance(column, columns, rows, found);
+                    }
+                }
+            };
+            Ids4<Id> even[LOADS], odd[LOADS];
+            load(even, 0);
+            for (int base = 0; base < slots; base += 2 * LOADS * stride) {
+                load(odd, base + LOADS * stride);
+                count_slots(even);
+                if (base + LOADS * stride >= slots) break;
+                load(even, base + 2 * LOADS * stride);
+                count_slots(odd);
+            }
+            if (threadIdx.x < (slots & 3)) {
+                const unsigned rows[1] = {row_of(ids[begin + (slots & ~3) + threadIdx.x], num_experts)};
+                unsigned found[1];
+                advance(column, columns, rows, found);
+            }
+        }
+        __syncthreads();
+        for (int row0 = threadIdx.x / 32 * (32 >> lane_bits); row0 < stride_of(num_experts); row0 += blockDim.x >> lane_bits) {
+            const int row = row0 + (lane >> lane_bits);
+            int sum = 0;
+            if (row < num_experts)
+#pragma unroll 8
+                for (int i = lane & (lanes - 1); i < columns / 8; i += lanes) {
+                    const uint4 w = reinterpret_cast<const uint4*>(matrix)[row * (columns / 8) + i];
+                    const unsigned pair = w.x + w.y + w.z + w.w;
+                    sum += static_cast<int>((pair & 0xffff) + (pair >> 16));
+                }
+#pragma unroll
+            for (int step = 1; step < 8; step <<= 1)
+                if (step < lanes) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+            if (row < stride_of(num_experts) && (lane & (lanes - 1)) == 0) {
+                int* total = block_counts + blockIdx.x * static_cast<int64>(stride_of(num_experts)) + row;
+                *total = begin == first ? sum : *total + sum;
+            }
+        }
+        __syncthreads();
     }
-    if (lane == 31) values[n] = through;
 }
 
-// The expert e with starts[e] <= value < starts[e + 1]; starts[0] = 0 <= value < starts[num_experts].
-__device__ __forceinline__ int find_expert(const int* starts, int num_experts, int value) {
-    int low = 0, high = num_experts;
+// sums[i] = value(0) + ... + value(i - 1) for i <= n; by one warp. value(i) may be sums[i].
+template <class Value>
+__device__ __forceinline__ void exclusive_sums(int* sums, int n, Value value) {
+    constexpr int EACH = 4;  // consecutive values of a lane
+    const int lane = threadIdx.x & 31;
+    int before = 0;
+    for (int base = 0; base < n; base += 32 * EACH) {
+        const int begin = base + lane * EACH;
+        int values[EACH], sum = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) values[i] = begin + i < n ? value(begin + i) : 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) sum += values[i];
+        const int through = warp_scan(sum, 32);
+        int at = before + through - sum;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (begin + i < n) sums[begin + i] = at;
+            at += values[i];
+        }
+        before += __shfl_sync(0xffffffffu, through, 31);
+    }
+    if (lane == 0) sums[n] = before;
+}
+
+// The i with starts[i] <= value < starts[i + 1]; starts[0] = 0 <= value < starts[n].
+__device__ __forceinline__ int find_run(const int* starts, int n, int value) {
+    int low = 0, high = n;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         (starts[middle] <= value ? low : high) = middle;
@@ -155,239 +213,296 @@ __device__ __forceinline__ int find_expert(const int* starts, int num_experts, i
     return low;
 }
 
-// Writes one part's routed slots, collected by expert, as tokens: places of the part to rows by `shift`. `width` lanes
-// (8 or 32) take one segment of 8 * width places of one expert's run; segments[e] is the first segment of expert e,
-// segment_experts its inverse.
-__device__ __forceinline__ void write_runs(const uint16* collected, const int* starts, const int* shift, const int* segments,
-                                           const uint16* segment_experts, int num_experts, int width, int first_slot, int k,
-                                           int* expert_token_indices) {
-    // slot / k by multiplication, exact while (65536 + k) * k < 2^32
-    const unsigned long long reciprocal = 0xffffffffu / static_cast<unsigned>(k) + 1ull;  // 2^32 / k, rounded up
-    const int first_token = first_slot / k;
-    const unsigned first_within = static_cast<unsigned>(first_slot - first_token * k);
-    const int groups = blockDim.x / width, group = threadIdx.x / width, lane = threadIdx.x % width, count = segments[num_experts];
-    for (int segment = group; segment < count; segment += groups) {
-        const int expert = segment_experts[segment];
-        const int begin = starts[expert] + (segment - segments[expert]) * 8 * width, end = min(begin + 8 * width, starts[expert + 1]);
-        int* rows = expert_token_indices + shift[expert];
+// Adds up what each block counted, over all blocks and over those before this one, by `threads` threads of which this is
+// `thread`. One takes four experts of every so many blocks; scratch (groups, E rounded up) takes (all, before), or of a
+// single group `all` and `before` themselves.
+__device__ __forceinline__ int sum_groups(int num_experts, int threads) { return max(1u, 4u * threads / static_cast<unsigned>(stride_of(num_experts))); }
+
+__device__ void sum_blocks(const int* block_counts, int num_experts, int thread, int threads, int2* scratch, int* all,
+                           int* before_this) {
+    constexpr int LOADS = 8;  // before the first is added
+    const int groups = sum_groups(num_experts, threads), fours = stride_of(num_experts) / 4;
+    for (int i = thread; i < groups * fours; i += threads) {
+        const int group = static_cast<unsigned>(i) / static_cast<unsigned>(fours);
+        const int4* of_experts = reinterpret_cast<const int4*>(block_counts) + (i - group * fours);
+        int4 total = make_int4(0, 0, 0, 0), before = total;
+        for (int b0 = group; b0 < gridDim.x; b0 += LOADS * groups) {
+            int4 n[LOADS];
+#pragma unroll
+            for (int j = 0; j < LOADS; ++j) {
+                n[j] = make_int4(0, 0, 0, 0);
+                if (b0 + j * groups < gridDim.x) n[j] = of_experts[(b0 + j * groups) * fours];
+            }
+#pragma unroll
+            for (int j = 0; j < LOADS; ++j) {
+                total.x += n[j].x, total.y += n[j].y, total.z += n[j].z, total.w += n[j].w;
+                if (b0 + j * groups < blockIdx.x) before.x += n[j].x, before.y += n[j].y, before.z += n[j].z, before.w += n[j].w;
+            }
+        }
+        if (groups == 1) {
+            const int totals[4] = {total.x, total.y, total.z, total.w}, befores[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (4 * i + j < num_experts) all[4 * i + j] = totals[j], before_this[4 * i + j] = befores[j];
+        } else {
+            int4* to = reinterpret_cast<int4*>(scratch + 4 * i);
+            to[0] = make_int4(total.x, before.x, total.y, before.y);
+            to[1] = make_int4(total.z, before.z, total.w, before.w);
+        }
+    }
+}
+
+// The outputs that depend on the experts' totals alone, by `threads` threads of all blocks, of which this is `thread`.
+__device__ void write_schedule(const int* counts, const int* offsets, const int* tiles, int num_experts, int tile_rows,
+                               int64 num_slots, unsigned thread, unsigned threads, int* expert_token_indices,
+                               int* expert_token_offsets, int* row_tiles, int* experts_by_load) {
+    const unsigned num_tiles = tiles[num_experts], routed = offsets[num_experts];
+#pragma unroll 1
+    for (unsigned e = thread; e < num_experts; e += threads) {
+        // Its place by load: how many experts have more slots, or as many and a lower id.
+        const int n = counts[e], first = static_cast<int>(e) & ~31, last = min(first + 32, num_experts);
+        unsigned place = 0;
+        auto count_above = [&](int from, int to, int n) {  // both multiples of 4
 #pragma unroll 4
-        for (int place = begin + lane; place < end; place += width)
-            rows[place] = first_token + static_cast<int>((first_within + collected[place]) * reciprocal >> 32);
-    }
-}
-
-// Adds up what each block counted, over all blocks and over those before this one; `scratch`: 2 ints per thread.
-__device__ void sum_blocks(const int* block_counts, int num_experts, int* totals, int* before, int* scratch) {
-    // So many threads share the blocks of one expert; beyond 1024 experts a thread takes several, one after another.
-    const int groups = max(1, static_cast<int>(blockDim.x) / num_experts), group = threadIdx.x / num_experts;
-    if (groups == 1) {
-        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
-            int total = 0, mine = 0;
-#pragma unroll 16
-            for (unsigned b = 0; b < gridDim.x; ++b) {
-                const int count = block_counts[b * num_experts + e];
-                total += count;
-                mine += b < blockIdx.x ? count : 0;
+            for (int other = from; other < to; other += 4) {
+                const int4 four = *reinterpret_cast<const int4*>(counts + other);
+                place += (static_cast<unsigned>(n - four.x) >> 31) + (static_cast<unsigned>(n - four.y) >> 31);
+                place += (static_cast<unsigned>(n - four.z) >> 31) + (static_cast<unsigned>(n - four.w) >> 31);
             }
-            totals[e] = total;
-            before[e] = mine;
-        }
-    } else {
-        if (group < groups) {
-            int total = 0, mine = 0;
-#pragma unroll 16
-            for (unsigned b = group; b < gridDim.x; b += groups) {
-                const int count = block_counts[b * num_experts + threadIdx.x % num_experts];
-                total += count;
-                mine += b < blockIdx.x ? count : 0;
-            }
-            scratch[threadIdx.x] = total;
-            scratch[blockDim.x + threadIdx.x] = mine;
-        }
-        __syncthreads();
-        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
-            int total = 0, mine = 0;
-            for (int g = 0; g < groups; ++g) {
-                total += scratch[g * num_experts + e];
-                mine += scratch[blockDim.x + g * num_experts + e];
-            }
-            totals[e] = total;
-            before[e] = mine;
-        }
+        };
+        count_above(0, first, n - 1);
+        for (int other = first; other < last; ++other) place += counts[other] > n - (other < e);
+        count_above(last, max(last, num_experts & ~3), n);
+        for (int other = max(last, num_experts & ~3); other < num_experts; ++other) place += counts[other] > n;
+        experts_by_load[place] = static_cast<int>(e);
     }
-    __syncthreads();
-}
-
-// Four consecutive slots from `slot` on, of which `valid` exist; -1 beyond.
-__device__ __forceinline__ int4 load_ids(const int* ids, int64 slot, int valid) {
-    if (valid >= 4 && reinterpret_cast<unsigned long long>(ids) % 16 == 0) return *reinterpret_cast<const int4*>(ids + slot);
-    return make_int4(valid > 0 ? ids[slot] : -1, valid > 1 ? ids[slot + 1] : -1, valid > 2 ? ids[slot + 2] : -1,
-                     valid > 3 ? ids[slot + 3] : -1);
-}
-
-__device__ void route(const int* token_expert_indices, const uint16* ranks, const uint16* range_counts, const int* block_counts,
-                      int* expert_token_indices, int* expert_token_offsets, int* token_index_map, int* row_tiles,
-                      int64 num_slots, int k, int num_experts, int num_ranges, int range_slots, int64 num_parts, int tile_rows) {
-    constexpr int ROUNDS = 4;  // so many times 4 slots are loaded before the first is used
-    const int cells = num_ranges * num_experts;
-    int* offsets = reinterpret_cast<int*>(dynamic_shared);              // (E+1,) expert_token_offsets
-    int* rows = offsets + num_experts + 1;                              // (E+1,) this part's first row per expert
-    int* starts = rows + num_experts + 1;                               // (E+1,) where it starts in `collected`
-    int* shift = starts + num_experts + 1;                              // (E+1,) from there to its row
-    int* segments = shift + num_experts + 1;                            // (E+1,) first segment of its run, for write_runs
-    uint16* places = reinterpret_cast<uint16*>(segments + num_experts + 1);  // (W, E) where a range starts in `collected`
-    uint16* collected = places + cells;                                 // the part's routed slots, by expert
-    uint16* segment_experts = collected + num_ranges * range_slots;     // the expert of each segment
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int width = num_ranges * range_slots >= 64 * num_experts ? 32 : 8;  // long runs or short ones
-
-    copy_counts(places, range_counts + blockIdx.x * num_parts * cells, cells);
-    sum_blocks(block_counts, num_experts, offsets, rows, reinterpret_cast<int*>(segments + num_experts + 1) + (cells + 1) / 2);
-    for (int e = threadIdx.x; e < num_experts; e += blockDim.x)
-        shift[e] = (offsets[e] + tile_rows - 1) / tile_rows;
-    __syncthreads();
-    if (warp == 0) exclusive_sums(offsets, num_experts);
-    if (warp == 1) exclusive_sums(shift, num_experts);  // for now the first tile of each expert
-    __syncthreads();
-    const int num_tiles = shift[num_experts], routed = offsets[num_experts];
-    const int64 thread = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x, threads = static_cast<int64>(gridDim.x) * blockDim.x;
-    for (int64 tile = thread; tile < num_tiles; tile += threads) {
-        const int e = find_expert(shift, num_experts, static_cast<int>(tile));
-        row_tiles[2 * (tile + 1)] = e;
-        row_tiles[2 * (tile + 1) + 1] = static_cast<int>(offsets[e] + (tile - shift[e]) * tile_rows);
+#pragma unroll 1
+    for (unsigned tile = thread; tile < num_tiles; tile += threads) {
+        const int e = find_run(tiles, num_experts, static_cast<int>(tile));
+        row_tiles[2ll * (tile + 1)] = e;
+        row_tiles[2ll * (tile + 1) + 1] = offsets[e] + static_cast<int>(tile - tiles[e]) * tile_rows;
     }
-    for (int64 i = routed + thread; i < num_slots; i += threads) expert_token_indices[i] = -1;
+#pragma unroll 1
+    for (unsigned i = routed + thread; i < num_slots; i += threads) expert_token_indices[i] = -1;
+#pragma unroll 1
+    for (unsigned e = thread; e <= num_experts; e += threads) expert_token_offsets[e] = offsets[e];
     if (thread == 0) row_tiles[0] = num_tiles, row_tiles[1] = tile_rows;
-    for (int e = threadIdx.x; e < num_experts; e += blockDim.x) rows[e] += offsets[e];
-    if (blockIdx.x == 0)
-        for (int e = threadIdx.x; e <= num_experts; e += blockDim.x) expert_token_offsets[e] = offsets[e];
+}
 
-    for (int64 part = blockIdx.x * num_parts; part < (blockIdx.x + 1) * num_parts; ++part) {
-        const int64 part_first = part * num_ranges * range_slots;
-        __syncthreads();
-        if (part > blockIdx.x * num_parts) copy_counts(places, range_counts + part * cells, cells);
-        __syncthreads();
-        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
-            int sum = 0;
-#pragma unroll 8
-            for (int w = 0; w < num_ranges; ++w) sum += places[w * num_experts + e];
-            starts[e] = sum;
-            segments[e] = (sum + 8 * width - 1) / (8 * width);
-        }
-        __syncthreads();
-        if (warp == 0) exclusive_sums(starts, num_experts);
-        if (warp == 1) exclusive_sums(segments, num_experts);
-        __syncthreads();
-        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
-            shift[e] = rows[e] - starts[e];
-            rows[e] += starts[e + 1] - starts[e];
-            for (int segment = segments[e]; segment < segments[e + 1]; ++segment)
-                segment_experts[segment] = static_cast<uint16>(e);
-            int place = starts[e];
-            for (int w0 = 0; w0 < num_ranges; w0 += 4) {
-                int counts[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) counts[i] = w0 + i < num_ranges ? places[(w0 + i) * num_experts + e] : 0;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (w0 + i < num_ranges) places[(w0 + i) * num_experts + e] = static_cast<uint16>(place);
-                    place += counts[i];
-                }
-            }
-        }
-        __syncthreads();
+// Calls visit(rows of 4 slots, the first of these), at last with 2, for an odd number of pairs of uint16 in shared memory.
+template <class Visit>
+__device__ __forceinline__ void walk(const unsigned* pairs, int num_pairs, Visit visit) {
+    unsigned next0 = pairs[0], next1 = pairs[min(1, num_pairs - 1)];
+    for (int i = 0; i + 1 < num_pairs; i += 2) {
+        const unsigned rows[4] = {next0 & 0xffff, next0 >> 16, next1 & 0xffff, next1 >> 16};
+        next0 = pairs[i + 2], next1 = pairs[min(i + 3, num_pairs - 1)];
+        visit(rows, 2 * i);
+    }
+    const unsigned rows[2] = {next0 & 0xffff, next0 >> 16};
+    visit(rows, 2 * (num_pairs - 1));
+}
 
-        // 32 / W warps share a range; a thread takes 4 consecutive slots at a time.
-        const int range = warp & (num_ranges - 1), warps_per_range = blockDim.x / 32 / num_ranges;
-        const int first_in_part = range * range_slots;
-        const int64 first = part_first + first_in_part;
-        const int slots = static_cast<int>(max(min(num_slots - first, static_cast<int64>(range_slots)), 0ll));
-        const uint16* range_places = places + range * num_experts;
-        const int stride = warps_per_range * 128;
-        for (int base = (warp / num_ranges * 32 + lane) * 4; base < slots; base += ROUNDS * stride) {
-            int4 ids4[ROUNDS];
-            uint2 ranks4[ROUNDS];
+template <class Id>
+__device__ void route(const Id* ids, int* token_expert_indices, const int* block_counts, int* expert_token_indices,
+                      int* expert_token_offsets, int* token_index_map, int* row_tiles, int* experts_by_load, int64 num_slots,
+                      int k, int num_experts, int columns, int64 block_slots, int part_slots, int tile_rows) {
+    constexpr int LOADS = sizeof(Id) == 4 ? 6 : 3;  // of 4 slots, before the first is used
+    constexpr int PLACES = 4;                       // likewise, of what was collected
+    const int num_rows = num_experts + 1, lists = 5 * num_rows;
+    int* counts = reinterpret_cast<int*>(dynamic_shared);  // (E,) slots of each expert
+    int* offsets = counts + num_experts;                   // (E+1,) expert_token_offsets
+    int* tiles = offsets + num_rows;                       // (E+1,) first tile of each expert
+    int* rows = tiles + num_rows;                          // (E+1,) first row of each expert's run, less its first place
+    int* starts = rows + num_rows;                         // (E+2,) that first place among the part's slots
+    const int matrix_bytes = (4 * lists + 15) / 16 * 16;   // before it
+    uint16* matrix = reinterpret_cast<uint16*>(dynamic_shared + matrix_bytes);  // (E+1, C)
+    uint16* slot_rows = matrix + columns * num_rows;       // (part_slots,) the matrix' row of each slot
+    int* map = reinterpret_cast<int*>(matrix);             // (part_slots,) in place of both: this part of token_index_map
+    unsigned* collected = reinterpret_cast<unsigned*>(matrix + max(columns * num_rows + part_slots, 2 * part_slots));
+    int2* scratch = reinterpret_cast<int2*>(collected);    // for sum_blocks; collected: slot + 65536 * row, by expert
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32;
+    const int lane_bits = log2_of(columns) - 3, last_lane = (1 << lane_bits) - 1;  // a lane takes 8 counters of a row
+    const int counting = (columns + 31) / 32 * 32, other = threadIdx.x - counting, others = blockDim.x - counting;
+    const bool alone = gridDim.x == 1 && block_slots <= part_slots, aligned = reinterpret_cast<unsigned long long>(ids) % 16 == 0;
+    // slot / k by multiplication, exact while (65536 + k) * k < 2^32: by 2^32 / k, rounded up; (slot + 1) * (2^32 - 1) if k = 1
+    const unsigned reciprocal = k == 1 ? 0xffffffffu : 0xffffffffu / static_cast<unsigned>(k) + 1;
+
+    Ids4<Id> loaded[LOADS];
+    int64 first = blockIdx.x * block_slots;
+    const int64 last = min(first + block_slots, num_slots);
+    auto slots_from = [&](int64 first) {
+        return static_cast<int>(max(min(last - first, static_cast<int64>(part_slots)), 0ll));
+    };
+    auto load = [&](int64 first, int base, int slots) {
 #pragma unroll
-            for (int i = 0; i < ROUNDS; ++i) {
-                const int slot = base + i * stride;
-                ids4[i] = load_ids(token_expert_indices, first + slot, slots - slot);
-                if (slot < slots) ranks4[i] = *reinterpret_cast<const uint2*>(ranks + first + slot);
-            }
+        for (int i = 0; i < LOADS; ++i) {
+            const int slot = base + (i * blockDim.x + threadIdx.x) * 4;
+            loaded[i] = load_ids(ids + first + slot, slot + 3 < slots, aligned);
+        }
+    };
+    load(first, 0, slots_from(first));
+    for (int part = 0; part == 0 || first < last; ++part, first += part_slots) {
+        const int slots = slots_from(first);
+        if (part > 0)
+            for (int e = threadIdx.x; e < num_experts; e += blockDim.x) rows[e] += starts[e + 1];
+        clear(matrix, columns * num_rows);
+        for (int base = 0;;) {
 #pragma unroll
-            for (int i = 0; i < ROUNDS; ++i) {
-                const int slot = base + i * stride, valid = slots - slot;
-                const int ids[4] = {ids4[i].x, ids4[i].y, ids4[i].z, ids4[i].w};
-                const unsigned before[4] = {ranks4[i].x & 0xffff, ranks4[i].x >> 16, ranks4[i].y & 0xffff, ranks4[i].y >> 16};
-                int map[4];
+            for (int i = 0; i < LOADS; ++i) {
+                const int slot = base + (i * blockDim.x + threadIdx.x) * 4;
+                if (slot < part_slots) {
+                    unsigned row[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    map[j] = -1;
-                    if (ids[j] >= 0 && ids[j] < num_experts) {
-                        const int place = range_places[ids[j]] + static_cast<int>(before[j]);
-                        collected[place] = static_cast<uint16>(first_in_part + slot + j);
-                        map[j] = place + shift[ids[j]];
+                    for (int j = 0; j < 4; ++j) row[j] = row_of(loaded[i].of[j], num_experts);
+                    *reinterpret_cast<uint2*>(slot_rows + slot) = make_uint2(row[0] + (row[1] << 16), row[2] + (row[3] << 16));
+                    if (sizeof(Id) == 8 && slot + 3 < slots) {
+                        int experts[4];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) experts[j] = expert_of(row[j], num_experts);
+                        *reinterpret_cast<int4*>(token_expert_indices + first + slot) =
+                            make_int4(experts[0], experts[1], experts[2], experts[3]);
                     }
                 }
-                if (valid >= 4) {
-                    *reinterpret_cast<int4*>(token_index_map + first + slot) = make_int4(map[0], map[1], map[2], map[3]);
-                } else {
-#pragma unroll
-                    for (int j = 0; j < 3; ++j)
-                        if (j < valid) token_index_map[first + slot + j] = map[j];
+            }
+            base += LOADS * 4 * blockDim.x;
+            if (base >= part_slots) break;
+            load(first, base, slots);
+            __syncwarp();  // or each load is put off until it is used
+        }
+        if ((slots & 3) != 0 && (slots / 4) % blockDim.x == threadIdx.x) {  // overwrites its own
+            for (int slot = slots & ~3; slot < slots; ++slot) {
+                const unsigned row = row_of(ids[first + slot], num_experts);
+                slot_rows[slot] = static_cast<uint16>(row);
+                if (sizeof(Id) == 8) token_expert_indices[first + slot] = expert_of(row, num_experts);
+            }
+        }
+        __syncthreads();
+
+        const unsigned column = matrix_bytes + 2 * column_of_thread(columns);
+        const int pairs = part_slots >> log2_of(columns) + 1;
+        const unsigned* my_pairs = reinterpret_cast<const unsigned*>(slot_rows) + column_of_thread(columns) * pairs;
+        if (threadIdx.x < columns) {
+            walk(my_pairs, pairs, [&](auto& rows, int) {
+                unsigned found[sizeof(rows) / 4];
+                advance(column, columns, rows, found);
+            });
+        } else if (part == 0 && !alone && other >= 0) {
+            sum_blocks(block_counts, num_experts, other, others, scratch, counts, rows);
+        }
+        __syncthreads();
+
+        if (part == 0 && !alone && sum_groups(num_experts, others) > 1) {
+            for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
+                int total = 0, before = 0;
+#pragma unroll 4
+                for (int group = 0; group < sum_groups(num_experts, others); ++group) {
+                    const int2 sums = scratch[group * stride_of(num_experts) + e];
+                    total += sums.x, before += sums.y;
+                }
+                counts[e] = total;
+                rows[e] = before;
+            }
+        }
+        for (int i = threadIdx.x; i - lane < num_rows << lane_bits; i += blockDim.x) {
+            const int row = i >> lane_bits;
+            uint4 w = make_uint4(0, 0, 0, 0);
+            if (row < num_rows) w = reinterpret_cast<const uint4*>(matrix)[i];
+            const unsigned pair = w.x + w.y + w.z + w.w, sum = (pair & 0xffff) + (pair >> 16);
+            const unsigned through = warp_scan(static_cast<int>(sum), last_lane + 1);
+            auto spread = [](unsigned& before, unsigned& two) {  // two counters to their prefix sums
+                const unsigned both = before * 0x10001u + (two << 16);
+                before += (two & 0xffff) + (two >> 16);
+                two = both;
+            };
+            unsigned before = through - sum;
+            spread(before, w.x), spread(before, w.y), spread(before, w.z), spread(before, w.w);
+            if (row < num_rows) {
+                reinterpret_cast<uint4*>(matrix)[i] = w;
+                if ((lane & last_lane) == last_lane) {
+                    starts[row] = static_cast<int>(through);
+                    if (alone && row < num_experts) counts[row] = static_cast<int>(through), rows[row] = 0;
                 }
             }
         }
         __syncthreads();
-        write_runs(collected, starts, shift, segments, segment_experts, num_experts, width, static_cast<int>(part_first), k,
-                   expert_token_indices);
+        if (warp == 0) exclusive_sums(starts, num_rows, [&](int i) { return starts[i]; });
+        if (part == 0) {
+            if (warp == 1) exclusive_sums(offsets, num_experts, [&](int i) { return counts[i]; });
+            if (warp == 2) exclusive_sums(tiles, num_experts, [&](int i) { return (counts[i] + tile_rows - 1) / tile_rows; });
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < num_rows << lane_bits; i += blockDim.x) {
+            const uint4 w = reinterpret_cast<const uint4*>(matrix)[i];
+            const unsigned start = starts[i >> lane_bits] * 0x10001u;
+            reinterpret_cast<uint4*>(matrix)[i] = make_uint4(w.x + start, w.y + start, w.z + start, w.w + start);
+        }
+        for (int e = threadIdx.x; e < num_experts; e += blockDim.x) rows[e] += (part == 0 ? offsets[e] : 0) - starts[e];
+        __syncthreads();
+
+        if (threadIdx.x < columns) {
+            const int first_slot = column_of_thread(columns) * 2 * pairs;
+            walk(my_pairs, pairs, [&](auto& rows, int slot) {
+                constexpr int N = sizeof(rows) / 4;
+                unsigned places[N];
+                advance(column, columns, rows, places);
+#pragma unroll
+                for (int i = 0; i < N; ++i) collected[places[i]] = (rows[i] << 16) + first_slot + slot + i;
+            });
+        } else if (part == 0 && other >= 0) {
+            const unsigned turn = (other / 32 * gridDim.x + blockIdx.x) * 32 + lane;  // warps of all blocks in turn
+            write_schedule(counts, offsets, tiles, num_experts, tile_rows, num_slots, turn, gridDim.x * others,
+                           expert_token_indices, expert_token_offsets, row_tiles, experts_by_load);
+        }
+        __syncthreads();
+
+        const int first_token = static_cast<int>(static_cast<unsigned>(first) / static_cast<unsigned>(k)), routed = starts[num_experts];
+        const unsigned first_within = k == 1 ? 1 : static_cast<unsigned>(first) - static_cast<unsigned>(first_token) * k;
+        auto write = [&](int place, unsigned found, int to_row) {
+            const unsigned slot = found & 0xffff;
+            const unsigned long long product = static_cast<unsigned long long>(slot + first_within) * reciprocal;
+            expert_token_indices[place + to_row] = first_token + static_cast<int>(product >> 32);
+            map[slot] = place + to_row;
+        };
+        const unsigned to_rows = static_cast<unsigned>(reinterpret_cast<unsigned char*>(rows) - dynamic_shared);
+        auto to_row_of = [&](unsigned found) { return *reinterpret_cast<const int*>(dynamic_shared + (to_rows + (found >> 16))); };
+        int place = threadIdx.x;
+        for (; place + (PLACES - 1) * static_cast<int>(blockDim.x) < routed; place += PLACES * blockDim.x) {
+            unsigned found[PLACES];
+            int to_row[PLACES];
+#pragma unroll
+            for (int i = 0; i < PLACES; ++i) found[i] = collected[place + i * blockDim.x];
+#pragma unroll
+            for (int i = 0; i < PLACES; ++i) to_row[i] = to_row_of(found[i]);
+#pragma unroll
+            for (int i = 0; i < PLACES; ++i) write(place + i * blockDim.x, found[i], to_row[i]);
+        }
+        for (; place < routed; place += blockDim.x) write(place, collected[place], to_row_of(collected[place]));
+        for (; place < part_slots; place += blockDim.x) map[collected[place] & 0xffff] = -1;
+        __syncthreads();
+        load(first + part_slots, 0, slots_from(first + part_slots));
+        for (int slot = 4 * threadIdx.x; slot + 3 < slots; slot += 4 * blockDim.x)
+            store_global_16(token_index_map + first + slot, *reinterpret_cast<const uint4*>(map + slot));
+        if (threadIdx.x < (slots & 3)) token_index_map[first + (slots & ~3) + threadIdx.x] = map[(slots & ~3) + threadIdx.x];
+        __syncthreads();
     }
 }
 
-// The number of ballots is a constant of the code: for up to 16, 128, 256 and 4096 experts.
-#define WITH_BITS(CALL)          \
-    if (num_experts <= 16)       \
-        CALL(4);                 \
-    else if (num_experts <= 128) \
-        CALL(7);                 \
-    else if (num_experts <= 256) \
-        CALL(8);                 \
-    else                         \
-        CALL(12);
+#define DISPATCH(NAME, ID)                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(512)                                                                         \
+        dispatch_count_##NAME(const ID* ids, int* block_counts, int64 num_slots, int64 num_experts, int64 columns,            \
+                              int64 block_slots) {                                                            \
+        count(ids, block_counts, num_slots, static_cast<int>(num_experts), static_cast<int>(columns), block_slots); \
+    }                                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                        \
+        dispatch_route_##NAME(const ID* ids, int* token_expert_indices, const int* block_counts, int* expert_token_indices,   \
+                              int* expert_token_offsets, int* token_index_map, int* row_tiles, int* experts_by_load,          \
+                              int64 num_slots, int64 k, int64 num_experts, int64 columns, int64 block_slots, int64 part_slots,  \
+                              int64 tile_rows) {                                                                              \
+        route(ids, token_expert_indices, block_counts, expert_token_indices, expert_token_offsets, token_index_map,           \
+              row_tiles, experts_by_load, num_slots, static_cast<int>(k), static_cast<int>(num_experts),                      \
+              static_cast<int>(columns), block_slots, static_cast<int>(part_slots), static_cast<int>(tile_rows));               \
+    }
 
-#define COUNT(BITS)                                                                                                     \
-    count<BITS>(ids, token_expert_indices, ranks, range_counts, block_counts, num_slots, static_cast<int>(num_experts), \
-                static_cast<int>(num_ranges), static_cast<int>(range_slots), num_parts)
-#define ROUTE(IDS)                                                                                                   \
-    route(IDS, ranks, range_counts, block_counts, expert_token_indices, expert_token_offsets, token_index_map,       \
-          row_tiles, num_slots, static_cast<int>(k), static_cast<int>(num_experts), static_cast<int>(num_ranges),    \
-          static_cast<int>(range_slots), num_parts, static_cast<int>(tile_rows))
-
-extern "C" __global__ void __launch_bounds__(1024)
-    dispatch_count_int32(const int* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
-                         int64 num_slots, int64 num_experts, int64 num_ranges, int64 range_slots, int64 num_parts) {
-    WITH_BITS(COUNT)
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-    dispatch_count_int64(const long long* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
-                         int64 num_slots, int64 num_experts, int64 num_ranges, int64 range_slots, int64 num_parts) {
-    WITH_BITS(COUNT)
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-    dispatch_route(const int* token_expert_indices, const uint16* ranks, const uint16* range_counts, const int* block_counts,
-                   int* expert_token_indices, int* expert_token_offsets, int* token_index_map, int* row_tiles, int64 num_slots,
-                   int64 k, int64 num_experts, int64 num_ranges, int64 range_slots, int64 num_parts, int64 tile_rows) {
-    ROUTE(token_expert_indices);
-}
-
-// Both kernels in one launch of one block.
-extern "C" __global__ void __launch_bounds__(1024)
-    dispatch_block_int32(const int* ids, int* token_expert_indices, uint16* ranks, uint16* range_counts, int* block_counts,
-                         int* expert_token_indices, int* expert_token_offsets, int* token_index_map, int* row_tiles,
-                         int64 num_slots, int64 k, int64 num_experts, int64 num_ranges, int64 range_slots, int64 num_parts,
-                         int64 tile_rows) {
-    WITH_BITS(COUNT)
-    __syncthreads();
-    ROUTE(ids);
-}
+DISPATCH(int32, int)
+DISPATCH(int64, long long)

@@ -4,6 +4,7 @@ The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh
 `router.cu`, `aggregation.cu`).
 """
 
+import functools
 import os
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ TILE_COLUMNS = 128  # BN
 GEMM_THREADS = 128
 STAGE_BYTES = 32 * 1024
 PANEL_COLUMNS = 256  # width of the (L*k, 256) buffer the expert outputs pass through
-MAX_EXPERTS = 4096  # dispatch: counters and three lists per expert, beside the block's slots, in shared memory
+MAX_EXPERTS = 4096  # dispatch: counters and five lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - 1  # the index lists are int32
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
 MAX_ROUTER_EXPERTS = 1024
@@ -114,66 +115,98 @@ def panels(columns: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """Geometry of the dispatch kernels: `blocks` blocks, each `parts` parts of its slots in `ranges` ranges.
-
-    dispatch_count has a warp per range; dispatch_route has `route_threads`.
-    """
+    """Geometry of the dispatch kernels: `blocks` blocks, each of `parts` parts of `part_slots` slots."""
 
     blocks: int
     parts: int
-    ranges: int  # a power of two
-    range_slots: int  # a multiple of 32; a part's slots are numbered in 16 bits
-    route_threads: int
+    part_slots: int
+    count_columns: int  # threads of dispatch_count that count
     count_shared_bytes: int
+    columns: int  # threads of dispatch_route that count and place
+    route_threads: int
     route_shared_bytes: int
 
-    def range_counts(self, num_experts: int) -> int:
-        """Elements (uint16) of the counts per range."""
-        return self.blocks * self.parts * self.ranges * num_experts
+    @property
+    def block_slots(self) -> int:
+        return self.parts * self.part_slots
 
-    def workspace_bytes(self, num_slots: int, num_experts: int) -> int:
-        """A rank per slot and a count per range and expert (uint16), a count per block and expert (int32)."""
-        return 2 * num_slots + 2 * self.range_counts(num_experts) + 4 * self.blocks * num_experts
+    @property
+    def counts(self) -> bool:
+        """Whether dispatch_count runs: a block that takes all slots in one part knows their counts itself."""
+        return self.blocks > 1 or self.parts > 1
+
+    def workspace_bytes(self, num_experts: int) -> int:
+        """An int32 per block and expert, of which there are a multiple of 4 to a block."""
+        return 4 * self.blocks * ceil_div(num_experts, 4) * 4 if self.counts else 0
 
 
+COUNT_THREADS = 512  # of dispatch_count, counting or not
+MIN_COLUMNS = 8  # a lane reads 8 counters at a time
+
+
+def _power_of_two(most: int) -> int:
+    return max(MIN_COLUMNS, 1 << max(most, 1).bit_length() - 1)
+
+
+def _route_shared_bytes(num_experts: int, columns: int, part_slots: int, threads: int, alone: bool) -> int:
+    """Lists; then the matrix and 2 bytes per slot, where 4 per slot follow; then 4 per slot, before them sums."""
+    lists = ceil_div(4 * 5 * (num_experts + 1), 16) * 16
+    matrix = 2 * columns * (num_experts + 1)
+    experts = ceil_div(num_experts, 4) * 4
+    groups = 4 * (threads - ceil_div(columns, 32) * 32) // experts  # of threads that sum up all experts
+    sums = 0 if alone or groups <= 1 else 8 * groups * experts
+    return lists + max(matrix + 2 * part_slots, 4 * part_slots) + max(4 * part_slots, sums)
+
+
+@functools.lru_cache(maxsize=1024)
 def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> DispatchConfig:
-    """16 ranges of 128 slots, or fewer, before a second block; 32 once every multiprocessor has a block.
+    """One block and one launch up to 2048 slots, then a block per 768 slots.
 
-    Small blocks spend their time in the sums over blocks and experts, which gain nothing from more warps; large ones
-    hide the latency of the counters behind 32 warps, unless these take over a third of the shared memory. A block
-    whose slots do not fit in the rest takes them in parts.
+    A multiprocessor has room for two blocks of 128 columns while their matrices take a third of its shared memory,
+    else for one, of more threads. Few slots get few columns: a block clears and sums up its matrix whatever they are.
     """
-    static_bytes = 1024  # the driver's own
-    lists_bytes = 22 * (num_experts + 1)
-    ranges = 4
-    while ranges < 16 and 128 * ranges < num_slots:
-        ranges *= 2
-    if num_slots > 16 * 128 * limits.multiprocessors:
-        ranges = 32
-    while ranges > 2 and 2 * ranges * num_experts > (limits.shared_bytes_per_block - lists_bytes) // 3:
-        ranges //= 2
-    range_bytes = 2 * ranges * num_experts
-    free_bytes = limits.shared_bytes_per_block - static_bytes - lists_bytes - range_bytes
-    most_slots = min(65536, free_bytes * 32 // 65)  # 2 bytes per slot, and 2 per 64 slots of one expert
-    most_rounds = most_slots // (32 * ranges)
-    # the sum over blocks takes 8 bytes per thread in the room of the slots
-    route_threads = min(max(256, 32 * ranges), free_bytes // 8 // 32 * 32)
-    if most_rounds < 1 or route_threads < 32 * ranges:
+    row_bytes = 2 * (num_experts + 1)
+    resident, available = 2, limits.shared_bytes_per_multiprocessor // 2 - 1024  # the driver's own
+    if 128 * row_bytes > available // 3:
+        resident, available = 1, limits.shared_bytes_per_block
+    blocks = 1
+    if num_slots > 2048:
+        blocks = min(resident * limits.multiprocessors, ceil_div(num_slots, 768))
+    block_slots = max(1, ceil_div(num_slots, blocks))
+    threads = 384 if resident == 2 or block_slots <= 2048 else 1024
+    worthwhile = max(32, block_slots // 16)
+    columns = _power_of_two(min(128 * (3 - resident), available // 2 // row_bytes, worthwhile))
+
+    def fits(slots_per_column: int, alone: bool) -> bool:
+        part_slots = columns * slots_per_column
+        return part_slots < 65536 and _route_shared_bytes(num_experts, columns, part_slots, threads, alone) <= available
+
+    def slots_per_column(slots: int) -> int:
+        """Of a part of that many, rounded up to 2 more than a multiple of 4."""
+        return ceil_div(max(ceil_div(slots, columns) - 2, 0), 4) * 4 + 2
+
+    alone = blocks == 1 and fits(slots_per_column(block_slots), True)
+    while columns > MIN_COLUMNS and not fits(2, alone):
+        columns //= 2
+    if not fits(2, alone):
+        threads = 384
+    if not fits(2, alone):
         raise ValueError(
             f"dispatch: num_experts: expected few enough for {limits.shared_bytes_per_block} bytes of shared memory "
-            f"per block (22 per expert, and counters), got {num_experts}"
+            f"per block (20 and {MIN_COLUMNS} counters of 2 per expert), got {num_experts}"
         )
-    blocks = min(limits.multiprocessors, max(1, ceil_div(num_slots, 128 * ranges)))
-    rounds = max(1, ceil_div(num_slots, 32 * ranges * blocks))  # of 32 slots per range, of one block
-    parts = ceil_div(rounds, most_rounds)
-    rounds = ceil_div(rounds, parts)  # of one part
-    slots = 32 * ranges * rounds
+    parts = 1
+    while not fits(slots_per_column(ceil_div(block_slots, parts)), alone):
+        parts += 1
+    part_slots = columns * slots_per_column(ceil_div(block_slots, parts))
+    count_columns = _power_of_two(min(COUNT_THREADS, available // row_bytes, max(64, block_slots // 16)))
     return DispatchConfig(
-        blocks=max(1, ceil_div(num_slots, parts * rounds * 32 * ranges)),
+        blocks=max(1, ceil_div(num_slots, parts * part_slots)),
         parts=parts,
-        ranges=ranges,
-        range_slots=32 * rounds,
-        route_threads=route_threads,
-        count_shared_bytes=range_bytes + 4 * num_experts,
-        route_shared_bytes=lists_bytes + range_bytes + max(2 * slots + slots // 32, 8 * route_threads),
+        part_slots=part_slots,
+        count_columns=count_columns,
+        count_shared_bytes=count_columns * row_bytes,
+        columns=columns,
+        route_threads=threads,
+        route_shared_bytes=_route_shared_bytes(num_experts, columns, part_slots, threads, alone),
     )

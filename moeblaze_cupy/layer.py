@@ -80,7 +80,10 @@ def _map_saved(saved: SavedForBackward, convert) -> SavedForBackward:
 
 
 def _map_index(index: DispatchIndices, convert) -> DispatchIndices:
-    names = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map", "row_tiles")
+    names = (
+        *("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map"),
+        *("row_tiles", "experts_by_load"),
+    )
     values = {name: getattr(index, name) for name in names}
     return dataclasses.replace(index, **{n: None if v is None else convert(v) for n, v in values.items()})
 

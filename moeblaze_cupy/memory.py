@@ -115,8 +115,8 @@ def _panel(s: LayerShape) -> Term:
 def layer(s: LayerShape, save: str | None) -> Plan:
     """This package's layer under a save policy; None is inference, which keeps nothing.
 
-    saved: x and the index lists, with the GEMMs' row tiles; "minimal" adds the first layer (a, b), "paper" also
-    y_swi = act(a) * b.
+    saved: x and the index lists, with the GEMMs' row tiles and order of experts; "minimal" adds the first layer
+    (a, b), "paper" also y_swi = act(a) * b.
     forward: the product act(a) * b, unless it is the saved y_swi, and one panel of expert outputs.
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
     weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of w1 and
@@ -128,7 +128,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         "8*(L*k//128 + min(E, L*k) + 1)",
         2 * INDEX_BYTES * (launch_config.max_row_tiles(s.slots, s.E) + 1),
     )
-    index = (*_index_lists(s), tiles)
+    order = Term("experts_by_load", "4*E", INDEX_BYTES * s.E)
+    index = (*_index_lists(s), tiles, order)
     first_layer = (_first_layer(s, "first layer a, b" if s.g == 2 else "first layer a"),)
     product = (_hidden(s, "product y_swi" if s.g == 2 else "activation y_swi"),)
     kept_first_layer = first_layer if save in ("minimal", "paper") else ()

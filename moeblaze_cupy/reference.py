@@ -111,6 +111,7 @@ def dispatch(ids, num_experts):
         token_expert_indices=token_expert_indices,
         token_index_map=token_index_map.reshape(ids.shape),
         num_experts=num_experts,
+        experts_by_load=np.argsort(-np.diff(expert_token_offsets), kind="stable").astype(np.int32),  # (E,)
         ids_copied=ids.dtype != np.int32,
     )
 

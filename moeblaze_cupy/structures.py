@@ -40,6 +40,7 @@ class DispatchIndices:
     token_index_map: Any  # (L, k) position of slot (token, j) in expert_token_indices, or -1
     num_experts: int
     row_tiles: Any = None  # (T+1, 2) GEMM schedule: row 0 (count, rows per tile), then (expert, first row)
+    experts_by_load: Any = None  # (E,) expert ids by falling slot count, equal counts by rising id
     ids_copied: bool = False  # token_expert_indices is not the caller's ids (they were int64)
 
     @property
@@ -56,7 +57,13 @@ class DispatchIndices:
         own_ids = nbytes(self.token_expert_indices) if self.ids_copied else 0
         return own_ids + sum(
             nbytes(a)
-            for a in (self.expert_token_indices, self.expert_token_offsets, self.token_index_map, self.row_tiles)
+            for a in (
+                self.expert_token_indices,
+                self.expert_token_offsets,
+                self.token_index_map,
+                self.row_tiles,
+                self.experts_by_load,
+            )
         )
 
 

@@ -156,7 +156,7 @@ def entry_names(variant) -> set[str]:
     weights = {(dtype, weights) for dtype in dtypes for weights in (dtype, "float32")}
     sums = {f"aggregate_{x}_{w}{suffix}" for x, w in weights for suffix in ("", "_unaligned")}
     return {
-        "dispatch.cu": {"dispatch_block_int32", "dispatch_count_int32", "dispatch_count_int64", "dispatch_route"},
+        "dispatch.cu": {f"dispatch_{step}_{ids}" for step in ("count", "route") for ids in ("int32", "int64")},
         "router.cu": router,
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
     }[variant.source]

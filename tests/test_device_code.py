@@ -478,7 +478,7 @@ def test_layer_with_more_experts_than_lanes(device):
     layer.assert_matches_reference(layer.run())
 
 
-LISTS = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
+LISTS = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map", "experts_by_load")
 
 
 def assert_dispatch_matches_reference(device, ids, num_experts, offset=0):
@@ -487,7 +487,7 @@ def assert_dispatch_matches_reference(device, ids, num_experts, offset=0):
     device.synchronize()
     for name in LISTS:
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name, strict=False)
-        assert getattr(got, name).dtype == np.int32
+        assert getattr(got, name).dtype == np.int32, name
     assert (got.token_expert_indices.data.ptr == on_device.data.ptr) == (ids.dtype == np.int32) or not ids.size
     first_rows = want.expert_token_offsets
     tiles = [(e, row) for e in range(num_experts) for row in range(first_rows[e], first_rows[e + 1], 128)]
@@ -506,21 +506,27 @@ def test_dispatch_of_every_routing(device, L, k, E, routing, dtype):
 
 
 def dispatch_limits(multiprocessors, shared_bytes=232448):
-    return DeviceLimits(90, multiprocessors, shared_bytes, 233472)
+    return DeviceLimits(90, multiprocessors, shared_bytes, shared_bytes + 1024)
 
 
-# (L, k, E, limits, what launch_config.dispatch makes of it). 16, 128, 256 and 4096 experts take 4, 7, 8 and 12 ballots;
-# more experts than threads take another sum over blocks.
+# (L, k, E, limits, what launch_config.dispatch makes of it). With more experts than threads, each sums for several.
 GEOMETRIES = {
-    "one_block_of_4_ranges": (37, 7, 16, dispatch_limits(2), {"blocks": 1, "ranges": 4, "route_threads": 256}),
-    "one_block_of_32_ranges": (500, 8, 17, dispatch_limits(1), {"blocks": 1, "ranges": 32, "route_threads": 1024}),
-    "two_blocks": (1100, 3, 128, dispatch_limits(2), {"blocks": 2, "parts": 1}),
-    "five_blocks": (1500, 6, 129, dispatch_limits(5), {"blocks": 5, "parts": 1}),
-    "parts": (3500, 4, 8, dispatch_limits(1, 12 * 1024), {"blocks": 1, "parts": 3}),
-    "blocks_of_parts": (5000, 4, 9, dispatch_limits(3, 12 * 1024), {"blocks": 3, "parts": 2}),
-    "64_slots_per_token": (50, 64, 40, dispatch_limits(2), {"blocks": 2}),
+    "one_block": (37, 7, 16, dispatch_limits(2), {"blocks": 1, "parts": 1, "columns": 32, "route_threads": 384}),
+    "one_block_of_more_threads": (
+        3000,
+        1,
+        200,
+        dispatch_limits(1),
+        {"blocks": 1, "columns": 128, "route_threads": 1024},
+    ),
+    "two_blocks": (1100, 3, 128, dispatch_limits(1), {"blocks": 2, "parts": 1, "columns": 64}),
+    "five_blocks": (1200, 3, 129, dispatch_limits(5), {"blocks": 5, "parts": 1, "columns": 32}),
+    "parts": (3500, 4, 8, dispatch_limits(1, 60 * 1024), {"blocks": 2, "parts": 3}),
+    "blocks_of_parts": (9000, 4, 9, dispatch_limits(3, 56 * 1024), {"blocks": 6, "parts": 2}),
+    "one_block_of_parts": (9000, 4, 300, dispatch_limits(1, 100 * 1024), {"blocks": 1, "parts": 4}),
+    "64_slots_per_token": (50, 64, 40, dispatch_limits(2), {"blocks": 4}),
     "1000_experts": (700, 4, 1000, dispatch_limits(2), {"blocks": 2}),
-    "4096_experts": (700, 2, 4096, dispatch_limits(2), {"blocks": 2}),
+    "4096_experts": (1400, 2, 4096, dispatch_limits(2), {"blocks": 2, "columns": 8}),
     "few_slots_for_1000_experts": (3, 1, 1000, dispatch_limits(2), {"blocks": 1}),
 }
 
@@ -556,8 +562,8 @@ def test_dispatch_of_ids_outside_int32(device):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_dispatch_of_any_ids(data):
-    L, k, E = (data.draw(st.integers(low, high)) for low, high in ((0, 90), (1, 9), (1, 40)))
-    limits = dispatch_limits(data.draw(st.integers(1, 3)), data.draw(st.sampled_from([16 * 1024, 232448])))
+    L, k, E = (data.draw(st.integers(low, high)) for low, high in ((0, 900), (1, 9), (1, 40)))
+    limits = dispatch_limits(data.draw(st.integers(1, 3)), data.draw(st.sampled_from([44 * 1024, 232448])))
     low, high = data.draw(st.sampled_from([(0, E), (-2, E + 2), (0, 1), (E - 1, E), (-9, 0)]))
     dtype = data.draw(st.sampled_from([np.int32, np.int64]))
     ids = np.random.default_rng(data.draw(st.integers(0, 99))).integers(low, high, (L, k)).astype(dtype)

@@ -9,7 +9,7 @@ from moeblaze_cupy import launch_config, reference
 
 pytestmark = pytest.mark.gpu
 
-LISTS = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
+LISTS = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map", "experts_by_load")
 
 
 def assert_dispatch_matches(ids, num_experts):
@@ -48,7 +48,7 @@ def test_cases(case, dtype):
 @pytest.mark.parametrize("seed", range(20))
 def test_random_shapes(seed, dtype):
     rng = np.random.default_rng(seed)
-    L, k, E = int(rng.integers(0, 30000)), int(rng.integers(1, 65)), int(rng.integers(1, 4097))
+    L, k, E = int(rng.integers(0, 30000)), int(rng.integers(1, 100)), int(rng.integers(1, 4097))
     low, high = (-3, E + 3) if seed % 2 else (0, E)
     assert_dispatch_matches(rng.integers(low, high, (L, k)).astype(dtype), E)
 
@@ -65,11 +65,27 @@ def test_int64_ids_outside_int32_are_no_expert():
     assert_dispatch_matches(ids, 2)
 
 
-def test_repetitions_give_the_same_bits():
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "one_expert", "absent"])
+@pytest.mark.parametrize(
+    ("L", "E", "k"), [(2**21, 8, 2), (2**19, 40, 8), (2**19, 128, 8), (600_001, 256, 8), (2**18, 4096, 1)]
+)
+def test_millions_of_slots(L, E, k, routing):
+    """So many that most of the blocks have several parts."""
+    rng = np.random.default_rng(E)
+    if routing == "zipf":
+        ids = np.minimum(rng.zipf(1.2, (L, k)) - 1, E - 1)
+    else:
+        low, high = {"uniform": (0, E), "one_expert": (E // 2, E // 2 + 1), "absent": (-E, 2 * E)}[routing]
+        ids = rng.integers(low, high, (L, k))
+    assert_dispatch_matches(ids.astype(np.int64 if routing == "absent" else np.int32), E)
+
+
+@pytest.mark.parametrize(("L", "E"), [(64, 256), (20000, 64), (300_000, 256)])
+def test_repetitions_give_the_same_bits(L, E):
     cupy = pytest.importorskip("cupy")
-    ids = cupy.asarray(make_ids(Case(L=20000, k=8, E=64, d=1, h=1, routing="skewed"), np.random.default_rng(0)))
-    first = mb.build_dispatch(ids, 64)
+    ids = cupy.asarray(make_ids(Case(L=L, k=8, E=E, d=1, h=1, routing="skewed"), np.random.default_rng(0)))
+    first = mb.build_dispatch(ids, E)
     for _ in range(1000):
-        again = mb.build_dispatch(ids, 64)
+        again = mb.build_dispatch(ids, E)
         equal = [cupy.array_equal(getattr(first, name), getattr(again, name)) for name in LISTS]
         assert cupy.stack(equal).all()

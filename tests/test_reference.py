@@ -214,10 +214,12 @@ def assert_dispatch_equals_sort(ids, num_experts):
     else:
         np.testing.assert_array_equal(index.token_expert_indices, np.where(present, flat, -1))
         assert index.ids_copied
-    lists = (index.expert_token_indices, index.expert_token_offsets, index.token_index_map)
+    counts = np.bincount(flat[present], minlength=num_experts)
+    assert index.experts_by_load.tolist() == sorted(range(num_experts), key=lambda e: (-counts[e], e))
+    lists = (index.expert_token_indices, index.expert_token_offsets, index.token_index_map, index.experts_by_load)
     assert all(a.dtype == np.int32 for a in (*lists, index.token_expert_indices))
     assert (index.num_tokens, index.k, index.num_experts, index.row_tiles) == (L, k, num_experts, None)
-    assert index.nbytes == 4 * (2 * L * k + num_experts + 1 + (L * k if index.ids_copied else 0))
+    assert index.nbytes == 4 * (2 * L * k + 2 * num_experts + 1 + (L * k if index.ids_copied else 0))
 
 
 def test_dispatch_of_the_papers_example():

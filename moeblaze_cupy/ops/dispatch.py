@@ -14,29 +14,39 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> DispatchIndices:
     expert_token_offsets = context.empty((num_experts + 1,), "int32")
     token_index_map = context.empty(ids.shape, "int32")
     row_tiles = context.empty((launch_config.max_row_tiles(num_slots, num_experts) + 1, 2), "int32")
+    experts_by_load = context.empty((num_experts,), "int32")
     token_expert_indices = context.empty((num_slots,), "int32") if copies_ids else None
-    # pairs of uint16; ranks are read four at a time
-    ranks = context.empty((2 * launch_config.ceil_div(num_slots, 4),), "int32")
-    range_counts = context.empty((config.range_counts(num_experts) // 2,), "int32")
-    block_counts = context.empty((config.blocks, num_experts), "int32")
-    copied_ids = token_expert_indices.ptr if copies_ids else 0
-    counts = (ranks.ptr, range_counts.ptr, block_counts.ptr)
-
-    lists = (expert_token_indices.ptr, expert_token_offsets.ptr, token_index_map.ptr, row_tiles.ptr)
-    geometry = (config.ranges, config.range_slots, config.parts)
+    block_counts = context.empty((config.workspace_bytes(num_experts) // 4,), "int32") if config.counts else None
+    counts = block_counts.ptr if config.counts else 0
 
     def launch(entry: str, threads: int, args: tuple, shared_bytes: int) -> None:
-        loader.launch(context, loader.Variant("dispatch.cu", entry), (config.blocks,), threads, args, shared_bytes)
+        variant = loader.Variant("dispatch.cu", f"dispatch_{entry}_{ids.dtype}")
+        loader.launch(context, variant, (config.blocks,), threads, args, shared_bytes)
 
-    count = (ids.ptr, copied_ids, *counts)
-    route = (num_slots, k, num_experts, *geometry, launch_config.TILE_ROWS)
-    if config.blocks == 1 and not copies_ids:
-        launch("dispatch_block_int32", config.route_threads, (*count, *lists, *route), config.route_shared_bytes)
-    else:
-        args = (*count, num_slots, num_experts, *geometry)
-        launch(f"dispatch_count_{ids.dtype}", 32 * config.ranges, args, config.count_shared_bytes)
-        args = (copied_ids or ids.ptr, *counts, *lists, *route)
-        launch("dispatch_route", config.route_threads, args, config.route_shared_bytes)
+    if config.counts:
+        args = (ids.ptr, counts, num_slots, num_experts, config.count_columns, config.block_slots)
+        launch("count", launch_config.COUNT_THREADS, args, config.count_shared_bytes)
+    outputs = (expert_token_indices, expert_token_offsets, token_index_map, row_tiles, experts_by_load)
+    launch(
+        "route",
+        config.route_threads,
+        (
+            ids.ptr,
+            token_expert_indices.ptr if copies_ids else 0,
+            counts,
+            *(array.ptr for array in outputs),
+            *(
+                num_slots,
+                k,
+                num_experts,
+                config.columns,
+                config.block_slots,
+                config.part_slots,
+                launch_config.TILE_ROWS,
+            ),
+        ),
+        config.route_shared_bytes,
+    )
     return DispatchIndices(
         expert_token_indices=expert_token_indices.owner,
         expert_token_offsets=expert_token_offsets.owner,
@@ -44,5 +54,6 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> DispatchIndices:
         token_index_map=token_index_map.owner,
         num_experts=num_experts,
         row_tiles=row_tiles.owner,
+        experts_by_load=experts_by_load.owner,
         ids_copied=copies_ids,
     )
