@@ -119,7 +119,7 @@ __device__ __forceinline__ int find_run(const int* starts, int n, int value) {
 // Calls visit(rows of consecutive slots, the first of these) for all slots of a thread, given as pairs of uint16.
 template <class Visit>
 __device__ __forceinline__ void walk(const unsigned* pairs, int num_pairs, Visit visit) {
-    constexpr int AT_ONCE = 2;  // pairs: the more, the fewer round trips to shared memory, and the more comparisons
+    constexpr int AT_ONCE = 4;  // pairs: the more, the fewer round trips to shared memory, and the more comparisons
     unsigned next[AT_ONCE];
     auto load = [&](int i) {
 #pragma unroll
