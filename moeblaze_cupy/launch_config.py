@@ -140,7 +140,7 @@ class DispatchConfig:
         return 4 * self.blocks * ceil_div(num_experts, 4) * 4 if self.counts else 0
 
 
-COUNT_THREADS = 256  # of dispatch_count, counting or not
+COUNT_THREADS = 512  # of dispatch_count, counting or not
 MIN_COLUMNS = 8  # a lane reads 8 counters at a time
 
 

@@ -134,7 +134,7 @@ def check_dispatch(num_slots, num_experts, limits):
     assert config.part_slots % config.columns == 0 and config.part_slots // config.columns % 4 == 2
     assert config.part_slots < 65536  # places in a part, and sums of two counters in one word
     assert config.route_threads in (384, 1024) and config.route_threads >= 32 + config.columns
-    assert config.count_columns in (8, 16, 32, 64, 128, 256)
+    assert config.count_columns in (8, 16, 32, 64, 128, 256, 512)
     assert config.count_columns <= launch_config.COUNT_THREADS
     assert config.count_shared_bytes == 2 * config.count_columns * (num_experts + 1)
 
