@@ -3,108 +3,31 @@
 //
 //   ids                   (L*k,)   int32 or int64, in   id < 0 or >= E: no expert in this slot
 //   token_expert_indices  (L*k,)   int32, out           from int64 ids, -1 for "none"; null where ids are int32
-//   block_counts          (B, E)   int32, workspace     slots of each expert in each block; null where one part holds all
+//   block_counts          (B, E')  int32, workspace     slots of each expert in each block; null if one part holds all
 //   expert_token_indices  (L*k,)   int32, out           token of each routed slot; -1 past the last
 //   expert_token_offsets  (E+1,)   int32, out
 //   token_index_map       (L*k,)   int32, out           position in expert_token_indices, or -1
 //   row_tiles             (T+1, 2) int32, out           [0] = (count, tile_rows), then (expert, first row)
 //   experts_by_load       (E,)     int32, out           ids by falling slot count, equal ones by rising id
 //
-// num_slots = L*k, num_experts = E <= 4096. Launch: dispatch_count, left out where one part holds all slots, then
-// dispatch_route, both of B blocks. A block owns num_parts consecutive parts of part_slots consecutive slots. A matrix in shared memory
-// has a row per expert, one more for "none", and C = columns uint16 counters in a row, one for each of C threads; C is
-// a power of two, at least 8. dispatch_count has up to 512 threads and 2*C*(E+1) bytes of dynamic shared memory.
-// dispatch_route has 128 to 1024 threads, at least 32 more than C <= 256; part_slots / C is 2 more than a multiple of 4,
-// part_slots < 65536; shared memory: five lists of E+1 ints, the matrix and 2 bytes per slot of a part, or 4 per slot
-// where that is more, and 2 per slot or 8 per thread or expert, whichever is most (launch_config.dispatch).
+// num_slots = L*k, num_experts = E <= 4096, E' = E rounded up to a multiple of 4. Launch: dispatch_count, left out where
+// one part holds all slots, then dispatch_route, both of B blocks. A block owns block_slots consecutive slots, in parts
+// of part_slots < 65536. A matrix in shared memory has a row per expert, one more for "none", and C = columns uint16
+// counters in a row, one for each of C threads; C is a power of two, 8 to 512. dispatch_count has 512 threads and
+// 2*C*(E+1) bytes of dynamic shared memory. dispatch_route has C <= 256, at least 32 threads more, 1024 at most, and
+// part_slots / C is 2 more than a multiple of 4. Its shared memory: five lists of E+1 ints, rounded up to 16 bytes; the
+// matrix and 2 bytes per slot of a part, or 4 per slot if that is more; 4 per slot, or what the sums over blocks take
+// if that is more, 8*E' per group of threads that reads all experts 4 at a time, unless there is one group.
 //
 // The dense token-expert map of step 1 has L*E cells; here a column of it is the counters of one thread, which walks its
 // own run of consecutive slots. dispatch_count sums the rows (step 2). dispatch_route counts a part again, turns every
 // row into its exclusive prefix sums, and walks once more: each slot takes its counter as its place among the part's
 // slots by expert, and advances it (step 3). What it collects there leaves as runs: lone 4-byte stores would each cost a
 // 32-byte sector of the L2. Slots without an expert are one more run, which goes nowhere.
-#include "common.cuh"
-
-typedef unsigned short uint16;
-
-extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-
-template <class Id>
-struct alignas(16) Ids4 {
-    Id of[4];
-};
-
-// Four consecutive ids, or -1 if not all of them exist.
-template <class Id>
-__device__ __forceinline__ Ids4<Id> load_ids(const Id* ids, bool exist, bool aligned) {
-    Ids4<Id> loaded = {{-1, -1, -1, -1}};
-    if (aligned) {
-        if (exist) loaded = *reinterpret_cast<const Ids4<Id>*>(ids);
-    } else if (exist) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) loaded.of[i] = ids[i];
-    }
-    return loaded;
-}
-
-// The row of the matrix for an id, times 4.
-__device__ __forceinline__ unsigned row_of(int id, int num_experts) {
-    return 4 * min(static_cast<unsigned>(id), static_cast<unsigned>(num_experts));
-}
-__device__ __forceinline__ unsigned row_of(long long id, int num_experts) {
-    return 4 * (static_cast<unsigned long long>(id) < num_experts ? static_cast<unsigned>(id) : num_experts);
-}
-
-__device__ __forceinline__ int expert_of(unsigned row, int num_experts) {
-    return row < 4 * num_experts ? static_cast<int>(row / 4) : -1;
-}
-
-// This thread's column. Two neighbours share a word of shared memory, so the lanes of a warp take every other one.
-__device__ __forceinline__ int column_of_thread(int columns) {
-    const int t = threadIdx.x;
-    return columns < 64 ? t : (t & ~63) + (t & 31) * 2 + (t >> 5 & 1);
-}
-
-__device__ __forceinline__ void clear(uint16* matrix, int cells) {
-    for (int i = threadIdx.x; i < cells / 8; i += blockDim.x) reinterpret_cast<uint4*>(matrix)[i] = make_uint4(0, 0, 0, 0);
-}
-
-// Advances a thread's counters for N consecutive slots, whose rows' numbers come times 4; tells what each slot found. The
-// column starts at that byte of dynamic_shared. All counters are read before the first is written.
-template <int N>
-__device__ __forceinline__ void advance(unsigned column, int columns, const unsigned (&rows)[N], unsigned (&found)[N]) {
-    uint16* counters[N];
-    unsigned earlier[N];  // of these slots, in the same row
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        counters[i] = reinterpret_cast<uint16*>(dynamic_shared + (column + rows[i] * (columns / 2)));
-        found[i] = *counters[i];
-        earlier[i] = 0;
-#pragma unroll
-        for (int j = 0; j < i; ++j) earlier[i] += rows[i] == rows[j];
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        found[i] += earlier[i];
-        *counters[i] = static_cast<uint16>(found[i] + 1);
-    }
-}
-
-// Inclusive sums over each `width` lanes, a power of two.
-__device__ __forceinline__ int warp_scan(int value, int width) {
-    const int lane = threadIdx.x & (width - 1);
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-        const int before = __shfl_up_sync(0xffffffffu, value, step);
-        if (lane >= step) value += before;
-    }
-    return value;
-}
+#include "dispatch_matrix.cuh"
 
 // Of block_counts: rows are read 16 bytes at a time.
 __device__ __forceinline__ int stride_of(int num_experts) { return (num_experts + 3) & ~3; }
-
-__device__ __forceinline__ int log2_of(int power) { return __popc(power - 1); }
 
 template <class Id>
 __device__ void count(const Id* ids, int* block_counts, int64 num_slots, int num_experts, int columns, int64 block_slots) {
@@ -176,41 +99,6 @@ __device__ void count(const Id* ids, int* block_counts, int64 num_slots, int num
         }
         __syncthreads();
     }
-}
-
-// sums[i] = value(0) + ... + value(i - 1) for i <= n; by one warp. value(i) may be sums[i].
-template <class Value>
-__device__ __forceinline__ void exclusive_sums(int* sums, int n, Value value) {
-    constexpr int EACH = 4;  // consecutive values of a lane
-    const int lane = threadIdx.x & 31;
-    int before = 0;
-    for (int base = 0; base < n; base += 32 * EACH) {
-        const int begin = base + lane * EACH;
-        int values[EACH], sum = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) values[i] = begin + i < n ? value(begin + i) : 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) sum += values[i];
-        const int through = warp_scan(sum, 32);
-        int at = before + through - sum;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            if (begin + i < n) sums[begin + i] = at;
-            at += values[i];
-        }
-        before += __shfl_sync(0xffffffffu, through, 31);
-    }
-    if (lane == 0) sums[n] = before;
-}
-
-// The i with starts[i] <= value < starts[i + 1]; starts[0] = 0 <= value < starts[n].
-__device__ __forceinline__ int find_run(const int* starts, int n, int value) {
-    int low = 0, high = n;
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        (starts[middle] <= value ? low : high) = middle;
-    }
-    return low;
 }
 
 // Adds up what each block counted, over all blocks and over those before this one, by `threads` threads of which this is
@@ -287,19 +175,6 @@ __device__ void write_schedule(const int* counts, const int* offsets, const int*
 #pragma unroll 1
     for (unsigned e = thread; e <= num_experts; e += threads) expert_token_offsets[e] = offsets[e];
     if (thread == 0) row_tiles[0] = num_tiles, row_tiles[1] = tile_rows;
-}
-
-// Calls visit(rows of 4 slots, the first of these), at last with 2, for an odd number of pairs of uint16 in shared memory.
-template <class Visit>
-__device__ __forceinline__ void walk(const unsigned* pairs, int num_pairs, Visit visit) {
-    unsigned next0 = pairs[0], next1 = pairs[min(1, num_pairs - 1)];
-    for (int i = 0; i + 1 < num_pairs; i += 2) {
-        const unsigned rows[4] = {next0 & 0xffff, next0 >> 16, next1 & 0xffff, next1 >> 16};
-        next0 = pairs[i + 2], next1 = pairs[min(i + 3, num_pairs - 1)];
-        visit(rows, 2 * i);
-    }
-    const unsigned rows[2] = {next0 & 0xffff, next0 >> 16};
-    visit(rows, 2 * (num_pairs - 1));
 }
 
 template <class Id>
