@@ -196,7 +196,7 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
     unsigned* collected = reinterpret_cast<unsigned*>(matrix + max(columns * num_rows + part_slots, 2 * part_slots));
     int2* scratch = reinterpret_cast<int2*>(collected);    // for sum_blocks; collected: slot + 65536 * row, by expert
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int lane_bits = log2_of(columns) - 3, last_lane = (1 << lane_bits) - 1;  // a lane takes 8 counters of a row
     const int counting = (columns + 31) / 32 * 32, other = threadIdx.x - counting, others = blockDim.x - counting;
     const bool alone = gridDim.x == 1 && block_slots <= part_slots, aligned = reinterpret_cast<unsigned long long>(ids) % 16 == 0;
