@@ -198,12 +198,15 @@ def test_saved_tensor_hooks_see_everything_that_is_kept(order, save):
         (case.E + 1,),
         (slots,),
         (case.L, case.k),
+        (case.E,),
     ]
     own_ids = [tensor for tensor in kept if tensor.data_ptr() == ids.data_ptr()]
     assert len(own_ids) == 1  # int32 ids are kept in place
     assert sum(tensor.nbytes for tensor in kept) - own_ids[0].nbytes == saved.nbytes
     wanted = (saved.first_layer, saved.y_swi, lists.expert_token_indices, lists.expert_token_offsets)
-    wanted = [t for t in (*wanted, lists.token_expert_indices, lists.token_index_map) if t is not None]
+    wanted = [
+        t for t in (*wanted, lists.token_expert_indices, lists.token_index_map, lists.experts_by_load) if t is not None
+    ]
     assert all(map(torch.equal, kept, wanted))
 
     # What the node itself holds are names and numbers.
