@@ -106,7 +106,8 @@ def compiled(variant, arch: str) -> Compiled:
     """Raises AssertionError with the compiler's log if compilation fails."""
     source = (Path(loader.source_folder()) / variant.source).read_bytes()
     options = [o for o in loader.options(variant) if not o.startswith("-arch")]
-    options += [f"-arch=sm_{arch}", "-ftz=true", "--ptxas-options=-v"]  # the second as CuPy does
+    options += [f"-arch=sm_{arch}", "--ptxas-options=-v"]
+    options += ["-ftz=true", "--device-as-default-execution-space"]  # as CuPy does
     encoded = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     program = ctypes.c_void_p()
     assert NVRTC.nvrtcCreateProgram(ctypes.byref(program), source, variant.source.encode(), 0, None, None) == 0
