@@ -17,7 +17,6 @@ typedef ELEMENT element;
 constexpr int BM = 128, BN = 256, BK = 64, STAGES = 3;
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int TILE_BYTES = BM * BN * 2;  // of 16-bit elements
-constexpr bool ALIGNED = true;  // this tier takes sizes that are multiples of 8 only
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
