@@ -24,11 +24,7 @@ def test_layer(spec, current, time_device):
     case, order, provider, what = spec
     layer = current.layer_of(case, order, provider)
     info = {
-        "case": case.name,
-        "source": case.source,
-        "shape": case.shape,
-        "activation": case.activation,
-        "routing": case.routing,
+        **case.info,
         "order": order,
         "provider": provider.name,
         "pass": what,

@@ -37,11 +37,7 @@ def test_memory(spec, current, time_device):
     x_bytes = layer.inputs["x"].nbytes
     held = sum(term.nbytes for term in plan.saved if term.name != "x")
     info = {
-        "case": case.name,
-        "source": case.source,
-        "shape": case.shape,
-        "activation": case.activation,
-        "routing": case.routing,
+        **case.info,
         "provider": provider.name,
         "pass": what,
         "x_mib": x_bytes / measure.MIB,

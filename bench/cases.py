@@ -57,6 +57,17 @@ class LayerCase:
     def shape(self) -> str:
         return f"L{self.L}-d{self.d}-h{self.h}-E{self.E}-k{self.k}"
 
+    @property
+    def info(self) -> dict:
+        """What tells a row's case in a record."""
+        return {
+            "case": self.name,
+            "source": self.source,
+            "shape": self.shape,
+            "activation": self.activation,
+            "routing": self.routing,
+        }
+
 
 @dataclass(frozen=True)
 class DispatchCase:

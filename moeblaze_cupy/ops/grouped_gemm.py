@@ -57,6 +57,10 @@ class Weight:
             up += half_columns * first.strides[2] * first.itemsize
         return cls(arrays, (first.ptr, up), first.strides[0], first.strides[2 if transposed else 1], transposed)
 
+    def is_k_contiguous(self, entry: str) -> bool:
+        """Whether the dimension that a step sums over is contiguous: rows in forward, columns in backward."""
+        return self.transposed == entry.endswith("_fwd")
+
     def offset(self, elements: int) -> tuple[int, int]:
         """Both halves, moved on by a number of elements."""
         bytes_ = elements * self.arrays[0].itemsize
@@ -94,9 +98,15 @@ def config_of(context: Context, entry: str, a: Array, weight: Weight, N: int, K:
     return launch_config.gemm(a.dtype, aligned, split, loader.device_limits(context.device)), aligned
 
 
-def tensor_maps(weight: Weight, k_contiguous: bool, n: int, k: int) -> tuple:
+def rows_map(array: Array, box_rows: int):
+    """A row-major (rows, columns) array as (columns, rows, 1), boxes of 64 columns."""
+    rows, ld = array.shape
+    return tensor_map.encode(array.ptr, array.dtype, (ld, rows, 1), (ld, ld * rows), (64, box_rows, 1))
+
+
+def tensor_maps(weight: Weight, entry: str, n: int, k: int) -> tuple:
     """Both halves as (contiguous, strided, expert) maps: k, n, E where k is contiguous, else n, k, E."""
-    shape, box = ((k, n), (64, 128, 1)) if k_contiguous else ((n, k), (64, 64, 1))
+    shape, box = ((k, n), (64, 128, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
     first = weight.arrays[0]
     strides = (weight.ld, weight.expert_stride)
     return tuple(tensor_map.encode(p, first.dtype, (*shape, first.shape[0]), strides, box) for p in weight.halves)
@@ -119,12 +129,12 @@ def gemm(
     product: Array | None = None,
     stored_product: Array | None = None,
     row_weights: Array | None = None,
-    partial_sums: Array | None = None,
-) -> None:
+    wants_partial_sums: bool = False,
+) -> Array | None:
     """One launch of grouped_gemm_*.cu.
 
     `n`: the weight's extent along the result's columns, of which first_column .. + columns are computed (on Hopper
-    all).
+    all). Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
     """
     N = columns or n
     config, aligned = config_of(context, entry, a, weight, N, K, activation)
@@ -138,11 +148,14 @@ def gemm(
         tier=config.tier,
         stored_product=stored_product is not None,
     )
-    k_contiguous = weight.transposed == entry.endswith("_fwd")
     if config.tier == "sm90":
-        b = tensor_maps(weight, k_contiguous, n, K)
+        b = tensor_maps(weight, entry, n, K)
     else:
-        b = (*weight.offset(first_column * (weight.ld if k_contiguous else 1)), weight.expert_stride, weight.ld)
+        step = weight.ld if weight.is_k_contiguous(entry) else 1
+        b = (*weight.offset(first_column * step), weight.expert_stride, weight.ld)
+    partial_sums = None
+    if wants_partial_sums:
+        partial_sums = context.empty((launch_config.ceil_div(N, config.tile_columns), index.num_slots), "float32")
     args = (
         a.ptr,
         a.shape[1],
@@ -162,6 +175,7 @@ def gemm(
     )
     blocks = config.blocks(N, index.max_row_tiles, loader.device_limits(context.device))
     loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
+    return partial_sums
 
 
 def up_fwd(
@@ -199,28 +213,22 @@ def down_bwd(
 
     Returns <dA, A> of each routed row by column tile (tiles, R) float32, or None if not wanted.
     """
-    d = grad_out.shape[1]
-    partial_sums = None
-    if wants_weights_grad:
-        config, _ = config_of(context, "down_bwd", grad_out, w2, h, d, activation)
-        partial_sums = context.empty((launch_config.ceil_div(h, config.tile_columns), index.num_slots), "float32")
-    gemm(
+    return gemm(
         context,
         "down_bwd",
         index,
         grad_out,
         w2,
         h,
-        d,
+        grad_out.shape[1],
         activation,
         first_layer=first_layer,
         first_layer_grad=first_layer_grad,
         product=product,
         stored_product=stored_product,
         row_weights=row_weights,
-        partial_sums=partial_sums,
+        wants_partial_sums=wants_weights_grad,
     )
-    return partial_sums
 
 
 def _wgrad(
@@ -272,10 +280,7 @@ def _wgrad(
     if config.tier == "sm90":
         grid = (min(tiles * index.num_experts * halves, limits.multiprocessors),)
         routed = q if (entry == "up_wgrad") != gradient.transposed else p  # the operand that is not gathered
-        rows_of_slots, ld = routed.shape
-        shape, strides = (ld, rows_of_slots, 1), (ld, ld * rows_of_slots)
-        routed_map = tensor_map.encode(routed.ptr, routed.dtype, shape, strides, (64, 64, 1))
-        args = (*args, index.num_experts, halves, routed_map)
+        args = (*args, index.num_experts, halves, rows_map(routed, 64))
     loader.launch(context, variant, grid, config.threads, args, config.shared_bytes)
 
 

@@ -4,7 +4,7 @@ On Hopper one launch, kernels_cu/grouped_panels_sm90.cu; elsewhere kernels_cu/gr
 in turn.
 """
 
-from moeblaze_cupy import launch_config, loader, tensor_map
+from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Array, Context
 from moeblaze_cupy.ops import grouped_gemm
 from moeblaze_cupy.ops.aggregation import aggregate
@@ -59,10 +59,9 @@ def _sum_of_rows(
         tier=config.tier,
         k=k,
     )
-    rows, lda = a.shape
     args = (
-        tensor_map.encode(a.ptr, a.dtype, (lda, rows, 1), (lda, lda * rows), (64, launch_config.TILE_ROWS, 1)),
-        *grouped_gemm.tensor_maps(weight, weight.transposed == entry.endswith("_fwd"), d, K),
+        grouped_gemm.rows_map(a, launch_config.TILE_ROWS),
+        *grouped_gemm.tensor_maps(weight, entry, d, K),
         d,
         K,
         index.expert_token_offsets.ptr,
