@@ -51,6 +51,8 @@ def test_aggregation(spec, current, built, time_device):
         call,
         bound=(case, "aggregation"),
         is_bound=name == "copy",
+        busy=measure.BRIEFLY,
+        lead=True,
         nbytes=nbytes,
         case=case.name,
         shape=case.shape,

@@ -71,6 +71,7 @@ def test_dispatch(spec, time_device):
         calls,
         bound=(case, "dispatch"),
         is_bound=provider == "copy",
+        busy=measure.BRIEFLY,
         nbytes=nbytes,
         case=case.name,
         source=case.source,

@@ -73,6 +73,7 @@ def test_router(spec, time_device):
         calls,
         bound=(case, what, "router"),
         is_bound=provider == "copy",
+        busy=measure.BRIEFLY,
         nbytes=nbytes,
         case=case.name,
         shape=case.shape,

@@ -148,7 +148,9 @@ def _table2() -> list[LayerCase]:
                 paper = (paper[0], replace(paper[1], note="out of memory"))
             shape = (L, 256, 256, 128, 4)
             cases.append(LayerCase(f"tab2_{size}_h256{suffix}", *shape, "Table 2", activation, paper=paper))
-    cases += [LayerCase(f"tab2_{n}", _TABLE2[n][0], 256, 512, 128, 4, "Table 2, h = 512") for n in ("32k", "128k")]
+    for activation, suffix in (("swiglu", ""), ("silu", "_silu")):
+        for size, (L, *_) in _TABLE2.items():
+            cases.append(LayerCase(f"tab2_{size}{suffix}", L, 256, 512, 128, 4, "Table 2, h = 512", activation))
     return cases
 
 
@@ -180,6 +182,8 @@ GATHER = LayerCase(
     paper=(Paper("section 7.3", "gather over contiguous rows", note="approximately 30% slower"),),
 )  # fmt: skip
 
+_SMALL = (16, 128, 1024)  # tokens of an inference step, on qwen30b's widths
+
 _SONICMOE = {
     "sonic1b4_n256": (40960, 768, 256, 128, 8),
     "sonic1b4_n1024": (40960, 768, 1024, 32, 2),
@@ -208,7 +212,9 @@ def _layers() -> dict[str, LayerCase]:
     cases += [LayerCase(name, *shape, "SonicMoE's figure") for name, shape in _SONICMOE.items()]
     cases += [LayerCase(name, *shape, "production layer") for name, shape in _PRODUCTION.items()]
     by_name = {case.name: case for case in cases}
-    for name in ("conf3", "qwen30b"):
+    for L in _SMALL:
+        by_name[f"qwen30b_{L}"] = replace(by_name["qwen30b"], name=f"qwen30b_{L}", L=L, source="small batches")
+    for name in ("conf3", "readme", "qwen30b"):
         for routing in ROUTINGS[1:]:
             case = replace(
                 by_name[name], name=f"{name}_{routing}", source="MoMoE's routings", routing=routing, paper=()
@@ -272,6 +278,9 @@ GROUPS = {
     "sonicmoe": _named("SonicMoE's figure"),
     "production": _named("production layer"),
     "routing": _named("MoMoE's routings"),
+    "skewed": tuple(name for name, case in LAYERS.items() if case.routing == "skewed"),
+    "small": _named("small batches"),
+    "shapes": ("readme", "sonic7b", "tab2_32k"),  # beside the tables', so that small h and small d are among them
     "peers": ("conf3", "conf5", "qwen30b", "tab2_128k"),
 }
 

@@ -8,10 +8,11 @@ import contextlib
 import time
 
 import pytest
+import torch
 
 from bench import cases, inputs, measure, providers, verify
 
-ROUNDS, WARMUPS = 12, 3
+ROUNDS = 12
 _START = time.monotonic()
 
 
@@ -19,7 +20,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("bench", "benchmarks of moeblaze_cupy")
     group.addoption("--case", help="cases or groups, comma-separated; the default differs by suite")
     group.addoption("--provider", help="providers or groups, comma-separated; the default differs by suite")
-    group.addoption("--order", default="transposed,row", help="memory orders of the weights (%(default)s)")
+    group.addoption("--order", help="memory orders of the weights: transposed, row; the default differs by suite")
     group.addoption("--commit", help="commit to write into the record (git's)")
     group.addoption("--minutes", type=float, help="skip what would start later than this into the run")
     group.addoption("--rounds", type=int, default=ROUNDS, help="timed repetitions (%(default)s)")
@@ -82,6 +83,7 @@ class _Current:
 
     def __init__(self):
         self.inputs_key = self.layer_key = self.inputs = self.layer = None
+        self.errors: dict[str, float] = {}  # of the layer's results against float64
         self.stack = contextlib.ExitStack()
 
     def inputs_of(self, case, order: str) -> dict:
@@ -91,7 +93,8 @@ class _Current:
         return self.inputs
 
     def layer_of(self, case, order: str, provider):
-        """The provider's layer, run once and checked. Skips where it cannot run, fails where it is wrong."""
+        """The provider's layer, run once and checked. Skips where it cannot run, or other systems than this package
+        run out of memory; fails where it is wrong."""
         made = self.inputs_of(case, order)
         if (case, order, provider.name) != self.layer_key:
             self.drop_layer()
@@ -99,12 +102,20 @@ class _Current:
             if reason:
                 pytest.skip(f"{provider.name}: {reason}")
             self.stack.enter_context(provider.active())
-            layer = provider.build(case, made)
-            if provider.checked:
-                wrong = check(case, made, layer)
-                if wrong:
-                    layer = None
-                    pytest.fail(f"{provider.name} on {case.name}, {order}: {wrong}; a wrong result gets no time")
+            layer = None
+            try:
+                layer = provider.build(case, made)
+                self.errors = errors_of(case, made, layer) if provider.checked else {}
+            except torch.OutOfMemoryError:
+                if provider.is_ours:
+                    raise
+                self.errors, layer = {}, None
+            if layer is None:
+                pytest.skip(f"{provider.name}: out of memory on {case.name}")
+            wrong = verify.problems(self.errors, made["x"].dtype)
+            if wrong:
+                layer = None
+                pytest.fail(f"{provider.name} on {case.name}, {order}: {wrong}; a wrong result gets no time")
             self.layer, self.layer_key = layer, (case, order, provider.name)
         return self.layer
 
@@ -118,11 +129,10 @@ class _Current:
         self.drop_layer()
 
 
-def check(case, made: dict, layer) -> str | None:
-    """What is wrong with a layer's output and gradients, by name, or None."""
+def errors_of(case, made: dict, layer) -> dict[str, float]:
+    """Relative errors of a layer's output and gradients against float64, by name."""
     out = layer.forward().detach()
-    grads = layer.named(layer.forward_backward())
-    return verify.problems(verify.relative_errors(case, made, out, grads), out.dtype)
+    return verify.relative_errors(case, made, out, layer.named(layer.forward_backward()))
 
 
 _CURRENT = _Current()
@@ -135,6 +145,7 @@ def current():
 
 @pytest.fixture(scope="session", autouse=True)
 def _close():
+    measure.ceilings()  # now: a record is still complete if a provider ends the CUDA context
     yield
     _CURRENT.close()
 
@@ -146,49 +157,60 @@ _BOUNDS: dict[tuple, float] = {}  # seconds of the bound, by what it bounds
 def time_device(benchmark, request):
     """time_device(work, calls=1, bound=key, flops=.., nbytes=.., **info): device seconds into the record.
 
-    `work` makes `calls` calls. `info` goes to extra_info, with TFLOP/s and GB/s by the median, and the GPU's state.
-    A row with is_bound=True sets the bound of `key`; later rows of the same key get their share of it.
+    `work` makes `calls` calls. `info` goes to extra_info, with TFLOP/s and GB/s by the median, and the GPU's state
+    while it was busy. A row with is_bound=True sets the bound of `key`; later rows of the same key get their share of
+    it. floor: seconds that are the bound where no row sets one. busy, lead and back_to_back as in bench/measure.py.
     """
     rounds = request.config.getoption("--rounds")
 
-    def run(work, calls=1, *, bound=None, is_bound=False, flops=None, nbytes=None, rounds=rounds, **info):
+    def run(
+        work, calls=1, *, bound=None, is_bound=False, floor=None, flops=None, nbytes=None, rounds=rounds,
+        busy=measure.BUSY_SECONDS, lead=False, back_to_back=False, **info,
+    ):  # fmt: skip
         has_gpu = inputs.has_gpu()
-        benchmark.extra_info.update(info)
+        extra = benchmark.extra_info
+        extra.update(info)
+        if has_gpu:
+            extra["busy_s"], extra["gpu_state"] = busy, measure.keep_busy(work, busy)
         benchmark.pedantic(
-            measure.CLOCK.run,
-            args=(work, calls),
-            rounds=rounds if has_gpu else 2,
-            warmup_rounds=WARMUPS if has_gpu else 0,
+            measure.CLOCK.run, args=(work, calls, lead), rounds=rounds if has_gpu else 2, warmup_rounds=int(has_gpu)
         )
         if benchmark.stats is None:  # --benchmark-disable
             return None
         seconds = benchmark.stats.stats.median
-        extra = benchmark.extra_info
+        if back_to_back:
+            extra["back_to_back_ms"] = 1e3 * measure.back_to_back_seconds(work, seconds)
         if flops:
             extra["flops"], extra["tflops"] = flops, flops / seconds / 1e12
         if nbytes:
             extra["bytes"], extra["gb_per_s"] = nbytes, nbytes / seconds / 1e9
-        if flops and nbytes and (floor := measure.roofline_seconds(flops, nbytes)):
-            extra["share_of_roofline"] = floor / seconds
+        if flops and nbytes and (roofline := measure.roofline_seconds(flops, nbytes)):
+            extra["share_of_roofline"] = roofline / seconds
         if bound is not None and is_bound:
             _BOUNDS[bound] = seconds
-        elif bound in _BOUNDS:
-            extra["times_bound"] = seconds / _BOUNDS[bound]
-            extra["share_of_bound"] = _BOUNDS[bound] / seconds
-        extra["gpu_state"] = measure.gpu_state()
+        elif floor := floor or _BOUNDS.get(bound):
+            extra["times_bound"], extra["share_of_bound"] = seconds / floor, floor / seconds
         return seconds
 
     return run
 
 
-def layer_specs(default_providers: str, passes=("forward", "forward_backward")):
-    """Combinations of a layer suite: (case, order, provider, pass), the bound before the others of its order."""
+def orders(config, default: str = "transposed,row") -> list[str]:
+    """Memory orders of the weights to time."""
+    return (config.getoption("--order") or default).split(",")
+
+
+def layer_specs(defaults, passes=("forward", "forward_backward")):
+    """Combinations of a layer suite: (case, order, provider, pass), the bound before the others of its order.
+
+    defaults(case name) -> the providers and the orders, each comma-separated, that are timed unless options say.
+    """
 
     def combinations(name, config):
         case = cases.LAYERS[name]
-        orders = config.getoption("--order").split(",")
+        default_providers, default_orders = defaults(name)
         chosen = providers.select(config.getoption("--provider"), default_providers)
-        for order in orders:
+        for order in orders(config, default_orders):
             for provider in (providers.PROVIDERS[p] for p in chosen):
                 if order in provider.orders:
                     for what in passes:

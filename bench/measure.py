@@ -1,5 +1,14 @@
-"""Device time, memory, and the machine they were measured on."""
+"""Device time, memory, and the machine they were measured on.
 
+How a row is timed. The GPU's clock follows its power limit, and a card that was idle runs its first products faster
+than one that trains. So `keep_busy` first calls the very work that is to be timed, back to back, until the GPU has
+been at it for a fixed time. Then come the rounds, each between two CUDA events and waited for, so that a layer's time
+has the host's share of one call in it. Single kernels get a call ahead of the first event in each round (`lead`),
+behind which their launch hides. `back_to_back_seconds` is the mean of calls that the host enqueues without waiting,
+as a training step does.
+"""
+
+import ctypes
 import functools
 import gc
 import platform
@@ -16,6 +25,8 @@ import torch
 from bench.inputs import has_gpu
 
 MIB = 2**20
+BUSY_SECONDS = 0.4  # before a row of the layer or its products
+BRIEFLY = 0.05  # before one that is bound by memory, far from the power limit
 
 
 class DeviceClock:
@@ -33,13 +44,18 @@ class DeviceClock:
     def __call__(self) -> float:
         return self.now
 
-    def run(self, work: Callable[[], object], calls: int = 1) -> None:
-        """Runs `work`, which makes `calls` calls, and moves the clock by the seconds of one of them."""
+    def run(self, work: Callable[[], object], calls: int = 1, lead: bool = False) -> None:
+        """Runs `work`, which makes `calls` calls, and moves the clock by the seconds of one of them.
+
+        lead: runs it once more ahead of that, untimed, so that the GPU is at work while the host launches.
+        """
         if not has_gpu():
             start = time.perf_counter()
             work()
             self.now += (time.perf_counter() - start) / calls
             return
+        if lead:
+            work()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
@@ -49,6 +65,47 @@ class DeviceClock:
 
 
 CLOCK = DeviceClock()
+
+
+def keep_busy(work: Callable[[], object], seconds: float = BUSY_SECONDS) -> dict[str, float]:
+    """Calls `work` until the GPU has been at it for `seconds`; the GPU's state halfway. Does not wait at the end.
+
+    Calls are enqueued in batches of about 20 ms, of which no more than two are in the queue. {} without a GPU.
+    """
+    if not has_gpu():
+        return {}
+    work()  # compiles, tunes, fills allocators
+    once = DeviceClock()
+    once.run(work)
+    batch = max(1, min(64, round(0.02 / once.now)))
+    state: dict[str, float] = {}
+    start = before = torch.cuda.Event(enable_timing=True)
+    start.record()
+    elapsed = 0.0
+    while elapsed < seconds:
+        for _ in range(batch):
+            work()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        before.synchronize()
+        elapsed, before = start.elapsed_time(before) / 1000, end
+        if not state and elapsed >= seconds / 2:
+            state = gpu_state()
+    return state
+
+
+def back_to_back_seconds(work: Callable[[], object], seconds_of_one: float, total: float = 0.15) -> float:
+    """Mean device seconds of a call among calls that the host enqueues without waiting, for about `total` seconds."""
+    calls = max(4, min(200, round(total / seconds_of_one))) if has_gpu() else 2
+
+    def run_all():
+        for _ in range(calls):
+            work()
+
+    work()  # the host is ahead when the first event comes
+    clock = DeviceClock()
+    clock.run(run_all, calls)
+    return clock.now
 
 
 def in_graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
@@ -124,7 +181,7 @@ def copy_gb_per_s() -> float:
     """GB/s read and written by a copy of 1 GiB: what a memory-bound kernel can reach here."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_(256)
     target = torch.empty_like(source)
-    target.copy_(source)
+    keep_busy(lambda: target.copy_(source), BRIEFLY)
     clock, times = DeviceClock(), []
     for _ in range(7):
         before = clock()
@@ -134,14 +191,15 @@ def copy_gb_per_s() -> float:
 
 
 def matmul_tflops(n: int = 8192) -> float:
-    """TFLOP/s of a square bf16 product through cuBLAS: what a compute-bound kernel can reach here."""
+    """TFLOP/s of a square bf16 product through cuBLAS in steady use: what a compute-bound kernel can reach here."""
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    keep_busy(lambda: a @ b)
     clock, times = DeviceClock(), []
     for _ in range(12):
         before = clock()
         clock.run(lambda: a @ b)
         times.append(clock() - before)
-    return 2 * n**3 / statistics.median(times[2:]) / 1e12
+    return 2 * n**3 / statistics.median(times) / 1e12
 
 
 @functools.cache
@@ -157,29 +215,38 @@ def roofline_seconds(flops: int, nbytes: int) -> float | None:
     return max(flops / ceilings()["matmul_tflops"] / 1e12, nbytes / ceilings()["copy_gb_per_s"] / 1e9)
 
 
-_SMI_FIELDS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_w": "power.draw", "celsius": "temperature.gpu"}
+@functools.cache
+def _nvml():
+    """The driver's management library, and its handle of GPU 0. Raises OSError where it is not there."""
+    nvml, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)):
+        raise OSError("NVML does not answer")
+    return nvml, handle
 
 
 def gpu_state() -> dict[str, float]:
-    """Clocks (MHz), power (W) and temperature now, through NVML or nvidia-smi; {} where neither answers."""
+    """Clocks (MHz), power (W) and temperature now, by NVML; {} where it does not answer. Takes well below a
+    millisecond, so that a busy GPU stays busy."""
     if not has_gpu():
         return {}
-    try:
-        import pynvml
 
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    def ask(what: str, *kind: int) -> int:
+        value = ctypes.c_uint()
+        if getattr(nvml, f"nvmlDeviceGet{what}")(handle, *kind, ctypes.byref(value)):
+            raise OSError(f"NVML does not know {what}")
+        return value.value
+
+    try:
+        nvml, handle = _nvml()
+        sm, memory, gpu_sensor = 1, 2, 0  # NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU
         return {
-            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "celsius": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+            "sm_mhz": ask("ClockInfo", sm),
+            "memory_mhz": ask("ClockInfo", memory),
+            "power_w": ask("PowerUsage") / 1000,
+            "celsius": ask("Temperature", gpu_sensor),
         }
-    except Exception:  # NVML fails in many ways, and a record without clocks is still a record
-        try:
-            return dict(zip(_SMI_FIELDS, map(float, _smi(*_SMI_FIELDS.values()).split(",")), strict=True))
-        except (OSError, ValueError, subprocess.SubprocessError):
-            return {}
+    except (AttributeError, OSError):  # a library without one of these functions, or none
+        return {}
 
 
 def _smi(*fields: str) -> str:

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from bench import cases, report  # noqa: E402
 
-COLORS = ("#1f4e79", "#7fb2e5", "#c55a11", "#7f7f7f", "#548235", "#bf9000", "#7030a0", "#a6a6a6")
+COLORS = ("#1f4e79", "#7fb2e5", "#c55a11", "#7f7f7f", "#548235", "#bf9000", "#7030a0", "#a6a6a6", "#c00000", "#00b0a0")
 
 
 def bars(figures: dict[str, dict[str, float]], ylabel: str, heading: str, path: Path, *, line=None, log=False) -> None:
@@ -38,7 +38,7 @@ def bars(figures: dict[str, dict[str, float]], ylabel: str, heading: str, path: 
 def time_series(records) -> dict[str, dict[str, float]]:
     """Times the bound per case: ours forward and with backward, the others with backward."""
     series: dict[str, dict[str, float]] = {}
-    for entry in records.rows("layer"):
+    for entry in records.layers():
         name = entry["provider"]
         if entry["order"] != "transposed" or name == "cublas_bound":
             continue
@@ -49,13 +49,22 @@ def time_series(records) -> dict[str, dict[str, float]]:
 
 
 def memory_series(records) -> dict[str, dict[str, float]]:
-    """MiB saved for backward per case, of every provider that was measured and of routed buffers by formula."""
+    """MiB saved for backward per case, of every provider that was measured, of routed buffers by formula, and what the
+    paper prints."""
     series: dict[str, dict[str, float]] = {}
-    for entry in records.rows("layer"):
+    for entry in records.layers():
         if entry["order"] == "transposed" and entry.get("saved_mib") and entry["provider"] != "moeblaze_sm80":
             series.setdefault(report.title(entry["provider"]), {})[entry["case"]] = entry["saved_mib"]
+    table2 = {name for name in cases.GROUPS["table2"] if cases.LAYERS[name].paper}  # its shapes with SwiGLU
+    for row in records.rows("memory"):
+        if row["case"] in table2 and row.get("saved_mib"):
+            series.setdefault(report.title(row["provider"]), {})[row["case"]] = row["saved_mib"]
     measured = {name for values in series.values() for name in values}
     series["routed buffers, by formula"] = {name: report.routed_mib(cases.LAYERS[name]) for name in measured}
+    for system in ("MoEBlaze", "MegaBlocks"):
+        printed = {n: p.memory_mb for n in measured for p in cases.LAYERS[n].paper if p.system == system}
+        if printed := {name: value for name, value in printed.items() if value}:
+            series[f"paper's {system}, as printed"] = printed
     return series
 
 

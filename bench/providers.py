@@ -119,6 +119,10 @@ class Provider:
     checked: bool = True
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("moeblaze")
+
     @contextmanager
     def active(self):
         before = {name: os.environ.get(name) for name in self.environment}

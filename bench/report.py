@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import cases
+from bench import cases, verify
 from bench.table import merged_layers, number, rows_of
 from moeblaze_cupy import memory
 
@@ -59,6 +59,10 @@ class Records:
                 newest[tuple(row.get(name) for name in names)] = row
         return list(newest.values())
 
+    def layers(self) -> list[dict]:
+        """Layer rows with random routing: others stand beside these in a table of their own."""
+        return [row for row in self.rows("layer") if row["routing"] == "random"]
+
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
     """A Markdown table; the first column is text, the others are numbers."""
@@ -98,20 +102,27 @@ def sources(records: Records) -> list[str]:
         versions = ", ".join(
             f"{n} {machine[n]}" for n in ("torch", "triton", "cupy") if machine.get(n)
         ) + "".join(f", {n} {v}" for n, v in machine.get("peers", {}).items())  # fmt: skip
+        busy = {row["extra_info"]["busy_s"] for row in record["benchmarks"] if "busy_s" in row["extra_info"]}
+        warm_up = f"{max(busy):g} s busy" if busy else "3 calls"
         gpu = f"{machine['gpu']}, {machine.get('power_limit_w', '?')} W, driver {machine.get('driver')}"
-        rows.append([f"`{name}.json`", gpu, record["datetime"][:10], f"`{record['commit_info']['id']}`", versions])
-    lines = table(["record", "GPU", "date", "commit", "versions"], rows)
+        rows.append(
+            [f"`{name}.json`", gpu, record["datetime"][:10], f"`{record['commit_info']['id']}`", warm_up, versions]
+        )
+    lines = table(["record", "GPU", "date", "commit", "warm-up", "versions"], rows)
     notes = {record["note"]: name for name, record in records.by_name.items() if "note" in record}
     return [*lines, *(f"{note}\n" for note in notes)]
 
 
 def _entries(records: Records) -> dict[tuple, dict]:
-    return {(e["case"], e["order"], e["provider"]): e for e in records.rows("layer")}
+    return {(e["case"], e["order"], e["provider"]): e for e in records.layers()}
 
 
 def layer_section(records: Records, what: str, heading: str) -> list[str]:
-    """Cases by providers: ms, and in brackets times the bound of the same run. The bound shown is moeblaze's."""
+    """Cases by providers: ms, and in brackets times the bound of the same run. The bound shown is moeblaze's.
+    [] where no record has this."""
     entries = {key: entry for key, entry in _entries(records).items() if what in entry}
+    if not entries:
+        return []
     columns = [
         (name, order)
         for name in (*OURS, *TITLES)
@@ -129,6 +140,44 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
             cells.append(f"{ms(entry[what])} ({ratio(entry.get(f'{what}_ratio'))})" if entry else "-")
         rows.append(cells)
     return ["", f"### {heading}, ms (times the bound)", *table(head, rows)]
+
+
+def error_section(records: Records) -> list[str]:
+    """Relative errors in thousandths: this package's, and the composition's of torch operations."""
+    lines = []
+    entries = {key: entry for key, entry in _entries(records).items() if "errors" in entry and key[1] == "transposed"}
+    for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
+        others = [n for n in ("torch_grouped_mm", "torch_routed") if (case, "transposed", n) in entries][:1]
+        for name in ("moeblaze", *others):
+            errors = entries.get((case, "transposed", name), {}).get("errors")
+            if errors:
+                lines.append([case, title(name), *(f"{1e3 * errors[n]:.2f}" for n in verify.RESULTS)])
+    head = ["case", "provider", "out", *(f"gradient of {name}" for name in verify.RESULTS[1:])]
+    return table(head, lines) if lines else []
+
+
+def skewed_section(records: Records) -> list[str]:
+    """This package's times with other routings beside those of random routing in the same run."""
+    lines = []
+    for entry in records.rows("layer"):
+        if (entry["order"], entry["provider"]) == ("transposed", "moeblaze") and "forward_backward_random" in entry:
+            cells = [entry["case"]]
+            for what in ("forward", "forward_backward"):
+                seconds, random = entry[what], entry[f"{what}_random"]
+                cells += [ms(random), ms(seconds), ratio(seconds / random)]
+            lines.append(cells)
+    passes = [f"{p}, {w}" for p in ("forward", "with backward") for w in ("random ms", "this ms", "ratio")]
+    return table(["case", *passes], lines) if lines else []
+
+
+def small_batch_section(records: Records) -> list[str]:
+    """Forward on small batches: us, and times the reading of the touched weights."""
+    lines = [
+        [r["case"], r["shape"], f"{r['touched_experts']:.1f}", us(r["seconds"]), ratio(r.get("times_bound")),
+         number(r.get("gb_per_s"))]
+        for r in records.rows("small_batch")
+    ]  # fmt: skip
+    return table(["case", "shape", "experts touched", "µs", "times their reading", "GB/s of weights"], lines)
 
 
 def layer_memory(records: Records) -> list[str]:
@@ -175,20 +224,25 @@ def memory_section(records: Records) -> list[str]:
 
 
 def table2_section(records: Records) -> list[str]:
+    """Time and memory of the default policy beside what the paper prints."""
     entries = _entries(records)
     memory_rows = {(r["case"], r["provider"]): r for r in records.rows("memory")}
     rows = []
     for name in (*cases.GROUPS["table2"], *cases.GROUPS["table2_silu"]):
         case = cases.LAYERS[name]
         printed = {p.system: p for p in case.paper}
-        measured = entries.get((name, "transposed", "moeblaze"), {}).get("forward_backward")
-        if measured is None and (name, "moeblaze") in memory_rows:
-            measured = memory_rows[name, "moeblaze"]["seconds"]
-        if measured is None or not printed:
+        kept = memory_rows.get((name, "moeblaze"), {})
+        measured = entries.get((name, "transposed", "moeblaze"), {}).get("forward_backward", kept.get("seconds"))
+        if measured is None:
             continue
-        blaze, block = printed["MoEBlaze"], printed["MegaBlocks"]
-        rows.append([name, ms(measured), printed_ms(blaze.time_ms), block.note or printed_ms(block.time_ms)])
-    return table(["case", "moeblaze, H200", "paper, H100", "MegaBlocks, H100"], rows) if rows else []
+        nothing = cases.Paper("Table 2", "")  # it prints h = 256 alone
+        blaze, block = (printed.get(system, nothing) for system in ("MoEBlaze", "MegaBlocks"))
+        cells = [name, case.shape, ms(measured), printed_ms(blaze.time_ms), block.note or printed_ms(block.time_ms)]
+        cells += [mib(kept.get("saved_mib")), mib(kept.get("peak_mib"))]
+        rows.append([*cells, mib(blaze.memory_mb), block.note or mib(block.memory_mb)])
+    head = ["case", "shape", "moeblaze, H200, ms", "paper, H100, ms", "MegaBlocks, H100, ms"]
+    head += ["moeblaze saved, MiB", "peak, MiB", "paper, MB", "MegaBlocks, MB"]
+    return table(head, rows) if rows else []
 
 
 def dispatch_section(records: Records) -> list[str]:
@@ -261,10 +315,24 @@ activation. It is no hard bound, as a fused layer reads and writes less. Times a
 rows of one run. Weights lie in memory as transformers stores them, unless a column says row-major. `moeblaze` is
 `save="minimal"`, `moeblaze_sm80` the portable kernels (`MOEBLAZE_TIER=sm80`).
 
+A layer's call is timed between two events and waited for, so the host's share of one call is in it; "back to back" is
+the mean of calls enqueued without waiting. The column warm-up says what ran before a row was timed: 3 calls, or the
+timed call itself until the GPU had been busy for so long. A busy card runs at the clock of its power limit, as in
+training; one that was idle runs faster for a while.
+
 The paper's numbers are from an H100 with torch 2.0.1 and are printed for what they are: its GPU has two thirds of this
 one's memory bandwidth, its baselines are three years older, and its times and memory cannot be had again from the
 sources. So compare each system with the bound of its own run, and the paper's columns with one another. Its Tables 4
 and 5 print ten times the time of its Table 2 for the same shape."""
+
+
+ERRORS = f"""Norm of the difference over the norm of the reference: the layer in float64 from the same bf16 inputs, all
+tokens and experts (above {verify.SAMPLED_ABOVE:,} tokens, samples of both). Beside it the composition of bf16 torch
+operations over a routed buffer."""
+SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all get as many. Beside it the same layer
+with random routing in the same run. The ratio is of the times."""
+SMALL = """`save=None`, replays of a CUDA graph over token sets in turn, which leave the L2 cache cold. The bound is to
+read the weights of the touched experts once, at the GB/s of a copy."""
 
 
 def results(records: Records) -> str:
@@ -273,13 +341,21 @@ def results(records: Records) -> str:
     lines = [INTRODUCTION, *sources(records), "## Layer", "", "![Time over the bound](time_over_bound.svg)"]
     lines += layer_section(records, "forward", "Forward")
     lines += layer_section(records, "forward_backward", "Forward and backward")
+    lines += layer_section(records, "forward_back_to_back", "Forward, calls back to back")
+    lines += layer_section(records, "forward_backward_back_to_back", "Forward and backward, calls back to back")
     lines += ["", "Figures 4 and 6 of the paper give speed-ups over MegaBlocks: " + speedups()]
     lines += ["", "![Saved for backward](memory.svg)", *layer_memory(records)]
     lines += ["Parameters and x are excluded; the last column is by formula, nothing recomputed."]
     if "memory" in groups:
         lines += ["", "### Figures 3 and 5, Table 2: memory per save policy, MiB", *memory_section(records)]
     if table2 := table2_section(records):
-        lines += ["", "### Table 2: forward and backward, ms", *table2]
+        lines += ["", "### Table 2: forward and backward, time and memory", *table2]
+    if errors := error_section(records):
+        lines += ["", "### Errors against float64, thousandths", "", ERRORS, *errors]
+    if skewed := skewed_section(records):
+        lines += ["", "### Skewed routing", "", SKEWED, *skewed]
+    if "small_batch" in groups:
+        lines += ["", "### Small batches, forward alone", "", SMALL, *small_batch_section(records)]
     for group, heading, section in (
         ("dispatch", "Table 3: dispatch", dispatch_section),
         ("grouped_gemm", "Products of the experts", kernel_section),

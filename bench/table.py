@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 Row = dict  # extra_info of one benchmark, and "seconds", its median
+PASSES = ("forward", "forward_backward", "forward_back_to_back", "forward_backward_back_to_back")
 
 
 def rows_of(record: dict, group: str | None = None) -> list[Row]:
@@ -34,23 +35,31 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def merged_layers(rows: Iterable[Row]) -> list[dict]:
-    """Layer rows with both passes side by side: case, order, provider, forward and forward_backward seconds, their
-    ratios to the bound of the same case and order, and MiB."""
+    """Layer rows with both passes side by side: case, order, provider, seconds by the names of PASSES, MiB, errors.
+
+    With each time NAME come NAME_bound and NAME_ratio, of the bound of the same case and order, and, for another than
+    random routing, NAME_random, the same provider's time on the same shape with random routing.
+    """
     merged: dict[tuple, dict] = {}
     for row in rows:
         key = (row["case"], row.get("order", "transposed"), row["provider"])
         entry = merged.setdefault(key, dict(zip(("case", "order", "provider"), key, strict=True)))
         entry[row["pass"]] = row["seconds"]
-        entry["shape"] = row.get("shape")
-        for name in ("saved_mib", "peak_mib"):
+        if "back_to_back_ms" in row:
+            entry[f"{row['pass']}_back_to_back"] = row["back_to_back_ms"] / 1e3
+        entry["shape"], entry["routing"] = row.get("shape"), row.get("routing", "random")
+        for name in ("saved_mib", "peak_mib", "errors"):
             if row.get(name) is not None:
                 entry[name] = row[name]
-    for (case, order, _), entry in merged.items():
+    for (case, order, provider), entry in merged.items():
         bound = merged.get((case, order, "cublas_bound"), {})
-        for what in ("forward", "forward_backward"):
+        random = merged.get((case.removesuffix(f"_{entry['routing']}"), order, provider), {})
+        for what in PASSES:
             if what in entry and what in bound:
                 entry[f"{what}_bound"] = bound[what]
                 entry[f"{what}_ratio"] = entry[what] / bound[what]
+            if what in entry and what in random and random is not entry:
+                entry[f"{what}_random"] = random[what]
     return list(merged.values())
 
 

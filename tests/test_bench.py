@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import types
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from bench import cases, inputs, kernels, measure, peers, providers, table, verify  # noqa: E402
 from bench.layer import Layer  # noqa: E402
-from moeblaze_cupy import reference  # noqa: E402
+from moeblaze_cupy import arrays, reference  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -169,6 +171,37 @@ def test_a_wrong_result_is_named(name, damage):
     assert problem.count(",") == 0  # that one alone
 
 
+def test_a_sample_of_many_tokens_finds_what_is_wrong(monkeypatch):
+    """Every third token and half of the experts: right results pass, a wrong one among the compared does not."""
+    monkeypatch.setattr(verify, "SAMPLED_ABOVE", 16)
+    monkeypatch.setattr(verify, "SAMPLED_EXPERTS", 3)
+    case, made = cases.TINY, inputs.layer_inputs(cases.TINY)
+    layer = providers.PROVIDERS["torch_routed"].build(case, made)
+    results = {"out": layer.forward().detach(), **layer.named(layer.forward_backward())}
+    for name in (None, *verify.RESULTS):
+        for place, is_compared in ((0, True), (1, False)):  # tokens 0, 3, .. and experts 0, 2, 4
+            tried = dict(results)
+            if name:
+                tried[name] = results[name].clone()
+                tried[name][place] *= 1.5
+            problem = verify.problems(verify.relative_errors(case, made, tried.pop("out"), tried), torch.bfloat16)
+            assert (problem is not None) == (name is not None and is_compared), (name, place)
+            assert problem is None or name in problem
+
+
+def test_running_out_of_memory_skips_others_and_fails_ours():
+    from bench import conftest
+
+    def build(case, made):
+        raise torch.OutOfMemoryError("too much")
+
+    current = conftest._Current()
+    with pytest.raises(pytest.skip.Exception, match="other: out of memory on tiny"):
+        current.layer_of(cases.TINY, "row", providers.Provider("other", build))
+    with pytest.raises(torch.OutOfMemoryError):
+        current.layer_of(cases.TINY, "row", providers.Provider("moeblaze", build))
+
+
 def test_a_wrong_provider_gets_no_time(monkeypatch):
     """Through the suite itself: its row fails, and nothing of it is left to time."""
     from bench import conftest
@@ -232,6 +265,54 @@ def test_clock_moves_by_one_calls_share():
     assert 0.005 <= clock() - before < 0.02
 
 
+class FakeGPU:
+    """Calls of 5 ms that the host enqueues at once; events know when the GPU reaches them. Milliseconds."""
+
+    def __init__(self, monkeypatch):
+        self.host = self.queued_until = self.longest_queue = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                gpu.queued_until = self.time = max(gpu.host, gpu.queued_until)
+
+            def synchronize(self):
+                gpu.host = max(gpu.host, self.time)
+
+            def elapsed_time(self, end):
+                return end.time - self.time
+
+        monkeypatch.setattr(measure, "has_gpu", lambda: True)
+        monkeypatch.setattr(measure, "gpu_state", lambda: {"sm_mhz": self.host})
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def call(self):
+        self.host += 1  # to launch
+        self.queued_until = max(self.host, self.queued_until) + 5
+        self.longest_queue = max(self.longest_queue, self.queued_until - self.host)
+
+
+def test_the_gpu_is_kept_busy_with_a_short_queue(monkeypatch):
+    gpu = FakeGPU(monkeypatch)
+    state = measure.keep_busy(gpu.call, 0.4)
+    assert 400 <= gpu.queued_until < 460
+    assert gpu.queued_until > gpu.host  # what comes next finds no idle GPU
+    assert gpu.longest_queue <= 45
+    assert 200 <= state["sm_mhz"] < 260
+
+
+def test_a_call_alone_has_the_hosts_time_in_it_and_others_have_not(monkeypatch):
+    gpu = FakeGPU(monkeypatch)
+    alone, led = measure.DeviceClock(), measure.DeviceClock()
+    alone.run(gpu.call)
+    led.run(gpu.call, lead=True)
+    assert alone() == pytest.approx(0.006) and led() == pytest.approx(0.005)
+    assert measure.back_to_back_seconds(gpu.call, alone(), total=0.05) == pytest.approx(0.005)
+
+
 def test_saved_counts_storages_once_and_not_the_excluded():
     x = torch.ones(2**18, requires_grad=True)  # 1 MiB
 
@@ -282,6 +363,19 @@ def test_layer_table():
     assert head.split()[:3] == ["case", "order", "provider"]
 
 
+def test_merged_layers_know_their_bound_and_the_same_shape_with_random_routing():
+    made = record(
+        ("cublas_bound", "forward", 10.0, {"back_to_back_ms": 8.0}),
+        ("moeblaze", "forward", 12.0, {"back_to_back_ms": 10.0}),
+        ("moeblaze", "forward", 18.0, {"case": "conf3_skewed", "routing": "skewed"}),
+    )
+    _, random, skewed = table.merged_layers(table.rows_of(made))
+    assert random["forward_ratio"] == pytest.approx(1.2)
+    assert random["forward_back_to_back_ratio"] == pytest.approx(1.25)
+    assert skewed["forward"] / skewed["forward_random"] == pytest.approx(1.5)
+    assert "forward_random" not in random and "forward_bound" not in skewed
+
+
 @pytest.mark.parametrize(
     ("value", "digits", "text"),
     [
@@ -316,10 +410,12 @@ def test_suites_run_and_their_record_says_what_it_is_of(record_path):
     assert written["commit_info"]["id"] == "abc1234"
     assert "node" not in written["machine_info"] and "torch" in written["machine_info"]
     suites = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
-    assert {row["group"] for row in written["benchmarks"]} == suites
+    assert {row["group"] for row in written["benchmarks"]} == {*suites, "small_batch"}
     rows = {(r["group"], r["extra_info"]["provider"], r["extra_info"].get("pass")): r for r in written["benchmarks"]}
     layer = rows["layer", "moeblaze", "forward_backward"]["extra_info"]
     assert layer["saved_mib"] > 0 and layer["times_bound"] > 0 and layer["tflops"] > 0
+    assert layer["back_to_back_ms"] > 0 and set(layer["errors"]) == set(verify.RESULTS)
+    assert rows["small_batch", "moeblaze", "forward"]["extra_info"]["touched_experts"] == 6
     assert rows["dispatch", "moeblaze", None]["extra_info"]["gb_per_s"] > 0
     assert not [row for row in written["benchmarks"] if row["extra_info"]["provider"] == "sonicmoe"]
 
@@ -336,3 +432,57 @@ def test_a_regression_against_a_record_fails(record_path, tmp_path, seconds, cod
     compared = run_pytest("bench/bench_dispatch.py", *options)
     assert compared.returncode == code, compared.stdout[-2000:] + compared.stderr[-2000:]
     assert ("Performance has regressed" in compared.stdout + compared.stderr) == bool(code)
+
+
+EDGES = cases.LayerCase("edges", 150, 264, 72, 3, 2, "tiles and panels that end early", routing="skewed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("case", "order", "contiguous"),
+    [
+        (cases.TINY, "transposed", False),
+        (cases.TINY_SILU, "row", False),
+        (EDGES, "row", False),
+        (EDGES, "transposed", True),
+        (replace(EDGES, name="two_panels", d=520, L=60, activation="silu", k=3), "row", False),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_single_kernels_on_the_emulator(case, order, contiguous, monkeypatch):
+    """The suites' calls of ops, launched on the CPU, and their check against float64: right, and sharp for sums."""
+    import test_device_code as emulation  # skips where there is no compiler
+
+    with emulation.emulated() as device:
+        known = {}
+
+        def describe(tensor):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in known:
+                raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+                known[storage.data_ptr()] = raw, tensor
+                device.allocations.append(
+                    emulation.Allocation(storage.data_ptr(), storage.nbytes(), True, weakref.ref(raw))
+                )
+            return arrays.Array(
+                tensor, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), arrays._torch_name(tensor.dtype), 0
+            )
+
+        def empty(shape, dtype, _):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            return describe(tensor.fill_(-(2**30) if dtype.startswith("int") else float("nan")))
+
+        monkeypatch.setattr(arrays.Torch, "describe", staticmethod(describe))
+        monkeypatch.setattr(arrays.Torch, "empty", staticmethod(empty))
+        stream = types.SimpleNamespace(cuda_stream=emulation.STREAM)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+        single = kernels.Kernels(case, inputs.layer_inputs(case, order), contiguous=contiguous)
+        for name, call in single.calls.items():
+            result = single.results[name]()
+            result.fill_(float("nan"))
+            call()
+            device.synchronize()
+            assert single.error(name) < 6e-3, name
+            if name in kernels.SUMMED:
+                result[7] = 0
+                assert single.error(name) > verify.TOLERANCE, name

@@ -1,12 +1,13 @@
 """Every number in docs/results.md and in the README's results is in a committed record."""
 
+import functools
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from bench import cases, report
+from bench import cases, report, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = (ROOT / "docs" / "results.md").read_text()
@@ -20,27 +21,51 @@ def records():
     return report.Records.load()
 
 
+SAID = ("saved_mib", "peak_mib", "tflops", "gb_per_s", "times_bound", "touched_experts", "back_to_back_ms")
+
+
+@functools.cache
 def measured(case: str) -> set[float]:
     """All that the records and the paper say of a case, in the units of the tables, read from the files themselves."""
     values: set[float] = set()
+    if case in cases.LAYERS and (routing := cases.LAYERS[case].routing) != "random":
+        values |= beside_random_routing(case, case.removesuffix(f"_{routing}"))
     for path in (ROOT / "bench" / "records").glob("*.json"):
         rows = [r for r in json.loads(path.read_text())["benchmarks"] if r["extra_info"]["case"] == case]
         seconds = {json.dumps(r["extra_info"], sort_keys=True): r["stats"]["median"] for r in rows}
         for row in rows:
             extra, median = row["extra_info"], row["stats"]["median"]
             values |= {median * 1e3, median * 1e6}
-            values |= {extra[n] for n in ("saved_mib", "peak_mib", "tflops", "gb_per_s", "times_bound") if extra.get(n)}
+            values |= {extra[n] for n in SAID if extra.get(n)}
+            values |= {1e3 * error for error in extra.get("errors", {}).values()}
             values |= {extra["share_of_roofline"]} if "share_of_roofline" in extra else set()
             for other, bound in seconds.items():
                 about = json.loads(other)
                 same = all(about.get(n) == extra.get(n) for n in ("order", "pass"))
                 if same and (about["provider"] == "cublas_bound" or about.get("rows") == "contiguous"):
                     values.add(median / bound)
+                    if "back_to_back_ms" in extra and "back_to_back_ms" in about:
+                        values.add(extra["back_to_back_ms"] / about["back_to_back_ms"])
     for case_ in (cases.LAYERS.get(case), cases.DISPATCHES.get(case)):
         if case_ is not None:
             values |= {v for p in case_.paper for v in (p.time_ms, p.memory_mb) if v is not None}
     if case in cases.LAYERS:
         values.add(report.routed_mib(cases.LAYERS[case]))
+    return values
+
+
+def beside_random_routing(case: str, base: str) -> set[float]:
+    """The other routing's times over, and the times of, the same shape, pass, order and provider in one record."""
+    values: set[float] = set()
+    for path in (ROOT / "bench" / "records").glob("*.json"):
+        times: dict[str, dict[tuple, float]] = {case: {}, base: {}}
+        for row in json.loads(path.read_text())["benchmarks"]:
+            extra = row["extra_info"]
+            if row["group"] == "layer" and extra["case"] in times:
+                key = tuple(extra[name] for name in ("order", "provider", "pass"))
+                times[extra["case"]][key] = row["stats"]["median"]
+        for key in times[case].keys() & times[base].keys():
+            values |= {1e3 * times[base][key], times[case][key] / times[base][key]}
     return values
 
 
@@ -128,7 +153,7 @@ def test_plots_are_drawn_from_the_records(records, tmp_path):
     from bench import plots
 
     series = plots.time_series(records)["moeblaze, forward + backward"]
-    entries = {e["case"]: e for e in records.rows("layer") if (e["provider"], e["order"]) == ("moeblaze", "transposed")}
+    entries = {e["case"]: e for e in records.layers() if (e["provider"], e["order"]) == ("moeblaze", "transposed")}
     assert series == {case: e["forward_backward"] / e["forward_backward_bound"] for case, e in entries.items()}
     plots.write(records, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"time_over_bound.svg", "memory.svg"}
@@ -176,7 +201,13 @@ def full_record() -> dict:
         for what in ("forward", "forward_backward"):
             keeps = provider != "cublas_bound" and what == "forward_backward"
             kept = {"saved_mib": next(figures), "peak_mib": next(figures)} if keeps else {}
-            add("layer", case="conf3", order="transposed", provider=provider, **kept, **{"pass": what})
+            if keeps:
+                kept["errors"] = {name: next(figures) / 1e3 for name in verify.RESULTS}
+            more = {"back_to_back_ms": 2000 + next(figures), "busy_s": 0.4, **kept, "pass": what}
+            add("layer", case="conf3", order="transposed", provider=provider, **more)
+            skewed = {"case": "conf3_skewed", "routing": "skewed", "order": "transposed", "provider": provider}
+            if provider == "moeblaze":
+                add("layer", **skewed, **more)
     for case in ("conf3", "tab2_8k_h256", "tab2_2m_h256_silu"):
         for provider in ("moeblaze", "moeblaze_recompute", "torch_grouped_mm"):
             add("memory", case=case, provider=provider, saved_mib=next(figures), peak_mib=next(figures))
@@ -188,6 +219,8 @@ def full_record() -> dict:
         add(group, case="conf3", kernel="k", provider="moeblaze", times_bound=1.25, gb_per_s=next(figures))
     for step in cases.ABLATION:
         add("ablation", case="tab4", provider=step, saved_mib=next(figures))
+    small = {"touched_experts": 82.5, "times_bound": 1.75, "gb_per_s": next(figures), "shape": "L16"}
+    add("small_batch", case="qwen30b_16", order="transposed", provider="moeblaze", **small, **{"pass": "forward"})
     machine = {"gpu": "a GPU", "torch": "2", "peers": {"sonic-moe": "0.1"}}
     return {"machine_info": machine, "commit_info": {"id": "c"}, "datetime": "2026-01-01", "benchmarks": rows}
 
@@ -197,17 +230,24 @@ def test_every_suite_has_its_section():
     record = full_record()
     text = report.results(report.Records({"full": record}))
     for heading in ("Forward, ms", "Forward and backward, ms", "Figures 3 and 5", "Table 2:", "Products of", "7.3",
-                    "Aggregation", "Router", "Tables 4 and 5"):  # fmt: skip
+                    "Aggregation", "Router", "Tables 4 and 5", "back to back", "Errors against", "Skewed routing",
+                    "Small batches"):  # fmt: skip
         assert re.search(rf"^##+ .*{re.escape(heading)}", text, re.MULTILINE), heading
     numbers = {number.replace(",", "") for number in NUMBER.findall(text)}
     for row in record["benchmarks"]:
         extra = row["extra_info"]
-        for name in ("saved_mib", "peak_mib"):
+        if row["group"] == "layer" and extra["case"] == "conf3_skewed":
+            assert f"{row['stats']['median'] * 1e3:.2f}" in numbers, row
+            continue  # its other figures have no table
+        for name in ("saved_mib", "peak_mib", "back_to_back_ms"):
             if name in extra:
                 assert str(extra[name]) in numbers, row
+        if extra["provider"] in ("moeblaze", "torch_grouped_mm"):
+            assert {f"{1e3 * error:.2f}" for error in extra.get("errors", {}).values()} <= numbers, row
         # the bound of a single product, and the time of a memory row outside Table 2, are not shown
         if row["group"] != "memory" and (extra["provider"], row["group"]) != ("cublas_bound", "grouped_gemm"):
             seconds = row["stats"]["median"]
             assert {f"{seconds * 1e3:.2f}", f"{seconds * 1e6:.0f}"} & numbers, row
     assert "| out of memory |" in text  # as the paper prints it
-    assert "sonic-moe 0.1" in text
+    assert "sonic-moe 0.1" in text and "0.4 s busy" in text
+    assert "1.75" in numbers and "82.5" in numbers
