@@ -5,22 +5,11 @@ backward too, which autograd runs on another thread. Everything kept for backwar
 save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy backend.
 """
 
-import dataclasses
-
 import torch
 from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
-from moeblaze_cupy.structures import is_gated
-
-_INDEX_TENSORS = (
-    "expert_token_indices",
-    "expert_token_offsets",
-    "token_expert_indices",
-    "token_index_map",
-    "row_tiles",
-    "experts_by_load",
-)
+from moeblaze_cupy.structures import SavedForBackward, is_gated
 
 
 class _MoE(torch.autograd.Function):
@@ -30,21 +19,9 @@ class _MoE(torch.autograd.Function):
     def forward(ctx, x, ids, weights, gate, up, w2, activation, save, keep_saved):
         w1 = gate if up is None else (gate, up)
         out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
-        index = saved.index
-        ctx.save_for_backward(
-            x,
-            weights,
-            gate,
-            up,
-            w2,
-            saved.first_layer,
-            saved.y_swi,
-            *(getattr(index, name) for name in _INDEX_TENSORS),
-        )
-        empty_index = dataclasses.replace(index, **dict.fromkeys(_INDEX_TENSORS))
-        ctx.saved = dataclasses.replace(
-            saved, x=None, weights=None, w1=None, w2=None, first_layer=None, y_swi=None, index=empty_index
-        )
+        lists, index = saved.index.split()
+        ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
+        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save)
         ctx.keep_saved = keep_saved
         ctx.set_materialize_grads(False)
         return out
@@ -55,15 +32,10 @@ class _MoE(torch.autograd.Function):
         if grad_out is None:
             return (None,) * 9
         x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
-        saved = dataclasses.replace(
-            ctx.saved,
-            x=x,
-            weights=weights,
-            w1=gate if up is None else (gate, up),
-            w2=w2,
-            first_layer=first_layer,
-            y_swi=y_swi,
-            index=dataclasses.replace(ctx.saved.index, **dict(zip(_INDEX_TENSORS, lists, strict=True))),
+        kept, w1 = ctx.saved, gate if up is None else (gate, up)
+        index = kept.index.joined(lists)
+        saved = SavedForBackward(
+            x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed
         )
         needed = ctx.needs_input_grad
         flags = {"x": needed[0], "weights": needed[2], "w1": needed[3] or needed[4], "w2": needed[5]}

@@ -17,7 +17,7 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4,
 CPU = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen, which would take three times as long to make
 class Array:
     """One array. `strides` in elements; `device` a CUDA ordinal, or -1 for the CPU; `owner` keeps it alive."""
 
@@ -27,6 +27,11 @@ class Array:
     strides: tuple[int, ...]
     dtype: str
     device: int
+
+    @property
+    def layout(self) -> tuple:
+        """All that argument checks look at, as a key."""
+        return self.shape, self.strides, self.dtype, self.device
 
     @property
     def itemsize(self) -> int:
@@ -116,7 +121,7 @@ class Torch:
 
     @staticmethod
     def stream(device: int) -> int:
-        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(device)  # without a Stream object around it
 
     @staticmethod
     def to_numpy(array):
@@ -163,7 +168,7 @@ def _framework_of_type(kind: type):
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Context:
     """Where one call runs: whose allocator, which device, which stream (a pointer)."""
 

@@ -4,6 +4,8 @@ Every message names the function, the argument, what was expected and what came.
 devices raise TypeError; shapes, memory order and values ValueError.
 """
 
+import functools
+
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import CPU, Array
 from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, is_gated
@@ -155,6 +157,12 @@ def layer(function, x, chosen, weights, w1: tuple, w2, activation: str, save) ->
     """`w1` as a tuple: one array, or a pair (gate, up)."""
     one_of(function, "activation", activation, ACTIVATIONS)
     one_of(function, "save", save, SAVE_POLICIES)
+    _layer(function, activation, *(array.layout for array in (x, chosen, weights, w2, *w1)))
+
+
+@functools.lru_cache(maxsize=1024)  # of what passed: an error is raised anew
+def _layer(function: str, activation: str, *layouts: tuple) -> None:
+    x, chosen, weights, w2, *w1 = (Array(None, 0, *layout) for layout in layouts)
     names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")
     same_device(function, x=x, ids=chosen, weights=weights, **dict(zip(names, w1, strict=True)), w2=w2)
     shape(function, "x", x, "L, d", (None, None))

@@ -5,6 +5,7 @@ The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh
 """
 
 import functools
+import math
 import os
 from dataclasses import dataclass
 
@@ -38,6 +39,10 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def forced_tier() -> str | None:
+    return os.environ.get("MOEBLAZE_TIER")
+
+
 def tier(compute_capability: int) -> str:
     """Best kernel family for a compute capability such as 90. Raises RuntimeError below 80.
 
@@ -48,7 +53,7 @@ def tier(compute_capability: int) -> str:
             "moeblaze_cupy: compute capability: expected 8.0 or later (mma.sync on bf16, cp.async), "
             f"got {compute_capability // 10}.{compute_capability % 10}"
         )
-    forced = os.environ.get("MOEBLAZE_TIER")
+    forced = forced_tier()
     if forced not in (None, "", "sm80", "sm90"):
         raise ValueError(f"moeblaze_cupy: MOEBLAZE_TIER: expected sm80 or sm90, got {forced!r}")
     if forced == "sm90" and compute_capability != 90:
@@ -79,6 +84,11 @@ def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmCo
 
     split: a gated up projection, half of whose tile is gate.
     """
+    return _gemm(dtype, aligned, split, limits, forced_tier())
+
+
+@functools.lru_cache(maxsize=256)
+def _gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits, forced: str | None) -> GemmConfig:
     if tier(limits.compute_capability) == "sm90" and aligned and dtype in ("bfloat16", "float16"):
         return GemmConfig("sm90", 128 if split else 256, 384, 3 * 48 * 1024 + 64 * 1024 + 16 * 1024, 3)
     stages = gemm_stages(limits)
@@ -102,6 +112,27 @@ def gemm_stages(limits: DeviceLimits) -> int:
 def max_row_tiles(num_slots: int, num_experts: int) -> int:
     """Upper bound of row tiles for any routing: full tiles plus one partial tile per non-empty expert."""
     return num_slots // TILE_ROWS + min(num_experts, num_slots)
+
+
+@functools.lru_cache(maxsize=1024)
+def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+    """First element and shape of each of dispatch's lists in their one buffer, without gaps, and its size.
+
+    token_index_map is written 16 bytes at a time, so it comes first; the pairs of row_tiles are read 8 bytes at a
+    time, so an even number of elements goes before it.
+    """
+    slots = num_tokens * k
+    places, end = {}, 0
+    for name, shape in (
+        ("token_index_map", (num_tokens, k)),
+        ("expert_token_indices", (slots,)),
+        ("row_tiles", (max_row_tiles(slots, num_experts) + 1, 2)),
+        ("expert_token_offsets", (num_experts + 1,)),
+        ("experts_by_load", (num_experts,)),
+    ):
+        places[name] = end, shape
+        end += math.prod(shape)
+    return places, end
 
 
 def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:

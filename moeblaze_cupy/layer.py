@@ -42,8 +42,9 @@ class _Call:
         for name, framework in frameworks.items():
             if framework is not self.framework:
                 raise checks.bad_type(function, name, f"a {self.framework.name} array like {first}", framework.name)
-        checks.same_device(function, **self.described)
         self.device = self.described[first].device
+        if any(array.device != self.device for array in self.described.values()):
+            checks.same_device(function, **self.described)
         self.on_cpu = self.device == arrays.CPU
         if self.on_cpu and self.framework is arrays.Torch:
             self.export = arrays.Torch.from_numpy
@@ -58,7 +59,8 @@ class _Call:
             return nullcontext()
         from moeblaze_cupy.loader import import_cupy
 
-        return import_cupy().cuda.Device(self.device)
+        cuda = import_cupy().cuda
+        return nullcontext() if cuda.runtime.getDevice() == self.device else cuda.Device(self.device)
 
     def context(self) -> arrays.Context:
         return arrays.Context(self.framework, self.device, self.framework.stream(self.device))
@@ -161,7 +163,7 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     from moeblaze_cupy.ops.dispatch import dispatch
 
     with call.current_device():
-        return _map_index(dispatch(call.context(), call.described["ids"], num_experts), call.export)
+        return _map_index(dispatch(call.context(), call.described["ids"], num_experts).unpacked(), call.export)
 
 
 def moe_forward(

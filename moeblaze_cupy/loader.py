@@ -9,11 +9,14 @@ import functools
 import hashlib
 import itertools
 import os
+import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from importlib import resources
-from types import SimpleNamespace
+
+import numpy as np
 
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
@@ -28,6 +31,7 @@ COOPERATIVE = ("grouped_panels_sm90.cu",)  # their blocks wait for each other
 
 _lock = threading.Lock()
 _kernels: dict = {}
+_usable = None  # CuPy, from when it has found a device
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,12 @@ class Variant:
         return " ".join(
             [self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in ("ENTRY", "MMA", "WGMMA"))]
         )
+
+
+@functools.cache
+def entry(source: str, name: str) -> Variant:
+    """An entry of a source without JIT constants."""
+    return Variant(source, name)
 
 
 @functools.cache
@@ -148,6 +158,9 @@ def options(variant: Variant) -> tuple[str, ...]:
 
 def import_cupy():
     """CuPy with a usable device. Raises RuntimeError saying what is missing and what to install or update."""
+    global _usable
+    if _usable is not None and sys.modules.get("cupy") is _usable:
+        return _usable
     try:
         import cupy
     except ImportError as error:
@@ -164,6 +177,7 @@ def import_cupy():
         ) from error
     if count == 0:
         raise RuntimeError("moeblaze_cupy: GPU: expected at least one CUDA device, got 0")
+    _usable = cupy
     return cupy
 
 
@@ -190,13 +204,68 @@ def _module(source: str, macros: tuple):
     return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)), **cooperative)
 
 
+class _Thread(threading.local):
+    """What one thread keeps: where the arguments of each kernel go, and the devices whose contexts it has."""
+
+    def __init__(self):
+        self.arguments: dict[_Kernel, Arguments] = {}
+        self.bound: set[int] = set()
+
+
+_thread = _Thread()
+
+
+class Arguments:
+    """A kernel's arguments as the driver takes them: the address of each, in an array at `pointer`.
+
+    Each is an int, 64 bits wide, or the 128 bytes of a tensor map, on a multiple of 64. The driver copies them while it
+    launches, so one memory serves all launches of a thread.
+    """
+
+    def __init__(self, args: tuple):
+        layout, offsets, end = "=", [], 0
+        for arg in args:
+            size, alignment, code = (128, 64, "128s") if isinstance(arg, bytes) else (8, 8, "q")
+            padding = -end % alignment
+            layout += f"{padding}x{code}"
+            offsets.append(end + padding)
+            end += padding + size
+        memory = np.zeros(end + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        self._addresses = np.array([memory.ctypes.data + start + offset for offset in offsets], np.uint64)
+        self.pointer = self._addresses.ctypes.data
+        self.put = functools.partial(struct.Struct(layout).pack_into, memory, start)
+
+
 class _Kernel:
     """A compiled entry on one device, and the dynamic shared memory it may be launched with."""
 
     def __init__(self, device: int, variant: Variant):
         launch_config.tier(device_limits(device).compute_capability)
+        self.name, self.cooperative = variant.name, variant.source in COOPERATIVE
         self.function = _module(variant.source, variant.macros).get_function(variant.entry)
+        self.pointer = self.function.kernel.ptr  # compiles
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
+
+    def launch(self, grid: tuple, block: int, args: tuple, shared_bytes: int, stream: int) -> None:
+        arguments = _thread.arguments.get(self)
+        if arguments is None:
+            bind_context()
+            arguments = _thread.arguments[self] = Arguments(args)
+        arguments.put(*args)
+        driver = sys.modules["cupy"].cuda.driver
+        geometry = (*grid, 1, 1)[:3]
+        launch = (self.pointer, *geometry, block, 1, 1, shared_bytes, stream, arguments.pointer)
+        try:
+            if self.cooperative:
+                driver.launchCooperativeKernel(*launch)
+            else:
+                driver.launchKernel(*launch, 0)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry}, {block} threads and {shared_bytes} "
+                f"bytes of shared memory to succeed, got {error}"
+            ) from error
 
     def allow(self, shared_bytes: int) -> None:
         """Raises the limit. It belongs to the function, not to a launch, so it must never go down again."""
@@ -205,20 +274,29 @@ class _Kernel:
             self.shared_bytes = shared_bytes
 
 
-def kernel(device: int, variant: Variant, shared_bytes: int = 0):
+def kernel(device: int, variant: Variant, shared_bytes: int = 0) -> _Kernel:
     """The launchable kernel on a device (which must be current), compiled at first use."""
     found = _kernels.get((device, variant))
     if found is None or found.shared_bytes < shared_bytes:
         with _lock:
             found = _kernels.get((device, variant)) or _kernels.setdefault((device, variant), _Kernel(device, variant))
             found.allow(shared_bytes)
-    return found.function
+    return found
+
+
+def bind_context() -> None:
+    """Makes the current device's context current to this thread: autograd's threads have only named the device."""
+    runtime = import_cupy().cuda.runtime
+    device = runtime.getDevice()
+    if device not in _thread.bound:
+        runtime.setDevice(device)
+        runtime.memGetInfo()
+        _thread.bound.add(device)
 
 
 def launch(context, variant: Variant, grid: tuple, block: int, args: tuple, shared_bytes: int = 0) -> None:
     """Launches on the context's device and stream. Every kernel parameter is a pointer or a 64-bit integer."""
-    compiled = kernel(context.device, variant, shared_bytes)
-    compiled(grid, (block,), args, shared_mem=shared_bytes, stream=SimpleNamespace(ptr=context.stream))
+    kernel(context.device, variant, shared_bytes).launch(grid, block, args, shared_bytes, context.stream)
 
 
 def clear(context, array) -> None:

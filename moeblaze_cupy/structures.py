@@ -4,7 +4,8 @@ Shapes use the paper's letters: L tokens, k experts per token, E experts, d mode
 hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torch, ...).
 """
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 SAVE_POLICIES = ("minimal", "paper", "recompute", None)
@@ -43,6 +44,16 @@ class DispatchIndices:
     experts_by_load: Any = None  # (E,) expert ids by falling slot count, equal counts by rising id
     ids_copied: bool = False  # token_expert_indices is not the caller's ids (they were int64)
 
+    def split(self) -> tuple[list, "DispatchIndices"]:
+        """The arrays, and the rest."""
+        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.type is Any}
+        return list(arrays.values()), replace(self, **dict.fromkeys(arrays))
+
+    def joined(self, arrays: list) -> "DispatchIndices":
+        """What `split` took apart."""
+        names = (f.name for f in fields(self) if f.type is Any)
+        return replace(self, **dict(zip(names, arrays, strict=True)))
+
     @property
     def num_tokens(self) -> int:
         return self.token_index_map.shape[0]
@@ -67,6 +78,38 @@ class DispatchIndices:
         )
 
 
+@dataclass(frozen=True)
+class PackedIndices:
+    """The lists of `DispatchIndices` as they are on a GPU, in one buffer; each is an array of its own once asked for."""
+
+    lists: Any  # (n,) int32
+    ids: Any  # (L, k) int32: the caller's, or what dispatch made of int64 ids
+    places: dict  # first element and shape of each list in `lists`
+    num_experts: int
+    ids_copied: bool
+
+    def _list(self, name: str) -> Any:
+        start, shape = self.places[name]
+        return self.lists[start : start + math.prod(shape)].reshape(shape)
+
+    expert_token_indices = property(lambda self: self._list("expert_token_indices"))
+    expert_token_offsets = property(lambda self: self._list("expert_token_offsets"))
+    token_expert_indices = property(lambda self: self.ids.reshape(-1))
+    token_index_map = property(lambda self: self._list("token_index_map"))
+    row_tiles = property(lambda self: self._list("row_tiles"))
+    experts_by_load = property(lambda self: self._list("experts_by_load"))
+    num_tokens, k, nbytes = DispatchIndices.num_tokens, DispatchIndices.k, DispatchIndices.nbytes
+
+    def split(self) -> tuple[list, "PackedIndices"]:
+        return [self.lists, self.ids], self.joined([None, None])
+
+    def joined(self, arrays: list) -> "PackedIndices":
+        return PackedIndices(*arrays, self.places, self.num_experts, self.ids_copied)
+
+    def unpacked(self) -> DispatchIndices:
+        return DispatchIndices(**{field.name: getattr(self, field.name) for field in fields(DispatchIndices)})
+
+
 @dataclass
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.
@@ -78,7 +121,7 @@ class SavedForBackward:
     weights: Any  # (L, k)
     w1: Any  # (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
     w2: Any  # (E, h, d)
-    index: DispatchIndices
+    index: DispatchIndices | PackedIndices
     first_layer: Any  # (L*k, 2h): a then b, or (L*k, h) if not gated; None if recomputed
     y_swi: Any  # (L*k, h): activation(a) * b; None unless save="paper"
     activation: str

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import threading
 
 import numpy as np
 
@@ -10,17 +9,6 @@ from moeblaze_cupy import loader
 
 _DATA_TYPES = {"bfloat16": 9, "float16": 6}  # CUtensorMapDataType
 _SWIZZLE_128B, _L2_PROMOTION_256B, _NO_INTERLEAVE, _ZERO_FILL = 3, 3, 0, 0
-
-
-_thread = threading.local()
-
-
-def _bind_context() -> None:
-    """Makes the device's context current to this thread: autograd's threads have only named the device so far."""
-    if not getattr(_thread, "bound", False):
-        runtime = loader.import_cupy().cuda.runtime
-        runtime.setDevice(runtime.getDevice())
-        _thread.bound = True
 
 
 @functools.cache
@@ -31,9 +19,7 @@ def _driver():
 
 
 @functools.lru_cache(maxsize=4096)
-def encode(
-    pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> np.ndarray:
+def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     """A CUtensorMap as a kernel argument: 128 bytes, passed by value.
 
     shape, strides (elements, all but the first, which is 1) and box list the contiguous dimension first;
@@ -41,7 +27,7 @@ def encode(
     given alone, so it may be kept for any array that comes to lie there.
     Raises RuntimeError if the driver refuses it.
     """
-    _bind_context()
+    loader.bind_context()
     rank, itemsize = len(shape), 2
     raw = np.zeros(128 + 64, np.uint8)
     start = -raw.ctypes.data % 64  # the driver wants 64-byte alignment
@@ -65,4 +51,4 @@ def encode(
             f"tensor_map.encode: expected a map the driver accepts, got error {status} for pointer {pointer:#x}, "
             f"shape {shape}, strides {strides}, box {box}"
         )
-    return encoded.copy().view("V128")
+    return encoded.tobytes()

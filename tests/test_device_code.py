@@ -101,10 +101,11 @@ class Function:
     def __init__(self, module: Module, name: str):
         self.module, self.name = module, name
         self.max_dynamic_shared_size_bytes = 48 * 1024
+        self.kernel = SimpleNamespace(ptr=0)
 
-    def __call__(self, grid, block, args, *, shared_mem, stream):
+    def launch(self, grid, block, args, shared_mem, stream):
         device = self.module.device
-        assert stream.ptr == STREAM
+        assert stream == STREAM
         assert shared_mem <= min(self.max_dynamic_shared_size_bytes, device.limits.shared_bytes_per_block)
         alive = [(allocation, allocation.memory()) for allocation in device.allocations]
         device.queue.append((self, grid, block, args, shared_mem, [a for a in alive if a[1] is not None]))
@@ -170,7 +171,9 @@ class Device:
             Device=lambda number: nullcontext(),
             get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
             runtime=SimpleNamespace(
-                getDeviceCount=lambda: 1, deviceGetAttribute=lambda number, device: attributes[number]
+                getDevice=lambda: 0,
+                getDeviceCount=lambda: 1,
+                deviceGetAttribute=lambda number, device: attributes[number],
             ),
         )
         return cupy
@@ -184,6 +187,7 @@ def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0):
         patch.setitem(sys.modules, "cupy", device.cupy())
         patch.setenv("MOEBLAZE_TIER", "sm80")  # the emulator has no wgmma
         patch.setattr(loader, "_kernels", {})
+        patch.setattr(loader._Kernel, "launch", lambda kernel, *launch: kernel.function.launch(*launch))
         for cache in caches:
             cache.cache_clear()
         try:

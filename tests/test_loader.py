@@ -1,5 +1,6 @@
 """Kernel sources to kernels: which constants a step compiles with, what names a build, what is compiled when."""
 
+import ctypes
 import itertools
 import os
 import shutil
@@ -238,9 +239,9 @@ class FakeModule:
 
     made: ClassVar[list] = []
 
-    def __init__(self, code, options):
+    def __init__(self, code, options, enable_cooperative_groups=False):
         self.made.append(self)
-        self.code, self.options, self.compiled, self.limits, self.calls = code, options, 0, [], []
+        self.code, self.options, self.compiled, self.limits = code, options, 0, []
 
     def compile(self):
         self.compiled += 1
@@ -253,23 +254,56 @@ class FakeFunction:
     def __init__(self, module, name):
         self.module, self.name = module, name
 
+    @property
+    def kernel(self):
+        return SimpleNamespace(ptr=100 + sys.modules["cupy"].device)
+
     def __setattr__(self, name, value):
         if name == "max_dynamic_shared_size_bytes":
             self.module.limits.append(value)
         object.__setattr__(self, name, value)
 
-    def __call__(self, *args, **options):
-        self.module.calls.append((args, options))
+
+class FakeDriver:
+    """cupy.cuda.driver; keeps what it is given, and reads arguments where their addresses say, as the driver does."""
+
+    def __init__(self):
+        self.launches, self.sizes, self.error = [], (), None
+
+    def read(self, pointer):
+        addresses = (ctypes.c_uint64 * len(self.sizes)).from_address(pointer)
+        return [(address, ctypes.string_at(address, n)) for address, n in zip(addresses, self.sizes, strict=True)]
+
+    def launchCooperativeKernel(self, *launch):
+        if self.error:
+            raise self.error
+        *geometry, pointer = launch
+        self.launches.append((threading.get_ident(), tuple(geometry), self.read(pointer)))
+
+    def launchKernel(self, *launch):
+        *launch, extra = launch
+        assert extra == 0
+        self.launchCooperativeKernel(*launch)
 
 
 @pytest.fixture
 def cupy(monkeypatch):
     """As much of CuPy as the loader uses, on a device like an A100; no kernel is loaded yet."""
     attributes = {75: 8, 76: 0, 16: 108, 97: 166912, 81: 167936}
-    runtime = SimpleNamespace(getDeviceCount=lambda: 1, deviceGetAttribute=lambda number, device: attributes[number])
-    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), RawModule=FakeModule)
+    bound = []  # (thread, device) whose context was asked for
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 2,
+        getDevice=lambda: fake.device,
+        setDevice=lambda device: bound.append((threading.get_ident(), device)),
+        memGetInfo=lambda: None,
+        deviceGetAttribute=lambda number, device: attributes[number],
+    )
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(runtime=runtime, driver=FakeDriver()), RawModule=FakeModule, device=0, bound=bound
+    )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(loader, "_kernels", {})
+    monkeypatch.setattr(loader, "_thread", loader._Thread())
     monkeypatch.setattr(FakeModule, "made", [])
     caches = (loader._module, loader.device_limits)
     for cache in caches:
@@ -317,12 +351,73 @@ def test_threads_get_one_kernel(cupy):
     assert FakeModule.made[0].limits == [64 * 1024]
 
 
+def as_int(raw):
+    return int.from_bytes(raw, sys.byteorder, signed=True)
+
+
 def test_launch_passes_geometry_arguments_and_the_stream(cupy):
     context = SimpleNamespace(device=0, stream=1234)
-    loader.launch(context, ROUTER, (3, 2), 128, (10, 20), 56 * 1024)
-    ((args, options),) = FakeModule.made[0].calls
-    assert args == ((3, 2), (128,), (10, 20))
-    assert (options["shared_mem"], options["stream"].ptr) == (56 * 1024, 1234)
+    cupy.cuda.driver.sizes = (8, 8)
+    loader.launch(context, ROUTER, (3, 2), 128, (10, -20), 56 * 1024)
+    ((_, geometry, arguments),) = cupy.cuda.driver.launches
+    assert geometry == (100, 3, 2, 1, 128, 1, 1, 56 * 1024, 1234)
+    assert [as_int(raw) for _, raw in arguments] == [10, -20]
+
+
+def a_map(fill):
+    return bytes((fill + i) % 256 for i in range(128))
+
+
+@pytest.mark.parametrize(
+    "args", [(a_map(1), a_map(2), 5, 6, a_map(3), -7), (5, a_map(1)), (2**47 + 3, *range(15), a_map(9)), (-(2**40),)]
+)
+@pytest.mark.parametrize("source", ["router.cu", *loader.COOPERATIVE])
+def test_arguments_lie_where_the_driver_looks(cupy, source, args):
+    """Tensor maps on multiples of 64, integers of 8, each its own, in every launch."""
+    context = SimpleNamespace(device=0, stream=7)
+    cupy.cuda.driver.sizes = [len(a) if isinstance(a, bytes) else 8 for a in args]
+    changed = tuple(a[::-1] if isinstance(a, bytes) else a + 1 for a in args)
+    for given in (args, changed, args):
+        loader.launch(context, Variant(source, "entry"), (4,), 32, given)
+        _, _, found = cupy.cuda.driver.launches[-1]
+        spans = sorted((address, address + len(raw)) for address, raw in found)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        for value, (address, raw) in zip(given, found, strict=True):
+            assert address % (64 if isinstance(value, bytes) else 8) == 0
+            assert raw == value if isinstance(value, bytes) else as_int(raw) == value
+
+
+def test_threads_and_devices_have_arguments_of_their_own(cupy):
+    """A launch on another thread or device never writes where one in progress is being read."""
+    driver = cupy.cuda.driver
+    driver.sizes = (8, 128)
+
+    def launch(value, device=0):
+        cupy.device = device
+        loader.launch(SimpleNamespace(device=device, stream=0), ROUTER, (1,), 32, (value, a_map(value)))
+
+    launch(1)
+    other = threading.Thread(target=launch, args=(2,))
+    other.start()
+    other.join()
+    launch(3, device=1)
+    launch(4)
+    (thread, *_), (other_thread, *_), *_ = driver.launches
+    assert [as_int(arguments[0][1]) for _, _, arguments in driver.launches] == [1, 2, 3, 4]
+    assert [geometry[0] for _, geometry, _ in driver.launches] == [100, 100, 101, 100]
+    first, second, third, fourth = ([address for address, _ in arguments] for _, _, arguments in driver.launches)
+    assert first == fourth and not set(first) & {*second, *third}
+    assert cupy.bound == [(thread, 0), (other_thread, 0), (thread, 1)]  # once each: CuPy no longer does it
+
+
+def test_a_failed_launch_is_named(cupy):
+    cupy.cuda.driver.error = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+    with pytest.raises(RuntimeError) as caught:
+        loader.launch(SimpleNamespace(device=0, stream=0), ROUTER, (3, 2), 128, (1,), 64)
+    assert str(caught.value) == (
+        "moeblaze_cupy: router_fwd_float32: expected a launch of grid (3, 2, 1), 128 threads and 64 bytes of shared "
+        "memory to succeed, got CUDA_ERROR_INVALID_VALUE: invalid argument"
+    )
 
 
 def test_precompile_compiles_once_per_module(cupy):
@@ -369,8 +464,6 @@ def test_import_survives_a_failed_compilation(precompiled, monkeypatch):
 
 
 def test_no_driver_is_no_device(monkeypatch):
-    import ctypes
-
     def missing(name):
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -380,8 +473,6 @@ def test_no_driver_is_no_device(monkeypatch):
 
 @pytest.mark.parametrize(("status", "count", "found"), [(0, 2, True), (0, 0, False), (100, 0, False)])
 def test_a_device_is_what_the_driver_counts(monkeypatch, status, count, found):
-    import ctypes
-
     def device_count(pointer):
         pointer._obj.value = count
         return 0

@@ -26,7 +26,7 @@ def aggregate(
     weights_dtype = "float32" if weights is None else weights.dtype
     loader.launch(
         context,
-        loader.Variant("aggregation.cu", f"aggregate_{out.dtype}_{weights_dtype}{suffix}"),
+        loader.entry("aggregation.cu", f"aggregate_{out.dtype}_{weights_dtype}{suffix}"),
         (launch_config.ceil_div(L, TOKENS_PER_BLOCK),),
         32 * TOKENS_PER_BLOCK,
         (panel.ptr, token_index_map.ptr, 0 if weights is None else weights.ptr, out.ptr, L, k, d, first_column, width),
@@ -38,7 +38,7 @@ def weights_bwd(context: Context, partial_sums: Array, token_index_map: Array, g
     num_slots = token_index_map.size
     loader.launch(
         context,
-        loader.Variant("aggregation.cu", f"weights_bwd_{grad_weights.dtype}"),
+        loader.entry("aggregation.cu", f"weights_bwd_{grad_weights.dtype}"),
         (launch_config.ceil_div(num_slots, SLOTS_PER_BLOCK),),
         SLOTS_PER_BLOCK,
         (partial_sums.ptr, token_index_map.ptr, grad_weights.ptr, num_slots, partial_sums.shape[0]),
@@ -51,7 +51,7 @@ def weights_by_row(context: Context, weights: Array, token_index_map: Array) -> 
     row_weights = context.empty((num_slots,), "float32")
     loader.launch(
         context,
-        loader.Variant("aggregation.cu", f"weights_by_row_{weights.dtype}"),
+        loader.entry("aggregation.cu", f"weights_by_row_{weights.dtype}"),
         (launch_config.ceil_div(num_slots, SLOTS_PER_BLOCK),),
         SLOTS_PER_BLOCK,
         (weights.ptr, token_index_map.ptr, row_weights.ptr, num_slots),

@@ -3,14 +3,15 @@
 R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers are written and read.
 """
 
+import math
 from dataclasses import dataclass
 
 from moeblaze_cupy import checks, launch_config, loader, tensor_map
 from moeblaze_cupy.arrays import Array, Context
-from moeblaze_cupy.structures import DispatchIndices, is_gated
+from moeblaze_cupy.structures import PackedIndices, is_gated
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Index:
     """The index lists as the kernels read them."""
 
@@ -21,9 +22,16 @@ class Index:
     num_experts: int
 
     @classmethod
-    def of(cls, context: Context, index: DispatchIndices) -> "Index":
+    def of(cls, context: Context, index: PackedIndices) -> "Index":
+        lists = context.describe(index.lists)
+
+        def place(name: str) -> Array:
+            start, shape = index.places[name]
+            strides = (shape[1], 1) if len(shape) == 2 else (1,)
+            return Array(lists.owner, lists.ptr + 4 * start, shape, strides, "int32", lists.device)
+
         names = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles")
-        return cls(*(context.describe(getattr(index, name)) for name in names), index.num_experts)
+        return cls(*map(place, names), index.num_experts)
 
     @property
     def num_slots(self) -> int:
@@ -34,7 +42,7 @@ class Index:
         return self.row_tiles.shape[0] - 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Weight:
     """An expert weight as stored: element (e, row, column) of half i at halves[i] + e*expert_stride + row*... .
 
@@ -74,7 +82,8 @@ def empty_weight_gradient(context: Context, weight: Weight) -> tuple[Array, ...]
         E, rows, columns = array.shape
         if weight.transposed:
             base = context.empty((E, columns, rows), array.dtype)
-            gradients.append(context.describe(base.owner.swapaxes(1, 2)))
+            strides = (base.strides[0], base.strides[2], base.strides[1])
+            gradients.append(Array(base.owner.swapaxes(1, 2), base.ptr, array.shape, strides, base.dtype, base.device))
         else:
             gradients.append(context.empty((E, rows, columns), array.dtype))
     return tuple(gradients)
@@ -82,7 +91,7 @@ def empty_weight_gradient(context: Context, weight: Weight) -> tuple[Array, ...]
 
 def _is_aligned(pointers: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """16-byte accesses need aligned pointers, and sizes and strides of whole 8-element groups."""
-    return all(p % 16 == 0 for p in pointers) and all(n % 8 == 0 for n in sizes)
+    return math.gcd(16, *pointers) == 16 and math.gcd(8, *sizes) == 8
 
 
 def pointer(array: Array | None) -> int:

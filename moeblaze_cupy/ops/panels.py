@@ -38,15 +38,26 @@ def _sum_of_rows(
 ) -> None:
     (L, k), d, R = index.token_index_map.shape, out.shape[1], index.num_slots
     panels = launch_config.panels(d)
-    panel = context.empty((R, panels[0][1]), out.dtype)
     config, aligned = grouped_gemm.config_of(context, entry, a, weight, d, K, activation)
+    buffers = context.empty((min(2, len(panels)) if config.tier == "sm90" else 1, R, panels[0][1]), out.dtype)
+    shape, strides = buffers.shape[1:], buffers.strides[1:]
+    panel, other_panel = (
+        Array(
+            buffers.owner,
+            buffers.ptr + i * buffers.strides[0] * buffers.itemsize,
+            shape,
+            strides,
+            out.dtype,
+            out.device,
+        )
+        for i in (0, buffers.shape[0] - 1)
+    )
     if config.tier == "sm80":
         for first_column, width in panels:
             columns = {"first_column": first_column, "columns": width, "product": panel}
             grouped_gemm.gemm(context, entry, index, a, weight, d, K, activation, **columns)
             aggregate(context, panel, index.token_index_map, weights, out, first_column, width)
         return
-    other_panel = context.empty(panel.shape, out.dtype) if len(panels) > 1 else panel
     progress = context.empty((2, len(panels)), "int32")
     loader.clear(context, progress)
     variant = loader.gemm_variant(
