@@ -54,6 +54,11 @@ class Array:
             expected *= n
         return True
 
+    def part(self, start: int, shape: tuple[int, ...]) -> "Array":
+        """A row-major array of one or two dimensions in this one's memory, from element `start` on."""
+        strides = (shape[1], 1) if len(shape) == 2 else (1,)
+        return Array(self.owner, self.ptr + start * self.itemsize, shape, strides, self.dtype, self.device)
+
 
 def describe_strided(array: Any, pointer: int, device: int) -> Array:
     """A NumPy or CuPy array, whose strides are in bytes."""

@@ -204,11 +204,17 @@ def gradient_names(function: str, needs) -> tuple:
     return tuple(needs)
 
 
-def layer_backward(function: str, grad_out: Array, x: Array, saved) -> None:
+@functools.lru_cache(maxsize=1024)
+def _layer_backward(function: str, *layouts: tuple) -> None:
+    grad_out, x = (Array(None, 0, *layout) for layout in layouts)
     same_device(function, x=x, grad_out=grad_out)
     shape(function, "grad_out", grad_out, "L, d", x.shape)
     dtype(function, "grad_out", grad_out, (x.dtype,))
     contiguous(function, "grad_out", grad_out)
+
+
+def layer_backward(function: str, grad_out: Array, x: Array, saved) -> None:
+    _layer_backward(function, grad_out.layout, x.layout)
     if saved.consumed:
         raise RuntimeError(
             f"{function}: saved: expected activations that are still there, got ones that an earlier backward "

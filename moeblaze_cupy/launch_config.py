@@ -139,9 +139,10 @@ def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:
     return ceil_div(columns, width)
 
 
-def panels(columns: int) -> list[tuple[int, int]]:
+@functools.lru_cache(maxsize=256)
+def panels(columns: int) -> tuple[tuple[int, int], ...]:
     """(first column, width) of each panel."""
-    return [(c, min(PANEL_COLUMNS, columns - c)) for c in range(0, columns, PANEL_COLUMNS)]
+    return tuple((c, min(PANEL_COLUMNS, columns - c)) for c in range(0, columns, PANEL_COLUMNS))
 
 
 @dataclass(frozen=True)

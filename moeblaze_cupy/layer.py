@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_cupy import arrays, checks, reference
+from moeblaze_cupy import arrays, checks, loader, reference
 from moeblaze_cupy.interop import dlpack
+from moeblaze_cupy.ops import dispatch, experts, router
 from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward
 
 
@@ -43,7 +44,7 @@ class _Call:
             if framework is not self.framework:
                 raise checks.bad_type(function, name, f"a {self.framework.name} array like {first}", framework.name)
         self.device = self.described[first].device
-        if any(array.device != self.device for array in self.described.values()):
+        if len({array.device for array in self.described.values()}) > 1:
             checks.same_device(function, **self.described)
         self.on_cpu = self.device == arrays.CPU
         if self.on_cpu and self.framework is arrays.Torch:
@@ -57,9 +58,7 @@ class _Call:
         """Makes the arrays' device current."""
         if self.on_cpu:
             return nullcontext()
-        from moeblaze_cupy.loader import import_cupy
-
-        cuda = import_cupy().cuda
+        cuda = loader.import_cupy().cuda
         return nullcontext() if cuda.runtime.getDevice() == self.device else cuda.Device(self.device)
 
     def context(self) -> arrays.Context:
@@ -116,8 +115,6 @@ def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = T
     if call.on_cpu:
         weights, ids = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
         return call.export(weights), call.export(ids)
-    from moeblaze_cupy.ops import router
-
     with call.current_device():
         weights, ids = router.route(call.context(), call.described["logits"], k, kind=kind, renormalize=renormalize)
         return call.export(weights.owner), call.export(ids.owner)
@@ -137,8 +134,6 @@ def route_backward(
     if call.on_cpu:
         host = (call.host(name) for name in ("grad_weights", "logits", "weights", "ids"))
         return call.export(reference.route_backward(*host, kind=kind, renormalize=renormalize))
-    from moeblaze_cupy.ops import router
-
     with call.current_device():
         grad = router.route_backward(
             call.context(), d["grad_weights"], d["logits"], d["weights"], d["ids"], kind=kind, renormalize=renormalize
@@ -160,10 +155,8 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     checks.ids("build_dispatch", call.described["ids"], num_experts)
     if call.on_cpu:
         return _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
-    from moeblaze_cupy.ops.dispatch import dispatch
-
     with call.current_device():
-        return _map_index(dispatch(call.context(), call.described["ids"], num_experts).unpacked(), call.export)
+        return _map_index(dispatch.dispatch(call.context(), call.described["ids"], num_experts).unpacked(), call.export)
 
 
 def moe_forward(
@@ -181,14 +174,14 @@ def moe_forward(
     Raises TypeError (dtype, device, framework), ValueError (shape, memory order, names), or RuntimeError
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80.
     """
-    call = _Call("moe_forward", x=x, ids=ids, weights=weights, **_named_pair("moe_forward", w1), w2=w2)
+    w1_by_name = _named_pair("moe_forward", w1)
+    call = _Call("moe_forward", x=x, ids=ids, weights=weights, **w1_by_name, w2=w2)
     d = call.described
-    w1_names = [name for name in d if name.startswith("w1")]
-    w1_arrays = tuple(d[name] for name in w1_names)
+    w1_arrays = tuple(d[name] for name in w1_by_name)
     checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
     if call.on_cpu:
         host = {name: call.host(name) for name in d}
-        host_w1 = tuple(host[name] for name in w1_names)
+        host_w1 = tuple(host[name] for name in w1_by_name)
         out, saved = reference.moe_forward(
             host["x"],
             host["ids"],
@@ -201,8 +194,6 @@ def moe_forward(
         if saved is not None and call.framework is arrays.Torch:
             saved = _map_saved(saved, call.export)
         return call.export(out), saved
-    from moeblaze_cupy.ops import experts
-
     with call.current_device():
         out, saved = experts.moe_forward(
             call.context(), d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation=activation, save=save
@@ -234,8 +225,6 @@ def moe_backward(
         host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
         grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs)
     else:
-        from moeblaze_cupy.ops import experts
-
         with call.current_device():
             grads = experts.moe_backward(
                 call.context(), call.described["grad_out"], saved, needs=needs, keep_saved=keep_saved

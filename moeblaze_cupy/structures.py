@@ -80,7 +80,7 @@ class DispatchIndices:
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """The lists of `DispatchIndices` as they are on a GPU, in one buffer; each is an array of its own once asked for."""
+    """The lists of `DispatchIndices` as they are on a GPU: in one buffer, each an array of its own once asked for."""
 
     lists: Any  # (n,) int32
     ids: Any  # (L, k) int32: the caller's, or what dispatch made of int64 ids

@@ -25,14 +25,15 @@ def moe_forward(
     (L, d), (E, h, _), R = x.shape, w2.shape, ids.size
     keeps_first_layer = save in ("minimal", "paper")
     index = dispatch(context, ids, E)
-    out = context.empty((L, d), x.dtype)
     first_layer = context.empty((R, h * (1 + is_gated(activation))), x.dtype) if keeps_first_layer else None
     product = context.empty((R, h), x.dtype)
+    lists = Index.of(context, index)
     if L:
-        lists = Index.of(context, index)
-        up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))
+        up = Weight.of(w1, _half_columns(w1, h, activation))
         grouped_gemm.up_fwd(context, lists, x, up, h, activation, first_layer=first_layer, product=product)
-        panels.down_fwd(context, lists, product, down, weights, out, activation)
+    out = context.empty((L, d), x.dtype)  # after the first launches, which it can wait for
+    if L:
+        panels.down_fwd(context, lists, product, Weight.of((w2,)), weights, out, activation)
     if save is None:
         return out, None
     saved = SavedForBackward(

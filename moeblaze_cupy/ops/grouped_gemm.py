@@ -24,14 +24,8 @@ class Index:
     @classmethod
     def of(cls, context: Context, index: PackedIndices) -> "Index":
         lists = context.describe(index.lists)
-
-        def place(name: str) -> Array:
-            start, shape = index.places[name]
-            strides = (shape[1], 1) if len(shape) == 2 else (1,)
-            return Array(lists.owner, lists.ptr + 4 * start, shape, strides, "int32", lists.device)
-
         names = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles")
-        return cls(*map(place, names), index.num_experts)
+        return cls(*(lists.part(*index.places[name]) for name in names), index.num_experts)
 
     @property
     def num_slots(self) -> int:

@@ -39,26 +39,19 @@ def _sum_of_rows(
     (L, k), d, R = index.token_index_map.shape, out.shape[1], index.num_slots
     panels = launch_config.panels(d)
     config, aligned = grouped_gemm.config_of(context, entry, a, weight, d, K, activation)
-    buffers = context.empty((min(2, len(panels)) if config.tier == "sm90" else 1, R, panels[0][1]), out.dtype)
-    shape, strides = buffers.shape[1:], buffers.strides[1:]
-    panel, other_panel = (
-        Array(
-            buffers.owner,
-            buffers.ptr + i * buffers.strides[0] * buffers.itemsize,
-            shape,
-            strides,
-            out.dtype,
-            out.device,
-        )
-        for i in (0, buffers.shape[0] - 1)
-    )
+    shape = R, panels[0][1]
     if config.tier == "sm80":
+        panel = context.empty(shape, out.dtype)
         for first_column, width in panels:
             columns = {"first_column": first_column, "columns": width, "product": panel}
             grouped_gemm.gemm(context, entry, index, a, weight, d, K, activation, **columns)
             aggregate(context, panel, index.token_index_map, weights, out, first_column, width)
         return
-    progress = context.empty((2, len(panels)), "int32")
+    # both panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
+    last, end = (min(2, len(panels)) - 1) * R * shape[1], min(2, len(panels)) * R * shape[1]
+    workspace = context.empty((end + 4 * len(panels),), out.dtype)
+    panel, other_panel = workspace.part(0, shape), workspace.part(last, shape)
+    progress = workspace.part(end, (4 * len(panels),))
     loader.clear(context, progress)
     variant = loader.gemm_variant(
         entry,
