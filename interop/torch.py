@@ -74,17 +74,17 @@ def moe(
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
-    tensors = {"x": x, "ids": ids, "weights": weights, "w1": w1, "w2": w2}
+    gate, up = w1, None
     if isinstance(w1, (tuple, list)):
         if len(w1) != 2:
             raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(w1)} tensors")
-        tensors |= {"w1": w1[0], "w1[1]": w1[1]}
+        gate, up = w1
+    tensors = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w2": w2} | ({} if gate is w1 else {"w1[1]": up})
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
-    gate, up = w1 if isinstance(w1, (tuple, list)) else (w1, None)
-    differentiable = (x, weights, gate, up, w2)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)):
+    differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
+    if not (torch.is_grad_enabled() and (differentiable or up is not None and up.requires_grad)):
         return mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")

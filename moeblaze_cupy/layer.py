@@ -156,7 +156,10 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     if call.on_cpu:
         return _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
     with call.current_device():
-        return _map_index(dispatch.dispatch(call.context(), call.described["ids"], num_experts).unpacked(), call.export)
+        index = dispatch.dispatch(call.context(), call.described["ids"], num_experts).unpacked()
+        if call.export is _keep:
+            return index
+        return _map_index(index, lambda array: call.export(array.copy()))  # DLPack asks for aligned arrays
 
 
 def moe_forward(

@@ -244,7 +244,8 @@ class _Kernel:
         launch_config.tier(device_limits(device).compute_capability)
         self.name, self.cooperative = variant.name, variant.source in COOPERATIVE
         self.function = _module(variant.source, variant.macros).get_function(variant.entry)
-        self.pointer = self.function.kernel.ptr  # compiles
+        self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
+        self.pointer = self.loaded.ptr
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
 
     def launch(self, grid: tuple, block: int, args: tuple, shared_bytes: int, stream: int) -> None:
@@ -295,7 +296,10 @@ def bind_context() -> None:
 
 
 def launch(context, variant: Variant, grid: tuple, block: int, args: tuple, shared_bytes: int = 0) -> None:
-    """Launches on the context's device and stream. Every kernel parameter is a pointer or a 64-bit integer."""
+    """Launches on the context's device, which must be current, and its stream; `args` as `Arguments` takes them.
+
+    Raises RuntimeError with the kernel's name if the driver refuses.
+    """
     kernel(context.device, variant, shared_bytes).launch(grid, block, args, shared_bytes, context.stream)
 
 

@@ -98,7 +98,13 @@ class PackedIndices:
     token_index_map = property(lambda self: self._list("token_index_map"))
     row_tiles = property(lambda self: self._list("row_tiles"))
     experts_by_load = property(lambda self: self._list("experts_by_load"))
-    num_tokens, k, nbytes = DispatchIndices.num_tokens, DispatchIndices.k, DispatchIndices.nbytes
+    num_tokens = property(lambda self: self.places["token_index_map"][1][0])
+    k = property(lambda self: self.places["token_index_map"][1][1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes these lists hold beyond the caller's ids."""
+        return nbytes(self.lists) + (nbytes(self.ids) if self.ids_copied else 0)
 
     def split(self) -> tuple[list, "PackedIndices"]:
         return [self.lists, self.ids], self.joined([None, None])

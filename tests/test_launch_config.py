@@ -1,5 +1,6 @@
 """Launch geometry: from device limits and problem sizes to grids and shared memory, and that the kernels agree."""
 
+import math
 import re
 from pathlib import Path
 
@@ -112,6 +113,19 @@ def test_panels_tile_the_columns(columns):
     for first, width in panels:
         assert 1 <= width <= launch_config.PANEL_COLUMNS
         assert first % 8 == 0 and (width % 8 == 0 or columns % 8)  # 16-byte accesses stay possible
+
+
+@given(tokens=st.integers(0, 10**6), k=st.integers(1, 64), experts=st.integers(1, 4096))
+def test_index_lists_share_a_buffer(tokens, k, experts):
+    places, size = launch_config.index_lists(tokens, k, experts)
+    ends = [0]
+    for start, shape in places.values():
+        assert start == ends[-1]  # no gaps: what is kept for backward is what the formulas say
+        ends.append(start + math.prod(shape))
+    assert ends[-1] == size
+    assert places["token_index_map"][0] % 4 == 0  # written 16 bytes at a time
+    assert places["row_tiles"][0] % 2 == 0  # read as pairs
+    assert places["row_tiles"][1] == (launch_config.max_row_tiles(tokens * k, experts) + 1, 2)
 
 
 @given(a=st.integers(0, 10**12), b=st.integers(1, 10**6))

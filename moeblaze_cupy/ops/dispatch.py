@@ -10,9 +10,6 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> PackedIndices:
     (L, k), num_slots = ids.shape, ids.size
     config = launch_config.dispatch(num_slots, num_experts, loader.device_limits(context.device))
     copies_ids = ids.dtype == "int64"
-    places, size = launch_config.index_lists(L, k, num_experts)
-    lists = context.empty((size,), "int32")
-    token_expert_indices = context.empty(ids.shape, "int32") if copies_ids else None
     block_counts = context.empty((config.workspace_bytes(num_experts) // 4,), "int32") if config.counts else None
     counts = block_counts.ptr if config.counts else 0
 
@@ -23,6 +20,9 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> PackedIndices:
     if config.counts:
         args = (ids.ptr, counts, num_slots, num_experts, config.count_columns, config.block_slots)
         launch("count", launch_config.COUNT_THREADS, args, config.count_shared_bytes)
+    places, size = launch_config.index_lists(L, k, num_experts)
+    lists = context.empty((size,), "int32")
+    token_expert_indices = context.empty(ids.shape, "int32") if copies_ids else None
     outputs = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles", "experts_by_load")
     launch(
         "route",
