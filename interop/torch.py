@@ -84,7 +84,7 @@ def moe(
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
     differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
-    if not (torch.is_grad_enabled() and (differentiable or up is not None and up.requires_grad)):
+    if not (torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))):
         return mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")

@@ -1,4 +1,4 @@
-"""Kernel sources to launchable kernels: the only user of `cupy.RawModule`.
+"""Kernel sources to kernels and their launches: the only user of `cupy.RawModule`.
 
 A kernel is named by its source file, its entry and its JIT constants. CuPy keeps the compiled cubins on
 disk (`CUPY_CACHE_DIR`, else ~/.cupy/kernel_cache); its key does not see included headers, so a digest of
@@ -218,7 +218,7 @@ _thread = _Thread()
 class Arguments:
     """A kernel's arguments as the driver takes them: the address of each, in an array at `pointer`.
 
-    Each is an int, 64 bits wide, or the 128 bytes of a tensor map, on a multiple of 64. The driver copies them while it
+    `put` writes them: ints of 64 bits, and tensor maps of 128 bytes on multiples of 64. The driver copies them while it
     launches, so one memory serves all launches of a thread.
     """
 
@@ -249,6 +249,7 @@ class _Kernel:
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
 
     def launch(self, grid: tuple, block: int, args: tuple, shared_bytes: int, stream: int) -> None:
+        """By CuPy's binding of the driver: a call of its RawKernel makes a NumPy scalar of every argument."""
         arguments = _thread.arguments.get(self)
         if arguments is None:
             bind_context()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, memory
+from moeblaze_cupy import arrays, launch_config, loader, memory, tensor_map
 from moeblaze_cupy.ops import experts
 from moeblaze_cupy.structures import ACTIVATIONS, is_gated
 
@@ -179,6 +179,43 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, d, activation, ids_dty
     assert {name: getattr(gradients, name).nbytes for name in ("x", "weights", "w1", "w2")} == {
         name[1:]: nbytes for name, nbytes in by_name(memory.gradients(s)).items()
     }
+
+
+@pytest.mark.parametrize("d", [64, 256, 264, 600])
+def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch):
+    """Two panels at most, then (2, panels) int32 that start as zeros: next to each other, nothing past the end."""
+    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
+    monkeypatch.setattr(tensor_map, "encode", lambda *args: bytes(128))
+    launched, cleared = {}, []
+    monkeypatch.setattr(
+        loader, "launch", lambda context, variant, grid, block, args, *_: launched.update({variant: args})
+    )
+    monkeypatch.setattr(
+        loader, "clear", lambda context, array: cleared.append((array.ptr, array.size * array.itemsize))
+    )
+    counted = CountedMemory()
+    context = arrays.Context(counted, 0, 0)
+    L, k, E, h = 40, 3, 5, 64
+    shapes = (
+        ((L, d), "float16"),
+        ((L, k), "int32"),
+        ((L, k), "float32"),
+        ((E, d, 2 * h), "float16"),
+        ((E, h, d), "float16"),
+    )
+    x, ids, weights, w1, w2 = (counted.describe(np.zeros(*made)) for made in shapes)
+    experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save=None)
+    (args,) = (args for variant, args in launched.items() if variant.entry == "down_fwd")
+    even, odd, progress = args[7], args[8], args[-1]
+    panels, panel_bytes = len(launch_config.panels(d)), L * k * min(256, d) * 2
+    assert odd - even == (panel_bytes if panels > 1 else 0)
+    assert progress == odd + panel_bytes and progress % 8 == 0
+    assert cleared == [(progress, 2 * panels * 4)]
+    (last,) = (args for variant, args in launched.items() if variant.entry.startswith("aggregate"))
+    assert last[0] == (odd if panels % 2 == 0 else even)
+    lists = 4 * launch_config.index_lists(L, k, E)[1]
+    product, out = L * k * h * 2, L * d * 2
+    assert counted.peak == lists + product + out + min(panels, 2) * panel_bytes + 8 * panels
 
 
 @pytest.mark.parametrize(
