@@ -39,10 +39,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def forced_tier() -> str | None:
-    return os.environ.get("MOEBLAZE_TIER")
-
-
 def tier(compute_capability: int) -> str:
     """Best kernel family for a compute capability such as 90. Raises RuntimeError below 80.
 
@@ -53,7 +49,7 @@ def tier(compute_capability: int) -> str:
             "moeblaze_cupy: compute capability: expected 8.0 or later (mma.sync on bf16, cp.async), "
             f"got {compute_capability // 10}.{compute_capability % 10}"
         )
-    forced = forced_tier()
+    forced = os.environ.get("MOEBLAZE_TIER")
     if forced not in (None, "", "sm80", "sm90"):
         raise ValueError(f"moeblaze_cupy: MOEBLAZE_TIER: expected sm80 or sm90, got {forced!r}")
     if forced == "sm90" and compute_capability != 90:
@@ -84,11 +80,11 @@ def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmCo
 
     split: a gated up projection, half of whose tile is gate.
     """
-    return _gemm(dtype, aligned, split, limits, forced_tier())
+    return _gemm(dtype, aligned, split, limits, os.environ.get("MOEBLAZE_TIER"))
 
 
 @functools.lru_cache(maxsize=256)
-def _gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits, forced: str | None) -> GemmConfig:
+def _gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits, _forced: str | None) -> GemmConfig:
     if tier(limits.compute_capability) == "sm90" and aligned and dtype in ("bfloat16", "float16"):
         return GemmConfig("sm90", 128 if split else 256, 384, 3 * 48 * 1024 + 64 * 1024 + 16 * 1024, 3)
     stages = gemm_stages(limits)
