@@ -20,7 +20,7 @@ class _Call:
     """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back."""
 
     def __init__(self, function: str, **given: Any):
-        self.function, self.export, self.working, self.described = function, _keep, {}, {}
+        self.export, self.described = _keep, {}
         frameworks = {}
         for name, array in given.items():
             framework = arrays.framework_of(array)
@@ -37,7 +37,7 @@ class _Call:
                 self.described[name] = framework.describe(array)
             except (TypeError, BufferError, RuntimeError) as error:
                 raise checks.unreadable(function, name, error) from error
-            self.working[name], frameworks[name] = array, framework
+            frameworks[name] = framework
         first = next(iter(given))
         self.framework = frameworks[first]
         for name, framework in frameworks.items():
@@ -52,7 +52,7 @@ class _Call:
 
     def host(self, name: str):
         """A working array as NumPy, on the CPU; subclasses such as np.matrix have their own idea of arithmetic."""
-        return np.asarray(self.framework.to_numpy(self.working[name]))
+        return np.asarray(self.framework.to_numpy(self.described[name].owner))
 
     def current_device(self):
         """Makes the arrays' device current."""
