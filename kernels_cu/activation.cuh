@@ -1,5 +1,6 @@
 // Activations of the first layer and their derivatives, in fp32 (paper section 5.1; Algorithm 1, lines 23-28).
 #pragma once
+#include "ptx_sm80.cuh"
 
 enum { SILU = 0, GELU = 1, RELU = 2 };
 
@@ -10,7 +11,7 @@ struct Activated {
 template <int KIND>
 __device__ __forceinline__ Activated activate(float x) {
     if (KIND == SILU) {
-        const float sigmoid = __fdividef(1.f, 1.f + __expf(-x));  // a few units in the last place of fp32
+        const float sigmoid = reciprocal(1.f + __expf(-x));  // a few units in the last place of fp32
         const float value = x * sigmoid;
         return {value, fmaf(value, 1.f - sigmoid, sigmoid)};
     }

@@ -54,58 +54,66 @@ struct ActivateRows : EpilogueBase {
 
 // With the accumulators as grad = dA and w the row's weight: first_layer_grad = w * grad * (act(a) * b)', product =
 // w * act(a) * b, partial_sums = <grad, act(a) * b> of the tile's columns. a and b come two rows ahead, by cp.async into
-// the lane's own 16 bytes of two slots of 1 KiB per warp.
+// the lane's own 16 bytes of two slots of 1 KiB per warp; a goes on to registers as the row before is done. A lane leaves
+// its part of <grad, act(a) * b> in the row of the finished tile that it has read. What depends on the row is computed
+// anew: registers are short, and those that pointers take are missing where eight activations are to overlap.
 struct ActivateBwdRows : EpilogueBase {
     static constexpr int TILE_COLUMNS = 256, SLOT_BYTES = 1024;
     const Operands& operands;
     const unsigned slots;
-    const element *fetched, *stored;
-    element *grad, *out;
-    float* sums;
-    bool inside;
-    float weight, dot_before;
+    unsigned row0, column;
+    float weight;
+    Row8<element> a_row;
 
     __device__ __forceinline__ explicit ActivateBwdRows(const Operands& operands)
         : operands(operands),
           slots(shared_address(dynamic_shared) + STAGES * STAGE_BYTES + TILE_BYTES + consumer_warp() * 2 * SLOT_BYTES +
                 (threadIdx.x & 31) * 16) {}
-    __device__ __forceinline__ int64 layer_ld() const { return GATED ? 2 * operands.N : operands.N; }
+
+    // This lane's columns of the tile's row `row` in a matrix of HALVES * N columns.
+    template <int HALVES, class T>
+    __device__ __forceinline__ T* place(T* matrix, int row) const {
+        return matrix + (uint64(row0 + row) * unsigned(HALVES * operands.N) + column);
+    }
+    __device__ __forceinline__ unsigned slot(int row) const { return slots + (row & 1) * SLOT_BYTES; }
+    __device__ __forceinline__ bool inside() const { return column < operands.N; }
 
     __device__ __forceinline__ void fetch(int row) {
-        const unsigned slot = slots + (row & 1) * SLOT_BYTES, bytes = inside && row < rows ? 16 : 0;
-        cp_async_16(slot, fetched, bytes);
-        if (GATED) cp_async_16(slot + SLOT_BYTES / 2, fetched + operands.N, bytes);
+        const element* from = place<1 + GATED>(operands.first_layer, row);
+        const unsigned bytes = inside() && row < rows ? 16 : 0;
+        cp_async_16(slot(row), from, bytes);
+        if (GATED) cp_async_16(slot(row) + SLOT_BYTES / 2, from + operands.N, bytes);
         cp_async_commit();
-        fetched += layer_ld();
     }
-    __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
-        const int lane = threadIdx.x & 31, column = n0 + lane * 8;
-        rows = count, done = 0, inside = column < operands.N;
-        fetched = operands.first_layer + row0 * layer_ld() + column;
-        grad = operands.first_layer_grad + row0 * layer_ld() + column;
-        out = operands.product + row0 * operands.N + column;
-        stored = operands.stored_product + row0 * operands.N + column;
-        sums = operands.partial_sums + n0 / TILE_COLUMNS * operands.num_slots + row0;
-        weight = operands.row_weights[row0 + min(lane & 15, rows - 1)];
+    __device__ __forceinline__ void load_a(int row) {
+        cp_async_wait<1>();
+        a_row = Row8<element>(load_shared_16(slot(row)));
+    }
+    __device__ __forceinline__ void load_weight(int row) {  // without rows, of the expert's last
+        weight = operands.row_weights[row0 + min(row, rows - 1)];
+    }
+    __device__ __forceinline__ void begin(int64 of_row0, int count, int n0) {
+        const int lane = threadIdx.x & 31;
+        rows = count, done = 0;
+        row0 = static_cast<unsigned>(of_row0), column = n0 + lane * 8;
+        load_weight(0);
         fetch(0);
         fetch(1);
     }
 
     __device__ __forceinline__ void next() {
         const int lane = threadIdx.x & 31;
-        const float w = __shfl_sync(0xffffffffu, weight, done);
-        cp_async_wait<1>();
-        const unsigned slot = slots + (done & 1) * SLOT_BYTES;
-        float g[8], a[8], b[8], p[8];
+        if (done == 0) load_a(0);
+        const float w = weight;
+        float g[8], a[8], b[8], p[8], dot[2] = {};
+        a_row.unpack(a);
+        if (GATED) Row8<element>(load_shared_16(slot(done) + SLOT_BYTES / 2)).unpack(b);
         finished.get(done, lane).unpack(g);
-        Row8<element>(load_shared_16(slot)).unpack(a);
-        if (GATED) Row8<element>(load_shared_16(slot + SLOT_BYTES / 2)).unpack(b);
         if (STORED_PRODUCT) {
             Row8<element> row;
-            row.load<true>(stored, inside);
+            row.load<true>(place<1>(operands.stored_product, done), inside());
             row.unpack(p);
         }
-        float dot[2] = {};
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             const Activated s = activate<ACTIVATION>(a[c]);
@@ -117,25 +125,28 @@ struct ActivateBwdRows : EpilogueBase {
             b[c] = wg * s.value;
         }
         const uint4 grad_a = pack8(element(), a), grad_b = pack8(element(), b), weighted = pack8(element(), p);
-        if (inside && operands.first_layer_grad) store_global_16(grad, grad_a);
-        if (GATED && inside && operands.first_layer_grad) store_global_16(grad + operands.N, grad_b);
-        if (inside && operands.product) store_global_16(out, weighted);
-        reduce(dot[0] + dot[1]);
-        grad += layer_ld(), out += operands.N, stored += operands.N;
+        element* grad = place<1 + GATED>(operands.first_layer_grad, done);
+        if (inside() && operands.first_layer_grad) store_global_vector(grad, grad_a);
+        if (GATED && inside() && operands.first_layer_grad) store_global_vector(grad + operands.N, grad_b);
+        if (inside() && operands.product) store_global_vector(place<1>(operands.product, done), weighted);
+        store_shared_4(finished.base + done * (BN * 2) + lane * 4, dot[0] + dot[1]);
         fetch(done + 2);
-        ++done;
+        load_a(++done);
+        load_weight(done);
     }
 
-    // Two rows at a time: lanes 0-15 sum up the first, 16-31 the second.
-    __device__ __forceinline__ void reduce(float dot) {
-        const bool odd = done & 1, upper = threadIdx.x & 16;
-        if (operands.partial_sums && (odd || done == rows - 1)) {
-            const float first = odd ? dot_before : dot;
-            float sum = (upper ? dot : first) + __shfl_xor_sync(0xffffffffu, upper ? first : dot, 16);
+    // The sums: two lanes per row, 16 of its 32 parts each.
+    __device__ __forceinline__ void end() const {
+        const int row = threadIdx.x & 15, half = (threadIdx.x & 31) / 16;
+        __syncwarp();
+        float sum = 0.f;
 #pragma unroll
-            for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-            if (threadIdx.x % 16 == 0 && (odd || !upper)) sums[(done & ~1) + upper] = sum;
+        for (int i = 0; i < 4; ++i) {  // rows start at different quarters, for the sake of the banks
+            const uint4 v = load_shared_16(finished.base + row * (BN * 2) + half * 64 + (i + row) % 4 * 16);
+            sum += __uint_as_float(v.x) + __uint_as_float(v.y) + __uint_as_float(v.z) + __uint_as_float(v.w);
         }
-        dot_before = dot;
+        sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+        if (half == 0 && row < rows && operands.partial_sums)
+            operands.partial_sums[column / TILE_COLUMNS * operands.num_slots + row0 + row] = sum;
     }
 };

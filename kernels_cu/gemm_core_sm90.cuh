@@ -25,11 +25,14 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
     }
 }
 
+// One lane's value for all: so the compiler knows that it is the same, and keeps what follows from it in uniform registers.
+__device__ __forceinline__ unsigned uniform(unsigned v) { return __shfl_sync(0xffffffffu, v, 0); }
+
 // The barriers of the ring, by shared address.
 struct Barriers {
     unsigned full, empty;
     __device__ __forceinline__ Barriers(uint64 (&storage)[2 * STAGES], int full_arrivals)
-        : full(shared_address(storage)), empty(full + 8 * STAGES) {
+        : full(uniform(shared_address(storage))), empty(full + 8 * STAGES) {
         if (threadIdx.x == 0) {
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(full + 8 * s, full_arrivals);
@@ -82,10 +85,9 @@ struct Schedule {
 };
 
 // wgmma descriptor of a 128-byte-swizzled operand: 8-row (or 8-k) groups 1024 bytes apart, and for an MN-contiguous
-// operand its 64-column blocks 8192 bytes apart.
-__device__ __forceinline__ uint64 descriptor(unsigned address) {
-    return (address & 0x3ffff) >> 4 | uint64(8192 >> 4) << 16 | uint64(1024 >> 4) << 32 | uint64(1) << 62;
-}
+// operand its 64-column blocks 8192 bytes apart. Only the low word depends on the address, in units of 16 bytes.
+__device__ __forceinline__ unsigned descriptor_low(unsigned address) { return (address & 0x3ffff) >> 4 | (8192 >> 4) << 16; }
+__device__ __forceinline__ uint64 descriptor(unsigned low) { return low | uint64(1024 >> 4 | 1 << 30) << 32; }
 
 __device__ __forceinline__ int consumer_warp() { return threadIdx.x / 32 - 4; }
 
@@ -111,48 +113,48 @@ struct FinishedRows {
     }
 };
 
-// What a warp does with a finished tile: the 16 rows are stored by next(), a few at a time, by the time the next tile is
-// finished.
+// What a warp does with a finished tile: the 16 rows are stored by next(), one or more at a time, and end() follows the
+// last, all before the next tile is finished.
 struct EpilogueBase {
     static constexpr int SPREAD = 1 << 20;  // k-steps over which this is spread, if a tile has so many
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp; next() moves `done` on
-    __device__ __forceinline__ int left() const { return rows - done; }
+    __device__ __forceinline__ void end() {}
 };
 
-// Stores rows of the finished tile, up to the share 16 * step / steps of them; after the last tile (no steps) all.
-template <class Epilogue>
-__device__ __forceinline__ void work(Epilogue& epilogue, int step, int steps) {
-    const int share = steps ? 16 * step : 16, scale = max(min(steps, Epilogue::SPREAD), 1);
-    while (epilogue.left() > 0 && epilogue.done * scale < share) epilogue.next();
-}
-
 // acc = this warpgroup's 64 x 256 over `steps` stages; acc[j] is a tile of mma.m16n8k16 of rows 16 * warp .. Without
-// `active` the stages only pass.
+// `active` the stages only pass. Before each step a share of step / steps of the epilogue's rows is done; what the step
+// needs is asked for ahead of them, so that they hide the latency.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, class Epilogue>
 __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool active, Ring& ring, const Barriers& barriers,
                                         Epilogue& epilogue) {
     const bool signals = threadIdx.x % 32 == 0;
+    const unsigned shared = uniform(shared_address(dynamic_shared));
+    const unsigned a_low = descriptor_low(shared + uniform(consumer_warp() / 4) * 8192), b_low = descriptor_low(shared + A_BYTES);
+    const int share = (16 << 16) / max(min(steps, Epilogue::SPREAD), 1) + 1;  // of 16 rows per step, in 1 / 65536
     int previous = 0;
     for (int step = 0;; ++step) {
-        work(epilogue, step, steps);
+        const int stage = uniform(ring.stage);
+        const bool full = mbarrier_test_wait(barriers.full + 8 * stage, ring.parity);
+        const int due = step == steps ? epilogue.rows : min(step * share >> 16, epilogue.rows);
+        while (epilogue.done < due) epilogue.next();
         if (step == steps) break;
-        wait(barriers.full + 8 * ring.stage, ring.parity);
+        const uint64 a = descriptor(a_low + stage * (STAGE_BYTES >> 4)), b = descriptor(b_low + stage * (STAGE_BYTES >> 4));
+        if (!full) wait(barriers.full + 8 * stage, ring.parity);
         if (active) {
-            const unsigned stage = shared_address(dynamic_shared) + ring.stage * STAGE_BYTES;
-            const uint64 a = descriptor(stage + consumer_warp() / 4 * 8192), b = descriptor(stage + A_BYTES);
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < BK / 16; ++kk)
                 WGMMA<!A_K_CONTIGUOUS, !B_K_CONTIGUOUS_>(acc, a + (kk * (A_K_CONTIGUOUS ? 32 : 2048) >> 4),
-                                                         b + (kk * (B_K_CONTIGUOUS_ ? 32 : 2048) >> 4), step + kk);
+                                                         b + (kk * (B_K_CONTIGUOUS_ ? 32 : 2048) >> 4), kk > 0 || step > 0);
             wgmma_commit();
             wgmma_wait<1>();
         }
         if (step > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
-        previous = ring.stage;
+        previous = stage;
         ring.advance();
     }
+    epilogue.end();
     wgmma_wait<0>();
     if (steps > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
 }

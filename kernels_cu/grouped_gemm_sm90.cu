@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int steps = (K + BK - 1) / BK;
     Schedule<Order> schedule({m_tiles, n_tiles}, row_tiles, expert_token_offsets, tiles);
 
-    Ring ring;
     if (threadIdx.x < 128) {
+        Ring ring;
         setmaxnreg_dec<72>();
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned a_dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
@@ -87,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     setmaxnreg_inc<216>();
     const int warp_row = consumer_warp() * 16;
+    Ring ring;
     const Operands operands = {columns, first_layer, first_layer_grad, product, stored_product, row_weights, partial_sums, num_slots};
     Epilogue epilogue(operands);
     for (;; schedule.advance()) {

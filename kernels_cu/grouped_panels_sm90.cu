@@ -1,18 +1,21 @@
 // Products whose rows are summed over the k slots of each token, Hopper tier (sm_90a, bf16 and fp16, sizes that are
 // multiples of 8): down_fwd with the output aggregation (paper sections 2.3 and 3.1), up_bwd with the accumulation of
-// token gradients (section 3.2, step 3). The result passes through two panels of 256 columns: while the products of
-// panel i are computed, panel i - 1 is summed, so that no (L*k, d) buffer exists and the sums cost little time. The last
-// panel is left to aggregation.cu, whose grid has all the multiprocessors' warps.
+// token gradients (section 3.2, step 3). The result passes through panels of 256 columns, a group of them at a time: while
+// the products of one group are computed, that before is summed, so that no (L*k, d) buffer exists and the sums cost little
+// time. A's rows come from memory once per group. The last group is left to aggregation.cu, whose grid has all the
+// multiprocessors' warps.
 //
 //   a_map                 tensor map of A, 3-D: (lda, L*k, 1), boxes of 64 x 128 x 1; K_SEGMENTS * depth columns
 //   b0, b1                tensor maps of the weight's K segments, as in grouped_gemm_sm90.cu
 //   columns, depth        d; K of one segment
 //   expert_token_offsets  (E+1,)                     int32, in
 //   row_tiles             (1 + tiles, 2)             int32, in       dispatch's (expert, first row) of tiles of 128 rows
-//   even_panel, odd_panel (L*k, width)               element, scratch; width = min(columns, 256)
+//   panels                (buffers, L*k, width)      element, scratch; width = min(columns, 256); panel i in i % buffers
+//   group, buffers        panels per group; of two groups, or of all if those are fewer
+//   panel_stride          L*k * width
 //   token_index_map       (L, k)                     int32, in       -1: no expert in this slot
 //   weights               (L, k)                     fp32 or element, in; read if WEIGHTED
-//   out                   (L, columns)               element, out    sum over slots of weight * row; last panel not
+//   out                   (L, columns)               element, out    sum over slots of weight * row; last group not
 //   num_tokens, k                                    L, k
 //   progress              (2, number of panels)      int32, zeroed   stored tiles; blocks that have summed
 //
@@ -24,7 +27,7 @@
 //     the tokens in slot order: two runs give the same bits.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
 // progress[0][i] counts the stored tiles of panel i: all of them, before its first sum. progress[1][i] counts the blocks
-// that have summed panel i: all of them, before panel i + 2 is stored over it.
+// that have summed panel i: all of them, before panel i + buffers is stored over it.
 #include "gemm_core_sm90.cuh"
 
 typedef WEIGHT weight_t;
@@ -45,19 +48,30 @@ __device__ __forceinline__ int hear(const int& field) {
     return __reduce_min_sync(0xffffffffu, load_acquire_shared(shared_address(&field)));
 }
 
-__device__ __forceinline__ void carry_word(Word& word, int tiles, int m_tiles, int panels, int* progress) {
+// Tiles of a group: those of the same rows next to each other.
+struct Order {
+    int m_tiles, panels, group;
+    __device__ __forceinline__ int tiles() const { return m_tiles * panels; }
+    __device__ __forceinline__ int summed_here() const { return (panels - 1) / group * group; }
+    __device__ __forceinline__ Tile operator()(int t) const {
+        const int first = t / (m_tiles * group) * group, within = t - m_tiles * first, width = min(group, panels - first);
+        return {within / width, first + within % width};
+    }
+};
+
+__device__ __forceinline__ void carry_word(Word& word, const Order& order, int buffers, int* progress) {
+    const int tiles = order.tiles(), panels = order.panels, sums = order.summed_here();
     const int own_tiles = tiles > blockIdx.x ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0;
     const bool leads = threadIdx.x % 32 == 0;
-    int posted_tiles = 0, posted_panels = 0, summable = 0, free = 2;
-    const int sums = panels - 1;
+    int posted_tiles = 0, posted_panels = 0, summable = 0, free = buffers;
     while (posted_tiles < own_tiles || posted_panels < sums || free < panels) {
         const int stored = hear(word.stored_tiles[threadIdx.x % 8]), summed = hear(word.summed_panels[threadIdx.x % ADDERS]);
         for (; posted_tiles < stored; ++posted_tiles)
-            if (leads) add_release(progress + (blockIdx.x + posted_tiles * gridDim.x) / m_tiles, 1);
+            if (leads) add_release(progress + order(blockIdx.x + posted_tiles * gridDim.x).n, 1);
         for (; posted_panels < summed; ++posted_panels)
             if (leads) add_release(progress + panels + posted_panels, 1);
-        if (summable < sums && __all_sync(0xffffffffu, load_acquire(progress + summable) == m_tiles)) ++summable;
-        if (free < panels && __all_sync(0xffffffffu, load_acquire(progress + panels + free - 2) == gridDim.x)) ++free;
+        if (summable < sums && __all_sync(0xffffffffu, load_acquire(progress + summable) == order.m_tiles)) ++summable;
+        if (free < panels && __all_sync(0xffffffffu, load_acquire(progress + panels + free - buffers) == gridDim.x)) ++free;
         tell(word.summable_panels, summable);
         tell(word.free_panels, free);
         sleep_ns(100);
@@ -160,26 +174,27 @@ struct Adder {
 // A consumer warp's rows of a finished tile.
 struct PanelRows : EpilogueBase {
     static constexpr int SPREAD = 8;
-    const int64 columns;
-    element *const even_panel, *const odd_panel;
+    const int64 columns, panel_stride;
+    const int buffers;
+    element* const panels;
     Word& word;
     int panel = 0, tiles = 0;  // of the finished tile; stored by this warp
     element* row;
     int64 width;
     bool inside;
 
-    __device__ __forceinline__ PanelRows(int64 columns, element* even_panel, element* odd_panel, Word& word)
-        : columns(columns), even_panel(even_panel), odd_panel(odd_panel), word(word) {}
+    __device__ __forceinline__ PanelRows(int64 columns, element* panels, int buffers, int64 panel_stride, Word& word)
+        : columns(columns), panel_stride(panel_stride), buffers(buffers), panels(panels), word(word) {}
     __device__ __forceinline__ void begin(int of_panel, int64 row0, int count) {
         const int lane = threadIdx.x & 31;
         panel = of_panel, rows = max(count, 0), done = 0;
         width = min(columns - of_panel * BN, int64(BN));
         inside = lane * 8 < width;
-        row = (of_panel & 1 ? odd_panel : even_panel) + row0 * width + lane * 8;
+        row = panels + of_panel % buffers * panel_stride + row0 * width + lane * 8;
         if (rows == 0) tell(word.stored_tiles[consumer_warp()], ++tiles);
     }
     __device__ __forceinline__ void next() {
-        if (done == 0 && panel >= 2)
+        if (done == 0 && panel >= buffers)
             while (hear(word.free_panels) <= panel) {
             }
         const Row8<element> v = finished.get(done, threadIdx.x & 31);
@@ -189,34 +204,30 @@ struct PanelRows : EpilogueBase {
     }
 };
 
-struct Order {
-    int m_tiles;
-    __device__ __forceinline__ Tile operator()(int t) const { return {t % m_tiles, t / m_tiles}; }
-};
-
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
-          int64 columns, int64 depth, const int* expert_token_offsets, const int* row_tiles, element* even_panel, element* odd_panel,
-          const int* token_index_map, const weight_t* weights, element* out, int64 num_tokens, int64 k, int* progress) {
+          int64 columns, int64 depth, const int* expert_token_offsets, const int* row_tiles, element* panels, int64 group, int64 buffers,
+          int64 panel_stride, const int* token_index_map, const weight_t* weights, element* out, int64 num_tokens, int64 k,
+          int* progress) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     __shared__ Word word;
     if (threadIdx.x < sizeof(Word) / 4) reinterpret_cast<int*>(&word)[threadIdx.x] = 0;
     const Barriers barriers(barrier_storage, 1);
-    const int K = static_cast<int>(depth), m_tiles = row_tiles[0];
-    const int panels = static_cast<int>((columns + BN - 1) / BN), tiles = m_tiles * panels;
+    const int K = static_cast<int>(depth), num_buffers = static_cast<int>(buffers);
+    const Order order = {row_tiles[0], static_cast<int>((columns + BN - 1) / BN), static_cast<int>(group)};
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
 
-    Schedule<Order> schedule({m_tiles}, row_tiles, expert_token_offsets, tiles);
+    Schedule<Order> schedule(order, row_tiles, expert_token_offsets, order.tiles());
 
-    Ring ring;
     if (threadIdx.x < 128) {
+        Ring ring;
         setmaxnreg_dec<88>();
-        if (threadIdx.x / 32 == 1) carry_word(word, tiles, m_tiles, panels, progress);
+        if (threadIdx.x / 32 == 1) carry_word(word, order, num_buffers, progress);
         if (threadIdx.x / 32 >= 2) {
             const Adder adder(columns, num_tokens, k);
-            for (int panel = 0; panel < panels - 1; ++panel) {
+            for (int panel = 0; panel < order.summed_here(); ++panel) {
                 while (hear(word.summable_panels) <= panel) sleep_ns(100);
-                adder.sum(panel & 1 ? odd_panel : even_panel, panel * BN, token_index_map, weights, out);
+                adder.sum(panels + panel % num_buffers * panel_stride, panel * BN, token_index_map, weights, out);
                 tell(word.summed_panels[threadIdx.x / 32 - 2], panel + 1);
             }
         }
@@ -251,7 +262,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     setmaxnreg_inc<208>();
     const int warp_row = consumer_warp() * 16;
-    PanelRows epilogue(columns, even_panel, odd_panel, word);
+    Ring ring;
+    PanelRows epilogue(columns, panels, num_buffers, panel_stride, word);
     for (;; schedule.advance()) {
         const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup
         if (!last) schedule.prefetch();

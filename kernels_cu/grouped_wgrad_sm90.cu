@@ -56,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     auto tile = [&](int t) { return t < tiles ? work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets) : Work{}; };
 
-    Ring ring;
     if (threadIdx.x < 128) {
+        Ring ring;
         setmaxnreg_dec<56>();
         constexpr int ROWS = BK / 16;  // thread t copies chunk t % 8 of token rows t / 8 + 16 i, for every block of columns
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
@@ -145,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
     setmaxnreg_inc<224>();
     const int warp_row = consumer_warp() * 16;
+    Ring ring;
     GradientRows epilogue(M, N, ldo);
     Work work = tile(blockIdx.x), next;
     for (int t = blockIdx.x;; t += gridDim.x, work = next) {

@@ -71,6 +71,13 @@ __device__ __forceinline__ float cvt_f32_from_fp16(unsigned short bits) {
     return r;
 }
 
+// 1 / v to one unit in the last place; 0 for infinity.
+__device__ __forceinline__ float reciprocal(float v) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
 // Plain accesses, so that the compiler may order and overlap them; the emulator checks their alignment.
 __device__ __forceinline__ uint4 load_global_16(const void* p) { return *static_cast<const uint4*>(p); }
 

@@ -34,6 +34,17 @@ __device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned par
     return done != 0;
 }
 
+// As above, without waiting at all.
+__device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // Arrives on the barrier, which counts this arrival, once this thread's cp.async copies so far have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -66,6 +77,15 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
     return v;
+}
+
+__device__ __forceinline__ void store_shared_4(unsigned address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+
+// As one instruction: a plain store of a vector whose registers do not lie together is split.
+__device__ __forceinline__ void store_global_vector(void* p, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
 // Of the block's threads `threads` wait for each other; ids from 1 (0 is __syncthreads').

@@ -115,6 +115,22 @@ def test_panels_tile_the_columns(columns):
         assert first % 8 == 0 and (width % 8 == 0 or columns % 8)  # 16-byte accesses stay possible
 
 
+@pytest.mark.parametrize(
+    ("columns", "spare", "group"),
+    [
+        (256, 256, 1),
+        (1024, 1024, 1),
+        (2048, 2048, 2),
+        (4096, 4096, 4),
+        (14336, 14336, 4),
+        (4096, 1024, 2),
+        (2048, 768, 1),
+    ],
+)
+def test_two_groups_of_panels_take_half_a_routed_buffer_at_most(columns, spare, group):
+    assert launch_config.panel_group(columns, spare) == group
+
+
 @given(tokens=st.integers(0, 10**6), k=st.integers(1, 64), experts=st.integers(1, 4096))
 def test_index_lists_share_a_buffer(tokens, k, experts):
     places, size = launch_config.index_lists(tokens, k, experts)

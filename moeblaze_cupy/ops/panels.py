@@ -47,11 +47,12 @@ def _sum_of_rows(
             grouped_gemm.gemm(context, entry, index, a, weight, d, K, activation, **columns)
             aggregate(context, panel, index.token_index_map, weights, out, first_column, width)
         return
-    # both panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
-    last, end = (min(2, len(panels)) - 1) * R * shape[1], min(2, len(panels)) * R * shape[1]
-    workspace = context.empty((end + 4 * len(panels),), out.dtype)
-    panel, other_panel = workspace.part(0, shape), workspace.part(last, shape)
-    progress = workspace.part(end, (4 * len(panels),))
+    # A' is gone by the time of up_bwd: its panels may take that room, while down_fwd's come on top of it
+    group = launch_config.panel_group(d, d if weights is not None else K)
+    buffers, stride = min(2 * group, len(panels)), R * panels[0][1]
+    # the panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
+    workspace = context.empty((buffers * stride + 4 * len(panels),), out.dtype)
+    progress = workspace.part(buffers * stride, (4 * len(panels),))
     loader.clear(context, progress)
     variant = loader.gemm_variant(
         entry,
@@ -70,8 +71,10 @@ def _sum_of_rows(
         K,
         index.expert_token_offsets.ptr,
         index.row_tiles.ptr,
-        panel.ptr,
-        other_panel.ptr,
+        workspace.ptr,
+        group,
+        buffers,
+        stride,
         index.token_index_map.ptr,
         grouped_gemm.pointer(weights),
         out.ptr,
@@ -81,6 +84,6 @@ def _sum_of_rows(
     )
     blocks = config.blocks(d, index.max_row_tiles, loader.device_limits(context.device))
     loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
-    first_column, width = panels[-1]
-    last_panel = other_panel if len(panels) % 2 == 0 else panel
-    aggregate(context, last_panel, index.token_index_map, weights, out, first_column, width)
+    for i in range((len(panels) - 1) // group * group, len(panels)):
+        panel = workspace.part(i % buffers * stride, shape)
+        aggregate(context, panel, index.token_index_map, weights, out, *panels[i])

@@ -511,7 +511,6 @@ CUEMU_ATOMICS(unsigned long long)
 // Macros: glibc declares functions of some of these names.
 #define __expf expf
 #define __logf logf
-#define __fdividef(a, b) (static_cast<float>(a) / static_cast<float>(b))
 #define __frcp_rn(a) (1.f / static_cast<float>(a))
 #define rsqrtf(a) (1.f / sqrtf(a))
 

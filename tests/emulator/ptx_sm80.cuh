@@ -155,6 +155,8 @@ __device__ __forceinline__ unsigned cvt_fp16x2(float low, float high) {
     return cuemu::fp16_bits(low) | cuemu::fp16_bits(high) << 16;
 }
 
+__device__ __forceinline__ float reciprocal(float v) { return 1.f / v; }
+
 __device__ __forceinline__ uint4 load_global_16(const void* p) {
     cuemu::check_global(p, 16, 16, "load_global_16");
     uint4 v;
