@@ -1,7 +1,7 @@
 // Output aggregation (paper section 2.3 and 3.1) and token gradient accumulation (section 3.2, step 3):
 // each token sums the rows of its k slots, found through token_index_map, over one panel of columns.
 //
-//   panel            (L*k, panel_columns)  element, in     expert outputs, or input gradients, of the panel
+//   panel            (L*k, panel_ld)       element, in     expert outputs, or input gradients, of the panel
 //   token_index_map  (L, k)                int32, in       -1: no expert in this slot
 //   weights          (L, k)                fp32 or element, in; absent for the input gradient
 //   out              (L, d)                element, out    columns first_column .. + panel_columns
@@ -17,7 +17,7 @@
 
 template <bool ALIGNED_ROWS, class T, class W>
 __device__ void aggregate(const T* panel, const int* token_index_map, const W* weights, T* out, int64 L, int64 k, int64 d,
-                          int64 first_column, int64 panel_columns) {
+                          int64 first_column, int64 panel_columns, int64 panel_ld) {
     const int lane = threadIdx.x & 31;
     const int64 token = blockIdx.x * 8LL + threadIdx.x / 32;
     if (token >= L) return;
@@ -31,7 +31,7 @@ __device__ void aggregate(const T* panel, const int* token_index_map, const W* w
             for (int i = 0; i < 4; ++i) {
                 const int position = j0 + i < k ? positions[j0 + i] : -1;
                 scale[i] = position < 0 ? 0.f : weights ? to_float(weights[token * k + j0 + i]) : 1.f;
-                rows[i].template load<ALIGNED_ROWS>(panel + max(position, 0) * panel_columns + column,
+                rows[i].template load<ALIGNED_ROWS>(panel + max(position, 0) * panel_ld + column,
                                                     position < 0 ? 0 : panel_columns - column);
             }
 #pragma unroll
@@ -66,8 +66,8 @@ __device__ void weights_by_row(const W* weights, const int* token_index_map, flo
 #define AGGREGATE_ENTRY(NAME, ALIGNED_ROWS, T, W)                                                                             \
     extern "C" __global__ void __launch_bounds__(256)                                                                         \
         NAME(const T* panel, const int* token_index_map, const W* weights, T* out, int64 L, int64 k, int64 d,                 \
-             int64 first_column, int64 panel_columns) {                                                                       \
-        aggregate<ALIGNED_ROWS>(panel, token_index_map, weights, out, L, k, d, first_column, panel_columns);                  \
+             int64 first_column, int64 panel_columns, int64 panel_ld) {                                                       \
+        aggregate<ALIGNED_ROWS>(panel, token_index_map, weights, out, L, k, d, first_column, panel_columns, panel_ld);        \
     }
 #define AGGREGATE_ENTRIES(SUFFIX, T, W)                                                                                       \
     AGGREGATE_ENTRY(aggregate_##SUFFIX, true, T, W)                                                                           \

@@ -3,16 +3,18 @@
 // token gradients (section 3.2, step 3). The result passes through panels of 256 columns, a group of them at a time: while
 // the products of one group are computed, that before is summed, so that no (L*k, d) buffer exists and the sums cost little
 // time. A's rows come from memory once per group. The last group is left to aggregation.cu, whose grid has all the
-// multiprocessors' warps.
+// multiprocessors' warps. With k = 1 (SLOTS = 1) a row is its token's sum: rows go straight to out, and there are no panels.
 //
 //   a_map                 tensor map of A, 3-D: (lda, L*k, 1), boxes of 64 x 128 x 1; K_SEGMENTS * depth columns
 //   b0, b1                tensor maps of the weight's K segments, as in grouped_gemm_sm90.cu
 //   columns, depth        d; K of one segment
+//   expert_token_indices  (L*k,)                     int32, in       read if k = 1
 //   expert_token_offsets  (E+1,)                     int32, in
 //   row_tiles             (1 + tiles, 2)             int32, in       dispatch's (expert, first row) of tiles of 128 rows
-//   panels                (buffers, L*k, width)      element, scratch; width = min(columns, 256); panel i in i % buffers
+//   panels                (buffers, L*k, panel_ld)   element, scratch; panel i in buffer i % buffers. Up to 256 columns it may
+//                                                    be A itself, of whose rows the tile that is stored was the last reader
 //   group, buffers        panels per group; of two groups, or of all if those are fewer
-//   panel_stride          L*k * width
+//   panel_ld, panel_stride                           from row to row, from buffer to buffer
 //   token_index_map       (L, k)                     int32, in       -1: no expert in this slot
 //   weights               (L, k)                     fp32 or element, in; read if WEIGHTED
 //   out                   (L, columns)               element, out    sum over slots of weight * row; last group not
@@ -20,7 +22,8 @@
 //   progress              (2, number of panels)      int32, zeroed   stored tiles; blocks that have summed
 //
 // Launch: cooperative (blocks wait for each other), at most one block per multiprocessor, 384 threads, dynamic shared
-// memory 224 KiB. SLOTS: rows a sum takes at a time, min(8, k) rounded up to a power of two.
+// memory 224 KiB. SLOTS: rows a sum takes at a time, min(8, k) rounded up to a power of two. With k = 1 out (L, columns) is
+// whole when the kernel ends, and the messenger's warp writes the zeros of tokens without an expert.
 //   warpgroup 0: thread 0, producer, copies both operands' boxes; full[s] expects its arrival and the bytes. Warp 1,
 //     messenger, carries word of stored tiles and summed panels between this block's warps and the other blocks, so that
 //     no consumer waits for a fence or a counter in global memory. Warps 2 and 3, adders, sum the rows of their share of
@@ -174,23 +177,21 @@ struct Adder {
 // A consumer warp's rows of a finished tile.
 struct PanelRows : EpilogueBase {
     static constexpr int SPREAD = 8;
-    const int64 columns, panel_stride;
+    const int64 columns, panel_ld, panel_stride;
     const int buffers;
     element* const panels;
     Word& word;
     int panel = 0, tiles = 0;  // of the finished tile; stored by this warp
     element* row;
-    int64 width;
     bool inside;
 
-    __device__ __forceinline__ PanelRows(int64 columns, element* panels, int buffers, int64 panel_stride, Word& word)
-        : columns(columns), panel_stride(panel_stride), buffers(buffers), panels(panels), word(word) {}
+    __device__ __forceinline__ PanelRows(int64 columns, element* panels, int buffers, int64 panel_ld, int64 panel_stride, Word& word)
+        : columns(columns), panel_ld(panel_ld), panel_stride(panel_stride), buffers(buffers), panels(panels), word(word) {}
     __device__ __forceinline__ void begin(int of_panel, int64 row0, int count) {
         const int lane = threadIdx.x & 31;
         panel = of_panel, rows = max(count, 0), done = 0;
-        width = min(columns - of_panel * BN, int64(BN));
-        inside = lane * 8 < width;
-        row = panels + of_panel % buffers * panel_stride + row0 * width + lane * 8;
+        inside = of_panel * BN + lane * 8 < columns;
+        row = panels + of_panel % buffers * panel_stride + row0 * panel_ld + lane * 8;
         if (rows == 0) tell(word.stored_tiles[consumer_warp()], ++tiles);
     }
     __device__ __forceinline__ void next() {
@@ -199,15 +200,57 @@ struct PanelRows : EpilogueBase {
             }
         const Row8<element> v = finished.get(done, threadIdx.x & 31);
         if (inside) v.store(row);
-        row += width;
+        row += panel_ld;
         if (++done == rows) tell(word.stored_tiles[consumer_warp()], ++tiles);
     }
 };
 
+// The same where k = 1: each row to its token, times the token's weight.
+struct TokenRows : EpilogueBase {
+    static constexpr int SPREAD = 8;
+    const int64 columns;
+    const int* const expert_token_indices;
+    const weight_t* const weights;
+    element* const out;
+    int column, token;  // of the lane; of row lane % 16
+    float weight;       // of that token
+
+    __device__ __forceinline__ TokenRows(int64 columns, const int* expert_token_indices, const weight_t* weights, element* out)
+        : columns(columns), expert_token_indices(expert_token_indices), weights(weights), out(out) {}
+    __device__ __forceinline__ void begin(int of_panel, int64 row0, int count) {
+        const int lane = threadIdx.x & 31;
+        rows = count, done = 0, column = of_panel * BN + lane * 8;
+        token = expert_token_indices[row0 + min(lane & 15, count - 1)];  // without rows, the expert's last
+        weight = WEIGHTED ? to_float(weights[token]) : 1.f;
+    }
+    __device__ __forceinline__ void next() {
+        const int64 to = __shfl_sync(0xffffffffu, token, done);
+        const float scale = WEIGHTED ? __shfl_sync(0xffffffffu, weight, done) : 1.f;
+        float v[8];
+        finished.get(done, threadIdx.x & 31).unpack(v);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v[c] *= scale;
+        if (column < columns) store_vector8(out + to * columns + column, v);
+        ++done;
+    }
+};
+
+// By one warp per block: zeros for the tokens of its share that have no expert.
+__device__ __forceinline__ void clear_tokens_without_expert(const int* token_index_map, element* out, int64 num_tokens, int64 columns) {
+    const int lane = threadIdx.x & 31;
+    for (int64 first = blockIdx.x * 32LL; first < num_tokens; first += gridDim.x * 32LL) {
+        unsigned absent = __ballot_sync(0xffffffffu, first + lane < num_tokens && token_index_map[min(first + lane, num_tokens - 1)] < 0);
+        for (; absent; absent &= absent - 1) {
+            element* row = out + (first + __ffs(absent) - 1) * columns;
+            for (int64 column = lane * 8; column < columns; column += 256) store_global_16(row + column, make_uint4(0, 0, 0, 0));
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
-          int64 columns, int64 depth, const int* expert_token_offsets, const int* row_tiles, element* panels, int64 group, int64 buffers,
-          int64 panel_stride, const int* token_index_map, const weight_t* weights, element* out, int64 num_tokens, int64 k,
+          int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles,
+          element* panels, int64 group, int64 buffers, int64 panel_ld, int64 panel_stride, const int* token_index_map, const weight_t* weights, element* out, int64 num_tokens, int64 k,
           int* progress) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     __shared__ Word word;
@@ -222,8 +265,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         Ring ring;
         setmaxnreg_dec<88>();
-        if (threadIdx.x / 32 == 1) carry_word(word, order, num_buffers, progress);
-        if (threadIdx.x / 32 >= 2) {
+        if (threadIdx.x / 32 == 1) {
+            if constexpr (SLOTS == 1)
+                clear_tokens_without_expert(token_index_map, out, num_tokens, columns);
+            else
+                carry_word(word, order, num_buffers, progress);
+        }
+        if (SLOTS > 1 && threadIdx.x / 32 >= 2) {
             const Adder adder(columns, num_tokens, k);
             for (int panel = 0; panel < order.summed_here(); ++panel) {
                 while (hear(word.summable_panels) <= panel) sleep_ns(100);
@@ -263,7 +311,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     setmaxnreg_inc<208>();
     const int warp_row = consumer_warp() * 16;
     Ring ring;
-    PanelRows epilogue(columns, panels, num_buffers, panel_stride, word);
+#if SLOTS == 1
+    TokenRows epilogue(columns, expert_token_indices, weights, out);
+#else
+    PanelRows epilogue(columns, panels, num_buffers, panel_ld, panel_stride, word);
+#endif
     for (;; schedule.advance()) {
         const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup
         if (!last) schedule.prefetch();

@@ -110,7 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--case", metavar="A,B", help="cases or groups of bench/cases.py")
     bench.add_argument("--provider", metavar="A,B", help="providers or groups of bench/providers.py")
-    bench.add_argument("--order", metavar="A,B", help="memory orders of the weights: transposed, row (differs by suite)")
+    bench.add_argument(
+        "--order", metavar="A,B", help="memory orders of the weights: transposed, row (differs by suite)"
+    )
     bench.add_argument("--rounds", type=positive_integer, metavar="N", help="timed repetitions of each row (12)")
     bench.add_argument("--minutes", type=positive_number, metavar="T", help="start no row later than this into the run")
     bench.add_argument("--commit", metavar="ID", help="commit to write into the records (git's)")

@@ -26,7 +26,7 @@ ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "
 SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "ACTIVATE_BWD": "ActivateBwdRows"}
-SLOTS = (2, 4, 8)  # rows in flight per sum over a token's slots
+SLOTS = (1, 2, 4, 8)  # rows in flight per sum over a token's slots; 1: no sum
 COOPERATIVE = ("grouped_panels_sm90.cu",)  # their blocks wait for each other
 
 _lock = threading.Lock()

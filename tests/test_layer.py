@@ -30,6 +30,9 @@ LARGER = [
     Case(L=513, k=3, E=5, d=301, h=157, activation="silu"),
     Case(L=2048, k=2, E=4, d=512, h=1024, routing="empty_experts"),
     Case(L=1024, k=1, E=8, d=320, h=192, activation="relu", order="transposed", routing="one_expert"),
+    # k = 1, where rows go straight to their tokens; one panel that takes the place of what it is computed from
+    Case(L=700, k=1, E=6, d=1032, h=264, routing="absent"),
+    Case(L=700, k=4, E=6, d=200, h=256, routing="absent", order="transposed"),
     # several panels: more tiles than blocks; sums in two parts of 8 slots; fewer tokens than warps that sum
     Case(L=1500, k=4, E=7, d=1032, h=136, routing="empty_experts", order="transposed"),
     Case(L=200, k=12, E=20, d=1288, h=72, routing="absent"),

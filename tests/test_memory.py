@@ -183,9 +183,10 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, d, activation, ids_dty
 
 @pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 2200])
 def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch):
-    """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end."""
+    """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. One
+    panel no wider than h takes the place of the product."""
     monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
-    monkeypatch.setattr(tensor_map, "encode", lambda *args: bytes(128))
+    monkeypatch.setattr(tensor_map, "encode", lambda pointer, *args: pointer)
     launches, cleared = [], []
     monkeypatch.setattr(
         loader, "launch", lambda context, variant, grid, block, args, *_: launches.append((variant, args))
@@ -206,19 +207,20 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch)
     x, ids, weights, w1, w2 = (counted.describe(np.zeros(*made)) for made in shapes)
     experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save=None)
     (args,) = (args for variant, args in launches if variant.entry == "down_fwd")
-    first, group, buffers, stride = args[7:11]
-    progress = args[-1]
+    first, group, buffers, ld, stride = args[8:13]
+    progress, in_place = args[-1], d <= h
     panels, panel_bytes = len(launch_config.panels(d)), L * k * min(256, d) * 2
     assert group == (2 if d >= 2048 else 1) and buffers == min(2 * group, panels) and 2 * stride == panel_bytes
-    assert progress == first + buffers * panel_bytes and progress % 8 == 0
+    assert ld == (h if in_place else min(256, d))
+    assert first == args[0] if in_place else progress == first + buffers * panel_bytes and progress % 8 == 0
     assert cleared == [(progress, 2 * panels * 4)]
     summed_there = range((panels - 1) // group * group, panels)
     aggregated = [args for variant, args in launches if variant.entry.startswith("aggregate")]
     assert [args[0] for args in aggregated] == [first + i % buffers * panel_bytes for i in summed_there]
-    assert [tuple(args[-2:]) for args in aggregated] == [launch_config.panels(d)[i] for i in summed_there]
+    assert [args[-3:] for args in aggregated] == [(*launch_config.panels(d)[i], ld) for i in summed_there]
     lists = 4 * launch_config.index_lists(L, k, E)[1]
     product, out = L * k * h * 2, L * d * 2
-    assert counted.peak == lists + product + out + buffers * panel_bytes + 8 * panels
+    assert counted.peak == lists + product + out + (0 if in_place else buffers * panel_bytes) + 8 * panels
 
 
 @pytest.mark.parametrize(

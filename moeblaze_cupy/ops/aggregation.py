@@ -15,8 +15,9 @@ def aggregate(
     out: Array,
     first_column: int,
     width: int,
+    ld: int | None = None,
 ) -> None:
-    """out[:, first_column : first_column + width] from the first `width` columns' worth of panel (L*k, width).
+    """out[:, first_column : first_column + width] from panel, whose L*k rows of `width` are `ld` apart (width).
 
     weights (L, k) scale the slots; None leaves them unscaled (the gradient of x).
     """
@@ -29,7 +30,10 @@ def aggregate(
         loader.entry("aggregation.cu", f"aggregate_{out.dtype}_{weights_dtype}{suffix}"),
         (launch_config.ceil_div(L, TOKENS_PER_BLOCK),),
         32 * TOKENS_PER_BLOCK,
-        (panel.ptr, token_index_map.ptr, 0 if weights is None else weights.ptr, out.ptr, L, k, d, first_column, width),
+        (
+            *(panel.ptr, token_index_map.ptr, 0 if weights is None else weights.ptr, out.ptr),
+            *(L, k, d, first_column, width, width if ld is None else ld),
+        ),
     )
 
 

@@ -33,7 +33,8 @@ def moe_forward(
         grouped_gemm.up_fwd(context, lists, x, up, h, activation, first_layer=first_layer, product=product)
     out = context.empty((L, d), x.dtype)  # after the first launches, which it can wait for
     if L:
-        panels.down_fwd(context, lists, product, Weight.of((w2,)), weights, out, activation)
+        down, overwrites = Weight.of((w2,)), save != "paper"
+        panels.down_fwd(context, lists, product, down, weights, out, activation, overwrites=overwrites)
     if save is None:
         return out, None
     saved = SavedForBackward(
@@ -117,7 +118,7 @@ def moe_backward(
     if "x" in needs:
         grad_x = context.empty((L, d), x.dtype)
         if L:
-            panels.up_bwd(context, lists, first_layer_grad, up, h, grad_x, activation)
+            panels.up_bwd(context, lists, first_layer_grad, up, h, grad_x, activation, overwrites=True)
     return Gradients(
         x=grad_x and grad_x.owner,
         weights=grad_weights and grad_weights.owner,

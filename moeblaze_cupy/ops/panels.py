@@ -12,17 +12,33 @@ from moeblaze_cupy.ops.grouped_gemm import Index, Weight
 
 
 def down_fwd(
-    context: Context, index: Index, product: Array, w2: Weight, weights: Array, out: Array, activation: str
+    context: Context,
+    index: Index,
+    product: Array,
+    w2: Weight,
+    weights: Array,
+    out: Array,
+    activation: str,
+    *,
+    overwrites: bool = False,
 ) -> None:
-    """out (L, d) = sum over slots of weights * row of product w2."""
-    _sum_of_rows(context, "down_fwd", index, product, w2, product.shape[1], weights, out, activation)
+    """out (L, d) = sum over slots of weights * row of product w2; `overwrites`: product may be used as scratch."""
+    _sum_of_rows(context, "down_fwd", index, product, w2, product.shape[1], weights, out, activation, overwrites)
 
 
 def up_bwd(
-    context: Context, index: Index, first_layer_grad: Array, w1: Weight, h: int, grad_x: Array, activation: str
+    context: Context,
+    index: Index,
+    first_layer_grad: Array,
+    w1: Weight,
+    h: int,
+    grad_x: Array,
+    activation: str,
+    *,
+    overwrites: bool = False,
 ) -> None:
-    """grad_x (L, d) = sum over slots of row of first_layer_grad w1^T."""
-    _sum_of_rows(context, "up_bwd", index, first_layer_grad, w1, h, None, grad_x, activation)
+    """grad_x (L, d) = sum over slots of row of first_layer_grad w1^T; `overwrites` as in `down_fwd`."""
+    _sum_of_rows(context, "up_bwd", index, first_layer_grad, w1, h, None, grad_x, activation, overwrites)
 
 
 def _sum_of_rows(
@@ -35,6 +51,7 @@ def _sum_of_rows(
     weights: Array | None,
     out: Array,
     activation: str,
+    overwrites: bool,
 ) -> None:
     (L, k), d, R = index.token_index_map.shape, out.shape[1], index.num_slots
     panels = launch_config.panels(d)
@@ -48,12 +65,18 @@ def _sum_of_rows(
             aggregate(context, panel, index.token_index_map, weights, out, first_column, width)
         return
     # A' is gone by the time of up_bwd: its panels may take that room, while down_fwd's come on top of it
-    group = launch_config.panel_group(d, d if weights is not None else K)
-    buffers, stride = min(2 * group, len(panels)), R * panels[0][1]
-    # the panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
-    workspace = context.empty((buffers * stride + 4 * len(panels),), out.dtype)
-    progress = workspace.part(buffers * stride, (4 * len(panels),))
-    loader.clear(context, progress)
+    group = launch_config.panel_group(d, K if weights is None else d)
+    buffers, ld, progress = min(2 * group, len(panels)), panels[0][1], None
+    stride = R * ld
+    if k > 1:
+        in_place = overwrites and len(panels) == 1 and d <= a.shape[1]
+        if in_place:  # a tile's rows are its own: no other tile of theirs is still to be computed
+            buffers, ld = 0, a.shape[1]
+        # the panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
+        workspace = context.empty((buffers * stride + 4 * len(panels),), out.dtype)
+        progress = workspace.part(buffers * stride, (4 * len(panels),))
+        loader.clear(context, progress)
+        panel = a if in_place else workspace
     variant = loader.gemm_variant(
         entry,
         dtype=a.dtype,
@@ -69,21 +92,26 @@ def _sum_of_rows(
         *grouped_gemm.tensor_maps(weight, entry, d, K),
         d,
         K,
+        index.expert_token_indices.ptr,
         index.expert_token_offsets.ptr,
         index.row_tiles.ptr,
-        workspace.ptr,
+        panel.ptr if k > 1 else 0,
         group,
-        buffers,
+        max(buffers, 1),
+        ld,
         stride,
         index.token_index_map.ptr,
         grouped_gemm.pointer(weights),
         out.ptr,
         L,
         k,
-        progress.ptr,
+        grouped_gemm.pointer(progress),
     )
     blocks = config.blocks(d, index.max_row_tiles, loader.device_limits(context.device))
     loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
+    if k == 1:
+        return
     for i in range((len(panels) - 1) // group * group, len(panels)):
-        panel = workspace.part(i % buffers * stride, shape)
-        aggregate(context, panel, index.token_index_map, weights, out, *panels[i])
+        first_column, width = panels[i]
+        rows = panel.part(i % max(buffers, 1) * stride, shape)
+        aggregate(context, rows, index.token_index_map, weights, out, first_column, width, ld)
