@@ -1,130 +1,152 @@
 // Dispatch: from the chosen experts of every token to the index lists of the paper's section 4.1, in
-// the three steps of section 4.2, without a sort and without atomics, stable and deterministic.
+// the three steps of section 4.2, without a sort, stable and deterministic.
 //
 //   ids                   (L*k,)   int32 or int64, in   id < 0 or >= E: no expert in this slot
 //   token_expert_indices  (L*k,)   int32, out           from int64 ids, -1 for "none"; null where ids are int32
-//   block_counts          (B, E')  int32, workspace     slots of each expert in each block; null if one part holds all
+//   block_counts          (ceil(B/G), G, E') int32, workspace     slots of each expert in each G blocks of
+//                         dispatch_route, and if G = 2 in the first of the two; null if one part holds all
 //   expert_token_indices  (L*k,)   int32, out           token of each routed slot; -1 past the last
 //   expert_token_offsets  (E+1,)   int32, out
 //   token_index_map       (L*k,)   int32, out           position in expert_token_indices, or -1
 //   row_tiles             (T+1, 2) int32, out           [0] = (count, tile_rows), then (expert, first row)
 //   experts_by_load       (E,)     int32, out           ids by falling slot count, equal ones by rising id
 //
-// num_slots = L*k, num_experts = E <= 4096, E' = E rounded up to a multiple of 4. Launch: dispatch_count, left out where
-// one part holds all slots, then dispatch_route, both of B blocks. A block owns block_slots consecutive slots, in parts
-// of part_slots < 65536. A matrix in shared memory has a row per expert, one more for "none", and C = columns uint16
-// counters in a row, one for each of C threads; C is a power of two, 8 to 512. dispatch_count has 512 threads and
-// 2*C*(E+1) bytes of dynamic shared memory. dispatch_route has C <= 256, at least 32 threads more, 1024 at most, and
-// part_slots / C is 2 more than a multiple of 4. Its shared memory: five lists of E+1 ints, rounded up to 16 bytes; the
-// matrix and 2 bytes per slot of a part, or 4 per slot if that is more; 4 per slot, or what the sums over blocks take
-// if that is more, 8*E' per group of threads that reads all experts 4 at a time, unless there is one group.
+// num_slots = L*k, num_experts = E <= 4096, E' = E rounded up to a multiple of 4, G = counted_together, 1 or 2. Launch:
+// dispatch_count of ceil(B/G) blocks, left out where one part holds all slots, then dispatch_route of B. A block of
+// dispatch_route owns block_slots consecutive slots, in parts of part_slots < 65536. Both kernels have 512 or 1024
+// threads, and count in a matrix in shared memory: a row per expert, one more for "none", and C = columns counters in a
+// row, of which a thread adds to one; C is a power of two.
+//   dispatch_count: C of 4 to 32, counters of 32 bits, a matrix for each of the G blocks. Where ids are int64 it writes
+// token_expert_indices, and dispatch_route reads that in place of ids.
+//   dispatch_route: C of 8 to 128, counters of 16 bits, C * (E + 1) / 8 at most HELD per thread; C threads count while 32
+// or more others sum over blocks. part_slots / C is 2 more than a multiple of 4. Shared memory: five lists of E+1 ints,
+// rounded up to 16 bytes; the matrix and what those sums take, 8*E' per group of threads that reads all experts 4 at a
+// time, nothing if there is one group, or 4 per slot of a part if that is more; 4 per slot.
 //
-// The dense token-expert map of step 1 has L*E cells; here a column of it is the counters of one thread, which walks its
-// own run of consecutive slots. dispatch_count sums the rows (step 2). dispatch_route counts a part again, turns every
-// row into its exclusive prefix sums, and walks once more: each slot takes its counter as its place among the part's
-// slots by expert, and advances it (step 3). What it collects there leaves as runs: lone 4-byte stores would each cost a
-// 32-byte sector of the L2. Slots without an expert are one more run, which goes nowhere.
+// The dense token-expert map of step 1 has L*E cells; here a column of it is a counter of each row. dispatch_count sums
+// the rows (step 2). In dispatch_route a thread walks its own run of consecutive slots, and what a slot finds in its
+// counter is its rank within the run. Rows then become their exclusive prefix sums, from where the part's slots of that
+// expert start, and a slot's place by expert is its cell plus its rank (step 3), for all threads at once. Tokens leave in
+// the order of places, as runs: lone 4-byte stores would each cost a 32-byte sector of the L2. Slots without an expert
+// are one more run, which goes nowhere. The atomics are on integers in shared memory: in dispatch_count sums, the same in
+// any order; in dispatch_route on half a word to which one thread alone adds, in its own order.
 #include "dispatch_matrix.cuh"
 
 // Of block_counts: rows are read 16 bytes at a time.
 __device__ __forceinline__ int stride_of(int num_experts) { return (num_experts + 3) & ~3; }
 
 template <class Id>
-__device__ void count(const Id* ids, int* block_counts, int64 num_slots, int num_experts, int columns, int64 block_slots) {
+__device__ void count(const Id* ids, int* token_expert_indices, int* block_counts, int64 num_slots, int num_experts,
+                      int columns, int64 block_slots, int counted_together) {
     constexpr int LOADS = sizeof(Id) == 4 ? 4 : 2;  // of 4 slots, while as many are counted
-    constexpr int64 MOST = 8192;                    // slots per thread between sums, which add 4 counters in 16 bits
-    uint16* matrix = reinterpret_cast<uint16*>(dynamic_shared);
-    const int lane = threadIdx.x & 31, lane_bits = min(log2_of(columns) - 3, 3), lanes = 1 << lane_bits;  // for a row
-    const int64 first = blockIdx.x * block_slots, last = min(first + block_slots, num_slots);
+    unsigned* matrix = reinterpret_cast<unsigned*>(dynamic_shared);  // (G, E+1, C)
+    const int num_rows = num_experts + 1;
+    const unsigned threads = blockDim.x / counted_together, mine = threadIdx.x / threads;  // powers of two
+    const unsigned thread = threadIdx.x & (threads - 1), stride = 4 * threads;
+    const int64 first = (blockIdx.x * static_cast<int64>(counted_together) + mine) * block_slots;
+    const unsigned slots = static_cast<unsigned>(max(min(first + block_slots, num_slots) - first, 0ll));
     const bool aligned = reinterpret_cast<unsigned long long>(ids) % 16 == 0;
-    for (int64 begin = first; begin == first || begin < last; begin += MOST * columns) {
-        clear(matrix, columns * (num_experts + 1));
-        __syncthreads();
-        if (threadIdx.x < columns) {
-            const int slots = static_cast<int>(max(min(last - begin, MOST * columns), 0ll)), stride = 4 * columns;
-            const unsigned column = 2 * column_of_thread(columns);
-            const unsigned mask = columns < 32 ? (1u << columns) - 1 : 0xffffffffu;
-            auto load = [&](Ids4<Id>(&loaded)[LOADS], int base) {
+    ids += first;
+    auto load = [&](Ids4<Id>(&loaded)[LOADS], unsigned base) {
 #pragma unroll
-                for (int i = 0; i < LOADS; ++i) {
-                    const int slot = base + i * stride + 4 * threadIdx.x;
-                    loaded[i] = load_ids(ids + begin + slot, slot + 3 < slots, aligned);
-                }
-                __syncwarp(mask);  // or each load is put off until it is used
-            };
-            auto count_slots = [&](const Ids4<Id>(&loaded)[LOADS]) {
+        for (int i = 0; i < LOADS; ++i) {
+            const unsigned slot = base + i * stride + 4 * thread;
+            loaded[i] = load_ids(ids + slot, slot + 3 < slots, aligned);
+        }
+        __syncwarp();  // or each load is put off until it is used
+    };
+    const unsigned column_at = 4 * (mine * num_rows * columns + (threadIdx.x & (columns - 1)));
+    auto count_slot = [&](Id id) {
+        atomicAdd(reinterpret_cast<unsigned*>(dynamic_shared + (column_at + row_of(id, num_experts) * columns)), 1u);
+    };
+    auto count_slots = [&](const Ids4<Id>(&loaded)[LOADS], unsigned base) {
 #pragma unroll
-                for (int i = 0; i < LOADS; ++i) {
+        for (int i = 0; i < LOADS; ++i) {
 #pragma unroll
-                    for (int j = 0; j < 4; j += 2) {
-                        const unsigned rows[2] = {row_of(loaded[i].of[j], num_experts), row_of(loaded[i].of[j + 1], num_experts)};
-                        unsigned found[2];
-                        advance(column, columns, rows, found);
-                    }
-                }
-            };
-            Ids4<Id> even[LOADS], odd[LOADS];
-            load(even, 0);
-            for (int base = 0; base < slots; base += 2 * LOADS * stride) {
-                load(odd, base + LOADS * stride);
-                count_slots(even);
-                if (base + LOADS * stride >= slots) break;
-                load(even, base + 2 * LOADS * stride);
-                count_slots(odd);
-            }
-            if (threadIdx.x < (slots & 3)) {
-                const unsigned rows[1] = {row_of(ids[begin + (slots & ~3) + threadIdx.x], num_experts)};
-                unsigned found[1];
-                advance(column, columns, rows, found);
+            for (int j = 0; j < 4; ++j) count_slot(loaded[i].of[j]);
+            const unsigned slot = base + i * stride + 4 * thread;
+            if (sizeof(Id) == 8 && slot + 3 < slots) {
+                int experts[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) experts[j] = expert_of(row_of(loaded[i].of[j], num_experts), num_experts);
+                *reinterpret_cast<int4*>(token_expert_indices + first + slot) =
+                    make_int4(experts[0], experts[1], experts[2], experts[3]);
             }
         }
-        __syncthreads();
-        for (int row0 = threadIdx.x / 32 * (32 >> lane_bits); row0 < stride_of(num_experts); row0 += blockDim.x >> lane_bits) {
-            const int row = row0 + (lane >> lane_bits);
-            int sum = 0;
-            if (row < num_experts)
-#pragma unroll 8
-                for (int i = lane & (lanes - 1); i < columns / 8; i += lanes) {
-                    const uint4 w = reinterpret_cast<const uint4*>(matrix)[row * (columns / 8) + i];
-                    const unsigned pair = w.x + w.y + w.z + w.w;
-                    sum += static_cast<int>((pair & 0xffff) + (pair >> 16));
-                }
-#pragma unroll
-            for (int step = 1; step < 8; step <<= 1)
-                if (step < lanes) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-            if (row < stride_of(num_experts) && (lane & (lanes - 1)) == 0) {
-                int* total = block_counts + blockIdx.x * static_cast<int64>(stride_of(num_experts)) + row;
-                *total = begin == first ? sum : *total + sum;
+    };
+    Ids4<Id> even[LOADS], odd[LOADS];
+    load(even, 0);
+    clear(matrix, counted_together * num_rows * columns);
+    __syncthreads();
+    for (unsigned base = 0; base < slots; base += 2 * LOADS * stride) {
+        load(odd, base + LOADS * stride);
+        count_slots(even, base);
+        if (base + LOADS * stride >= slots) break;
+        load(even, base + 2 * LOADS * stride);
+        count_slots(odd, base + LOADS * stride);
+    }
+    if (thread < (slots & 3)) {
+        const unsigned slot = (slots & ~3u) + thread;
+        count_slot(ids[slot]);
+        if (sizeof(Id) == 8) token_expert_indices[first + slot] = expert_of(row_of(ids[slot], num_experts), num_experts);
+    }
+    __syncthreads();
+    // A lane sums up 4 counters of a row, and of the same row in the second matrix.
+    const int lane_bits = log2_of(columns) - 2, experts = stride_of(num_experts);
+    for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x & 31) < experts << lane_bits; i += blockDim.x) {
+        const int row = i >> lane_bits;
+        unsigned of_first = 0, of_second = 0;
+        if (row < num_experts) {
+            const uint4 w = reinterpret_cast<const uint4*>(matrix)[i];
+            of_first = w.x + w.y + w.z + w.w;
+            if (counted_together == 2) {
+                const uint4 v = reinterpret_cast<const uint4*>(matrix)[i + (num_rows << lane_bits)];
+                of_second = v.x + v.y + v.z + v.w;
             }
         }
-        __syncthreads();
+#pragma unroll
+        for (int step = 1; step < 8; step <<= 1)
+            if (step < 1 << lane_bits) {
+                of_first += __shfl_xor_sync(0xffffffffu, of_first, step);
+                of_second += __shfl_xor_sync(0xffffffffu, of_second, step);
+            }
+        if (row < experts && (i & ((1 << lane_bits) - 1)) == 0) {
+            int* total = block_counts + blockIdx.x * static_cast<int64>(counted_together * experts) + row;
+            *total = static_cast<int>(of_first + of_second);
+            if (counted_together == 2) total[experts] = static_cast<int>(of_first);
+        }
     }
 }
 
 // Adds up what each block counted, over all blocks and over those before this one, by `threads` threads of which this is
-// `thread`. One takes four experts of every so many blocks; scratch (groups, E rounded up) takes (all, before), or of a
-// single group `all` and `before` themselves.
-__device__ __forceinline__ int sum_groups(int num_experts, int threads) { return max(1u, 4u * threads / static_cast<unsigned>(stride_of(num_experts))); }
+// `thread`. One takes four experts of every so many rows of block_counts; scratch (groups, E rounded up) takes
+// (all, before), or of a single group `all` and `before` themselves.
+__device__ __forceinline__ int sum_groups(int num_experts, int threads) {
+    const int groups = 4u * threads / static_cast<unsigned>(stride_of(num_experts));
+    return groups < 3 ? 1 : groups;  // so many experts leave little shared memory
+}
 
-__device__ void sum_blocks(const int* block_counts, int num_experts, int thread, int threads, int2* scratch, int* all,
-                           int* before_this) {
-    constexpr int LOADS = 8;  // before the first is added
-    const int groups = sum_groups(num_experts, threads), fours = stride_of(num_experts) / 4;
+__device__ void sum_blocks(const int* block_counts, int num_experts, int counted_together, int groups, int thread,
+                           int threads, int2* scratch, int* all, int* before_this) {
+    constexpr int LOADS = 6;  // before the first is added
+    const int fours = stride_of(num_experts) / 4;
+    const int rows = (gridDim.x + counted_together - 1) / counted_together, this_row = blockIdx.x / counted_together;
     for (int i = thread; i < groups * fours; i += threads) {
         const int group = static_cast<unsigned>(i) / static_cast<unsigned>(fours);
         const int4* of_experts = reinterpret_cast<const int4*>(block_counts) + (i - group * fours);
         int4 total = make_int4(0, 0, 0, 0), before = total;
-        for (int b0 = group; b0 < gridDim.x; b0 += LOADS * groups) {
+        if (group == 0 && blockIdx.x != this_row * counted_together) before = of_experts[(2 * this_row + 1) * fours];
+        for (int row0 = group; row0 < rows; row0 += LOADS * groups) {
             int4 n[LOADS];
 #pragma unroll
             for (int j = 0; j < LOADS; ++j) {
                 n[j] = make_int4(0, 0, 0, 0);
-                if (b0 + j * groups < gridDim.x) n[j] = of_experts[(b0 + j * groups) * fours];
+                if (row0 + j * groups < rows) n[j] = of_experts[(row0 + j * groups) * counted_together * fours];
             }
 #pragma unroll
             for (int j = 0; j < LOADS; ++j) {
                 total.x += n[j].x, total.y += n[j].y, total.z += n[j].z, total.w += n[j].w;
-                if (b0 + j * groups < blockIdx.x) before.x += n[j].x, before.y += n[j].y, before.z += n[j].z, before.w += n[j].w;
+                if (row0 + j * groups < this_row) before.x += n[j].x, before.y += n[j].y, before.z += n[j].z, before.w += n[j].w;
             }
         }
         if (groups == 1) {
@@ -144,25 +166,18 @@ __device__ void sum_blocks(const int* block_counts, int num_experts, int thread,
 __device__ void write_schedule(const int* counts, const int* offsets, const int* tiles, int num_experts, int tile_rows,
                                int64 num_slots, unsigned thread, unsigned threads, int* expert_token_indices,
                                int* expert_token_offsets, int* row_tiles, int* experts_by_load) {
+    constexpr unsigned RANKING = 8;  // threads that find an expert's place: how many have more slots, or as many and a lower id
     const unsigned num_tiles = tiles[num_experts], routed = offsets[num_experts];
 #pragma unroll 1
-    for (unsigned e = thread; e < num_experts; e += threads) {
-        // Its place by load: how many experts have more slots, or as many and a lower id.
-        const int n = counts[e], first = static_cast<int>(e) & ~31, last = min(first + 32, num_experts);
+    for (unsigned i = thread; i - (thread & 31) < num_experts * RANKING; i += threads) {
+        const unsigned e = i / RANKING;
+        const int n = e < num_experts ? counts[e] : 0;
         unsigned place = 0;
-        auto count_above = [&](int from, int to, int n) {  // both multiples of 4
 #pragma unroll 4
-            for (int other = from; other < to; other += 4) {
-                const int4 four = *reinterpret_cast<const int4*>(counts + other);
-                place += (static_cast<unsigned>(n - four.x) >> 31) + (static_cast<unsigned>(n - four.y) >> 31);
-                place += (static_cast<unsigned>(n - four.z) >> 31) + (static_cast<unsigned>(n - four.w) >> 31);
-            }
-        };
-        count_above(0, first, n - 1);
-        for (int other = first; other < last; ++other) place += counts[other] > n - (other < e);
-        count_above(last, max(last, num_experts & ~3), n);
-        for (int other = max(last, num_experts & ~3); other < num_experts; ++other) place += counts[other] > n;
-        experts_by_load[place] = static_cast<int>(e);
+        for (unsigned other = i % RANKING; other < num_experts; other += RANKING) place += counts[other] > n - (other < e);
+#pragma unroll
+        for (unsigned step = 1; step < RANKING; step <<= 1) place += __shfl_xor_sync(0xffffffffu, place, step);
+        if (e < num_experts && i % RANKING == 0) experts_by_load[place] = static_cast<int>(e);
     }
 #pragma unroll 1
     for (unsigned tile = thread; tile < num_tiles; tile += threads) {
@@ -180,9 +195,13 @@ __device__ void write_schedule(const int* counts, const int* offsets, const int*
 template <class Id>
 __device__ void route(const Id* ids, int* token_expert_indices, const int* block_counts, int* expert_token_indices,
                       int* expert_token_offsets, int* token_index_map, int* row_tiles, int* experts_by_load, int64 num_slots,
-                      int k, int num_experts, int columns, int64 block_slots, int part_slots, int tile_rows) {
-    constexpr int LOADS = sizeof(Id) == 4 ? 6 : 3;  // of 4 slots, before the first is used
-    constexpr int PLACES = 4;                       // likewise, of what was collected
+                      int k, int num_experts, int columns, int64 block_slots, int part_slots, int tile_rows,
+                      int counted_together) {
+    constexpr int LOADS = sizeof(Id) == 4 ? 6 : 2;  // of 4 slots, before the first is used
+    constexpr int COUNTED = 4;                      // pairs of slots on their way through the counters
+    constexpr int HELD = 5;                         // 16-byte pieces of the matrix in a thread's registers
+    constexpr int PLACED = 4;                       // pairs of slots at once that find their places
+    constexpr int PLACES = 4;                       // of what was collected, read at once
     const int num_rows = num_experts + 1, lists = 5 * num_rows;
     int* counts = reinterpret_cast<int*>(dynamic_shared);  // (E,) slots of each expert
     int* offsets = counts + num_experts;                   // (E+1,) expert_token_offsets
@@ -190,26 +209,36 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
     int* rows = tiles + num_rows;                          // (E+1,) first row of each expert's run, less its first place
     int* starts = rows + num_rows;                         // (E+2,) that first place among the part's slots
     const int matrix_bytes = (4 * lists + 15) / 16 * 16;   // before it
-    uint16* matrix = reinterpret_cast<uint16*>(dynamic_shared + matrix_bytes);  // (E+1, C)
-    uint16* slot_rows = matrix + columns * num_rows;       // (part_slots,) the matrix' row of each slot
-    int* map = reinterpret_cast<int*>(matrix);             // (part_slots,) in place of both: this part of token_index_map
-    unsigned* collected = reinterpret_cast<unsigned*>(matrix + max(columns * num_rows + part_slots, 2 * part_slots));
-    int2* scratch = reinterpret_cast<int2*>(collected);    // for sum_blocks; collected: slot + 65536 * row, by expert
+    unsigned* matrix = reinterpret_cast<unsigned*>(dynamic_shared + matrix_bytes);  // (E+1, C/2): columns c and c + C/2
+    const int half_columns = columns / 2, cells = half_columns * num_rows;
+    int2* scratch = reinterpret_cast<int2*>(matrix + cells);  // for sum_blocks
+    unsigned* collected = matrix;                          // (part_slots,) in place of both: 65536 * row + slot, by place
+    const bool alone = gridDim.x == 1 && block_slots <= part_slots, aligned = reinterpret_cast<unsigned long long>(ids) % 16 == 0;
+    const int counting = max(columns, 32), other = threadIdx.x - counting, others = blockDim.x - counting;
+    const int groups = alone ? 1 : sum_groups(num_experts, others), summing = groups > 1 ? 2 * groups * stride_of(num_experts) : 0;
+    // (part_slots,) by slot: row, then 65536 * row + rank in its run, then 65536 * row + place. Rows are times 4.
+    unsigned* found = matrix + max(cells + summing, part_slots);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int lane_bits = log2_of(columns) - 3, last_lane = (1 << lane_bits) - 1;  // a lane takes 8 counters of a row
-    const int counting = (columns + 31) / 32 * 32, other = threadIdx.x - counting, others = blockDim.x - counting;
-    const bool alone = gridDim.x == 1 && block_slots <= part_slots, aligned = reinterpret_cast<unsigned long long>(ids) % 16 == 0;
     // slot / k by multiplication, exact while (65536 + k) * k < 2^32: by 2^32 / k, rounded up; (slot + 1) * (2^32 - 1) if k = 1
     const unsigned reciprocal = k == 1 ? 0xffffffffu : 0xffffffffu / static_cast<unsigned>(k) + 1;
 
+    // This thread's column as all find their places, C threads as they count, and the run of slots that belongs to it.
+    const int column = threadIdx.x & (columns - 1), pairs = part_slots >> log2_of(columns) + 1;
+    const bool is_low = column < half_columns;
+    const unsigned column_at = matrix_bytes + 4 * (column & (half_columns - 1));
+    auto cell_of = [&](unsigned row) { return dynamic_shared + (column_at + row * half_columns); };
+    uint2* run = reinterpret_cast<uint2*>(found) + column * pairs;
+    const int pair0 = threadIdx.x >> log2_of(columns), pair_step = blockDim.x >> log2_of(columns);
+
     Ids4<Id> loaded[LOADS];
-    int64 first = blockIdx.x * block_slots;
-    const int64 last = min(first + block_slots, num_slots);
-    auto slots_from = [&](int64 first) {
-        return static_cast<int>(max(min(last - first, static_cast<int64>(part_slots)), 0ll));
+    unsigned first = static_cast<unsigned>(blockIdx.x * block_slots);
+    const unsigned last = static_cast<unsigned>(min(first + block_slots, num_slots));
+    auto slots_from = [&](unsigned first) {
+        return static_cast<int>(first < last ? min(last - first, static_cast<unsigned>(part_slots)) : 0);
     };
-    auto load = [&](int64 first, int base, int slots) {
+    auto load = [&](unsigned first, int base, int slots) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const int slot = base + (i * blockDim.x + threadIdx.x) * 4;
@@ -217,11 +246,12 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
         }
     };
     load(first, 0, slots_from(first));
+#pragma unroll 1
     for (int part = 0; part == 0 || first < last; ++part, first += part_slots) {
         const int slots = slots_from(first);
         if (part > 0)
             for (int e = threadIdx.x; e < num_experts; e += blockDim.x) rows[e] += starts[e + 1];
-        clear(matrix, columns * num_rows);
+        clear(matrix, cells);
         for (int base = 0;;) {
 #pragma unroll
             for (int i = 0; i < LOADS; ++i) {
@@ -230,7 +260,7 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
                     unsigned row[4];
 #pragma unroll
                     for (int j = 0; j < 4; ++j) row[j] = row_of(loaded[i].of[j], num_experts);
-                    *reinterpret_cast<uint2*>(slot_rows + slot) = make_uint2(row[0] + (row[1] << 16), row[2] + (row[3] << 16));
+                    *reinterpret_cast<uint4*>(found + slot) = make_uint4(row[0], row[1], row[2], row[3]);
                     if (sizeof(Id) == 8 && slot + 3 < slots) {
                         int experts[4];
 #pragma unroll
@@ -248,30 +278,53 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
         if ((slots & 3) != 0 && (slots / 4) % blockDim.x == threadIdx.x) {  // overwrites its own
             for (int slot = slots & ~3; slot < slots; ++slot) {
                 const unsigned row = row_of(ids[first + slot], num_experts);
-                slot_rows[slot] = static_cast<uint16>(row);
+                found[slot] = row;
                 if (sizeof(Id) == 8) token_expert_indices[first + slot] = expert_of(row, num_experts);
             }
         }
         __syncthreads();
 
-        const unsigned column = matrix_bytes + 2 * column_of_thread(columns);
-        const int pairs = part_slots >> log2_of(columns) + 1;
-        const unsigned* my_pairs = reinterpret_cast<const unsigned*>(slot_rows) + column_of_thread(columns) * pairs;
         if (threadIdx.x < columns) {
-            walk(my_pairs, pairs, [&](auto& rows, int) {
-                unsigned found[sizeof(rows) / 4];
-                advance(column, columns, rows, found);
-            });
+            const unsigned one = is_low ? 1 : 0x10000, bytes = is_low ? 0x5410 : 0x5432;
+            auto count_pairs = [&](const uint2(&two)[COUNTED], uint2* at, int left) {
+                unsigned old[2 * COUNTED];
+#pragma unroll
+                for (int j = 0; j < 2 * COUNTED; ++j)
+                    if (j / 2 < left)
+                        old[j] = atomicAdd(reinterpret_cast<unsigned*>(cell_of(j % 2 == 0 ? two[j / 2].x : two[j / 2].y)), one);
+#pragma unroll
+                for (int j = 0; j < COUNTED; ++j)
+                    if (j < left)
+                        at[j] = make_uint2(__byte_perm(old[2 * j], two[j].x, bytes),
+                                                    __byte_perm(old[2 * j + 1], two[j].y, bytes));
+            };
+            uint2 two[COUNTED], next[COUNTED];
+#pragma unroll
+            for (int j = 0; j < COUNTED; ++j) two[j] = run[min(j, pairs - 1)];
+            uint2* at = run;
+            int left = pairs;
+#pragma unroll 1
+            for (; left >= 2 * COUNTED; left -= COUNTED, at += COUNTED) {
+#pragma unroll
+                for (int j = 0; j < COUNTED; ++j) next[j] = at[COUNTED + j];
+                count_pairs(two, at, COUNTED);
+#pragma unroll
+                for (int j = 0; j < COUNTED; ++j) two[j] = next[j];
+            }
+#pragma unroll
+            for (int j = 0; j < COUNTED; ++j) next[j] = at[min(COUNTED + j, left - 1)];
+            count_pairs(two, at, left);
+            count_pairs(next, at + COUNTED, left - COUNTED);
         } else if (part == 0 && !alone && other >= 0) {
-            sum_blocks(block_counts, num_experts, other, others, scratch, counts, rows);
+            sum_blocks(block_counts, num_experts, counted_together, groups, other, others, scratch, counts, rows);
         }
         __syncthreads();
 
-        if (part == 0 && !alone && sum_groups(num_experts, others) > 1) {
+        if (part == 0 && groups > 1) {
             for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
                 int total = 0, before = 0;
 #pragma unroll 4
-                for (int group = 0; group < sum_groups(num_experts, others); ++group) {
+                for (int group = 0; group < groups; ++group) {
                     const int2 sums = scratch[group * stride_of(num_experts) + e];
                     total += sums.x, before += sums.y;
                 }
@@ -279,25 +332,21 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
                 rows[e] = before;
             }
         }
-        for (int i = threadIdx.x; i - lane < num_rows << lane_bits; i += blockDim.x) {
-            const int row = i >> lane_bits;
+        // Both columns of a word at once: no sum reaches 65536. The upper ones come after all the lower.
+        unsigned before[HELD];
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            if (j * static_cast<int>(blockDim.x) >= num_rows << lane_bits) break;
+            const int i = j * blockDim.x + threadIdx.x, row = i >> lane_bits;
             uint4 w = make_uint4(0, 0, 0, 0);
             if (row < num_rows) w = reinterpret_cast<const uint4*>(matrix)[i];
-            const unsigned pair = w.x + w.y + w.z + w.w, sum = (pair & 0xffff) + (pair >> 16);
-            const unsigned through = warp_scan(static_cast<int>(sum), last_lane + 1);
-            auto spread = [](unsigned& before, unsigned& two) {  // two counters to their prefix sums
-                const unsigned both = before * 0x10001u + (two << 16);
-                before += (two & 0xffff) + (two >> 16);
-                two = both;
-            };
-            unsigned before = through - sum;
-            spread(before, w.x), spread(before, w.y), spread(before, w.z), spread(before, w.w);
-            if (row < num_rows) {
-                reinterpret_cast<uint4*>(matrix)[i] = w;
-                if ((lane & last_lane) == last_lane) {
-                    starts[row] = static_cast<int>(through);
-                    if (alone && row < num_experts) counts[row] = static_cast<int>(through), rows[row] = 0;
-                }
+            const unsigned sum = w.x + w.y + w.z + w.w, through = warp_scan(sum, last_lane + 1);
+            const unsigned total = __shfl_sync(0xffffffffu, through, lane | last_lane);
+            before[j] = through - sum + (total << 16);
+            if (row < num_rows && (lane & last_lane) == 0) {
+                const int of_row = static_cast<int>((total & 0xffff) + (total >> 16));
+                starts[row] = of_row;
+                if (alone && row < num_experts) counts[row] = of_row, rows[row] = 0;
             }
         }
         __syncthreads();
@@ -307,76 +356,97 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
             if (warp == 2) exclusive_sums(tiles, num_experts, [&](int i) { return (counts[i] + tile_rows - 1) / tile_rows; });
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < num_rows << lane_bits; i += blockDim.x) {
-            const uint4 w = reinterpret_cast<const uint4*>(matrix)[i];
-            const unsigned start = starts[i >> lane_bits] * 0x10001u;
-            reinterpret_cast<uint4*>(matrix)[i] = make_uint4(w.x + start, w.y + start, w.z + start, w.w + start);
+#pragma unroll
+        for (int j = 0; j < HELD; ++j) {
+            const int i = j * blockDim.x + threadIdx.x;
+            if (i < num_rows << lane_bits) {
+                const uint4 w = reinterpret_cast<const uint4*>(matrix)[i];
+                const unsigned x = before[j] + starts[i >> lane_bits] * 0x10001u, y = x + w.x, z = y + w.y;
+                reinterpret_cast<uint4*>(matrix)[i] = make_uint4(x, y, z, z + w.z);
+            }
         }
         for (int e = threadIdx.x; e < num_experts; e += blockDim.x) rows[e] += (part == 0 ? offsets[e] : 0) - starts[e];
+        if (threadIdx.x == 0) rows[num_experts] = -65536;  // and no place reaches that
         __syncthreads();
 
-        if (threadIdx.x < columns) {
-            const int first_slot = column_of_thread(columns) * 2 * pairs;
-            walk(my_pairs, pairs, [&](auto& rows, int slot) {
-                constexpr int N = sizeof(rows) / 4;
-                unsigned places[N];
-                advance(column, columns, rows, places);
+        auto find_places = [&](int pair, bool all) {
+            uint2 two[PLACED];
 #pragma unroll
-                for (int i = 0; i < N; ++i) collected[places[i]] = (rows[i] << 16) + first_slot + slot + i;
-            });
-        } else if (part == 0 && other >= 0) {
-            const unsigned turn = (other / 32 * gridDim.x + blockIdx.x) * 32 + lane;  // warps of all blocks in turn
-            write_schedule(counts, offsets, tiles, num_experts, tile_rows, num_slots, turn, gridDim.x * others,
+            for (int j = 0; j < PLACED; ++j) two[j] = run[all ? pair + j * pair_step : min(pair + j * pair_step, pairs - 1)];
+#pragma unroll
+            for (int j = 0; j < PLACED; ++j) {
+                two[j].x += *reinterpret_cast<const uint16*>(cell_of(two[j].x >> 16) + (is_low ? 0 : 2));
+                two[j].y += *reinterpret_cast<const uint16*>(cell_of(two[j].y >> 16) + (is_low ? 0 : 2));
+            }
+#pragma unroll
+            for (int j = 0; j < PLACED; ++j)
+                if (all || pair + j * pair_step < pairs) run[pair + j * pair_step] = two[j];
+        };
+        int pair = pair0;
+        for (; pair + (PLACED - 1) * pair_step < pairs; pair += PLACED * pair_step) find_places(pair, true);
+        if (pair < pairs) find_places(pair, false);
+        __syncthreads();
+        const unsigned to_rows = static_cast<unsigned>(reinterpret_cast<unsigned char*>(rows) - dynamic_shared);
+        auto to_row_of = [&](unsigned found) { return *reinterpret_cast<const int*>(dynamic_shared + (to_rows + (found >> 16))); };
+        auto position_of = [&](unsigned of_slot, int slot) {
+            const unsigned place = of_slot & 0xffff;
+            collected[place] = (of_slot & 0xffff0000u) + slot;
+            return max(static_cast<int>(place) + to_row_of(of_slot), -1);
+        };
+        for (int slot = 4 * threadIdx.x; slot + 3 < slots; slot += 4 * blockDim.x) {
+            const uint4 four = *reinterpret_cast<const uint4*>(found + slot);
+            const int x = position_of(four.x, slot), y = position_of(four.y, slot + 1);
+            const int z = position_of(four.z, slot + 2), w = position_of(four.w, slot + 3);
+            store_global_16(token_index_map + first + slot, make_uint4(x, y, z, w));
+        }
+        if (threadIdx.x < (slots & 3)) {
+            const int slot = (slots & ~3) + threadIdx.x;
+            token_index_map[first + slot] = position_of(found[slot], slot);
+        }
+        if (part == 0) {
+            const unsigned turn = (warp * gridDim.x + blockIdx.x) * 32 + lane;  // warps of all blocks in turn
+            write_schedule(counts, offsets, tiles, num_experts, tile_rows, num_slots, turn, gridDim.x * blockDim.x,
                            expert_token_indices, expert_token_offsets, row_tiles, experts_by_load);
         }
         __syncthreads();
 
-        const int first_token = static_cast<int>(static_cast<unsigned>(first) / static_cast<unsigned>(k)), routed = starts[num_experts];
-        const unsigned first_within = k == 1 ? 1 : static_cast<unsigned>(first) - static_cast<unsigned>(first_token) * k;
-        auto write = [&](int place, unsigned found, int to_row) {
-            const unsigned slot = found & 0xffff;
-            const unsigned long long product = static_cast<unsigned long long>(slot + first_within) * reciprocal;
-            expert_token_indices[place + to_row] = first_token + static_cast<int>(product >> 32);
-            map[slot] = place + to_row;
+        const int first_token = static_cast<int>(first / static_cast<unsigned>(k)), routed = starts[num_experts];
+        const unsigned first_within = k == 1 ? 1 : first - static_cast<unsigned>(first_token) * k;
+        auto write = [&](int place, unsigned found) {
+            const unsigned long long product = static_cast<unsigned long long>((found & 0xffff) + first_within) * reciprocal;
+            expert_token_indices[place + to_row_of(found)] = first_token + static_cast<int>(product >> 32);
         };
-        const unsigned to_rows = static_cast<unsigned>(reinterpret_cast<unsigned char*>(rows) - dynamic_shared);
-        auto to_row_of = [&](unsigned found) { return *reinterpret_cast<const int*>(dynamic_shared + (to_rows + (found >> 16))); };
+        load(first + part_slots, 0, slots_from(first + part_slots));
+        __syncwarp();  // or each load is put off until it is used
         int place = threadIdx.x;
         for (; place + (PLACES - 1) * static_cast<int>(blockDim.x) < routed; place += PLACES * blockDim.x) {
-            unsigned found[PLACES];
-            int to_row[PLACES];
+            unsigned of_place[PLACES];
 #pragma unroll
-            for (int i = 0; i < PLACES; ++i) found[i] = collected[place + i * blockDim.x];
+            for (int i = 0; i < PLACES; ++i) of_place[i] = collected[place + i * blockDim.x];
 #pragma unroll
-            for (int i = 0; i < PLACES; ++i) to_row[i] = to_row_of(found[i]);
-#pragma unroll
-            for (int i = 0; i < PLACES; ++i) write(place + i * blockDim.x, found[i], to_row[i]);
+            for (int i = 0; i < PLACES; ++i) write(place + i * blockDim.x, of_place[i]);
         }
-        for (; place < routed; place += blockDim.x) write(place, collected[place], to_row_of(collected[place]));
-        for (; place < part_slots; place += blockDim.x) map[collected[place] & 0xffff] = -1;
-        __syncthreads();
-        load(first + part_slots, 0, slots_from(first + part_slots));
-        for (int slot = 4 * threadIdx.x; slot + 3 < slots; slot += 4 * blockDim.x)
-            store_global_16(token_index_map + first + slot, *reinterpret_cast<const uint4*>(map + slot));
-        if (threadIdx.x < (slots & 3)) token_index_map[first + (slots & ~3) + threadIdx.x] = map[(slots & ~3) + threadIdx.x];
+        for (; place < routed; place += blockDim.x) write(place, collected[place]);
         __syncthreads();
     }
 }
 
 #define DISPATCH(NAME, ID)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(512)                                                                         \
-        dispatch_count_##NAME(const ID* ids, int* block_counts, int64 num_slots, int64 num_experts, int64 columns,            \
-                              int64 block_slots) {                                                            \
-        count(ids, block_counts, num_slots, static_cast<int>(num_experts), static_cast<int>(columns), block_slots); \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                        \
+        dispatch_count_##NAME(const ID* ids, int* token_expert_indices, int* block_counts, int64 num_slots, int64 num_experts, \
+                              int64 columns, int64 block_slots, int64 counted_together) {                                     \
+        count(ids, token_expert_indices, block_counts, num_slots, static_cast<int>(num_experts), static_cast<int>(columns),   \
+              block_slots, static_cast<int>(counted_together));                                                               \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(1024)                                                                        \
         dispatch_route_##NAME(const ID* ids, int* token_expert_indices, const int* block_counts, int* expert_token_indices,   \
                               int* expert_token_offsets, int* token_index_map, int* row_tiles, int* experts_by_load,          \
                               int64 num_slots, int64 k, int64 num_experts, int64 columns, int64 block_slots, int64 part_slots,  \
-                              int64 tile_rows) {                                                                              \
+                              int64 tile_rows, int64 counted_together) {                                                      \
         route(ids, token_expert_indices, block_counts, expert_token_indices, expert_token_offsets, token_index_map,           \
               row_tiles, experts_by_load, num_slots, static_cast<int>(k), static_cast<int>(num_experts),                      \
-              static_cast<int>(columns), block_slots, static_cast<int>(part_slots), static_cast<int>(tile_rows));               \
+              static_cast<int>(columns), block_slots, static_cast<int>(part_slots), static_cast<int>(tile_rows),              \
+              static_cast<int>(counted_together));                                                                            \
     }
 
 DISPATCH(int32, int)

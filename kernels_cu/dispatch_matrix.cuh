@@ -1,5 +1,4 @@
-// What the steps of dispatch.cu share: ids to rows of the matrix of counters in shared memory, a thread's column of it
-// and how slots advance it, sums over lanes and lists.
+// What the steps of dispatch.cu share: ids to rows of the matrix of counters in shared memory, sums over lanes and lists.
 #pragma once
 #include "common.cuh"
 
@@ -37,43 +36,17 @@ __device__ __forceinline__ int expert_of(unsigned row, int num_experts) {
     return row < 4 * num_experts ? static_cast<int>(row / 4) : -1;
 }
 
-// This thread's column. Two neighbours share a word of shared memory, so the lanes of a warp take every other one.
-__device__ __forceinline__ int column_of_thread(int columns) {
-    const int t = threadIdx.x;
-    return columns < 64 ? t : (t & ~63) + (t & 31) * 2 + (t >> 5 & 1);
-}
-
-__device__ __forceinline__ void clear(uint16* matrix, int cells) {
-    for (int i = threadIdx.x; i < cells / 8; i += blockDim.x) reinterpret_cast<uint4*>(matrix)[i] = make_uint4(0, 0, 0, 0);
-}
-
-// Advances a thread's counters for N consecutive slots, whose rows' numbers come times 4; tells what each slot found. The
-// column starts at that byte of dynamic_shared. All counters are read before the first is written.
-template <int N>
-__device__ __forceinline__ void advance(unsigned column, int columns, const unsigned (&rows)[N], unsigned (&found)[N]) {
-    uint16* counters[N];
-    unsigned earlier[N];  // of these slots, in the same row
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        counters[i] = reinterpret_cast<uint16*>(dynamic_shared + (column + rows[i] * (columns / 2)));
-        found[i] = *counters[i];
-        earlier[i] = 0;
-#pragma unroll
-        for (int j = 0; j < i; ++j) earlier[i] += rows[i] == rows[j];
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        found[i] += earlier[i];
-        *counters[i] = static_cast<uint16>(found[i] + 1);
-    }
+__device__ __forceinline__ void clear(unsigned* matrix, int words) {
+    for (int i = threadIdx.x; i < words / 4; i += blockDim.x) reinterpret_cast<uint4*>(matrix)[i] = make_uint4(0, 0, 0, 0);
 }
 
 // Inclusive sums over each `width` lanes, a power of two.
-__device__ __forceinline__ int warp_scan(int value, int width) {
+template <class T>
+__device__ __forceinline__ T warp_scan(T value, int width) {
     const int lane = threadIdx.x & (width - 1);
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
-        const int before = __shfl_up_sync(0xffffffffu, value, step);
+        const T before = __shfl_up_sync(0xffffffffu, value, step);
         if (lane >= step) value += before;
     }
     return value;
@@ -114,17 +87,4 @@ __device__ __forceinline__ int find_run(const int* starts, int n, int value) {
         (starts[middle] <= value ? low : high) = middle;
     }
     return low;
-}
-
-// Calls visit(rows of 4 slots, the first of these), at last with 2, for an odd number of pairs of uint16 in shared memory.
-template <class Visit>
-__device__ __forceinline__ void walk(const unsigned* pairs, int num_pairs, Visit visit) {
-    unsigned next0 = pairs[0], next1 = pairs[min(1, num_pairs - 1)];
-    for (int i = 0; i + 1 < num_pairs; i += 2) {
-        const unsigned rows[4] = {next0 & 0xffff, next0 >> 16, next1 & 0xffff, next1 >> 16};
-        next0 = pairs[i + 2], next1 = pairs[min(i + 3, num_pairs - 1)];
-        visit(rows, 2 * i);
-    }
-    const unsigned rows[2] = {next0 & 0xffff, next0 >> 16};
-    visit(rows, 2 * (num_pairs - 1));
 }

@@ -155,14 +155,16 @@ def panel_group(columns: int, spare_columns: int) -> int:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """Geometry of the dispatch kernels: `blocks` blocks, each of `parts` parts of `part_slots` slots."""
+    """Geometry of the dispatch kernels: `blocks` of dispatch_route, each of `parts` parts of `part_slots` slots."""
 
     blocks: int
     parts: int
     part_slots: int
-    count_columns: int  # threads of dispatch_count that count
+    counted_together: int  # blocks of dispatch_route whose slots a block of dispatch_count counts
+    count_columns: int
+    count_threads: int
     count_shared_bytes: int
-    columns: int  # threads of dispatch_route that count and place
+    columns: int  # threads of dispatch_route that count
     route_threads: int
     route_shared_bytes: int
 
@@ -175,27 +177,32 @@ class DispatchConfig:
         """Whether dispatch_count runs: a block that takes all slots in one part knows their counts itself."""
         return self.blocks > 1 or self.parts > 1
 
+    @property
+    def count_blocks(self) -> int:
+        return ceil_div(self.blocks, self.counted_together)
+
     def workspace_bytes(self, num_experts: int) -> int:
         """An int32 per block and expert, of which there are a multiple of 4 to a block."""
-        return 4 * self.blocks * ceil_div(num_experts, 4) * 4 if self.counts else 0
+        return 4 * self.count_blocks * self.counted_together * ceil_div(num_experts, 4) * 4 if self.counts else 0
 
 
-COUNT_THREADS = 512  # of dispatch_count, counting or not
-MIN_COLUMNS = 8  # a lane reads 8 counters at a time
+MIN_COLUMNS = 8  # of dispatch_route: a lane reads 8 counters at a time
+MIN_COUNT_COLUMNS = 4  # of dispatch_count: likewise
+HELD_PIECES = 5  # likewise: 16-byte pieces of the matrix that a thread works on
 
 
-def _power_of_two(most: int) -> int:
-    return max(MIN_COLUMNS, 1 << max(most, 1).bit_length() - 1)
+def _power_of_two(most: int, least: int) -> int:
+    return max(least, 1 << max(most, 1).bit_length() - 1)
 
 
 def _route_shared_bytes(num_experts: int, columns: int, part_slots: int, threads: int, alone: bool) -> int:
-    """Lists; then the matrix and 2 bytes per slot, where 4 per slot follow; then 4 per slot, before them sums."""
+    """Lists; then the matrix with the sums over blocks, or 4 bytes per slot if that is more; then 4 per slot."""
     lists = ceil_div(4 * 5 * (num_experts + 1), 16) * 16
     matrix = 2 * columns * (num_experts + 1)
     experts = ceil_div(num_experts, 4) * 4
-    groups = 4 * (threads - ceil_div(columns, 32) * 32) // experts  # of threads that sum up all experts
-    sums = 0 if alone or groups <= 1 else 8 * groups * experts
-    return lists + max(matrix + 2 * part_slots, 4 * part_slots) + max(4 * part_slots, sums)
+    groups = 4 * (threads - max(columns, 32)) // experts  # of threads that sum up all experts
+    sums = 0 if alone or groups < 3 else 8 * groups * experts
+    return lists + max(matrix + sums, 4 * part_slots) + 4 * part_slots
 
 
 @functools.lru_cache(maxsize=1024)
@@ -213,9 +220,10 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
     if num_slots > 2048:
         blocks = min(resident * limits.multiprocessors, ceil_div(num_slots, 768))
     block_slots = max(1, ceil_div(num_slots, blocks))
-    threads = 384 if resident == 2 or block_slots <= 2048 else 1024
+    few = block_slots <= 2048
+    threads = 512 if resident == 2 or (few and (num_experts + 1) * MIN_COLUMNS // 8 <= HELD_PIECES * 512) else 1024
     worthwhile = max(32, block_slots // 16)
-    columns = _power_of_two(min(128 * (3 - resident), available // 2 // row_bytes, worthwhile))
+    columns = _power_of_two(min(128, HELD_PIECES * threads * 8 // (num_experts + 1), worthwhile), MIN_COLUMNS)
 
     def fits(slots_per_column: int, alone: bool) -> bool:
         part_slots = columns * slots_per_column
@@ -229,8 +237,6 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
     while columns > MIN_COLUMNS and not fits(2, alone):
         columns //= 2
     if not fits(2, alone):
-        threads = 384
-    if not fits(2, alone):
         raise ValueError(
             f"dispatch: num_experts: expected few enough for {limits.shared_bytes_per_block} bytes of shared memory "
             f"per block (20 and {MIN_COLUMNS} counters of 2 per expert), got {num_experts}"
@@ -239,13 +245,18 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
     while not fits(slots_per_column(ceil_div(block_slots, parts)), alone):
         parts += 1
     part_slots = columns * slots_per_column(ceil_div(block_slots, parts))
-    count_columns = _power_of_two(min(COUNT_THREADS, available // row_bytes, max(64, block_slots // 16)))
+    blocks = max(1, ceil_div(num_slots, parts * part_slots))
+    counted_together = 2 if resident == 2 or (few and num_experts <= 1024) else 1
+    count_matrices = 4 * counted_together * (num_experts + 1)  # bytes per column
+    count_columns = _power_of_two(min(32, limits.shared_bytes_per_block // count_matrices), MIN_COUNT_COLUMNS)
     return DispatchConfig(
-        blocks=max(1, ceil_div(num_slots, parts * part_slots)),
+        blocks=blocks,
         parts=parts,
         part_slots=part_slots,
+        counted_together=counted_together,
         count_columns=count_columns,
-        count_shared_bytes=count_columns * row_bytes,
+        count_threads=512 if few else 1024,
+        count_shared_bytes=count_matrices * count_columns,
         columns=columns,
         route_threads=threads,
         route_shared_bytes=_route_shared_bytes(num_experts, columns, part_slots, threads, alone),

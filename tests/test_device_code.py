@@ -515,7 +515,7 @@ def dispatch_limits(multiprocessors, shared_bytes=232448):
 
 # (L, k, E, limits, what launch_config.dispatch makes of it). With more experts than threads, each sums for several.
 GEOMETRIES = {
-    "one_block": (37, 7, 16, dispatch_limits(2), {"blocks": 1, "parts": 1, "columns": 32, "route_threads": 384}),
+    "one_block": (37, 7, 16, dispatch_limits(2), {"blocks": 1, "parts": 1, "columns": 32, "route_threads": 512}),
     "one_block_of_more_threads": (
         3000,
         1,
@@ -524,13 +524,20 @@ GEOMETRIES = {
         {"blocks": 1, "columns": 128, "route_threads": 1024},
     ),
     "two_blocks": (1100, 3, 128, dispatch_limits(1), {"blocks": 2, "parts": 1, "columns": 64}),
-    "five_blocks": (1200, 3, 129, dispatch_limits(5), {"blocks": 5, "parts": 1, "columns": 32}),
+    "five_blocks": (1200, 3, 129, dispatch_limits(5), {"blocks": 5, "parts": 1, "columns": 32, "counted_together": 2}),
     "parts": (3500, 4, 8, dispatch_limits(1, 60 * 1024), {"blocks": 2, "parts": 3}),
-    "blocks_of_parts": (9000, 4, 9, dispatch_limits(3, 56 * 1024), {"blocks": 6, "parts": 2}),
-    "one_block_of_parts": (9000, 4, 300, dispatch_limits(1, 100 * 1024), {"blocks": 1, "parts": 4}),
+    "blocks_of_parts": (9000, 4, 9, dispatch_limits(3, 56 * 1024), {"blocks": 6, "parts": 3}),
+    "one_block_of_parts": (
+        9000,
+        4,
+        300,
+        dispatch_limits(1, 100 * 1024),
+        {"blocks": 1, "parts": 6, "counted_together": 1},
+    ),
     "64_slots_per_token": (50, 64, 40, dispatch_limits(2), {"blocks": 4}),
     "1000_experts": (700, 4, 1000, dispatch_limits(2), {"blocks": 2}),
-    "4096_experts": (1400, 2, 4096, dispatch_limits(2), {"blocks": 2, "columns": 8}),
+    "4096_experts": (1400, 2, 4096, dispatch_limits(2), {"blocks": 2, "columns": 8, "count_columns": 8}),
+    "3001_experts": (1400, 2, 3001, dispatch_limits(2), {"blocks": 2, "count_columns": 16}),
     "few_slots_for_1000_experts": (3, 1, 1000, dispatch_limits(2), {"blocks": 1}),
 }
 

@@ -160,13 +160,14 @@ def check_dispatch(num_slots, num_experts, limits):
     assert config.blocks * config.block_slots >= num_slots
     assert config.blocks == 1 or (config.blocks - 1) * config.block_slots < num_slots  # no block without slots
     assert config.blocks <= 2 * limits.multiprocessors
-    assert config.columns in (8, 16, 32, 64, 128, 256)
+    assert config.columns in (8, 16, 32, 64, 128)
     assert config.part_slots % config.columns == 0 and config.part_slots // config.columns % 4 == 2
     assert config.part_slots < 65536  # places in a part, and sums of two counters in one word
-    assert config.route_threads in (384, 1024) and config.route_threads >= 32 + config.columns
-    assert config.count_columns in (8, 16, 32, 64, 128, 256, 512)
-    assert config.count_columns <= launch_config.COUNT_THREADS
-    assert config.count_shared_bytes == 2 * config.count_columns * (num_experts + 1)
+    assert config.route_threads in (512, 1024) and config.route_threads >= 32 + config.columns
+    assert config.columns * (num_experts + 1) // 8 <= launch_config.HELD_PIECES * config.route_threads
+    assert config.counted_together in (1, 2) and config.count_threads in (512, 1024)
+    assert config.count_columns in (4, 8, 16, 32)
+    assert config.count_shared_bytes == 4 * config.counted_together * config.count_columns * (num_experts + 1)
 
     matrix = 2 * config.columns * (num_experts + 1)
     scratch = 0
@@ -174,15 +175,12 @@ def check_dispatch(num_slots, num_experts, limits):
         others = config.route_threads - max(config.columns, 32)
         experts = -(-num_experts // 4) * 4
         groups = 4 * others // experts
-        scratch = 8 * groups * experts if groups > 1 else 0
+        scratch = 8 * groups * experts if groups >= 3 else 0
     slots = config.part_slots
-    assert (
-        5 * 4 * (num_experts + 1) + max(matrix + 2 * slots, 4 * slots) + max(4 * slots, scratch)
-        <= config.route_shared_bytes
-    )
+    assert 5 * 4 * (num_experts + 1) + max(matrix + scratch, 4 * slots) + 4 * slots <= config.route_shared_bytes
     assert max(config.count_shared_bytes, config.route_shared_bytes) <= limits.shared_bytes_per_block
     assert config.counts or config.blocks * config.parts == 1
-    assert config.workspace_bytes(num_experts) <= 4 * config.blocks * (num_experts + 3)
+    assert config.workspace_bytes(num_experts) <= 4 * (config.blocks + 1) * (num_experts + 3)
     return config
 
 
@@ -293,7 +291,8 @@ def test_aggregation_and_router_have_the_blocks_of_the_launches():
 
 def test_dispatch_has_the_threads_of_the_launches():
     found = re.findall(r"__launch_bounds__\((\d+)\)", source("dispatch.cu"))
-    assert found == [str(launch_config.COUNT_THREADS), "1024"]
+    assert found == ["1024", "1024"]
+    assert f"HELD = {launch_config.HELD_PIECES};" in source("dispatch.cu")
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 255, 641, 1000, 4097, 32767, launch_config.MAX_K])

@@ -13,23 +13,37 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> PackedIndices:
     block_counts = context.empty((config.workspace_bytes(num_experts) // 4,), "int32") if config.counts else None
     counts = block_counts.ptr if config.counts else 0
 
-    def launch(entry: str, threads: int, args: tuple, shared_bytes: int) -> None:
-        variant = loader.entry("dispatch.cu", f"dispatch_{entry}_{ids.dtype}")
-        loader.launch(context, variant, (config.blocks,), threads, args, shared_bytes)
+    token_expert_indices = context.empty(ids.shape, "int32") if copies_ids else None
+    copy = token_expert_indices.ptr if copies_ids else 0
 
+    def launch(entry: str, dtype: str, blocks: int, threads: int, args: tuple, shared_bytes: int) -> None:
+        variant = loader.entry("dispatch.cu", f"dispatch_{entry}_{dtype}")
+        loader.launch(context, variant, (blocks,), threads, args, shared_bytes)
+
+    source, copy_of_route, dtype = ids.ptr, copy, ids.dtype
     if config.counts:
-        args = (ids.ptr, counts, num_slots, num_experts, config.count_columns, config.block_slots)
-        launch("count", launch_config.COUNT_THREADS, args, config.count_shared_bytes)
+        args = (ids.ptr, copy, counts, num_slots, num_experts, config.count_columns, config.block_slots)
+        launch(
+            "count",
+            ids.dtype,
+            config.count_blocks,
+            config.count_threads,
+            (*args, config.counted_together),
+            config.count_shared_bytes,
+        )
+        if copies_ids:
+            source, copy_of_route, dtype = copy, 0, "int32"
     places, size = launch_config.index_lists(L, k, num_experts)
     lists = context.empty((size,), "int32")
-    token_expert_indices = context.empty(ids.shape, "int32") if copies_ids else None
     outputs = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles", "experts_by_load")
     launch(
         "route",
+        dtype,
+        config.blocks,
         config.route_threads,
         (
-            ids.ptr,
-            token_expert_indices.ptr if copies_ids else 0,
+            source,
+            copy_of_route,
             counts,
             *(lists.ptr + 4 * places[name][0] for name in outputs),
             *(
@@ -40,6 +54,7 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> PackedIndices:
                 config.block_slots,
                 config.part_slots,
                 launch_config.TILE_ROWS,
+                config.counted_together,
             ),
         ),
         config.route_shared_bytes,

@@ -490,6 +490,12 @@ static __forceinline__ unsigned __match_any_sync(unsigned mask, T v) {
     return mine.peers;
 }
 
+static __forceinline__ unsigned __byte_perm(unsigned low, unsigned high, unsigned chosen) {  // no sign replication
+    const unsigned long long bytes = low | static_cast<unsigned long long>(high) << 32;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (chosen >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 static __forceinline__ int __popc(unsigned v) { return __builtin_popcount(v); }
 static __forceinline__ int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 static __forceinline__ int __ffs(int v) { return __builtin_ffs(v); }
