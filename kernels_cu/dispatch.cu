@@ -166,18 +166,25 @@ __device__ void sum_blocks(const int* block_counts, int num_experts, int counted
 __device__ void write_schedule(const int* counts, const int* offsets, const int* tiles, int num_experts, int tile_rows,
                                int64 num_slots, unsigned thread, unsigned threads, int* expert_token_indices,
                                int* expert_token_offsets, int* row_tiles, int* experts_by_load) {
-    constexpr unsigned RANKING = 8;  // threads that find an expert's place: how many have more slots, or as many and a lower id
+    constexpr int RANKING = 8;  // threads that find an expert's place: how many have more slots, or as many and a lower id
     const unsigned num_tiles = tiles[num_experts], routed = offsets[num_experts];
 #pragma unroll 1
-    for (unsigned i = thread; i - (thread & 31) < num_experts * RANKING; i += threads) {
-        const unsigned e = i / RANKING;
-        const int n = e < num_experts ? counts[e] : 0;
+    for (int i = static_cast<int>(thread); i - static_cast<int>(thread & 31) < num_experts * RANKING; i += threads) {
+        const int e = i / RANKING, which = i % RANKING, n = e < num_experts ? counts[e] : 0;
         unsigned place = 0;
 #pragma unroll 4
-        for (unsigned other = i % RANKING; other < num_experts; other += RANKING) place += counts[other] > n - (other < e);
+        for (int first = 4 * which; first < (num_experts & ~3); first += 4 * RANKING) {
+            const int4 four = *reinterpret_cast<const int4*>(counts + first);
+            const int limit = n - (first < (e & ~3));  // those next to e are compared below
+            place += (static_cast<unsigned>(limit - four.x) >> 31) + (static_cast<unsigned>(limit - four.y) >> 31);
+            place += (static_cast<unsigned>(limit - four.z) >> 31) + (static_cast<unsigned>(limit - four.w) >> 31);
+        }
+        const int last = (num_experts & ~3) + which, next = (e & ~3) + which;
+        if (last < num_experts) place += counts[last] > n;
+        if (next < e && e < num_experts) place += counts[next] == n;
 #pragma unroll
-        for (unsigned step = 1; step < RANKING; step <<= 1) place += __shfl_xor_sync(0xffffffffu, place, step);
-        if (e < num_experts && i % RANKING == 0) experts_by_load[place] = static_cast<int>(e);
+        for (int step = 1; step < RANKING; step <<= 1) place += __shfl_xor_sync(0xffffffffu, place, step);
+        if (e < num_experts && which == 0) experts_by_load[place] = e;
     }
 #pragma unroll 1
     for (unsigned tile = thread; tile < num_tiles; tile += threads) {
