@@ -1,6 +1,7 @@
 """Index lists from ids (Table 3), beside a copy of the same bytes, torch's stable sort, and SonicMoE's kernels."""
 
 import importlib
+import operator
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def sonicmoe_lists(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, ...]:
 def builder(provider: str, E: int):
     """ids -> the three lists that all providers make."""
     if provider == "moeblaze":
-        return lambda ids: tuple(getattr(mb.build_dispatch(ids, E), name) for name in SORTED)
+        return lambda ids: operator.attrgetter(*SORTED)(mb.build_dispatch(ids, E))
     return (
         (lambda ids: kernels.sorted_lists(ids, E)) if provider == "torch_sort" else lambda ids: sonicmoe_lists(ids, E)
     )

@@ -171,7 +171,10 @@ def time_device(benchmark, request):
         extra = benchmark.extra_info
         extra.update(info)
         if has_gpu:
-            extra["busy_s"], extra["gpu_state"] = busy, measure.keep_busy(work, busy)
+            extra["busy_s"] = busy
+            extra["gpu_state"], of_one = measure.keep_busy(work, busy)
+            swing = measure.ROUND_SECONDS if busy == measure.BUSY_SECONDS else 0
+            rounds = max(rounds, min(100, round(swing / of_one)))
         benchmark.pedantic(
             measure.CLOCK.run, args=(work, calls, lead), rounds=rounds if has_gpu else 2, warmup_rounds=int(has_gpu)
         )

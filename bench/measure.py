@@ -27,6 +27,7 @@ from bench.inputs import has_gpu
 MIB = 2**20
 BUSY_SECONDS = 0.4  # before a row of the layer or its products
 BRIEFLY = 0.05  # before one that is bound by memory, far from the power limit
+ROUND_SECONDS = 0.4  # of rounds, or as many as asked for if those take longer: the clock swings around its limit
 
 
 class DeviceClock:
@@ -67,13 +68,14 @@ class DeviceClock:
 CLOCK = DeviceClock()
 
 
-def keep_busy(work: Callable[[], object], seconds: float = BUSY_SECONDS) -> dict[str, float]:
-    """Calls `work` until the GPU has been at it for `seconds`; the GPU's state halfway. Does not wait at the end.
+def keep_busy(work: Callable[[], object], seconds: float = BUSY_SECONDS) -> tuple[dict[str, float], float]:
+    """Calls `work` until the GPU has been at it for `seconds`. Does not wait at the end.
 
-    Calls are enqueued in batches of about 20 ms, of which no more than two are in the queue. {} without a GPU.
+    Calls are enqueued in batches of about 20 ms, of which no more than two are in the queue.
+    Returns the GPU's state halfway and the seconds of a first call; ({}, 0.0) without a GPU.
     """
     if not has_gpu():
-        return {}
+        return {}, 0.0
     work()  # compiles, tunes, fills allocators
     once = DeviceClock()
     once.run(work)
@@ -91,7 +93,7 @@ def keep_busy(work: Callable[[], object], seconds: float = BUSY_SECONDS) -> dict
         elapsed, before = start.elapsed_time(before) / 1000, end
         if not state and elapsed >= seconds / 2:
             state = gpu_state()
-    return state
+    return state, once.now
 
 
 def back_to_back_seconds(work: Callable[[], object], seconds_of_one: float, total: float = 0.15) -> float:

@@ -297,11 +297,11 @@ class FakeGPU:
 
 def test_the_gpu_is_kept_busy_with_a_short_queue(monkeypatch):
     gpu = FakeGPU(monkeypatch)
-    state = measure.keep_busy(gpu.call, 0.4)
+    state, of_one = measure.keep_busy(gpu.call, 0.4)
     assert 400 <= gpu.queued_until < 460
     assert gpu.queued_until > gpu.host  # what comes next finds no idle GPU
     assert gpu.longest_queue <= 45
-    assert 200 <= state["sm_mhz"] < 260
+    assert 200 <= state["sm_mhz"] < 260 and of_one == pytest.approx(0.006)
 
 
 def test_a_call_alone_has_the_hosts_time_in_it_and_others_have_not(monkeypatch):
@@ -486,3 +486,18 @@ def test_single_kernels_on_the_emulator(case, order, contiguous, monkeypatch):
             if name in kernels.SUMMED:
                 result[7] = 0
                 assert single.error(name) > verify.TOLERANCE, name
+
+
+def test_a_timed_dispatch_is_one(monkeypatch):
+    """The lists that all providers make come from one build per call."""
+    from bench import bench_dispatch
+
+    built = []
+    monkeypatch.setattr(bench_dispatch.mb, "build_dispatch", lambda ids, E: built.append(E) or reference_lists(ids, E))
+    ids = torch.tensor([[0, 2], [1, 0]])
+    bench_dispatch.builder("moeblaze", 3)(ids)
+    assert built == [3]
+
+
+def reference_lists(ids, E):
+    return reference.dispatch(ids.numpy(), E)
