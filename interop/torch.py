@@ -12,17 +12,48 @@ import moeblaze_cupy as mb
 from moeblaze_cupy.structures import SavedForBackward, is_gated
 
 
+class _MainGrad:
+    """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
+
+    def __init__(self, name: str, weight: torch.Tensor):
+        self.name, self.parameter = name, weight if weight.is_leaf else weight._base
+        first = weight.storage_offset() - (0 if self.parameter is None else self.parameter.storage_offset())
+        self.view = weight.shape, weight.stride(), first
+        self.buffer()  # raises now what backward would raise
+
+    def buffer(self) -> torch.Tensor:
+        main_grad = getattr(self.parameter, "main_grad", None)
+        if not isinstance(main_grad, torch.Tensor):
+            expected = "a parameter, or a view of one, whose main_grad is a tensor"
+            raise TypeError(f"moe: {self.name}: expected {expected}, got {type(main_grad)}")
+        got, wanted = ((tuple(t.shape), t.stride()) for t in (main_grad, self.parameter))
+        if got != wanted:
+            raise ValueError(
+                f"moe: {self.name}: expected main_grad with the parameter's shape and strides {wanted}, got {got}"
+            )
+        shape, strides, first = self.view
+        return main_grad.detach().as_strided(shape, strides, main_grad.storage_offset() + first)
+
+    def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """What autograd gets in place of the gradient, as in Megatron: its hooks wait for a tensor, of any contents."""
+        if not hasattr(self.parameter, "grad_added_to_main_grad"):
+            return None
+        self.parameter.grad_added_to_main_grad = True
+        zeros = getattr(self.parameter, "zero_out_wgrad", False)
+        return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+
+
 class _MoE(torch.autograd.Function):
-    """w1 arrives as gate and up; up is None where w1 is one tensor."""
+    """w1 arrives as gate and up; up is None where w1 is one tensor. main_grads: by name, of gate, up and w2."""
 
     @staticmethod
-    def forward(ctx, x, ids, weights, gate, up, w2, activation, save, keep_saved):
+    def forward(ctx, x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads):
         w1 = gate if up is None else (gate, up)
         out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
         lists, index = saved.index.split()
         ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
         ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save)
-        ctx.keep_saved = keep_saved
+        ctx.keep_saved, ctx.main_grads = keep_saved, main_grads
         ctx.set_materialize_grads(False)
         return out
 
@@ -30,7 +61,7 @@ class _MoE(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out):
         if grad_out is None:
-            return (None,) * 9
+            return (None,) * 10
         x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
         kept, w1 = ctx.saved, gate if up is None else (gate, up)
         index = kept.index.joined(lists)
@@ -40,16 +71,30 @@ class _MoE(torch.autograd.Function):
         needed = ctx.needs_input_grad
         flags = {"x": needed[0], "weights": needed[2], "w1": needed[3] or needed[4], "w2": needed[5]}
         needs = tuple(name for name, wanted in flags.items() if wanted)
-        grads = mb.moe_backward(grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved)
+        buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
+        accumulate = {}
+        if "w1" in needs and "gate" in buffers:
+            accumulate["w1"] = buffers["gate"] if up is None else (buffers["gate"], buffers["up"])
+        if "w2" in needs and "w2" in buffers:
+            accumulate["w2"] = buffers["w2"]
+        grads = mb.moe_backward(
+            grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
+        )
         ctx.saved.consumed = saved.consumed
         grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
+        by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
+        grad_gate, grad_up, grad_w2 = (
+            ctx.main_grads[name].gradient(weight) if name in buffers and grad is not None else grad
+            for name, (weight, grad) in by_weight.items()
+        )
         return (
             grads.x,
             None,
             grads.weights,
             grad_gate if needed[3] else None,
             grad_up if needed[4] else None,
-            grads.w2,
+            grad_w2,
+            None,
             None,
             None,
             None,
@@ -67,11 +112,17 @@ def moe(
     activation: str = "swiglu",
     save: str | None = "minimal",
     keep_saved: bool = False,
+    accumulate_into_main_grad: bool = False,
 ) -> torch.Tensor:
     """The MoE layer (L, d), differentiable in x, weights, w1 and w2; arguments as `moeblaze_cupy.moe_forward`.
 
     Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`.
+    accumulate_into_main_grad: Megatron's contract for w1 and w2, which then are parameters, or views of parameters
+    such as transposed ones. Backward adds their gradients to `main_grad` of the parameter, a tensor of the
+    parameter's shape and strides in float32 or its dtype, as `accumulate` of `moeblaze_cupy.moe_backward` does, and
+    .grad stays None. A parameter with the attribute `grad_added_to_main_grad` has it set to True and gets a .grad of
+    no meaning (zeros if its `zero_out_wgrad` is true), for hooks that wait for one.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
     gate, up = w1, None
@@ -88,7 +139,15 @@ def moe(
         return mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
-    return _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved)
+    main_grads = {}
+    if accumulate_into_main_grad:
+        if up is not None and gate.requires_grad != up.requires_grad:
+            raise ValueError("moe: w1: expected a pair of which both or none require gradients, got one of each")
+        by_name = {"gate": ("w1" if up is None else "w1[0]", gate), "up": ("w1[1]", up), "w2": ("w2", w2)}
+        main_grads = {
+            n: _MainGrad(*weight) for n, weight in by_name.items() if getattr(weight[1], "requires_grad", False)
+        }
+    return _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)
 
 
 class _Route(torch.autograd.Function):
@@ -120,7 +179,7 @@ class MoE(torch.nn.Module):
 
     w1 is (E, d, 2h), or (E, d, h) without a gate, and w2 (E, h, d), each the transposed view of a parameter
     stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
-    logits are computed and normalised in fp32.
+    logits are computed and normalised in fp32. accumulate_into_main_grad: as of `moe`, for these two parameters.
     """
 
     def __init__(
@@ -134,11 +193,13 @@ class MoE(torch.nn.Module):
         save: str | None = "minimal",
         kind: str = "softmax_topk",
         renormalize: bool = True,
+        accumulate_into_main_grad: bool = False,
         device=None,
         dtype=None,
     ):
         super().__init__()
         self.k, self.activation, self.save, self.kind, self.renormalize = k, activation, save, kind, renormalize
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         options = {"device": device, "dtype": dtype}
         width = d_hidden * (2 if is_gated(activation) else 1)
         self.router = torch.nn.Parameter(torch.empty(num_experts, d_model, **options))
@@ -156,7 +217,8 @@ class MoE(torch.nn.Module):
         logits = torch.nn.functional.linear(tokens.float(), self.router.float())
         weights, ids = route(logits, self.k, self.kind, self.renormalize)
         w1, w2 = self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
-        out = moe(tokens, ids, weights, w1, w2, activation=self.activation, save=self.save)
+        options = {"accumulate_into_main_grad": self.accumulate_into_main_grad}
+        out = moe(tokens, ids, weights, w1, w2, activation=self.activation, save=self.save, **options)
         return out.reshape(x.shape)
 
     def extra_repr(self) -> str:

@@ -10,21 +10,25 @@
 //   p_half, q_half        elements from the gate's columns to the up's in P or Q, 0 in the other operand
 //   expert_token_indices  (num_slots,)         int32, in
 //   expert_token_offsets  (E+1,)               int32, in
-//   out0, out1            (M, N) = (rows, columns) of expert e at e * expert_stride, rows ldo apart, element, out: gate's
-//                         and up's (out1 only if gated)
+//   out0, out1            (M, N) = (rows, columns) of expert e at e * expert_stride, rows ldo apart, OUT, out: gate's and
+//                         up's (out1 only if gated)
+//
+// With ACCUMULATE dW is added to what out0 and out1 hold (in fp32, rounded to OUT once), else OUT is element.
 //
 // Launch: grid (tiles of M x N, E, halves), 128 threads, 2 blocks per SM, dynamic shared memory STAGES * 32 KiB.
-// An expert without tokens gets exact zeros. One block owns a tile over all its tokens, in order: deterministic.
+// An expert without tokens gets exact zeros, or with ACCUMULATE is left alone. One block owns a tile over all its tokens,
+// in order: deterministic.
 #include "gemm_core_sm80.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     ENTRY(const element* p, int64 ldp, int64 p_half, const element* q, int64 ldq, int64 q_half, const int* expert_token_indices,
-          const int* expert_token_offsets, element* out0, element* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns) {
+          const int* expert_token_offsets, OUT* out0, OUT* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns) {
     constexpr int ROWS = BK / 16;  // distinct token rows a thread copies per stage; the rest repeats in other blocks
     const int M = static_cast<int>(rows), N = static_cast<int>(columns), expert = blockIdx.y;
     const Tile tile = raster(blockIdx.x, (M + BM - 1) / BM, (N + BN - 1) / BN);
     const int m0 = tile.m * BM, n0 = tile.n * BN;
     const int first = expert_token_offsets[expert], last = expert_token_offsets[expert + 1];
+    if (ACCUMULATE && first == last) return;
     const Rows p_matrix(p + blockIdx.z * p_half, ldp), q_matrix(q + blockIdx.z * q_half, ldq);
 
     // The tokens of the next stage are loaded one stage ahead of their use as addresses.
@@ -50,9 +54,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (part == PARTS - 1) load_tokens(step + 1);
     });
 
-    element* out = (blockIdx.z ? out1 : out0) + expert * expert_stride;
+    OUT* out = (blockIdx.z ? out1 : out0) + expert * expert_stride;
     const int n = n0 + (threadIdx.x / 64) * 64 + RowStaging<1>::column_group() * 8;
     for_each_row<1>(acc, [&](int row, float (&v)[1][8]) {
-        if (m0 + row < M) store_row8<ALIGNED>(out + (m0 + row) * ldo + n, v[0], N - n);
+        if (m0 + row >= M) return;
+        OUT* to = out + (m0 + row) * ldo + n;
+        if (ACCUMULATE) {
+            Row8<OUT> held;
+            float before[8];
+            held.load<ALIGNED>(to, N - n);
+            held.unpack(before);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[0][i] += before[i];
+        }
+        store_row8<ALIGNED>(to, v[0], N - n);
     });
 }

@@ -24,13 +24,15 @@ __device__ __forceinline__ Work work_of(int index, int m_tiles, int n_tiles, int
     return {expert, within / (m_tiles * n_tiles), tile.m * BM, tile.n * BN, expert_token_offsets[expert], expert_token_offsets[expert + 1]};
 }
 
-struct GradientRows : EpilogueBase {
+// A warp's 16 rows of a finished tile, from row m on, stored behind the next tile's products.
+struct StoredRows : EpilogueBase {
     const int M, N;
     const int64 ldo;
     element* out;
     bool inside;
-    __device__ __forceinline__ GradientRows(int M, int N, int64 ldo) : M(M), N(N), ldo(ldo) {}
-    __device__ __forceinline__ void begin(element* expert, int m, int n0) {
+    __device__ __forceinline__ StoredRows(int M, int N, int64 ldo) : M(M), N(N), ldo(ldo) {}
+    __device__ __forceinline__ void finish(const float (&acc)[32][4], element* expert, int m, int n0) {
+        finished.put(acc);
         const int n = n0 + (threadIdx.x & 31) * 8;
         rows = min(16, M - m), done = 0, inside = n < N;
         out = expert + m * ldo + n;
@@ -43,9 +45,55 @@ struct GradientRows : EpilogueBase {
     }
 };
 
+__device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
+template <class Half>
+__device__ __forceinline__ float2 load_pair(const Half* p) {
+    const unsigned v = *reinterpret_cast<const unsigned*>(p);
+    return make_float2(to_float(Half{static_cast<unsigned short>(v)}), to_float(Half{static_cast<unsigned short>(v >> 16)}));
+}
+__device__ __forceinline__ void store_pair(float* p, float x, float y) { *reinterpret_cast<float2*>(p) = make_float2(x, y); }
+template <class Half>
+__device__ __forceinline__ void store_pair(Half* p, float x, float y) {
+    *reinterpret_cast<unsigned*>(p) = pack2(Half(), x, y);
+}
+
+// Or added to what is there, at once and from the accumulators: a tile of floats does not fit behind the stages, and
+// elements would be rounded before they are added. The producer fills the stages meanwhile.
+struct AddedRows : EpilogueBase {
+    const int M, N;
+    const int64 ldo;
+    __device__ __forceinline__ AddedRows(int M, int N, int64 ldo) : M(M), N(N), ldo(ldo) {}
+    __device__ __forceinline__ void finish(const float (&acc)[32][4], OUT* expert, int m, int n0) const {
+        constexpr int BATCH = 8;  // tiles of mma.m16n8k16 whose loads are in flight together
+        const int row = m + (threadIdx.x & 31) / 4, column = n0 + (threadIdx.x & 3) * 2;
+        OUT* const out = expert + row * ldo + column;
+#pragma unroll
+        for (int first = 0; first < 32; first += BATCH) {
+            float2 before[BATCH][2];
+            auto each = [&](auto what) {
+#pragma unroll
+                for (int j = 0; j < BATCH; ++j)
+#pragma unroll
+                    for (int s = 0; s < 2; ++s)
+                        if (row + 8 * s < M && column + 8 * (first + j) < N)
+                            what(out + 8 * s * ldo + 8 * (first + j), before[j][s], acc[first + j][2 * s], acc[first + j][2 * s + 1]);
+            };
+            each([](OUT* to, float2& held, float, float) { held = load_pair(to); });
+            each([](OUT* to, float2& held, float x, float y) { store_pair(to, held.x + x, held.y + y); });
+        }
+    }
+    __device__ __forceinline__ void next() {}
+};
+
+#if ACCUMULATE
+typedef AddedRows Epilogue;
+#else
+typedef StoredRows Epilogue;
+#endif
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const element* p, int64 ldp, int64 p_half, const element* q, int64 ldq, int64 q_half, const int* expert_token_indices,
-          const int* expert_token_offsets, element* out0, element* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns,
+          const int* expert_token_offsets, OUT* out0, OUT* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns,
           int64 num_experts, int64 halves, const __grid_constant__ TensorMap routed) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     const Barriers barriers(barrier_storage, 128 + 1);
@@ -146,15 +194,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     setmaxnreg_inc<224>();
     const int warp_row = consumer_warp() * 16;
     Ring ring;
-    GradientRows epilogue(M, N, ldo);
+    Epilogue epilogue(M, N, ldo);
     Work work = tile(blockIdx.x), next;
     for (int t = blockIdx.x;; t += gridDim.x, work = next) {
         const bool last = t >= tiles;
         next = tile(t + gridDim.x);
-        element* out = (work.half ? out1 : out0) + work.expert * expert_stride;
+        OUT* out = (work.half ? out1 : out0) + work.expert * expert_stride;
         const int tokens = work.last - work.first;
         if (!last && tokens == 0) {
-            for (int i = threadIdx.x - 128; i < BM * BN / 8; i += 256) {
+            for (int i = threadIdx.x - 128; !ACCUMULATE && i < BM * BN / 8; i += 256) {
                 const int m = work.m0 + i / (BN / 8), n = work.n0 + i % (BN / 8) * 8;
                 if (m < M && n < N) store_global_16(out + m * ldo + n, make_uint4(0, 0, 0, 0));
             }
@@ -163,7 +211,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         float acc[32][4];
         consume<false, false>(acc, (tokens + BK - 1) / BK, true, ring, barriers, epilogue);
         if (last) return;
-        epilogue.finished.put(acc);
-        epilogue.begin(out, work.m0 + warp_row, work.n0);
+        epilogue.finish(acc, out, work.m0 + warp_row, work.n0);
     }
 }

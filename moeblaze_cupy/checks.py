@@ -5,6 +5,7 @@ devices raise TypeError; shapes, memory order and values ValueError.
 """
 
 import functools
+from collections.abc import Mapping
 
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import CPU, Array
@@ -194,6 +195,46 @@ def _layer(function: str, activation: str, *layouts: tuple) -> None:
     shape(function, "weights", weights, "L, k", chosen.shape)
     dtype(function, "weights", weights, tuple(dict.fromkeys(("float32", x.dtype))))
     contiguous(function, "weights", weights)
+
+
+def accumulated_names(function: str, accumulate, needs: tuple) -> None:
+    if not isinstance(accumulate, Mapping):
+        raise bad_type(function, "accumulate", "a mapping from 'w1' and 'w2' to arrays", type(accumulate))
+    for name in accumulate:
+        one_of(function, "accumulate", name, ("w1", "w2"))
+        if name not in needs:
+            raise bad_value(function, "accumulate", f"names that are in needs, {needs}", repr(name))
+
+
+def accumulated(function: str, names: tuple, buffers: tuple, weight_shapes: tuple, x_dtype: str) -> None:
+    """`buffers`, by their argument names: one weight's accumulated gradient, or those of its (gate, up) pair."""
+    _accumulated(function, names, weight_shapes, x_dtype, *(array.layout for array in buffers))
+
+
+@functools.lru_cache(maxsize=1024)
+def _accumulated(function: str, names: tuple, weight_shapes: tuple, x_dtype: str, *layouts: tuple) -> None:
+    arrays = [Array(None, 0, *layout) for layout in layouts]
+    for name, array, weight_shape in zip(names, arrays, weight_shapes, strict=True):
+        if array.shape != weight_shape:
+            raise bad_value(function, name, f"the weight's shape {weight_shape}", array.shape)
+        dtype(function, name, array, tuple(dict.fromkeys(("float32", x_dtype))))
+        weight_order(function, name, array)
+        without_overlap(function, name, array)
+    if strides_that_matter(arrays[0]) != strides_that_matter(arrays[-1]):
+        got = f"{arrays[0].strides} and {arrays[1].strides}"
+        raise bad_value(function, names[0].removesuffix("[0]"), "gate and up with equal strides", got)
+    dtype(function, names[-1], arrays[-1], (arrays[0].dtype,))
+
+
+def without_overlap(function: str, argument: str, array: Array) -> None:
+    """Of an array that is written: no element lies where another does."""
+    end = 1
+    for stride, n in sorted((abs(stride), n) for n, stride in zip(array.shape, array.strides, strict=True) if n != 1):
+        if stride < end:
+            raise bad_value(
+                function, argument, "an array without overlaps", f"strides {array.strides} for shape {array.shape}"
+            )
+        end += (n - 1) * stride
 
 
 def gradient_names(function: str, needs) -> tuple:

@@ -1,6 +1,7 @@
 """The public functions: check arguments, choose NumPy or CUDA by where the arrays are, hand back the caller's kind."""
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -93,11 +94,34 @@ def _pair(w1: Any) -> tuple:
     return tuple(w1) if isinstance(w1, (tuple, list)) else (w1,)
 
 
-def _named_pair(function: str, w1: Any) -> dict[str, Any]:
+def _one_or_pair(found: tuple) -> Any:
+    return found if len(found) == 2 else found[0]
+
+
+def _named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
     pair = _pair(w1)
     if len(pair) not in (1, 2):
-        raise checks.bad_value(function, "w1", "one array or a pair (gate, up)", f"{len(pair)} arrays")
-    return {"w1": pair[0]} if len(pair) == 1 else {"w1[0]": pair[0], "w1[1]": pair[1]}
+        raise checks.bad_value(function, name, "one array or a pair (gate, up)", f"{len(pair)} arrays")
+    return {name: pair[0]} if len(pair) == 1 else {f"{name}[0]": pair[0], f"{name}[1]": pair[1]}
+
+
+def _buffers(function: str, accumulate: Any, needs: tuple, saved: SavedForBackward) -> dict[str, dict[str, Any]]:
+    """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
+    checks.accumulated_names(function, accumulate, needs)
+    found = {}
+    for name, given in accumulate.items():
+        argument, wanted = f"accumulate[{name!r}]", len(_pair(getattr(saved, name)))
+        found[name] = _named_pair(function, argument, given)
+        if len(found[name]) != wanted:
+            forms = {1: "one array", 2: "a pair (gate, up)"}
+            raise checks.bad_value(function, argument, f"{forms[wanted]}, as the weight is", forms[len(found[name])])
+        for part, array in found[name].items():
+            framework = arrays.framework_of(array)
+            if framework is None:  # what speaks DLPack alone may be immutable
+                raise checks.bad_type(function, part, "a NumPy, CuPy or torch array", type(array))
+            if framework is arrays.NumPy and not array.flags.writeable:
+                raise checks.bad_value(function, part, "an array that can be written", "a read-only one")
+    return found
 
 
 def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = True) -> tuple[Any, Any]:
@@ -177,19 +201,19 @@ def moe_forward(
     Raises TypeError (dtype, device, framework), ValueError (shape, memory order, names), or RuntimeError
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80.
     """
-    w1_by_name = _named_pair("moe_forward", w1)
+    w1_by_name = _named_pair("moe_forward", "w1", w1)
     call = _Call("moe_forward", x=x, ids=ids, weights=weights, **w1_by_name, w2=w2)
     d = call.described
     w1_arrays = tuple(d[name] for name in w1_by_name)
     checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
     if call.on_cpu:
         host = {name: call.host(name) for name in d}
-        host_w1 = tuple(host[name] for name in w1_by_name)
+        host_w1 = _one_or_pair(tuple(host[name] for name in w1_by_name))
         out, saved = reference.moe_forward(
             host["x"],
             host["ids"],
             host["weights"],
-            host_w1 if len(host_w1) == 2 else host_w1[0],
+            host_w1,
             host["w2"],
             activation=activation,
             save=save,
@@ -205,7 +229,12 @@ def moe_forward(
 
 
 def moe_backward(
-    grad_out: Any, saved: SavedForBackward, *, needs: tuple[str, ...] = GRADIENTS, keep_saved: bool = False
+    grad_out: Any,
+    saved: SavedForBackward,
+    *,
+    needs: tuple[str, ...] = GRADIENTS,
+    keep_saved: bool = False,
+    accumulate: Mapping[str, Any] | None = None,
 ) -> Gradients:
     """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
 
@@ -213,8 +242,12 @@ def moe_backward(
     others stay None and their kernels do not run.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
     backward over them raises RuntimeError.
+    accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2 or both are added to, {"w2": total}, of the
+    weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
+    products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
+    memory is taken for these gradients, and nothing of experts without tokens is written.
     Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1 and w2 in the form, dtype and
-    memory order of the weights, exactly zero for experts without tokens.
+    memory order of the weights, exactly zero for experts without tokens; or the very arrays of `accumulate`.
     Raises TypeError or ValueError as `moe_forward` does.
     """
     if not isinstance(saved, SavedForBackward):
@@ -222,25 +255,33 @@ def moe_backward(
             "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
         )
     needs = checks.gradient_names("moe_backward", needs)
-    call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x})
-    checks.layer_backward("moe_backward", call.described["grad_out"], call.described["saved.x"], saved)
+    buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
+    given = {part: array for parts in buffers.values() for part, array in parts.items()}
+    call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x}, **given)
+    d = call.described
+    checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
+    described = {name: tuple(d[part] for part in parts) for name, parts in buffers.items()}
+    for name, parts in buffers.items():
+        shapes = tuple(tuple(w.shape) for w in _pair(getattr(saved, name)))
+        checks.accumulated("moe_backward", tuple(parts), described[name], shapes, d["saved.x"].dtype)
     if call.on_cpu:
         host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
-        grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs)
-    else:
-        with call.current_device():
-            grads = experts.moe_backward(
-                call.context(), call.described["grad_out"], saved, needs=needs, keep_saved=keep_saved
-            )
-            return _export_gradients(grads, call.export)
-    return _export_gradients(grads, call.export)
+        host_buffers = {name: _one_or_pair(tuple(map(call.host, parts))) for name, parts in buffers.items()}
+        grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
+        return _export_gradients(grads, call.export, accumulate)
+    with call.current_device():
+        grads = experts.moe_backward(
+            call.context(), d["grad_out"], saved, needs=needs, keep_saved=keep_saved, accumulate=described
+        )
+        return _export_gradients(grads, call.export, accumulate)
 
 
-def _export_gradients(grads: Gradients, export) -> Gradients:
-    values = {name: getattr(grads, name) for name in GRADIENTS}
-    return Gradients(
-        **{
-            name: tuple(map(export, v)) if isinstance(v, tuple) else None if v is None else export(v)
-            for name, v in values.items()
-        }
-    )
+def _export_gradients(grads: Gradients, export, accumulate: Mapping[str, Any] | None) -> Gradients:
+    """In the caller's kind; what was accumulated is the caller's own."""
+    own = accumulate or {}
+    values = {name: getattr(grads, name) for name in GRADIENTS if name not in own}
+    exported = {
+        name: tuple(map(export, v)) if isinstance(v, tuple) else None if v is None else export(v)
+        for name, v in values.items()
+    }
+    return Gradients(**exported, **own)

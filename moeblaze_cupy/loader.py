@@ -68,8 +68,12 @@ def gemm_variant(
     tier: str = "sm80",
     stored_product: bool = False,
     k: int = 8,
+    accumulate: str | None = None,
 ) -> Variant:
-    """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows)."""
+    """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
+
+    accumulate: the dtype of the buffer that a weight gradient is added to, if it is.
+    """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
     macros = {"ENTRY": entry, "ELEMENT": ELEMENTS[dtype]}
@@ -82,6 +86,7 @@ def gemm_variant(
     if epilogue is None:
         gathers_p = (entry == "up_wgrad") != transposed  # x is P of up_wgrad, grad_out is Q of down_wgrad
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
+        macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[accumulate or dtype]}
         return _variant(f"grouped_wgrad_{tier}.cu", entry, macros)
     macros |= {"B_K_CONTIGUOUS": int(transposed == forward)}
     if epilogue == "STORE" or tier == "sm80":

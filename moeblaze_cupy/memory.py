@@ -122,7 +122,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of w1 and
     x are allocated.
     The buffers are those of the portable kernels; Hopper's take two to eight panels, at most half of a routed (L*k, d)
-    buffer, and half as many partial sums.
+    buffer, and half as many partial sums. Gradients that backward is told to accumulate in a caller's buffers take no
+    memory: subtract them.
     """
     tiles = Term(
         "GEMM row tiles",

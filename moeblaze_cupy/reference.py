@@ -183,6 +183,11 @@ def _zeros_like(w):
     return np.zeros(w.shape, w.dtype)
 
 
+def _add(total, expert, term):
+    """total[expert] += term, in term's dtype and rounded once."""
+    total[expert] = _cast(total[expert], term.dtype) + term
+
+
 def _experts_with_tokens(index):
     """Yields (expert, its rows in the lists of length L*k as a slice, its tokens (n,)); skips experts with none."""
     for expert in range(index.num_experts):
@@ -262,25 +267,31 @@ def moe_forward(x, ids, weights, w1, w2, *, activation="swiglu", save="minimal")
     return out, SavedForBackward(x, weights, w1, w2, index, first_layer, y_swi, activation, save)
 
 
-def moe_backward(grad_out, saved, *, needs=GRADIENTS, keep_saved=True):
+def moe_backward(grad_out, saved, *, needs=GRADIENTS, keep_saved=True, accumulate=None):
     """Gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
 
     grad_out    (L, d) any float dtype
     saved       what moe_forward returned; any save policy
     needs       the gradients to compute, names from GRADIENTS; the work for the others is skipped
     keep_saved  for symmetry with the GPU backend: this backend never consumes `saved`
+    accumulate  by name, "w1" or "w2", what that gradient is added to, in the weight's form and any dtype and memory
+                order; nothing of experts with no token is touched
 
     Returns Gradients, None where not in `needs`: x (L, d); weights (L, k), 0 for absent slots; w1 and w2 in the form
-    and memory order of the weights, exactly zero for experts with no token. Each has the dtype of its input.
-    Arguments are not checked.
+    and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names. Each has the
+    dtype of its input. Arguments are not checked.
     """
     x, w2, index, activation = saved.x, saved.w2, saved.index, saved.activation
     compute = _compute_dtype(x)
     num_slots = index.token_expert_indices.size
     w1_parts = _parts(saved.w1, activation)  # each (E, d, h)
-    grad_w1 = _zeros_like(saved.w1) if "w1" in needs else None  # as w1
+    buffers = accumulate or {}
+    grad_w1 = grad_w2 = None
+    if "w1" in needs:
+        grad_w1 = buffers["w1"] if "w1" in buffers else _zeros_like(saved.w1)  # as w1
+    if "w2" in needs:
+        grad_w2 = buffers["w2"] if "w2" in buffers else _zeros_like(w2)  # (E, h, d)
     grad_w1_parts = _parts(grad_w1, activation) if "w1" in needs else ()  # views of grad_w1, each (E, d, h)
-    grad_w2 = _zeros_like(w2) if "w2" in needs else None  # (E, h, d)
     grad_x_rows = np.empty((num_slots, x.shape[1]), compute) if "x" in needs else None  # (L*k, d)
     grad_row_weights = np.empty(num_slots, compute)  # (L*k,)
     present = index.token_index_map >= 0  # (L, k)
@@ -305,7 +316,7 @@ def moe_backward(grad_out, saved, *, needs=GRADIENTS, keep_saved=True):
 
         # 2. Expert computation backward.
         if "w2" in needs:
-            grad_w2[expert] = (scale * y).T @ grad_rows  # (h, d) line 18
+            _add(grad_w2, expert, (scale * y).T @ grad_rows)  # (h, d) line 18
         if not {"x", "weights", "w1"}.intersection(needs):
             continue
         grad_y = grad_rows @ _cast(w2[expert], compute).T  # (n, h) line 20, still without the router weight
@@ -315,7 +326,7 @@ def moe_backward(grad_out, saved, *, needs=GRADIENTS, keep_saved=True):
         grad_ab = (grad_y * b * slope, grad_y * act)[: len(w1_parts)]  # each (n, h) lines 26 and 28
         if "w1" in needs:
             for grad_part, grad_half in zip(grad_w1_parts, grad_ab, strict=True):
-                grad_part[expert] = x_rows.T @ grad_half  # (d, h) line 29
+                _add(grad_part, expert, x_rows.T @ grad_half)  # (d, h) line 29
         if "x" in needs:
             pairs = zip(grad_ab, w1_parts, strict=True)
             grad_x_rows[rows] = sum(half @ _cast(part[expert], compute).T for half, part in pairs)  # (n, d) line 30

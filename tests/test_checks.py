@@ -77,12 +77,15 @@ BACKENDS = {"numpy": lambda array: array, "torch": as_tensor, "cuda": as_cuda}
 def convert(value, to):
     if isinstance(value, (tuple, list)):
         return type(value)(convert(v, to) for v in value)
+    if isinstance(value, dict):
+        return {name: convert(v, to) for name, v in value.items()}
     return to(value) if isinstance(value, np.ndarray) else value
 
 
-def saved(x=None, consumed=False):
+def saved(x=None, consumed=False, w1=None):
     return SavedForBackward(
-        x=zeros(L, D) if x is None else x, weights=None, w1=None, w2=None, index=None, first_layer=None, y_swi=None,
+        x=zeros(L, D) if x is None else x, weights=None, w1=zeros(E, D, 2 * H) if w1 is None else w1,
+        w2=zeros(E, H, D), index=None, first_layer=None, y_swi=None,
         activation="swiglu", save="minimal", consumed=consumed,
     )  # fmt: skip
 
@@ -144,8 +147,14 @@ def call(function, to, changes):
     arguments = {name: convert(value, to) for name, value in {**GOOD[function], **changes}.items()}
     if isinstance(arguments.get("saved"), SavedForBackward):
         given = arguments["saved"]
-        arguments["saved"] = saved(convert(given.x, to), given.consumed)
+        arguments["saved"] = saved(convert(given.x, to), given.consumed, given.w1)
     return getattr(mb, function)(**arguments)
+
+
+def accumulated(error, message, saved=None, **arrays):
+    ((name, array),) = arrays.items()
+    changes = {"accumulate": {name: array}} | ({} if saved is None else {"saved": saved})
+    return Bad("moe_backward", changes, error, f"accumulate[{name!r}]: {message}")
 
 
 MAX_E, MAX_ROUTER_E = launch_config.MAX_EXPERTS, launch_config.MAX_ROUTER_EXPERTS
@@ -328,6 +337,49 @@ BAD = [
     backward(ValueError, "needs: expected one of 'x', 'weights', 'w1', 'w2', got 1", needs=(1,)),
     backward(TypeError, "needs: expected a tuple of names from 'x', 'weights', 'w1', 'w2', got 'w1'", needs="w1"),
     backward(TypeError, "needs: expected a tuple of names from 'x', 'weights', 'w1', 'w2', got None", needs=None),
+    backward(
+        TypeError,
+        "accumulate: expected a mapping from 'w1' and 'w2' to arrays, got <class 'tuple'>",
+        accumulate=(zeros(E, D, 2 * H), zeros(E, H, D)),
+    ),
+    backward(ValueError, "accumulate: expected one of 'w1', 'w2', got 'x'", accumulate={"x": zeros(L, D)}),
+    backward(
+        ValueError,
+        "accumulate: expected names that are in needs, ('x', 'w1'), got 'w2'",
+        accumulate={"w2": zeros(E, H, D)},
+        needs=("x", "w1"),
+    ),
+    accumulated(TypeError, "expected a NumPy, CuPy or torch array, got <class 'NoneType'>", w2=None),
+    accumulated(TypeError, "expected dtype float32, got float64", w2=zeros(E, H, D, dtype=np.float64)),
+    accumulated(TypeError, "expected dtype float32, got bfloat16", w1=zeros(E, D, 2 * H, dtype=BF16)),
+    accumulated(ValueError, "expected the weight's shape (3, 6, 4), got (3, 4, 6)", w2=zeros(E, D, H)),
+    accumulated(ValueError, "expected the weight's shape (3, 6, 4), got (72,)", w2=zeros(E * H * D)),
+    accumulated(ValueError, "expected one array, as the weight is, got a pair (gate, up)", w1=PAIR),
+    accumulated(ValueError, "expected one array or a pair (gate, up), got 0 arrays", w2=()),
+    accumulated(
+        ValueError, "expected a pair (gate, up), as the weight is, got one array", saved=saved(w1=PAIR), w1=PAIR[0]
+    ),
+    accumulated(
+        ValueError,
+        f"{INNER_ORDER}, got strides (48, 8, 2) for shape (3, 6, 4)",
+        w2=zeros(E, H, 2 * D)[:, :, ::2],
+    ),
+    accumulated(
+        ValueError,
+        "expected an array without overlaps, got strides (0, 4, 1) for shape (3, 6, 4)",
+        w2=strided(E, H, D, strides=(0, 4, 1)),
+    ),
+    accumulated(
+        ValueError,
+        "expected an array without overlaps, got strides (24, 3, 1) for shape (3, 6, 4)",
+        w2=strided(E, H, D, strides=(24, 3, 1)),
+    ),
+    accumulated(
+        ValueError,
+        "expected gate and up with equal strides, got (24, 6, 1) and (24, 1, 4)",
+        saved=saved(w1=PAIR),
+        w1=(PAIR[0], zeros(E, H, D).swapaxes(1, 2)),
+    ),
     # dispatch
     dispatch(ValueError, "ids: expected shape (L, k) with k >= 1, got (10,)", ids=ids(L * K)),
     dispatch(ValueError, "ids: expected shape (L, k) with k >= 1, got ()", ids=ids()),
@@ -416,10 +468,35 @@ def test_an_array_for_a_name():
 
 
 def test_every_argument_has_a_bad_case():
-    options = {"moe_forward": {"activation", "save"}, "moe_backward": {"needs"}, "route": {"kind"}}
+    options = {"moe_forward": {"activation", "save"}, "moe_backward": {"needs", "accumulate"}, "route": {"kind"}}
     for function, arguments in GOOD.items():
         changed = set().union(*(bad.changes for bad in BAD if bad.function == function))
         assert changed >= set(arguments) | options.get(function, set())
+
+
+def test_parts_of_accumulated_pairs_are_named():
+    wrong = {"saved": saved(w1=PAIR), "accumulate": {"w1": (PAIR[0], zeros(E, D, H + 1))}}
+    with pytest.raises(ValueError) as caught:
+        call("moe_backward", BACKENDS["numpy"], wrong)
+    assert str(caught.value) == (
+        "moe_backward: accumulate['w1'][1]: expected the weight's shape (3, 4, 6), got (3, 4, 7)"
+    )
+
+
+def test_accumulated_arrays_can_be_written():
+    total = zeros(E, H, D)
+    total.flags.writeable = False
+    with pytest.raises(ValueError) as caught:
+        call("moe_backward", BACKENDS["numpy"], {"accumulate": {"w2": total}})
+    assert str(caught.value) == (
+        "moe_backward: accumulate['w2']: expected an array that can be written, got a read-only one"
+    )
+
+
+def test_accumulated_arrays_on_another_device():
+    with pytest.raises(TypeError) as caught:
+        call("moe_backward", as_cuda, {"accumulate": {"w2": as_cuda(zeros(E, H, D), device=1)}})
+    assert str(caught.value) == "moe_backward: accumulate['w2']: expected grad_out's device cuda:0, got cuda:1"
 
 
 @pytest.fixture

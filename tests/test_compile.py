@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -170,6 +171,27 @@ def static_shared_cap(variant, limits) -> int:
     return 2048 if variant.entry else 0
 
 
+def accumulating(arch: str) -> list:
+    """Weight gradients that are added to what is there, for each element type and type of the sum."""
+    found = []
+    for dtype, is_aligned in itertools.product(loader.ELEMENTS, (True, False)):
+        config = launch_config.gemm(dtype, is_aligned, False, LIMITS[arch])
+        found += [
+            loader.gemm_variant(
+                entry,
+                dtype=dtype,
+                activation="swiglu",
+                transposed=False,
+                aligned=is_aligned,
+                stages=config.stages,
+                tier=config.tier,
+                accumulate=total,
+            )
+            for entry, total in (("up_wgrad", "float32"), ("down_wgrad", dtype))
+        ]
+    return found
+
+
 def variants_of(arch: str) -> list:
     """All dtypes, orders and alignments of one activation, and all activations of one dtype and order; or a selection.
 
@@ -180,6 +202,7 @@ def variants_of(arch: str) -> list:
     if arch in ("80", "90a"):
         every += loader.variants(tuple(loader.ELEMENTS), ("row", "transposed"), ("swiglu",), (True, False), limits)
         every += loader.variants(("bfloat16",), ("row",), ACTIVATIONS, (True,), limits)
+        every += accumulating(arch)
     else:
         every += loader.variants(("bfloat16", "float32"), ("row",), ("swiglu",), (True,), limits)
         every += loader.variants(("bfloat16",), ("transposed",), ("gelu",), (True, False), limits)
@@ -242,6 +265,9 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
         # Only the messenger of the panels may wait for a fence over the GPU; its code stands behind the consumers'.
         waiting = opcodes[: places[-1]] if "panels" in variant.source else opcodes
         found += [opcode for opcode in waiting if opcode.startswith("MEMBAR") and not opcode.endswith("CTA")]
+    found += [
+        opcode for opcode in opcodes if opcode.startswith(("ATOMG", "RED.", "REDG")) and macros.get("ACCUMULATE") == "1"
+    ]
     return [f"{variant.name} for sm_{arch}: {problem}" for problem in found]
 
 
@@ -254,6 +280,9 @@ def test_machine_code_has_the_tensor_cores_and_neither_spills_nor_fences_among_t
         return [v for v in loader.variants(dtypes, orders, limits=LIMITS[arch]) if v.entry and v.macros]
 
     variants = gemms(("bfloat16",), ("row", "transposed")) + gemms(("float32",), ("row",))
+    variants += [
+        v for v in accumulating(arch) if dict(v.macros)["ELEMENT"] == "bf16" and ("ALIGNED", "0") not in v.macros
+    ]
     if arch == "90a":
         monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
         variants += gemms(("bfloat16",), ("row",))

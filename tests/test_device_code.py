@@ -5,6 +5,7 @@ Launches wait in a stream until `synchronize`, so their modules compile side by 
 device data would see poison.
 """
 
+import copy
 import functools
 import os
 import platform
@@ -19,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import CASES, Case, make_ids, make_inputs, relative_error
+from cases import CASES, Case, is_marked, make_ids, make_inputs, mark, relative_error
 from emulator import COMPILER, KERNELS, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -321,6 +322,72 @@ def test_layer_on_the_shared_cases(device, case):
     idle = np.setdiff1d(np.arange(case.E), inputs[1])
     for gradient in (results["w2"], *(results["w1"] if isinstance(results["w1"], tuple) else (results["w1"],))):
         assert not np.asarray(gradient)[idle].astype(np.float32).any()  # exact zeros
+
+
+def total_of(device, weight, dtype, order, used):
+    """Random numbers in a weight's form, in an allocation that may be written; experts that are not used are marked."""
+    if isinstance(weight, tuple):
+        return tuple(total_of(device, half, dtype, order, used) for half in weight)
+    E, rows, columns = weight.shape
+    total = device.allocate((E, columns, rows) if order == "transposed" else weight.shape, DTYPES[dtype], MARGIN)
+    total = total.swapaxes(1, 2) if order == "transposed" else total
+    total[:] = np.random.default_rng(1).standard_normal(weight.shape).astype(total.dtype)
+    mark(total, ~used)
+    return total
+
+
+def plain_sum(start, sums):
+    """In float32, rounded once."""
+    if isinstance(start, tuple):
+        return tuple(map(plain_sum, start, sums))
+    with np.errstate(invalid="ignore"):  # the marks
+        return (np.asarray(start).astype(np.float32) + np.asarray(sums)).astype(start.dtype)
+
+
+ACCUMULATED = [
+    (replace(TILES[0], E=5, routing="empty_experts"), "bfloat16"),
+    (replace(TILES[1], E=6, routing="empty_experts"), "bfloat16"),
+    (replace(TILES[2], E=5, routing="empty_experts"), "float32"),
+    (replace(UNALIGNED, E=5, routing="empty_experts"), "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("order", ["row", "transposed"])
+@pytest.mark.parametrize(("case", "dtype"), ACCUMULATED, ids=str)
+def test_accumulated_weight_gradients(device, case, dtype, order):
+    """The products' fp32 sums, found by adding them to zeros, are added bit for bit as NumPy adds them."""
+    layer = Layer(device, make_inputs(case, 0, DTYPES[dtype]))
+    used = np.isin(np.arange(case.E), layer.inputs[1])
+    assert not used.all()
+    weights = {"w1": layer.inputs[3], "w2": layer.inputs[4]}
+    _, saved = layer.forward()
+    device.synchronize()
+
+    def run(totals):
+        gradients = layer.backward(saved, keep_saved=True, accumulate=totals)
+        device.synchronize()
+        for name, total in totals.items():
+            assert gradients[name] is total
+        return gradients
+
+    sums = {name: total_of(device, w, "float32", order, np.ones(case.E, bool)) for name, w in weights.items()}
+    for total in (sums["w2"], *(sums["w1"] if isinstance(sums["w1"], tuple) else (sums["w1"],))):
+        total[:] = 0
+    plain, got = layer.backward(saved, keep_saved=True), run(sums)
+    assert not differences({"x": plain["x"], "weights": plain["weights"]}, got)
+    for name in weights:
+        assert relative_error(*map(in_float64, (got[name], plain[name]))) <= TOLERANCES[dtype]
+    for total_dtype in dict.fromkeys(("float32", dtype)):
+        totals = {name: total_of(device, w, total_dtype, order, used) for name, w in weights.items()}
+        want = {name: copy.deepcopy(total) for name, total in totals.items()}
+        for _ in range(2):
+            run(totals)
+            want = {name: plain_sum(want[name], sums[name]) for name in want}
+            for name, total in totals.items():
+                pairs = zip(total, want[name], strict=True) if isinstance(total, tuple) else ((total, want[name]),)
+                for got, exact in pairs:
+                    assert as_bits(got[used]) == as_bits(exact[used]), name
+                    assert is_marked(got, ~used), name
 
 
 def test_two_stage_pipeline():

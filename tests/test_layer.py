@@ -6,7 +6,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import CASES, Case, make_inputs, relative_error
+from cases import CASES, Case, in_order, is_marked, make_inputs, mark, relative_error
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, reference
@@ -209,6 +209,122 @@ def test_only_needed_gradients_are_computed(needs):
     for name, value in vars(mb.moe_backward(grad_out, saved, needs=needs)).items():
         assert (value is None) == (name not in needs)
         assert value is None or same_bits(value, everything[name])
+
+
+def total_of(weight, dtype, transposed, used, xp_name):
+    """Random numbers in a weight's form, on the GPU and on the host; experts that are not `used` are marked."""
+    if isinstance(weight, tuple):
+        return tuple(zip(*(total_of(half, dtype, transposed, used, xp_name) for half in weight), strict=True))
+    host = np.random.default_rng(2).standard_normal(weight.shape).astype(DTYPES[dtype])
+    mark(host, ~used)
+    return on_gpu(xp_name, in_order(host, transposed)), host
+
+
+def host_of(array):
+    """A GPU array on the host, in its own dtype."""
+    if isinstance(array, tuple):
+        return tuple(map(host_of, array))
+    return array.get() if hasattr(array, "get") else arrays.Torch.to_numpy(array.cpu())
+
+
+def parts_of(weight):
+    return weight if isinstance(weight, tuple) else (weight,)
+
+
+ACCUMULATED = [
+    (replace(LARGER[6], E=6), "bfloat16", "cupy"),  # more tiles than blocks, and experts without tokens
+    (LARGER[0], "bfloat16", "cupy"),
+    (LARGER[3], "bfloat16", "torch"),  # pairs
+    (LARGER[4], "float16", "cupy"),
+    (LARGER[5], "bfloat16", "cupy"),  # sizes that only the portable kernel takes
+    (replace(LARGER[8], L=300), "float32", "cupy"),
+    (Case(L=0, k=2, E=8, d=64, h=128), "bfloat16", "cupy"),
+]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["row", "transposed"])
+@pytest.mark.parametrize(("case", "dtype", "xp_name"), ACCUMULATED, ids=str)
+def test_accumulated_weight_gradients(case, dtype, xp_name, transposed):
+    """The products' fp32 sums, found by adding them to zeros, match the reference; they are added, in backward after
+    backward, bit for bit as NumPy adds them, and experts without tokens keep their bits."""
+    if xp_name == "torch":
+        pytest.importorskip("torch")
+    gpu, host = inputs_of(case, dtype, xp_name)
+    used = np.isin(np.arange(case.E), host[1])
+    weights = {"w1": host[3], "w2": host[4]}
+    out, saved = mb.moe_forward(*gpu[:5], activation=case.activation)
+
+    def add_to(totals):
+        got = mb.moe_backward(gpu[5], saved, keep_saved=True, accumulate=totals)
+        assert all(getattr(got, name) is total for name, total in totals.items())
+        return got
+
+    sums = {name: total_of(w, "float32", transposed, used, xp_name)[0] for name, w in weights.items()}
+    for part in (*parts_of(sums["w1"]), sums["w2"]):
+        part[:] = 0
+    want = reference_results(case, host)
+    assert_close({"out": out, **vars(add_to(sums))}, want, dtype)
+    for name in weights:  # 16-bit results are rounded from these very sums
+        assert all(part.dtype == np.float32 for part in parts_of(host_of(sums[name])))
+        assert case.order.endswith("transposed") != transposed or same_bits(
+            tuple(part.astype(DTYPES[dtype]) for part in parts_of(host_of(sums[name]))),
+            parts_of(host_of(getattr(mb.moe_backward(gpu[5], saved, keep_saved=True), name))),
+        )
+    added = {name: parts_of(host_of(total)) for name, total in sums.items()}
+    for total_dtype in dict.fromkeys(("float32", dtype)):
+        totals, expected = {}, {}
+        for name, weight in weights.items():
+            totals[name], start = total_of(weight, total_dtype, transposed, used, xp_name)
+            expected[name] = parts_of(start)
+        for _ in range(2):
+            add_to(totals)
+            for name, total in totals.items():
+                pairs = zip(expected[name], added[name], strict=True)
+                with np.errstate(invalid="ignore"):  # the marks
+                    expected[name] = tuple((e.astype(np.float32) + a).astype(e.dtype) for e, a in pairs)
+                for got, exact in zip(parts_of(host_of(total)), expected[name], strict=True):
+                    assert np.array_equal(got[used], exact[used])
+                    assert is_marked(got, ~used)
+
+
+def test_accumulated_gradients_take_no_memory(monkeypatch):
+    """Torch's allocator gives none for them; repeated runs give the same bits."""
+    torch = pytest.importorskip("torch")
+    case = Case(L=2048, k=4, E=32, d=512, h=512, routing="skewed")
+    gpu, _ = inputs_of(case, "bfloat16", "torch")
+    _, saved = mb.moe_forward(*gpu[:5])
+    found = []
+    for _ in range(5):
+        totals = {name: torch.ones_like(w, dtype=torch.float32) for name, w in (("w1", gpu[3]), ("w2", gpu[4]))}
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        got = mb.moe_backward(gpu[5], saved, needs=("w1", "w2"), keep_saved=True, accumulate=totals)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
+        found.append((to_float64(got.w1), to_float64(got.w2)))
+    assert all(same_bits(found[0], again) for again in found[1:])
+
+
+def test_accumulation_into_main_grad():
+    """Megatron's contract, on the module: its parameters are stored transposed."""
+    torch = pytest.importorskip("torch")
+    from moeblaze_cupy.interop.torch import MoE
+
+    torch.manual_seed(0)
+    layer = MoE(128, 64, 8, 2, accumulate_into_main_grad=True, device="cuda", dtype=torch.bfloat16)
+    plain = MoE(128, 64, 8, 2, device="cuda", dtype=torch.bfloat16)
+    plain.load_state_dict(layer.state_dict())
+    experts = (layer.w1_storage, layer.w2_storage)
+    for parameter in experts:
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter, dtype=torch.float32), False
+    for _ in range(2):
+        x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16)
+        for model in (layer, plain):
+            model(x).float().square().mean().backward()
+    for parameter, other in zip(experts, (plain.w1_storage, plain.w2_storage), strict=True):
+        assert parameter.grad_added_to_main_grad
+        assert relative_error(to_float64(parameter.main_grad), to_float64(other.grad)) <= TOLERANCES["bfloat16"]
+    assert same_bits(layer.router.grad, plain.router.grad)
 
 
 def test_frozen_experts_run_no_weight_kernel(monkeypatch):

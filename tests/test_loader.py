@@ -50,6 +50,14 @@ def test_memory_order_of_the_weight_within_a_gemm(entry, transposed, k_contiguou
 
 
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize("entry", WGRADS)
+def test_dtype_of_what_a_weight_gradient_is_written_to(entry, tier):
+    for accumulate, told in ((None, ("0", "bf16")), ("bfloat16", ("1", "bf16")), ("float32", ("1", "float"))):
+        found = macros(entry, tier=tier, accumulate=accumulate)
+        assert (found["ACCUMULATE"], found["OUT"]) == told
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @pytest.mark.parametrize(
     ("entry", "transposed", "gathered"),
     [  # P spans the strided side of the gradient in memory, Q the contiguous one; x and grad_out are gathered.
@@ -134,7 +142,7 @@ def test_kernels_that_an_activation_does_not_enter_are_shared():
 def test_names_tell_variants_apart():
     assert Variant("router.cu", "router_fwd_float32").name == "router_fwd_float32"
     name = gemm_variant("up_wgrad", dtype="float32", activation="silu", transposed=True, aligned=False, stages=2).name
-    assert name == "up_wgrad element=float aligned=0 stages=2 gather_p=0 gather_q=1"
+    assert name == "up_wgrad element=float aligned=0 stages=2 gather_p=0 gather_q=1 accumulate=0 out=float"
     everything = loader.variants(
         tuple(loader.ELEMENTS), ("row", "transposed"), ACTIVATIONS, (True, False), launch_config.H200
     )

@@ -181,6 +181,31 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, d, activation, ids_dty
     }
 
 
+def test_accumulated_gradients_take_no_memory(no_launches):
+    s = memory.LayerShape(L=400, d=64, h=32, E=4, k=2)
+    counted = CountedMemory()
+    context = arrays.Context(counted, 0, 0)
+    x, ids, weights, w1, w2, *totals = (
+        counted.describe(np.zeros(shape, dtype))
+        for shape, dtype in (
+            ((s.L, s.d), "float16"),
+            ((s.L, s.k), "int32"),
+            ((s.L, s.k), "float32"),
+            ((s.E, s.d, 2 * s.h), "float16"),
+            ((s.E, s.h, s.d), "float16"),
+            ((s.E, s.d, 2 * s.h), "float32"),
+            ((s.E, s.h, s.d), "float32"),
+        )
+    )
+    _, saved = experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save="minimal")
+    before = counted.alive
+    given = {"w1": (totals[0],), "w2": (totals[1],)}
+    needs = ("x", "weights", "w1", "w2")
+    gradients = experts.moe_backward(context, x, saved, needs=needs, keep_saved=False, accumulate=given)
+    assert gradients.w1 is totals[0].owner and gradients.w2 is totals[1].owner
+    assert counted.alive - before == memory.total(memory.gradients(s)[:2])  # dx and dweights
+
+
 @pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 2200])
 def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch):
     """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. One

@@ -1,12 +1,13 @@
 """The CPU reference against code that shares nothing with it: loops over tokens, finite differences, torch autograd."""
 
+import copy
 import math
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import CASES, ORDERS, ROUTINGS, Case, make_ids, make_inputs, relative_error
+from cases import CASES, ORDERS, ROUTINGS, Case, in_order, make_ids, make_inputs, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -531,6 +532,53 @@ def test_nothing_given_is_changed_and_backward_can_be_repeated(save):
     for name in GRADIENTS:
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name), err_msg=name)
     assert not saved.consumed
+
+
+def prefilled(weight, dtype, transposed, used):
+    """Random numbers in a weight's form, NaN for experts that are not `used`."""
+    if isinstance(weight, tuple):
+        return tuple(prefilled(part, dtype, transposed, used) for part in weight)
+    total = np.random.default_rng(20).standard_normal(weight.shape).astype(dtype)
+    total[~used] = np.nan
+    return in_order(total, transposed)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@by_case([replace(SMALL, E=5, routing="empty_experts", order=order) for order in ("row", "pair_transposed")])
+def test_accumulated_gradients_are_plain_sums(case, dtype, transposed):
+    inputs = make_inputs(case, seed=19)
+    used = np.isin(np.arange(case.E), inputs[1])
+    assert not used.all()
+    _, want = run_layer(case, inputs)
+    _, saved = reference.moe_forward(*inputs[:5], activation=case.activation)
+    totals = {
+        name: prefilled(weight, dtype, transposed, used) for name, weight in (("w1", inputs[3]), ("w2", inputs[4]))
+    }
+    before = copy.deepcopy(totals)
+    for times in (1, 2):
+        grads = reference.moe_backward(inputs[5], saved, accumulate=totals)
+        assert grads.w1 is totals["w1"] and grads.w2 is totals["w2"]
+        for name, total in totals.items():
+            got, start, plain = (gate_and_up(v) for v in (total, before[name], getattr(want, name)))
+            assert relative_error(got[used], (start + times * plain)[used]) <= 4 * np.finfo(dtype).eps
+            assert np.isnan(got[~used]).all()
+    np.testing.assert_array_equal(grads.x, want.x)
+    only_w2 = reference.moe_backward(inputs[5], saved, accumulate={"w2": totals["w2"]})
+    np.testing.assert_array_equal(gate_and_up(only_w2.w1), gate_and_up(want.w1))
+
+
+def test_accumulated_gradients_are_rounded_once():
+    """float32 sums added to bfloat16: neither their rounding to bfloat16 nor the total's differs from this."""
+    inputs = make_inputs(SMALL, seed=21, dtype=ml_dtypes.bfloat16)
+    _, saved = reference.moe_forward(*inputs[:5], activation=SMALL.activation)
+    sums = np.zeros(inputs[4].shape, np.float32)
+    reference.moe_backward(inputs[5], saved, needs=("w2",), accumulate={"w2": sums})
+    assert (sums != sums.astype(ml_dtypes.bfloat16)).any()
+    start = prefilled(inputs[4], ml_dtypes.bfloat16, False, np.ones(SMALL.E, bool))
+    total = start.copy()
+    reference.moe_backward(inputs[5], saved, needs=("w2",), accumulate={"w2": total})
+    np.testing.assert_array_equal(total, (start.astype(np.float32) + sums).astype(ml_dtypes.bfloat16))
 
 
 @pytest.mark.parametrize("activation", ["relu", "reglu"])

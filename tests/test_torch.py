@@ -4,6 +4,7 @@ import copy
 import io
 from dataclasses import fields, replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, make_inputs, relative_error
@@ -288,7 +289,7 @@ def test_consumption_is_remembered_and_keep_saved_handed_on(monkeypatch):
     x, ids, weights, w1, w2, grad_out = tensors(SMALL)
     handed_on = []
 
-    def backward(grad_out, saved, *, needs, keep_saved):
+    def backward(grad_out, saved, *, needs, keep_saved, accumulate):
         handed_on.append(keep_saved)
         saved.consumed = not keep_saved
         return mb.Gradients(x=torch.zeros_like(grad_out))
@@ -300,6 +301,99 @@ def test_consumption_is_remembered_and_keep_saved_handed_on(monkeypatch):
         out.backward(grad_out, retain_graph=True)
         assert out.grad_fn.saved.consumed == (not keep_saved)
     assert handed_on == [False, True]
+
+
+@pytest.mark.parametrize("order", ["row", "transposed", "pair", "pair_transposed"])
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16])
+def test_main_grad(order, total):
+    """Of parameters as they are stored: where those are transposed, the layer gets views of them."""
+    case = Case(L=9, k=2, E=3, d=4, h=6, order=order)
+    x, ids, weights, *experts, grad_out = tensors(case, ml_dtypes.bfloat16)
+    w1, w2 = experts
+    transposed = order.endswith("transposed")
+    views = [*(w1 if isinstance(w1, tuple) else (w1,)), w2]
+    parameters = [torch.nn.Parameter(w.transpose(1, 2).contiguous() if transposed else w) for w in views]
+    start = [torch.randn(p.shape).to(total) for p in parameters]
+    for parameter, held in zip(parameters, start, strict=True):
+        parameter.main_grad = held.clone()
+
+    def backward(**options):
+        *first, second = [p.transpose(1, 2) if transposed else p for p in parameters]
+        first = first[0] if len(first) == 1 else tuple(first)
+        moe(x, ids, weights, first, second, **options).backward(grad_out)
+
+    x.requires_grad_()
+    backward()
+    plain, plain_x = [p.grad.float() for p in parameters], x.grad
+    for parameter in [x, *parameters]:
+        parameter.grad = None
+    backward(accumulate_into_main_grad=True)
+    backward(accumulate_into_main_grad=True)
+    assert torch.equal(x.grad, 2 * plain_x)
+    for parameter, held, grad in zip(parameters, start, plain, strict=True):
+        assert parameter.grad is None and not hasattr(parameter, "grad_added_to_main_grad")
+        assert relative_error(parameter.main_grad.float().numpy(), (held.float() + 2 * grad).numpy()) <= 2**-7
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_main_grad_and_megatrons_hooks(zeros):
+    """They run when a gradient arrives, of whatever contents, and look at `grad_added_to_main_grad`."""
+    layer = MoE(8, 6, 5, 2, accumulate_into_main_grad=True)
+    experts = (layer.w1_storage, layer.w2_storage)
+    x = torch.randn(7, 8)
+    composed(layer, x).sum().backward()
+    want = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    seen = []
+    for parameter in experts:
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(parameter.shape), False
+        parameter.zero_out_wgrad = zeros
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append((p, p.grad_added_to_main_grad)))
+    layer(x).sum().backward()
+    assert {id(p) for p, added in seen if added} == set(map(id, experts)) and len(seen) == 2
+    for parameter, expected in zip(experts, want[1:], strict=True):
+        assert relative_error(parameter.main_grad.numpy(), expected.numpy()) <= 1e-6
+        assert parameter.grad.shape == parameter.shape and parameter.grad.dtype == parameter.dtype
+        assert not zeros or not parameter.grad.any()
+    assert relative_error(layer.router.grad.numpy(), want[0].numpy()) <= 1e-5
+
+
+def test_main_grad_of_halves_of_one_parameter_and_frozen_weights():
+    x, ids, weights, w1, w2, grad_out = tensors(replace(SMALL, order="transposed"))
+    storage = torch.nn.Parameter(w1.transpose(1, 2))
+    halves = [storage[:, : SMALL.h].transpose(1, 2), storage[:, SMALL.h :].transpose(1, 2)]
+    (want,) = torch.autograd.grad(moe(x, ids, weights, tuple(halves), w2), storage, grad_out)
+    storage.main_grad = torch.ones_like(storage)
+    moe(x, ids, weights, tuple(halves), w2, accumulate_into_main_grad=True).backward(grad_out)
+    assert storage.grad is None
+    torch.testing.assert_close(storage.main_grad.detach(), 1 + want)
+
+
+def test_errors_of_main_grad():
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    w1, w2 = torch.nn.Parameter(w1), torch.nn.Parameter(w2)
+    w1.main_grad = torch.zeros_like(w1)
+    wanted = "expected a parameter, or a view of one, whose main_grad is a tensor, got <class 'NoneType'>"
+    for given in (w2, w2 * 1, w2.transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(TypeError) as caught:
+            moe(x, ids, weights, w1, given, accumulate_into_main_grad=True)
+        assert str(caught.value) == f"moe: w2: {wanted}"
+    w2.main_grad = torch.zeros(1)
+    with pytest.raises(ValueError) as caught:
+        moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True)
+    assert str(caught.value) == (
+        "moe: w2: expected main_grad with the parameter's shape and strides ((3, 2, 3), (6, 3, 1)), got ((1,), (1,))"
+    )
+    w2.main_grad = torch.zeros_like(w2, dtype=torch.float16)
+    out = moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True)
+    with pytest.raises(
+        TypeError, match=r"^moe_backward: accumulate\['w2'\]: expected dtype float32 or float64, got float16"
+    ):
+        out.sum().backward()
+    with pytest.raises(ValueError) as caught:
+        gate, up = w1.detach().chunk(2, dim=2)
+        moe(x, ids, weights, (gate.requires_grad_(), up), w2, accumulate_into_main_grad=True)
+    assert str(caught.value) == "moe: w1: expected a pair of which both or none require gradients, got one of each"
 
 
 def test_no_second_derivative():

@@ -52,13 +52,20 @@ def moe_forward(
 
 
 def moe_backward(
-    context: Context, grad_out: Array, saved: SavedForBackward, *, needs: tuple[str, ...], keep_saved: bool
+    context: Context,
+    grad_out: Array,
+    saved: SavedForBackward,
+    *,
+    needs: tuple[str, ...],
+    keep_saved: bool,
+    accumulate: dict[str, tuple[Array, ...]] | None = None,
 ) -> Gradients:
     """Paper section 3.2 and Algorithm 1, lines 15-31; SiLU and the product are recomputed in the epilogue.
 
     Unless `keep_saved`, the gradients of a, b (and A' in place of y_swi) overwrite the saved activations.
+    `accumulate`: by name, the buffers that gradients of weights are added to, in place of new ones.
     """
-    activation = saved.activation
+    activation, buffers = saved.activation, accumulate or {}
     x, weights, w2 = (context.describe(a) for a in (saved.x, saved.weights, saved.w2))
     w1 = tuple(context.describe(a) for a in (saved.w1 if isinstance(saved.w1, (tuple, list)) else (saved.w1,)))
     (L, d), h, R = x.shape, w2.shape[1], weights.size
@@ -108,13 +115,14 @@ def moe_backward(
             weights_bwd(context, partial_sums, lists.token_index_map, grad_weights)
         del partial_sums
     if "w2" in needs:
-        grad_w2 = empty_weight_gradient(context, down)
-        grouped_gemm.down_wgrad(context, lists, product, grad_out, Weight.of(grad_w2), activation)
+        grad_w2 = buffers.get("w2") or empty_weight_gradient(context, down)
+        gradient = Weight.of(grad_w2)
+        grouped_gemm.down_wgrad(context, lists, product, grad_out, gradient, activation, "w2" in buffers)
     del product
     if "w1" in needs:
-        grad_w1 = empty_weight_gradient(context, up)
+        grad_w1 = buffers.get("w1") or empty_weight_gradient(context, up)
         gradient = Weight.of(grad_w1, _half_columns(w1, h, activation))
-        grouped_gemm.up_wgrad(context, lists, x, first_layer_grad, gradient, h, activation)
+        grouped_gemm.up_wgrad(context, lists, x, first_layer_grad, gradient, h, activation, "w1" in buffers)
     if "x" in needs:
         grad_x = context.empty((L, d), x.dtype)
         if L:

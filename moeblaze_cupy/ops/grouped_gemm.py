@@ -245,14 +245,18 @@ def _wgrad(
     N: int,
     halves: int,
     activation: str,
+    accumulate: bool,
 ) -> None:
-    """`rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half."""
+    """`rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half.
+
+    `accumulate` adds to what `gradient` holds, in p's dtype or float32; experts without rows are then left alone.
+    """
     (p, p_half), (q, q_half) = (columns, rows) if gradient.transposed else (rows, columns)
     if gradient.transposed:
         M, N = N, M
     sizes = (M, N, p.shape[1], q.shape[1], p_half, q_half, gradient.ld, gradient.expert_stride)
     limits = loader.device_limits(context.device)
-    aligned = _is_aligned((p.ptr, q.ptr, *gradient.halves), sizes)
+    aligned = _is_aligned((p.ptr, q.ptr, *gradient.halves), sizes) and index.num_slots > 0  # a tensor map has rows
     config = launch_config.gemm(p.dtype, aligned, False, limits)
     variant = loader.gemm_variant(
         entry,
@@ -262,6 +266,7 @@ def _wgrad(
         aligned=aligned,
         stages=config.stages,
         tier=config.tier,
+        accumulate=gradient.arrays[0].dtype if accumulate else None,
     )
     tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.ceil_div(N, config.tile_columns)
     args = (
@@ -288,7 +293,13 @@ def _wgrad(
 
 
 def down_wgrad(
-    context: Context, index: Index, product: Array, grad_out: Array, gradient: Weight, activation: str
+    context: Context,
+    index: Index,
+    product: Array,
+    grad_out: Array,
+    gradient: Weight,
+    activation: str,
+    accumulate: bool = False,
 ) -> None:
     """gradient (E, h, d) = product^T grad_out[tokens], over each expert's rows; zeros for experts without any."""
     _wgrad(
@@ -302,13 +313,22 @@ def down_wgrad(
         grad_out.shape[1],
         1,
         activation,
+        accumulate,
     )
 
 
 def up_wgrad(
-    context: Context, index: Index, x: Array, first_layer_grad: Array, gradient: Weight, h: int, activation: str
+    context: Context,
+    index: Index,
+    x: Array,
+    first_layer_grad: Array,
+    gradient: Weight,
+    h: int,
+    activation: str,
+    accumulate: bool = False,
 ) -> None:
     """gradient (E, d, 2h), (E, d, h) or a pair = x[tokens]^T first_layer_grad, over each expert's rows."""
     gated = is_gated(activation)
     columns = (first_layer_grad, h if gated else 0)
-    _wgrad(context, "up_wgrad", index, (x, 0), columns, gradient, x.shape[1], h, 2 if gated else 1, activation)
+    halves = 2 if gated else 1
+    _wgrad(context, "up_wgrad", index, (x, 0), columns, gradient, x.shape[1], h, halves, activation, accumulate)
