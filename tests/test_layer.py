@@ -302,6 +302,7 @@ def test_accumulated_gradients_take_no_memory(monkeypatch):
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() == before
         found.append((to_float64(got.w1), to_float64(got.w2)))
+        del got, totals  # or the next round's allocation starts with theirs
     assert all(same_bits(found[0], again) for again in found[1:])
 
 
