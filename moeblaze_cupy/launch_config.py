@@ -145,7 +145,8 @@ def panel_group(columns: int, spare_columns: int) -> int:
     """Panels that Hopper's summed products compute side by side, of which two groups are alive.
 
     The left operand comes from memory once per group, so more are faster (Mixtral's down_fwd: 613 TFLOP/s one by one,
-    677 in fours); two groups take at most half of a routed (L*k, columns) buffer, and less than `spare_columns` of it.
+    677 in fours); more than one by one take at most half of a routed (L*k, columns) buffer, two groups of them, and fewer
+    than `spare_columns` columns.
     """
     group = 4
     while group > 1 and 2 * group * PANEL_COLUMNS > min(columns // 2, spare_columns - 1):
