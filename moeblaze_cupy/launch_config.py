@@ -145,7 +145,7 @@ def panel_group(columns: int, spare_columns: int) -> int:
     """Panels that Hopper's summed products compute side by side, of which two groups are alive.
 
     The left operand comes from memory once per group, so more are faster (Mixtral's down_fwd: 613 TFLOP/s one by one,
-    677 in fours); more than one by one take at most half of a routed (L*k, columns) buffer, two groups of them, and fewer
+    677 in fours). Groups of more than one take, two of them, at most half of a routed (L*k, columns) buffer, and fewer
     than `spare_columns` columns.
     """
     group = 4
