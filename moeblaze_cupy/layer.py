@@ -10,7 +10,7 @@ import numpy as np
 from moeblaze_cupy import arrays, checks, loader, reference
 from moeblaze_cupy.interop import dlpack
 from moeblaze_cupy.ops import dispatch, experts, router
-from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward
+from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward, one_or_pair, pair
 
 
 def _keep(array: Any) -> Any:
@@ -82,27 +82,15 @@ def _map_saved(saved: SavedForBackward, convert) -> SavedForBackward:
 
 
 def _map_index(index: DispatchIndices, convert) -> DispatchIndices:
-    names = (
-        *("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map"),
-        *("row_tiles", "experts_by_load"),
-    )
-    values = {name: getattr(index, name) for name in names}
-    return dataclasses.replace(index, **{n: None if v is None else convert(v) for n, v in values.items()})
-
-
-def _pair(w1: Any) -> tuple:
-    return tuple(w1) if isinstance(w1, (tuple, list)) else (w1,)
-
-
-def _one_or_pair(found: tuple) -> Any:
-    return found if len(found) == 2 else found[0]
+    lists, rest = index.split()
+    return rest.joined([None if array is None else convert(array) for array in lists])
 
 
 def _named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
-    pair = _pair(w1)
-    if len(pair) not in (1, 2):
-        raise checks.bad_value(function, name, "one array or a pair (gate, up)", f"{len(pair)} arrays")
-    return {name: pair[0]} if len(pair) == 1 else {f"{name}[0]": pair[0], f"{name}[1]": pair[1]}
+    parts = pair(w1)
+    if len(parts) not in (1, 2):
+        raise checks.bad_value(function, name, "one array or a pair (gate, up)", f"{len(parts)} arrays")
+    return {name: parts[0]} if len(parts) == 1 else {f"{name}[0]": parts[0], f"{name}[1]": parts[1]}
 
 
 def _buffers(function: str, accumulate: Any, needs: tuple, saved: SavedForBackward) -> dict[str, dict[str, Any]]:
@@ -110,7 +98,7 @@ def _buffers(function: str, accumulate: Any, needs: tuple, saved: SavedForBackwa
     checks.accumulated_names(function, accumulate, needs)
     found = {}
     for name, given in accumulate.items():
-        argument, wanted = f"accumulate[{name!r}]", len(_pair(getattr(saved, name)))
+        argument, wanted = f"accumulate[{name!r}]", len(pair(getattr(saved, name)))
         found[name] = _named_pair(function, argument, given)
         if len(found[name]) != wanted:
             forms = {1: "one array", 2: "a pair (gate, up)"}
@@ -208,7 +196,7 @@ def moe_forward(
     checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
     if call.on_cpu:
         host = {name: call.host(name) for name in d}
-        host_w1 = _one_or_pair(tuple(host[name] for name in w1_by_name))
+        host_w1 = one_or_pair(tuple(host[name] for name in w1_by_name))
         out, saved = reference.moe_forward(
             host["x"],
             host["ids"],
@@ -262,11 +250,11 @@ def moe_backward(
     checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
     described = {name: tuple(d[part] for part in parts) for name, parts in buffers.items()}
     for name, parts in buffers.items():
-        shapes = tuple(tuple(w.shape) for w in _pair(getattr(saved, name)))
+        shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
         checks.accumulated("moe_backward", tuple(parts), described[name], shapes, d["saved.x"].dtype)
     if call.on_cpu:
         host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
-        host_buffers = {name: _one_or_pair(tuple(map(call.host, parts))) for name, parts in buffers.items()}
+        host_buffers = {name: one_or_pair(tuple(map(call.host, parts))) for name, parts in buffers.items()}
         grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
         return _export_gradients(grads, call.export, accumulate)
     with call.current_device():

@@ -116,6 +116,16 @@ class PackedIndices:
         return DispatchIndices(**{field.name: getattr(self, field.name) for field in fields(DispatchIndices)})
 
 
+def pair(weight: Any) -> tuple:
+    """One weight's array, or its (gate, up), as a tuple."""
+    return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
+
+
+def one_or_pair(parts: tuple) -> Any:
+    """What `pair` was given."""
+    return parts if len(parts) == 2 else parts[0]
+
+
 @dataclass
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.

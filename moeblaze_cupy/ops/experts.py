@@ -5,13 +5,12 @@ from moeblaze_cupy.ops import grouped_gemm, panels
 from moeblaze_cupy.ops.aggregation import weights_bwd, weights_by_row
 from moeblaze_cupy.ops.dispatch import dispatch
 from moeblaze_cupy.ops.grouped_gemm import Index, Weight, empty_weight_gradient
-from moeblaze_cupy.structures import Gradients, SavedForBackward, is_gated
+from moeblaze_cupy.structures import Gradients, SavedForBackward, is_gated, one_or_pair, pair
 
 
 def _as_passed(arrays: tuple[Array, ...]):
     """One weight's array, or its (gate, up) pair, in the caller's form."""
-    owners = tuple(array.owner for array in arrays)
-    return owners if len(owners) == 2 else owners[0]
+    return one_or_pair(tuple(array.owner for array in arrays))
 
 
 def _half_columns(w1: tuple[Array, ...], h: int, activation: str) -> int | None:
@@ -67,7 +66,7 @@ def moe_backward(
     """
     activation, buffers = saved.activation, accumulate or {}
     x, weights, w2 = (context.describe(a) for a in (saved.x, saved.weights, saved.w2))
-    w1 = tuple(context.describe(a) for a in (saved.w1 if isinstance(saved.w1, (tuple, list)) else (saved.w1,)))
+    w1 = tuple(context.describe(a) for a in pair(saved.w1))
     (L, d), h, R = x.shape, w2.shape[1], weights.size
     lists = Index.of(context, saved.index)
     up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))

@@ -1,4 +1,4 @@
-"""Grouped GEMMs and weight gradients of the experts: kernels_cu/grouped_gemm_sm80.cu, grouped_wgrad_sm80.cu.
+"""Grouped GEMMs and weight gradients of the experts: kernels_cu/grouped_gemm_*.cu, grouped_wgrad_*.cu.
 
 R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers are written and read.
 """
@@ -101,6 +101,22 @@ def config_of(context: Context, entry: str, a: Array, weight: Weight, N: int, K:
     return launch_config.gemm(a.dtype, aligned, split, loader.device_limits(context.device)), aligned
 
 
+def variant_of(
+    entry: str, a: Array, weight: Weight, config: launch_config.GemmConfig, aligned: bool, activation: str, **options
+) -> loader.Variant:
+    """The kernel of a step on elements of `a`; `options` as of `loader.gemm_variant`."""
+    return loader.gemm_variant(
+        entry,
+        dtype=a.dtype,
+        activation=activation,
+        transposed=weight.transposed,
+        aligned=aligned,
+        stages=config.stages,
+        tier=config.tier,
+        **options,
+    )
+
+
 def rows_map(array: Array, box_rows: int):
     """A row-major (rows, columns) array as (columns, rows, 1), boxes of 64 columns."""
     rows, ld = array.shape
@@ -141,16 +157,8 @@ def gemm(
     """
     N = columns or n
     config, aligned = config_of(context, entry, a, weight, N, K, activation)
-    variant = loader.gemm_variant(
-        entry,
-        dtype=a.dtype,
-        activation=activation,
-        transposed=weight.transposed,
-        aligned=aligned,
-        stages=config.stages,
-        tier=config.tier,
-        stored_product=stored_product is not None,
-    )
+    options = {"stored_product": stored_product is not None}
+    variant = variant_of(entry, a, weight, config, aligned, activation, **options)
     if config.tier == "sm90":
         b = tensor_maps(weight, entry, n, K)
     else:
@@ -258,16 +266,8 @@ def _wgrad(
     limits = loader.device_limits(context.device)
     aligned = _is_aligned((p.ptr, q.ptr, *gradient.halves), sizes) and index.num_slots > 0  # a tensor map has rows
     config = launch_config.gemm(p.dtype, aligned, False, limits)
-    variant = loader.gemm_variant(
-        entry,
-        dtype=p.dtype,
-        activation=activation,
-        transposed=gradient.transposed,
-        aligned=aligned,
-        stages=config.stages,
-        tier=config.tier,
-        accumulate=gradient.arrays[0].dtype if accumulate else None,
-    )
+    options = {"accumulate": gradient.arrays[0].dtype if accumulate else None}
+    variant = variant_of(entry, p, gradient, config, aligned, activation, **options)
     tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.ceil_div(N, config.tile_columns)
     args = (
         p.ptr,

@@ -66,27 +66,18 @@ def _sum_of_rows(
         return
     # A' is gone by the time of up_bwd: its panels may take that room, while down_fwd's come on top of it
     group = launch_config.panel_group(d, K if weights is None else d)
-    buffers, ld, progress = min(2 * group, len(panels)), panels[0][1], None
-    stride = R * ld
+    buffers, stride = min(2 * group, len(panels)), R * shape[1]
+    # one panel may lie in a's rows: a tile's are its own, and no other tile of theirs is still to be computed
+    in_place = overwrites and k > 1 and len(panels) == 1 and d <= a.shape[1]
+    ld, panel, progress = a.shape[1] if in_place else shape[1], None, None
     if k > 1:
-        in_place = overwrites and len(panels) == 1 and d <= a.shape[1]
-        if in_place:  # a tile's rows are its own: no other tile of theirs is still to be computed
-            buffers, ld = 0, a.shape[1]
         # the panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
-        workspace = context.empty((buffers * stride + 4 * len(panels),), out.dtype)
-        progress = workspace.part(buffers * stride, (4 * len(panels),))
+        size = 0 if in_place else buffers * stride
+        workspace = context.empty((size + 4 * len(panels),), out.dtype)
+        panel, progress = a if in_place else workspace, workspace.part(size, (4 * len(panels),))
         loader.clear(context, progress)
-        panel = a if in_place else workspace
-    variant = loader.gemm_variant(
-        entry,
-        dtype=a.dtype,
-        activation=activation,
-        transposed=weight.transposed,
-        aligned=aligned,
-        weights_dtype="float32" if weights is None else weights.dtype,
-        tier=config.tier,
-        k=k,
-    )
+    options = {"weights_dtype": "float32" if weights is None else weights.dtype, "k": k}
+    variant = grouped_gemm.variant_of(entry, a, weight, config, aligned, activation, **options)
     args = (
         grouped_gemm.rows_map(a, launch_config.TILE_ROWS),
         *grouped_gemm.tensor_maps(weight, entry, d, K),
@@ -95,9 +86,9 @@ def _sum_of_rows(
         index.expert_token_indices.ptr,
         index.expert_token_offsets.ptr,
         index.row_tiles.ptr,
-        panel.ptr if k > 1 else 0,
+        grouped_gemm.pointer(panel),
         group,
-        max(buffers, 1),
+        buffers,
         ld,
         stride,
         index.token_index_map.ptr,
@@ -113,5 +104,5 @@ def _sum_of_rows(
         return
     for i in range((len(panels) - 1) // group * group, len(panels)):
         first_column, width = panels[i]
-        rows = panel.part(i % max(buffers, 1) * stride, shape)
+        rows = panel.part(i % buffers * stride, shape)
         aggregate(context, rows, index.token_index_map, weights, out, first_column, width, ld)
