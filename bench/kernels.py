@@ -120,7 +120,9 @@ class Kernels:
             "up_fwd": lambda: grouped_gemm.up_fwd(
                 context, lists, x, up, h, activation, first_layer=first, product=product
             ),
-            "down_fwd": lambda: panels.down_fwd(context, lists, product, down, weights, out, activation),
+            "down_fwd": lambda: panels.down_fwd(
+                context, lists, product, down, weights, out, activation, overwrites=False
+            ),
             "down_bwd": down_bwd,
             "down_wgrad": lambda: grouped_gemm.down_wgrad(context, lists, weighted, grad_out, w2_gradient, activation),
             "up_wgrad": lambda: grouped_gemm.up_wgrad(context, lists, x, first_grad, w1_gradient, h, activation),

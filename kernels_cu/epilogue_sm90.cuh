@@ -7,7 +7,7 @@
 
 // What the epilogues read and write; arguments of grouped_gemm_sm90.cu.
 struct Operands {
-    int64 N;
+    int N;
     element *first_layer, *first_layer_grad, *product;
     const element* stored_product;
     const float* row_weights;
@@ -59,10 +59,11 @@ struct ActivateRows : EpilogueBase {
 // anew: registers are short, and those that pointers take are missing where eight activations are to overlap.
 struct ActivateBwdRows : EpilogueBase {
     static constexpr int TILE_COLUMNS = 256, SLOT_BYTES = 1024;
+    static constexpr bool LONG = true;
     const Operands& operands;
     const unsigned slots;
     unsigned row0, column;
-    float weight;
+    float weights;  // of the warp's row lane % 16
     Row8<element> a_row;
 
     __device__ __forceinline__ explicit ActivateBwdRows(const Operands& operands)
@@ -89,14 +90,11 @@ struct ActivateBwdRows : EpilogueBase {
         cp_async_wait<1>();
         a_row = Row8<element>(load_shared_16(slot(row)));
     }
-    __device__ __forceinline__ void load_weight(int row) {  // without rows, of the expert's last
-        weight = operands.row_weights[row0 + min(row, rows - 1)];
-    }
     __device__ __forceinline__ void begin(int64 of_row0, int count, int n0) {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0;
         row0 = static_cast<unsigned>(of_row0), column = n0 + lane * 8;
-        load_weight(0);
+        weights = operands.row_weights[row0 + min(lane & 15, rows - 1)];  // without rows, of the expert's last
         fetch(0);
         fetch(1);
     }
@@ -104,11 +102,12 @@ struct ActivateBwdRows : EpilogueBase {
     __device__ __forceinline__ void next() {
         const int lane = threadIdx.x & 31;
         if (done == 0) load_a(0);
-        const float w = weight;
+        const float w = __shfl_sync(0xffffffffu, weights, done);
         float g[8], a[8], b[8], p[8], dot[2] = {};
         a_row.unpack(a);
         if (GATED) Row8<element>(load_shared_16(slot(done) + SLOT_BYTES / 2)).unpack(b);
         finished.get(done, lane).unpack(g);
+        fetch(done + 2);
         if (STORED_PRODUCT) {
             Row8<element> row;
             row.load<true>(place<1>(operands.stored_product, done), inside());
@@ -130,9 +129,7 @@ struct ActivateBwdRows : EpilogueBase {
         if (GATED && inside() && operands.first_layer_grad) store_global_vector(grad + operands.N, grad_b);
         if (inside() && operands.product) store_global_vector(place<1>(operands.product, done), weighted);
         store_shared_4(finished.base + done * (BN * 2) + lane * 4, dot[0] + dot[1]);
-        fetch(done + 2);
         load_a(++done);
-        load_weight(done);
     }
 
     // The sums: two lanes per row, 16 of its 32 parts each.

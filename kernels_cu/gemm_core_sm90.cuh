@@ -117,6 +117,7 @@ struct FinishedRows {
 // last, all before the next tile is finished.
 struct EpilogueBase {
     static constexpr int SPREAD = 1 << 20;  // k-steps over which this is spread, if a tile has so many
+    static constexpr bool LONG = false;     // whether a share takes longer than a step's products
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp; next() moves `done` on
     __device__ __forceinline__ void end() {}
@@ -139,6 +140,10 @@ __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool act
         const int due = step == steps ? epilogue.rows : min(step * share >> 16, epilogue.rows);
         while (epilogue.done < due) epilogue.next();
         if (step == steps) break;
+        if (Epilogue::LONG && step > 0) {  // done with by now: the producer need not wait for the next step's issue
+            wgmma_wait<0>();
+            if (signals) mbarrier_arrive(barriers.empty + 8 * previous);
+        }
         const uint64 a = descriptor(a_low + stage * (STAGE_BYTES >> 4)), b = descriptor(b_low + stage * (STAGE_BYTES >> 4));
         if (!full) wait(barriers.full + 8 * stage, ring.parity);
         if (active) {
@@ -148,9 +153,9 @@ __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool act
                 WGMMA<!A_K_CONTIGUOUS, !B_K_CONTIGUOUS_>(acc, a + (kk * (A_K_CONTIGUOUS ? 32 : 2048) >> 4),
                                                          b + (kk * (B_K_CONTIGUOUS_ ? 32 : 2048) >> 4), kk > 0 || step > 0);
             wgmma_commit();
-            wgmma_wait<1>();
+            if (!Epilogue::LONG) wgmma_wait<1>();
         }
-        if (step > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
+        if (!Epilogue::LONG && step > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
         previous = stage;
         ring.advance();
     }

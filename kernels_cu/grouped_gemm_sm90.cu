@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     setmaxnreg_inc<216>();
     const int warp_row = consumer_warp() * 16;
     Ring ring;
-    const Operands operands = {columns, first_layer, first_layer_grad, product, stored_product, row_weights, partial_sums, num_slots};
+    const Operands operands = {N, first_layer, first_layer_grad, product, stored_product, row_weights, partial_sums, num_slots};
     Epilogue epilogue(operands);
     for (;; schedule.advance()) {
         const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup

@@ -141,15 +141,17 @@ def panels(columns: int) -> tuple[tuple[int, int], ...]:
     return tuple((c, min(PANEL_COLUMNS, columns - c)) for c in range(0, columns, PANEL_COLUMNS))
 
 
-def panel_group(columns: int, spare_columns: int) -> int:
+def panel_group(columns: int, k: int) -> int:
     """Panels that Hopper's summed products compute side by side, of which two groups are alive.
 
-    The left operand comes from memory once per group, so more are faster (Mixtral's down_fwd: 613 TFLOP/s one by one,
-    677 in fours). Groups of more than one take, two of them, at most half of a routed (L*k, columns) buffer, and fewer
-    than `spare_columns` columns.
+    The left operand comes from memory once per group, so more are faster (up_bwd for d = 4096, h = 1024: 533 TFLOP/s one
+    by one, 587 in twos, 596 in fours). With k = 1 there are no buffers, and up to 512 columns one group is all there is;
+    else two groups of more than one panel take at most two thirds of a routed (L*k, columns) buffer.
     """
     group = 4
-    while group > 1 and 2 * group * PANEL_COLUMNS > min(columns // 2, spare_columns - 1):
+    if k == 1 or columns <= 2 * PANEL_COLUMNS:
+        return group
+    while group > 1 and 2 * group * PANEL_COLUMNS > columns * 2 // 3:
         group //= 2
     return group
 

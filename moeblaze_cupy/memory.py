@@ -119,10 +119,10 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     (a, b), "paper" also y_swi = act(a) * b.
     forward: the product act(a) * b, unless it is the saved y_swi, and one panel of expert outputs.
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
-    weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of w1 and
-    x are allocated.
-    The buffers are those of the portable kernels; Hopper's take two panels, or up to eight that are half of a routed
-    (L*k, d) buffer at most, or none where k = 1 or a panel takes the product's place, and half as many partial sums.
+    weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
+    w1 are allocated.
+    The buffers are those of the portable kernels; Hopper's take two panels, or up to eight that are two thirds of a
+    routed (L*k, d) buffer at most, or none where k = 1 or a panel takes the product's place, and half as many partial sums.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them.
     """
     tiles = Term(
@@ -151,8 +151,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         backward=(
             (*recomputed, *weighted, row_weights, partial_sums, dweights),
             (*recomputed, *weighted, dweights, dw2),
-            (*recomputed, dweights, dw2, dw1),
-            (*recomputed, _panel(s), dweights, dw2, dw1, dx),
+            (*recomputed, _panel(s), dweights, dw2, dx),
+            (*recomputed, dweights, dw2, dx, dw1),
         ),
     )
 

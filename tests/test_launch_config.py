@@ -116,20 +116,14 @@ def test_panels_tile_the_columns(columns):
 
 
 @pytest.mark.parametrize(
-    ("columns", "spare", "group"),
-    [
-        (256, 256, 1),
-        (1024, 1024, 1),
-        (2048, 2048, 2),
-        (4096, 4096, 4),
-        (14336, 14336, 4),
-        (4096, 1032, 2),
-        (4096, 1024, 1),
-        (2048, 768, 1),
-    ],
+    ("columns", "k", "group"),
+    [(8, 2, 4), (512, 2, 4), (520, 2, 1), (1024, 8, 1), (1536, 8, 2), (2048, 2, 2), (3064, 2, 2), (3072, 2, 4), (14336, 2, 4)]
+    + [(1024, 1, 4)],
 )
-def test_two_groups_of_panels_take_half_a_routed_buffer_at_most(columns, spare, group):
-    assert launch_config.panel_group(columns, spare) == group
+def test_two_groups_of_panels_take_two_thirds_of_a_routed_buffer_at_most(columns, k, group):
+    assert launch_config.panel_group(columns, k) == group
+    panels = len(launch_config.panels(columns))
+    assert k == 1 or panels <= 2 or min(2 * group, panels) * launch_config.PANEL_COLUMNS <= max(512, columns * 2 // 3)
 
 
 @given(tokens=st.integers(0, 10**6), k=st.integers(1, 64), experts=st.integers(1, 4096))

@@ -352,7 +352,7 @@ def test_saved_bytes(save):
 
 @pytest.mark.parametrize("xp_name", ["cupy", "torch"])
 def test_no_routed_buffer_is_allocated(monkeypatch, xp_name):
-    """Nothing of L*k rows is as wide as d: panels of 256 columns take at most half of that, in backward two of them."""
+    """Nothing of L*k rows is as wide as d: for d = 2048 panels of 256 columns take half of that, in both passes."""
     if xp_name == "torch":
         pytest.importorskip("torch")
     case = Case(L=4096, k=4, E=8, d=2048, h=64)
@@ -367,7 +367,6 @@ def test_no_routed_buffer_is_allocated(monkeypatch, xp_name):
 
     monkeypatch.setattr(framework, "empty", staticmethod(empty))
     slots = case.L * case.k
-    panel = slots * 256 * 2
     weights_bytes = case.E * 3 * case.d * case.h * 2
 
     def peak_of(call):
@@ -390,7 +389,8 @@ def test_no_routed_buffer_is_allocated(monkeypatch, xp_name):
     if forward_peak is not None:
         out = case.L * case.d * 2
         assert forward_peak <= out + saved.nbytes + slots * case.h * 2 + half + 2**20
-        assert backward_peak <= out + weights_bytes + slots * (case.h * 2 + 8) + 2 * panel + 2**20
+        # while that of x is computed: the gradients of x, w2 and the router weights, and the panels
+        assert backward_peak <= out + weights_bytes // 3 + slots * 8 + half + 2**20
 
 
 def test_row_offsets_beyond_2_31_elements():

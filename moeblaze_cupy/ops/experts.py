@@ -72,7 +72,7 @@ def moe_backward(
     up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))
     needs_first_layer_grad = "x" in needs or "w1" in needs
 
-    # Each gradient is allocated when it is due: x's and w1's take the place of what is done with by then.
+    # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
     grad_x = grad_weights = grad_w1 = grad_w2 = None
     if "weights" in needs:
         grad_weights = context.empty(weights.shape, weights.dtype)
@@ -118,14 +118,14 @@ def moe_backward(
         gradient = Weight.of(grad_w2)
         grouped_gemm.down_wgrad(context, lists, product, grad_out, gradient, activation, "w2" in buffers)
     del product
+    if "x" in needs:
+        grad_x = context.empty((L, d), x.dtype)
+        if L:
+            panels.up_bwd(context, lists, first_layer_grad, up, h, grad_x, activation)
     if "w1" in needs:
         grad_w1 = buffers.get("w1") or empty_weight_gradient(context, up)
         gradient = Weight.of(grad_w1, _half_columns(w1, h, activation))
         grouped_gemm.up_wgrad(context, lists, x, first_layer_grad, gradient, h, activation, "w1" in buffers)
-    if "x" in needs:
-        grad_x = context.empty((L, d), x.dtype)
-        if L:
-            panels.up_bwd(context, lists, first_layer_grad, up, h, grad_x, activation, overwrites=True)
     return Gradients(
         x=grad_x and grad_x.owner,
         weights=grad_weights and grad_weights.owner,

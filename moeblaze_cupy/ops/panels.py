@@ -20,7 +20,7 @@ def down_fwd(
     out: Array,
     activation: str,
     *,
-    overwrites: bool = False,
+    overwrites: bool,
 ) -> None:
     """out (L, d) = sum over slots of weights * row of product w2; `overwrites`: product may be used as scratch."""
     _sum_of_rows(context, "down_fwd", index, product, w2, product.shape[1], weights, out, activation, overwrites)
@@ -34,11 +34,9 @@ def up_bwd(
     h: int,
     grad_x: Array,
     activation: str,
-    *,
-    overwrites: bool = False,
 ) -> None:
-    """grad_x (L, d) = sum over slots of row of first_layer_grad w1^T; `overwrites` as in `down_fwd`."""
-    _sum_of_rows(context, "up_bwd", index, first_layer_grad, w1, h, None, grad_x, activation, overwrites)
+    """grad_x (L, d) = sum over slots of row of first_layer_grad w1^T."""
+    _sum_of_rows(context, "up_bwd", index, first_layer_grad, w1, h, None, grad_x, activation, False)
 
 
 def _sum_of_rows(
@@ -64,8 +62,7 @@ def _sum_of_rows(
             grouped_gemm.gemm(context, entry, index, a, weight, d, K, activation, **columns)
             aggregate(context, panel, index.token_index_map, weights, out, first_column, width)
         return
-    # A' is gone by the time of up_bwd: its panels may take that room, while down_fwd's come on top of it
-    group = launch_config.panel_group(d, K if weights is None else d)
+    group = launch_config.panel_group(d, k)
     buffers, stride = min(2 * group, len(panels)), R * shape[1]
     # one panel may lie in a's rows: a tile's are its own, and no other tile of theirs is still to be computed
     in_place = overwrites and k > 1 and len(panels) == 1 and d <= a.shape[1]
