@@ -114,7 +114,7 @@ class Kernels:
 
         def aggregate(scale):
             for column, columns in launch_config.panels(d):
-                aggregation.aggregate(context, panel, lists.token_index_map, scale, out, column, columns)
+                aggregation.aggregate(context, panel, lists.token_index_map, scale, out, column, columns, columns)
 
         self.calls = {
             "up_fwd": lambda: grouped_gemm.up_fwd(

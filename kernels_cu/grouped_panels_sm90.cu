@@ -19,7 +19,8 @@
 //   weights               (L, k)                     fp32 or element, in; read if WEIGHTED
 //   out                   (L, columns)               element, out    sum over slots of weight * row; last group not
 //   num_tokens, k                                    L, k
-//   progress              (2, number of panels)      int32, zeroed   stored tiles; blocks that have summed
+//   progress              (2, number of panels)      int32, zeroed   stored tiles; blocks that have summed. Not touched if the
+//                                                    first group is the last
 //
 // Launch: cooperative (blocks wait for each other), at most one block per multiprocessor, 384 threads, dynamic shared
 // memory 224 KiB. SLOTS: rows a sum takes at a time, min(8, k) rounded up to a power of two. With k = 1 out (L, columns) is
@@ -268,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (threadIdx.x / 32 == 1) {
             if constexpr (SLOTS == 1)
                 clear_tokens_without_expert(token_index_map, out, num_tokens, columns);
-            else
+            else if (order.summed_here() > 0)
                 carry_word(word, order, num_buffers, progress);
         }
         if (SLOTS > 1 && threadIdx.x / 32 >= 2) {

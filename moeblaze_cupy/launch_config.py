@@ -244,9 +244,11 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
             f"dispatch: num_experts: expected few enough for {limits.shared_bytes_per_block} bytes of shared memory "
             f"per block (20 and {MIN_COLUMNS} counters of 2 per expert), got {num_experts}"
         )
-    parts = 1
-    while not fits(slots_per_column(ceil_div(block_slots, parts)), alone):
-        parts += 1
+    most, too_many = 0, 65536 // (4 * columns) + 1  # 4 * most + 2 slots per column fit
+    while most + 1 < too_many:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if fits(4 * middle + 2, alone) else (most, middle)
+    parts = ceil_div(block_slots, columns * (4 * most + 2))
     part_slots = columns * slots_per_column(ceil_div(block_slots, parts))
     blocks = max(1, ceil_div(num_slots, parts * part_slots))
     counted_together = 2 if resident == 2 or (few and num_experts <= 1024) else 1

@@ -42,6 +42,12 @@ class Variant:
     entry: str
     macros: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self):  # every launch looks its kernel up
+        object.__setattr__(self, "_hash", hash((self.source, self.entry, self.macros)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @property
     def name(self) -> str:
         return " ".join(

@@ -208,8 +208,8 @@ def test_accumulated_gradients_take_no_memory(no_launches):
 
 @pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 2200])
 def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch):
-    """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. One
-    panel no wider than h takes the place of the product."""
+    """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. If one
+    group is all there is, no counters; one panel no wider than h takes the place of the product."""
     monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
     monkeypatch.setattr(tensor_map, "encode", lambda pointer, *args: pointer)
     launches, cleared = [], []
@@ -237,15 +237,20 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch)
     panels, panel_bytes = len(launch_config.panels(d)), L * k * min(256, d) * 2
     assert group == (2 if d >= 2048 else 1 if d > 512 else 4) and buffers == min(2 * group, panels) and 2 * stride == panel_bytes
     assert ld == (h if in_place else min(256, d))
-    assert first == args[0] if in_place else progress == first + buffers * panel_bytes and progress % 8 == 0
-    assert cleared == [(progress, 2 * panels * 4)]
-    summed_there = range((panels - 1) // group * group, panels)
-    aggregated = [args for variant, args in launches if variant.entry.startswith("aggregate")]
-    assert [args[0] for args in aggregated] == [first + i % buffers * panel_bytes for i in summed_there]
-    assert [args[-3:] for args in aggregated] == [(*launch_config.panels(d)[i], ld) for i in summed_there]
+    counts = panels > group
+    assert (first == args[0]) == in_place
+    assert progress == (first + buffers * panel_bytes if counts else 0) and progress % 8 == 0
+    assert cleared == ([(progress, 2 * panels * 4)] if counts else [])
+    last_group = (panels - 1) // group * group
+    (aggregated,) = (args for variant, args in launches if variant.entry.startswith("aggregate"))
+    assert last_group % buffers + panels - last_group <= buffers  # so that its panels follow one another
+    assert aggregated[0] == first + last_group % buffers * panel_bytes
+    first_column = launch_config.panels(d)[last_group][0]
+    assert aggregated[-4:] == (first_column, d - first_column, ld, stride)
     lists = 4 * launch_config.index_lists(L, k, E)[1]
     product, out = L * k * h * 2, L * d * 2
-    assert counted.peak == lists + product + out + (0 if in_place else buffers * panel_bytes) + 8 * panels
+    workspace = 0 if in_place else buffers * panel_bytes + 8 * panels * counts
+    assert counted.peak == lists + product + out + workspace
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ def aggregate(
     weights: Array | None,
     out: Array,
     first_column: int,
-    width: int,
-    ld: int | None = None,
+    columns: int,
+    ld: int,
+    stride: int = 0,
 ) -> None:
-    """out[:, first_column : first_column + width] from panel, whose L*k rows of `width` are `ld` apart (width).
+    """out[:, first_column : first_column + columns] from panels of 256 columns, or of what is left, `stride` apart.
 
-    weights (L, k) scale the slots; None leaves them unscaled (the gradient of x).
+    panel: the first; its L*k rows are `ld` elements apart. weights (L, k) scale the slots; None leaves them unscaled
+    (the gradient of x).
     """
     (L, k), d = token_index_map.shape, out.shape[1]
     aligned = d % 8 == 0 and first_column % 8 == 0 and out.ptr % 16 == 0
@@ -28,11 +30,11 @@ def aggregate(
     loader.launch(
         context,
         loader.entry("aggregation.cu", f"aggregate_{out.dtype}_{weights_dtype}{suffix}"),
-        (launch_config.ceil_div(L, TOKENS_PER_BLOCK),),
+        (launch_config.ceil_div(L, TOKENS_PER_BLOCK), launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS)),
         32 * TOKENS_PER_BLOCK,
         (
             *(panel.ptr, token_index_map.ptr, 0 if weights is None else weights.ptr, out.ptr),
-            *(L, k, d, first_column, width, width if ld is None else ld),
+            *(L, k, d, first_column, columns, ld, stride),
         ),
     )
 

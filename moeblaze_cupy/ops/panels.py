@@ -60,19 +60,20 @@ def _sum_of_rows(
         for first_column, width in panels:
             columns = {"first_column": first_column, "columns": width, "product": panel}
             grouped_gemm.gemm(context, entry, index, a, weight, d, K, activation, **columns)
-            aggregate(context, panel, index.token_index_map, weights, out, first_column, width)
+            aggregate(context, panel, index.token_index_map, weights, out, first_column, width, width)
         return
     group = launch_config.panel_group(d, k)
     buffers, stride = min(2 * group, len(panels)), R * shape[1]
     # one panel may lie in a's rows: a tile's are its own, and no other tile of theirs is still to be computed
     in_place = overwrites and k > 1 and len(panels) == 1 and d <= a.shape[1]
-    ld, panel, progress = a.shape[1] if in_place else shape[1], None, None
-    if k > 1:
+    ld, panel, progress = a.shape[1] if in_place else shape[1], a if in_place else None, None
+    if k > 1 and not in_place:
         # the panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
-        size = 0 if in_place else buffers * stride
-        workspace = context.empty((size + 4 * len(panels),), out.dtype)
-        panel, progress = a if in_place else workspace, workspace.part(size, (4 * len(panels),))
-        loader.clear(context, progress)
+        counters = 4 * len(panels) if group < len(panels) else 0  # else nothing is summed before the kernel's end
+        panel = context.empty((buffers * stride + counters,), out.dtype)
+        if counters:
+            progress = panel.part(buffers * stride, (counters,))
+            loader.clear(context, progress)
     options = {"weights_dtype": "float32" if weights is None else weights.dtype, "k": k}
     variant = grouped_gemm.variant_of(entry, a, weight, config, aligned, activation, **options)
     args = (
@@ -97,9 +98,7 @@ def _sum_of_rows(
     )
     blocks = config.blocks(d, index.max_row_tiles, loader.device_limits(context.device))
     loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
-    if k == 1:
-        return
-    for i in range((len(panels) - 1) // group * group, len(panels)):
-        first_column, width = panels[i]
-        rows = panel.part(i % buffers * stride, shape)
-        aggregate(context, rows, index.token_index_map, weights, out, first_column, width, ld)
+    if k > 1:
+        last_group = (len(panels) - 1) // group * group
+        rows, first_column = panel.part(last_group % buffers * stride, shape), panels[last_group][0]
+        aggregate(context, rows, index.token_index_map, weights, out, first_column, d - first_column, ld, stride)
