@@ -144,9 +144,9 @@ def panels(columns: int) -> tuple[tuple[int, int], ...]:
 def panel_group(columns: int, k: int) -> int:
     """Panels that Hopper's summed products compute side by side, of which two groups are alive.
 
-    The left operand comes from memory once per group, so more are faster (up_bwd for d = 4096, h = 1024: 533 TFLOP/s one
-    by one, 587 in twos, 596 in fours). With k = 1 there are no buffers, and up to 512 columns one group is all there is;
-    else two groups of more than one panel take at most two thirds of a routed (L*k, columns) buffer.
+    The left operand comes from memory once per group, so more are faster (up_bwd for d = 4096, h = 1024: 533 TFLOP/s
+    one by one, 587 in twos, 596 in fours). With k = 1 there are no buffers, and up to 512 columns one group is all
+    there is; else two groups of more than one panel take at most two thirds of a routed (L*k, columns) buffer.
     """
     group = 4
     if k == 1 or columns <= 2 * PANEL_COLUMNS:

@@ -122,7 +122,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated.
     The buffers are those of the portable kernels; Hopper's take two panels, or up to eight that are two thirds of a
-    routed (L*k, d) buffer at most, or none where k = 1 or a panel takes the product's place, and half as many partial sums.
+    routed (L*k, d) buffer at most, or none where k = 1 or a panel takes the product's place, and half as many partial
+    sums.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them.
     """
     tiles = Term(

@@ -117,8 +117,18 @@ def test_panels_tile_the_columns(columns):
 
 @pytest.mark.parametrize(
     ("columns", "k", "group"),
-    [(8, 2, 4), (512, 2, 4), (520, 2, 1), (1024, 8, 1), (1536, 8, 2), (2048, 2, 2), (3064, 2, 2), (3072, 2, 4), (14336, 2, 4)]
-    + [(1024, 1, 4)],
+    [
+        (8, 2, 4),
+        (512, 2, 4),
+        (520, 2, 1),
+        (1024, 8, 1),
+        (1024, 1, 4),
+        (1536, 8, 2),
+        (2048, 2, 2),
+        (3064, 2, 2),
+        (3072, 2, 4),
+        (14336, 2, 4),
+    ],
 )
 def test_two_groups_of_panels_take_two_thirds_of_a_routed_buffer_at_most(columns, k, group):
     assert launch_config.panel_group(columns, k) == group
@@ -276,7 +286,8 @@ def test_aggregation_and_router_have_the_blocks_of_the_launches():
     assert f"token = blockIdx.x * {tokens}LL + threadIdx.x / 32" in text
     assert f"slot = blockIdx.x * {slots}LL + threadIdx.x" in text
     assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * tokens)} == {str(slots)}
-    assert f"column += {launch_config.PANEL_COLUMNS}" in text  # 8 columns per lane
+    assert f"PANEL_COLUMNS = {launch_config.PANEL_COLUMNS};" in text
+    assert launch_config.PANEL_COLUMNS == 8 * 32  # a lane of a warp takes 8
     text = source("router.cu")
     assert set(re.findall(r"blockIdx\.x \* (\d+)LL", text)) == {str(router.TOKENS_PER_BLOCK)}
     assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * router.TOKENS_PER_BLOCK)}

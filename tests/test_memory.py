@@ -208,8 +208,8 @@ def test_accumulated_gradients_take_no_memory(no_launches):
 
 @pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 2200])
 def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch):
-    """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. If one
-    group is all there is, no counters; one panel no wider than h takes the place of the product."""
+    """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. If
+    one group is all there is, no counters; one panel no wider than h takes the place of the product."""
     monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
     monkeypatch.setattr(tensor_map, "encode", lambda pointer, *args: pointer)
     launches, cleared = [], []
@@ -235,7 +235,8 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch)
     first, group, buffers, ld, stride = args[8:13]
     progress, in_place = args[-1], d <= h
     panels, panel_bytes = len(launch_config.panels(d)), L * k * min(256, d) * 2
-    assert group == (2 if d >= 2048 else 1 if d > 512 else 4) and buffers == min(2 * group, panels) and 2 * stride == panel_bytes
+    assert group == (2 if d >= 2048 else 1 if d > 512 else 4)
+    assert buffers == min(2 * group, panels) and 2 * stride == panel_bytes
     assert ld == (h if in_place else min(256, d))
     counts = panels > group
     assert (first == args[0]) == in_place
