@@ -5,10 +5,11 @@ so that Table 2 stands here with both of its columns, up to 2M tokens.
 """
 
 import pytest
+import torch
 
-from bench import cases, measure, providers
+from bench import cases, inputs, measure, providers
 from bench.conftest import layer_specs, parametrize
-from moeblaze_cupy import memory
+from moeblaze_cupy import launch_config, memory
 
 pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="memory")
 POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_paper": "paper"}
@@ -35,7 +36,11 @@ def pytest_generate_tests(metafunc):
 
 def formula(case, provider: str) -> memory.Plan:
     """The plan of what a provider keeps and allocates; x is among what it keeps."""
-    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
+    tier = "sm80"
+    if inputs.has_gpu():
+        major, minor = torch.cuda.get_device_capability()
+        tier = launch_config.tier(10 * major + minor)
+    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation, tier=tier)
     return memory.layer(shape, POLICIES[provider]) if provider in POLICIES else memory.routed_layer(shape)
 
 

@@ -2,7 +2,7 @@
 
 Names are those of `ops/grouped_gemm.py`, `ops/panels.py` and the paper's gradients: up_fwd and down_fwd (forward),
 down_bwd (dA), up_wgrad (dW1), down_wgrad (dW2), up_bwd (dX). down_fwd and up_bwd include the sum over each token's
-slots, in one launch with the product on Hopper. R = L*k routed rows.
+slots. R = L*k routed rows.
 """
 
 from dataclasses import dataclass, replace

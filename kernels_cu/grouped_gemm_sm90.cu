@@ -1,5 +1,5 @@
-// Grouped GEMMs over the rows of each expert, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): the
-// steps, arguments and results of grouped_gemm_sm80.cu, on wgmma and the bulk copy engine.
+// Grouped GEMMs over the rows of each expert, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): up_fwd and
+// down_bwd of grouped_gemm_sm80.cu, with its arguments and results, on wgmma and the bulk copy engine.
 //
 //   b0, b1          tensor maps of the weight, 3-D: (k, n, expert) with B_K_CONTIGUOUS, else (n, k, expert), boxes of
 //                   64 x 128 x 1 or 64 x 64 x 1 elements, 128-byte swizzle; gate and up

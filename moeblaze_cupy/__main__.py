@@ -97,11 +97,20 @@ def build_parser() -> argparse.ArgumentParser:
             help=f"{meaning}; repeatable (default: {' '.join(default)})",
         )  # fmt: skip
 
+    compile_.add_argument(
+        "--accumulate", action="store_true",
+        help="also what adds weight gradients to a caller's sums, in float32 or the weights' dtype",
+    )  # fmt: skip
+
     plan = commands.add_parser("plan", help="the memory a layer will use, per save policy, by formula")
     plan.add_argument("--tokens", type=positive_integer, required=True, metavar="L", help="tokens per step")
     _add_sizes(plan)
     plan.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
     plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+    plan.add_argument(
+        "--tier", choices=("sm80", "sm90"), default="sm90",
+        help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",
+    )  # fmt: skip
 
     bench = commands.add_parser("bench", help="time the layer and its kernels beside their bounds and peers")
     bench.add_argument("--quick", action="store_true", help="the layer alone, five cases, beside the cuBLAS bound")

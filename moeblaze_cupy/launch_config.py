@@ -1,6 +1,6 @@
 """Launch geometry: pure functions of shapes and device limits, no CuPy, no GPU.
 
-The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh`, `dispatch.cu`,
+The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh`, `gemm_core_sm90.cuh`, `dispatch.cu`,
 `router.cu`, `aggregation.cu`).
 """
 

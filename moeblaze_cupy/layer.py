@@ -118,8 +118,8 @@ def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = T
     logits: (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 1024; k <= min(E, 32).
     kind: "softmax_topk" takes the softmax over all E, then the k largest, divided by their sum if
     `renormalize`; "topk_softmax" takes the softmax over the k largest logits.
-    Returns weights (L, k) float32 and ids (L, k) int32, largest first, ties to the lower id. A NaN
-    logit ranks first and makes its token's weights NaN.
+    Returns weights (L, k) float32 (float64 of such logits) and ids (L, k) int32, largest first, ties to the lower id.
+    A NaN logit ranks first and makes its token's weights NaN.
     Raises TypeError (dtype, device) or ValueError (shape, k, kind).
     """
     call = _Call("route", logits=logits)
@@ -137,8 +137,8 @@ def route_backward(
 ) -> Any:
     """Gradient of `route`'s weights with respect to its logits, (L, E) in their dtype.
 
-    grad_weights and weights (L, k) float32, ids (L, k) int32 as `route` returned them; kind and
-    renormalize as given to `route`. Raises TypeError or ValueError as `route` does.
+    grad_weights and weights (L, k) float32 (float64 of such logits), ids (L, k) int32 as `route` returned them; kind
+    and renormalize as given to `route`. Raises TypeError or ValueError as `route` does.
     """
     call = _Call("route_backward", logits=logits, grad_weights=grad_weights, weights=weights, ids=ids)
     d = call.described

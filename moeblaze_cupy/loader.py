@@ -120,14 +120,21 @@ def variants(
     activations=("swiglu",),
     aligned=(True,),
     limits: launch_config.DeviceLimits = launch_config.H200,
+    accumulates: bool = False,
 ) -> list[Variant]:
-    """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`."""
+    """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
+
+    accumulates: also those that add weight gradients to sums in float32 or the weights' dtype.
+    """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
     for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
         config = launch_config.gemm(dtype, is_aligned, False, limits)
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
-        for weights_dtype, k, stored_product in itertools.product(weights_dtypes, SLOTS, (False, True)):
+        totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
+        for weights_dtype, k, stored_product, accumulate in itertools.product(
+            weights_dtypes, SLOTS, (False, True), totals
+        ):
             variant = gemm_variant(
                 entry,
                 dtype=dtype,
@@ -139,6 +146,7 @@ def variants(
                 tier=config.tier,
                 stored_product=stored_product and entry == "down_bwd",
                 k=k,
+                accumulate=accumulate,
             )
             found[variant] = None
     return list(found)

@@ -33,6 +33,9 @@ class LayerShape:
     activation: str = "swiglu"
     dtype: str = "bfloat16"
     ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
+    tier: str = (
+        "sm90"  # kernels; Hopper's take 16-bit elements and d and h that are multiples of 8, the portable ones all
+    )
 
     @property
     def slots(self) -> int:
@@ -45,6 +48,10 @@ class LayerShape:
     @property
     def g(self) -> int:
         return 2 if is_gated(self.activation) else 1
+
+    @property
+    def on_hopper(self) -> bool:
+        return self.tier == "sm90" and self.b == 2 and self.d % 8 == self.h % 8 == 0
 
 
 @dataclass(frozen=True)
@@ -106,10 +113,21 @@ def _routed(s: LayerShape, name: str) -> Term:
     return Term(name, "L*k*d*b", s.slots * s.d * s.b)
 
 
-def _panel(s: LayerShape) -> Term:
-    """Expert outputs (or token gradients) pass through a buffer of at most 256 columns, panel by panel."""
+def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
+    """Expert outputs, or token gradients, pass through buffers of at most 256 columns: a panel after the other, or on
+    Hopper those of two groups and their counters. There k = 1 needs none, nor one panel that takes the place of the
+    product, which `overwrites` says is no longer needed."""
     width = min(launch_config.PANEL_COLUMNS, s.d)
-    return Term("one panel of the routed rows", "L*k*min(256, d)*b", s.slots * width * s.b)
+    if not s.on_hopper:
+        return (Term("one panel of the routed rows", "L*k*min(256, d)*b", s.slots * width * s.b),)
+    panels, group = len(launch_config.panels(s.d)), launch_config.panel_group(s.d, s.k)
+    if s.k == 1 or (overwrites and panels == 1 and s.d <= s.h):
+        return ()
+    buffers = min(2 * group, panels)
+    formula, nbytes = f"{buffers}*L*k*min(256, d)*b", buffers * s.slots * width * s.b
+    if group < panels:
+        formula, nbytes = f"{formula} + {8 * panels}", nbytes + 8 * panels
+    return (Term("panels of the routed rows", formula, nbytes),)
 
 
 def layer(s: LayerShape, save: str | None) -> Plan:
@@ -117,13 +135,10 @@ def layer(s: LayerShape, save: str | None) -> Plan:
 
     saved: x and the index lists, with the GEMMs' row tiles and order of experts; "minimal" adds the first layer
     (a, b), "paper" also y_swi = act(a) * b.
-    forward: the product act(a) * b, unless it is the saved y_swi, and one panel of expert outputs.
+    forward: the product act(a) * b, unless it is the saved y_swi, and panels of expert outputs.
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
     weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated.
-    The buffers are those of the portable kernels; Hopper's take two panels, or up to eight that are two thirds of a
-    routed (L*k, d) buffer at most, or none where k = 1 or a panel takes the product's place, and half as many partial
-    sums.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them.
     """
     tiles = Term(
@@ -140,19 +155,21 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     new_product = () if kept_product else product
 
     if save is None:
-        return Plan(saved=(), forward=((*index, *new_product, _panel(s)),), backward=())
-    partial_sums = Term("partial sums of dweights", "4*L*k*ceil(h/128)", 4 * s.slots * launch_config.column_tiles(s.h))
+        return Plan(saved=(), forward=((*index, *new_product, *_panels(s, True)),), backward=())
+    columns = 256 if s.on_hopper else 128
+    sums = 4 * s.slots * launch_config.column_tiles(s.h, columns)
+    partial_sums = Term("partial sums of dweights", f"4*L*k*ceil(h/{columns})", sums)
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
     weighted = () if kept_product else (_hidden(s, "product, weighted, for dw2"),)
     row_weights = Term("router weights by row", "4*L*k", 4 * s.slots)
     dx, dweights, dw1, dw2 = gradients(s)
     return Plan(
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_product),
-        forward=((*new_product, _panel(s)),),
+        forward=((*new_product, *_panels(s, not kept_product)),),
         backward=(
             (*recomputed, *weighted, row_weights, partial_sums, dweights),
             (*recomputed, *weighted, dweights, dw2),
-            (*recomputed, _panel(s), dweights, dw2, dx),
+            (*recomputed, *_panels(s, False), dweights, dw2, dx),
             (*recomputed, dweights, dw2, dx, dw1),
         ),
     )

@@ -105,8 +105,16 @@ def test_plan():
     assert result.returncode == 0 and result.stderr == ""
     saved = next(line for line in result.stdout.splitlines() if line.startswith("saved for backward"))
     assert saved.split()[3:] == ["130.0", "MiB", "898.0", "MiB", "1.3", "GiB", "0", "B", "3.5", "GiB"]
-    for formula in ("g*L*k*h*b", "L*k*min(256, d)*b", "4*L*k*ceil(h/128)", "8*(L*k//128 + min(E, L*k) + 1)"):
+    for formula in ("g*L*k*h*b", "4*L*k*min(256, d)*b + 64", "4*L*k*ceil(h/256)", "8*(L*k//128 + min(E, L*k) + 1)"):
         assert formula in result.stdout
+    assert "Hopper kernels" in result.stdout
+
+
+@pytest.mark.parametrize("option", [("--tier", "sm80"), ("--dtype", "float32")])
+def test_plan_of_the_portable_kernels(option, capsys):
+    assert run("plan --tokens 100 --d-model 64 --d-hidden 32 --experts 4 --k 2", *option) == 0
+    output = capsys.readouterr().out
+    assert "portable kernels" in output and " L*k*min(256, d)*b " in output and "4*L*k*ceil(h/128)" in output
 
 
 def test_plan_shows_every_term(capsys):
@@ -215,6 +223,13 @@ def test_compile_compiles_every_variant(compiled, capsys, monkeypatch):
 def test_compile_defaults():
     args = build_parser().parse_args(["compile"])
     assert (args.dtype, args.order, args.activation) == (("bfloat16",), ("row", "transposed"), ("swiglu",))
+    assert not args.accumulate
+
+
+def test_compile_prepares_accumulation(compiled):
+    assert run("compile --order row --accumulate") == 0
+    added = {dict(v.macros)["OUT"] for v in compiled if ("ACCUMULATE", "1") in v.macros}
+    assert added == {"float", "bf16"}
 
 
 def test_compile_reports_a_failure_and_goes_on(compiled, capsys, monkeypatch):

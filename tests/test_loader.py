@@ -1,6 +1,7 @@
 """Kernel sources to kernels: which constants a step compiles with, what names a build, what is compiled when."""
 
 import ctypes
+import dataclasses
 import itertools
 import os
 import shutil
@@ -167,8 +168,9 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
     monkeypatch.setattr(loader, "device_limits", lambda device: limits)
     monkeypatch.setattr(tensor_map, "encode", lambda *args: None)
-    launched = set()
-    monkeypatch.setattr(loader, "launch", lambda context, variant, *args: launched.add(variant))
+    launched, accumulating = set(), set()
+    target = [launched]
+    monkeypatch.setattr(loader, "launch", lambda context, variant, *args: target[0].add(variant))
     monkeypatch.setattr(loader, "clear", lambda context, array: None)
     element = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     for weights_dtype, k, save in itertools.product((np.float32, element), (1, 2, 3, 8), ("minimal", "paper")):
@@ -180,10 +182,21 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
             context.describe, (x, ids, weights.astype(weights_dtype), w2, grad_out, *w1)
         )
         _, saved = experts.moe_forward(context, x, ids, weights, tuple(w1), w2, activation=activation, save=save)
-        experts.moe_backward(context, grad_out, saved, needs=("x", "weights", "w1", "w2"), keep_saved=False)
+        needs = ("x", "weights", "w1", "w2")
+        experts.moe_backward(context, grad_out, saved, needs=needs, keep_saved=True)
+        target[0] = accumulating
+        for total in ("float32", dtype):
+            sums = {
+                name: tuple(dataclasses.replace(part, dtype=total) for part in parts)
+                for name, parts in (("w1", w1), ("w2", (w2,)))
+            }
+            experts.moe_backward(context, grad_out, saved, needs=needs, keep_saved=True, accumulate=sums)
+        target[0] = launched
     memory_order = "transposed" if order.endswith("transposed") else "row"
     prepared = loader.variants((dtype,), (memory_order,), (activation,), (d % 8 == 0,), limits)
     assert {v for v in launched if v.macros} == {v for v in prepared if v.macros}
+    prepared_sums = loader.variants((dtype,), (memory_order,), (activation,), (d % 8 == 0,), limits, accumulates=True)
+    assert {v for v in launched | accumulating if v.macros} == {v for v in prepared_sums if v.macros}
     assert {v.source for v in launched if not v.macros} <= {v.source for v in prepared} >= set(loader.SHAPE_INDEPENDENT)
 
 

@@ -38,16 +38,25 @@ def test_numbers_of_qwen3_30b():
     assert memory.routed_layer(QWEN3_30B).saved_bytes == (1024 + 768 + 384 + 384 + 1024) * MIB + index
 
     # One panel is (R, 256): 128 MiB. Partial sums: 6 column tiles of R float32, 6 MiB.
-    assert memory.layer(QWEN3_30B, "recompute").forward_peak_bytes == (384 + 128) * MIB
-    assert memory.layer(QWEN3_30B, "minimal").forward_peak_bytes == (384 + 128) * MIB
-    assert memory.layer(QWEN3_30B, "paper").forward_peak_bytes == 128 * MIB
-    assert memory.layer(QWEN3_30B, None).forward_peak_bytes == (384 + 128) * MIB + index + tiles
+    portable = replace(QWEN3_30B, tier="sm80")
+    assert memory.layer(portable, "recompute").forward_peak_bytes == (384 + 128) * MIB
+    assert memory.layer(portable, "minimal").forward_peak_bytes == (384 + 128) * MIB
+    assert memory.layer(portable, "paper").forward_peak_bytes == 128 * MIB
+    assert memory.layer(portable, None).forward_peak_bytes == (384 + 128) * MIB + index + tiles
+    # Hopper: two groups of two panels, and two counters for each of the eight.
+    assert memory.layer(QWEN3_30B, "recompute").forward_peak_bytes == (384 + 4 * 128) * MIB + 64
+    assert memory.layer(QWEN3_30B, "minimal").forward_peak_bytes == (384 + 4 * 128) * MIB + 64
+    assert memory.layer(QWEN3_30B, "paper").forward_peak_bytes == 4 * 128 * MIB + 64
+    assert memory.layer(QWEN3_30B, None).forward_peak_bytes == (384 + 4 * 128) * MIB + 64 + index + tiles
     # The gradients are 128 (dx) + 1 + 768 (dw1) + 384 (dw2) MiB; the largest stage is that of all of them.
     assert memory.layer(QWEN3_30B, "recompute").backward_peak_bytes == (768 + 1281) * MIB
     assert memory.layer(QWEN3_30B, "minimal").backward_peak_bytes == 1281 * MIB
     assert memory.layer(QWEN3_30B, "paper").backward_peak_bytes == 1281 * MIB
-    few_experts = replace(QWEN3_30B, E=8)  # then the first stage is the largest: the weighted product, 1 + 6 + 1 MiB
-    assert memory.layer(few_experts, "minimal").backward_peak_bytes == (384 + 24 + 1) * MIB
+    few_experts = replace(
+        QWEN3_30B, E=8
+    )  # then the weighted product, dweights and dw2 are; on Hopper dx and its panels
+    assert memory.layer(replace(few_experts, tier="sm80"), "minimal").backward_peak_bytes == (384 + 1 + 24) * MIB
+    assert memory.layer(few_experts, "minimal").backward_peak_bytes == (4 * 128 + 1 + 24 + 128) * MIB + 64
     assert memory.routed_layer(QWEN3_30B).forward_peak_bytes == 0
     assert memory.routed_layer(QWEN3_30B).backward_peak_bytes == (768 + 1024 + 1281) * MIB
 
@@ -65,7 +74,9 @@ def test_formula_text_gives_the_number(shape):
     for plan in plans:
         terms += [*plan.saved, *(term for stage in (*plan.forward, *plan.backward) for term in stage)]
     for term in terms:
-        formula = term.formula.replace("ceil(h/128)", str(math.ceil(shape.h / 128)))
+        formula = term.formula
+        for columns in (128, 256):
+            formula = formula.replace(f"ceil(h/{columns})", str(math.ceil(shape.h / columns)))
         assert eval(formula, {"__builtins__": {}}, names) == term.nbytes, term
 
 
@@ -139,17 +150,21 @@ def no_launches(monkeypatch):
     """Runs the CUDA code path as far as its allocations: every kernel launch does nothing."""
     limits = launch_config.DeviceLimits(90, 132, 227 * 1024, 228 * 1024)
     monkeypatch.setattr(loader, "device_limits", lambda device: limits)
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm80")  # Hopper's kernels have half as many partial sums
+    monkeypatch.setattr(loader, "clear", lambda *args: None)
     monkeypatch.setattr(loader, "launch", lambda *args, **kwargs: None)
+    monkeypatch.setattr(tensor_map, "encode", lambda pointer, *args: pointer)
 
 
 @pytest.mark.parametrize("ids_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("d", [64, 600])
+@pytest.mark.parametrize(("d", "k"), [(64, 2), (600, 2), (600, 1), (512, 3), (2056, 2)])
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @pytest.mark.parametrize("save", memory.POLICIES)
-def test_formulas_are_what_the_cuda_layer_allocates(save, d, activation, ids_dtype, no_launches):
+def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, activation, ids_dtype, no_launches, monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_TIER", tier)
+    sizes = {"L": 512, "d": d, "h": 200, "E": 5, "k": k}
     s = memory.LayerShape(
-        L=512, d=d, h=200, E=5, k=2, activation=activation, dtype="float16", ids_are_int64=ids_dtype == "int64"
+        **sizes, activation=activation, dtype="float16", ids_are_int64=ids_dtype == "int64", tier=tier
     )
     counted = CountedMemory()
     context = arrays.Context(counted, 0, 0)

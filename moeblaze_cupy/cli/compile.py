@@ -1,4 +1,7 @@
-"""`compile`: fills CuPy's kernel cache, so that the first training step compiles nothing."""
+"""`compile`: fills CuPy's kernel cache, so that the first training step compiles nothing.
+
+Of sizes that are multiples of 8, that is; others have kernels of their own, which their first step compiles.
+"""
 
 import os
 import sys
@@ -19,6 +22,7 @@ def run(args) -> int:
         orders=tuple(args.order),
         activations=tuple(args.activation),
         limits=limits,
+        accumulates=args.accumulate,
     )
     seconds, failures = 0.0, 0
     # NVRTC releases the GIL, so threads compile in parallel.

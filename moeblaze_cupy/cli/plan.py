@@ -14,6 +14,7 @@ def run(args) -> int:
         k=args.k,
         activation=args.activation,
         dtype=args.dtype,
+        tier=args.tier,
     )
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
@@ -31,6 +32,7 @@ def report(s: memory.LayerShape, plans: dict[str, memory.Plan]) -> list[str]:
     lines = [
         f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}",
         f"b = {s.b} bytes per element, g = {s.g} (2 if gated, else 1), L*k = {s.slots} routed slots",
+        f"{'Hopper' if s.on_hopper else 'portable'} kernels",
         "",
     ]
     columns = list(plans.values())

@@ -1,7 +1,7 @@
 """Products of the experts summed over the k slots of each token, through panels of up to 256 columns.
 
-On Hopper one launch, kernels_cu/grouped_panels_sm90.cu; elsewhere kernels_cu/grouped_gemm_sm80.cu and aggregation.cu
-in turn.
+On Hopper one launch of kernels_cu/grouped_panels_sm90.cu, and for k > 1 one of aggregation.cu, which sums the last
+group of panels; elsewhere kernels_cu/grouped_gemm_sm80.cu and aggregation.cu in turn.
 """
 
 from moeblaze_cupy import launch_config, loader
