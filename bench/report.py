@@ -313,8 +313,9 @@ Written by `python -m bench.report` from the records in `bench/records/`; do not
 The bound is the time of the layer's dense products alone through cuBLAS, tokens split evenly: no routing, no
 activation. It is no hard bound, as a fused layer reads and writes less. Times are medians of device time, ratios are of
 rows of one run: the bound that is shown is moeblaze's, one of another record has its own. A dash was not run, which for
-torch's layer with more than 2^31 elements in its first product means that it fails. Weights lie in memory as transformers stores them, unless a column says row-major. `moeblaze` is
-`save="minimal"`, `moeblaze_sm80` the portable kernels (`MOEBLAZE_TIER=sm80`).
+torch's layer with more than 2^31 elements in its first product means that it fails. Weights lie in memory as
+transformers stores them, unless a column says row-major. `moeblaze` is `save="minimal"`, `moeblaze_sm80` the portable
+kernels (`MOEBLAZE_TIER=sm80`).
 
 A layer's call is timed between two events and waited for, so the host's share of one call is in it; "back to back" is
 the mean of calls enqueued without waiting. The column warm-up says what ran before a row was timed: 3 calls, or the

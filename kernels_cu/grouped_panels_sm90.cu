@@ -2,8 +2,9 @@
 // multiples of 8): down_fwd with the output aggregation (paper sections 2.3 and 3.1), up_bwd with the accumulation of
 // token gradients (section 3.2, step 3). The result passes through panels of 256 columns, a group of them at a time: while
 // the products of one group are computed, that before is summed, so that two groups take the place of an (L*k, d) buffer and
-// the sums cost little time. A's rows come from memory once per group. The last group is left to aggregation.cu, whose grid has all the
-// multiprocessors' warps. With k = 1 (SLOTS = 1) a row is its token's sum: rows go straight to out, and there are no panels.
+// the sums cost little time. A's rows come from memory once per group. The last group is left to aggregation.cu, whose grid
+// has all the multiprocessors' warps. With k = 1 (SLOTS = 1) a row is its token's sum: rows go straight to out, and there are
+// no panels.
 //
 //   a_map                 tensor map of A, 3-D: (lda, L*k, 1), boxes of 64 x 128 x 1; K_SEGMENTS * depth columns
 //   b0, b1                tensor maps of the weight's K segments, as in grouped_gemm_sm90.cu

@@ -157,7 +157,7 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     """The paper's index lists (section 4.1), built in its three steps (section 4.2).
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
-    twice by a token is two slots. num_experts <= 4096, L*k < 2^31.
+    twice by a token is two slots. num_experts <= 4096, L*k <= 2^31 - 128.
     Returns DispatchIndices of int32 arrays of the caller's kind.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """

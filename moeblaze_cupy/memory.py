@@ -33,9 +33,7 @@ class LayerShape:
     activation: str = "swiglu"
     dtype: str = "bfloat16"
     ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
-    tier: str = (
-        "sm90"  # kernels; Hopper's take 16-bit elements and d and h that are multiples of 8, the portable ones all
-    )
+    tier: str = "sm90"  # "sm80": the portable kernels, which also serve what Hopper's do not take
 
     @property
     def slots(self) -> int:
@@ -51,6 +49,7 @@ class LayerShape:
 
     @property
     def on_hopper(self) -> bool:
+        """Hopper's kernels take 16-bit elements, and d and h that are multiples of 8."""
         return self.tier == "sm90" and self.b == 2 and self.d % 8 == self.h % 8 == 0
 
 

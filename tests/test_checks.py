@@ -581,7 +581,7 @@ def test_tensors_without_memory():
 @pytest.mark.parametrize("slots", [(2**30, 2), (2**31, 1), (2**26, 32)])
 def test_more_slots_than_int32_can_number(slots):
     tokens, _ = slots
-    many = f"ids: expected at most {2**31 - 1} slots L*k (int32 index lists), got {2**31}"
+    many = f"ids: expected at most {2**31 - 128} slots L*k (int32 index lists), got {2**31}"
     with pytest.raises(ValueError) as caught:
         mb.build_dispatch(Tensor(slots, "int32"), E)
     assert str(caught.value) == f"build_dispatch: {many}"
@@ -597,7 +597,7 @@ def test_more_slots_than_int32_can_number(slots):
 
 def test_as_many_slots_as_int32_can_number(no_cupy):
     with pytest.raises(RuntimeError, match=NO_CUPY):
-        mb.build_dispatch(Tensor((2**31 - 1, 1), "int32"), E)
+        mb.build_dispatch(Tensor((2**31 - 128, 1), "int32"), E)
 
 
 def test_largest_router_and_most_experts(no_cupy):
