@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
@@ -138,12 +139,17 @@ def main(argv: list[str] | None = None) -> int:
     from moeblaze_cupy.cli.progress import CommandError
 
     try:
-        return command.run(args)
+        code = command.run(args)
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"moeblaze_cupy {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader, `head` for instance, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its exit
+        return 141
 
 
 if __name__ == "__main__":

@@ -40,6 +40,23 @@ def run_module(*argv, **environment):
     )
 
 
+@pytest.mark.parametrize("argv", [["info"], ["plan", *"--tokens 9 --d-model 8 --d-hidden 8 --experts 4 --k 2".split()]])
+def test_a_reader_that_leaves_is_no_error(argv):
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, "-m", "moeblaze_cupy", *argv],
+        cwd=ROOT,
+        env=os.environ | {"MOEBLAZE_COMPILE": "lazy"},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
 def loss(name, output):
     """Nats per byte on the line "held-out loss before" or "held-out loss after"."""
     return float(re.search(rf"held-out loss {name} +([\d.]+) nats/byte", output).group(1))
