@@ -40,7 +40,10 @@ def run_module(*argv, **environment):
     )
 
 
-@pytest.mark.parametrize("argv", [["info"], ["plan", *"--tokens 9 --d-model 8 --d-hidden 8 --experts 4 --k 2".split()]])
+SMALL_PLAN = ["plan", "--tokens", "9", "--d-model", "8", "--d-hidden", "8", "--experts", "4", "--k", "2"]
+
+
+@pytest.mark.parametrize("argv", [["info"], SMALL_PLAN], ids=["info", "plan"])
 def test_a_reader_that_leaves_is_no_error(argv):
     read, write = os.pipe()
     os.close(read)
