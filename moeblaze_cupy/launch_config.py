@@ -157,6 +157,29 @@ def panel_group(columns: int, k: int) -> int:
 
 
 @dataclass(frozen=True)
+class PanelBuffers:
+    """What Hopper's summed products pass their rows through."""
+
+    group: int  # panels side by side
+    number: int  # of buffers, which panels take in turn
+    in_place: bool  # the one panel lies in the left operand's rows
+    allocated: int  # buffers of the launch's own
+    counters: int  # int32, beside these; none if nothing is summed before the kernel's end
+
+
+@functools.lru_cache(maxsize=256)
+def panel_buffers(columns: int, k: int, spare_columns: int) -> PanelBuffers:
+    """spare_columns: of the left operand if it may be overwritten, else 0.
+
+    One panel may lie in the operand's rows: a tile's are its own, and no other tile of theirs is still to be computed.
+    """
+    count, group = len(panels(columns)), panel_group(columns, k)
+    number, in_place = min(2 * group, count), k > 1 and count == 1 and columns <= spare_columns
+    counters = 2 * count if k > 1 and group < count else 0
+    return PanelBuffers(group, number, in_place, 0 if k == 1 or in_place else number, counters)
+
+
+@dataclass(frozen=True)
 class DispatchConfig:
     """Geometry of the dispatch kernels: `blocks` of dispatch_route, each of `parts` parts of `part_slots` slots."""
 

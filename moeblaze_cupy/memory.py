@@ -119,13 +119,12 @@ def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
     width = min(launch_config.PANEL_COLUMNS, s.d)
     if not s.on_hopper:
         return (Term("one panel of the routed rows", "L*k*min(256, d)*b", s.slots * width * s.b),)
-    panels, group = len(launch_config.panels(s.d)), launch_config.panel_group(s.d, s.k)
-    if s.k == 1 or (overwrites and panels == 1 and s.d <= s.h):
+    buffers = launch_config.panel_buffers(s.d, s.k, s.h if overwrites else 0)
+    if not buffers.allocated:
         return ()
-    buffers = min(2 * group, panels)
-    formula, nbytes = f"{buffers}*L*k*min(256, d)*b", buffers * s.slots * width * s.b
-    if group < panels:
-        formula, nbytes = f"{formula} + {8 * panels}", nbytes + 8 * panels
+    formula, nbytes = f"{buffers.allocated}*L*k*min(256, d)*b", buffers.allocated * s.slots * width * s.b
+    if buffers.counters:
+        formula, nbytes = f"{formula} + {4 * buffers.counters}", nbytes + 4 * buffers.counters
     return (Term("panels of the routed rows", formula, nbytes),)
 
 

@@ -62,17 +62,14 @@ def _sum_of_rows(
             grouped_gemm.gemm(context, entry, index, a, weight, d, K, activation, **columns)
             aggregate(context, panel, index.token_index_map, weights, out, first_column, width, width)
         return
-    group = launch_config.panel_group(d, k)
-    buffers, stride = min(2 * group, len(panels)), R * shape[1]
-    # one panel may lie in a's rows: a tile's are its own, and no other tile of theirs is still to be computed
-    in_place = overwrites and k > 1 and len(panels) == 1 and d <= a.shape[1]
-    ld, panel, progress = a.shape[1] if in_place else shape[1], a if in_place else None, None
-    if k > 1 and not in_place:
+    buffers, stride = launch_config.panel_buffers(d, k, a.shape[1] if overwrites else 0), R * shape[1]
+    ld, panel, progress = a.shape[1] if buffers.in_place else shape[1], a if buffers.in_place else None, None
+    if buffers.allocated:
         # the panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
-        counters = 4 * len(panels) if group < len(panels) else 0  # else nothing is summed before the kernel's end
-        panel = context.empty((buffers * stride + counters,), out.dtype)
+        size, counters = buffers.allocated * stride, 2 * buffers.counters  # in elements of 16 bits
+        panel = context.empty((size + counters,), out.dtype)
         if counters:
-            progress = panel.part(buffers * stride, (counters,))
+            progress = panel.part(size, (counters,))
             loader.clear(context, progress)
     options = {"weights_dtype": "float32" if weights is None else weights.dtype, "k": k}
     variant = grouped_gemm.variant_of(entry, a, weight, config, aligned, activation, **options)
@@ -85,8 +82,8 @@ def _sum_of_rows(
         index.expert_token_offsets.ptr,
         index.row_tiles.ptr,
         grouped_gemm.pointer(panel),
-        group,
-        buffers,
+        buffers.group,
+        buffers.number,
         ld,
         stride,
         index.token_index_map.ptr,
@@ -99,6 +96,6 @@ def _sum_of_rows(
     blocks = config.blocks(d, index.max_row_tiles, loader.device_limits(context.device))
     loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
     if k > 1:
-        last_group = (len(panels) - 1) // group * group
-        rows, first_column = panel.part(last_group % buffers * stride, shape), panels[last_group][0]
+        last_group = (len(panels) - 1) // buffers.group * buffers.group
+        rows, first_column = panel.part(last_group % buffers.number * stride, shape), panels[last_group][0]
         aggregate(context, rows, index.token_index_map, weights, out, first_column, d - first_column, ld, stride)
