@@ -377,11 +377,11 @@ def speedups() -> str:
 
 def summary(records: Records) -> str:
     """The README's block: the plots, and the least and greatest ratios of the default policy in both memory orders."""
-    entries = [e for (_, _, name), e in _entries(records).items() if name == "moeblaze"]
-    shapes = {case for case, _, name in _entries(records) if name == "moeblaze"}
+    entries = {key: entry for key, entry in _entries(records).items() if key[2] == "moeblaze"}
+    shapes = {case for case, *_ in entries}
     spans = {}
     for what in ("forward", "forward_backward"):
-        found = sorted(e[f"{what}_ratio"] for e in entries if f"{what}_ratio" in e)
+        found = sorted(e[f"{what}_ratio"] for e in entries.values() if f"{what}_ratio" in e)
         spans[what] = f"{found[0]:.2f} to {found[-1]:.2f}"
     record = next(r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
     return "\n".join(

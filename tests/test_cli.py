@@ -28,13 +28,14 @@ def run(line, *more):
     return main([*line.split(), *more])
 
 
-def run_module(*argv, **environment):
+def run_module(*argv, stdout=subprocess.PIPE, **environment):
     """`python -m moeblaze_cupy` in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "moeblaze_cupy", *argv],
         cwd=ROOT,
         env=os.environ | {"MOEBLAZE_COMPILE": "lazy"} | environment,
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=300,
     )
@@ -47,15 +48,7 @@ SMALL_PLAN = ["plan", "--tokens", "9", "--d-model", "8", "--d-hidden", "8", "--e
 def test_a_reader_that_leaves_is_no_error(argv):
     read, write = os.pipe()
     os.close(read)
-    result = subprocess.run(
-        [sys.executable, "-m", "moeblaze_cupy", *argv],
-        cwd=ROOT,
-        env=os.environ | {"MOEBLAZE_COMPILE": "lazy"},
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=300,
-    )
+    result = run_module(*argv, stdout=write)
     os.close(write)
     assert (result.returncode, result.stderr) == (141, "")
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import itertools
 import os
 import re
 import shutil
@@ -173,23 +172,11 @@ def static_shared_cap(variant, limits) -> int:
 
 def accumulating(arch: str) -> list:
     """Weight gradients that are added to what is there, for each element type and type of the sum."""
-    found = []
-    for dtype, is_aligned in itertools.product(loader.ELEMENTS, (True, False)):
-        config = launch_config.gemm(dtype, is_aligned, False, LIMITS[arch])
-        found += [
-            loader.gemm_variant(
-                entry,
-                dtype=dtype,
-                activation="swiglu",
-                transposed=False,
-                aligned=is_aligned,
-                stages=config.stages,
-                tier=config.tier,
-                accumulate=total,
-            )
-            for entry, total in (("up_wgrad", "float32"), ("down_wgrad", dtype))
-        ]
-    return found
+    every = loader.variants(
+        tuple(loader.ELEMENTS), ("row",), ("swiglu",), (True, False), LIMITS[arch], accumulates=True
+    )
+    found = [(variant, dict(variant.macros)) for variant in every if ("ACCUMULATE", "1") in variant.macros]
+    return [v for v, macros in found if macros["OUT"] == ("float" if v.entry == "up_wgrad" else macros["ELEMENT"])]
 
 
 def variants_of(arch: str) -> list:

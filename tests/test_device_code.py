@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, reference
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES
+from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, pair
 
 if COMPILER is None or platform.system() != "Linux":
     pytest.skip("the emulator needs Linux and g++", allow_module_level=True)
@@ -320,7 +320,7 @@ def test_layer_on_the_shared_cases(device, case):
     results = layer.run()
     layer.assert_matches_reference(results)
     idle = np.setdiff1d(np.arange(case.E), inputs[1])
-    for gradient in (results["w2"], *(results["w1"] if isinstance(results["w1"], tuple) else (results["w1"],))):
+    for gradient in (results["w2"], *pair(results["w1"])):
         assert not np.asarray(gradient)[idle].astype(np.float32).any()  # exact zeros
 
 
@@ -371,7 +371,7 @@ def test_accumulated_weight_gradients(device, case, dtype, order):
         return gradients
 
     sums = {name: total_of(device, w, "float32", order, np.ones(case.E, bool)) for name, w in weights.items()}
-    for total in (sums["w2"], *(sums["w1"] if isinstance(sums["w1"], tuple) else (sums["w1"],))):
+    for total in (sums["w2"], *pair(sums["w1"])):
         total[:] = 0
     plain, got = layer.backward(saved, keep_saved=True), run(sums)
     assert not differences({"x": plain["x"], "weights": plain["weights"]}, got)
@@ -384,8 +384,7 @@ def test_accumulated_weight_gradients(device, case, dtype, order):
             run(totals)
             want = {name: plain_sum(want[name], sums[name]) for name in want}
             for name, total in totals.items():
-                pairs = zip(total, want[name], strict=True) if isinstance(total, tuple) else ((total, want[name]),)
-                for got, exact in pairs:
+                for got, exact in zip(pair(total), pair(want[name]), strict=True):
                     assert as_bits(got[used]) == as_bits(exact[used]), name
                     assert is_marked(got, ~used), name
 

@@ -10,6 +10,7 @@ from cases import CASES, Case, in_order, is_marked, make_inputs, mark, relative_
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, reference
+from moeblaze_cupy.structures import pair
 
 pytestmark = pytest.mark.gpu
 
@@ -131,8 +132,7 @@ def test_torch_tensors_give_torch_tensors(case, dtype):
 def test_gradients_have_the_weights_memory_order(case):
     gpu, _ = inputs_of(case, "bfloat16")
     got = run(case, gpu)
-    w1 = gpu[3] if isinstance(gpu[3], tuple) else (gpu[3],)
-    grad_w1 = got["w1"] if isinstance(got["w1"], tuple) else (got["w1"],)
+    w1, grad_w1 = pair(gpu[3]), pair(got["w1"])
     assert [g.strides for g in grad_w1] == [w.strides for w in w1]
     assert got["w2"].strides == gpu[4].strides
 
@@ -232,10 +232,6 @@ def host_of(array):
     return array.get() if hasattr(array, "get") else arrays.Torch.to_numpy(array.cpu())
 
 
-def parts_of(weight):
-    return weight if isinstance(weight, tuple) else (weight,)
-
-
 ACCUMULATED = [
     (replace(LARGER[6], E=6), "bfloat16", "cupy"),  # more tiles than blocks, and experts without tokens
     (LARGER[0], "bfloat16", "cupy"),
@@ -265,29 +261,29 @@ def test_accumulated_weight_gradients(case, dtype, xp_name, transposed):
         return got
 
     sums = {name: total_of(w, "float32", transposed, used, xp_name)[0] for name, w in weights.items()}
-    for part in (*parts_of(sums["w1"]), sums["w2"]):
+    for part in (*pair(sums["w1"]), sums["w2"]):
         part[:] = 0
     want = reference_results(case, host)
     assert_close({"out": out, **vars(add_to(sums))}, want, dtype)
     for name in weights:  # 16-bit results are rounded from these very sums
-        assert all(part.dtype == np.float32 for part in parts_of(host_of(sums[name])))
+        assert all(part.dtype == np.float32 for part in pair(host_of(sums[name])))
         assert case.order.endswith("transposed") != transposed or same_bits(
-            tuple(part.astype(DTYPES[dtype]) for part in parts_of(host_of(sums[name]))),
-            parts_of(host_of(getattr(mb.moe_backward(gpu[5], saved, keep_saved=True), name))),
+            tuple(part.astype(DTYPES[dtype]) for part in pair(host_of(sums[name]))),
+            pair(host_of(getattr(mb.moe_backward(gpu[5], saved, keep_saved=True), name))),
         )
-    added = {name: parts_of(host_of(total)) for name, total in sums.items()}
+    added = {name: pair(host_of(total)) for name, total in sums.items()}
     for total_dtype in dict.fromkeys(("float32", dtype)):
         totals, expected = {}, {}
         for name, weight in weights.items():
             totals[name], start = total_of(weight, total_dtype, transposed, used, xp_name)
-            expected[name] = parts_of(start)
+            expected[name] = pair(start)
         for _ in range(2):
             add_to(totals)
             for name, total in totals.items():
                 pairs = zip(expected[name], added[name], strict=True)
                 with np.errstate(invalid="ignore"):  # the marks
                     expected[name] = tuple((e.astype(np.float32) + a).astype(e.dtype) for e, a in pairs)
-                for got, exact in zip(parts_of(host_of(total)), expected[name], strict=True):
+                for got, exact in zip(pair(host_of(total)), expected[name], strict=True):
                     assert np.array_equal(got[used], exact[used])
                     assert is_marked(got, ~used)
 

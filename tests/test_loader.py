@@ -20,7 +20,7 @@ from cases import ORDERS, Case, make_inputs
 from moeblaze_cupy import arrays, launch_config, loader, tensor_map
 from moeblaze_cupy.loader import Variant, gemm_variant
 from moeblaze_cupy.ops import experts
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, pair
 
 ROOT = Path(loader.__file__).resolve().parent.parent
 A100 = launch_config.DeviceLimits(80, 108, 166912, 167936)
@@ -177,9 +177,8 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
         case = Case(L=5, k=k, E=9, d=d, h=h, activation=activation, order=order)
         x, ids, weights, w1, w2, grad_out = make_inputs(case, 0, element)
         context = arrays.Context(Host, 0, 0)
-        w1 = w1 if isinstance(w1, tuple) else (w1,)
         x, ids, weights, w2, grad_out, *w1 = map(
-            context.describe, (x, ids, weights.astype(weights_dtype), w2, grad_out, *w1)
+            context.describe, (x, ids, weights.astype(weights_dtype), w2, grad_out, *pair(w1))
         )
         _, saved = experts.moe_forward(context, x, ids, weights, tuple(w1), w2, activation=activation, save=save)
         needs = ("x", "weights", "w1", "w2")

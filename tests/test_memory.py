@@ -10,7 +10,7 @@ import pytest
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, launch_config, loader, memory, tensor_map
 from moeblaze_cupy.ops import experts
-from moeblaze_cupy.structures import ACTIVATIONS, is_gated
+from moeblaze_cupy.structures import ACTIVATIONS
 
 MIB = 2**20
 QWEN3_30B = memory.LayerShape(L=32768, d=2048, h=768, E=128, k=8)
@@ -144,6 +144,12 @@ class CountedMemory:
     def free(self, nbytes):
         self.alive -= nbytes
 
+    def layer(self, s):
+        """x, ids, weights, w1 and w2 of a layer of 16-bit elements, not counted."""
+        shapes = ((s.L, s.d), (s.L, s.k), (s.L, s.k), (s.E, s.d, s.g * s.h), (s.E, s.h, s.d))
+        dtypes = ("float16", "int64" if s.ids_are_int64 else "int32", "float32", "float16", "float16")
+        return [self.describe(np.zeros(*made)) for made in zip(shapes, dtypes, strict=True)]
+
 
 @pytest.fixture
 def no_launches(monkeypatch):
@@ -168,16 +174,7 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, activation
     )
     counted = CountedMemory()
     context = arrays.Context(counted, 0, 0)
-    x, ids, weights, w1, w2 = (
-        counted.describe(np.zeros(shape, dtype))
-        for shape, dtype in (
-            ((s.L, s.d), s.dtype),
-            ((s.L, s.k), ids_dtype),
-            ((s.L, s.k), "float32"),
-            ((s.E, s.d, s.h * (1 + is_gated(activation))), s.dtype),
-            ((s.E, s.h, s.d), s.dtype),
-        )
-    )
+    x, ids, weights, w1, w2 = counted.layer(s)
     plan = memory.layer(s, save)
     out, saved = experts.moe_forward(context, x, ids, weights, (w1,), w2, activation=activation, save=save)
     saved_beyond_x = max(plan.saved_bytes - x.owner.nbytes, 0)
@@ -200,18 +197,8 @@ def test_accumulated_gradients_take_no_memory(no_launches):
     s = memory.LayerShape(L=400, d=64, h=32, E=4, k=2)
     counted = CountedMemory()
     context = arrays.Context(counted, 0, 0)
-    x, ids, weights, w1, w2, *totals = (
-        counted.describe(np.zeros(shape, dtype))
-        for shape, dtype in (
-            ((s.L, s.d), "float16"),
-            ((s.L, s.k), "int32"),
-            ((s.L, s.k), "float32"),
-            ((s.E, s.d, 2 * s.h), "float16"),
-            ((s.E, s.h, s.d), "float16"),
-            ((s.E, s.d, 2 * s.h), "float32"),
-            ((s.E, s.h, s.d), "float32"),
-        )
-    )
+    x, ids, weights, w1, w2 = counted.layer(s)
+    totals = [counted.describe(np.zeros(weight.shape, "float32")) for weight in (w1, w2)]
     _, saved = experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save="minimal")
     before = counted.alive
     given = {"w1": (totals[0],), "w2": (totals[1],)}
@@ -226,7 +213,6 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch)
     """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. If
     one group is all there is, no counters; one panel no wider than h takes the place of the product."""
     monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
-    monkeypatch.setattr(tensor_map, "encode", lambda pointer, *args: pointer)
     launches, cleared = [], []
     monkeypatch.setattr(
         loader, "launch", lambda context, variant, grid, block, args, *_: launches.append((variant, args))
@@ -237,14 +223,7 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch)
     counted = CountedMemory()
     context = arrays.Context(counted, 0, 0)
     L, k, E, h = 40, 3, 5, 64
-    shapes = (
-        ((L, d), "float16"),
-        ((L, k), "int32"),
-        ((L, k), "float32"),
-        ((E, d, 2 * h), "float16"),
-        ((E, h, d), "float16"),
-    )
-    x, ids, weights, w1, w2 = (counted.describe(np.zeros(*made)) for made in shapes)
+    x, ids, weights, w1, w2 = counted.layer(memory.LayerShape(L, d, h, E, k, dtype="float16"))
     experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save=None)
     (args,) = (args for variant, args in launches if variant.entry == "down_fwd")
     first, group, buffers, ld, stride = args[8:13]

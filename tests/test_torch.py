@@ -11,7 +11,7 @@ from cases import Case, make_inputs, relative_error
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, launch_config, reference
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, PackedIndices, is_gated
+from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, PackedIndices, is_gated, pair
 
 torch = pytest.importorskip("torch")
 
@@ -311,7 +311,7 @@ def test_main_grad(order, total):
     x, ids, weights, *experts, grad_out = tensors(case, ml_dtypes.bfloat16)
     w1, w2 = experts
     transposed = order.endswith("transposed")
-    views = [*(w1 if isinstance(w1, tuple) else (w1,)), w2]
+    views = [*pair(w1), w2]
     parameters = [torch.nn.Parameter(w.transpose(1, 2).contiguous() if transposed else w) for w in views]
     start = [torch.randn(p.shape).to(total) for p in parameters]
     for parameter, held in zip(parameters, start, strict=True):
