@@ -67,6 +67,7 @@ def on_gpu(xp_name, array):
 
         moved = cupy.asarray(plain)
     else:
+        pytest.importorskip("torch")
         moved = arrays.Torch.from_numpy(plain).cuda()
     return moved.swapaxes(1, 2) if transposed else moved
 
