@@ -128,6 +128,7 @@ struct ActivateBwdRows : EpilogueBase {
         if (inside() && operands.first_layer_grad) store_global_vector(grad, grad_a);
         if (GATED && inside() && operands.first_layer_grad) store_global_vector(grad + operands.N, grad_b);
         if (inside() && operands.product) store_global_vector(place<1>(operands.product, done), weighted);
+        __syncwarp();  // the row has been read by all lanes
         store_shared_4(finished.base + done * (BN * 2) + lane * 4, dot[0] + dot[1]);
         load_a(++done);
     }

@@ -5,34 +5,40 @@
 // the sums cost little time. A's rows come from memory once per group. The last group is left to aggregation.cu, whose grid
 // has all the multiprocessors' warps. With k = 1 (SLOTS = 1) a row is its token's sum: rows go straight to out, and there are
 // no panels.
+// CHUNKED: chunks of tokens pass through two buffers one after another, all columns of their rows, and A's rows come from
+// memory once. The tiles are of parts, an expert's rows of one chunk each. Below, a round is a panel or a chunk.
 //
 //   a_map                 tensor map of A, 3-D: (lda, L*k, 1), boxes of 64 x 128 x 1; K_SEGMENTS * depth columns
 //   b0, b1                tensor maps of the weight's K segments, as in grouped_gemm_sm90.cu
 //   columns, depth        d; K of one segment
 //   expert_token_indices  (L*k,)                     int32, in       read if k = 1
-//   expert_token_offsets  (E+1,)                     int32, in
-//   row_tiles             (1 + tiles, 2)             int32, in       dispatch's (expert, first row) of tiles of 128 rows
+//   expert_token_offsets  (E+1,)                     int32, in       CHUNKED: part_ends of token_chunks.cu
+//   row_tiles             (1 + tiles, 2)             int32, in       dispatch's (expert, first row) of tiles of 128 rows;
+//                                                                    CHUNKED: those of token_chunks.cu
 //   panels                (buffers, L*k, panel_ld)   element, scratch; panel i in buffer i % buffers. Up to 256 columns it may
-//                                                    be A itself, of whose rows the tile that is stored was the last reader
-//   group, buffers        panels per group; of two groups, or of all if those are fewer
-//   panel_ld, panel_stride                           from row to row, from buffer to buffer
-//   token_index_map       (L, k)                     int32, in       -1: no expert in this slot
+//                                                    be A itself, of whose rows the tile that is stored was the last reader.
+//                                                    CHUNKED: (buffers, chunk_tokens * k, d)
+//   group, buffers        panels per group; of two groups, or of all if those are fewer. CHUNKED: all panels; 2
+//   panel_ld, panel_stride                           from row to row, from buffer to buffer (not read if CHUNKED)
+//   token_index_map       (L, k)                     int32, in       -1: no expert in this slot. CHUNKED: buffer_rows
 //   weights               (L, k)                     fp32 or element, in; read if WEIGHTED
-//   out                   (L, columns)               element, out    sum over slots of weight * row; last group not
+//   out                   (L, columns)               element, out    sum over slots of weight * row; last group (chunk) not
 //   num_tokens, k                                    L, k
-//   progress              (2, number of panels)      int32, zeroed   stored tiles; blocks that have summed. Not touched if the
+//   part_shifts, chunk_tiles                         int32, in       CHUNKED: of token_chunks.cu
+//   num_experts, num_chunks, chunk_tokens            read if CHUNKED
+//   progress              (2, number of rounds)      int32, zeroed   stored tiles; blocks that have summed. Not touched if the
 //                                                    first group is the last
 //
 // Launch: cooperative (blocks wait for each other), at most one block per multiprocessor, 384 threads, dynamic shared
 // memory 224 KiB. SLOTS: rows a sum takes at a time, min(8, k) rounded up to a power of two. With k = 1 out (L, columns) is
 // whole when the kernel ends, and the messenger's warp writes the zeros of tokens without an expert.
 //   warpgroup 0: thread 0, producer, copies both operands' boxes; full[s] expects its arrival and the bytes. Warp 1,
-//     messenger, carries word of stored tiles and summed panels between this block's warps and the other blocks, so that
+//     messenger, carries word of stored tiles and summed rounds between this block's warps and the other blocks, so that
 //     no consumer waits for a fence or a counter in global memory. Warps 2 and 3, adders, sum the rows of their share of
 //     the tokens in slot order: two runs give the same bits.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
-// progress[0][i] counts the stored tiles of panel i: all of them, before its first sum. progress[1][i] counts the blocks
-// that have summed panel i: all of them, before panel i + buffers is stored over it.
+// progress[0][i] counts the stored tiles of round i: all of them, before its first sum. progress[1][i] counts the blocks
+// that have summed round i: all of them, before round i + buffers is stored over it.
 #include "gemm_core_sm90.cuh"
 
 typedef WEIGHT weight_t;
@@ -41,8 +47,8 @@ constexpr int ADDERS = 2;
 
 // Word between a block's warps: what consumers and adders have done, for the messenger, and what it says of all blocks.
 struct Word {
-    int stored_tiles[8], summed_panels[ADDERS];  // of each warp
-    int summable_panels, free_panels;            // stored by all blocks; whose buffer may be written
+    int stored_tiles[8], summed_rounds[ADDERS];  // of each warp
+    int summable_rounds, free_rounds;            // stored by all blocks; whose buffer may be written
 };
 
 __device__ __forceinline__ void tell(int& field, int count) {
@@ -50,35 +56,56 @@ __device__ __forceinline__ void tell(int& field, int count) {
     if (threadIdx.x % 32 == 0) store_release_shared(shared_address(&field), count);
 }
 __device__ __forceinline__ int hear(const int& field) {
-    return __reduce_min_sync(0xffffffffu, load_acquire_shared(shared_address(&field)));
+    const int count = load_acquire_shared(shared_address(&field));
+    __syncwarp();  // what any lane heard of, all lanes may pass on
+    return __reduce_min_sync(0xffffffffu, count);
 }
 
 // Tiles of a group: those of the same rows next to each other.
 struct Order {
     int m_tiles, panels, group;
     __device__ __forceinline__ int tiles() const { return m_tiles * panels; }
-    __device__ __forceinline__ int summed_here() const { return (panels - 1) / group * group; }
     __device__ __forceinline__ Tile operator()(int t) const {
         const int first = t / (m_tiles * group) * group, within = t - m_tiles * first, width = min(group, panels - first);
         return {within / width, first + within % width};
     }
 };
 
-__device__ __forceinline__ void carry_word(Word& word, const Order& order, int buffers, int* progress) {
-    const int tiles = order.tiles(), panels = order.panels, sums = order.summed_here();
+// Panels, or chunks of tokens: the rounds in which rows pass through the buffers.
+struct Rounds {
+    const Order& order;
+    const int2* const row_tiles;
+    const int* const chunk_tiles;
+    const int experts, count;
+    __device__ __forceinline__ int of(int expert, int n) const { return CHUNKED ? expert / experts : n; }
+    __device__ __forceinline__ int of_tile(int t) const {
+        const Tile tile = order(t);
+        return of(CHUNKED ? row_tiles[1 + tile.m].x : 0, tile.n);
+    }
+    __device__ __forceinline__ int tiles(int round) const {
+        return CHUNKED ? (chunk_tiles[round + 1] - chunk_tiles[round]) * order.panels : order.m_tiles;
+    }
+    // The last ones are not.
+    __device__ __forceinline__ int summed_here() const {
+        return CHUNKED ? count - 1 : (count - 1) / order.group * order.group;
+    }
+};
+
+__device__ __forceinline__ void carry_word(Word& word, const Rounds& rounds, int buffers, int* progress) {
+    const int tiles = rounds.order.tiles(), count = rounds.count, sums = rounds.summed_here();
     const int own_tiles = tiles > blockIdx.x ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0;
     const bool leads = threadIdx.x % 32 == 0;
-    int posted_tiles = 0, posted_panels = 0, summable = 0, free = buffers;
-    while (posted_tiles < own_tiles || posted_panels < sums || free < panels) {
-        const int stored = hear(word.stored_tiles[threadIdx.x % 8]), summed = hear(word.summed_panels[threadIdx.x % ADDERS]);
+    int posted_tiles = 0, posted_rounds = 0, summable = 0, free = buffers;
+    while (posted_tiles < own_tiles || posted_rounds < sums || free < count) {
+        const int stored = hear(word.stored_tiles[threadIdx.x % 8]), summed = hear(word.summed_rounds[threadIdx.x % ADDERS]);
         for (; posted_tiles < stored; ++posted_tiles)
-            if (leads) add_release(progress + order(blockIdx.x + posted_tiles * gridDim.x).n, 1);
-        for (; posted_panels < summed; ++posted_panels)
-            if (leads) add_release(progress + panels + posted_panels, 1);
-        if (summable < sums && __all_sync(0xffffffffu, load_acquire(progress + summable) == order.m_tiles)) ++summable;
-        if (free < panels && __all_sync(0xffffffffu, load_acquire(progress + panels + free - buffers) == gridDim.x)) ++free;
-        tell(word.summable_panels, summable);
-        tell(word.free_panels, free);
+            if (leads) add_release(progress + rounds.of_tile(blockIdx.x + posted_tiles * gridDim.x), 1);
+        for (; posted_rounds < summed; ++posted_rounds)
+            if (leads) add_release(progress + count + posted_rounds, 1);
+        if (summable < sums && __all_sync(0xffffffffu, load_acquire(progress + summable) == rounds.tiles(summable))) ++summable;
+        if (free < count && __all_sync(0xffffffffu, load_acquire(progress + count + free - buffers) == gridDim.x)) ++free;
+        tell(word.summable_rounds, summable);
+        tell(word.free_rounds, free);
         sleep_ns(100);
     }
 }
@@ -87,17 +114,20 @@ __device__ __forceinline__ void carry_word(Word& word, const Order& order, int b
 // rows; the positions of 32 slots are loaded two batches ahead, and their rows fetched to the L2 cache one batch ahead.
 struct Adder {
     static constexpr int RING = 16 / SLOTS, BATCH = 32 / SLOTS;
-    const int64 columns, k;
+    const int64 columns, ld, k;
     const int lane = threadIdx.x & 31, adder = threadIdx.x / 32 - 2;
     const unsigned ring = shared_address(dynamic_shared) + STAGES * STAGE_BYTES + TILE_BYTES + adder * 8192 + lane * 16;
     int64 first_token;
     int items, groups;  // tokens times groups of SLOTS slots
 
-    __device__ __forceinline__ Adder(int64 columns, int64 num_tokens, int64 k)
-        : columns(columns), k(k), groups(static_cast<int>((k + SLOTS - 1) / SLOTS)) {
-        const int64 adders = ADDERS * gridDim.x, index = blockIdx.x * ADDERS + adder;
-        first_token = num_tokens * index / adders;
-        items = static_cast<int>(num_tokens * (index + 1) / adders - first_token) * groups;
+    __device__ __forceinline__ Adder(int64 columns, int64 ld, int64 k)
+        : columns(columns), ld(ld), k(k), groups(static_cast<int>((k + SLOTS - 1) / SLOTS)) {}
+
+    // Its share of the tokens first .. first + count.
+    __device__ __forceinline__ void take(int64 first, int64 count) {
+        const int64 adders = ADDERS * gridDim.x, index = blockIdx.x * ADDERS + adder, from = count * index / adders;
+        first_token = first + from;
+        items = static_cast<int>(count * (index + 1) / adders - from) * groups;
     }
 
     // Of this lane's slot in a batch: -1 if there is none.
@@ -109,6 +139,8 @@ struct Adder {
     __device__ __forceinline__ void sum(const element* panel, int first_column, const int* token_index_map,
                                         const weight_t* weights, element* out) const {
         element* out_row = out + first_token * columns + first_column + lane * 8;
+        const int width = CHUNKED ? static_cast<int>(min(columns - first_column, int64(BN))) : BN;  // of panels only whole ones
+        const bool inside = lane * 8 < width;
         const char* lane_panel = reinterpret_cast<const char*>(panel + lane * 8);
         int position[3];
         float scale[3], total[8];  // scale: of the batch before, this one and the next
@@ -130,7 +162,7 @@ struct Adder {
                 scale[2] = scale_after;
                 load(item / BATCH + 2, position[2], scale_after);
                 if (position[1] >= 0)
-                    for (int line = 0; line < BN; line += 64) prefetch_l2(panel + static_cast<int64>(position[1]) * BN + line);
+                    for (int line = 0; line < width; line += 64) prefetch_l2(panel + static_cast<int64>(position[1]) * ld + line);
             }
             int rows[SLOTS];  // all before the first copy: a shuffle's latency once, not once per row
 #pragma unroll
@@ -138,8 +170,8 @@ struct Adder {
             const unsigned to = ring + item % RING * (SLOTS * 512);
 #pragma unroll
             for (int j = 0; j < SLOTS; ++j)
-                cp_async_16(to + j * 512, lane_panel + static_cast<int64>(max(rows[j], 0)) * (BN * sizeof(element)),
-                            rows[j] >= 0 ? 16 : 0);
+                cp_async_16(to + j * 512, lane_panel + static_cast<int64>(max(rows[j], 0)) * (ld * sizeof(element)),
+                            rows[j] >= 0 && inside ? 16 : 0);
             cp_async_commit();
             const int ready = item - (RING - 1);
             if (ready < 0) continue;
@@ -168,7 +200,7 @@ struct Adder {
                 }
             }
             if (++group == groups) {
-                store_vector8(out_row, total);
+                if (inside) store_vector8(out_row, total);
                 out_row += columns;
                 group = 0;
             }
@@ -182,23 +214,31 @@ struct PanelRows : EpilogueBase {
     const int64 columns, panel_ld, panel_stride;
     const int buffers;
     element* const panels;
+    const int* const part_shifts;
+    const Rounds& rounds;
     Word& word;
-    int panel = 0, tiles = 0;  // of the finished tile; stored by this warp
+    int round = 0, tiles = 0;  // of the finished tile; stored by this warp
     element* row;
     bool inside;
 
-    __device__ __forceinline__ PanelRows(int64 columns, element* panels, int buffers, int64 panel_ld, int64 panel_stride, Word& word)
-        : columns(columns), panel_ld(panel_ld), panel_stride(panel_stride), buffers(buffers), panels(panels), word(word) {}
-    __device__ __forceinline__ void begin(int of_panel, int64 row0, int count) {
+    __device__ __forceinline__ PanelRows(int64 columns, element* panels, int buffers, int64 panel_ld, int64 panel_stride,
+                                         const int* part_shifts, const Rounds& rounds, Word& word)
+        : columns(columns), panel_ld(panel_ld), panel_stride(panel_stride), buffers(buffers), panels(panels),
+          part_shifts(part_shifts), rounds(rounds), word(word) {}
+    __device__ __forceinline__ void begin(int of_panel, int expert, int64 row0, int count) {
         const int lane = threadIdx.x & 31;
-        panel = of_panel, rows = max(count, 0), done = 0;
+        round = rounds.of(expert, of_panel), rows = max(count, 0), done = 0;
         inside = of_panel * BN + lane * 8 < columns;
-        row = panels + of_panel % buffers * panel_stride + row0 * panel_ld + lane * 8;
+        row = panels + lane * 8;
+        if (CHUNKED)
+            row += (row0 - part_shifts[expert]) * panel_ld + of_panel * BN;
+        else
+            row += of_panel % buffers * panel_stride + row0 * panel_ld;
         if (rows == 0) tell(word.stored_tiles[consumer_warp()], ++tiles);
     }
     __device__ __forceinline__ void next() {
-        if (done == 0 && panel >= buffers)
-            while (hear(word.free_panels) <= panel) {
+        if (done == 0 && round >= buffers)
+            while (hear(word.free_rounds) <= round) {
             }
         const Row8<element> v = finished.get(done, threadIdx.x & 31);
         if (inside) v.store(row);
@@ -219,7 +259,7 @@ struct TokenRows : EpilogueBase {
 
     __device__ __forceinline__ TokenRows(int64 columns, const int* expert_token_indices, const weight_t* weights, element* out)
         : columns(columns), expert_token_indices(expert_token_indices), weights(weights), out(out) {}
-    __device__ __forceinline__ void begin(int of_panel, int64 row0, int count) {
+    __device__ __forceinline__ void begin(int of_panel, int, int64 row0, int count) {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0, column = of_panel * BN + lane * 8;
         token = expert_token_indices[row0 + min(lane & 15, count - 1)];  // without rows, the expert's last
@@ -252,8 +292,9 @@ __device__ __forceinline__ void clear_tokens_without_expert(const int* token_ind
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
           int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles,
-          element* panels, int64 group, int64 buffers, int64 panel_ld, int64 panel_stride, const int* token_index_map, const weight_t* weights, element* out, int64 num_tokens, int64 k,
-          int* progress) {
+          element* panels, int64 group, int64 buffers, int64 panel_ld, int64 panel_stride, const int* token_index_map,
+          const weight_t* weights, element* out, int64 num_tokens, int64 k, const int* part_shifts, const int* chunk_tiles,
+          int64 num_experts, int64 num_chunks, int64 chunk_tokens, int* progress) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     __shared__ Word word;
     if (threadIdx.x < sizeof(Word) / 4) reinterpret_cast<int*>(&word)[threadIdx.x] = 0;
@@ -261,6 +302,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int K = static_cast<int>(depth), num_buffers = static_cast<int>(buffers);
     const Order order = {row_tiles[0], static_cast<int>((columns + BN - 1) / BN), static_cast<int>(group)};
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
+
+    const Rounds rounds = {order, reinterpret_cast<const int2*>(row_tiles), chunk_tiles, static_cast<int>(num_experts),
+                           CHUNKED ? static_cast<int>(num_chunks) : order.panels};
 
     Schedule<Order> schedule(order, row_tiles, expert_token_offsets, order.tiles());
 
@@ -270,20 +314,25 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (threadIdx.x / 32 == 1) {
             if constexpr (SLOTS == 1)
                 clear_tokens_without_expert(token_index_map, out, num_tokens, columns);
-            else if (order.summed_here() > 0)
-                carry_word(word, order, num_buffers, progress);
+            else if (rounds.summed_here() > 0)
+                carry_word(word, rounds, num_buffers, progress);
         }
         if (SLOTS > 1 && threadIdx.x / 32 >= 2) {
-            const Adder adder(columns, num_tokens, k);
-            for (int panel = 0; panel < order.summed_here(); ++panel) {
-                while (hear(word.summable_panels) <= panel) sleep_ns(100);
-                adder.sum(panels + panel % num_buffers * panel_stride, panel * BN, token_index_map, weights, out);
-                tell(word.summed_panels[threadIdx.x / 32 - 2], panel + 1);
+            Adder adder(columns, CHUNKED ? panel_ld : BN, k);
+            adder.take(0, num_tokens);
+            for (int round = 0; round < rounds.summed_here(); ++round) {
+                while (hear(word.summable_rounds) <= round) sleep_ns(100);
+                if (CHUNKED) {
+                    adder.take(round * chunk_tokens, chunk_tokens);  // all but the last, which is not summed here, are whole
+                    for (int n = 0; n < order.panels; ++n) adder.sum(panels + n * BN, n * BN, token_index_map, weights, out);
+                } else
+                    adder.sum(panels + round % num_buffers * panel_stride, round * BN, token_index_map, weights, out);
+                tell(word.summed_rounds[threadIdx.x / 32 - 2], round + 1);
             }
         }
         if (threadIdx.x > 0) return;
         for (; schedule.valid(); schedule.advance()) {
-            const int n = schedule.order(schedule.t).n * BN;
+            const int n = schedule.order(schedule.t).n * BN, expert = CHUNKED ? schedule.entry.x % rounds.experts : schedule.entry.x;
             schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
                 const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
@@ -300,9 +349,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     const TensorMap* map = segment ? &b1 : &b0;
                     const unsigned b_to = to + A_BYTES + box * 128;
                     if (B_K_CONTIGUOUS)
-                        tensor_load_3d(b_to, map, k0, n + box, schedule.entry.x, full);
+                        tensor_load_3d(b_to, map, k0, n + box, expert, full);
                     else
-                        tensor_load_3d(b_to, map, n + box, k0, schedule.entry.x, full);
+                        tensor_load_3d(b_to, map, n + box, k0, expert, full);
                 }
                 ring.advance();
             }
@@ -316,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #if SLOTS == 1
     TokenRows epilogue(columns, expert_token_indices, weights, out);
 #else
-    PanelRows epilogue(columns, panels, num_buffers, panel_ld, panel_stride, word);
+    PanelRows epilogue(columns, panels, num_buffers, panel_ld, panel_stride, part_shifts, rounds, word);
 #endif
     for (;; schedule.advance()) {
         const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup
@@ -325,6 +374,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        epilogue.begin(schedule.order(schedule.t).n, schedule.entry.y + warp_row, min(16, schedule.rows() - warp_row));
+        epilogue.begin(schedule.order(schedule.t).n, schedule.entry.x, schedule.entry.y + warp_row,
+                       min(16, schedule.rows() - warp_row));
     }
 }

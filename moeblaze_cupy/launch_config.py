@@ -17,6 +17,7 @@ PANEL_COLUMNS = 256  # width of the (L*k, 256) buffer the expert outputs pass th
 MAX_EXPERTS = 4096  # dispatch: counters and five lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
+MAX_PARTS = 1024  # token_chunks: of the experts' rows, a thread each
 MAX_ROUTER_EXPERTS = 1024
 MAX_ROUTER_K = 32
 DEFAULT_SHARED_BYTES = 48 * 1024  # more needs an opt-in per kernel
@@ -154,6 +155,33 @@ def panel_group(columns: int, k: int) -> int:
     while group > 1 and 2 * group * PANEL_COLUMNS > columns * 2 // 3:
         group //= 2
     return group
+
+
+@functools.lru_cache(maxsize=256)
+def token_chunks(num_tokens: int, k: int, num_experts: int, columns: int) -> int:
+    """Chunks of tokens that Hopper's summed products complete one after another, all columns; 1: they go by panels.
+
+    Two chunks' rows take half of a routed (L*k, columns) buffer, and the left operand comes from memory once; panels
+    that go one by one read it once each (d = 1024: conf3's down_fwd 548 TFLOP/s, by chunks 618; up_bwd 588 and 632).
+    Panels in groups are as good (d = 2048: 617 and 629, 631 and 623). The last tile of each expert's rows of a chunk is
+    half empty, so these are to be many (1024: no gain).
+    """
+    by_panels = k == 1 or columns <= 2 * PANEL_COLUMNS or panel_group(columns, k) > 1
+    chunks = 4
+    few_rows = num_tokens * k < num_experts * 2048 * chunks
+    return 1 if by_panels or few_rows or num_experts * chunks > MAX_PARTS else chunks
+
+
+def chunk_lists(num_slots: int, num_experts: int, chunks: int) -> dict[str, int]:
+    """Elements of the lists of token_chunks.cu; row_tiles, whose pairs are read 8 bytes at a time, comes first."""
+    parts = chunks * num_experts
+    return {
+        "row_tiles": 2 * (max_row_tiles(num_slots, parts) + 1),
+        "part_ends": parts + 1,
+        "part_shifts": parts,
+        "chunk_tiles": chunks + 1,
+        "buffer_rows": num_slots,
+    }
 
 
 @dataclass(frozen=True)

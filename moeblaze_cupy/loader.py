@@ -23,7 +23,7 @@ from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
-SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu")
+SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "token_chunks.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 SLOTS = (1, 2, 4, 8)  # rows in flight per sum over a token's slots; 1: no sum
@@ -74,11 +74,13 @@ def gemm_variant(
     tier: str = "sm80",
     stored_product: bool = False,
     k: int = 8,
+    chunked: bool = False,
     accumulate: str | None = None,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
-    accumulate: the dtype of the buffer that a weight gradient is added to, if it is.
+    chunked: products that are summed go by chunks of tokens. accumulate: the dtype of the buffer that a weight gradient
+    is added to, if it is.
     """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
@@ -99,7 +101,8 @@ def gemm_variant(
         macros |= {"K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1}
     if tier == "sm90" and epilogue == "STORE":
         slots = next((n for n in SLOTS if n >= k), SLOTS[-1])
-        macros |= {"SLOTS": slots, "WEIGHTED": int(forward), "WEIGHT": ELEMENTS[weights_dtype] if forward else "float"}
+        macros |= {"SLOTS": slots, "CHUNKED": int(chunked and slots > 1)}
+        macros |= {"WEIGHTED": int(forward), "WEIGHT": ELEMENTS[weights_dtype] if forward else "float"}
         return _variant("grouped_panels_sm90.cu", entry, macros)
     macros |= {
         "EPILOGUE": epilogue if tier == "sm80" else EPILOGUES_SM90[epilogue],
@@ -132,8 +135,8 @@ def variants(
         config = launch_config.gemm(dtype, is_aligned, False, limits)
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
-        for weights_dtype, k, stored_product, accumulate in itertools.product(
-            weights_dtypes, SLOTS, (False, True), totals
+        for weights_dtype, k, stored_product, chunked, accumulate in itertools.product(
+            weights_dtypes, SLOTS, (False, True), (False, True), totals
         ):
             variant = gemm_variant(
                 entry,
@@ -146,6 +149,7 @@ def variants(
                 tier=config.tier,
                 stored_product=stored_product and entry == "down_bwd",
                 k=k,
+                chunked=chunked,
                 accumulate=accumulate,
             )
             found[variant] = None

@@ -115,10 +115,27 @@ def _routed(s: LayerShape, name: str) -> Term:
 def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
     """Expert outputs, or token gradients, pass through buffers of at most 256 columns: a panel after the other, or on
     Hopper those of two groups and their counters. There k = 1 needs none, nor one panel that takes the place of the
-    product, which `overwrites` says is no longer needed."""
+    product, which `overwrites` says is no longer needed; and where chunks of tokens pass, two of them with their
+    counters, and lists by chunk."""
     width = min(launch_config.PANEL_COLUMNS, s.d)
     if not s.on_hopper:
         return (Term("one panel of the routed rows", "L*k*min(256, d)*b", s.slots * width * s.b),)
+    chunks = launch_config.token_chunks(s.L, s.k, s.E, s.d)
+    if chunks > 1:
+        rows = 2 * launch_config.ceil_div(s.L, chunks) * s.k
+        lists = sum(launch_config.chunk_lists(s.slots, s.E, chunks).values())
+        return (
+            Term(
+                "routed rows of two chunks of tokens",
+                f"2*-(-L//{chunks})*k*d*b + {8 * chunks}",
+                rows * s.d * s.b + 8 * chunks,
+            ),
+            Term(
+                "index lists by chunk",
+                f"4*(L*k + 2*(L*k//128 + min({chunks}*E, L*k) + 1) + {2 * chunks}*E + {chunks + 2})",
+                INDEX_BYTES * lists,
+            ),
+        )
     buffers = launch_config.panel_buffers(s.d, s.k, s.h if overwrites else 0)
     if not buffers.allocated:
         return ()

@@ -36,6 +36,7 @@ REGISTER_CAPS = {
     "dispatch.cu": 64,
     "router.cu": 48,
     "aggregation.cu": 80,
+    "token_chunks.cu": 64,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -159,6 +160,7 @@ def entry_names(variant) -> set[str]:
     return {
         "dispatch.cu": {f"dispatch_{step}_{ids}" for step in ("count", "route") for ids in ("int32", "int64")},
         "router.cu": router,
+        "token_chunks.cu": {"token_chunks"},
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
     }[variant.source]
 
@@ -167,7 +169,7 @@ def static_shared_cap(variant, limits) -> int:
     """What launch_config leaves for static arrays beside the dynamic shared memory."""
     if variant.source.endswith("_sm90.cu"):
         return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
-    return 2048 if variant.entry else 0
+    return {"token_chunks.cu": 12 * launch_config.MAX_PARTS + 512}.get(variant.source, 2048 if variant.entry else 0)
 
 
 def accumulating(arch: str) -> list:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.launch_config import H200, DeviceLimits
-from moeblaze_cupy.ops import aggregation, router
+from moeblaze_cupy.ops import aggregation, router, token_chunks
 
 A100 = DeviceLimits(80, 108, 166912, 167936)
 RTX_3090 = DeviceLimits(86, 82, 101376, 102400)
@@ -134,6 +134,38 @@ def test_two_groups_of_panels_take_two_thirds_of_a_routed_buffer_at_most(columns
     assert launch_config.panel_group(columns, k) == group
     panels = len(launch_config.panels(columns))
     assert k == 1 or panels <= 2 or min(2 * group, panels) * launch_config.PANEL_COLUMNS <= max(512, columns * 2 // 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    [
+        ((65536, 4, 16, 1024), 4),
+        ((65536, 2, 8, 1024), 4),
+        ((16384, 4, 16, 1024), 1),  # 1024 rows of an expert in a chunk
+        ((65536, 1, 16, 1024), 1),  # no sums
+        ((65536, 4, 16, 512), 1),  # one group of panels
+        ((65536, 4, 16, 520), 4),
+        ((65536, 4, 16, 1528), 4),
+        ((65536, 4, 16, 1536), 1),  # panels in groups
+        ((2**20, 8, 256, 1024), 4),
+        ((2**20, 8, 257, 1024), 1),  # more parts than threads
+        ((0, 4, 16, 1024), 1),
+    ],
+)
+def test_token_chunks_where_panels_go_one_by_one_and_parts_are_large(shape, chunks):
+    assert launch_config.token_chunks(*shape) == chunks
+
+
+@given(tokens=st.integers(1, 10**6), k=st.integers(2, 64), experts=st.integers(1, 300), columns=st.integers(8, 3000))
+def test_chunks_of_tokens_have_tokens_and_take_half_of_a_routed_buffer(tokens, k, experts, columns):
+    chunks = launch_config.token_chunks(tokens, k, experts, columns)
+    if chunks > 1:
+        each = launch_config.ceil_div(tokens, chunks)
+        assert (chunks - 1) * each < tokens <= chunks * each  # the last has some
+        assert 2 * each <= tokens // 2 + 2
+        assert chunks * experts <= launch_config.MAX_PARTS
+        sizes = launch_config.chunk_lists(tokens * k, experts, chunks)
+        assert next(iter(sizes)) == "row_tiles" and sizes["row_tiles"] % 2 == 0
 
 
 @given(tokens=st.integers(0, 10**6), k=st.integers(1, 64), experts=st.integers(1, 4096))
@@ -293,6 +325,13 @@ def test_aggregation_and_router_have_the_blocks_of_the_launches():
     assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * router.TOKENS_PER_BLOCK)}
     assert 4 * router.TOKENS_PER_BLOCK * launch_config.MAX_ROUTER_EXPERTS <= launch_config.DEFAULT_SHARED_BYTES
     assert launch_config.MAX_ROUTER_K == 32  # a lane holds a slot
+
+
+def test_token_chunks_have_the_threads_of_the_launches():
+    found = constants("token_chunks.cu")
+    assert found == {"TILE_ROWS": launch_config.TILE_ROWS, "MAX_PARTS": launch_config.MAX_PARTS}
+    assert f"__launch_bounds__({token_chunks.THREADS})" in source("token_chunks.cu")
+    assert found["MAX_PARTS"] == token_chunks.THREADS
 
 
 def test_dispatch_has_the_threads_of_the_launches():

@@ -38,6 +38,9 @@ LARGER = [
     Case(L=1500, k=4, E=7, d=1032, h=136, routing="empty_experts", order="transposed"),
     Case(L=200, k=12, E=20, d=1288, h=72, routing="absent"),
     Case(L=9, k=3, E=5, d=1024, h=64, routing="absent"),
+    # chunks of tokens, the last shorter; parts without rows
+    Case(L=8201, k=3, E=3, d=1032, h=72, routing="absent"),
+    Case(L=12289, k=2, E=3, d=776, h=136, routing="one_expert", order="transposed"),
     # panels in groups of two and of four, of which the last has one
     Case(L=900, k=3, E=4, d=1608, h=72, routing="skewed"),
     Case(L=700, k=4, E=5, d=3080, h=64, routing="absent", order="transposed"),
@@ -163,8 +166,15 @@ def same_bits(a, b):
     return np.array_equal(to_float64(a), to_float64(b), equal_nan=True)
 
 
-def test_repeated_runs_give_the_same_bits():
-    case = Case(L=4096, k=8, E=32, d=1536, h=256, routing="skewed")  # sums beside the products, in groups of panels
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(L=4096, k=8, E=32, d=1536, h=256, routing="skewed"),  # sums beside the products, in groups of panels
+        Case(L=20000, k=4, E=8, d=1024, h=256, routing="skewed"),  # and by chunks of tokens
+    ],
+    ids=str,
+)
+def test_repeated_runs_give_the_same_bits(case):
     gpu, _ = inputs_of(case, "bfloat16")
     first = run(case, gpu)
     for _ in range(10):
@@ -477,10 +487,10 @@ def test_non_default_device():
 
 
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
-def test_graph_capture_and_replay(framework):
+@pytest.mark.parametrize("case", [LARGER[10], LARGER[13]], ids=str)
+def test_graph_capture_and_replay(case, framework):
     """Forward and backward replay on new contents of the same buffers, and with counters that start anew."""
     cupy = pytest.importorskip("cupy")
-    case = LARGER[10]
     first, _ = inputs_of(case, "bfloat16", framework)
     second, host = inputs_of(case, "bfloat16", framework, seed=1)
     run(case, first)  # compiles every kernel before the capture

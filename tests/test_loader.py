@@ -91,9 +91,9 @@ def test_epilogue_gather_and_segments_of_each_gemm(activation):
 
 HOPPER_SOURCES = {
     "up_fwd": ("grouped_gemm_sm90.cu", {("EPILOGUE", "ActivateRows"), ("STORED_PRODUCT", "0")}),
-    "down_fwd": ("grouped_panels_sm90.cu", {("SLOTS", "8"), ("WEIGHTED", "1"), ("WEIGHT", "float")}),
+    "down_fwd": ("grouped_panels_sm90.cu", {("SLOTS", "8"), ("CHUNKED", "0"), ("WEIGHTED", "1"), ("WEIGHT", "float")}),
     "down_bwd": ("grouped_gemm_sm90.cu", {("EPILOGUE", "ActivateBwdRows"), ("STORED_PRODUCT", "0")}),
-    "up_bwd": ("grouped_panels_sm90.cu", {("SLOTS", "8"), ("WEIGHTED", "0"), ("WEIGHT", "float")}),
+    "up_bwd": ("grouped_panels_sm90.cu", {("SLOTS", "8"), ("CHUNKED", "0"), ("WEIGHTED", "0"), ("WEIGHT", "float")}),
     "down_wgrad": ("grouped_wgrad_sm90.cu", set()),
     "up_wgrad": ("grouped_wgrad_sm90.cu", set()),
 }
@@ -114,6 +114,7 @@ def test_tiers_have_their_own_sources_and_constants(entry):
 @pytest.mark.parametrize(("k", "slots"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (64, 8)])
 def test_rows_that_a_sum_takes_at_a_time(k, slots):
     assert macros("down_fwd", tier="sm90", k=k)["SLOTS"] == str(slots)
+    assert macros("down_fwd", tier="sm90", k=k, chunked=True)["CHUNKED"] == str(int(k > 1))
     assert "SLOTS" not in macros("down_fwd", k=k)
 
 
@@ -173,7 +174,10 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     monkeypatch.setattr(loader, "launch", lambda context, variant, *args: target[0].add(variant))
     monkeypatch.setattr(loader, "clear", lambda context, array: None)
     element = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    for weights_dtype, k, save in itertools.product((np.float32, element), (1, 2, 3, 8), ("minimal", "paper")):
+    for weights_dtype, k, save, chunks in itertools.product(
+        (np.float32, element), (1, 2, 3, 8), ("minimal", "paper"), (1, 2)
+    ):
+        monkeypatch.setattr(launch_config, "token_chunks", lambda L, k, *_, made=chunks: made if k > 1 else 1)
         case = Case(L=5, k=k, E=9, d=d, h=h, activation=activation, order=order)
         x, ids, weights, w1, w2, grad_out = make_inputs(case, 0, element)
         context = arrays.Context(Host, 0, 0)

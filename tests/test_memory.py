@@ -19,6 +19,7 @@ SHAPES = (
     memory.LayerShape(L=1000, d=96, h=200, E=7, k=3, activation="gelu", dtype="float32"),
     memory.LayerShape(L=3, d=8, h=8, E=300, k=1, activation="reglu", dtype="float16", ids_are_int64=True),
     memory.LayerShape(L=4096, d=256, h=129, E=8, k=2, activation="relu"),
+    memory.LayerShape(L=10001, d=1024, h=64, E=2, k=2),  # by chunks of tokens
 )
 
 
@@ -163,12 +164,16 @@ def no_launches(monkeypatch):
 
 @pytest.mark.parametrize("ids_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize(("d", "k"), [(64, 2), (600, 2), (600, 1), (512, 3), (2056, 2)])
+@pytest.mark.parametrize(
+    ("d", "k", "E"), [(64, 2, 5), (600, 2, 5), (600, 1, 5), (512, 3, 5), (2056, 2, 5), (600, 17, 1)]
+)
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @pytest.mark.parametrize("save", memory.POLICIES)
-def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, activation, ids_dtype, no_launches, monkeypatch):
+def test_formulas_are_what_the_cuda_layer_allocates(
+    save, tier, d, k, E, activation, ids_dtype, no_launches, monkeypatch
+):
     monkeypatch.setenv("MOEBLAZE_TIER", tier)
-    sizes = {"L": 512, "d": d, "h": 200, "E": 5, "k": k}
+    sizes = {"L": 512, "d": d, "h": 200, "E": E, "k": k}
     s = memory.LayerShape(
         **sizes, activation=activation, dtype="float16", ids_are_int64=ids_dtype == "int64", tier=tier
     )
@@ -184,7 +189,7 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, activation
         return
     assert saved.nbytes == saved_beyond_x
 
-    before = counted.alive
+    before = counted.peak = counted.alive
     gradients = experts.moe_backward(context, out, saved, needs=("x", "weights", "w1", "w2"), keep_saved=False)
     assert counted.peak - before == plan.backward_peak_bytes
     assert counted.alive - before == memory.total(memory.gradients(s))
@@ -246,6 +251,41 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch)
     product, out = L * k * h * 2, L * d * 2
     workspace = 0 if in_place else buffers * panel_bytes + 8 * panels * counts
     assert counted.peak == lists + product + out + workspace
+
+
+def test_chunks_of_tokens_take_turns_in_two_buffers(no_launches, monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
+    launches, cleared = [], []
+    monkeypatch.setattr(
+        loader, "launch", lambda context, variant, grid, block, args, *_: launches.append((variant, args))
+    )
+    monkeypatch.setattr(
+        loader, "clear", lambda context, array: cleared.append((array.ptr, array.size * array.itemsize))
+    )
+    counted = CountedMemory()
+    context = arrays.Context(counted, 0, 0)
+    L, k, E, d = 5501, 3, 2, 1032
+    tokens = 1376  # of a chunk
+    x, ids, weights, w1, w2 = counted.layer(memory.LayerShape(L, d, 64, E, k, dtype="float16"))
+    experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save=None)
+    names = [variant.entry for variant, _ in launches]
+    by_entry = dict(zip(names, (args for _, args in launches), strict=True))
+    variants = {variant.entry: dict(variant.macros) for variant, _ in launches}
+    assert variants["down_fwd"]["CHUNKED"] == "1"
+    args = by_entry["down_fwd"]
+    row_tiles, part_ends, part_shifts, chunk_tiles, buffer_rows = by_entry["token_chunks"][3:8]
+    assert by_entry["token_chunks"][8:] == (L * k, k, E, 4, tokens)
+    first, group, buffers, ld, stride, token_index_map = args[8:14]
+    assert (args[6], args[7], token_index_map) == (part_ends, row_tiles, buffer_rows)
+    assert (group, buffers, ld, stride) == (5, 2, d, tokens * k * d)
+    assert args[-6:] == (part_shifts, chunk_tiles, E, 4, tokens, first + 2 * 2 * stride)
+    assert args[-1] % 4 == 0 and cleared == [(args[-1], 2 * 4 * 4)]
+    (last,) = (args for name, args in by_entry.items() if name.startswith("aggregate"))
+    done = 3 * tokens  # the last chunk's sums are left
+    assert last == (
+        *(first, buffer_rows + 4 * done * k, args[14] + 4 * done * k, args[15] + 2 * done * d),
+        *(L - done, k, d, 0, d, d, 256),
+    )
 
 
 @pytest.mark.parametrize(
