@@ -24,6 +24,7 @@ LEVELS = [
     ["loader"],
     ["interop.dlpack", "checks", "memory", "tensor_map"],
     ["reference", "ops.aggregation", "ops.dispatch", "ops.grouped_gemm", "ops.router"],
+    ["ops.token_chunks"],
     ["ops.panels"],
     ["ops.experts"],
     ["layer"],
