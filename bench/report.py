@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import cases, verify
-from bench.table import merged_layers, number, rows_of
+from bench.table import PASSES, merged_layers, number, rows_of
 from moeblaze_cupy import memory
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,6 +140,36 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
             cells.append(f"{ms(entry[what])} ({ratio(entry.get(f'{what}_ratio'))})" if entry else "-")
         rows.append(cells)
     return ["", f"### {heading}, ms (times the bound)", *table(head, rows)]
+
+
+def beside_peers(records: Records) -> dict[tuple[str, str], dict[str, float]]:
+    """By case and other layer, of the newest record that holds both: its times over this package's, by the names of
+    PASSES, and "peak", this package's over its."""
+    found = {}
+    for record in records.by_name.values():
+        entries = merged_layers(rows_of(record, "layer"))
+        rows = {(e["case"], e["provider"]): e for e in entries if e["order"] == "transposed"}
+        for (case, name), entry in rows.items():
+            ours = rows.get((case, "moeblaze"), {})
+            times = {what: entry[what] / ours[what] for what in PASSES if what in entry and what in ours}
+            if name not in (*OURS, "cublas_bound") and times:
+                peak = (
+                    {"peak": ours["peak_mib"] / entry["peak_mib"]} if "peak_mib" in entry and "peak_mib" in ours else {}
+                )
+                found[case, name] = times | peak
+    return found
+
+
+def peer_section(records: Records) -> list[str]:
+    found = beside_peers(records)
+    rows = [
+        [case, title(name), *(ratio(found[case, name].get(what)) for what in (*PASSES, "peak"))]
+        for case in cases.LAYERS
+        for name in TITLES
+        if (case, name) in found
+    ]
+    times = ("forward", "forward and backward", "forward, back to back", "forward and backward, back to back")
+    return table(["case", "layer", *times, "our peak over its"], rows) if rows else []
 
 
 def error_section(records: Records) -> list[str]:
@@ -331,6 +361,8 @@ and 5 print ten times the time of its Table 2 for the same shape."""
 ERRORS = f"""Norm of the difference over the norm of the reference: the layer in float64 from the same bf16 inputs, all
 tokens and experts (above {verify.SAMPLED_ABOVE:,} tokens, samples of both). Beside it the composition of bf16 torch
 operations over a routed buffer."""
+PEERS = """Each other layer's time over moeblaze's, both timed in one run on the same weights, so above 1 moeblaze is
+faster; and moeblaze's peak memory over the other's."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all get as many. Beside it the same layer
 with random routing in the same run. The ratio is of the times."""
 SMALL = """`save=None`, replays of a CUDA graph over token sets in turn, which leave the L2 cache cold. The bound is to
@@ -352,6 +384,8 @@ def results(records: Records) -> str:
         lines += ["", "### Figures 3 and 5, Table 2: memory per save policy, MiB", *memory_section(records)]
     if table2 := table2_section(records):
         lines += ["", "### Table 2: forward and backward, time and memory", *table2]
+    if peers := peer_section(records):
+        lines += ["", "### Other layers in the same run", "", PEERS, *peers]
     if errors := error_section(records):
         lines += ["", "### Errors against float64, thousandths", "", ERRORS, *errors]
     if skewed := skewed_section(records):
@@ -383,6 +417,15 @@ def summary(records: Records) -> str:
     for what in ("forward", "forward_backward"):
         found = sorted(e[f"{what}_ratio"] for e in entries.values() if f"{what}_ratio" in e)
         spans[what] = f"{found[0]:.2f} to {found[-1]:.2f}"
+    beside = [f for (case, name), f in beside_peers(records).items() if name == "sonicmoe" and case in shapes]
+    for what in ("forward", "forward_backward", "peak"):
+        found = sorted(f[what] for f in beside if what in f)
+        spans[f"sonicmoe_{what}"] = f"{found[0]:.2f} to {found[-1]:.2f}" if found else None
+    peer = [
+        f"SonicMoE in the same run takes {spans['sonicmoe_forward']} times as long as this layer forward,",
+        f"{spans['sonicmoe_forward_backward']} times with backward; this layer's peak memory is",
+        f"{spans['sonicmoe_peak']} of its.",
+    ]
     record = next(r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
     return "\n".join(
         [
@@ -393,7 +436,9 @@ def summary(records: Records) -> str:
             f"One layer on one {record['machine_info']['gpu']}, bfloat16, SwiGLU, {len(shapes)} shapes, weights in",
             "both memory orders: forward takes",
             f"{spans['forward']} times as long as its dense products alone through cuBLAS, forward with backward",
-            f"{spans['forward_backward']} times. [docs/results.md](docs/results.md) has all tables, beside the paper's",
+            f"{spans['forward_backward']} times.",
+            *(peer if spans["sonicmoe_peak"] else []),
+            "[docs/results.md](docs/results.md) has all tables, beside the paper's",
             "numbers and the peers that could be run, and says at which commits they were measured. To measure again:",
             "`python -m moeblaze_cupy bench --quick`, or everything as in [bench/README.md](bench/README.md).",
             END,
