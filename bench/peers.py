@@ -17,7 +17,7 @@ from bench.layer import Layer
 class _SonicMoE(Layer):
     """SonicMoE's metadata, up- and down-projection, as its own layer for top-k routing calls them, on given ids.
 
-    Its tuner tries every tile for a new shape, one to two and a half minutes; QUACK_CACHE_AUTOTUNING=1 (set below
+    Its tuner tries every tile for a new shape (bench/README.md says how long); QUACK_CACHE_AUTOTUNING=1 (set below
     unless it is given) keeps the results under QUACK_CACHE_DIR for the next process.
     """
 

@@ -152,11 +152,11 @@ def beside_peers(records: Records) -> dict[tuple[str, str], dict[str, float]]:
         for (case, name), entry in rows.items():
             ours = rows.get((case, "moeblaze"), {})
             times = {what: entry[what] / ours[what] for what in PASSES if what in entry and what in ours}
-            if name not in (*OURS, "cublas_bound") and times:
-                peak = (
-                    {"peak": ours["peak_mib"] / entry["peak_mib"]} if "peak_mib" in entry and "peak_mib" in ours else {}
-                )
-                found[case, name] = times | peak
+            if name in (*OURS, "cublas_bound") or not times:
+                continue
+            if "peak_mib" in entry and "peak_mib" in ours:
+                times["peak"] = ours["peak_mib"] / entry["peak_mib"]
+            found[case, name] = times
     return found
 
 
@@ -361,8 +361,8 @@ and 5 print ten times the time of its Table 2 for the same shape."""
 ERRORS = f"""Norm of the difference over the norm of the reference: the layer in float64 from the same bf16 inputs, all
 tokens and experts (above {verify.SAMPLED_ABOVE:,} tokens, samples of both). Beside it the composition of bf16 torch
 operations over a routed buffer."""
-PEERS = """Each other layer's time over moeblaze's, both timed in one run on the same weights, so above 1 moeblaze is
-faster; and moeblaze's peak memory over the other's."""
+PEERS = """Each other layer's time over moeblaze's, both timed in one run on the same weights as transformers stores
+them, so above 1 moeblaze is faster; and moeblaze's peak memory over the other's."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all get as many. Beside it the same layer
 with random routing in the same run. The ratio is of the times."""
 SMALL = """`save=None`, replays of a CUDA graph over token sets in turn, which leave the L2 cache cold. The bound is to
@@ -422,7 +422,8 @@ def summary(records: Records) -> str:
         found = sorted(f[what] for f in beside if what in f)
         spans[f"sonicmoe_{what}"] = f"{found[0]:.2f} to {found[-1]:.2f}" if found else None
     peer = [
-        f"SonicMoE in the same run takes {spans['sonicmoe_forward']} times as long as this layer forward,",
+        "With weights as transformers stores them SonicMoE takes, in the same run,",
+        f"{spans['sonicmoe_forward']} times as long as this layer forward,",
         f"{spans['sonicmoe_forward_backward']} times with backward; this layer's peak memory is",
         f"{spans['sonicmoe_peak']} of its.",
     ]

@@ -1,8 +1,9 @@
 // Output aggregation (paper section 2.3 and 3.1) and token gradient accumulation (section 3.2, step 3):
 // each token sums the rows of its k slots, found through token_index_map, over panels of up to 256 columns.
 //
-//   panel            (L*k, panel_ld)       element, in     expert outputs, or input gradients, of the first panel; the
-//                                                          next lies panel_stride elements on
+//   panel            (rows, panel_ld)      element, in     expert outputs, or input gradients, of the first panel; the
+//                                                          next lies panel_stride elements on; L*k rows, or those of a
+//                                                          buffer of chunks of tokens, of which one is summed
 //   token_index_map  (L, k)                int32, in       -1: no expert in this slot
 //   weights          (L, k)                fp32 or element, in; absent for the input gradient
 //   out              (L, d)                element, out    columns first_column .. + columns

@@ -19,7 +19,7 @@
 //                                                    be A itself, of whose rows the tile that is stored was the last reader.
 //                                                    CHUNKED: (buffers, chunk_tokens * k, d)
 //   group, buffers        panels per group; of two groups, or of all if those are fewer. CHUNKED: all panels; 2
-//   panel_ld, panel_stride                           from row to row, from buffer to buffer (not read if CHUNKED)
+//   panel_ld, panel_stride                           from row to row, from buffer to buffer (this not read if CHUNKED)
 //   token_index_map       (L, k)                     int32, in       -1: no expert in this slot. CHUNKED: buffer_rows
 //   weights               (L, k)                     fp32 or element, in; read if WEIGHTED
 //   out                   (L, columns)               element, out    sum over slots of weight * row; last group (chunk) not

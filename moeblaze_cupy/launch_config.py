@@ -1,7 +1,7 @@
 """Launch geometry: pure functions of shapes and device limits, no CuPy, no GPU.
 
 The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh`, `gemm_core_sm90.cuh`, `dispatch.cu`,
-`router.cu`, `aggregation.cu`).
+`token_chunks.cu`, `router.cu`, `aggregation.cu`).
 """
 
 import functools
@@ -158,18 +158,21 @@ def panel_group(columns: int, k: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def token_chunks(num_tokens: int, k: int, num_experts: int, columns: int) -> int:
+def num_token_chunks(num_tokens: int, k: int, num_experts: int, columns: int) -> int:
     """Chunks of tokens that Hopper's summed products complete one after another, all columns; 1: they go by panels.
 
     Two chunks' rows take half of a routed (L*k, columns) buffer, and the left operand comes from memory once; panels
     that go one by one read it once each (d = 1024: conf3's down_fwd 548 TFLOP/s, by chunks 618; up_bwd 588 and 632).
     Panels in groups are as good (d = 2048: 617 and 629, 631 and 623). The last tile of each expert's rows of a chunk is
-    half empty, so these are to be many (1024: no gain).
+    half empty, so these are to be many: 4096 gained that much, 1024 nothing, and the limit lies between.
     """
     by_panels = k == 1 or columns <= 2 * PANEL_COLUMNS or panel_group(columns, k) > 1
     chunks = 4
     few_rows = num_tokens * k < num_experts * 2048 * chunks
-    return 1 if by_panels or few_rows or num_experts * chunks > MAX_PARTS else chunks
+    few_tokens = (
+        num_tokens < chunks * chunks
+    )  # from there on all chunks but the last are whole, and the last has tokens
+    return 1 if by_panels or few_rows or few_tokens or num_experts * chunks > MAX_PARTS else chunks
 
 
 def chunk_lists(num_slots: int, num_experts: int, chunks: int) -> dict[str, int]:

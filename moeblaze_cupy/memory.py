@@ -120,14 +120,14 @@ def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
     width = min(launch_config.PANEL_COLUMNS, s.d)
     if not s.on_hopper:
         return (Term("one panel of the routed rows", "L*k*min(256, d)*b", s.slots * width * s.b),)
-    chunks = launch_config.token_chunks(s.L, s.k, s.E, s.d)
+    chunks = launch_config.num_token_chunks(s.L, s.k, s.E, s.d)
     if chunks > 1:
         rows = 2 * launch_config.ceil_div(s.L, chunks) * s.k
         lists = sum(launch_config.chunk_lists(s.slots, s.E, chunks).values())
         return (
             Term(
                 "routed rows of two chunks of tokens",
-                f"2*-(-L//{chunks})*k*d*b + {8 * chunks}",
+                f"2*ceil(L/{chunks})*k*d*b + {8 * chunks}",
                 rows * s.d * s.b + 8 * chunks,
             ),
             Term(

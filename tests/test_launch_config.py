@@ -150,15 +150,22 @@ def test_two_groups_of_panels_take_two_thirds_of_a_routed_buffer_at_most(columns
         ((2**20, 8, 256, 1024), 4),
         ((2**20, 8, 257, 1024), 1),  # more parts than threads
         ((0, 4, 16, 1024), 1),
+        ((9, 1000, 1, 1024), 1),  # three chunks would take all tokens
+        ((16, 1000, 1, 1024), 4),
     ],
 )
 def test_token_chunks_where_panels_go_one_by_one_and_parts_are_large(shape, chunks):
-    assert launch_config.token_chunks(*shape) == chunks
+    assert launch_config.num_token_chunks(*shape) == chunks
 
 
-@given(tokens=st.integers(1, 10**6), k=st.integers(2, 64), experts=st.integers(1, 300), columns=st.integers(8, 3000))
+@given(
+    tokens=st.one_of(st.integers(1, 40), st.integers(1, 10**6)),
+    k=st.one_of(st.integers(2, 64), st.integers(2, launch_config.MAX_K)),
+    experts=st.one_of(st.integers(1, 3), st.integers(1, 300)),
+    columns=st.integers(513, 1600),
+)
 def test_chunks_of_tokens_have_tokens_and_take_half_of_a_routed_buffer(tokens, k, experts, columns):
-    chunks = launch_config.token_chunks(tokens, k, experts, columns)
+    chunks = launch_config.num_token_chunks(tokens, k, experts, columns)
     if chunks > 1:
         each = launch_config.ceil_div(tokens, chunks)
         assert (chunks - 1) * each < tokens <= chunks * each  # the last has some

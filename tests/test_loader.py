@@ -177,7 +177,7 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     for weights_dtype, k, save, chunks in itertools.product(
         (np.float32, element), (1, 2, 3, 8), ("minimal", "paper"), (1, 2)
     ):
-        monkeypatch.setattr(launch_config, "token_chunks", lambda L, k, *_, made=chunks: made if k > 1 else 1)
+        monkeypatch.setattr(launch_config, "num_token_chunks", lambda L, k, *_, made=chunks: made if k > 1 else 1)
         case = Case(L=5, k=k, E=9, d=d, h=h, activation=activation, order=order)
         x, ids, weights, w1, w2, grad_out = make_inputs(case, 0, element)
         context = arrays.Context(Host, 0, 0)

@@ -20,8 +20,8 @@ def aggregate(
 ) -> None:
     """out[:, first_column : first_column + columns] from panels of 256 columns, or of what is left, `stride` apart.
 
-    panel: the first; its L*k rows are `ld` elements apart. weights (L, k) scale the slots; None leaves them unscaled
-    (the gradient of x).
+    panel: the first; its rows, which token_index_map (L, k) names, are `ld` elements apart. weights (L, k) scale the
+    slots; None leaves them unscaled (the gradient of x).
     """
     (L, k), d = token_index_map.shape, out.shape[1]
     aligned = d % 8 == 0 and first_column % 8 == 0 and out.ptr % 16 == 0

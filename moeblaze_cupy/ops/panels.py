@@ -53,8 +53,7 @@ class _Rounds:
     token_index_map: Array
     chunks: tuple[int, ...]
     progress: Array | None
-    rest: tuple  # nothing if k = 1
-    memory: Array | None  # that the pointers are of
+    rest: tuple  # of arrays in the buffers' memory among others; nothing if k = 1, which has no buffers
 
 
 def _sum_of_rows(
@@ -79,7 +78,7 @@ def _sum_of_rows(
             grouped_gemm.gemm(context, entry, index, a, weight, d, K, activation, **columns)
             aggregate(context, panel, index.token_index_map, weights, out, first_column, width, width)
         return
-    chunks = launch_config.token_chunks(L, k, index.num_experts, d)
+    chunks = launch_config.num_token_chunks(L, k, index.num_experts, d)
     if chunks > 1:
         rounds = _by_chunks(context, index, weights, out, chunks)
     else:
@@ -135,7 +134,6 @@ def _by_panels(
         (0, 0, 0, 0, 0),
         progress,
         rest,
-        memory,
     )
 
 
@@ -165,5 +163,4 @@ def _by_chunks(context: Context, index: Index, weights: Array | None, out: Array
         (lists.part_shifts, lists.chunk_tiles, index.num_experts, chunks, tokens),
         progress,
         rest,
-        memory,
     )
