@@ -409,23 +409,29 @@ def speedups() -> str:
     return "; ".join(f"{a}: {least} to {most} ({where})" for a, (where, least, most) in cases.SPEEDUPS.items()) + "."
 
 
+def span(values: Iterable[float]) -> str | None:
+    """The least and the greatest."""
+    found = sorted(values)
+    return f"{found[0]:.2f} to {found[-1]:.2f}" if found else None
+
+
 def summary(records: Records) -> str:
     """The README's block: the plots, and the least and greatest ratios of the default policy in both memory orders."""
     entries = {key: entry for key, entry in _entries(records).items() if key[2] == "moeblaze"}
     shapes = {case for case, *_ in entries}
-    spans = {}
-    for what in ("forward", "forward_backward"):
-        found = sorted(e[f"{what}_ratio"] for e in entries.values() if f"{what}_ratio" in e)
-        spans[what] = f"{found[0]:.2f} to {found[-1]:.2f}"
+    forward, both = (
+        span(e[f"{what}_ratio"] for e in entries.values() if f"{what}_ratio" in e)
+        for what in ("forward", "forward_backward")
+    )
     beside = [f for (case, name), f in beside_peers(records).items() if name == "sonicmoe" and case in shapes]
-    for what in ("forward", "forward_backward", "peak"):
-        found = sorted(f[what] for f in beside if what in f)
-        spans[f"sonicmoe_{what}"] = f"{found[0]:.2f} to {found[-1]:.2f}" if found else None
+    peers_forward, peers_both, peak = (
+        span(f[what] for f in beside if what in f) for what in ("forward", "forward_backward", "peak")
+    )
     peer = [
         "With weights as transformers stores them SonicMoE takes, in the same run,",
-        f"{spans['sonicmoe_forward']} times as long as this layer forward,",
-        f"{spans['sonicmoe_forward_backward']} times with backward; this layer's peak memory is",
-        f"{spans['sonicmoe_peak']} of its.",
+        f"{peers_forward} times as long as this layer forward,",
+        f"{peers_both} times with backward; this layer's peak memory is",
+        f"{peak} of its.",
     ]
     record = next(r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
     return "\n".join(
@@ -436,9 +442,9 @@ def summary(records: Records) -> str:
             "",
             f"One layer on one {record['machine_info']['gpu']}, bfloat16, SwiGLU, {len(shapes)} shapes, weights in",
             "both memory orders: forward takes",
-            f"{spans['forward']} times as long as its dense products alone through cuBLAS, forward with backward",
-            f"{spans['forward_backward']} times.",
-            *(peer if spans["sonicmoe_peak"] else []),
+            f"{forward} times as long as its dense products alone through cuBLAS, forward with backward",
+            f"{both} times.",
+            *(peer if peak else []),
             "[docs/results.md](docs/results.md) has all tables, beside the paper's",
             "numbers and the peers that could be run, and says at which commits they were measured. To measure again:",
             "`python -m moeblaze_cupy bench --quick`, or everything as in [bench/README.md](bench/README.md).",

@@ -169,9 +169,7 @@ def num_token_chunks(num_tokens: int, k: int, num_experts: int, columns: int) ->
     by_panels = k == 1 or columns <= 2 * PANEL_COLUMNS or panel_group(columns, k) > 1
     chunks = 4
     few_rows = num_tokens * k < num_experts * 2048 * chunks
-    few_tokens = (
-        num_tokens < chunks * chunks
-    )  # from there on all chunks but the last are whole, and the last has tokens
+    few_tokens = num_tokens < chunks * chunks  # else the last chunk has tokens, and the others are whole
     return 1 if by_panels or few_rows or few_tokens or num_experts * chunks > MAX_PARTS else chunks
 
 

@@ -23,7 +23,7 @@ from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
-SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "token_chunks.cu")
+SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 SLOTS = (1, 2, 4, 8)  # rows in flight per sum over a token's slots; 1: no sum
@@ -133,6 +133,8 @@ def variants(
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
     for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
         config = launch_config.gemm(dtype, is_aligned, False, limits)
+        if config.tier == "sm90":
+            found[Variant("token_chunks.cu", "")] = None
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         for weights_dtype, k, stored_product, chunked, accumulate in itertools.product(

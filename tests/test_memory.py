@@ -213,10 +213,18 @@ def test_accumulated_gradients_take_no_memory(no_launches):
     assert counted.alive - before == memory.total(memory.gradients(s)[:2])  # dx and dweights
 
 
-@pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 2200])
-def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch):
-    """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. If
-    one group is all there is, no counters; one panel no wider than h takes the place of the product."""
+@pytest.fixture
+def inference_on_hopper(no_launches, monkeypatch):
+    """A function of a layer's shape: its forward's launches, (variant, arguments), what is cleared, (pointer, bytes),
+    and the memory it took."""
+
+    def run(s):
+        counted = CountedMemory()
+        x, ids, weights, w1, w2 = counted.layer(s)
+        context = arrays.Context(counted, 0, 0)
+        experts.moe_forward(context, x, ids, weights, (w1,), w2, activation=s.activation, save=None)
+        return launches, cleared, counted
+
     monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
     launches, cleared = [], []
     monkeypatch.setattr(
@@ -225,11 +233,15 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch)
     monkeypatch.setattr(
         loader, "clear", lambda context, array: cleared.append((array.ptr, array.size * array.itemsize))
     )
-    counted = CountedMemory()
-    context = arrays.Context(counted, 0, 0)
+    return run
+
+
+@pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 2200])
+def test_hoppers_panels_and_counters_share_a_buffer(d, inference_on_hopper):
+    """Two groups of panels, then (2, panels) int32 that start as zeros: next to each other, nothing past the end. If
+    one group is all there is, no counters; one panel no wider than h takes the place of the product."""
     L, k, E, h = 40, 3, 5, 64
-    x, ids, weights, w1, w2 = counted.layer(memory.LayerShape(L, d, h, E, k, dtype="float16"))
-    experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save=None)
+    launches, cleared, counted = inference_on_hopper(memory.LayerShape(L, d, h, E, k, dtype="float16"))
     (args,) = (args for variant, args in launches if variant.entry == "down_fwd")
     first, group, buffers, ld, stride = args[8:13]
     progress, in_place = args[-1], d <= h
@@ -253,21 +265,10 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, no_launches, monkeypatch)
     assert counted.peak == lists + product + out + workspace
 
 
-def test_chunks_of_tokens_take_turns_in_two_buffers(no_launches, monkeypatch):
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
-    launches, cleared = [], []
-    monkeypatch.setattr(
-        loader, "launch", lambda context, variant, grid, block, args, *_: launches.append((variant, args))
-    )
-    monkeypatch.setattr(
-        loader, "clear", lambda context, array: cleared.append((array.ptr, array.size * array.itemsize))
-    )
-    counted = CountedMemory()
-    context = arrays.Context(counted, 0, 0)
+def test_chunks_of_tokens_take_turns_in_two_buffers(inference_on_hopper):
     L, k, E, d = 5501, 3, 2, 1032
     tokens = 1376  # of a chunk
-    x, ids, weights, w1, w2 = counted.layer(memory.LayerShape(L, d, 64, E, k, dtype="float16"))
-    experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save=None)
+    launches, cleared, _ = inference_on_hopper(memory.LayerShape(L, d, 64, E, k, dtype="float16"))
     names = [variant.entry for variant, _ in launches]
     by_entry = dict(zip(names, (args for _, args in launches), strict=True))
     variants = {variant.entry: dict(variant.macros) for variant, _ in launches}

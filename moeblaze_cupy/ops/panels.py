@@ -105,6 +105,17 @@ def _sum_of_rows(
         aggregate(context, *rounds.rest)
 
 
+def _with_counters(context: Context, size: int, counters: int, dtype: str) -> tuple[Array, Array | None]:
+    """`size` elements of 16 bits, and behind them int32 `counters` that start as zeros, seen as elements; None without
+    any. In one buffer, as every allocation takes as long as a launch."""
+    memory = context.empty((size + 2 * counters,), dtype)
+    if not counters:
+        return memory, None
+    progress = memory.part(size, (2 * counters,))
+    loader.clear(context, progress)
+    return memory, progress
+
+
 def _by_panels(
     context: Context, index: Index, weights: Array | None, out: Array, a: Array, overwrites: bool
 ) -> _Rounds:
@@ -115,12 +126,7 @@ def _by_panels(
     ld, stride = a.shape[1] if buffers.in_place else shape[1], R * shape[1]
     memory, progress = a if buffers.in_place else None, None
     if buffers.allocated:
-        # the panels, then progress, (2, panels) int32, in one buffer: every allocation takes as long as a launch
-        size, counters = buffers.allocated * stride, 2 * buffers.counters  # in elements of 16 bits
-        memory = context.empty((size + counters,), out.dtype)
-        if counters:
-            progress = memory.part(size, (counters,))
-            loader.clear(context, progress)
+        memory, progress = _with_counters(context, buffers.allocated * stride, buffers.counters, out.dtype)
     rest = ()
     if k > 1:
         last_group = (len(panels) - 1) // buffers.group * buffers.group
@@ -142,10 +148,7 @@ def _by_chunks(context: Context, index: Index, weights: Array | None, out: Array
     (L, k), d = index.token_index_map.shape, out.shape[1]
     tokens = launch_config.ceil_div(L, chunks)
     lists = token_chunks(context, index, chunks, tokens)
-    size = 2 * tokens * k * d
-    memory = context.empty((size + 4 * chunks,), out.dtype)  # and progress, (2, chunks) int32
-    progress = memory.part(size, (4 * chunks,))
-    loader.clear(context, progress)
+    memory, progress = _with_counters(context, 2 * tokens * k * d, 2 * chunks, out.dtype)
     first = (chunks - 1) * tokens
     of_rest = first * k, (L - first, k)
     rest = (
