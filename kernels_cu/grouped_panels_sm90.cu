@@ -205,6 +205,7 @@ struct Adder {
                 group = 0;
             }
         }
+        cp_async_wait<0>();  // the empty items' copies write zeros where the next sum's go
     }
 };
 
@@ -319,11 +320,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
         if (SLOTS > 1 && threadIdx.x / 32 >= 2) {
             Adder adder(columns, CHUNKED ? panel_ld : BN, k);
-            adder.take(0, num_tokens);
             for (int round = 0; round < rounds.summed_here(); ++round) {
                 while (hear(word.summable_rounds) <= round) sleep_ns(100);
+                // all chunks but the last, which is not summed here, are whole
+                adder.take(CHUNKED ? round * chunk_tokens : 0, CHUNKED ? chunk_tokens : num_tokens);
                 if (CHUNKED) {
-                    adder.take(round * chunk_tokens, chunk_tokens);  // all but the last, which is not summed here, are whole
                     for (int n = 0; n < order.panels; ++n) adder.sum(panels + n * BN, n * BN, token_index_map, weights, out);
                 } else
                     adder.sum(panels + round % num_buffers * panel_stride, round * BN, token_index_map, weights, out);

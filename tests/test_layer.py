@@ -41,6 +41,8 @@ LARGER = [
     # chunks of tokens, the last shorter; parts without rows
     Case(L=8201, k=3, E=3, d=1032, h=72, routing="absent"),
     Case(L=12289, k=2, E=3, d=776, h=136, routing="one_expert", order="transposed"),
+    Case(L=8203, k=12, E=12, d=520, h=64, routing="duplicate"),
+    Case(L=8201, k=7, E=7, d=520, h=64, routing="duplicate", order="transposed"),
     # panels in groups of two and of four, of which the last has one
     Case(L=900, k=3, E=4, d=1608, h=72, routing="skewed"),
     Case(L=700, k=4, E=5, d=3080, h=64, routing="absent", order="transposed"),
@@ -142,8 +144,8 @@ def test_gradients_have_the_weights_memory_order(case):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_router_weights_in_the_dtype_of_x(dtype):
-    case = LARGER[0]
+@pytest.mark.parametrize("case", [LARGER[0], LARGER[13]], ids=str)
+def test_router_weights_in_the_dtype_of_x(case, dtype):
     gpu, host = inputs_of(case, dtype)
     gpu[2] = gpu[2].astype(DTYPES[dtype])
     host[2] = to_float64(gpu[2])
@@ -164,6 +166,18 @@ def same_bits(a, b):
     if isinstance(a, tuple):
         return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
     return np.array_equal(to_float64(a), to_float64(b), equal_nan=True)
+
+
+@pytest.mark.parametrize("without", [slice(2051, 4102), slice(None)], ids=["a_chunk", "all"])
+def test_chunks_without_rows(without):
+    """Tokens without an expert get zeros, whether they are a chunk or all, and the others are as the reference says."""
+    case = LARGER[13]
+    gpu, host = inputs_of(case, "bfloat16")
+    gpu[1][without], host[1][without] = -1, -1
+    got = run(case, gpu)
+    assert not to_float64(got["out"])[without].any() and not to_float64(got["x"])[without].any()
+    if without != slice(None):
+        assert_close(got, reference_results(case, host), "bfloat16")
 
 
 @pytest.mark.parametrize(
