@@ -53,34 +53,57 @@ struct Ring {
     }
 };
 
-// This block's tiles: every gridDim.x-th of an order of (m, n) tiles, m a tile of dispatch's list. What a tile needs is
-// loaded while those before it are worked on: found out at a tile's start it costs three loads, one after the other.
-template <class Order>
+// A tile's rows of one expert, and which of the column tiles it is.
+struct Place {
+    int expert, row, n;
+};
+
+// This block's tiles, in an Order that says of tile t
+//   listed(t)                      which entry of dispatch's list names its expert
+//   place(t, entry, first, end)    where it is; first, end: the rows of that expert
+// Every gridDim.x-th is a block's own, but with CLAIMS only the first three: see claim. What a tile needs is loaded while
+// those before it are worked on: found out at a tile's start it costs three loads in a row.
+template <class Order, bool CLAIMS = false>
 struct Schedule {
     const Order order;
     const int2* const row_tiles;
     const int* const expert_token_offsets;
     const int tiles;
-    int t = blockIdx.x;
-    int2 entry, next_entry, entry_after;  // (expert, first row)
-    int end, next_end;                    // of the expert's rows
+    int t, claimed[2];  // the next two; read if CLAIMS
+    Place place;
+    int end;                       // of the expert's rows
+    int2 next_entry, entry_after;  // (expert, first row)
+    int next_first, next_end;
 
     __device__ __forceinline__ Schedule(Order order, const int* list, const int* expert_token_offsets, int tiles)
-        : order(order), row_tiles(reinterpret_cast<const int2*>(list) + 1), expert_token_offsets(expert_token_offsets), tiles(tiles) {
-        entry = at(t), next_entry = at(t + gridDim.x);
-        end = expert_token_offsets[entry.x + 1];
+        : order(order), row_tiles(reinterpret_cast<const int2*>(list) + 1), expert_token_offsets(expert_token_offsets), tiles(tiles),
+          t(blockIdx.x - gridDim.x), entry_after(at(blockIdx.x)) {
+        claimed[0] = blockIdx.x, claimed[1] = blockIdx.x + gridDim.x;
+        prefetch();
+        advance(blockIdx.x + 2 * gridDim.x);
     }
-    __device__ __forceinline__ int2 at(int tile) const { return tile < tiles ? row_tiles[order(tile).m] : make_int2(0, 0); }
+    __device__ __forceinline__ int next_t() const { return CLAIMS ? claimed[0] : t + static_cast<int>(gridDim.x); }
+    __device__ __forceinline__ int t_after() const { return CLAIMS ? claimed[1] : t + 2 * static_cast<int>(gridDim.x); }
+    __device__ __forceinline__ int2 at(int tile) const { return tile < tiles ? row_tiles[order.listed(tile)] : make_int2(0, 0); }
     __device__ __forceinline__ bool valid() const { return t < tiles; }
-    __device__ __forceinline__ int rows() const { return valid() ? min(BM, end - entry.y) : 0; }
+    __device__ __forceinline__ bool has_next() const { return next_t() < tiles; }
+    __device__ __forceinline__ int rows() const { return valid() ? min(BM, end - place.row) : 0; }
+    __device__ __forceinline__ Place next() const { return order.place(next_t(), next_entry, next_first, next_end); }
+    // The tile after those that are known. Blocks drift apart by whole tiles: by `counter` (zero at launch) they take tiles as
+    // they come to them, so that those that read the same weights start together.
+    __device__ __forceinline__ int claim(int* counter) const {
+        const int stride = gridDim.x;
+        return counter && t_after() < tiles ? 3 * stride + atomicAdd(counter, 1) : t_after() + stride;
+    }
     // At a tile's start, and at its end.
     __device__ __forceinline__ void prefetch() {
-        next_end = expert_token_offsets[next_entry.x + 1];
-        entry_after = at(t + 2 * gridDim.x);
+        next_entry = entry_after;
+        next_first = expert_token_offsets[next_entry.x], next_end = expert_token_offsets[next_entry.x + 1];
+        entry_after = at(t_after());
     }
-    __device__ __forceinline__ void advance() {
-        entry = next_entry, end = next_end, next_entry = entry_after;
-        t += gridDim.x;
+    __device__ __forceinline__ void advance(int claim = 0) {
+        place = next(), end = next_end, t = next_t();
+        claimed[0] = claimed[1], claimed[1] = claim;
     }
 };
 
@@ -117,7 +140,7 @@ struct FinishedRows {
 // last, all before the next tile is finished.
 struct EpilogueBase {
     static constexpr int SPREAD = 1 << 20;  // k-steps over which this is spread, if a tile has so many
-    static constexpr bool LONG = false;     // whether a share takes longer than a step's products
+    static constexpr bool LONG = false;     // whether a share takes longer than a step's products, which then are waited for
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp; next() moves `done` on
     __device__ __forceinline__ void end() {}
@@ -133,14 +156,16 @@ __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool act
     const unsigned shared = uniform(shared_address(dynamic_shared));
     const unsigned a_low = descriptor_low(shared + uniform(consumer_warp() / 4) * 8192), b_low = descriptor_low(shared + A_BYTES);
     const int share = (16 << 16) / max(min(steps, Epilogue::SPREAD), 1) + 1;  // of 16 rows per step, in 1 / 65536
+    constexpr int MANY = 64;  // of more steps most have no row (of 112, DeepSeek-V3's down_bwd: 400 -> 465 TFLOP/s)
     int previous = 0;
     for (int step = 0;; ++step) {
         const int stage = uniform(ring.stage);
         const bool full = mbarrier_test_wait(barriers.full + 8 * stage, ring.parity);
         const int due = step == steps ? epilogue.rows : min(step * share >> 16, epilogue.rows);
+        const bool drains = Epilogue::LONG && (epilogue.done < due || steps <= MANY);
         while (epilogue.done < due) epilogue.next();
         if (step == steps) break;
-        if (Epilogue::LONG && step > 0) {  // done with by now: the producer need not wait for the next step's issue
+        if (drains && step > 0) {  // done with by now: the producer need not wait for the next step's issue
             wgmma_wait<0>();
             if (signals) mbarrier_arrive(barriers.empty + 8 * previous);
         }
@@ -153,9 +178,9 @@ __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool act
                 WGMMA<!A_K_CONTIGUOUS, !B_K_CONTIGUOUS_>(acc, a + (kk * (A_K_CONTIGUOUS ? 32 : 2048) >> 4),
                                                          b + (kk * (B_K_CONTIGUOUS_ ? 32 : 2048) >> 4), kk > 0 || step > 0);
             wgmma_commit();
-            if (!Epilogue::LONG) wgmma_wait<1>();
+            if (!drains) wgmma_wait<1>();
         }
-        if (!Epilogue::LONG && step > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
+        if (!drains && step > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
         previous = stage;
         ring.advance();
     }

@@ -5,12 +5,14 @@
 //                   64 x 128 x 1 or 64 x 64 x 1 elements, 128-byte swizzle; gate and up
 //   the rest        as in grouped_gemm_sm80.cu, except
 //   partial_sums    (column tiles, num_slots) fp32, one column tile being 256 columns (128 of a gated ACTIVATE)
+//   claims          (1,) int32, zeroed: blocks claim their tiles; null: each takes every gridDim.x-th
 //
 // Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
 // Tile: 128 rows x 256 columns (of them 128 gate beside 128 up), K in steps of 64, STAGES = 3 buffers of 48 KiB, the
 // finished tile's 64 KiB, and 16 KiB for the a and b that ACTIVATE_BWD reads, two rows per warp.
 //   warpgroup 0, producer: its 128 threads gather A's rows by cp.async into the 128-byte swizzle; thread 0 also
-//     issues B's boxes and announces their bytes: full[s] expects 129 arrivals.
+//     issues B's boxes, announces their bytes and claims tiles: full[s] expects 129 arrivals, and who waited for a tile's
+//     last has its word of what is claimed.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
 #include "epilogue_sm90.cuh"
 
@@ -19,23 +21,35 @@ constexpr int TILE_COLUMNS = Epilogue::TILE_COLUMNS;
 constexpr bool SPLIT = TILE_COLUMNS == 128;  // gate beside up
 constexpr int LINES_PER_THREAD = 8;  // producer thread t copies chunk t % 8 of lines t / 8 + 16 i
 
+// An expert's row tiles, in even groups of about 16, by all column tiles: what runs at one time is near a square, which reads
+// the fewest bytes, and the weights of an expert with few tokens come from memory once.
 struct Order {
-    int m_tiles, n_tiles;
-    __device__ __forceinline__ Tile operator()(int t) const { return raster(t, m_tiles, n_tiles); }
+    unsigned n_tiles;
+    __device__ __forceinline__ int listed(int t) const { return unsigned(t) / n_tiles; }
+    __device__ __forceinline__ Place place(int t, int2 entry, int first, int end) const {
+        constexpr unsigned GROUP = 16;
+        const unsigned tiles = max((end - first + BM - 1) / BM, 1), index = unsigned(entry.y - first) / BM;
+        const unsigned groups = max((tiles + GROUP / 2) / GROUP, 1u), height = (tiles + groups - 1) / groups;
+        const unsigned start = index / height * height, rows = min(height, tiles - start);
+        const unsigned within = t - (listed(t) - index + start) * n_tiles;
+        return {entry.x, first + static_cast<int>(start + within % rows) * BM, static_cast<int>(within / rows)};
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const element* a, int64 lda, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
           int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets,
           const int* row_tiles, element* first_layer, element* first_layer_grad, element* product,
-          const element* stored_product, const float* row_weights, float* partial_sums, int64 num_slots) {
+          const element* stored_product, const float* row_weights, float* partial_sums, int64 num_slots, int* claims) {
     __shared__ uint64 barrier_storage[2 * STAGES];
+    __shared__ int claimed[8];  // by the number of the tile that is worked on: more than consumers are behind
     const Barriers barriers(barrier_storage, 128 + 1);
     const unsigned shared = shared_address(dynamic_shared);
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
-    const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, m_tiles = row_tiles[0], tiles = m_tiles * n_tiles;
+    const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = row_tiles[0] * n_tiles;
     const int steps = (K + BK - 1) / BK;
-    Schedule<Order> schedule({m_tiles, n_tiles}, row_tiles, expert_token_offsets, tiles);
+    Schedule<Order, true> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
+    int number = 0;  // of the tile
 
     if (threadIdx.x < 128) {
         Ring ring;
@@ -43,16 +57,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned a_dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
         int tokens[LINES_PER_THREAD];
-        auto load_tokens = [&](int2 entry, int end) {  // past the expert's end its last row again, never stored
+        auto load_tokens = [&](int row, int end) {  // past the expert's end its last row again, never stored
 #pragma unroll
-            for (int i = 0; i < LINES_PER_THREAD; ++i) tokens[i] = expert_token_indices[min(entry.y + line + 16 * i, end - 1)];
+            for (int i = 0; i < LINES_PER_THREAD; ++i) tokens[i] = expert_token_indices[min(row + line + 16 * i, end - 1)];
         };
-        if (schedule.valid()) load_tokens(schedule.entry, schedule.end);
-        for (; schedule.valid(); schedule.advance()) {
+        if (schedule.valid()) load_tokens(schedule.place.row, schedule.end);
+        for (; schedule.valid(); ++number) {
+            const int claim = threadIdx.x == 0 ? schedule.claim(claims) : 0;
             const element* a_rows[LINES_PER_THREAD];
 #pragma unroll
             for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
-            const int n0 = schedule.order(schedule.t).n * TILE_COLUMNS;
+            const int n0 = schedule.place.n * TILE_COLUMNS;
             schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
                 const int k0 = step * BK;
@@ -60,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const unsigned full = barriers.full + 8 * ring.stage, bytes = k0 + chunk * 8 < K ? 16 : 0;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 if (threadIdx.x == 0) {
+                    if (step == steps - 1) claimed[number % 8] = claim;
                     mbarrier_arrive_expect_tx(full, B_BYTES);
                     const unsigned b_dst = shared + stage + A_BYTES;
                     constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
@@ -68,9 +84,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         const TensorMap* map = SPLIT && box * BOX >= 128 ? &b1 : &b0;
                         const int box_n = n0 + (SPLIT ? box * BOX % 128 : box * BOX);
                         if (B_K_CONTIGUOUS)
-                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, schedule.entry.x, full);
+                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, schedule.place.expert, full);
                         else
-                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, schedule.entry.x, full);
+                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, schedule.place.expert, full);
                     }
                 }
 #pragma unroll
@@ -79,8 +95,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                 for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] += BK;  // here, as consumers wait for what follows a wait
                 ring.advance();
-                if (step == min(2, steps - 1) && schedule.t + gridDim.x < tiles) load_tokens(schedule.next_entry, schedule.next_end);
+                if (step == min(2, steps - 1) && schedule.has_next()) load_tokens(schedule.next().row, schedule.next_end);
             }
+            named_barrier(1, 128);
+            schedule.advance(claimed[number % 8]);
         }
         return;
     }
@@ -90,13 +108,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     Ring ring;
     const Operands operands = {N, first_layer, first_layer_grad, product, stored_product, row_weights, partial_sums, num_slots};
     Epilogue epilogue(operands);
-    for (;; schedule.advance()) {
+    for (;;) {
         const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup
         if (!last) schedule.prefetch();
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        epilogue.begin(schedule.entry.y + warp_row, min(16, schedule.rows() - warp_row), schedule.order(schedule.t).n * TILE_COLUMNS);
+        epilogue.begin(schedule.place.row + warp_row, min(16, schedule.rows() - warp_row), schedule.place.n * TILE_COLUMNS);
+        schedule.advance(claimed[number++ % 8]);
     }
 }

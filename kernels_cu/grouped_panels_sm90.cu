@@ -69,6 +69,8 @@ struct Order {
         const int first = t / (m_tiles * group) * group, within = t - m_tiles * first, width = min(group, panels - first);
         return {within / width, first + within % width};
     }
+    __device__ __forceinline__ int listed(int t) const { return (*this)(t).m; }
+    __device__ __forceinline__ Place place(int t, int2 entry, int, int) const { return {entry.x, entry.y, (*this)(t).n}; }
 };
 
 // Panels, or chunks of tokens: the rounds in which rows pass through the buffers.
@@ -333,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
         if (threadIdx.x > 0) return;
         for (; schedule.valid(); schedule.advance()) {
-            const int n = schedule.order(schedule.t).n * BN, expert = CHUNKED ? schedule.entry.x % rounds.experts : schedule.entry.x;
+            const int n = schedule.place.n * BN, expert = CHUNKED ? schedule.place.expert % rounds.experts : schedule.place.expert;
             schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
                 const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
@@ -343,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 mbarrier_arrive_expect_tx(full, STAGE_BYTES);
                 // rows past the expert's end are others', never stored
-                tensor_load_3d(to, &a_map, segment * K + k0, schedule.entry.y, 0, full);
+                tensor_load_3d(to, &a_map, segment * K + k0, schedule.place.row, 0, full);
                 constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
 #pragma unroll
                 for (int box = 0; box < BN; box += BOX) {
@@ -375,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        epilogue.begin(schedule.order(schedule.t).n, schedule.entry.x, schedule.entry.y + warp_row,
+        epilogue.begin(schedule.place.n, schedule.place.expert, schedule.place.row + warp_row,
                        min(16, schedule.rows() - warp_row));
     }
 }

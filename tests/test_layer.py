@@ -9,7 +9,7 @@ import pytest
 from cases import CASES, Case, in_order, is_marked, make_inputs, mark, relative_error
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, reference
+from moeblaze_cupy import arrays, launch_config, reference
 from moeblaze_cupy.structures import pair
 
 pytestmark = pytest.mark.gpu
@@ -46,8 +46,9 @@ LARGER = [
     # panels in groups of two and of four, of which the last has one
     Case(L=900, k=3, E=4, d=1608, h=72, routing="skewed"),
     Case(L=700, k=4, E=5, d=3080, h=64, routing="absent", order="transposed"),
-    # the epilogue of dA beside several k-steps of the next tile
+    # the epilogue of dA beside several k-steps of the next tile, and beside so many that most have no row of it
     Case(L=3000, k=4, E=8, d=512, h=512),
+    Case(L=1024, k=4, E=4, d=4168, h=1160, routing="skewed"),
 ]
 
 
@@ -194,6 +195,27 @@ def test_repeated_runs_give_the_same_bits(case):
     for _ in range(10):
         again = run(case, gpu)
         assert all(same_bits(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(L=4096, k=8, E=32, d=64, h=520, routing="skewed"),  # one step per tile
+        Case(L=3000, k=8, E=40, d=1032, h=392, routing="absent", order="transposed"),
+        Case(L=300, k=2, E=3, d=600, h=328),  # fewer tiles than blocks
+    ],
+    ids=str,
+)
+def test_claimed_tiles_give_the_same_bits(monkeypatch, case):
+    """Whichever block comes to a tile first, as where the weights at work exceed the cache."""
+    gpu, host = inputs_of(case, "bfloat16")
+    monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: False)
+    first = run(case, gpu)
+    monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: True)
+    for _ in range(3):
+        again = run(case, gpu)
+        assert all(same_bits(first[name], again[name]) for name in first)
+    assert_close(again, reference_results(case, host), "bfloat16")
 
 
 def test_inputs_are_not_written():

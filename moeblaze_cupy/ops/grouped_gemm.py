@@ -184,7 +184,14 @@ def gemm(
         pointer(partial_sums),
         index.num_slots,
     )
-    blocks = config.blocks(N, index.max_row_tiles, loader.device_limits(context.device))
+    limits = loader.device_limits(context.device)
+    if config.tier == "sm90":
+        claims = None
+        if launch_config.claims_tiles(K, index.num_slots, index.num_experts, limits):
+            claims = context.empty((1,), "int32")
+            loader.clear(context, claims)
+        args = (*args, pointer(claims))
+    blocks = config.blocks(N, index.max_row_tiles, limits)
     loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
     return partial_sums
 
