@@ -10,9 +10,9 @@
 // Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
 // Tile: 128 rows x 256 columns (of them 128 gate beside 128 up), K in steps of 64, STAGES = 3 buffers of 48 KiB, the
 // finished tile's 64 KiB, and 16 KiB for the a and b that ACTIVATE_BWD reads, two rows per warp.
-//   warpgroup 0, producer: its 128 threads gather A's rows by cp.async into the 128-byte swizzle; thread 0 also
-//     issues B's boxes, announces their bytes and claims tiles: full[s] expects 129 arrivals, and who waited for a tile's
-//     last has its word of what is claimed.
+//   warpgroup 0, producer: its 128 threads gather A's rows by cp.async into the 128-byte swizzle; thread 0 also issues B's
+//     boxes, announces their bytes, claims tiles and says which comes next: full[s] expects 129 arrivals, and who has waited
+//     for a tile's last one may read on.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
 #include "epilogue_sm90.cuh"
 
@@ -42,18 +42,21 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           const int* row_tiles, element* first_layer, element* first_layer_grad, element* product,
           const element* stored_product, const float* row_weights, float* partial_sums, int64 num_slots, int* claims) {
     __shared__ uint64 barrier_storage[2 * STAGES];
-    __shared__ int claimed[8];  // by the number of the tile that is worked on: more than consumers are behind
+    // Word of tiles, by the number of the tile that is worked on; more places than consumers are behind.
+    __shared__ int claimed[8];  // the producer's, of the one after those it knows
+    __shared__ int4 found[8];   // to consumers: first row, rows (0: no tile), column tile
     const Barriers barriers(barrier_storage, 128 + 1);
     const unsigned shared = shared_address(dynamic_shared);
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
     const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = row_tiles[0] * n_tiles;
     const int steps = (K + BK - 1) / BK;
-    Schedule<Order, true> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
-    int number = 0;  // of the tile
 
     if (threadIdx.x < 128) {
         Ring ring;
         setmaxnreg_dec<72>();
+        Schedule<Order, true> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
+        if (threadIdx.x == 0) found[0] = make_int4(schedule.place.row, schedule.rows(), schedule.place.n, 0);
+        __syncthreads();
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned a_dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
         int tokens[LINES_PER_THREAD];
@@ -62,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             for (int i = 0; i < LINES_PER_THREAD; ++i) tokens[i] = expert_token_indices[min(row + line + 16 * i, end - 1)];
         };
         if (schedule.valid()) load_tokens(schedule.place.row, schedule.end);
-        for (; schedule.valid(); ++number) {
+        for (int number = 0; schedule.valid(); ++number) {
             const int claim = threadIdx.x == 0 ? schedule.claim(claims) : 0;
             const element* a_rows[LINES_PER_THREAD];
 #pragma unroll
@@ -75,7 +78,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const unsigned full = barriers.full + 8 * ring.stage, bytes = k0 + chunk * 8 < K ? 16 : 0;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    if (step == steps - 1) claimed[number % 8] = claim;
+                    if (step == steps - 1) {
+                        const Place next = schedule.next();
+                        const int rows = schedule.has_next() ? min(BM, schedule.next_end - next.row) : 0;
+                        claimed[number % 8] = claim, found[(number + 1) % 8] = make_int4(next.row, rows, next.n, 0);
+                    }
                     mbarrier_arrive_expect_tx(full, B_BYTES);
                     const unsigned b_dst = shared + stage + A_BYTES;
                     constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
@@ -104,18 +111,19 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
 
     setmaxnreg_inc<216>();
+    __syncthreads();
     const int warp_row = consumer_warp() * 16;
     Ring ring;
     const Operands operands = {N, first_layer, first_layer_grad, product, stored_product, row_weights, partial_sums, num_slots};
     Epilogue epilogue(operands);
-    for (;;) {
-        const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup
-        if (!last) schedule.prefetch();
+    for (int number = 0;; ++number) {
+        const int rows = found[number % 8].y;
+        const bool last = rows == 0, active = warp_row / 64 * 64 < rows;  // of the warpgroup
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        epilogue.begin(schedule.place.row + warp_row, min(16, schedule.rows() - warp_row), schedule.place.n * TILE_COLUMNS);
-        schedule.advance(claimed[number++ % 8]);
+        const int4 tile = found[number % 8];
+        epilogue.begin(tile.x + warp_row, min(16, tile.y - warp_row), tile.z * TILE_COLUMNS);
     }
 }
