@@ -58,18 +58,27 @@ struct Place {
     int expert, row, n;
 };
 
+// Word of the producer to consumers, in shared memory: a tile and how many rows it has, 0 if there is none. Given for the
+// next tile before the last stage of a tile is announced, it may be read when that stage is full; consumers are up to
+// STAGES tiles behind.
+struct alignas(16) Found {
+    Place place;
+    int rows;
+};
+constexpr int FOUND = 8;
+
 // This block's tiles, in an Order that says of tile t
 //   listed(t)                      which entry of dispatch's list names its expert
 //   place(t, entry, first, end)    where it is; first, end: the rows of that expert
-// Every gridDim.x-th is a block's own, but with CLAIMS only the first three: see claim. What a tile needs is loaded while
-// those before it are worked on: found out at a tile's start it costs three loads in a row.
-template <class Order, bool CLAIMS = false>
+// The first three are blockIdx.x and on by gridDim.x, and the rest as claim says. What a tile needs is loaded while those
+// before it are worked on: found out at a tile's start it costs three loads in a row.
+template <class Order>
 struct Schedule {
     const Order order;
     const int2* const row_tiles;
     const int* const expert_token_offsets;
     const int tiles;
-    int t, claimed[2];  // the next two; read if CLAIMS
+    int t, next_t, t_after;
     Place place;
     int end;                       // of the expert's rows
     int2 next_entry, entry_after;  // (expert, first row)
@@ -77,33 +86,35 @@ struct Schedule {
 
     __device__ __forceinline__ Schedule(Order order, const int* list, const int* expert_token_offsets, int tiles)
         : order(order), row_tiles(reinterpret_cast<const int2*>(list) + 1), expert_token_offsets(expert_token_offsets), tiles(tiles),
-          t(blockIdx.x - gridDim.x), entry_after(at(blockIdx.x)) {
-        claimed[0] = blockIdx.x, claimed[1] = blockIdx.x + gridDim.x;
+          next_t(blockIdx.x), t_after(next_t + gridDim.x), entry_after(at(next_t)) {
         prefetch();
         advance(blockIdx.x + 2 * gridDim.x);
     }
-    __device__ __forceinline__ int next_t() const { return CLAIMS ? claimed[0] : t + static_cast<int>(gridDim.x); }
-    __device__ __forceinline__ int t_after() const { return CLAIMS ? claimed[1] : t + 2 * static_cast<int>(gridDim.x); }
     __device__ __forceinline__ int2 at(int tile) const { return tile < tiles ? row_tiles[order.listed(tile)] : make_int2(0, 0); }
     __device__ __forceinline__ bool valid() const { return t < tiles; }
-    __device__ __forceinline__ bool has_next() const { return next_t() < tiles; }
-    __device__ __forceinline__ int rows() const { return valid() ? min(BM, end - place.row) : 0; }
-    __device__ __forceinline__ Place next() const { return order.place(next_t(), next_entry, next_first, next_end); }
+    __device__ __forceinline__ bool has_next() const { return next_t < tiles; }
+    __device__ __forceinline__ Place next() const { return order.place(next_t, next_entry, next_first, next_end); }
+    // What consumers are to know of this tile, and of the next.
+    __device__ __forceinline__ Found found() const { return {place, valid() ? min(BM, end - place.row) : 0}; }
+    __device__ __forceinline__ Found next_found() const {
+        const Place place = next();
+        return {place, has_next() ? min(BM, next_end - place.row) : 0};
+    }
     // The tile after those that are known. Blocks drift apart by whole tiles: by `counter` (zero at launch) they take tiles as
     // they come to them, so that those that read the same weights start together.
     __device__ __forceinline__ int claim(int* counter) const {
         const int stride = gridDim.x;
-        return counter && t_after() < tiles ? 3 * stride + atomicAdd(counter, 1) : t_after() + stride;
+        return counter && t_after < tiles ? 3 * stride + atomicAdd(counter, 1) : t_after + stride;
     }
     // At a tile's start, and at its end.
     __device__ __forceinline__ void prefetch() {
         next_entry = entry_after;
         next_first = expert_token_offsets[next_entry.x], next_end = expert_token_offsets[next_entry.x + 1];
-        entry_after = at(t_after());
+        entry_after = at(t_after);
     }
-    __device__ __forceinline__ void advance(int claim = 0) {
-        place = next(), end = next_end, t = next_t();
-        claimed[0] = claimed[1], claimed[1] = claim;
+    __device__ __forceinline__ void advance(int claimed) {
+        place = next(), end = next_end;
+        t = next_t, next_t = t_after, t_after = claimed;
     }
 };
 

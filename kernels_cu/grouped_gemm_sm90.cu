@@ -42,9 +42,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           const int* row_tiles, element* first_layer, element* first_layer_grad, element* product,
           const element* stored_product, const float* row_weights, float* partial_sums, int64 num_slots, int* claims) {
     __shared__ uint64 barrier_storage[2 * STAGES];
-    // Word of tiles, by the number of the tile that is worked on; more places than consumers are behind.
-    __shared__ int claimed[8];  // the producer's, of the one after those it knows
-    __shared__ int4 found[8];   // to consumers: first row, rows (0: no tile), column tile
+    __shared__ Found found[FOUND];  // by the number of the tile, as
+    __shared__ int claimed[FOUND];  // what thread 0 claims while it fills its stages
     const Barriers barriers(barrier_storage, 128 + 1);
     const unsigned shared = shared_address(dynamic_shared);
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
@@ -54,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         Ring ring;
         setmaxnreg_dec<72>();
-        Schedule<Order, true> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
-        if (threadIdx.x == 0) found[0] = make_int4(schedule.place.row, schedule.rows(), schedule.place.n, 0);
+        Schedule<Order> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
+        if (threadIdx.x == 0) found[0] = schedule.found();
         __syncthreads();
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned a_dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
@@ -78,11 +77,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const unsigned full = barriers.full + 8 * ring.stage, bytes = k0 + chunk * 8 < K ? 16 : 0;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    if (step == steps - 1) {
-                        const Place next = schedule.next();
-                        const int rows = schedule.has_next() ? min(BM, schedule.next_end - next.row) : 0;
-                        claimed[number % 8] = claim, found[(number + 1) % 8] = make_int4(next.row, rows, next.n, 0);
-                    }
+                    if (step == steps - 1) claimed[number % FOUND] = claim, found[(number + 1) % FOUND] = schedule.next_found();
                     mbarrier_arrive_expect_tx(full, B_BYTES);
                     const unsigned b_dst = shared + stage + A_BYTES;
                     constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
@@ -105,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (step == min(2, steps - 1) && schedule.has_next()) load_tokens(schedule.next().row, schedule.next_end);
             }
             named_barrier(1, 128);
-            schedule.advance(claimed[number % 8]);
+            schedule.advance(claimed[number % FOUND]);
         }
         return;
     }
@@ -117,13 +112,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const Operands operands = {N, first_layer, first_layer_grad, product, stored_product, row_weights, partial_sums, num_slots};
     Epilogue epilogue(operands);
     for (int number = 0;; ++number) {
-        const int rows = found[number % 8].y;
+        const int rows = found[number % FOUND].rows;
         const bool last = rows == 0, active = warp_row / 64 * 64 < rows;  // of the warpgroup
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        const int4 tile = found[number % 8];
-        epilogue.begin(tile.x + warp_row, min(16, tile.y - warp_row), tile.z * TILE_COLUMNS);
+        const Found tile = found[number % FOUND];
+        epilogue.begin(tile.place.row + warp_row, min(16, tile.rows - warp_row), tile.place.n * TILE_COLUMNS);
     }
 }

@@ -24,21 +24,22 @@
 //   weights               (L, k)                     fp32 or element, in; read if WEIGHTED
 //   out                   (L, columns)               element, out    sum over slots of weight * row; last group (chunk) not
 //   num_tokens, k                                    L, k
-//   part_shifts, chunk_tiles                         int32, in       CHUNKED: of token_chunks.cu
+//   part_shifts                                      int32, in       CHUNKED: of token_chunks.cu
 //   num_experts, num_chunks, chunk_tokens            read if CHUNKED
-//   progress              (2, number of rounds)      int32, zeroed   stored tiles; blocks that have summed. Not touched if the
-//                                                    first group is the last
+//   progress              (2, number of rounds)      int32, zeroed   blocks that have stored; that have summed. Not touched if
+//                                                    the first group is the last
+//   claims                (1,)                       int32, zeroed   as in grouped_gemm_sm90.cu
 //
 // Launch: cooperative (blocks wait for each other), at most one block per multiprocessor, 384 threads, dynamic shared
 // memory 224 KiB. SLOTS: rows a sum takes at a time, min(8, k) rounded up to a power of two. With k = 1 out (L, columns) is
 // whole when the kernel ends, and the messenger's warp writes the zeros of tokens without an expert.
 //   warpgroup 0: thread 0, producer, copies both operands' boxes; full[s] expects its arrival and the bytes. Warp 1,
-//     messenger, carries word of stored tiles and summed rounds between this block's warps and the other blocks, so that
-//     no consumer waits for a fence or a counter in global memory. Warps 2 and 3, adders, sum the rows of their share of
+//     messenger, carries word of stored and summed rounds between this block's warps and the other blocks, so that no
+//     consumer waits for a fence or a counter in global memory. Warps 2 and 3, adders, sum the rows of their share of
 //     the tokens in slot order: two runs give the same bits.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
-// progress[0][i] counts the stored tiles of round i: all of them, before its first sum. progress[1][i] counts the blocks
-// that have summed round i: all of them, before round i + buffers is stored over it.
+// progress[0][i] counts the blocks that have stored their tiles of round i: all of them, before its first sum. progress[1][i]
+// counts the blocks that have summed round i: all of them, before round i + buffers is stored over it.
 #include "gemm_core_sm90.cuh"
 
 typedef WEIGHT weight_t;
@@ -47,8 +48,8 @@ constexpr int ADDERS = 2;
 
 // Word between a block's warps: what consumers and adders have done, for the messenger, and what it says of all blocks.
 struct Word {
-    int stored_tiles[8], summed_rounds[ADDERS];  // of each warp
-    int summable_rounds, free_rounds;            // stored by all blocks; whose buffer may be written
+    int stored_rounds[8], summed_rounds[ADDERS];  // of each warp
+    int summable_rounds, free_rounds;             // stored by all blocks; whose buffer may be written
 };
 
 __device__ __forceinline__ void tell(int& field, int count) {
@@ -65,46 +66,33 @@ __device__ __forceinline__ int hear(const int& field) {
 struct Order {
     int m_tiles, panels, group;
     __device__ __forceinline__ int tiles() const { return m_tiles * panels; }
-    __device__ __forceinline__ Tile operator()(int t) const {
+    __device__ __forceinline__ int2 operator()(int t) const {  // of the list, of the panels
         const int first = t / (m_tiles * group) * group, within = t - m_tiles * first, width = min(group, panels - first);
-        return {within / width, first + within % width};
+        return make_int2(within / width, first + within % width);
     }
-    __device__ __forceinline__ int listed(int t) const { return (*this)(t).m; }
-    __device__ __forceinline__ Place place(int t, int2 entry, int, int) const { return {entry.x, entry.y, (*this)(t).n}; }
+    __device__ __forceinline__ int listed(int t) const { return (*this)(t).x; }
+    __device__ __forceinline__ Place place(int t, int2 entry, int, int) const { return {entry.x, entry.y, (*this)(t).y}; }
 };
 
-// Panels, or chunks of tokens: the rounds in which rows pass through the buffers.
+// Panels, or chunks of tokens: the rounds in which rows pass through the buffers. A block's tiles are in their order.
 struct Rounds {
-    const Order& order;
-    const int2* const row_tiles;
-    const int* const chunk_tiles;
-    const int experts, count;
-    __device__ __forceinline__ int of(int expert, int n) const { return CHUNKED ? expert / experts : n; }
-    __device__ __forceinline__ int of_tile(int t) const {
-        const Tile tile = order(t);
-        return of(CHUNKED ? row_tiles[1 + tile.m].x : 0, tile.n);
-    }
-    __device__ __forceinline__ int tiles(int round) const {
-        return CHUNKED ? (chunk_tiles[round + 1] - chunk_tiles[round]) * order.panels : order.m_tiles;
-    }
-    // The last ones are not.
-    __device__ __forceinline__ int summed_here() const {
-        return CHUNKED ? count - 1 : (count - 1) / order.group * order.group;
+    const int count, summed_here, experts;  // the last ones are not
+    __device__ __forceinline__ int of(const Found& tile) const {
+        return tile.rows == 0 ? count : CHUNKED ? tile.place.expert / experts : tile.place.n;
     }
 };
 
 __device__ __forceinline__ void carry_word(Word& word, const Rounds& rounds, int buffers, int* progress) {
-    const int tiles = rounds.order.tiles(), count = rounds.count, sums = rounds.summed_here();
-    const int own_tiles = tiles > blockIdx.x ? (tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0;
+    const int count = rounds.count, sums = rounds.summed_here;
     const bool leads = threadIdx.x % 32 == 0;
-    int posted_tiles = 0, posted_rounds = 0, summable = 0, free = buffers;
-    while (posted_tiles < own_tiles || posted_rounds < sums || free < count) {
-        const int stored = hear(word.stored_tiles[threadIdx.x % 8]), summed = hear(word.summed_rounds[threadIdx.x % ADDERS]);
-        for (; posted_tiles < stored; ++posted_tiles)
-            if (leads) add_release(progress + rounds.of_tile(blockIdx.x + posted_tiles * gridDim.x), 1);
-        for (; posted_rounds < summed; ++posted_rounds)
-            if (leads) add_release(progress + count + posted_rounds, 1);
-        if (summable < sums && __all_sync(0xffffffffu, load_acquire(progress + summable) == rounds.tiles(summable))) ++summable;
+    int posted_stored = 0, posted_summed = 0, summable = 0, free = buffers;
+    while (posted_stored < sums || posted_summed < sums || free < count) {
+        const int stored = min(hear(word.stored_rounds[threadIdx.x % 8]), sums), summed = hear(word.summed_rounds[threadIdx.x % ADDERS]);
+        for (; posted_stored < stored; ++posted_stored)
+            if (leads) add_release(progress + posted_stored, 1);
+        for (; posted_summed < summed; ++posted_summed)
+            if (leads) add_release(progress + count + posted_summed, 1);
+        if (summable < sums && __all_sync(0xffffffffu, load_acquire(progress + summable) == gridDim.x)) ++summable;
         if (free < count && __all_sync(0xffffffffu, load_acquire(progress + count + free - buffers) == gridDim.x)) ++free;
         tell(word.summable_rounds, summable);
         tell(word.free_rounds, free);
@@ -211,7 +199,8 @@ struct Adder {
     }
 };
 
-// A consumer warp's rows of a finished tile.
+// A consumer warp's rows of a finished tile. When they are stored, so are all of the warp's of the rounds before the next
+// tile's, which the messenger is told.
 struct PanelRows : EpilogueBase {
     static constexpr int SPREAD = 8;
     const int64 columns, panel_ld, panel_stride;
@@ -220,24 +209,29 @@ struct PanelRows : EpilogueBase {
     const int* const part_shifts;
     const Rounds& rounds;
     Word& word;
-    int round = 0, tiles = 0;  // of the finished tile; stored by this warp
+    int round, next_round;  // of the finished tile, and of the one after it
     element* row;
     bool inside;
 
     __device__ __forceinline__ PanelRows(int64 columns, element* panels, int buffers, int64 panel_ld, int64 panel_stride,
-                                         const int* part_shifts, const Rounds& rounds, Word& word)
+                                         const int* part_shifts, const Rounds& rounds, Word& word, const Found& first)
         : columns(columns), panel_ld(panel_ld), panel_stride(panel_stride), buffers(buffers), panels(panels),
-          part_shifts(part_shifts), rounds(rounds), word(word) {}
-    __device__ __forceinline__ void begin(int of_panel, int expert, int64 row0, int count) {
-        const int lane = threadIdx.x & 31;
-        round = rounds.of(expert, of_panel), rows = max(count, 0), done = 0;
-        inside = of_panel * BN + lane * 8 < columns;
+          part_shifts(part_shifts), rounds(rounds), word(word), next_round(rounds.of(first)) {
+        tell_stored();
+    }
+    __device__ __forceinline__ void tell_stored() const { tell(word.stored_rounds[consumer_warp()], next_round); }
+    __device__ __forceinline__ void begin(const Found& tile, const Found& next, int warp_row) {
+        const int lane = threadIdx.x & 31, n = tile.place.n;
+        const int64 row0 = tile.place.row + warp_row;
+        round = rounds.of(tile), next_round = rounds.of(next);
+        rows = min(max(tile.rows - warp_row, 0), 16), done = 0;
+        inside = n * BN + lane * 8 < columns;
         row = panels + lane * 8;
         if (CHUNKED)
-            row += (row0 - part_shifts[expert]) * panel_ld + of_panel * BN;
+            row += (row0 - part_shifts[tile.place.expert]) * panel_ld + n * BN;
         else
-            row += of_panel % buffers * panel_stride + row0 * panel_ld;
-        if (rows == 0) tell(word.stored_tiles[consumer_warp()], ++tiles);
+            row += n % buffers * panel_stride + row0 * panel_ld;
+        if (rows == 0) tell_stored();
     }
     __device__ __forceinline__ void next() {
         if (done == 0 && round >= buffers)
@@ -246,7 +240,7 @@ struct PanelRows : EpilogueBase {
         const Row8<element> v = finished.get(done, threadIdx.x & 31);
         if (inside) v.store(row);
         row += panel_ld;
-        if (++done == rows) tell(word.stored_tiles[consumer_warp()], ++tiles);
+        if (++done == rows) tell_stored();
     }
 };
 
@@ -262,10 +256,10 @@ struct TokenRows : EpilogueBase {
 
     __device__ __forceinline__ TokenRows(int64 columns, const int* expert_token_indices, const weight_t* weights, element* out)
         : columns(columns), expert_token_indices(expert_token_indices), weights(weights), out(out) {}
-    __device__ __forceinline__ void begin(int of_panel, int, int64 row0, int count) {
+    __device__ __forceinline__ void begin(const Found& tile, const Found&, int warp_row) {
         const int lane = threadIdx.x & 31;
-        rows = count, done = 0, column = of_panel * BN + lane * 8;
-        token = expert_token_indices[row0 + min(lane & 15, count - 1)];  // without rows, the expert's last
+        rows = min(tile.rows - warp_row, 16), done = 0, column = tile.place.n * BN + lane * 8;
+        token = expert_token_indices[tile.place.row + warp_row + min(lane & 15, rows - 1)];  // without rows, the expert's last
         weight = WEIGHTED ? to_float(weights[token]) : 1.f;
     }
     __device__ __forceinline__ void next() {
@@ -296,9 +290,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
           int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles,
           element* panels, int64 group, int64 buffers, int64 panel_ld, int64 panel_stride, const int* token_index_map,
-          const weight_t* weights, element* out, int64 num_tokens, int64 k, const int* part_shifts, const int* chunk_tiles,
-          int64 num_experts, int64 num_chunks, int64 chunk_tokens, int* progress) {
+          const weight_t* weights, element* out, int64 num_tokens, int64 k, const int* part_shifts, int64 num_experts,
+          int64 num_chunks, int64 chunk_tokens, int* progress, int* claims) {
     __shared__ uint64 barrier_storage[2 * STAGES];
+    __shared__ Found found[FOUND];  // by the number of the tile
     __shared__ Word word;
     if (threadIdx.x < sizeof(Word) / 4) reinterpret_cast<int*>(&word)[threadIdx.x] = 0;
     const Barriers barriers(barrier_storage, 1);
@@ -306,23 +301,25 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const Order order = {row_tiles[0], static_cast<int>((columns + BN - 1) / BN), static_cast<int>(group)};
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
 
-    const Rounds rounds = {order, reinterpret_cast<const int2*>(row_tiles), chunk_tiles, static_cast<int>(num_experts),
-                           CHUNKED ? static_cast<int>(num_chunks) : order.panels};
-
-    Schedule<Order> schedule(order, row_tiles, expert_token_offsets, order.tiles());
+    const int last_group = (order.panels - 1) / order.group * order.group, chunks = static_cast<int>(num_chunks);
+    const Rounds rounds = {CHUNKED ? chunks : order.panels, CHUNKED ? chunks - 1 : last_group, static_cast<int>(num_experts)};
 
     if (threadIdx.x < 128) {
         Ring ring;
         setmaxnreg_dec<88>();
+        Schedule<Order> schedule(order, row_tiles, expert_token_offsets, order.tiles());
+        if (threadIdx.x == 0) found[0] = schedule.found();
+        __syncthreads();
         if (threadIdx.x / 32 == 1) {
             if constexpr (SLOTS == 1)
                 clear_tokens_without_expert(token_index_map, out, num_tokens, columns);
-            else if (rounds.summed_here() > 0)
+            else if (rounds.summed_here > 0)
                 carry_word(word, rounds, num_buffers, progress);
+            return;
         }
         if (SLOTS > 1 && threadIdx.x / 32 >= 2) {
             Adder adder(columns, CHUNKED ? panel_ld : BN, k);
-            for (int round = 0; round < rounds.summed_here(); ++round) {
+            for (int round = 0; round < rounds.summed_here; ++round) {
                 while (hear(word.summable_rounds) <= round) sleep_ns(100);
                 // all chunks but the last, which is not summed here, are whole
                 adder.take(CHUNKED ? round * chunk_tokens : 0, CHUNKED ? chunk_tokens : num_tokens);
@@ -332,9 +329,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     adder.sum(panels + round % num_buffers * panel_stride, round * BN, token_index_map, weights, out);
                 tell(word.summed_rounds[threadIdx.x / 32 - 2], round + 1);
             }
+            return;
         }
         if (threadIdx.x > 0) return;
-        for (; schedule.valid(); schedule.advance()) {
+        for (int number = 0; schedule.valid(); ++number) {
+            const int claim = schedule.claim(claims);
             const int n = schedule.place.n * BN, expert = CHUNKED ? schedule.place.expert % rounds.experts : schedule.place.expert;
             schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
@@ -343,6 +342,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const unsigned to = shared_address(dynamic_shared) + ring.stage * STAGE_BYTES;
                 const unsigned full = barriers.full + 8 * ring.stage;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
+                if (step == steps - 1) found[(number + 1) % FOUND] = schedule.next_found();
                 mbarrier_arrive_expect_tx(full, STAGE_BYTES);
                 // rows past the expert's end are others', never stored
                 tensor_load_3d(to, &a_map, segment * K + k0, schedule.place.row, 0, full);
@@ -358,26 +358,27 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 }
                 ring.advance();
             }
+            schedule.advance(claim);
         }
         return;
     }
 
     setmaxnreg_inc<208>();
+    __syncthreads();
     const int warp_row = consumer_warp() * 16;
     Ring ring;
 #if SLOTS == 1
     TokenRows epilogue(columns, expert_token_indices, weights, out);
 #else
-    PanelRows epilogue(columns, panels, num_buffers, panel_ld, panel_stride, part_shifts, rounds, word);
+    PanelRows epilogue(columns, panels, num_buffers, panel_ld, panel_stride, part_shifts, rounds, word, found[0]);
 #endif
-    for (;; schedule.advance()) {
-        const bool last = !schedule.valid(), active = warp_row / 64 * 64 < schedule.rows();  // of the warpgroup
-        if (!last) schedule.prefetch();
+    for (int number = 0;; ++number) {
+        const int rows = found[number % FOUND].rows;
+        const bool last = rows == 0, active = warp_row / 64 * 64 < rows;  // of the warpgroup
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        epilogue.begin(schedule.place.n, schedule.place.expert, schedule.place.row + warp_row,
-                       min(16, schedule.rows() - warp_row));
+        epilogue.begin(found[number % FOUND], found[(number + 1) % FOUND], warp_row);
     }
 }

@@ -8,7 +8,6 @@
 //   row_tiles             (T+1, 2)   int32, out   [0] = (count, 128), then (c*E + e, first row), by chunk and expert
 //   part_ends             (C*E+1,)   int32, out   [c*E + e + 1]: end of the rows of expert e in chunk c
 //   part_shifts           (C*E,)     int32, out   row less its place in the buffer
-//   chunk_tiles           (C+1,)     int32, out   first tile of each chunk, from 0
 //   buffer_rows           (L*k,)     int32, out   place of each slot's row in a buffer of two chunks, or -1
 //
 // num_slots = L*k; chunk_tokens per chunk, the last with what is left; C = num_chunks, E = num_experts, C*E <= 1024.
@@ -50,8 +49,8 @@ __device__ __forceinline__ Counts sum_before(Counts mine, Counts (&warps)[32], C
 
 extern "C" __global__ void __launch_bounds__(1024)
     token_chunks(const int* expert_token_indices, const int* expert_token_offsets, const int* token_index_map, int* row_tiles,
-                 int* part_ends, int* part_shifts, int* chunk_tiles, int* buffer_rows, int64 num_slots, int64 k,
-                 int64 num_experts, int64 num_chunks, int64 chunk_tokens) {
+                 int* part_ends, int* part_shifts, int* buffer_rows, int64 num_slots, int64 k, int64 num_experts,
+                 int64 num_chunks, int64 chunk_tokens) {
     __shared__ Counts warps[32], total;
     __shared__ int starts[MAX_PARTS], rows_before[MAX_PARTS], shifts[MAX_PARTS];
     const int E = static_cast<int>(num_experts), parts = static_cast<int>(num_chunks) * E;
@@ -83,12 +82,7 @@ extern "C" __global__ void __launch_bounds__(1024)
                 row_tiles[2 * (1 + before.tiles + tile)] = part;
                 row_tiles[2 * (1 + before.tiles + tile) + 1] = start + tile * TILE_ROWS;
             }
-            if (expert == 0) chunk_tiles[chunk] = before.tiles;
-            if (part == 0) {
-                row_tiles[0] = total.tiles, row_tiles[1] = TILE_ROWS;
-                chunk_tiles[num_chunks] = total.tiles;
-                part_ends[0] = 0;
-            }
+            if (part == 0) row_tiles[0] = total.tiles, row_tiles[1] = TILE_ROWS, part_ends[0] = 0;
         }
     }
     __syncthreads();

@@ -113,12 +113,12 @@ def max_row_tiles(num_slots: int, num_experts: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def claims_tiles(K: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> bool:
-    """Whether blocks of Hopper's gathered products claim their tiles as they come to them.
+    """Whether blocks of Hopper's products over an expert's rows claim their tiles as they come to them.
 
     If each takes every n-th, blocks drift apart by whole tiles. Tiles of one expert then find its weights gone from the
-    L2 cache if the weights that all blocks read at one time do not fit there: DeepSeek-V3's down_bwd reads 15.5 GB from
-    memory in place of 22.3 (ideally 10.4) and reaches 511 TFLOP/s in place of 462, its up_fwd 554 in place of 533. Where
-    they fit, claims only make all blocks finish their tiles at one time (conf3 611 -> 587).
+    L2 cache, if the weights that all blocks read at one time do not fit there: DeepSeek-V3's down_bwd reads 15.5 GB
+    from memory in place of 22.3 (10.4 at least) and reaches 511 TFLOP/s in place of 462, its up_fwd 554 in place of
+    533. Where they fit, claims only make all blocks finish their tiles at one time (conf3 611 -> 587).
     """
     row_tiles = num_slots // num_experts // TILE_ROWS
     shared_by = min(row_tiles, 16)  # in the raster's groups
@@ -194,7 +194,6 @@ def chunk_lists(num_slots: int, num_experts: int, chunks: int) -> dict[str, int]
         "row_tiles": 2 * (max_row_tiles(num_slots, parts) + 1),
         "part_ends": parts + 1,
         "part_shifts": parts,
-        "chunk_tiles": chunks + 1,
         "buffer_rows": num_slots,
     }
 
@@ -207,7 +206,7 @@ class PanelBuffers:
     number: int  # of buffers, which panels take in turn
     in_place: bool  # the one panel lies in the left operand's rows
     allocated: int  # buffers of the launch's own
-    counters: int  # int32, beside these; none if nothing is summed before the kernel's end
+    counters: int  # int32, beside these: two a panel, one for claims; none if nothing is summed before the kernel's end
 
 
 @functools.lru_cache(maxsize=256)
@@ -218,7 +217,7 @@ def panel_buffers(columns: int, k: int, spare_columns: int) -> PanelBuffers:
     """
     count, group = len(panels(columns)), panel_group(columns, k)
     number, in_place = min(2 * group, count), k > 1 and count == 1 and columns <= spare_columns
-    counters = 2 * count if k > 1 and group < count else 0
+    counters = 2 * count + 1 if k > 1 and group < count else 0
     return PanelBuffers(group, number, in_place, 0 if k == 1 or in_place else number, counters)
 
 

@@ -127,12 +127,12 @@ def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
         return (
             Term(
                 "routed rows of two chunks of tokens",
-                f"2*ceil(L/{chunks})*k*d*b + {8 * chunks}",
-                rows * s.d * s.b + 8 * chunks,
+                f"2*ceil(L/{chunks})*k*d*b + {8 * chunks + 4}",
+                rows * s.d * s.b + 8 * chunks + 4,
             ),
             Term(
                 "index lists by chunk",
-                f"4*(L*k + 2*(L*k//128 + min({chunks}*E, L*k) + 1) + {2 * chunks}*E + {chunks + 2})",
+                f"4*(L*k + 2*(L*k//128 + min({chunks}*E, L*k) + 1) + {2 * chunks}*E + 1)",
                 INDEX_BYTES * lists,
             ),
         )

@@ -655,10 +655,9 @@ def chunks_of(ids, num_experts, num_chunks, chunk_tokens):
     """What token_chunks.cu makes of dispatch's lists, worked out row by row."""
     index = reference.dispatch(ids, num_experts)
     offsets, rows_of_slots = index.expert_token_offsets, np.asarray(index.token_index_map).reshape(ids.shape)
-    ends, shifts, tiles, first_tiles = [0], [], [], []
+    ends, shifts, tiles = [0], [], []
     places = np.full(ids.shape, -1, np.int32)
     for chunk in range(num_chunks):
-        first_tiles.append(len(tiles))
         place = chunk % 2 * chunk_tokens * ids.shape[1]
         for expert in range(num_experts):
             before = [np.sum(ids[: chunk_tokens * c] == expert) for c in (chunk, chunk + 1)]
@@ -674,7 +673,6 @@ def chunks_of(ids, num_experts, num_chunks, chunk_tokens):
         "row_tiles": np.ravel(tiles),
         "part_ends": ends,
         "part_shifts": shifts,
-        "chunk_tiles": [*first_tiles, len(tiles) - 1],
         "buffer_rows": places.ravel(),
     }
 

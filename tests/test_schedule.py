@@ -16,6 +16,7 @@ if COMPILER is None:
 # Blocks take turns as `turns` says: with claims, who comes first gets the next tile.
 HARNESS = """
 #include <algorithm>
+#include <cstring>
 #include <vector>
 #define __device__
 #define __forceinline__ inline
@@ -32,7 +33,7 @@ extern "C" int work(const int* row_tiles, const int* offsets, int n_tiles, int b
                     int num_turns, int* found) {
     gridDim.x = blocks;
     int counter = 0, count = 0;
-    std::vector<Schedule<Order, true>> schedules;
+    std::vector<Schedule<Order>> schedules;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
         schedules.emplace_back(Order{unsigned(n_tiles)}, row_tiles, offsets, row_tiles[0] * n_tiles);
     for (int turn = 0; turn < num_turns; ++turn) {
@@ -41,9 +42,11 @@ extern "C" int work(const int* row_tiles, const int* offsets, int n_tiles, int b
         if (!own.valid()) continue;
         const int claim = own.claim(claims ? &counter : nullptr);
         own.prefetch();
-        const int tile[] = {own.place.expert, own.place.row, own.place.n, own.rows()};
-        std::copy(tile, tile + 4, found + 4 * count++);
+        const Found tile = own.found(), next = own.next_found();
+        std::copy_n(reinterpret_cast<const int*>(&tile), 4, found + 4 * count++);
         own.advance(claim);
+        const Found then = own.found();
+        if (next.rows != then.rows || (then.rows && std::memcmp(&next, &then, sizeof(Found)))) return -2;
     }
     for (auto& own : schedules)
         if (own.valid()) return -1;
@@ -55,7 +58,7 @@ extern "C" int work(const int* row_tiles, const int* offsets, int n_tiles, int b
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     core, gemm = ((KERNELS / name).read_text() for name in ("gemm_core_sm90.cuh", "grouped_gemm_sm90.cu"))
-    schedule = re.search(r"struct Place \{.*?\n};\n.*?\n};\n", core, re.DOTALL).group()
+    schedule = re.search(r"struct Place \{.*?struct Schedule.*?\n};\n", core, re.DOTALL).group()
     order = re.search(r"struct Order \{.*?\n};\n", gemm, re.DOTALL).group()
     folder = tmp_path_factory.mktemp("schedule")
     (folder / "schedule.cpp").write_text(HARNESS % (schedule, order))

@@ -17,7 +17,6 @@ class TokenChunks:
     row_tiles: int
     part_ends: int
     part_shifts: int
-    chunk_tiles: int
     buffer_rows: Array
     max_row_tiles: int
 
