@@ -1,4 +1,4 @@
-"""Arrays of any framework, seen as a kernel sees them: pointer, shape, strides, dtype, device.
+"""Arrays of any framework, seen as a kernel sees them: pointer, shape, strides, dtype, device; where a call runs.
 
 CuPy and torch are read directly; other DLPack arrays come in through `interop.dlpack`. Nothing here
 imports CuPy or torch: an array can only exist if its framework is loaded.
@@ -6,12 +6,14 @@ imports CuPy or torch: an array can only exist if its framework is loaded.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from moeblaze_cupy import loader, tensor_map
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 CPU = -1
@@ -99,6 +101,16 @@ class CuPy:
         return CuPy.describe(array)
 
     @staticmethod
+    def layouts(given: Sequence, alignment: int) -> tuple[tuple, list[int]]:
+        """A key of all that `describe` tells of these arrays, but of their addresses the remainders; the addresses."""
+        pointers = [a.data.ptr for a in given]
+        layouts = [
+            (type(a), a.shape, a.strides, a.dtype, a.device.id, pointer % alignment)
+            for a, pointer in zip(given, pointers, strict=True)
+        ]
+        return tuple(layouts), pointers
+
+    @staticmethod
     def stream(device: int) -> int:
         return sys.modules["cupy"].cuda.get_current_stream().ptr
 
@@ -123,6 +135,16 @@ class Torch:
         dtype_, device_ = _torch_place(dtype, device)
         array = sys.modules["torch"].empty(shape, dtype=dtype_, device=device_)
         return Array(array, array.data_ptr(), tuple(shape), array.stride(), dtype, device)
+
+    @staticmethod
+    def layouts(given: Sequence, alignment: int) -> tuple[tuple, list[int]]:
+        """As CuPy's."""
+        pointers = [a.data_ptr() for a in given]
+        layouts = [
+            (type(a), a.shape, a.stride(), a.dtype, a.device, pointer % alignment)
+            for a, pointer in zip(given, pointers, strict=True)
+        ]
+        return tuple(layouts), pointers
 
     @staticmethod
     def stream(device: int) -> int:
@@ -175,7 +197,10 @@ def _framework_of_type(kind: type):
 
 @dataclass(slots=True)
 class Context:
-    """Where one call runs: whose allocator, which device, which stream (a pointer)."""
+    """Where one call runs: whose allocator, which device, which stream (a pointer).
+
+    Operations reach all these through it, so that `plans` can record a call in place of running it.
+    """
 
     framework: Any
     device: int
@@ -186,6 +211,16 @@ class Context:
 
     def describe(self, array: Any) -> Array | None:
         return None if array is None else self.framework.describe(array)
+
+    def launch(self, variant: loader.Variant, grid: tuple, block: int, args: tuple, shared_bytes: int = 0) -> None:
+        loader.launch(self, variant, grid, block, args, shared_bytes)
+
+    def clear(self, array: Array) -> None:
+        loader.clear(self, array)
+
+    def tensor_map(self, pointer: int, dtype: str, shape: tuple, strides: tuple, box: tuple) -> Any:
+        """An argument of a launch."""
+        return tensor_map.encode(pointer, dtype, shape, strides, box)
 
 
 Export = Callable[[Any], Any]  # working array -> the caller's kind of array

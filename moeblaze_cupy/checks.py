@@ -256,6 +256,10 @@ def _layer_backward(function: str, *layouts: tuple) -> None:
 
 def layer_backward(function: str, grad_out: Array, x: Array, saved) -> None:
     _layer_backward(function, grad_out.layout, x.layout)
+    not_consumed(function, saved)
+
+
+def not_consumed(function: str, saved) -> None:
     if saved.consumed:
         raise RuntimeError(
             f"{function}: saved: expected activations that are still there, got ones that an earlier backward "

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_cupy import arrays, checks, loader, reference
+from moeblaze_cupy import arrays, checks, loader, plans, reference
 from moeblaze_cupy.interop import dlpack
 from moeblaze_cupy.ops import dispatch, experts, router
 from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward, one_or_pair, pair
@@ -57,13 +57,15 @@ class _Call:
 
     def current_device(self):
         """Makes the arrays' device current."""
-        if self.on_cpu:
-            return nullcontext()
-        cuda = loader.import_cupy().cuda
-        return nullcontext() if cuda.runtime.getDevice() == self.device else cuda.Device(self.device)
+        return nullcontext() if self.on_cpu else _current_device(self.device)
 
     def context(self) -> arrays.Context:
         return arrays.Context(self.framework, self.device, self.framework.stream(self.device))
+
+
+def _current_device(device: int):
+    cuda = loader.import_cupy().cuda
+    return nullcontext() if cuda.runtime.getDevice() == device else cuda.Device(device)
 
 
 def _map_saved(saved: SavedForBackward, convert) -> SavedForBackward:
@@ -190,6 +192,12 @@ def moe_forward(
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80.
     """
     w1_by_name = _named_pair("moe_forward", "w1", w1)
+    given = plans.forward_inputs(x, ids, weights, tuple(w1_by_name.values()), w2)
+    key, pointers = plans.key_of("moe_forward", (activation, save), given)
+    plan = plans.find(key)
+    if plan is not None:  # which says that these arguments have passed all checks
+        with _current_device(plan.device):
+            return plans.replay_forward(plan, given, pointers, activation, save)
     call = _Call("moe_forward", x=x, ids=ids, weights=weights, **w1_by_name, w2=w2)
     d = call.described
     w1_arrays = tuple(d[name] for name in w1_by_name)
@@ -210,6 +218,10 @@ def moe_forward(
             saved = _map_saved(saved, call.export)
         return call.export(out), saved
     with call.current_device():
+        if plans.is_due(key):
+            described = plans.forward_inputs(d["x"], d["ids"], d["weights"], w1_arrays, d["w2"])
+            plan = plans.trace_forward(key, call.context(), described, activation, save)
+            return plans.replay_forward(plan, given, pointers, activation, save)
         out, saved = experts.moe_forward(
             call.context(), d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation=activation, save=save
         )
@@ -243,9 +255,15 @@ def moe_backward(
             "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
         )
     needs = checks.gradient_names("moe_backward", needs)
+    key, given, pointers = plans.backward_key(grad_out, saved, needs, keep_saved, accumulate)
+    plan = plans.find(key)
+    if plan is not None:
+        checks.not_consumed("moe_backward", saved)
+        with _current_device(plan.device):
+            return plans.replay_backward(plan, given, pointers, saved, accumulate or {})
     buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
-    given = {part: array for parts in buffers.values() for part, array in parts.items()}
-    call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x}, **given)
+    parts = {part: array for parts in buffers.values() for part, array in parts.items()}
+    call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x}, **parts)
     d = call.described
     checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
     described = {name: tuple(d[part] for part in parts) for name, parts in buffers.items()}
@@ -258,9 +276,11 @@ def moe_backward(
         grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
         return _export_gradients(grads, call.export, accumulate)
     with call.current_device():
-        grads = experts.moe_backward(
-            call.context(), d["grad_out"], saved, needs=needs, keep_saved=keep_saved, accumulate=described
-        )
+        context, options = call.context(), {"needs": needs, "keep_saved": keep_saved, "accumulate": described}
+        if plans.is_due(key):
+            plan = plans.trace_backward(key, context, d["grad_out"], saved, **options)
+            return plans.replay_backward(plan, given, pointers, saved, accumulate or {})
+        grads = experts.moe_backward(context, d["grad_out"], saved, **options)
         return _export_gradients(grads, call.export, accumulate)
 
 

@@ -280,9 +280,13 @@ class _Kernel:
             bind_context()
             arguments = _thread.arguments[self] = Arguments(args)
         arguments.put(*args)
+        self.launch_at(arguments.pointer, grid, block, shared_bytes, stream)
+
+    def launch_at(self, arguments: int, grid: tuple, block: int, shared_bytes: int, stream: int) -> None:
+        """`arguments`: where the address of each lies. This thread must have the device's context."""
         driver = sys.modules["cupy"].cuda.driver
         geometry = (*grid, 1, 1)[:3]
-        launch = (self.pointer, *geometry, block, 1, 1, shared_bytes, stream, arguments.pointer)
+        launch = (self.pointer, *geometry, block, 1, 1, shared_bytes, stream, arguments)
         try:
             if self.cooperative:
                 driver.launchCooperativeKernel(*launch)

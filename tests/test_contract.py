@@ -20,13 +20,15 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 # Imports go down only: from a line to lines above it. A name stands for the module and all within it.
 LEVELS = [
     ["launch_config", "structures"],
-    ["arrays"],
     ["loader"],
-    ["interop.dlpack", "checks", "memory", "tensor_map"],
+    ["tensor_map"],
+    ["arrays"],
+    ["interop.dlpack", "checks", "memory"],
     ["reference", "ops.aggregation", "ops.dispatch", "ops.grouped_gemm", "ops.router"],
     ["ops.token_chunks"],
     ["ops.panels"],
     ["ops.experts"],
+    ["plans"],
     ["layer"],
     ["__init__"],
     ["interop.torch", "cli.progress"],

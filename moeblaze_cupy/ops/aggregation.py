@@ -27,8 +27,7 @@ def aggregate(
     aligned = d % 8 == 0 and first_column % 8 == 0 and out.ptr % 16 == 0
     suffix = "" if aligned else "_unaligned"
     weights_dtype = "float32" if weights is None else weights.dtype
-    loader.launch(
-        context,
+    context.launch(
         loader.entry("aggregation.cu", f"aggregate_{out.dtype}_{weights_dtype}{suffix}"),
         (launch_config.ceil_div(L, TOKENS_PER_BLOCK), launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS)),
         32 * TOKENS_PER_BLOCK,
@@ -42,8 +41,7 @@ def aggregate(
 def weights_bwd(context: Context, partial_sums: Array, token_index_map: Array, grad_weights: Array) -> None:
     """Gradient of the router weights (L, k) from <dA, A> of each routed slot, partial_sums (parts, L*k)."""
     num_slots = token_index_map.size
-    loader.launch(
-        context,
+    context.launch(
         loader.entry("aggregation.cu", f"weights_bwd_{grad_weights.dtype}"),
         (launch_config.ceil_div(num_slots, SLOTS_PER_BLOCK),),
         SLOTS_PER_BLOCK,
@@ -55,8 +53,7 @@ def weights_by_row(context: Context, weights: Array, token_index_map: Array) -> 
     """The router weight of each of the experts' rows (L*k,) float32; rows past the routed ones are not written."""
     num_slots = token_index_map.size
     row_weights = context.empty((num_slots,), "float32")
-    loader.launch(
-        context,
+    context.launch(
         loader.entry("aggregation.cu", f"weights_by_row_{weights.dtype}"),
         (launch_config.ceil_div(num_slots, SLOTS_PER_BLOCK),),
         SLOTS_PER_BLOCK,

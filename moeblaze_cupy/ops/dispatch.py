@@ -18,7 +18,7 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> PackedIndices:
 
     def launch(entry: str, dtype: str, blocks: int, threads: int, args: tuple, shared_bytes: int) -> None:
         variant = loader.entry("dispatch.cu", f"dispatch_{entry}_{dtype}")
-        loader.launch(context, variant, (blocks,), threads, args, shared_bytes)
+        context.launch(variant, (blocks,), threads, args, shared_bytes)
 
     source, copy_of_route, dtype = ids.ptr, copy, ids.dtype
     if config.counts:

@@ -6,7 +6,7 @@ R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers a
 import math
 from dataclasses import dataclass
 
-from moeblaze_cupy import checks, launch_config, loader, tensor_map
+from moeblaze_cupy import checks, launch_config, loader
 from moeblaze_cupy.arrays import Array, Context
 from moeblaze_cupy.structures import PackedIndices, is_gated
 
@@ -117,18 +117,18 @@ def variant_of(
     )
 
 
-def rows_map(array: Array, box_rows: int):
+def rows_map(context: Context, array: Array, box_rows: int):
     """A row-major (rows, columns) array as (columns, rows, 1), boxes of 64 columns."""
     rows, ld = array.shape
-    return tensor_map.encode(array.ptr, array.dtype, (ld, rows, 1), (ld, ld * rows), (64, box_rows, 1))
+    return context.tensor_map(array.ptr, array.dtype, (ld, rows, 1), (ld, ld * rows), (64, box_rows, 1))
 
 
-def tensor_maps(weight: Weight, entry: str, n: int, k: int) -> tuple:
+def tensor_maps(context: Context, weight: Weight, entry: str, n: int, k: int) -> tuple:
     """Both halves as (contiguous, strided, expert) maps: k, n, E where k is contiguous, else n, k, E."""
     shape, box = ((k, n), (64, 128, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
     first = weight.arrays[0]
     strides = (weight.ld, weight.expert_stride)
-    return tuple(tensor_map.encode(p, first.dtype, (*shape, first.shape[0]), strides, box) for p in weight.halves)
+    return tuple(context.tensor_map(p, first.dtype, (*shape, first.shape[0]), strides, box) for p in weight.halves)
 
 
 def gemm(
@@ -160,7 +160,7 @@ def gemm(
     options = {"stored_product": stored_product is not None}
     variant = variant_of(entry, a, weight, config, aligned, activation, **options)
     if config.tier == "sm90":
-        b = tensor_maps(weight, entry, n, K)
+        b = tensor_maps(context, weight, entry, n, K)
     else:
         step = weight.ld if weight.is_k_contiguous(entry) else 1
         b = (*weight.offset(first_column * step), weight.expert_stride, weight.ld)
@@ -189,10 +189,10 @@ def gemm(
         claims = None
         if launch_config.claims_tiles(K, index.num_slots, index.num_experts, limits):
             claims = context.empty((1,), "int32")
-            loader.clear(context, claims)
+            context.clear(claims)
         args = (*args, pointer(claims))
     blocks = config.blocks(N, index.max_row_tiles, limits)
-    loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
+    context.launch(variant, (blocks,), config.threads, args, config.shared_bytes)
     return partial_sums
 
 
@@ -295,8 +295,8 @@ def _wgrad(
     if config.tier == "sm90":
         grid = (min(tiles * index.num_experts * halves, limits.multiprocessors),)
         routed = q if (entry == "up_wgrad") != gradient.transposed else p  # the operand that is not gathered
-        args = (*args, index.num_experts, halves, rows_map(routed, 64))
-    loader.launch(context, variant, grid, config.threads, args, config.shared_bytes)
+        args = (*args, index.num_experts, halves, rows_map(context, routed, 64))
+    context.launch(variant, grid, config.threads, args, config.shared_bytes)
 
 
 def down_wgrad(

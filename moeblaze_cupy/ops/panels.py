@@ -89,8 +89,8 @@ def _sum_of_rows(
     if progress and launch_config.claims_tiles(a.shape[1], index.num_slots, index.num_experts, limits):
         claims = progress + rounds.progress.size * rounds.progress.itemsize - 4
     args = (
-        grouped_gemm.rows_map(a, launch_config.TILE_ROWS),
-        *grouped_gemm.tensor_maps(weight, entry, d, K),
+        grouped_gemm.rows_map(context, a, launch_config.TILE_ROWS),
+        *grouped_gemm.tensor_maps(context, weight, entry, d, K),
         *(d, K),
         index.expert_token_indices.ptr,
         *rounds.lists,
@@ -104,7 +104,7 @@ def _sum_of_rows(
         claims,
     )
     blocks = config.blocks(d, rounds.max_row_tiles, limits)
-    loader.launch(context, variant, (blocks,), config.threads, args, config.shared_bytes)
+    context.launch(variant, (blocks,), config.threads, args, config.shared_bytes)
     if rounds.rest:
         aggregate(context, *rounds.rest)
 
@@ -116,7 +116,7 @@ def _with_counters(context: Context, size: int, counters: int, dtype: str) -> tu
     if not counters:
         return memory, None
     progress = memory.part(size, (2 * counters,))
-    loader.clear(context, progress)
+    context.clear(progress)
     return memory, progress
 
 

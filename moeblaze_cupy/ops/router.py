@@ -12,8 +12,7 @@ def _over_selected(kind: str, renormalize: bool) -> int:
 
 
 def _launch(context: Context, entry: str, tokens: int, num_experts: int, args: tuple) -> None:
-    loader.launch(
-        context,
+    context.launch(
         loader.entry("router.cu", entry),
         (launch_config.ceil_div(tokens, TOKENS_PER_BLOCK),),
         32 * TOKENS_PER_BLOCK,

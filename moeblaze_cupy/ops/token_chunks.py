@@ -28,8 +28,7 @@ def token_chunks(context: Context, index: Index, num_chunks: int, chunk_tokens: 
     starts = (0, *itertools.accumulate(sizes.values()))
     lists = context.empty((starts[-1],), "int32")
     pointers = [lists.ptr + 4 * start for start in starts[:-1]]
-    loader.launch(
-        context,
+    context.launch(
         loader.entry("token_chunks.cu", "token_chunks"),
         (min(loader.device_limits(context.device).multiprocessors, launch_config.ceil_div(L * k, THREADS)),),
         THREADS,
