@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moeblaze_cupy import arrays, loader
+from moeblaze_cupy import arrays, loader, plans
 
 
 def missing_gpu() -> str | None:
@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_plans_of_other_tests():
+    """A test may change what plans are made of, such as the sizes from which on tokens go by chunks."""
+    plans.clear()
 
 
 @pytest.fixture(autouse=True)

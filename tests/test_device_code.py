@@ -6,6 +6,7 @@ device data would see poison.
 """
 
 import copy
+import ctypes
 import functools
 import os
 import platform
@@ -26,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, reference
+from moeblaze_cupy import arrays, launch_config, loader, plans, reference
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import grouped_gemm
 from moeblaze_cupy.ops.dispatch import dispatch
@@ -114,6 +115,12 @@ class Function:
         alive = [(allocation, allocation.memory()) for allocation in device.allocations]
         device.queue.append((self, grid, block, args, shared_mem, [a for a in alive if a[1] is not None]))
 
+    def launch_at(self, arguments, *launch):
+        count = len(self.module.compiled.result().kernels[self.name])
+        addresses = (ctypes.c_uint64 * count).from_address(arguments)
+        grid, block, *rest = launch
+        self.launch(grid, block, [ctypes.c_int64.from_address(address).value for address in addresses], *rest)
+
 
 class Device:
     def __init__(self, limits: DeviceLimits, seed: int = 0):
@@ -192,6 +199,9 @@ def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0):
         patch.setenv("MOEBLAZE_TIER", "sm80")  # the emulator has no wgmma
         patch.setattr(loader, "_kernels", {})
         patch.setattr(loader._Kernel, "launch", lambda kernel, *launch: kernel.function.launch(*launch))
+        patch.setattr(loader._Kernel, "launch_at", lambda kernel, *launch: kernel.function.launch_at(*launch))
+        patch.setattr(loader, "bind_context", lambda: None)
+        plans.clear()  # kernels of other devices
         for cache in caches:
             cache.cache_clear()
         try:
@@ -313,6 +323,16 @@ TILES_OF = {"bfloat16": TILES, "float32": TILES[:6], "float16": TILES[:2]}
 def test_layer_across_tile_boundaries(device, dtype, case):
     layer = Layer(device, make_inputs(case, 0, DTYPES[dtype]))
     layer.assert_matches_reference(layer.run())
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+@pytest.mark.parametrize("case", [ALIGNED, UNALIGNED], ids=str)
+def test_plans_compute_what_the_operations_do(device, case, save):
+    """Calls of equal layouts, each with other values and in other memory: direct, traced, and from plans alone."""
+    for seed in range(4):
+        layer = Layer(device, make_inputs(case, seed, DTYPES["float32"]))
+        layer.assert_matches_reference(layer.run(save))
+        assert len(plans._plans) == (2 if seed else 0)
 
 
 # Activations are the same code in every dtype: all of them in fp32, which shows the smallest error, two in bf16.
