@@ -232,16 +232,20 @@ class SortedDispatch:
     """Context manager: the layer builds its lists by `sorted_lists` in place of its own dispatch kernels.
 
     The lists are equal, as dispatch is a stable sort too; the layer then goes on with those of `ids`, made here
-    beforehand, whose GEMM schedule a sort does not give.
+    beforehand, whose GEMM schedule a sort does not give. No plans are made: a sort cannot be traced.
     """
 
     def __init__(self, ids: torch.Tensor, E: int):
         self.ids, self.E = ids, E
 
     def __enter__(self):
+        from moeblaze_cupy import plans
         from moeblaze_cupy.arrays import Context, Torch
         from moeblaze_cupy.ops import experts
 
+        self.plans, self.max_plans = plans, plans.MAX_PLANS
+        plans.MAX_PLANS = 0
+        plans.clear()
         self.module, self.own = experts, experts.dispatch
         context = Context(Torch, self.ids.device.index, torch.cuda.current_stream().cuda_stream)
         index = self.own(context, context.describe(self.ids), self.E)
@@ -262,6 +266,7 @@ class SortedDispatch:
 
     def __exit__(self, *_):
         self.module.dispatch = self.own
+        self.plans.MAX_PLANS = self.max_plans
 
 
 def dispatch_inputs(case, sets: int, device: str, seed: int = 0) -> list[torch.Tensor]:

@@ -5,11 +5,13 @@ backward too, which autograd runs on another thread. Everything kept for backwar
 save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy backend.
 """
 
+from itertools import compress
+
 import torch
 from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
-from moeblaze_cupy.structures import SavedForBackward, is_gated
+from moeblaze_cupy.structures import GRADIENTS, SavedForBackward, is_gated
 
 
 class _MainGrad:
@@ -69,8 +71,7 @@ class _MoE(torch.autograd.Function):
             x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed
         )
         needed = ctx.needs_input_grad
-        flags = {"x": needed[0], "weights": needed[2], "w1": needed[3] or needed[4], "w2": needed[5]}
-        needs = tuple(name for name, wanted in flags.items() if wanted)
+        needs = tuple(compress(GRADIENTS, (needed[0], needed[2], needed[3] or needed[4], needed[5])))
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
         accumulate = {}
         if "w1" in needs and "gate" in buffers:
@@ -82,11 +83,13 @@ class _MoE(torch.autograd.Function):
         )
         ctx.saved.consumed = saved.consumed
         grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
-        by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
-        grad_gate, grad_up, grad_w2 = (
-            ctx.main_grads[name].gradient(weight) if name in buffers and grad is not None else grad
-            for name, (weight, grad) in by_weight.items()
-        )
+        grad_w2 = grads.w2
+        if buffers:
+            by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
+            grad_gate, grad_up, grad_w2 = (
+                ctx.main_grads[name].gradient(weight) if name in buffers and grad is not None else grad
+                for name, (weight, grad) in by_weight.items()
+            )
         return (
             grads.x,
             None,

@@ -21,9 +21,10 @@ from moeblaze_cupy.arrays import Array, Context
 from moeblaze_cupy.ops import experts
 from moeblaze_cupy.structures import Gradients, PackedIndices, SavedForBackward, one_or_pair, pair
 
-MAX_PLANS = 256
-_ALIGNMENT = 16
-_BITS, _MIDDLE = 44, 1 << 43  # of an offset, which is negative if strides are; no size is as large as an address
+MAX_PLANS = 256  # 0: none are made
+_ALIGNMENT = 16  # of which every allocation is a multiple
+_BITS, _MIDDLE = 44, 1 << 43  # of a stand-in's offset, which is negative if strides are
+_MAX_STRIDE = 1 << 40  # no argument but an address is as large as 1 << _BITS
 _ALLOCATE, _RELEASE, _CLEAR, _LAUNCH, _CONSUME = range(5)
 
 _lock = threading.Lock()
@@ -52,8 +53,8 @@ def find(key: tuple | None) -> "Plan | None":
 
 def is_due(key: tuple | None) -> bool:
     """Whether to trace a call that has no plan: at its second time, from when on it is known to come again."""
-    if key is None:
-        return False
+    if key is None or any(abs(stride) > _MAX_STRIDE for layout in key[-1] for stride in layout[2]):
+        return False  # a dimension of size 1 may have any stride
     with _lock:
         due = key in _seen
         _keep(_seen, key, None)
@@ -312,8 +313,7 @@ def backward_key(
         parts = pair(total)
         given += parts
         forms += name, len(parts)
-    lists = index.num_experts, index.places["token_index_map"]  # say where all lists are
-    options = saved.activation, needs, bool(keep_saved), tuple(forms), lists
+    options = saved.activation, needs, bool(keep_saved), tuple(forms)
     key, pointers = key_of("moe_backward", options, given)
     return key, given, pointers
 
@@ -354,6 +354,5 @@ def replay_backward(
 
 def _remember(key: tuple, plan: Plan) -> Plan:
     with _lock:
-        _seen.pop(key, None)
         _keep(_plans, key, plan)
     return plan
