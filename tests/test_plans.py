@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import launch_config, loader, plans, tensor_map
+from moeblaze_cupy import arrays, launch_config, loader, plans, tensor_map
 from moeblaze_cupy.ops import experts
 from moeblaze_cupy.structures import GRADIENTS, is_gated, pair
 
@@ -578,3 +578,53 @@ def test_the_cpu_has_no_plans():
         out, saved = mb.moe_forward(x, ids, weights, w1, w2)
         mb.moe_backward(out, saved)
     assert not plans._plans and not plans._seen and pair(w1) == (w1,)
+
+
+@pytest.fixture
+def torch():
+    """Imported before another module stands for CuPy."""
+    module = pytest.importorskip("torch")
+    pytest.importorskip("moeblaze_cupy.interop.torch")
+    return module
+
+
+def test_torch_runs_plans(torch, device, ran, monkeypatch):
+    """CPU tensors that the layer takes for a GPU's, through autograd; their addresses are real ones."""
+    moe = sys.modules["moeblaze_cupy.interop.torch"].moe
+
+    def describe(a):
+        return arrays.Array(a, a.data_ptr(), tuple(a.shape), a.stride(), str(a.dtype)[6:], 0)
+
+    def empty(shape, dtype, device):
+        return describe(torch.zeros(shape, dtype=getattr(torch, dtype)))
+
+    for name, replaced in {"describe": describe, "empty": empty, "stream": lambda device: 7}.items():
+        monkeypatch.setattr(arrays.Torch, name, staticmethod(replaced))
+
+    def launches():
+        found = [(entry[1:4], [a for a in entry[4] if isinstance(a, int)], entry[5:]) for entry in device.log]
+        device.log.clear()
+        return found
+
+    monkeypatch.setattr(device, "where", lambda address: address if abs(address) < 1 << 32 else ("address",))
+    steps = []
+    for _ in range(4):
+        x, w1_storage, w2_storage, weights = (
+            torch.ones(shape, dtype=dtype, requires_grad=True)
+            for shape, dtype in (
+                ((40, 64), torch.bfloat16),
+                ((5, 96, 64), torch.bfloat16),
+                ((5, 64, 48), torch.bfloat16),
+                ((40, 2), torch.float32),
+            )
+        )
+        ids = torch.zeros((40, 2), dtype=torch.int32)
+        inputs = x, weights, w1_storage, w2_storage
+        out = moe(x, ids, weights, w1_storage.transpose(1, 2), w2_storage.transpose(1, 2))
+        forward = launches()
+        out.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="an earlier backward overwrote"):
+            out.sum().backward()
+        steps.append((forward, launches(), [(t.grad.shape, t.grad.stride(), t.grad.dtype) for t in inputs]))
+    assert steps == steps[:1] * 4 and len(steps[0][0]) >= 3 and len(steps[0][1]) >= 5
+    assert ran == ["moe_forward", "moe_backward", "traced moe_forward", "traced moe_backward"]
