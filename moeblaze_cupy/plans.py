@@ -53,8 +53,8 @@ def find(key: tuple | None) -> "Plan | None":
 
 def is_due(key: tuple | None) -> bool:
     """Whether to trace a call that has no plan: at its second time, from when on it is known to come again."""
-    if key is None or any(abs(stride) > _MAX_STRIDE for layout in key[-1] for stride in layout[2]):
-        return False  # a dimension of size 1 may have any stride
+    if key is None or any(abs(stride) > _MAX_STRIDE for _, _, strides, *_ in key[-1] for stride in strides):
+        return False  # such strides are those of dimensions of size 1, which may have any
     with _lock:
         due = key in _seen
         _keep(_seen, key, None)
@@ -272,16 +272,16 @@ def forward_inputs(x: Any, ids: Any, weights: Any, w1: tuple, w2: Any) -> tuple:
     return x, ids, weights, w2, *w1
 
 
-def trace_forward(key: tuple, context: Context, arrays: tuple[Array, ...], activation: str, save: str | None) -> Plan:
-    """The plan of experts.moe_forward, from now on that of `key`; arrays as of `forward_inputs`."""
+def trace_forward(key: tuple, context: Context, inputs: tuple[Array, ...], activation: str, save: str | None) -> Plan:
+    """The plan of experts.moe_forward, from now on that of `key`; inputs as of `forward_inputs`."""
     trace = _Trace(context)
-    x, ids, weights, w2, *w1 = stand_ins = [trace.stand_in(array) for array in arrays]
+    x, ids, weights, w2, *w1 = stand_ins = [trace.stand_in(array) for array in inputs]
     out, saved = experts.moe_forward(trace, x, ids, weights, tuple(w1), w2, activation=activation, save=save)
     handed, index = [out.owner], ()
     if saved is not None:
         index = saved.index.places, saved.index.num_experts, saved.index.ids_copied
         handed += [saved.index.lists, saved.index.ids, saved.first_layer, saved.y_swi]
-    plan = Plan(trace, arrays, handed, index)
+    plan = Plan(trace, inputs, handed, index)
     del stand_ins  # not before: their end is no step
     return _remember(key, plan)
 
@@ -301,11 +301,11 @@ def replay_forward(
 
 def backward_key(
     grad_out: Any, saved: SavedForBackward, needs: tuple, keep_saved: Any, accumulate: Any
-) -> tuple[tuple | None, tuple, list[int]]:
-    """As `key_of`, with the inputs in the order of `Plan.replay`."""
-    index, totals = saved.index, accumulate or {}
+) -> tuple[tuple | None, list, list[int]]:
+    """As `key_of`, with the inputs between, in the order of `Plan.replay`."""
+    index, totals = saved.index, {} if accumulate is None else accumulate
     if not isinstance(index, PackedIndices) or not isinstance(totals, Mapping):
-        return None, (), []
+        return None, [], []
     w1, kept = pair(saved.w1), [array for array in (saved.first_layer, saved.y_swi) if array is not None]
     given = [grad_out, saved.x, saved.weights, saved.w2, index.lists, *w1, *kept]
     forms = [len(w1), saved.first_layer is None, saved.y_swi is None]  # tell which of these is what

@@ -539,6 +539,31 @@ def test_wrong_arguments_are_named_as_before(device, wrong):
     assert errors == errors[:1] * 3 and errors[0].startswith("moe_forward: ")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"accumulate": np.ones(3)},
+        {"accumulate": []},
+        {"accumulate": {"w2": None}},
+        {"needs": "x"},
+        {"needs": (["x"],)},
+        {"saved": None},
+        {"grad_out": None},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_backward_are_named_as_before(device, wrong):
+    errors = []
+    for _ in range(3):
+        _, saved = BASE.forward(device)
+        arguments = {"grad_out": device.array(("grad_out",), (30, 64), BASE.dtype), "saved": saved}
+        with pytest.raises((TypeError, ValueError)) as caught:
+            mb.moe_backward(**(arguments | wrong))
+        errors.append(str(caught.value))
+        step(device, BASE)
+    assert errors == errors[:1] * 3 and errors[0].startswith("moe_backward: ")
+
+
 def test_threads_replay_one_plan_at_once(device):
     layer = Layer(8201, 3, 3, 1032, 72, "pair_transposed")
     direct = step(device, layer)
