@@ -93,7 +93,9 @@ struct Schedule {
     __device__ __forceinline__ int2 at(int tile) const { return tile < tiles ? row_tiles[order.listed(tile)] : make_int2(0, 0); }
     __device__ __forceinline__ bool valid() const { return t < tiles; }
     __device__ __forceinline__ bool has_next() const { return next_t < tiles; }
-    __device__ __forceinline__ Place next() const { return order.place(next_t, next_entry, next_first, next_end); }
+    __device__ __forceinline__ Place next() const {
+        return has_next() ? order.place(next_t, next_entry, next_first, next_end) : Place{};
+    }
     // What consumers are to know of this tile, and of the next.
     __device__ __forceinline__ Found found() const { return {place, valid() ? min(BM, end - place.row) : 0}; }
     __device__ __forceinline__ Found next_found() const {
@@ -151,7 +153,7 @@ struct FinishedRows {
 // last, all before the next tile is finished.
 struct EpilogueBase {
     static constexpr int SPREAD = 1 << 20;  // k-steps over which this is spread, if a tile has so many
-    static constexpr bool LONG = false;     // whether a share takes longer than a step's products, which then are waited for
+    static constexpr bool LONG = false;     // whether a row takes longer than a step's products: these are then waited for
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp; next() moves `done` on
     __device__ __forceinline__ void end() {}
@@ -173,7 +175,8 @@ __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool act
         const int stage = uniform(ring.stage);
         const bool full = mbarrier_test_wait(barriers.full + 8 * stage, ring.parity);
         const int due = step == steps ? epilogue.rows : min(step * share >> 16, epilogue.rows);
-        const bool drains = Epilogue::LONG && (epilogue.done < due || steps <= MANY);
+        // whether rows are due; the same for all warps of a warpgroup, of which some have fewer
+        const bool drains = Epilogue::LONG && (steps <= MANY || step * share >> 16 != (step - 1) * share >> 16);
         while (epilogue.done < due) epilogue.next();
         if (step == steps) break;
         if (drains && step > 0) {  // done with by now: the producer need not wait for the next step's issue

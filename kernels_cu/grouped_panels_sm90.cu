@@ -74,11 +74,13 @@ struct Order {
     __device__ __forceinline__ Place place(int t, int2 entry, int, int) const { return {entry.x, entry.y, (*this)(t).y}; }
 };
 
-// Panels, or chunks of tokens: the rounds in which rows pass through the buffers. A block's tiles are in their order.
+// Panels, or chunks of tokens: the rounds in which rows pass through the buffers. Panels of a group take turns.
 struct Rounds {
-    const int count, summed_here, experts;  // the last ones are not
-    __device__ __forceinline__ int of(const Found& tile) const {
-        return tile.rows == 0 ? count : CHUNKED ? tile.place.expert / experts : tile.place.n;
+    const int count, summed_here, experts, group;  // the last ones are not summed here
+    __device__ __forceinline__ int of(const Found& tile) const { return CHUNKED ? tile.place.expert / experts : tile.place.n; }
+    // The rounds before this one have none of the tiles that a block has from this tile on.
+    __device__ __forceinline__ int complete_before(const Found& tile) const {
+        return tile.rows == 0 ? count : CHUNKED ? of(tile) : of(tile) / group * group;
     }
 };
 
@@ -199,8 +201,8 @@ struct Adder {
     }
 };
 
-// A consumer warp's rows of a finished tile. When they are stored, so are all of the warp's of the rounds before the next
-// tile's, which the messenger is told.
+// A consumer warp's rows of a finished tile. When they are stored, so are all of the warp's of the rounds that the next tile
+// says are complete, which the messenger is told.
 struct PanelRows : EpilogueBase {
     static constexpr int SPREAD = 8;
     const int64 columns, panel_ld, panel_stride;
@@ -209,21 +211,21 @@ struct PanelRows : EpilogueBase {
     const int* const part_shifts;
     const Rounds& rounds;
     Word& word;
-    int round, next_round;  // of the finished tile, and of the one after it
+    int round, complete;  // of the finished tile; those before it, once the tile is stored
     element* row;
     bool inside;
 
     __device__ __forceinline__ PanelRows(int64 columns, element* panels, int buffers, int64 panel_ld, int64 panel_stride,
                                          const int* part_shifts, const Rounds& rounds, Word& word, const Found& first)
         : columns(columns), panel_ld(panel_ld), panel_stride(panel_stride), buffers(buffers), panels(panels),
-          part_shifts(part_shifts), rounds(rounds), word(word), next_round(rounds.of(first)) {
+          part_shifts(part_shifts), rounds(rounds), word(word), complete(rounds.complete_before(first)) {
         tell_stored();
     }
-    __device__ __forceinline__ void tell_stored() const { tell(word.stored_rounds[consumer_warp()], next_round); }
+    __device__ __forceinline__ void tell_stored() const { tell(word.stored_rounds[consumer_warp()], complete); }
     __device__ __forceinline__ void begin(const Found& tile, const Found& next, int warp_row) {
         const int lane = threadIdx.x & 31, n = tile.place.n;
         const int64 row0 = tile.place.row + warp_row;
-        round = rounds.of(tile), next_round = rounds.of(next);
+        round = rounds.of(tile), complete = rounds.complete_before(next);
         rows = min(max(tile.rows - warp_row, 0), 16), done = 0;
         inside = n * BN + lane * 8 < columns;
         row = panels + lane * 8;
@@ -302,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
 
     const int last_group = (order.panels - 1) / order.group * order.group, chunks = static_cast<int>(num_chunks);
-    const Rounds rounds = {CHUNKED ? chunks : order.panels, CHUNKED ? chunks - 1 : last_group, static_cast<int>(num_experts)};
+    const Rounds rounds = {CHUNKED ? chunks : order.panels, CHUNKED ? chunks - 1 : last_group, static_cast<int>(num_experts), order.group};
 
     if (threadIdx.x < 128) {
         Ring ring;

@@ -9,7 +9,7 @@ import pytest
 from cases import CASES, Case, in_order, is_marked, make_inputs, mark, relative_error
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, reference
+from moeblaze_cupy import arrays, launch_config, loader, plans, reference
 from moeblaze_cupy.structures import pair
 
 pytestmark = pytest.mark.gpu
@@ -202,6 +202,8 @@ def test_repeated_runs_give_the_same_bits(case):
     [
         Case(L=4096, k=8, E=32, d=64, h=520, routing="skewed"),  # one step per tile
         Case(L=3000, k=8, E=40, d=1032, h=392, routing="absent", order="transposed"),
+        Case(L=4096, k=8, E=32, d=1608, h=72),  # panels in groups of two and of four
+        Case(L=4096, k=8, E=32, d=3080, h=136, routing="skewed", order="transposed"),
         Case(L=300, k=2, E=3, d=600, h=328),  # fewer tiles than blocks
     ],
     ids=str,
@@ -212,10 +214,29 @@ def test_claimed_tiles_give_the_same_bits(monkeypatch, case):
     monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: False)
     first = run(case, gpu)
     monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: True)
+    plans.clear()
     for _ in range(3):
         again = run(case, gpu)
         assert all(same_bits(first[name], again[name]) for name in first)
     assert_close(again, reference_results(case, host), "bfloat16")
+
+
+@pytest.mark.parametrize("multiprocessors", [131, 114, 7])
+@pytest.mark.parametrize(
+    "case",
+    [Case(L=4096, k=8, E=32, d=3080, h=136), Case(L=8201, k=3, E=3, d=1032, h=72, routing="absent")],
+    ids=str,
+)
+def test_any_number_of_blocks_gives_the_same_bits(monkeypatch, case, multiprocessors):
+    """Blocks whose number is not a multiple of the panels of a group, or of chunks."""
+    gpu, _ = inputs_of(case, "bfloat16")
+    first = run(case, gpu)
+    limits = replace(loader.device_limits(0), multiprocessors=multiprocessors)
+    monkeypatch.setattr(loader, "device_limits", lambda _: limits)
+    for _ in range(3):
+        plans.clear()
+        again = run(case, gpu)
+        assert all(same_bits(first[name], again[name]) for name in first)
 
 
 def test_inputs_are_not_written():

@@ -1,4 +1,4 @@
-"""Which tiles the blocks of Hopper's grouped GEMMs work on: the kernels' own code, compiled by g++."""
+"""Which tiles the blocks of Hopper's GEMMs work on, and in which order: the kernels' own code, compiled by g++."""
 
 import ctypes
 import re
@@ -27,15 +27,15 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 struct { unsigned x; } blockIdx, gridDim;
 inline int atomicAdd(int* p, int v) { return (*p += v) - v; }
 constexpr int BM = 128;
+constexpr bool CHUNKED = false;
 %s
-%s
-extern "C" int work(const int* row_tiles, const int* offsets, int n_tiles, int blocks, int claims, const int* turns,
-                    int num_turns, int* found) {
+template <class Order>
+int work(const Order& order, const int* row_tiles, const int* offsets, int tiles, int blocks, int claims,
+         const int* turns, int num_turns, int* found, int* worked_by) {
     gridDim.x = blocks;
     int counter = 0, count = 0;
     std::vector<Schedule<Order>> schedules;
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
-        schedules.emplace_back(Order{unsigned(n_tiles)}, row_tiles, offsets, row_tiles[0] * n_tiles);
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) schedules.emplace_back(order, row_tiles, offsets, tiles);
     for (int turn = 0; turn < num_turns; ++turn) {
         auto& own = schedules[turns[turn]];
         blockIdx.x = turns[turn];
@@ -43,7 +43,8 @@ extern "C" int work(const int* row_tiles, const int* offsets, int n_tiles, int b
         const int claim = own.claim(claims ? &counter : nullptr);
         own.prefetch();
         const Found tile = own.found(), next = own.next_found();
-        std::copy_n(reinterpret_cast<const int*>(&tile), 4, found + 4 * count++);
+        std::memcpy(found + 4 * count, &tile, sizeof(tile));
+        worked_by[count++] = blockIdx.x;
         own.advance(claim);
         const Found then = own.found();
         if (next.rows != then.rows || (then.rows && std::memcmp(&next, &then, sizeof(Found)))) return -2;
@@ -52,40 +53,87 @@ extern "C" int work(const int* row_tiles, const int* offsets, int n_tiles, int b
         if (own.valid()) return -1;
     return count;
 }
+namespace gemm {
+%s
+}
+namespace panels {
+%s
+}
+extern "C" int of_gemm(const int* row_tiles, const int* offsets, int n_tiles, int blocks, int claims, const int* turns,
+                       int num_turns, int* found, int* worked_by) {
+    const gemm::Order order = {unsigned(n_tiles)};
+    return work(order, row_tiles, offsets, row_tiles[0] * n_tiles, blocks, claims, turns, num_turns, found, worked_by);
+}
+extern "C" int of_panels(const int* row_tiles, const int* offsets, int panels, int group, int blocks, int claims,
+                         const int* turns, int num_turns, int* found, int* worked_by) {
+    const panels::Order order = {row_tiles[0], panels, group};
+    return work(order, row_tiles, offsets, order.tiles(), blocks, claims, turns, num_turns, found, worked_by);
+}
+extern "C" int complete_before(const int* tile, int panels, int group) {
+    Found found;
+    std::memcpy(&found, tile, sizeof(found));
+    return panels::Rounds{panels, panels, 1, group}.complete_before(found);
+}
 """
+BLOCKS = 13
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    core, gemm = ((KERNELS / name).read_text() for name in ("gemm_core_sm90.cuh", "grouped_gemm_sm90.cu"))
+def kernels(tmp_path_factory):
+    names = ("gemm_core_sm90.cuh", "grouped_gemm_sm90.cu", "grouped_panels_sm90.cu")
+    core, gemm, panels = ((KERNELS / name).read_text() for name in names)
     schedule = re.search(r"struct Place \{.*?struct Schedule.*?\n};\n", core, re.DOTALL).group()
     order = re.search(r"struct Order \{.*?\n};\n", gemm, re.DOTALL).group()
+    rounds = re.search(r"struct Order \{.*?struct Rounds.*?\n};\n", panels, re.DOTALL).group()
     folder = tmp_path_factory.mktemp("schedule")
-    (folder / "schedule.cpp").write_text(HARNESS % (schedule, order))
+    (folder / "schedule.cpp").write_text(HARNESS % (schedule, order, rounds))
     command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "schedule.so", "schedule.cpp"]
     subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "schedule.so")).work
+    return ctypes.CDLL(str(folder / "schedule.so"))
+
+
+COUNTS = [(512,) * 6, (1, 0, 128, 129, 0, 700), (0, 0, 5000, 64, 0), (2049, 2048, 4100), (3,), (0, 0), (100,) * 40]
+
+
+def worked_tiles(function, counts, geometry, claims):
+    """Tiles (expert, first row, column tile, rows) and their blocks, in the order of work, and the tiles of rows."""
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    entries = [(e, row) for e in range(len(counts)) for row in range(offsets[e], offsets[e + 1], 128)]
+    row_tiles = np.array([(len(entries), 128), *entries], np.int32)
+    most = len(entries) * geometry[0]
+    turns = np.random.default_rng(most).integers(0, BLOCKS, 40 * (most + BLOCKS)).astype(np.int32)
+    found, blocks = np.zeros((len(turns), 4), np.int32), np.zeros(len(turns), np.int32)
+    row_tiles, offsets_, turns_, found_, blocks_ = (
+        a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found, blocks)
+    )
+    count = function(row_tiles, offsets_, *geometry, BLOCKS, int(claims), turns_, len(turns), found_, blocks_)
+    assert count == most
+    tiles = {(e, row, min(128, offsets[e + 1] - row)) for e, row in entries}
+    return [tuple(map(int, tile)) for tile in found[:count]], blocks[:count], tiles
 
 
 @pytest.mark.parametrize("claims", [False, True])
 @pytest.mark.parametrize("n_tiles", [1, 3, 8])
-@pytest.mark.parametrize(
-    "counts",
-    [(512,) * 6, (1, 0, 128, 129, 0, 700), (0, 0, 5000, 64, 0), (2049, 2048, 4100), (3,), (0, 0), (100,) * 40],
-    ids=str,
-)
-def test_every_tile_once(work, counts, n_tiles, claims):
-    blocks = 13
-    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    entries = [(e, row) for e in range(len(counts)) for row in range(offsets[e], offsets[e + 1], 128)]
-    row_tiles = np.array([(len(entries), 128), *entries], np.int32)
-    want = {(e, row, n, min(128, offsets[e + 1] - row)) for e, row in entries for n in range(n_tiles)}
-    turns = np.random.default_rng(len(want)).integers(0, blocks, 40 * (len(want) + blocks)).astype(np.int32)
-    found = np.zeros((len(turns), 4), np.int32)
-    arrays = [a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found)]
-    count = work(*arrays[:2], n_tiles, blocks, int(claims), arrays[2], len(turns), arrays[3])
-    assert count == len(want)
-    assert set(map(tuple, found[:count])) == want
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_every_tile_once(kernels, counts, n_tiles, claims):
+    found, _, tiles = worked_tiles(kernels.of_gemm, counts, (n_tiles,), claims)
+    assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(n_tiles)}
+
+
+@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize(("panels", "group"), [(1, 4), (5, 1), (8, 2), (7, 4)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_every_tile_of_panels_once_and_sums_after_it(kernels, counts, panels, group, claims):
+    """What a tile says is complete has none of the tiles that its block has from there on."""
+    found, blocks, tiles = worked_tiles(kernels.of_panels, counts, (panels, group), claims)
+    assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(panels)}
+    for block in range(BLOCKS):
+        own = [tile for tile, worked_by in zip(found, blocks, strict=True) if worked_by == block]
+        for i, tile in enumerate(own):
+            complete = kernels.complete_before((ctypes.c_int * 4)(*tile), panels, group)
+            assert complete <= min(n for _, _, n, _ in own[i:])
+            assert complete > tile[2] - group  # and no sum waits for the next group
+    assert kernels.complete_before((ctypes.c_int * 4)(0, 0, 0, 0), panels, group) == panels
 
 
 def test_tiles_are_claimed_where_weights_do_not_stay_in_the_cache():
