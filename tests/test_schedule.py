@@ -140,7 +140,8 @@ def test_tiles_are_claimed_where_weights_do_not_stay_in_the_cache():
     def claims(L, k, E, K):
         return launch_config.claims_tiles(K, L * k, E, launch_config.H200)
 
-    assert claims(16384, 8, 256, 7168)  # DeepSeek-V3
+    assert claims(16384, 8, 256, 7168) and claims(16384, 8, 256, 4096)  # DeepSeek-V3
+    assert not claims(8192, 2, 8, 28672)  # 16 tiles of an expert: blocks cannot drift far
     assert not claims(32768, 8, 128, 4096)
     assert not claims(65536, 4, 16, 1024)
     assert not claims(1024, 8, 128, 2048)  # a tile per expert, which shares nothing
