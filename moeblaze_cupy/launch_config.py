@@ -115,11 +115,11 @@ def max_row_tiles(num_slots: int, num_experts: int) -> int:
 def claims_tiles(K: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> bool:
     """Whether blocks of Hopper's products over an expert's rows claim their tiles as they come to them.
 
-    If each takes every n-th, blocks drift apart by whole tiles. The few tiles of an expert with few tokens then find its
-    weights gone from the L2 cache, if the weights that all blocks read at one time do not fit there: DeepSeek-V3's
-    down_bwd reads 15.5 GB from memory in place of 22.3 (10.4 at least) and reaches 511 TFLOP/s in place of 462, its
-    up_fwd 554 in place of 533, its up_bwd 533 in place of 480. Elsewhere claims gain or lose 2%, as they make all
-    blocks finish their tiles at one time (conf3's up_fwd 611 -> 587).
+    If each takes every n-th, blocks drift apart by whole tiles. The few tiles of an expert with few tokens then find
+    its weights gone from the L2 cache, if the weights that all blocks read at one time do not fit there:
+    DeepSeek-V3's down_bwd reads 15.5 GB from memory in place of 22.3 (10.4 at least) and reaches 511 TFLOP/s in place
+    of 462, its up_fwd 554 in place of 533, its up_bwd 533 in place of 480. Elsewhere claims gain or lose 2%, as they
+    make all blocks finish their tiles at one time (conf3's up_fwd 611 -> 587).
     """
     row_tiles = num_slots // num_experts // TILE_ROWS
     return 1 < row_tiles <= 8 and limits.multiprocessors // row_tiles * 256 * K * 2 > 32 * 1024 * 1024
