@@ -43,12 +43,13 @@ LARGER = [
     Case(L=12289, k=2, E=3, d=776, h=136, routing="one_expert", order="transposed"),
     Case(L=8203, k=12, E=12, d=520, h=64, routing="duplicate"),
     Case(L=8201, k=7, E=7, d=520, h=64, routing="duplicate", order="transposed"),
+    # the epilogue of dA beside so many k-steps that most have no row of it
+    Case(L=1024, k=4, E=4, d=4168, h=1160, routing="skewed"),
     # panels in groups of two and of four, of which the last has one
     Case(L=900, k=3, E=4, d=1608, h=72, routing="skewed"),
     Case(L=700, k=4, E=5, d=3080, h=64, routing="absent", order="transposed"),
-    # the epilogue of dA beside several k-steps of the next tile, and beside so many that most have no row of it
+    # the epilogue of dA beside several k-steps of the next tile
     Case(L=3000, k=4, E=8, d=512, h=512),
-    Case(L=1024, k=4, E=4, d=4168, h=1160, routing="skewed"),
 ]
 
 
