@@ -78,10 +78,12 @@ class _MoE(torch.autograd.Function):
             accumulate["w1"] = buffers["gate"] if up is None else (buffers["gate"], buffers["up"])
         if "w2" in needs and "w2" in buffers:
             accumulate["w2"] = buffers["w2"]
-        grads = mb.moe_backward(
-            grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
-        )
-        ctx.saved.consumed = saved.consumed
+        try:
+            grads = mb.moe_backward(
+                grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
+            )
+        finally:  # what runs out of memory half way may have overwritten them as well
+            kept.consumed = saved.consumed
         grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
         grad_w2 = grads.w2
         if buffers:

@@ -128,7 +128,10 @@ class Torch:
             device = CPU
         else:
             raise TypeError(f"moeblaze_cupy: device: expected a tensor on cpu or cuda, got {array.device.type}")
-        return Array(array, array.data_ptr(), tuple(array.shape), array.stride(), _torch_name(array.dtype), device)
+        pointer = array.data_ptr()
+        if pointer == 0 and array.numel() > 0:  # distributed and fake tensors
+            raise TypeError(f"moeblaze_cupy: memory: expected a tensor with memory of its own, got {type(array)}")
+        return Array(array, pointer, tuple(array.shape), array.stride(), _torch_name(array.dtype), device)
 
     @staticmethod
     def empty(shape, dtype: str, device: int) -> Array:

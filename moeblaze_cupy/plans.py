@@ -35,7 +35,7 @@ _plans: dict[tuple, "Plan"] = {}
 def key_of(function: str, options: tuple, given: Sequence) -> tuple[tuple | None, list[int]]:
     """What tells the plans of calls apart, None if such a call has none, and the addresses of the arrays `given`."""
     framework = arrays.framework_of(given[0])
-    if framework is None or framework is arrays.NumPy:
+    if framework in (None, arrays.NumPy) or any(arrays.framework_of(array) is not framework for array in given):
         return None, []
     try:
         layouts, pointers = framework.layouts(given, _ALIGNMENT)
@@ -76,7 +76,10 @@ def clear() -> None:
 
 
 class _Owner:
-    """The memory of a stand-in. Its end is a step of the trace, as memory is free once nothing holds it."""
+    """The memory of a stand-in. Its end is a step of the trace, as memory is free once nothing holds it.
+
+    A profiler that holds frames while a call is traced makes its plan keep memory for longer.
+    """
 
     axes = ()
 

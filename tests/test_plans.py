@@ -514,6 +514,23 @@ def test_out_of_memory(device, ran, save, keep_saved):
     assert not device.alive
 
 
+def test_arrays_of_another_kind_among_the_inputs_have_no_plan(device):
+    """Such as a wrapper that looks like a CuPy array and is handed back results of its own kind."""
+
+    class Wrapper:
+        def __init__(self, array):
+            self.array = array
+
+        def __getattr__(self, name):
+            return getattr(self.array, name)
+
+    x, ids, weights, w1, w2 = BASE.arguments(device)
+    inputs = plans.forward_inputs(x, ids, weights, (w1,), w2)
+    assert plans.key_of("moe_forward", ("swiglu", "minimal"), inputs)[0] is not None
+    inputs = plans.forward_inputs(x, ids, Wrapper(weights), (w1,), w2)
+    assert plans.key_of("moe_forward", ("swiglu", "minimal"), inputs) == (None, [])
+
+
 def test_a_second_backward_still_raises(device):
     for _ in range(3):
         _, saved = BASE.forward(device)

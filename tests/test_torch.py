@@ -303,6 +303,34 @@ def test_consumption_is_remembered_and_keep_saved_handed_on(monkeypatch):
     assert handed_on == [False, True]
 
 
+def test_backward_that_fails_half_way_has_overwritten_what_was_saved(monkeypatch):
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+
+    def backward(grad_out, saved, **options):
+        saved.consumed = True
+        raise torch.OutOfMemoryError("for the gradient of w1")
+
+    out = moe(x.requires_grad_(), ids, weights, w1, w2)
+    with monkeypatch.context() as patch:
+        patch.setattr(mb, "moe_backward", backward)
+        with pytest.raises(torch.OutOfMemoryError):
+            out.backward(grad_out, retain_graph=True)
+    with pytest.raises(RuntimeError, match="an earlier backward overwrote"):
+        out.backward(grad_out)
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused():
+    """Distributed and fake tensors say that they lie at address 0."""
+
+    class Elsewhere(torch.Tensor):
+        def data_ptr(self):
+            return 0
+
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    with pytest.raises(TypeError, match=r"moe_forward: w2: .* memory of its own, got .*Elsewhere"):
+        moe(x, ids, weights, w1, w2.as_subclass(Elsewhere))
+
+
 @pytest.mark.parametrize("order", ["row", "transposed", "pair", "pair_transposed"])
 @pytest.mark.parametrize("total", [torch.float32, torch.bfloat16])
 def test_main_grad(order, total):
