@@ -70,8 +70,8 @@ constexpr int FOUND = 8;
 // This block's tiles, in an Order that says of tile t
 //   listed(t)                      which entry of dispatch's list names its expert
 //   place(t, entry, first, end)    where it is; first, end: the rows of that expert
-// The first three are blockIdx.x and on by gridDim.x, and the rest as claim says. What a tile needs is loaded while those
-// before it are worked on: found out at a tile's start it costs three loads in a row.
+// The first three are blockIdx.x and on by gridDim.x, and the rest as advance is told. What a tile needs is loaded while
+// those before it are worked on: found out at a tile's start it costs three loads in a row.
 template <class Order>
 struct Schedule {
     const Order order;
@@ -79,8 +79,7 @@ struct Schedule {
     const int* const expert_token_offsets;
     const int tiles;
     int t, next_t, t_after;
-    Place place;
-    int end;                       // of the expert's rows
+    Found own;                     // no rows: all is done
     int2 next_entry, entry_after;  // (expert, first row)
     int next_first, next_end;
 
@@ -88,25 +87,21 @@ struct Schedule {
         : order(order), row_tiles(reinterpret_cast<const int2*>(list) + 1), expert_token_offsets(expert_token_offsets), tiles(tiles),
           next_t(blockIdx.x), t_after(next_t + gridDim.x), entry_after(at(next_t)) {
         prefetch();
-        advance(blockIdx.x + 2 * gridDim.x);
+        advance(following());
     }
     __device__ __forceinline__ int2 at(int tile) const { return tile < tiles ? row_tiles[order.listed(tile)] : make_int2(0, 0); }
     __device__ __forceinline__ bool valid() const { return t < tiles; }
-    __device__ __forceinline__ bool has_next() const { return next_t < tiles; }
-    __device__ __forceinline__ Place next() const {
-        return has_next() ? order.place(next_t, next_entry, next_first, next_end) : Place{};
+    __device__ __forceinline__ Found next() const {
+        if (next_t >= tiles) return {};
+        const Place place = order.place(next_t, next_entry, next_first, next_end);
+        return {place, min(BM, next_end - place.row)};
     }
-    // What consumers are to know of this tile, and of the next.
-    __device__ __forceinline__ Found found() const { return {place, valid() ? min(BM, end - place.row) : 0}; }
-    __device__ __forceinline__ Found next_found() const {
-        const Place place = next();
-        return {place, has_next() ? min(BM, next_end - place.row) : 0};
-    }
-    // The tile after those that are known. Blocks drift apart by whole tiles: by `counter` (zero at launch) they take tiles as
-    // they come to them, so that those that read the same weights start together.
+    // The tile after those that are known.
+    __device__ __forceinline__ int following() const { return t_after + static_cast<int>(gridDim.x); }
+    // Blocks drift apart by whole tiles: by `counter` (zero at launch) they take tiles as they come to them, so that those that
+    // read the same weights start together.
     __device__ __forceinline__ int claim(int* counter) const {
-        const int stride = gridDim.x;
-        return counter && t_after < tiles ? 3 * stride + atomicAdd(counter, 1) : t_after + stride;
+        return counter && t_after < tiles ? 3 * static_cast<int>(gridDim.x) + atomicAdd(counter, 1) : following();
     }
     // At a tile's start, and at its end.
     __device__ __forceinline__ void prefetch() {
@@ -115,7 +110,7 @@ struct Schedule {
         entry_after = at(t_after);
     }
     __device__ __forceinline__ void advance(int claimed) {
-        place = next(), end = next_end;
+        own = next();
         t = next_t, next_t = t_after, t_after = claimed;
     }
 };

@@ -54,22 +54,24 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         Ring ring;
         setmaxnreg_dec<72>();
         Schedule<Order> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
-        if (threadIdx.x == 0) found[0] = schedule.found();
+        if (threadIdx.x == 0) found[0] = schedule.own;
         __syncthreads();
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned a_dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
         int tokens[LINES_PER_THREAD];
-        auto load_tokens = [&](int row, int end) {  // past the expert's end its last row again, never stored
+        auto load_tokens = [&](const Found& tile) {  // past the expert's end its last row again, never stored
 #pragma unroll
-            for (int i = 0; i < LINES_PER_THREAD; ++i) tokens[i] = expert_token_indices[min(row + line + 16 * i, end - 1)];
+            for (int i = 0; i < LINES_PER_THREAD; ++i)
+                tokens[i] = expert_token_indices[tile.place.row + min(line + 16 * i, tile.rows - 1)];
         };
-        if (schedule.valid()) load_tokens(schedule.place.row, schedule.end);
+        if (schedule.valid()) load_tokens(schedule.own);
         for (int number = 0; schedule.valid(); ++number) {
             const int claim = threadIdx.x == 0 ? schedule.claim(claims) : 0;
             const element* a_rows[LINES_PER_THREAD];
 #pragma unroll
             for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
-            const int n0 = schedule.place.n * TILE_COLUMNS;
+            const Place place = schedule.own.place;
+            const int n0 = place.n * TILE_COLUMNS;
             schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
                 const int k0 = step * BK;
@@ -77,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const unsigned full = barriers.full + 8 * ring.stage, bytes = k0 + chunk * 8 < K ? 16 : 0;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    if (step == steps - 1) claimed[number % FOUND] = claim, found[(number + 1) % FOUND] = schedule.next_found();
+                    if (step == steps - 1) claimed[number % FOUND] = claim, found[(number + 1) % FOUND] = schedule.next();
                     mbarrier_arrive_expect_tx(full, B_BYTES);
                     const unsigned b_dst = shared + stage + A_BYTES;
                     constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
@@ -86,9 +88,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                         const TensorMap* map = SPLIT && box * BOX >= 128 ? &b1 : &b0;
                         const int box_n = n0 + (SPLIT ? box * BOX % 128 : box * BOX);
                         if (B_K_CONTIGUOUS)
-                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, schedule.place.expert, full);
+                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, place.expert, full);
                         else
-                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, schedule.place.expert, full);
+                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, place.expert, full);
                     }
                 }
 #pragma unroll
@@ -97,7 +99,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
                 for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] += BK;  // here, as consumers wait for what follows a wait
                 ring.advance();
-                if (step == min(2, steps - 1) && schedule.has_next()) load_tokens(schedule.next().row, schedule.next_end);
+                if (step == min(2, steps - 1)) {
+                    const Found next = schedule.next();
+                    if (next.rows > 0) load_tokens(next);
+                }
             }
             named_barrier(1, 128);
             schedule.advance(claimed[number % FOUND]);

@@ -26,9 +26,8 @@
 //   num_tokens, k                                    L, k
 //   part_shifts                                      int32, in       CHUNKED: of token_chunks.cu
 //   num_experts, num_chunks, chunk_tokens            read if CHUNKED
-//   progress              (2, number of rounds)      int32, zeroed   blocks that have stored; that have summed. Not touched if
-//                                                    the first group is the last
-//   claims                (1,)                       int32, zeroed   as in grouped_gemm_sm90.cu
+//   progress              (2, number of rounds)      int32, zeroed   blocks that have stored; that have summed; and then the
+//                                                    5 of Pace. Null if the first group is the last
 //
 // Launch: cooperative (blocks wait for each other), at most one block per multiprocessor, 384 threads, dynamic shared
 // memory 224 KiB. SLOTS: rows a sum takes at a time, min(8, k) rounded up to a power of two. With k = 1 out (L, columns) is
@@ -40,6 +39,9 @@
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
 // progress[0][i] counts the blocks that have stored their tiles of round i: all of them, before its first sum. progress[1][i]
 // counts the blocks that have summed round i: all of them, before round i + buffers is stored over it.
+// Nobody waits in a circle. Of the blocks that wait for a buffer, that with the earliest round waits for rows of rounds before
+// it. A block that has such rows waits neither for a buffer, as its round would be earlier, nor for Pace: who does is 11 steps
+// ahead of the hindmost, so that its consumers have stored all tiles up to the one for which that waits.
 #include "gemm_core_sm90.cuh"
 
 typedef WEIGHT weight_t;
@@ -101,6 +103,38 @@ __device__ __forceinline__ void carry_word(Word& word, const Rounds& rounds, int
         sleep_ns(100);
     }
 }
+
+// Keeps the producers of all blocks in step, so that what many of them read comes from memory once: at its i-th EVERY steps a
+// block waits until all have begun the EVERY before. (Without, up_bwd: DeepSeek-V3 505 -> 542 TFLOP/s, d = 4096, h = 1024 557
+// -> 570, experts of many tokens the same.)
+struct Pace {
+    static constexpr int EVERY = 8, SLOTS_OF_STEPS = 4;
+    static_assert(EVERY >= 8, "no less than PanelRows::SPREAD");
+    int* passed;  // blocks that have begun their i-th EVERY steps, in counter i % 4, again and again; then, if one has finished
+    int steps = 0, seen = 0;
+
+    __device__ __forceinline__ int look(int of) const { return load_relaxed(passed + of % SLOTS_OF_STEPS); }
+    __device__ __forceinline__ void step() {
+        const int index = steps / EVERY, within = steps++ % EVERY, before = index - 1;
+        if (!passed) return;
+        if (within == 0) {
+            add_relaxed(passed + index % SLOTS_OF_STEPS, 1);
+            if (index > 0) seen = look(before);  // used some steps later, when it has come
+        } else if (within == 3 && index > 0) {
+            const int all = gridDim.x * (before / SLOTS_OF_STEPS + 1);
+            while (seen - all < 0) {
+                seen = look(before);
+                if (load_relaxed(passed + SLOTS_OF_STEPS)) {
+                    passed = nullptr;
+                    return;
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ void finish() const {
+        if (passed) add_relaxed(passed + SLOTS_OF_STEPS, 1);
+    }
+};
 
 // An adder's sums over a panel. Rows come by cp.async, each lane's 16 bytes for itself, through RING places of SLOTS
 // rows; the positions of 32 slots are loaded two batches ahead, and their rows fetched to the L2 cache one batch ahead.
@@ -293,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles,
           element* panels, int64 group, int64 buffers, int64 panel_ld, int64 panel_stride, const int* token_index_map,
           const weight_t* weights, element* out, int64 num_tokens, int64 k, const int* part_shifts, int64 num_experts,
-          int64 num_chunks, int64 chunk_tokens, int* progress, int* claims) {
+          int64 num_chunks, int64 chunk_tokens, int* progress) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     __shared__ Found found[FOUND];  // by the number of the tile
     __shared__ Word word;
@@ -310,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         Ring ring;
         setmaxnreg_dec<88>();
         Schedule<Order> schedule(order, row_tiles, expert_token_offsets, order.tiles());
-        if (threadIdx.x == 0) found[0] = schedule.found();
+        if (threadIdx.x == 0) found[0] = schedule.own;
         __syncthreads();
         if (threadIdx.x / 32 == 1) {
             if constexpr (SLOTS == 1)
@@ -334,9 +368,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             return;
         }
         if (threadIdx.x > 0) return;
+        Pace pace = {progress ? progress + 2 * rounds.count : nullptr};
         for (int number = 0; schedule.valid(); ++number) {
-            const int claim = schedule.claim(claims);
-            const int n = schedule.place.n * BN, expert = CHUNKED ? schedule.place.expert % rounds.experts : schedule.place.expert;
+            const Place place = schedule.own.place;
+            const int n = place.n * BN, expert = CHUNKED ? place.expert % rounds.experts : place.expert;
             schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
                 const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
@@ -344,10 +379,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const unsigned to = shared_address(dynamic_shared) + ring.stage * STAGE_BYTES;
                 const unsigned full = barriers.full + 8 * ring.stage;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
-                if (step == steps - 1) found[(number + 1) % FOUND] = schedule.next_found();
+                pace.step();
+                if (step == steps - 1) found[(number + 1) % FOUND] = schedule.next();
                 mbarrier_arrive_expect_tx(full, STAGE_BYTES);
                 // rows past the expert's end are others', never stored
-                tensor_load_3d(to, &a_map, segment * K + k0, schedule.place.row, 0, full);
+                tensor_load_3d(to, &a_map, segment * K + k0, place.row, 0, full);
                 constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
 #pragma unroll
                 for (int box = 0; box < BN; box += BOX) {
@@ -360,8 +396,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 }
                 ring.advance();
             }
-            schedule.advance(claim);
+            schedule.advance(schedule.following());
         }
+        pace.finish();
         return;
     }
 

@@ -219,7 +219,7 @@ class Context:
         loader.launch(self, variant, grid, block, args, shared_bytes)
 
     def clear(self, array: Array) -> None:
-        loader.clear(self, array)
+        loader.clear(array.ptr, array.size * array.itemsize, self.stream)
 
     def tensor_map(self, pointer: int, dtype: str, shape: tuple, strides: tuple, box: tuple) -> Any:
         """An argument of a launch."""

@@ -112,17 +112,19 @@ def max_row_tiles(num_slots: int, num_experts: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def claims_tiles(K: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> bool:
-    """Whether blocks of Hopper's products over an expert's rows claim their tiles as they come to them.
+def claims_tiles(entry: str, column_tiles: int, K: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> bool:
+    """Whether blocks of up_fwd and down_bwd on Hopper claim their tiles as they come to them.
 
-    If each takes every n-th, blocks drift apart by whole tiles. The few tiles of an expert with few tokens then find
-    its weights gone from the L2 cache, if the weights that all blocks read at one time do not fit there:
-    DeepSeek-V3's down_bwd reads 15.5 GB from memory in place of 22.3 (10.4 at least) and reaches 511 TFLOP/s in place
-    of 462, its up_fwd 554 in place of 533, its up_bwd 533 in place of 480. Elsewhere claims gain or lose 2%, as they
-    make all blocks finish their tiles at one time (conf3's up_fwd 611 -> 587).
+    If each takes every n-th, blocks drift apart by whole tiles, and find that the L2 cache has lost what others have
+    read. Claims keep those that read the same weights together: DeepSeek-V3's down_bwd reads 15.5 GB from memory in
+    place of 22.3 (10.4 at least) and reaches 511 TFLOP/s in place of 462, up_fwd for d = 4096, h = 1024 617 in place
+    of 578, for d = 2048, h = 1024 611 and 592, for d = 1536, h = 256 512 and 492. They also make blocks finish their
+    tiles at one time, which up_fwd feels where its tiles are short and many to an expert (conf4 500 -> 474).
     """
     row_tiles = num_slots // num_experts // TILE_ROWS
-    return 1 < row_tiles <= 8 and limits.multiprocessors // row_tiles * 256 * K * 2 > 32 * 1024 * 1024
+    if row_tiles < 2:  # nothing to share
+        return False
+    return entry == "down_bwd" or K >= 2048 or row_tiles * column_tiles <= 2 * limits.multiprocessors
 
 
 @functools.lru_cache(maxsize=1024)
@@ -187,6 +189,11 @@ def num_token_chunks(num_tokens: int, k: int, num_experts: int, columns: int) ->
     return 1 if by_panels or few_rows or few_tokens or num_experts * chunks > MAX_PARTS else chunks
 
 
+def progress_counters(rounds: int) -> int:
+    """int32 by which blocks of the summed products tell of panels or chunks, and of their steps (Pace)."""
+    return 2 * rounds + 5
+
+
 def chunk_lists(num_slots: int, num_experts: int, chunks: int) -> dict[str, int]:
     """Elements of the lists of token_chunks.cu; row_tiles, whose pairs are read 8 bytes at a time, comes first."""
     parts = chunks * num_experts
@@ -206,7 +213,7 @@ class PanelBuffers:
     number: int  # of buffers, which panels take in turn
     in_place: bool  # the one panel lies in the left operand's rows
     allocated: int  # buffers of the launch's own
-    counters: int  # int32, beside these: two a panel, one for claims; none if nothing is summed before the kernel's end
+    counters: int  # int32, beside these; none if nothing is summed before the kernel's end
 
 
 @functools.lru_cache(maxsize=256)
@@ -217,7 +224,7 @@ def panel_buffers(columns: int, k: int, spare_columns: int) -> PanelBuffers:
     """
     count, group = len(panels(columns)), panel_group(columns, k)
     number, in_place = min(2 * group, count), k > 1 and count == 1 and columns <= spare_columns
-    counters = 2 * count + 1 if k > 1 and group < count else 0
+    counters = progress_counters(count) if k > 1 and group < count else 0
     return PanelBuffers(group, number, in_place, 0 if k == 1 or in_place else number, counters)
 
 

@@ -333,9 +333,9 @@ def launch(context, variant: Variant, grid: tuple, block: int, args: tuple, shar
     kernel(context.device, variant, shared_bytes).launch(grid, block, args, shared_bytes, context.stream)
 
 
-def clear(context, array) -> None:
-    """Zeroes on the context's stream."""
-    import_cupy().cuda.runtime.memsetAsync(array.ptr, 0, array.size * array.itemsize, context.stream)
+def clear(pointer: int, nbytes: int, stream: int) -> None:
+    """Zeroes, in the stream's order."""
+    import_cupy().cuda.runtime.memsetAsync(pointer, 0, nbytes, stream)
 
 
 def precompile(variant: Variant) -> float:

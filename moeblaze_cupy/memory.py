@@ -122,13 +122,13 @@ def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
         return (Term("one panel of the routed rows", "L*k*min(256, d)*b", s.slots * width * s.b),)
     chunks = launch_config.num_token_chunks(s.L, s.k, s.E, s.d)
     if chunks > 1:
-        rows = 2 * launch_config.ceil_div(s.L, chunks) * s.k
+        rows, counters = 2 * launch_config.ceil_div(s.L, chunks) * s.k, 4 * launch_config.progress_counters(chunks)
         lists = sum(launch_config.chunk_lists(s.slots, s.E, chunks).values())
         return (
             Term(
                 "routed rows of two chunks of tokens",
-                f"2*ceil(L/{chunks})*k*d*b + {8 * chunks + 4}",
-                rows * s.d * s.b + 8 * chunks + 4,
+                f"2*ceil(L/{chunks})*k*d*b + {counters}",
+                rows * s.d * s.b + counters,
             ),
             Term(
                 "index lists by chunk",

@@ -7,7 +7,6 @@ plan. Later calls only allocate, launch and release what the plan says, in its o
 its key: layouts that come once, such as those of a varying number of tokens, are not worth a trace.
 """
 
-import dataclasses
 import math
 import os
 import threading
@@ -131,7 +130,7 @@ class _Trace(Context):
         self.steps.append((_LAUNCH, launch))
 
     def clear(self, array: Array) -> None:
-        self.steps.append((_CLEAR, dataclasses.replace(array, owner=None)))
+        self.steps.append((_CLEAR, (array.ptr, array.size * array.itemsize)))
 
     def tensor_map(self, *arguments: Any) -> _Map:
         return _Map(arguments)
@@ -178,7 +177,7 @@ class Plan:
                 step = *step, self.writes[number]
                 number += 1
             elif kind == _CLEAR:
-                step = *_place(step.ptr, inputs), step.layout
+                step = *_place(step[0], inputs), step[1]
             elif kind == _LAUNCH:
                 step = self._launch(inputs, *step)
             self.steps.append((kind, step))
@@ -239,8 +238,8 @@ class Plan:
             elif kind == _RELEASE:
                 owners[step] = None
             elif kind == _CLEAR:
-                number, offset, layout = step
-                loader.clear(Context(framework, device, stream), Array(None, addresses[number] + offset, *layout))
+                number, offset, nbytes = step
+                loader.clear(addresses[number] + offset, nbytes, stream)
             else:
                 saved.consumed = step
         self.memories.append(memory)

@@ -44,11 +44,11 @@ def test_numbers_of_qwen3_30b():
     assert memory.layer(portable, "minimal").forward_peak_bytes == (384 + 128) * MIB
     assert memory.layer(portable, "paper").forward_peak_bytes == 128 * MIB
     assert memory.layer(portable, None).forward_peak_bytes == (384 + 128) * MIB + index + tiles
-    # Hopper: two groups of two panels, two counters for each of the eight, and one for claims.
-    assert memory.layer(QWEN3_30B, "recompute").forward_peak_bytes == (384 + 4 * 128) * MIB + 68
-    assert memory.layer(QWEN3_30B, "minimal").forward_peak_bytes == (384 + 4 * 128) * MIB + 68
-    assert memory.layer(QWEN3_30B, "paper").forward_peak_bytes == 4 * 128 * MIB + 68
-    assert memory.layer(QWEN3_30B, None).forward_peak_bytes == (384 + 4 * 128) * MIB + 68 + index + tiles
+    # Hopper: two groups of two panels, two counters for each of the eight, and five for the blocks' pace.
+    assert memory.layer(QWEN3_30B, "recompute").forward_peak_bytes == (384 + 4 * 128) * MIB + 84
+    assert memory.layer(QWEN3_30B, "minimal").forward_peak_bytes == (384 + 4 * 128) * MIB + 84
+    assert memory.layer(QWEN3_30B, "paper").forward_peak_bytes == 4 * 128 * MIB + 84
+    assert memory.layer(QWEN3_30B, None).forward_peak_bytes == (384 + 4 * 128) * MIB + 84 + index + tiles
     # The gradients are 128 (dx) + 1 + 768 (dw1) + 384 (dw2) MiB; the largest stage is that of all of them.
     assert memory.layer(QWEN3_30B, "recompute").backward_peak_bytes == (768 + 1281) * MIB
     assert memory.layer(QWEN3_30B, "minimal").backward_peak_bytes == 1281 * MIB
@@ -57,7 +57,7 @@ def test_numbers_of_qwen3_30b():
         QWEN3_30B, E=8
     )  # then the weighted product, dweights and dw2 are; on Hopper dx and its panels
     assert memory.layer(replace(few_experts, tier="sm80"), "minimal").backward_peak_bytes == (384 + 1 + 24) * MIB
-    assert memory.layer(few_experts, "minimal").backward_peak_bytes == (4 * 128 + 1 + 24 + 128) * MIB + 68
+    assert memory.layer(few_experts, "minimal").backward_peak_bytes == (4 * 128 + 1 + 24 + 128) * MIB + 84
     assert memory.routed_layer(QWEN3_30B).forward_peak_bytes == 0
     assert memory.routed_layer(QWEN3_30B).backward_peak_bytes == (768 + 1024 + 1281) * MIB
 
@@ -230,21 +230,19 @@ def inference_on_hopper(no_launches, monkeypatch):
     monkeypatch.setattr(
         loader, "launch", lambda context, variant, grid, block, args, *_: launches.append((variant, args))
     )
-    monkeypatch.setattr(
-        loader, "clear", lambda context, array: cleared.append((array.ptr, array.size * array.itemsize))
-    )
+    monkeypatch.setattr(loader, "clear", lambda pointer, nbytes, stream: cleared.append((pointer, nbytes)))
     return run
 
 
 @pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 2200])
 def test_hoppers_panels_and_counters_share_a_buffer(d, inference_on_hopper):
-    """Two groups of panels, then (2, panels) + 1 int32 that start as zeros: next to each other, nothing past the end.
+    """Two groups of panels, then (2, panels) + 5 int32 that start as zeros: next to each other, nothing past the end.
     If one group is all there is, no counters; one panel no wider than h takes the place of the product."""
     L, k, E, h = 40, 3, 5, 64
     launches, cleared, counted = inference_on_hopper(memory.LayerShape(L, d, h, E, k, dtype="float16"))
     (args,) = (args for variant, args in launches if variant.entry == "down_fwd")
     first, group, buffers, ld, stride = args[8:13]
-    (progress, claims), in_place = args[-2:], d <= h
+    progress, in_place = args[-1], d <= h
     panels, panel_bytes = len(launch_config.panels(d)), L * k * min(256, d) * 2
     assert group == (2 if d >= 2048 else 1 if d > 512 else 4)
     assert buffers == min(2 * group, panels) and 2 * stride == panel_bytes
@@ -252,7 +250,7 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, inference_on_hopper):
     counts = panels > group
     assert (first == args[0]) == in_place
     assert progress == (first + buffers * panel_bytes if counts else 0) and progress % 8 == 0
-    assert cleared == ([(progress, 2 * panels * 4 + 4)] if counts else []) and claims == 0
+    assert cleared == ([(progress, (2 * panels + 5) * 4)] if counts else [])
     last_group = (panels - 1) // group * group
     (aggregated,) = (args for variant, args in launches if variant.entry.startswith("aggregate"))
     assert last_group % buffers + panels - last_group <= buffers  # so that its panels follow one another
@@ -261,7 +259,7 @@ def test_hoppers_panels_and_counters_share_a_buffer(d, inference_on_hopper):
     assert aggregated[-4:] == (first_column, d - first_column, ld, stride)
     lists = 4 * launch_config.index_lists(L, k, E)[1]
     product, out = L * k * h * 2, L * d * 2
-    workspace = 0 if in_place else buffers * panel_bytes + (8 * panels + 4) * counts
+    workspace = 0 if in_place else buffers * panel_bytes + 4 * (2 * panels + 5) * counts
     assert counted.peak == lists + product + out + workspace
 
 
@@ -269,9 +267,8 @@ def test_claims_start_as_zeros_in_memory_of_their_own(monkeypatch, inference_on_
     monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: True)
     launches, cleared, _ = inference_on_hopper(memory.LayerShape(40, 600, 64, 5, 3, dtype="float16"))
     by_entry = {variant.entry: args for variant, args in launches}
-    progress, claims = by_entry["down_fwd"][-2:]
-    assert claims == progress + 2 * 3 * 4
-    assert cleared == [(by_entry["up_fwd"][-1], 4), (progress, 2 * 3 * 4 + 4)]
+    claims, progress = by_entry["up_fwd"][-1], by_entry["down_fwd"][-1]
+    assert claims != progress and cleared == [(claims, 4), (progress, (2 * 3 + 5) * 4)]
 
 
 def test_chunks_of_tokens_take_turns_in_two_buffers(inference_on_hopper):
@@ -288,8 +285,8 @@ def test_chunks_of_tokens_take_turns_in_two_buffers(inference_on_hopper):
     first, group, buffers, ld, stride, token_index_map = args[8:14]
     assert (args[6], args[7], token_index_map) == (part_ends, row_tiles, buffer_rows)
     assert (group, buffers, ld, stride) == (5, 2, d, tokens * k * d)
-    assert args[-6:] == (part_shifts, E, 4, tokens, first + 2 * 2 * stride, 0)
-    assert args[-2] % 4 == 0 and cleared == [(args[-2], (2 * 4 + 1) * 4)]
+    assert args[-5:] == (part_shifts, E, 4, tokens, first + 2 * 2 * stride)
+    assert args[-1] % 4 == 0 and cleared[-1] == (args[-1], (2 * 4 + 5) * 4)
     (last,) = (args for name, args in by_entry.items() if name.startswith("aggregate"))
     done = 3 * tokens  # the last chunk's sums are left
     assert last == (

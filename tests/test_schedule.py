@@ -1,4 +1,5 @@
-"""Which tiles the blocks of Hopper's GEMMs work on, and in which order: the kernels' own code, compiled by g++."""
+"""Which tiles the blocks of Hopper's GEMMs work on, in which order, and how far ahead of each other: the kernels' own
+code, compiled by g++."""
 
 import ctypes
 import re
@@ -16,7 +17,9 @@ if COMPILER is None:
 # Blocks take turns as `turns` says: with claims, who comes first gets the next tile.
 HARNESS = """
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <thread>
 #include <vector>
 #define __device__
 #define __forceinline__ inline
@@ -26,6 +29,11 @@ struct int2 { int x, y; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
 struct { unsigned x; } blockIdx, gridDim;
 inline int atomicAdd(int* p, int v) { return (*p += v) - v; }
+inline int load_relaxed(const int* p) {
+    std::this_thread::yield();
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+inline void add_relaxed(int* p, int v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 constexpr int BM = 128;
 constexpr bool CHUNKED = false;
 %s
@@ -40,13 +48,13 @@ int work(const Order& order, const int* row_tiles, const int* offsets, int tiles
         auto& own = schedules[turns[turn]];
         blockIdx.x = turns[turn];
         if (!own.valid()) continue;
-        const int claim = own.claim(claims ? &counter : nullptr);
+        const int claim = claims ? own.claim(&counter) : own.following();
         own.prefetch();
-        const Found tile = own.found(), next = own.next_found();
+        const Found tile = own.own, next = own.next();
         std::memcpy(found + 4 * count, &tile, sizeof(tile));
         worked_by[count++] = blockIdx.x;
         own.advance(claim);
-        const Found then = own.found();
+        const Found then = own.own;
         if (next.rows != then.rows || (then.rows && std::memcmp(&next, &then, sizeof(Found)))) return -2;
     }
     for (auto& own : schedules)
@@ -69,6 +77,32 @@ extern "C" int of_panels(const int* row_tiles, const int* offsets, int panels, i
     const panels::Order order = {row_tiles[0], panels, group};
     return work(order, row_tiles, offsets, order.tiles(), blocks, claims, turns, num_turns, found, worked_by);
 }
+// Each block a thread of its own, slowed at random. The most steps that one was ahead of another while none was done.
+extern "C" int most_ahead(const int* steps, int blocks) {
+    gridDim.x = blocks;
+    int counters[5] = {};
+    std::vector<std::atomic<int>> begun(blocks);
+    std::atomic<int> most{0};
+    std::atomic<bool> finished{false};
+    std::vector<std::thread> threads;
+    for (int block = 0; block < blocks; ++block)
+        threads.emplace_back([&, block] {
+            panels::Pace pace = {counters};
+            unsigned random = block + 1;
+            for (int step = 0; step < steps[block]; ++step) {
+                random = random * 1664525 + 1013904223;
+                if (random >> 28 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random >> 20 & 127));
+                pace.step();
+                begun[block] = step + 1;
+                const int hindmost = *std::min_element(begun.begin(), begun.end());
+                if (!finished && step + 1 - hindmost > most) most = step + 1 - hindmost;
+            }
+            finished = true;
+            pace.finish();
+        });
+    for (auto& thread : threads) thread.join();
+    return most;
+}
 extern "C" int complete_before(const int* tile, int panels, int group) {
     Found found;
     std::memcpy(&found, tile, sizeof(found));
@@ -85,9 +119,10 @@ def kernels(tmp_path_factory):
     schedule = re.search(r"struct Place \{.*?struct Schedule.*?\n};\n", core, re.DOTALL).group()
     order = re.search(r"struct Order \{.*?\n};\n", gemm, re.DOTALL).group()
     rounds = re.search(r"struct Order \{.*?struct Rounds.*?\n};\n", panels, re.DOTALL).group()
+    pace = re.search(r"struct Pace \{.*?\n};\n", panels, re.DOTALL).group()
     folder = tmp_path_factory.mktemp("schedule")
-    (folder / "schedule.cpp").write_text(HARNESS % (schedule, order, rounds))
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "schedule.so", "schedule.cpp"]
+    (folder / "schedule.cpp").write_text(HARNESS % (schedule, order, rounds + pace))
+    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-o", "schedule.so", "schedule.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "schedule.so"))
 
@@ -120,12 +155,11 @@ def test_every_tile_once(kernels, counts, n_tiles, claims):
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(n_tiles)}
 
 
-@pytest.mark.parametrize("claims", [False, True])
 @pytest.mark.parametrize(("panels", "group"), [(1, 4), (5, 1), (8, 2), (7, 4)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_every_tile_of_panels_once_and_sums_after_it(kernels, counts, panels, group, claims):
+def test_every_tile_of_panels_once_and_sums_after_it(kernels, counts, panels, group):
     """What a tile says is complete has none of the tiles that its block has from there on."""
-    found, blocks, tiles = worked_tiles(kernels.of_panels, counts, (panels, group), claims)
+    found, blocks, tiles = worked_tiles(kernels.of_panels, counts, (panels, group), False)
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(panels)}
     for block in range(BLOCKS):
         own = [tile for tile, worked_by in zip(found, blocks, strict=True) if worked_by == block]
@@ -136,13 +170,23 @@ def test_every_tile_of_panels_once_and_sums_after_it(kernels, counts, panels, gr
     assert kernels.complete_before((ctypes.c_int * 4)(0, 0, 0, 0), panels, group) == panels
 
 
-def test_tiles_are_claimed_where_weights_do_not_stay_in_the_cache():
-    def claims(L, k, E, K):
-        return launch_config.claims_tiles(K, L * k, E, launch_config.H200)
+@pytest.mark.parametrize("steps", [(400,) * 7, (160, 168, 168, 176, 200, 200, 200), (5, 0, 300, 3), (50,)], ids=str)
+def test_blocks_keep_pace(kernels, steps):
+    """Nobody is further ahead than the steps between two looks, twice, and all get to their end."""
+    assert kernels.most_ahead((ctypes.c_int * len(steps))(*steps), len(steps)) <= 8 + 8 + 3
 
-    assert claims(16384, 8, 256, 7168) and claims(16384, 8, 256, 4096)  # DeepSeek-V3
-    assert not claims(8192, 2, 8, 28672)  # 16 tiles of an expert: blocks cannot drift far
-    assert not claims(32768, 8, 128, 4096)
-    assert not claims(65536, 4, 16, 1024)
-    assert not claims(1024, 8, 128, 2048)  # a tile per expert, which shares nothing
-    assert not claims(0, 8, 256, 7168)
+
+def test_tiles_are_claimed_where_blocks_share_weights():
+    def claims(entry, L, k, E, d, h):
+        return launch_config.claims_tiles(
+            entry, h // (128 if entry == "up_fwd" else 256), d, L * k, E, launch_config.H200
+        )
+
+    for entry in ("up_fwd", "down_bwd"):
+        assert claims(entry, 16384, 8, 256, 7168, 2048)  # DeepSeek-V3
+        assert claims(entry, 8192, 2, 8, 4096, 14336)  # Mixtral
+        assert claims(entry, 24576, 8, 128, 1536, 256)  # few tiles to an expert
+        assert not claims(entry, 1024, 8, 128, 2048, 768)  # a tile per expert, which shares nothing
+        assert not claims(entry, 0, 8, 256, 7168, 2048)
+    assert claims("down_bwd", 65536, 4, 16, 1024, 4096)
+    assert not claims("up_fwd", 65536, 4, 16, 1024, 4096)  # short tiles, 4096 to an expert

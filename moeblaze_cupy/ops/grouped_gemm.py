@@ -159,14 +159,19 @@ def gemm(
     config, aligned = config_of(context, entry, a, weight, N, K, activation)
     options = {"stored_product": stored_product is not None}
     variant = variant_of(entry, a, weight, config, aligned, activation, **options)
+    limits, claims = loader.device_limits(context.device), None
+    tiles = launch_config.ceil_div(N, config.tile_columns)
     if config.tier == "sm90":
         b = tensor_maps(context, weight, entry, n, K)
+        if launch_config.claims_tiles(entry, tiles, K, index.num_slots, index.num_experts, limits):
+            claims = context.empty((1,), "int32")
+            context.clear(claims)
     else:
         step = weight.ld if weight.is_k_contiguous(entry) else 1
         b = (*weight.offset(first_column * step), weight.expert_stride, weight.ld)
     partial_sums = None
     if wants_partial_sums:
-        partial_sums = context.empty((launch_config.ceil_div(N, config.tile_columns), index.num_slots), "float32")
+        partial_sums = context.empty((tiles, index.num_slots), "float32")
     args = (
         a.ptr,
         a.shape[1],
@@ -183,14 +188,8 @@ def gemm(
         pointer(row_weights),
         pointer(partial_sums),
         index.num_slots,
+        *((pointer(claims),) if config.tier == "sm90" else ()),
     )
-    limits = loader.device_limits(context.device)
-    if config.tier == "sm90":
-        claims = None
-        if launch_config.claims_tiles(K, index.num_slots, index.num_experts, limits):
-            claims = context.empty((1,), "int32")
-            context.clear(claims)
-        args = (*args, pointer(claims))
     blocks = config.blocks(N, index.max_row_tiles, limits)
     context.launch(variant, (blocks,), config.threads, args, config.shared_bytes)
     return partial_sums

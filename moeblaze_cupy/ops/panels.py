@@ -52,7 +52,7 @@ class _Rounds:
     buffers: tuple[int, ...]  # pointer, panels per group, number, elements from row to row, from buffer to buffer
     token_index_map: Array
     chunks: tuple[int, ...]
-    progress: Array | None  # the last counter is for claims of tiles
+    progress: Array | None
     rest: tuple  # of arrays in the buffers' memory among others; nothing if k = 1, which has no buffers
 
 
@@ -85,9 +85,6 @@ def _sum_of_rows(
         rounds = _by_panels(context, index, weights, out, a, overwrites)
     options = {"weights_dtype": "float32" if weights is None else weights.dtype, "k": k, "chunked": chunks > 1}
     variant = grouped_gemm.variant_of(entry, a, weight, config, aligned, activation, **options)
-    limits, progress, claims = loader.device_limits(context.device), grouped_gemm.pointer(rounds.progress), 0
-    if progress and launch_config.claims_tiles(a.shape[1], index.num_slots, index.num_experts, limits):
-        claims = progress + rounds.progress.size * rounds.progress.itemsize - 4
     args = (
         grouped_gemm.rows_map(context, a, launch_config.TILE_ROWS),
         *grouped_gemm.tensor_maps(context, weight, entry, d, K),
@@ -100,10 +97,9 @@ def _sum_of_rows(
         out.ptr,
         *(L, k),
         *rounds.chunks,
-        progress,
-        claims,
+        grouped_gemm.pointer(rounds.progress),
     )
-    blocks = config.blocks(d, rounds.max_row_tiles, limits)
+    blocks = config.blocks(d, rounds.max_row_tiles, loader.device_limits(context.device))
     context.launch(variant, (blocks,), config.threads, args, config.shared_bytes)
     if rounds.rest:
         aggregate(context, *rounds.rest)
@@ -152,7 +148,8 @@ def _by_chunks(context: Context, index: Index, weights: Array | None, out: Array
     (L, k), d = index.token_index_map.shape, out.shape[1]
     tokens = launch_config.ceil_div(L, chunks)
     lists = token_chunks(context, index, chunks, tokens)
-    memory, progress = _with_counters(context, 2 * tokens * k * d, 2 * chunks + 1, out.dtype)
+    counters = launch_config.progress_counters(chunks)
+    memory, progress = _with_counters(context, 2 * tokens * k * d, counters, out.dtype)
     first = (chunks - 1) * tokens
     of_rest = first * k, (L - first, k)
     rest = (
