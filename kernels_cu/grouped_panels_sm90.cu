@@ -105,10 +105,10 @@ __device__ __forceinline__ void carry_word(Word& word, const Rounds& rounds, int
 }
 
 // Keeps the producers of all blocks in step, so that what many of them read comes from memory once: at its i-th EVERY steps a
-// block waits until all have begun the EVERY before. (Without, up_bwd: DeepSeek-V3 505 -> 542 TFLOP/s, d = 4096, h = 1024 557
-// -> 570, experts of many tokens the same.)
+// block waits until all have begun the EVERY before. (up_bwd without and with: DeepSeek-V3 478 and 562 TFLOP/s, d = 4096, h =
+// 1024 569 and 598, conf3 632 and 656. Not for short tiles: d = 1536, h = 256, of 8 steps, 425 and 405.)
 struct Pace {
-    static constexpr int EVERY = 8, SLOTS_OF_STEPS = 4;
+    static constexpr int EVERY = 8, SLOTS_OF_STEPS = 4, LEAST_STEPS = 12;
     static_assert(EVERY >= 8, "no less than PanelRows::SPREAD");
     int* passed;  // blocks that have begun their i-th EVERY steps, in counter i % 4, again and again; then, if one has finished
     int steps = 0, seen = 0;
@@ -368,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             return;
         }
         if (threadIdx.x > 0) return;
-        Pace pace = {progress ? progress + 2 * rounds.count : nullptr};
+        Pace pace = {progress && steps >= Pace::LEAST_STEPS ? progress + 2 * rounds.count : nullptr};
         for (int number = 0; schedule.valid(); ++number) {
             const Place place = schedule.own.place;
             const int n = place.n * BN, expert = CHUNKED ? place.expert % rounds.experts : place.expert;

@@ -117,8 +117,8 @@ def claims_tiles(entry: str, column_tiles: int, K: int, num_slots: int, num_expe
 
     If each takes every n-th, blocks drift apart by whole tiles, and find that the L2 cache has lost what others have
     read. Claims keep those that read the same weights together: DeepSeek-V3's down_bwd reads 15.5 GB from memory in
-    place of 22.3 (10.4 at least) and reaches 511 TFLOP/s in place of 462, up_fwd for d = 4096, h = 1024 617 in place
-    of 578, for d = 2048, h = 1024 611 and 592, for d = 1536, h = 256 512 and 492. They also make blocks finish their
+    place of 22.3 (10.4 at least) and reaches 511 TFLOP/s in place of 462; up_fwd for d = 4096, h = 1024 goes from 603
+    to 618, for d = 1536, h = 256 from 492 to 512, down_bwd of conf5 from 383 to 398. They also make blocks finish their
     tiles at one time, which up_fwd feels where its tiles are short and many to an expert (conf4 500 -> 474).
     """
     row_tiles = num_slots // num_experts // TILE_ROWS

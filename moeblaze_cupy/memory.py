@@ -6,8 +6,8 @@ gated activations, else 1. L*k is the number of routed slots. Every size is in b
 Each term carries its formula as text, written so that Python can evaluate it over these letters, `min`, `max` and
 `ceil`; the tests do, so the text and the number cannot drift apart.
 
-The buffers are those that `ops.experts` allocates. Dispatch's counters are left out: they are small, and free again
-before the first expert product.
+The buffers are those that `ops.experts` allocates. Left out are dispatch's counters, which are small and free again
+before the first expert product, and the 4 bytes by which blocks of up_fwd and down_bwd claim their tiles.
 """
 
 from dataclasses import dataclass
