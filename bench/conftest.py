@@ -175,7 +175,7 @@ def time_device(benchmark, request):
             extra["gpu_state"], of_one = measure.keep_busy(work, busy)
             swing = measure.ROUND_SECONDS if busy == measure.BUSY_SECONDS else 0
             rounds = max(rounds, min(100, round(swing / of_one)))
-        if back_to_back:
+        if back_to_back and not benchmark.disabled:
             extra["back_to_back_ms"] = 1e3 * measure.back_to_back_seconds(work, of_one if has_gpu else 0)
         benchmark.pedantic(
             measure.CLOCK.run, args=(work, calls, lead), rounds=rounds if has_gpu else 2, warmup_rounds=int(has_gpu)

@@ -41,7 +41,8 @@
 // counts the blocks that have summed round i: all of them, before round i + buffers is stored over it.
 // Nobody waits in a circle. Of the blocks that wait for a buffer, that with the earliest round waits for rows of rounds before
 // it. A block that has such rows waits neither for a buffer, as its round would be earlier, nor for Pace: who does is 11 steps
-// ahead of the hindmost, so that its consumers have stored all tiles up to the one for which that waits.
+// ahead of the hindmost, so that its consumers have stored all tiles up to the one for which that waits. This takes tiles that
+// are fixed, every gridDim.x-th: steps do not tell the round of a claimed one.
 #include "gemm_core_sm90.cuh"
 
 typedef WEIGHT weight_t;
@@ -109,7 +110,6 @@ __device__ __forceinline__ void carry_word(Word& word, const Rounds& rounds, int
 // 1024 569 and 598, conf3 632 and 656. Not for short tiles: d = 1536, h = 256, of 8 steps, 425 and 405.)
 struct Pace {
     static constexpr int EVERY = 8, SLOTS_OF_STEPS = 4, LEAST_STEPS = 12;
-    static_assert(EVERY >= 8, "no less than PanelRows::SPREAD");
     int* passed;  // blocks that have begun their i-th EVERY steps, in counter i % 4, again and again; then, if one has finished
     int steps = 0, seen = 0;
 
@@ -279,6 +279,8 @@ struct PanelRows : EpilogueBase {
         if (++done == rows) tell_stored();
     }
 };
+
+static_assert(Pace::EVERY >= PanelRows::SPREAD, "who waits for the hindmost block has stored its tile before");
 
 // The same where k = 1: each row to its token, times the token's weight.
 struct TokenRows : EpilogueBase {

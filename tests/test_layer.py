@@ -46,7 +46,7 @@ LARGER = [
     # the epilogue of dA beside so many k-steps that most have no row of it
     Case(L=1024, k=4, E=4, d=4168, h=1160, routing="skewed"),
     # panels in groups of two and of four, of which the last has one
-    Case(L=900, k=3, E=4, d=1608, h=72, routing="skewed"),
+    Case(L=900, k=3, E=4, d=1608, h=392, routing="skewed"),
     Case(L=700, k=4, E=5, d=3080, h=64, routing="absent", order="transposed"),
     # the epilogue of dA beside several k-steps of the next tile
     Case(L=3000, k=4, E=8, d=512, h=512),
@@ -185,8 +185,8 @@ def test_chunks_without_rows(without):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(L=4096, k=8, E=32, d=1536, h=256, routing="skewed"),  # sums beside the products, in groups of panels
-        Case(L=20000, k=4, E=8, d=1024, h=256, routing="skewed"),  # and by chunks of tokens
+        Case(L=4096, k=8, E=32, d=1536, h=776, routing="skewed"),  # sums beside the products, in groups of panels
+        Case(L=20000, k=4, E=8, d=1024, h=776, routing="skewed"),  # and by chunks of tokens; both with blocks in step
     ],
     ids=str,
 )
@@ -203,14 +203,13 @@ def test_repeated_runs_give_the_same_bits(case):
     [
         Case(L=4096, k=8, E=32, d=64, h=520, routing="skewed"),  # one step per tile
         Case(L=3000, k=8, E=40, d=1032, h=392, routing="absent", order="transposed"),
-        Case(L=4096, k=8, E=32, d=1608, h=72),  # panels in groups of two and of four
         Case(L=4096, k=8, E=32, d=3080, h=136, routing="skewed", order="transposed"),
         Case(L=300, k=2, E=3, d=600, h=328),  # fewer tiles than blocks
     ],
     ids=str,
 )
 def test_claimed_tiles_give_the_same_bits(monkeypatch, case):
-    """Whichever block comes to a tile first, as where the weights at work exceed the cache."""
+    """Whichever block comes to a tile first."""
     gpu, host = inputs_of(case, "bfloat16")
     monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: False)
     first = run(case, gpu)
@@ -225,11 +224,15 @@ def test_claimed_tiles_give_the_same_bits(monkeypatch, case):
 @pytest.mark.parametrize("multiprocessors", [131, 114, 7])
 @pytest.mark.parametrize(
     "case",
-    [Case(L=4096, k=8, E=32, d=3080, h=136), Case(L=8201, k=3, E=3, d=1032, h=72, routing="absent")],
+    [
+        Case(L=4096, k=8, E=32, d=3080, h=392),
+        Case(L=900, k=3, E=4, d=1608, h=392, routing="skewed"),  # fewer tiles in a group of panels than blocks
+        Case(L=8201, k=3, E=3, d=1032, h=776, routing="absent"),
+    ],
     ids=str,
 )
 def test_any_number_of_blocks_gives_the_same_bits(monkeypatch, case, multiprocessors):
-    """Blocks whose number is not a multiple of the panels of a group, or of chunks."""
+    """Blocks, kept in step, whose number is not a multiple of the panels of a group, or of chunks."""
     gpu, _ = inputs_of(case, "bfloat16")
     first = run(case, gpu)
     limits = replace(loader.device_limits(0), multiprocessors=multiprocessors)
