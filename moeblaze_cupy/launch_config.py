@@ -72,7 +72,7 @@ class GemmConfig:
 
     def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits) -> int:
         """The portable tier has a block per tile, Hopper's at most one per multiprocessor."""
-        tiles = ceil_div(columns, self.tile_columns) * max_row_tiles
+        tiles = column_tiles(columns, self.tile_columns) * max_row_tiles
         return tiles if self.tier == "sm80" else min(tiles, limits.multiprocessors)
 
 

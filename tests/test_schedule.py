@@ -38,7 +38,7 @@ constexpr int BM = 128;
 constexpr bool CHUNKED = false;
 %s
 template <class Order>
-int work(const Order& order, const int* row_tiles, const int* offsets, int tiles, int blocks, int claims,
+int work(const Order& order, const int* row_tiles, const int* offsets, int tiles, int blocks, bool claims,
          const int* turns, int num_turns, int* found, int* worked_by) {
     gridDim.x = blocks;
     int counter = 0, count = 0;
@@ -67,15 +67,15 @@ namespace gemm {
 namespace panels {
 %s
 }
-extern "C" int of_gemm(const int* row_tiles, const int* offsets, int n_tiles, int blocks, int claims, const int* turns,
+extern "C" int of_gemm(const int* row_tiles, const int* offsets, int n_tiles, int claims, int blocks, const int* turns,
                        int num_turns, int* found, int* worked_by) {
     const gemm::Order order = {unsigned(n_tiles)};
     return work(order, row_tiles, offsets, row_tiles[0] * n_tiles, blocks, claims, turns, num_turns, found, worked_by);
 }
-extern "C" int of_panels(const int* row_tiles, const int* offsets, int panels, int group, int blocks, int claims,
-                         const int* turns, int num_turns, int* found, int* worked_by) {
+extern "C" int of_panels(const int* row_tiles, const int* offsets, int panels, int group, int blocks, const int* turns,
+                         int num_turns, int* found, int* worked_by) {
     const panels::Order order = {row_tiles[0], panels, group};
-    return work(order, row_tiles, offsets, order.tiles(), blocks, claims, turns, num_turns, found, worked_by);
+    return work(order, row_tiles, offsets, order.tiles(), blocks, false, turns, num_turns, found, worked_by);
 }
 // Each block a thread of its own, slowed at random. The most steps that one was ahead of another while none was done.
 extern "C" int most_ahead(const int* steps, int blocks) {
@@ -130,8 +130,11 @@ def kernels(tmp_path_factory):
 COUNTS = [(512,) * 6, (1, 0, 128, 129, 0, 700), (0, 0, 5000, 64, 0), (2049, 2048, 4100), (3,), (0, 0), (100,) * 40]
 
 
-def worked_tiles(function, counts, geometry, claims):
-    """Tiles (expert, first row, column tile, rows) and their blocks, in the order of work, and the tiles of rows."""
+def worked_tiles(function, counts, *geometry):
+    """Tiles (expert, first row, column tile, rows) and their blocks, in the order of work, and the tiles of rows.
+
+    geometry: the number of column tiles, and what else the function takes.
+    """
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     entries = [(e, row) for e in range(len(counts)) for row in range(offsets[e], offsets[e + 1], 128)]
     row_tiles = np.array([(len(entries), 128), *entries], np.int32)
@@ -141,7 +144,7 @@ def worked_tiles(function, counts, geometry, claims):
     row_tiles, offsets_, turns_, found_, blocks_ = (
         a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found, blocks)
     )
-    count = function(row_tiles, offsets_, *geometry, BLOCKS, int(claims), turns_, len(turns), found_, blocks_)
+    count = function(row_tiles, offsets_, *geometry, BLOCKS, turns_, len(turns), found_, blocks_)
     assert count == most
     tiles = {(e, row, min(128, offsets[e + 1] - row)) for e, row in entries}
     return [tuple(map(int, tile)) for tile in found[:count]], blocks[:count], tiles
@@ -151,7 +154,7 @@ def worked_tiles(function, counts, geometry, claims):
 @pytest.mark.parametrize("n_tiles", [1, 3, 8])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_tile_once(kernels, counts, n_tiles, claims):
-    found, _, tiles = worked_tiles(kernels.of_gemm, counts, (n_tiles,), claims)
+    found, _, tiles = worked_tiles(kernels.of_gemm, counts, n_tiles, claims)
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(n_tiles)}
 
 
@@ -159,7 +162,7 @@ def test_every_tile_once(kernels, counts, n_tiles, claims):
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_tile_of_panels_once_and_sums_after_it(kernels, counts, panels, group):
     """What a tile says is complete has none of the tiles that its block has from there on."""
-    found, blocks, tiles = worked_tiles(kernels.of_panels, counts, (panels, group), False)
+    found, blocks, tiles = worked_tiles(kernels.of_panels, counts, panels, group)
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(panels)}
     for block in range(BLOCKS):
         own = [tile for tile, worked_by in zip(found, blocks, strict=True) if worked_by == block]

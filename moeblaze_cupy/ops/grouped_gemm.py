@@ -160,10 +160,10 @@ def gemm(
     options = {"stored_product": stored_product is not None}
     variant = variant_of(entry, a, weight, config, aligned, activation, **options)
     limits, claims = loader.device_limits(context.device), None
-    tiles = launch_config.ceil_div(N, config.tile_columns)
+    column_tiles = launch_config.column_tiles(N, config.tile_columns)
     if config.tier == "sm90":
         b = tensor_maps(context, weight, entry, n, K)
-        if launch_config.claims_tiles(entry, tiles, K, index.num_slots, index.num_experts, limits):
+        if launch_config.claims_tiles(entry, column_tiles, K, index.num_slots, index.num_experts, limits):
             claims = context.empty((1,), "int32")
             context.clear(claims)
     else:
@@ -171,7 +171,7 @@ def gemm(
         b = (*weight.offset(first_column * step), weight.expert_stride, weight.ld)
     partial_sums = None
     if wants_partial_sums:
-        partial_sums = context.empty((tiles, index.num_slots), "float32")
+        partial_sums = context.empty((column_tiles, index.num_slots), "float32")
     args = (
         a.ptr,
         a.shape[1],
@@ -274,7 +274,7 @@ def _wgrad(
     config = launch_config.gemm(p.dtype, aligned, False, limits)
     options = {"accumulate": gradient.arrays[0].dtype if accumulate else None}
     variant = variant_of(entry, p, gradient, config, aligned, activation, **options)
-    tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.ceil_div(N, config.tile_columns)
+    tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N, config.tile_columns)
     args = (
         p.ptr,
         p.shape[1],
