@@ -137,7 +137,7 @@ def _by_panels(
         index.max_row_tiles,
         (grouped_gemm.pointer(memory), buffers.group, buffers.number, ld, stride),
         index.token_index_map,
-        (0, 0, 0, 0),
+        (0, index.num_experts, 0, 0),
         progress,
         rest,
     )
