@@ -180,11 +180,11 @@ def num_token_chunks(num_tokens: int, k: int, num_experts: int, columns: int) ->
     Two chunks' rows take half of a routed (L*k, columns) buffer, and the left operand comes from memory once; panels
     that go one by one read it once each (d = 1024: conf3's down_fwd 548 TFLOP/s, by chunks 618; up_bwd 588 and 632).
     Panels in groups are as good (d = 2048: 617 and 629, 631 and 623). The last tile of each expert's rows of a chunk is
-    half empty, so these are to be many: 4096 gained that much, 1024 nothing, and the limit lies between.
+    half empty, so these are to be many: 4096 gained that much, 1024 as in conf5 5% (544 and 572, 553 and 575).
     """
     by_panels = k == 1 or columns <= 2 * PANEL_COLUMNS or panel_group(columns, k) > 1
     chunks = 4
-    few_rows = num_tokens * k < num_experts * 2048 * chunks
+    few_rows = num_tokens * k < num_experts * 1024 * chunks
     few_tokens = num_tokens < chunks * chunks  # else the last chunk has tokens, and the others are whole
     return 1 if by_panels or few_rows or few_tokens or num_experts * chunks > MAX_PARTS else chunks
 
