@@ -3,7 +3,7 @@
 //   warpgroup 0, producer: fills the buffers; full[s] expects one arrival with the bytes of bulk copies, and 128 cp.async
 //     arrivals more in kernels that gather.
 //   warpgroups 1 and 2, consumers: 64 rows each, 4 wgmma m64n256k16 per stage, one group in flight; empty[s] expects
-//     one arrival of each of the 8 warps.
+//     one arrival of each of the 8 warps, in pairs of blocks of each of the 16.
 // Epilogues run behind the next tile's products: a warp leaves its 16 rows of a finished tile in shared memory, as 16-bit
 // elements, and works through them while products of the next tile are in flight.
 // Buffers hold operands as lines of 128 bytes, 16-byte chunk c of line l at chunk c ^ (l & 7), the 128-byte swizzle of
@@ -28,7 +28,8 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
 // One lane's value for all: so the compiler knows that it is the same, and keeps what follows from it in uniform registers.
 __device__ __forceinline__ unsigned uniform(unsigned v) { return __shfl_sync(0xffffffffu, v, 0); }
 
-// The barriers of the ring, by shared address.
+// The barriers of the ring, by shared address; BLOCKS: 2 if the blocks of a cluster fill each other's buffers.
+template <int BLOCKS>
 struct Barriers {
     unsigned full, empty;
     __device__ __forceinline__ Barriers(uint64 (&storage)[2 * STAGES], int full_arrivals)
@@ -36,11 +37,26 @@ struct Barriers {
         if (threadIdx.x == 0) {
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(full + 8 * s, full_arrivals);
-                mbarrier_init(empty + 8 * s, 8);
+                mbarrier_init(empty + 8 * s, 8 * BLOCKS);
             }
             fence_mbarrier_init();
         }
         __syncthreads();
+        if (BLOCKS == 2) {
+            cluster_arrive();
+            cluster_wait();
+        }
+    }
+};
+
+// A consumer warp's word that it has read a stage, to the producers that fill it.
+template <int BLOCKS>
+struct Release {
+    const unsigned empty;  // of the block to which this lane says so
+    __device__ __forceinline__ Release(const Barriers<BLOCKS>& barriers)
+        : empty(BLOCKS == 1 ? barriers.empty : cluster_address(barriers.empty, threadIdx.x & 1)) {}
+    __device__ __forceinline__ void operator()(int stage) const {
+        if (threadIdx.x % 32 < BLOCKS) BLOCKS == 1 ? mbarrier_arrive(empty + 8 * stage) : mbarrier_arrive_cluster(empty + 8 * stage);
     }
 };
 
@@ -58,28 +74,31 @@ struct Place {
     int expert, row, n;
 };
 
-// Word of the producer to consumers, in shared memory: a tile and how many rows it has, 0 if there is none. Given for the
-// next tile before the last stage of a tile is announced, it may be read when that stage is full; consumers are up to
-// STAGES tiles behind.
+// Word of the producer to consumers, in shared memory: a tile and how many rows it has: 0 if of a pair of blocks only the other
+// has one, END if there is none. Given for the next tile before the last stage of a tile is announced, it may be read when
+// that stage is full; consumers are up to STAGES tiles behind.
 struct alignas(16) Found {
     Place place;
     int rows;
 };
-constexpr int FOUND = 8;
+constexpr int FOUND = 8, END = -1;
 
 // This block's tiles, in an Order that says of tile t
 //   listed(t)                      which entry of dispatch's list names its expert
 //   place(t, entry, first, end)    where it is; first, end: the rows of that expert
-// The first three are blockIdx.x and on by gridDim.x, and the rest as advance is told. What a tile needs is loaded while
-// those before it are worked on: found out at a tile's start it costs three loads in a row.
-template <class Order>
+//   shares(t, entry, first, end)   with BLOCKS = 2: whether tile t ^ 1 is of the same expert and columns
+// The first three are blockIdx.x and on by gridDim.x, and the rest as advance is told; a pair of blocks has tiles 2 i and
+// 2 i + 1 at a time. What a tile needs is loaded while those before it are worked on: found out at a tile's start it costs
+// three loads in a row.
+template <class Order, int BLOCKS>
 struct Schedule {
     const Order order;
     const int2* const row_tiles;
     const int* const expert_token_offsets;
     const int tiles;
-    int t, next_t, t_after;
-    Found own;                     // no rows: all is done
+    int next_t, t_after;
+    Found own;
+    bool shared = false;           // own's columns, with the other block of the pair
     int2 next_entry, entry_after;  // (expert, first row)
     int next_first, next_end;
 
@@ -90,18 +109,18 @@ struct Schedule {
         advance(following());
     }
     __device__ __forceinline__ int2 at(int tile) const { return tile < tiles ? row_tiles[order.listed(tile)] : make_int2(0, 0); }
-    __device__ __forceinline__ bool valid() const { return t < tiles; }
+    __device__ __forceinline__ bool valid() const { return own.rows != END; }
     __device__ __forceinline__ Found next() const {
-        if (next_t >= tiles) return {};
+        if (next_t >= tiles) return {{}, BLOCKS == 2 && next_t & 1 && next_t == tiles ? 0 : END};
         const Place place = order.place(next_t, next_entry, next_first, next_end);
         return {place, min(BM, next_end - place.row)};
     }
     // The tile after those that are known.
     __device__ __forceinline__ int following() const { return t_after + static_cast<int>(gridDim.x); }
     // Blocks drift apart by whole tiles: by `counter` (zero at launch) they take tiles as they come to them, so that those that
-    // read the same weights start together.
+    // read the same weights start together. For a pair, by its first block.
     __device__ __forceinline__ int claim(int* counter) const {
-        return counter && t_after < tiles ? 3 * static_cast<int>(gridDim.x) + atomicAdd(counter, 1) : following();
+        return counter && t_after < tiles ? 3 * static_cast<int>(gridDim.x) + atomicAdd(counter, BLOCKS) : following();
     }
     // At a tile's start, and at its end.
     __device__ __forceinline__ void prefetch() {
@@ -111,7 +130,8 @@ struct Schedule {
     }
     __device__ __forceinline__ void advance(int claimed) {
         own = next();
-        t = next_t, next_t = t_after, t_after = claimed;
+        if constexpr (BLOCKS == 2) shared = (next_t | 1) < tiles && order.shares(next_t, next_entry, next_first, next_end);
+        next_t = t_after, t_after = claimed;
     }
 };
 
@@ -157,10 +177,10 @@ struct EpilogueBase {
 // acc = this warpgroup's 64 x 256 over `steps` stages; acc[j] is a tile of mma.m16n8k16 of rows 16 * warp .. Without
 // `active` the stages only pass. Before each step a share of step / steps of the epilogue's rows is done; what the step
 // needs is asked for ahead of them, so that they hide the latency.
-template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, class Epilogue>
-__device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool active, Ring& ring, const Barriers& barriers,
+template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, int BLOCKS, class Epilogue>
+__device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool active, Ring& ring, const Barriers<BLOCKS>& barriers,
                                         Epilogue& epilogue) {
-    const bool signals = threadIdx.x % 32 == 0;
+    const Release<BLOCKS> release(barriers);
     const unsigned shared = uniform(shared_address(dynamic_shared));
     const unsigned a_low = descriptor_low(shared + uniform(consumer_warp() / 4) * 8192), b_low = descriptor_low(shared + A_BYTES);
     const int share = (16 << 16) / max(min(steps, Epilogue::SPREAD), 1) + 1;  // of 16 rows per step, in 1 / 65536
@@ -176,7 +196,7 @@ __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool act
         if (step == steps) break;
         if (drains && step > 0) {  // done with by now: the producer need not wait for the next step's issue
             wgmma_wait<0>();
-            if (signals) mbarrier_arrive(barriers.empty + 8 * previous);
+            release(previous);
         }
         const uint64 a = descriptor(a_low + stage * (STAGE_BYTES >> 4)), b = descriptor(b_low + stage * (STAGE_BYTES >> 4));
         if (!full) wait(barriers.full + 8 * stage, ring.parity);
@@ -189,11 +209,11 @@ __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool act
             wgmma_commit();
             if (!drains) wgmma_wait<1>();
         }
-        if (!drains && step > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
+        if (!drains && step > 0) release(previous);
         previous = stage;
         ring.advance();
     }
     epilogue.end();
     wgmma_wait<0>();
-    if (steps > 0 && signals) mbarrier_arrive(barriers.empty + 8 * previous);
+    if (steps > 0) release(previous);
 }

@@ -7,18 +7,25 @@
 //   partial_sums    (column tiles, num_slots) fp32, one column tile being 256 columns (128 of a gated ACTIVATE)
 //   claims          (1,) int32, zeroed: blocks claim their tiles; null: each takes every gridDim.x-th
 //
-// Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
+// Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB. PAIRED:
+// blocks work in pairs, clusters of two, and their number is even.
 // Tile: 128 rows x 256 columns (of them 128 gate beside 128 up), K in steps of 64, STAGES = 3 buffers of 48 KiB, the
 // finished tile's 64 KiB, and 16 KiB for the a and b that ACTIVATE_BWD reads, two rows per warp.
 //   warpgroup 0, producer: its 128 threads gather A's rows by cp.async into the 128-byte swizzle; thread 0 also issues B's
 //     boxes, announces their bytes, claims tiles and says which comes next: full[s] expects 129 arrivals, and who has waited
-//     for a tile's last one may read on.
+//     for a tile's last one may read on. A claim reaches the threads, of a pair those of both blocks, through claimed[] and
+//     the barrier of its place there, which expects thread 0's arrival and 4 bytes.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
+// A pair has two neighbouring tiles at a time. If they are of the same columns, as most are, each block fetches half of B for
+// both, and the L2 cache gives 32 KiB per block and step in place of 48; if not, each its own. Either way a stage is filled
+// when the consumers of both have released it. (DeepSeek-V3, up_fwd 544 -> 587 TFLOP/s, down_bwd 499 -> 540. A step's wait
+// for the other block costs more where tiles are short: conf2 610 -> 595 and 420 -> 406.)
 #include "epilogue_sm90.cuh"
 
 typedef EPILOGUE Epilogue;
 constexpr int TILE_COLUMNS = Epilogue::TILE_COLUMNS;
 constexpr bool SPLIT = TILE_COLUMNS == 128;  // gate beside up
+constexpr int BLOCKS = PAIRED ? 2 : 1;
 constexpr int LINES_PER_THREAD = 8;  // producer thread t copies chunk t % 8 of lines t / 8 + 16 i
 
 // An expert's row tiles, in even groups of about 16, by all column tiles: what runs at one time is near a square, which reads
@@ -26,25 +33,46 @@ constexpr int LINES_PER_THREAD = 8;  // producer thread t copies chunk t % 8 of 
 struct Order {
     unsigned n_tiles;
     __device__ __forceinline__ int listed(int t) const { return unsigned(t) / n_tiles; }
-    __device__ __forceinline__ Place place(int t, int2 entry, int first, int end) const {
+    struct Group {
+        unsigned start, rows, within;  // the expert's row tiles from start on, and which of the group's tiles t is
+    };
+    __device__ __forceinline__ Group group(int t, int2 entry, int first, int end) const {
         constexpr unsigned GROUP = 16;
         const unsigned tiles = max((end - first + BM - 1) / BM, 1), index = unsigned(entry.y - first) / BM;
         const unsigned groups = max((tiles + GROUP / 2) / GROUP, 1u), height = (tiles + groups - 1) / groups;
-        const unsigned start = index / height * height, rows = min(height, tiles - start);
-        const unsigned within = t - (listed(t) - index + start) * n_tiles;
-        return {entry.x, first + static_cast<int>(start + within % rows) * BM, static_cast<int>(within / rows)};
+        const unsigned start = index / height * height;
+        return {start, min(height, tiles - start), t - (listed(t) - index + start) * n_tiles};
+    }
+    __device__ __forceinline__ Place place(int t, int2 entry, int first, int end) const {
+        const Group g = group(t, entry, first, end);
+        return {entry.x, first + static_cast<int>(g.start + g.within % g.rows) * BM, static_cast<int>(g.within / g.rows)};
+    }
+    __device__ __forceinline__ bool shares(int t, int2 entry, int first, int end) const {
+        const Group g = group(t, entry, first, end);  // another group's tile would be before the first, or past the last column
+        return (g.within + 1 - 2 * (t & 1)) / g.rows == g.within / g.rows;
     }
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+#if PAIRED
+#define CLUSTERS __cluster_dims__(2)
+#else
+#define CLUSTERS
+#endif
+
+extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     ENTRY(const element* a, int64 lda, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
           int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets,
           const int* row_tiles, element* first_layer, element* first_layer_grad, element* product,
           const element* stored_product, const float* row_weights, float* partial_sums, int64 num_slots, int* claims) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     __shared__ Found found[FOUND];  // by the number of the tile, as
-    __shared__ int claimed[FOUND];  // what thread 0 claims while it fills its stages
-    const Barriers barriers(barrier_storage, 128 + 1);
+    __shared__ int claimed[FOUND];  // what thread 0, of a pair's first block, claims while it fills its stages
+    __shared__ uint64 claim_storage[FOUND];
+    const int block = BLOCKS == 2 ? blockIdx.x & 1 : 0;  // of the pair
+    const unsigned claim_barriers = shared_address(claim_storage);
+    if (threadIdx.x == 0)
+        for (int i = 0; i < FOUND; ++i) mbarrier_init(claim_barriers + 8 * i, 1);
+    const Barriers<BLOCKS> barriers(barrier_storage, 128 + 1);
     const unsigned shared = shared_address(dynamic_shared);
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
     const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = row_tiles[0] * n_tiles;
@@ -53,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         Ring ring;
         setmaxnreg_dec<72>();
-        Schedule<Order> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
+        Schedule<Order, BLOCKS> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
         if (threadIdx.x == 0) found[0] = schedule.own;
         __syncthreads();
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
@@ -62,11 +90,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         auto load_tokens = [&](const Found& tile) {  // past the expert's end its last row again, never stored
 #pragma unroll
             for (int i = 0; i < LINES_PER_THREAD; ++i)
-                tokens[i] = expert_token_indices[tile.place.row + min(line + 16 * i, tile.rows - 1)];
+                tokens[i] = expert_token_indices[tile.place.row + min(line + 16 * i, max(tile.rows - 1, 0))];
         };
         if (schedule.valid()) load_tokens(schedule.own);
         for (int number = 0; schedule.valid(); ++number) {
-            const int claim = threadIdx.x == 0 ? schedule.claim(claims) : 0;
+            const unsigned claim_to = shared_address(&claimed[number % FOUND]), claim_full = claim_barriers + 8 * (number % FOUND);
+            const bool claims_here = threadIdx.x == 0 && block == 0;
+            const int claim = claims_here ? schedule.claim(claims) : 0;
+            if (threadIdx.x == 0) mbarrier_arrive_expect_tx(claim_full, sizeof(int));
             const element* a_rows[LINES_PER_THREAD];
 #pragma unroll
             for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
@@ -79,19 +110,28 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 const unsigned full = barriers.full + 8 * ring.stage, bytes = k0 + chunk * 8 < K ? 16 : 0;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 if (threadIdx.x == 0) {
-                    if (step == steps - 1) claimed[number % FOUND] = claim, found[(number + 1) % FOUND] = schedule.next();
+                    if (step == steps - 1) found[(number + 1) % FOUND] = schedule.next();
                     mbarrier_arrive_expect_tx(full, B_BYTES);
                     const unsigned b_dst = shared + stage + A_BYTES;
-                    constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
+                    auto load = [&](int from, auto copy) {  // half of the tile's columns
+                        constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
 #pragma unroll
-                    for (int box = 0; box < BN / BOX; ++box) {
-                        const TensorMap* map = SPLIT && box * BOX >= 128 ? &b1 : &b0;
-                        const int box_n = n0 + (SPLIT ? box * BOX % 128 : box * BOX);
-                        if (B_K_CONTIGUOUS)
-                            tensor_load_3d(b_dst + box * BOX * 128, map, k0, box_n, place.expert, full);
-                        else
-                            tensor_load_3d(b_dst + box * BOX * 128, map, box_n, k0, place.expert, full);
+                        for (int column = from; column < from + BN / 2; column += BOX) {
+                            const TensorMap* map = SPLIT && column >= 128 ? &b1 : &b0;
+                            const int n = n0 + (SPLIT ? column % 128 : column);
+                            copy(b_dst + column * 128, map, B_K_CONTIGUOUS ? k0 : n, B_K_CONTIGUOUS ? n : k0, place.expert, full);
+                        }
+                    };
+                    if (schedule.shared) {
+                        load(block * (BN / 2), tensor_multicast_3d);
+                    } else {
+                        load(0, tensor_load_3d);
+                        load(BN / 2, tensor_load_3d);
                     }
+                    if (step == min(3, steps - 1) && claims_here)
+#pragma unroll
+                        for (int of = 0; of < BLOCKS; ++of)
+                            store_async(cluster_address(claim_to, of), claim + of, cluster_address(claim_full, of));
                 }
 #pragma unroll
                 for (int i = 0; i < LINES_PER_THREAD; ++i) cp_async_16(a_dst + stage + i * 16 * 128, a_rows[i], bytes);
@@ -101,11 +141,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 ring.advance();
                 if (step == min(2, steps - 1)) {
                     const Found next = schedule.next();
-                    if (next.rows > 0) load_tokens(next);
+                    if (next.rows != END) load_tokens(next);
                 }
             }
-            named_barrier(1, 128);
+            wait(claim_full, number / FOUND & 1);
             schedule.advance(claimed[number % FOUND]);
+        }
+        // The other block's consumers release this one's stages, which must not be gone by then.
+        for (int stage = 0; BLOCKS == 2 && stage < STAGES; ++stage) {
+            wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
+            ring.advance();
         }
         return;
     }
@@ -118,12 +163,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     Epilogue epilogue(operands);
     for (int number = 0;; ++number) {
         const int rows = found[number % FOUND].rows;
-        const bool last = rows == 0, active = warp_row / 64 * 64 < rows;  // of the warpgroup
+        const bool last = rows == END, active = warp_row / 64 * 64 < rows;  // of the warpgroup
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
         const Found tile = found[number % FOUND];
-        epilogue.begin(tile.place.row + warp_row, min(16, tile.rows - warp_row), tile.place.n * TILE_COLUMNS);
+        if (tile.rows > 0) epilogue.begin(tile.place.row + warp_row, min(16, tile.rows - warp_row), tile.place.n * TILE_COLUMNS);
     }
 }

@@ -84,7 +84,7 @@ struct Rounds {
     __device__ __forceinline__ int of(const Found& tile) const { return CHUNKED ? tile.place.expert / experts : tile.place.n; }
     // The rounds before this one have none of the tiles that a block has from this tile on.
     __device__ __forceinline__ int complete_before(const Found& tile) const {
-        return tile.rows == 0 ? count : CHUNKED ? of(tile) : of(tile) / group * group;
+        return tile.rows == END ? count : CHUNKED ? of(tile) : of(tile) / group * group;
     }
 };
 
@@ -336,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __shared__ Found found[FOUND];  // by the number of the tile
     __shared__ Word word;
     if (threadIdx.x < sizeof(Word) / 4) reinterpret_cast<int*>(&word)[threadIdx.x] = 0;
-    const Barriers barriers(barrier_storage, 1);
+    const Barriers<1> barriers(barrier_storage, 1);
     const int K = static_cast<int>(depth), num_buffers = static_cast<int>(buffers);
     const Order order = {row_tiles[0], static_cast<int>((columns + BN - 1) / BN), static_cast<int>(group)};
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         Ring ring;
         setmaxnreg_dec<88>();
-        Schedule<Order> schedule(order, row_tiles, expert_token_offsets, order.tiles());
+        Schedule<Order, 1> schedule(order, row_tiles, expert_token_offsets, order.tiles());
         if (threadIdx.x == 0) found[0] = schedule.own;
         __syncthreads();
         if (threadIdx.x / 32 == 1) {
@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
     for (int number = 0;; ++number) {
         const int rows = found[number % FOUND].rows;
-        const bool last = rows == 0, active = warp_row / 64 * 64 < rows;  // of the warpgroup
+        const bool last = rows == END, active = warp_row / 64 * 64 < rows;  // of the warpgroup
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;

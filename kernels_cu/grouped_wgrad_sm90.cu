@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           const int* expert_token_offsets, OUT* out0, OUT* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns,
           int64 num_experts, int64 halves, const __grid_constant__ TensorMap routed) {
     __shared__ uint64 barrier_storage[2 * STAGES];
-    const Barriers barriers(barrier_storage, 128 + 1);
+    const Barriers<1> barriers(barrier_storage, 128 + 1);
     const unsigned shared = shared_address(dynamic_shared);
     const int M = static_cast<int>(rows), N = static_cast<int>(columns);
     const int m_tiles = (M + BM - 1) / BM, n_tiles = (N + BN - 1) / BN;

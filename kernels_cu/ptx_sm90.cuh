@@ -58,6 +58,36 @@ __device__ __forceinline__ void tensor_load_3d(unsigned dst, const TensorMap* ma
         : "memory");
 }
 
+// As above to the same places of both blocks of a pair, completing on each one's barrier.
+__device__ __forceinline__ void tensor_multicast_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4}], "
+        "[%5], %6;" ::"r"(dst),
+        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(static_cast<unsigned short>(3))
+        : "memory");
+}
+
+// The place in a block of the cluster that has this address in this block.
+__device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned block) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}
+
+// At a cluster address. (With .release.cluster it would wait for the thread's stores to global memory.)
+__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Both at cluster addresses of one block; completes 4 bytes on the barrier.
+__device__ __forceinline__ void store_async(unsigned address, int v, unsigned barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(address), "r"(v), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));

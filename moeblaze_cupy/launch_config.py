@@ -70,9 +70,11 @@ class GemmConfig:
     shared_bytes: int
     stages: int
 
-    def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits) -> int:
-        """The portable tier has a block per tile, Hopper's at most one per multiprocessor."""
+    def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits, paired: bool = False) -> int:
+        """The portable tier has a block per tile, Hopper's at most one per multiprocessor; of pairs an even number."""
         tiles = column_tiles(columns, self.tile_columns) * max_row_tiles
+        if paired:
+            return 2 * min(ceil_div(tiles, 2), limits.multiprocessors // 2)
         return tiles if self.tier == "sm80" else min(tiles, limits.multiprocessors)
 
 
@@ -125,6 +127,17 @@ def claims_tiles(entry: str, column_tiles: int, K: int, num_slots: int, num_expe
     if row_tiles < 2:  # nothing to share
         return False
     return entry == "down_bwd" or K >= 2048 or row_tiles * column_tiles <= 2 * limits.multiprocessors
+
+
+def pairs_blocks(K: int, num_slots: int, num_experts: int) -> bool:
+    """Whether blocks of up_fwd and down_bwd on Hopper work in pairs, each fetching half of the weight's tile for both.
+
+    It takes a third off what the L2 cache gives, and with it some of the power that limits long products; but a block
+    then waits for the other's consumers too, at every step. TFLOP/s without and with, up_fwd and down_bwd: DeepSeek-V3
+    (K = 7168) 544 and 587, 499 and 540; K = 4096, h = 1024 633 and 649, 573 and 573; Mixtral (4096) 658 and 660, 584
+    and 596; at K = 2048 qwen30b 614 and 614, 504 and 499, olmoe 622 and 630, 519 and 507; conf1 (512) 522 and 486.
+    """
+    return K >= 4096 and num_slots // num_experts >= 2 * TILE_ROWS  # else there is little to share
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,7 +193,8 @@ def num_token_chunks(num_tokens: int, k: int, num_experts: int, columns: int) ->
     Two chunks' rows take half of a routed (L*k, columns) buffer, and the left operand comes from memory once; panels
     that go one by one read it once each (d = 1024: conf3's down_fwd 548 TFLOP/s, by chunks 618; up_bwd 588 and 632).
     Panels in groups are as good (d = 2048: 617 and 629, 631 and 623). The last tile of each expert's rows of a chunk is
-    half empty, so these are to be many: 4096 gained that much, 1024 as in conf5 5% (544 and 572, 553 and 575).
+    half empty, so these are to be many: 4096 gained that much, 1024 as in conf5 1 to 5% (564 and 568, 599 and 610; 544
+    and 572, 553 and 575 in another run).
     """
     by_panels = k == 1 or columns <= 2 * PANEL_COLUMNS or panel_group(columns, k) > 1
     chunks = 4

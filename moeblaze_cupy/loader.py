@@ -75,12 +75,13 @@ def gemm_variant(
     stored_product: bool = False,
     k: int = 8,
     chunked: bool = False,
+    paired: bool = False,
     accumulate: str | None = None,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
-    chunked: products that are summed go by chunks of tokens. accumulate: the dtype of the buffer that a weight gradient
-    is added to, if it is.
+    chunked: products that are summed go by chunks of tokens. paired: Hopper's blocks of up_fwd and down_bwd share a
+    weight's tile. accumulate: the dtype of the buffer that a weight gradient is added to, if it is.
     """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
@@ -109,7 +110,10 @@ def gemm_variant(
         "GATED": int(gated and epilogue != "STORE"),
         "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
     }
-    macros |= {"GATHER": int(epilogue != "STORE")} if tier == "sm80" else {"STORED_PRODUCT": int(stored_product)}
+    if tier == "sm80":
+        macros |= {"GATHER": int(epilogue != "STORE")}
+    else:
+        macros |= {"STORED_PRODUCT": int(stored_product), "PAIRED": int(paired)}
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
 
 
@@ -137,8 +141,8 @@ def variants(
             found[Variant("token_chunks.cu", "")] = None
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
-        for weights_dtype, k, stored_product, chunked, accumulate in itertools.product(
-            weights_dtypes, SLOTS, (False, True), (False, True), totals
+        for weights_dtype, k, stored_product, chunked, paired, accumulate in itertools.product(
+            weights_dtypes, SLOTS, *3 * ((False, True),), totals
         ):
             variant = gemm_variant(
                 entry,
@@ -152,6 +156,7 @@ def variants(
                 stored_product=stored_product and entry == "down_bwd",
                 k=k,
                 chunked=chunked,
+                paired=paired,
                 accumulate=accumulate,
             )
             found[variant] = None

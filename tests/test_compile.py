@@ -242,6 +242,7 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
     elif "WGMMA" in macros:
         gathers = () if macros.get("SLOTS") == "1" else ("LDGSTS",)  # with k = 1 there is nothing to sum or gather
         expected, absent = ("HGMMA", "UTMALDG", *gathers), ("HMMA",)
+        assert (macros.get("PAIRED") == "1") == ("UTMALDG.3D.MULTICAST" in opcodes)
     else:
         expected, absent = ("HMMA", "LDGSTS", "LDSM"), ("HGMMA",)
         assert {o for o in opcodes if o.startswith("HMMA")} == {"HMMA.16816.F32.BF16"}

@@ -81,6 +81,9 @@ def test_gemm_configuration(limits, split, aligned, dtype):
     columns = 2 * config.tile_columns + 1
     assert config.blocks(columns, 5, limits) == 15
     assert config.blocks(columns, 5000, limits) == (limits.multiprocessors if on_hopper else 15000)
+    if on_hopper:
+        assert config.blocks(columns, 5, limits, paired=True) == 16  # an even number
+        assert config.blocks(columns, 5000, limits, paired=True) == limits.multiprocessors // 2 * 2
 
 
 def test_forcing_the_portable_tier_takes_its_configuration_on_hopper(monkeypatch):
@@ -141,7 +144,8 @@ def test_two_groups_of_panels_take_two_thirds_of_a_routed_buffer_at_most(columns
     [
         ((65536, 4, 16, 1024), 4),
         ((65536, 2, 8, 1024), 4),
-        ((16384, 4, 16, 1024), 1),  # 1024 rows of an expert in a chunk
+        ((16384, 4, 16, 1024), 4),  # 1024 rows of an expert in a chunk
+        ((16383, 4, 16, 1024), 1),
         ((65536, 1, 16, 1024), 1),  # no sums
         ((65536, 4, 16, 512), 1),  # one group of panels
         ((65536, 4, 16, 520), 4),

@@ -90,9 +90,9 @@ def test_epilogue_gather_and_segments_of_each_gemm(activation):
 
 
 HOPPER_SOURCES = {
-    "up_fwd": ("grouped_gemm_sm90.cu", {("EPILOGUE", "ActivateRows"), ("STORED_PRODUCT", "0")}),
+    "up_fwd": ("grouped_gemm_sm90.cu", {("EPILOGUE", "ActivateRows"), ("STORED_PRODUCT", "0"), ("PAIRED", "0")}),
     "down_fwd": ("grouped_panels_sm90.cu", {("SLOTS", "8"), ("CHUNKED", "0"), ("WEIGHTED", "1"), ("WEIGHT", "float")}),
-    "down_bwd": ("grouped_gemm_sm90.cu", {("EPILOGUE", "ActivateBwdRows"), ("STORED_PRODUCT", "0")}),
+    "down_bwd": ("grouped_gemm_sm90.cu", {("EPILOGUE", "ActivateBwdRows"), ("STORED_PRODUCT", "0"), ("PAIRED", "0")}),
     "up_bwd": ("grouped_panels_sm90.cu", {("SLOTS", "8"), ("CHUNKED", "0"), ("WEIGHTED", "0"), ("WEIGHT", "float")}),
     "down_wgrad": ("grouped_wgrad_sm90.cu", set()),
     "up_wgrad": ("grouped_wgrad_sm90.cu", set()),
@@ -174,10 +174,11 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     monkeypatch.setattr(loader, "launch", lambda context, variant, *args: target[0].add(variant))
     monkeypatch.setattr(loader, "clear", lambda *args: None)
     element = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    for weights_dtype, k, save, chunks in itertools.product(
-        (np.float32, element), (1, 2, 3, 8), ("minimal", "paper"), (1, 2)
+    for weights_dtype, k, save, chunks, paired in itertools.product(
+        (np.float32, element), (1, 2, 3, 8), ("minimal", "paper"), (1, 2), (False, True)
     ):
         monkeypatch.setattr(launch_config, "num_token_chunks", lambda L, k, *_, made=chunks: made if k > 1 else 1)
+        monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_, made=paired: made)
         case = Case(L=5, k=k, E=9, d=d, h=h, activation=activation, order=order)
         x, ids, weights, w1, w2, grad_out = make_inputs(case, 0, element)
         context = arrays.Context(Host, 0, 0)

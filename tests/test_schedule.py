@@ -14,10 +14,11 @@ from moeblaze_cupy import launch_config
 if COMPILER is None:
     pytest.skip("needs g++", allow_module_level=True)
 
-# Blocks take turns as `turns` says: with claims, who comes first gets the next tile.
+# Blocks, or pairs of them, take turns as `turns` says: with claims, who comes first gets the next tile.
 HARNESS = """
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -37,25 +38,37 @@ inline void add_relaxed(int* p, int v) { __atomic_fetch_add(p, v, __ATOMIC_RELAX
 constexpr int BM = 128;
 constexpr bool CHUNKED = false;
 %s
-template <class Order>
+template <int BLOCKS, class Order>
 int work(const Order& order, const int* row_tiles, const int* offsets, int tiles, int blocks, bool claims,
-         const int* turns, int num_turns, int* found, int* worked_by) {
+         const int* turns, int num_turns, int* found, int* worked_by, int* shared) {
     gridDim.x = blocks;
     int counter = 0, count = 0;
-    std::vector<Schedule<Order>> schedules;
+    std::vector<Schedule<Order, BLOCKS>> schedules;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) schedules.emplace_back(order, row_tiles, offsets, tiles);
     for (int turn = 0; turn < num_turns; ++turn) {
-        auto& own = schedules[turns[turn]];
-        blockIdx.x = turns[turn];
-        if (!own.valid()) continue;
-        const int claim = claims ? own.claim(&counter) : own.following();
-        own.prefetch();
-        const Found tile = own.own, next = own.next();
-        std::memcpy(found + 4 * count, &tile, sizeof(tile));
-        worked_by[count++] = blockIdx.x;
-        own.advance(claim);
-        const Found then = own.own;
-        if (next.rows != then.rows || (then.rows && std::memcmp(&next, &then, sizeof(Found)))) return -2;
+        auto* own = &schedules[turns[turn] / BLOCKS * BLOCKS];
+        if (BLOCKS == 2) {  // the word of both must be the same, as each fetches what the other does not
+            if (own[0].valid() != own[1].valid() || own[0].shared != own[1].shared) return -3;
+            const Place first = own[0].own.place, second = own[1].own.place;
+            const bool both = own[0].own.rows > 0 && own[1].own.rows > 0;
+            const bool same = both && first.expert == second.expert && first.n == second.n;
+            if (same != own[0].shared || (same && std::abs(first.row - second.row) != BM)) return -4;
+        }
+        if (!own[0].valid()) continue;
+        blockIdx.x = turns[turn] / BLOCKS * BLOCKS;
+        const int claim = claims ? own[0].claim(&counter) : own[0].following();
+        for (int of = 0; of < BLOCKS; ++of, ++blockIdx.x) {
+            own[of].prefetch();
+            const Found tile = own[of].own, next = own[of].next();
+            if (tile.rows) {
+                std::memcpy(found + 4 * count, &tile, sizeof(tile));
+                worked_by[count++] = blockIdx.x;
+                *shared += own[of].shared;
+            }
+            own[of].advance(claim + of);
+            const Found then = own[of].own;
+            if (next.rows != then.rows || (then.rows > 0 && std::memcmp(&next, &then, sizeof(Found)))) return -2;
+        }
     }
     for (auto& own : schedules)
         if (own.valid()) return -1;
@@ -67,15 +80,17 @@ namespace gemm {
 namespace panels {
 %s
 }
-extern "C" int of_gemm(const int* row_tiles, const int* offsets, int n_tiles, int claims, int blocks, const int* turns,
-                       int num_turns, int* found, int* worked_by) {
+extern "C" int of_gemm(const int* row_tiles, const int* offsets, int n_tiles, int claims, int paired, int blocks,
+                       const int* turns, int num_turns, int* found, int* worked_by, int* shared) {
     const gemm::Order order = {unsigned(n_tiles)};
-    return work(order, row_tiles, offsets, row_tiles[0] * n_tiles, blocks, claims, turns, num_turns, found, worked_by);
+    const auto of = paired ? work<2, gemm::Order> : work<1, gemm::Order>;
+    const int tiles = row_tiles[0] * n_tiles;
+    return of(order, row_tiles, offsets, tiles, blocks, claims, turns, num_turns, found, worked_by, shared);
 }
 extern "C" int of_panels(const int* row_tiles, const int* offsets, int panels, int group, int blocks, const int* turns,
-                         int num_turns, int* found, int* worked_by) {
+                         int num_turns, int* found, int* worked_by, int* shared) {
     const panels::Order order = {row_tiles[0], panels, group};
-    return work(order, row_tiles, offsets, order.tiles(), blocks, false, turns, num_turns, found, worked_by);
+    return work<1>(order, row_tiles, offsets, order.tiles(), blocks, false, turns, num_turns, found, worked_by, shared);
 }
 // Each block a thread of its own, slowed at random. The most steps that one was ahead of another while none was done.
 extern "C" int most_ahead(const int* steps, int blocks) {
@@ -109,7 +124,7 @@ extern "C" int complete_before(const int* tile, int panels, int group) {
     return panels::Rounds{panels, panels, 1, group}.complete_before(found);
 }
 """
-BLOCKS = 13
+BLOCKS = 14
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +146,8 @@ COUNTS = [(512,) * 6, (1, 0, 128, 129, 0, 700), (0, 0, 5000, 64, 0), (2049, 2048
 
 
 def worked_tiles(function, counts, *geometry):
-    """Tiles (expert, first row, column tile, rows) and their blocks, in the order of work, and the tiles of rows.
+    """Tiles (expert, first row, column tile, rows) and their blocks, in the order of work, the tiles of rows, and how
+    many tiles share their weights with that of the block's pair.
 
     geometry: the number of column tiles, and what else the function takes.
     """
@@ -144,25 +160,31 @@ def worked_tiles(function, counts, *geometry):
     row_tiles, offsets_, turns_, found_, blocks_ = (
         a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found, blocks)
     )
-    count = function(row_tiles, offsets_, *geometry, BLOCKS, turns_, len(turns), found_, blocks_)
+    shared = ctypes.c_int(0)
+    count = function(row_tiles, offsets_, *geometry, BLOCKS, turns_, len(turns), found_, blocks_, ctypes.byref(shared))
     assert count == most
     tiles = {(e, row, min(128, offsets[e + 1] - row)) for e, row in entries}
-    return [tuple(map(int, tile)) for tile in found[:count]], blocks[:count], tiles
+    return [tuple(map(int, tile)) for tile in found[:count]], blocks[:count], tiles, shared.value
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("claims", [False, True])
 @pytest.mark.parametrize("n_tiles", [1, 3, 8])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_every_tile_once(kernels, counts, n_tiles, claims):
-    found, _, tiles = worked_tiles(kernels.of_gemm, counts, n_tiles, claims)
+def test_every_tile_once(kernels, counts, n_tiles, claims, paired):
+    """And of large experts most share their weights: a pair spans two columns once in an expert's row tiles or, of more
+    than 24, in 8 to 24 of them."""
+    found, _, tiles, shared = worked_tiles(kernels.of_gemm, counts, n_tiles, claims, paired)
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(n_tiles)}
+    large = sum(n_tiles * -(-count // 128) for count in counts if count >= 1024)
+    assert shared >= large * 3 // 4 if paired else shared == 0
 
 
 @pytest.mark.parametrize(("panels", "group"), [(1, 4), (5, 1), (8, 2), (7, 4)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_tile_of_panels_once_and_sums_after_it(kernels, counts, panels, group):
     """What a tile says is complete has none of the tiles that its block has from there on."""
-    found, blocks, tiles = worked_tiles(kernels.of_panels, counts, panels, group)
+    found, blocks, tiles, _ = worked_tiles(kernels.of_panels, counts, panels, group)
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(panels)}
     for block in range(BLOCKS):
         own = [tile for tile, worked_by in zip(found, blocks, strict=True) if worked_by == block]
@@ -170,13 +192,21 @@ def test_every_tile_of_panels_once_and_sums_after_it(kernels, counts, panels, gr
             complete = kernels.complete_before((ctypes.c_int * 4)(*tile), panels, group)
             assert complete <= min(n for _, _, n, _ in own[i:])
             assert complete > tile[2] - group  # and no sum waits for the next group
-    assert kernels.complete_before((ctypes.c_int * 4)(0, 0, 0, 0), panels, group) == panels
+    assert kernels.complete_before((ctypes.c_int * 4)(0, 0, 0, -1), panels, group) == panels
 
 
 @pytest.mark.parametrize("steps", [(400,) * 7, (160, 168, 168, 176, 200, 200, 200), (5, 0, 300, 3), (50,)], ids=str)
 def test_blocks_keep_pace(kernels, steps):
     """Nobody is further ahead than the steps between two looks, twice, and all get to their end."""
     assert kernels.most_ahead((ctypes.c_int * len(steps))(*steps), len(steps)) <= 8 + 8 + 3
+
+
+def test_blocks_work_in_pairs_where_products_are_long():
+    assert launch_config.pairs_blocks(7168, 16384 * 8, 256)  # DeepSeek-V3
+    assert launch_config.pairs_blocks(4096, 512, 2)
+    assert not launch_config.pairs_blocks(4096, 511, 2)  # hardly two tiles of an expert's rows
+    assert not launch_config.pairs_blocks(4088, 16384 * 8, 256)
+    assert not launch_config.pairs_blocks(7168, 0, 256)
 
 
 def test_tiles_are_claimed_where_blocks_share_weights():

@@ -157,12 +157,11 @@ def gemm(
     """
     N = columns or n
     config, aligned = config_of(context, entry, a, weight, N, K, activation)
-    options = {"stored_product": stored_product is not None}
-    variant = variant_of(entry, a, weight, config, aligned, activation, **options)
-    limits, claims = loader.device_limits(context.device), None
+    limits, claims, paired = loader.device_limits(context.device), None, False
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
     if config.tier == "sm90":
         b = tensor_maps(context, weight, entry, n, K)
+        paired = launch_config.pairs_blocks(K, index.num_slots, index.num_experts)
         if launch_config.claims_tiles(entry, column_tiles, K, index.num_slots, index.num_experts, limits):
             claims = context.empty((1,), "int32")
             context.clear(claims)
@@ -190,7 +189,9 @@ def gemm(
         index.num_slots,
         *((pointer(claims),) if config.tier == "sm90" else ()),
     )
-    blocks = config.blocks(N, index.max_row_tiles, limits)
+    options = {"stored_product": stored_product is not None, "paired": paired}
+    variant = variant_of(entry, a, weight, config, aligned, activation, **options)
+    blocks = config.blocks(N, index.max_row_tiles, limits, paired)
     context.launch(variant, (blocks,), config.threads, args, config.shared_bytes)
     return partial_sums
 
