@@ -14,7 +14,7 @@
 //   warpgroup 0, producer: its 128 threads gather A's rows by cp.async into the 128-byte swizzle; thread 0 also issues B's
 //     boxes, announces their bytes, claims tiles and says which comes next: full[s] expects 129 arrivals, and who has waited
 //     for a tile's last one may read on. A claim reaches the threads, of a pair those of both blocks, through claimed[] and
-//     the barrier of its place there, which expects thread 0's arrival and 4 bytes.
+//     the barrier of its place there, which expects thread 0's arrival, in a pair with 4 bytes.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
 // A pair has two neighbouring tiles at a time. If they are of the same columns, as most are, each block fetches half of B for
 // both, and the L2 cache gives 32 KiB per block and step in place of 48; if not, each its own. Either way a stage is filled
@@ -97,7 +97,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
             const unsigned claim_to = shared_address(&claimed[number % FOUND]), claim_full = claim_barriers + 8 * (number % FOUND);
             const bool claims_here = threadIdx.x == 0 && block == 0;
             const int claim = claims_here ? schedule.claim(claims) : 0;
-            if (threadIdx.x == 0) mbarrier_arrive_expect_tx(claim_full, sizeof(int));
+            if (BLOCKS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(claim_full, sizeof(int));
             const element* a_rows[LINES_PER_THREAD];
 #pragma unroll
             for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
@@ -128,10 +128,16 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
                         load(0, tensor_load_3d);
                         load(BN / 2, tensor_load_3d);
                     }
-                    if (step == min(3, steps - 1) && claims_here)
+                    if (step == min(3, steps - 1) && claims_here) {
+                        if constexpr (BLOCKS == 1) {
+                            claimed[number % FOUND] = claim;
+                            mbarrier_arrive(claim_full);
+                        } else {
 #pragma unroll
-                        for (int of = 0; of < BLOCKS; ++of)
-                            store_async(cluster_address(claim_to, of), claim + of, cluster_address(claim_full, of));
+                            for (int of = 0; of < 2; ++of)
+                                store_async(cluster_address(claim_to, of), claim + of, cluster_address(claim_full, of));
+                        }
+                    }
                 }
 #pragma unroll
                 for (int i = 0; i < LINES_PER_THREAD; ++i) cp_async_16(a_dst + stage + i * 16 * 128, a_rows[i], bytes);

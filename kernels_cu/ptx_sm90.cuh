@@ -79,7 +79,7 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Both at cluster addresses of one block; completes 4 bytes on the barrier.
+// Both at cluster addresses of one block; completes 4 bytes on the barrier. Illegal in a kernel that has no clusters.
 __device__ __forceinline__ void store_async(unsigned address, int v, unsigned barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(address), "r"(v), "r"(barrier)
                  : "memory");

@@ -243,6 +243,8 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
         gathers = () if macros.get("SLOTS") == "1" else ("LDGSTS",)  # with k = 1 there is nothing to sum or gather
         expected, absent = ("HGMMA", "UTMALDG", *gathers), ("HMMA",)
         assert (macros.get("PAIRED") == "1") == ("UTMALDG.3D.MULTICAST" in opcodes)
+        if macros.get("PAIRED") != "1":  # stores to a cluster's shared memory are illegal in a kernel without clusters
+            absent = (*absent, "STAS", "UCGABAR_ARV", "UCGABAR_WAIT")
     else:
         expected, absent = ("HMMA", "LDGSTS", "LDSM"), ("HGMMA",)
         assert {o for o in opcodes if o.startswith("HMMA")} == {"HMMA.16816.F32.BF16"}
