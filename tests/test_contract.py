@@ -270,7 +270,8 @@ def header_comment(kernel: Path) -> str:
 def entries(text: str) -> dict[str, list[str]]:
     """Parameter declarations of every extern "C" entry, also of those that macros write."""
     code = re.sub(r"//.*", "", text).replace("\\\n", "\n")
-    pattern = r'extern\s+"C"\s+__global__\s+void\s+(?:__\w+__\s*(?:\([^()]*\))?\s*)*([\w#]+)\s*\(([^()]*)\)'
+    attributes = r"(?:(?:__\w+__|CLUSTERS)\s*(?:\([^()]*\))?\s*)*"
+    pattern = rf'extern\s+"C"\s+__global__\s+void\s+{attributes}([\w#]+)\s*\(([^()]*)\)'
     found = {name: [" ".join(p.split()) for p in declared.split(",")] for name, declared in re.findall(pattern, code)}
     assert len(re.findall(r'extern\s+"C"', code)) == len(re.findall(pattern, code)), "an entry was not understood"
     return found
