@@ -573,7 +573,7 @@ def test_non_default_device():
 
 
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
-@pytest.mark.parametrize("case", [PANELS, CHUNKS], ids=str)
+@pytest.mark.parametrize("case", [PANELS, CHUNKS, PAIRS_OF_BLOCKS], ids=str)
 def test_graph_capture_and_replay(case, framework):
     """Forward and backward replay on new contents of the same buffers, and with counters that start anew."""
     cupy = pytest.importorskip("cupy")
