@@ -1,7 +1,6 @@
 """Sums over each token's slots, of the output and of the gradient of x, beside a copy of the same bytes.
 
-The aggregation kernel alone. On Hopper a layer calls it for the last group of panels; the sums of the others are
-inside the products (the rows "+ sums" of the suite grouped_gemm).
+The aggregation kernel alone; it is part of the rows "+ sums" of the suite grouped_gemm.
 """
 
 import pytest

@@ -70,7 +70,7 @@ class Kernels:
     """
 
     def __init__(self, case, inputs: dict, contiguous: bool = False):
-        from moeblaze_cupy import launch_config
+        from moeblaze_cupy import launch_config, loader
         from moeblaze_cupy.arrays import Context, Torch
         from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels
 
@@ -93,7 +93,9 @@ class Kernels:
             # random, not zeros: the power limit lets zeros run faster than data
             return torch.randn(*shape, device=made["x"].device, dtype=made["x"].dtype)
 
-        self.first, self.product, self.panel = new(R, n), new(R, h), new(R, min(d, launch_config.PANEL_COLUMNS))
+        tier = launch_config.tier(loader.device_limits(device).compute_capability)
+        self.panels = launch_config.panels(d, tier)
+        self.first, self.product, self.panel = new(R, n), new(R, h), new(R, self.panels[0][1])
         self.first_grad, self.weighted = new(R, n), new(R, h)
         self.grad_w1 = torch.empty_like(made["w1"])
         self.grad_w2 = torch.empty_like(made["w2"])
@@ -113,8 +115,9 @@ class Kernels:
             )  # fmt: skip
 
         def aggregate(scale):
-            for column, columns in launch_config.panels(d):
-                aggregation.aggregate(context, panel, lists.token_index_map, scale, out, column, columns, columns)
+            for column, columns in self.panels:
+                rows = panel.part(0, (R, columns))
+                aggregation.aggregate(context, rows, lists.token_index_map, scale, out, column, columns)
 
         self.calls = {
             "up_fwd": lambda: grouped_gemm.up_fwd(
@@ -199,9 +202,7 @@ class Kernels:
 
     def _aggregation_error(self, name: str) -> float:
         """In the last panel's columns. The buffer's rows are packed, and may be narrower there than it is."""
-        from moeblaze_cupy import launch_config
-
-        first_column, columns = launch_config.panels(self.case.d)[-1]
+        first_column, columns = self.panels[-1]
         rows = self.panel.flatten()[: self.case.slots * columns].view(self.case.slots, columns)
         tokens = torch.arange(min(512, self.case.L), device=rows.device)
         parts = rows[self.index.token_index_map[tokens].long()].double()

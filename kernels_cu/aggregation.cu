@@ -1,9 +1,7 @@
 // Output aggregation (paper section 2.3 and 3.1) and token gradient accumulation (section 3.2, step 3):
-// each token sums the rows of its k slots, found through token_index_map, over panels of up to 256 columns.
+// each token sums the rows of its k slots, found through token_index_map, over the columns of a panel.
 //
-//   panel            (rows, panel_ld)      element, in     expert outputs, or input gradients, of the first panel; the
-//                                                          next lies panel_stride elements on; L*k rows, or those of a
-//                                                          buffer of chunks of tokens, of which one is summed
+//   panel            (L*k, panel_ld)       element, in     expert outputs, or input gradients
 //   token_index_map  (L, k)                int32, in       -1: no expert in this slot
 //   weights          (L, k)                fp32 or element, in; absent for the input gradient
 //   out              (L, d)                element, out    columns first_column .. + columns
@@ -11,23 +9,22 @@
 //   grad_weights     (L, k)                as weights, out
 //   row_weights      (L*k,)                fp32, out       weights in the order of the experts' rows
 //
-// Launch: aggregate: one warp per token, 8 warps per block, a grid row per panel; lane c takes columns 8c .. 8c+7, so
-// a panel's row is one 16-byte load per lane. weights_bwd and weights_by_row: one thread per slot, 256
+// Launch: aggregate: one warp per token, 8 warps per block, a grid row per 256 columns; lane c takes columns 8c .. 8c+7
+// of them, one 16-byte load per row. weights_bwd and weights_by_row: one thread per slot, 256
 // per block.
 // Sums run in fp32 in slot order: two runs give the same bits.
 #include "common.cuh"
 
-constexpr int64 PANEL_COLUMNS = 256;
+constexpr int64 WARP_COLUMNS = 256;
 
 template <bool ALIGNED_ROWS, class T, class W>
 __device__ void aggregate(const T* panel, const int* token_index_map, const W* weights, T* out, int64 L, int64 k, int64 d,
-                          int64 first_column, int64 columns, int64 panel_ld, int64 panel_stride) {
-    const int column = (threadIdx.x & 31) * 8;
-    const int64 token = blockIdx.x * 8LL + threadIdx.x / 32, before = blockIdx.y * PANEL_COLUMNS;
-    const int64 valid = min(PANEL_COLUMNS, columns - before) - column;
+                          int64 first_column, int64 columns, int64 panel_ld) {
+    const int64 column = blockIdx.y * WARP_COLUMNS + (threadIdx.x & 31) * 8, valid = min(columns - column, int64(8));
+    const int64 token = blockIdx.x * 8LL + threadIdx.x / 32;
     if (token >= L || valid <= 0) return;
     const int* positions = token_index_map + token * k;
-    panel += blockIdx.y * panel_stride + column;
+    panel += column;
     float sum[8] = {};
     for (int64 j0 = 0; j0 < k; j0 += 4) {
         Row8<T> rows[4];  // four in flight before the first is used
@@ -46,7 +43,7 @@ __device__ void aggregate(const T* panel, const int* token_index_map, const W* w
             for (int c = 0; c < 8; ++c) sum[c] = fmaf(scale[i], row[c], sum[c]);
         }
     }
-    store_row8<ALIGNED_ROWS>(out + token * d + first_column + before + column, sum, valid);
+    store_row8<ALIGNED_ROWS>(out + token * d + first_column + column, sum, valid);
 }
 
 template <class W>
@@ -69,8 +66,8 @@ __device__ void weights_by_row(const W* weights, const int* token_index_map, flo
 #define AGGREGATE_ENTRY(NAME, ALIGNED_ROWS, T, W)                                                                             \
     extern "C" __global__ void __launch_bounds__(256)                                                                         \
         NAME(const T* panel, const int* token_index_map, const W* weights, T* out, int64 L, int64 k, int64 d,                 \
-             int64 first_column, int64 columns, int64 panel_ld, int64 panel_stride) {                                         \
-        aggregate<ALIGNED_ROWS>(panel, token_index_map, weights, out, L, k, d, first_column, columns, panel_ld, panel_stride); \
+             int64 first_column, int64 columns, int64 panel_ld) {                                                             \
+        aggregate<ALIGNED_ROWS>(panel, token_index_map, weights, out, L, k, d, first_column, columns, panel_ld);              \
     }
 #define AGGREGATE_ENTRIES(SUFFIX, T, W)                                                                                       \
     AGGREGATE_ENTRY(aggregate_##SUFFIX, true, T, W)                                                                           \

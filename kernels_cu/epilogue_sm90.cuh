@@ -5,14 +5,79 @@
 #include "gemm_core_sm90.cuh"
 #include "row_staging.cuh"
 
+typedef WEIGHT weight_t;
+
 // What the epilogues read and write; arguments of grouped_gemm_sm90.cu.
 struct Operands {
     int N;
     element *first_layer, *first_layer_grad, *product;
+    int64 product_ld;
     const element* stored_product;
-    const float* row_weights;
+    const weight_t* weights;
     float* partial_sums;
+    const int *expert_token_indices, *token_index_map;
     int64 num_slots;
+};
+
+// product = the rows as they are.
+struct StoreRows : EpilogueBase {
+    static constexpr int TILE_COLUMNS = 256, SPREAD = 8;
+    const Operands& operands;
+    element* row;
+    bool inside;
+
+    __device__ __forceinline__ explicit StoreRows(const Operands& operands) : operands(operands) {}
+    __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
+        const int column = n0 + (threadIdx.x & 31) * 8;
+        rows = count, done = 0, inside = column < operands.N;
+        row = operands.product + row0 * operands.product_ld + column;
+    }
+    __device__ __forceinline__ void next() {
+        const Row8<element> v = finished.get(done, threadIdx.x & 31);
+        if (inside) v.store(row);
+        row += operands.product_ld;
+        ++done;
+    }
+};
+
+// k = 1: each row to its token, times the token's weight.
+struct StoreTokenRows : EpilogueBase {
+    static constexpr int TILE_COLUMNS = 256, SPREAD = 8;
+    const Operands& operands;
+    int column, token;  // of the lane; of row lane % 16
+    float weight;       // of that token
+
+    __device__ __forceinline__ explicit StoreTokenRows(const Operands& operands) : operands(operands) {}
+    __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
+        const int lane = threadIdx.x & 31;
+        rows = count, done = 0, column = n0 + lane * 8;
+        token = operands.expert_token_indices[row0 + min(lane & 15, rows - 1)];  // without rows, of the expert's last
+        weight = operands.weights ? to_float(operands.weights[token]) : 1.f;
+    }
+    __device__ __forceinline__ void next() {
+        const int64 to = __shfl_sync(0xffffffffu, token, done);
+        const float scale = __shfl_sync(0xffffffffu, weight, done);
+        float v[8];
+        finished.get(done, threadIdx.x & 31).unpack(v);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v[c] *= scale;
+        if (column < operands.N) store_vector8(operands.product + to * operands.product_ld + column, v);
+        ++done;
+    }
+
+    // Zeros for the tokens without an expert.
+    static __device__ __forceinline__ void beside(const Operands& operands) {
+        const int lane = threadIdx.x & 31;
+        const int64 L = operands.num_slots;
+        for (int64 first = blockIdx.x * 32LL; first < L; first += gridDim.x * 32LL) {
+            const bool without = first + lane < L && operands.token_index_map[min(first + lane, L - 1)] < 0;
+            for (unsigned left = __ballot_sync(0xffffffffu, without); left; left &= left - 1) {
+                element* row = operands.product + (first + __ffs(left) - 1) * operands.product_ld;
+                for (int column = lane * 8; column < operands.N; column += 256)
+                    store_global_16(row + column, make_uint4(0, 0, 0, 0));
+            }
+        }
+    }
 };
 
 // first_layer = a (and b), product = act(a) * b. A gated tile is 128 columns of gate beside 128 of up, and half a warp
@@ -94,7 +159,7 @@ struct ActivateBwdRows : EpilogueBase {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0;
         row0 = static_cast<unsigned>(of_row0), column = n0 + lane * 8;
-        weights = operands.row_weights[row0 + min(lane & 15, rows - 1)];  // without rows, of the expert's last
+        weights = to_float(operands.weights[row0 + min(lane & 15, rows - 1)]);  // without rows, of the expert's last
         fetch(0);
         fetch(1);
     }

@@ -172,6 +172,8 @@ struct EpilogueBase {
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp; next() moves `done` on
     __device__ __forceinline__ void end() {}
+    template <class Operands>
+    static __device__ __forceinline__ void beside(const Operands&) {}  // by a warp of the producer's that has nothing else to do
 };
 
 // acc = this warpgroup's 64 x 256 over `steps` stages; acc[j] is a tile of mma.m16n8k16 of rows 16 * warp .. Without

@@ -1,20 +1,28 @@
-// Grouped GEMMs over the rows of each expert, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): up_fwd and
-// down_bwd of grouped_gemm_sm80.cu, with its arguments and results, on wgmma and the bulk copy engine.
+// Grouped GEMMs over the rows of each expert, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): the steps of
+// grouped_gemm_sm80.cu, with its arguments and results, on wgmma and the bulk copy engine. (Paper sections 3.1, 3.2, 5.2.)
 //
+//   A_PARAMETERS    with GATHER a and lda of grouped_gemm_sm80.cu; else a tensor map of A, 3-D: (lda, L*k, 1), boxes of
+//                   64 x 128 x 1, K segment i from column i * depth on
 //   b0, b1          tensor maps of the weight, 3-D: (k, n, expert) with B_K_CONTIGUOUS, else (n, k, expert), boxes of
-//                   64 x 128 x 1 or 64 x 64 x 1 elements, 128-byte swizzle; gate and up
+//                   64 x 128 x 1 or 64 x 64 x 1 elements, 128-byte swizzle; gate and up, or K segments 0 and 1
 //   the rest        as in grouped_gemm_sm80.cu, except
-//   partial_sums    (column tiles, num_slots) fp32, one column tile being 256 columns (128 of a gated ACTIVATE)
+//   product         StoreRows: the panel, rows product_ld apart, which may be A's own, of up to 256 columns: the tile that is
+//                   stored was their last reader. StoreTokenRows (k = 1): the columns of (L, d), a row its token's, times the
+//                   token's weight, and zeros for tokens without an expert
+//   weights         ActivateBwdRows: (R,) fp32, the router weight of each row; StoreTokenRows: (L,) of each token, or null
+//   partial_sums    (column tiles, num_slots) fp32, one column tile being 256 columns (128 of a gated ActivateRows)
+//   token_index_map (L,) int32, in; StoreTokenRows only: -1 of tokens without an expert
 //   claims          (1,) int32, zeroed: blocks claim their tiles; null: each takes every gridDim.x-th
 //
 // Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB. PAIRED:
 // blocks work in pairs, clusters of two, and their number is even.
 // Tile: 128 rows x 256 columns (of them 128 gate beside 128 up), K in steps of 64, STAGES = 3 buffers of 48 KiB, the
-// finished tile's 64 KiB, and 16 KiB for the a and b that ACTIVATE_BWD reads, two rows per warp.
-//   warpgroup 0, producer: its 128 threads gather A's rows by cp.async into the 128-byte swizzle; thread 0 also issues B's
-//     boxes, announces their bytes, claims tiles and says which comes next: full[s] expects 129 arrivals, and who has waited
-//     for a tile's last one may read on. A claim reaches the threads, of a pair those of both blocks, through claimed[] and
-//     the barrier of its place there, which expects thread 0's arrival, in a pair with 4 bytes.
+// finished tile's 64 KiB, and 16 KiB for the a and b that ActivateBwdRows reads, two rows per warp.
+//   warpgroup 0, producer: thread 0 issues B's boxes, announces their bytes, claims tiles and says which comes next. A's rows
+//     it fetches as one box; with GATHER all 128 threads copy them by cp.async into the 128-byte swizzle. full[s] expects
+//     thread 0's arrival and with GATHER 128 more, and who has waited for a tile's last one may read on. A claim reaches the
+//     threads, of a pair those of both blocks, through claimed[] and the barrier of its place there, which expects thread 0's
+//     arrival, in a pair with 4 bytes. StoreTokenRows: warp 1 writes the zeros.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
 // A pair has two neighbouring tiles at a time. If they are of the same columns, as most are, each block fetches half of B for
 // both, and the L2 cache gives 32 KiB per block and step in place of 48; if not, each its own. Either way a stage is filled
@@ -26,10 +34,11 @@ typedef EPILOGUE Epilogue;
 constexpr int TILE_COLUMNS = Epilogue::TILE_COLUMNS;
 constexpr bool SPLIT = TILE_COLUMNS == 128;  // gate beside up
 constexpr int BLOCKS = PAIRED ? 2 : 1;
-constexpr int LINES_PER_THREAD = 8;  // producer thread t copies chunk t % 8 of lines t / 8 + 16 i
 
 // An expert's row tiles, in even groups of about 16, by all column tiles: what runs at one time is near a square, which reads
-// the fewest bytes, and the weights of an expert with few tokens come from memory once.
+// the fewest bytes, and the weights of an expert with few tokens come from memory once. In groups of 2 where rows are not
+// gathered and the columns a panel's: tiles of the same rows run side by side (TFLOP/s of down_fwd and up_bwd in 16: conf3 612
+// and 634, in ones 620 and 641; conf4t 658 and 656, 660 and 682).
 struct Order {
     unsigned n_tiles;
     __device__ __forceinline__ int listed(int t) const { return unsigned(t) / n_tiles; }
@@ -37,9 +46,9 @@ struct Order {
         unsigned start, rows, within;  // the expert's row tiles from start on, and which of the group's tiles t is
     };
     __device__ __forceinline__ Group group(int t, int2 entry, int first, int end) const {
-        constexpr unsigned GROUP = 16;
+        const unsigned about = GATHER || n_tiles > 8 ? 16 : 2;
         const unsigned tiles = max((end - first + BM - 1) / BM, 1), index = unsigned(entry.y - first) / BM;
-        const unsigned groups = max((tiles + GROUP / 2) / GROUP, 1u), height = (tiles + groups - 1) / groups;
+        const unsigned groups = max((tiles + about / 2) / about, 1u), height = (tiles + groups - 1) / groups;
         const unsigned start = index / height * height;
         return {start, min(height, tiles - start), t - (listed(t) - index + start) * n_tiles};
     }
@@ -53,6 +62,56 @@ struct Order {
     }
 };
 
+// How A's rows come to a stage. look_up() is told a tile early what begin() then begins; load() adds ARRIVALS - 1 arrivals and
+// BYTES to what the stage's barrier is to see.
+struct GatheredRows {
+    static constexpr int ARRIVALS = 128 + 1, BYTES = 0, LINES = 8;  // thread t copies chunk t % 8 of lines t / 8 + 16 i
+    const element* const a;
+    const int64 lda;
+    const int* const expert_token_indices;
+    const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
+    int tokens[LINES];
+    const element* rows[LINES];
+
+    __device__ __forceinline__ void look_up(const Found& tile) {  // past the expert's end its last row again, never stored
+#pragma unroll
+        for (int i = 0; i < LINES; ++i)
+            tokens[i] = expert_token_indices[tile.place.row + min(line + 16 * i, max(tile.rows - 1, 0))];
+    }
+    __device__ __forceinline__ void begin(const Place&) {
+#pragma unroll
+        for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
+    }
+    __device__ __forceinline__ void load(unsigned to, int k0, int K, unsigned full) {
+        to += line * 128 + (chunk ^ (line & 7)) * 16;
+#pragma unroll
+        for (int i = 0; i < LINES; ++i) cp_async_16(to + i * 16 * 128, rows[i], k0 + chunk * 8 < K ? 16 : 0);
+        cp_async_mbarrier_arrive(full);
+#pragma unroll
+        for (int i = 0; i < LINES; ++i) rows[i] += BK;  // here, as consumers wait for what follows a wait
+    }
+};
+struct OwnRows {
+    static constexpr int ARRIVALS = 1, BYTES = A_BYTES;
+    const TensorMap& a;
+    int row;
+
+    __device__ __forceinline__ void look_up(const Found&) {}
+    __device__ __forceinline__ void begin(const Place& place) { row = place.row; }
+    __device__ __forceinline__ void load(unsigned to, int k, int, unsigned full) {  // rows past the expert's end are never stored
+        tensor_load_3d(to, &a, k, row, 0, full);
+    }
+};
+
+#if GATHER
+typedef GatheredRows Rows;
+#define A_PARAMETERS const element *a, int64 lda
+#define A_ROWS {a, lda, expert_token_indices}
+#else
+typedef OwnRows Rows;
+#define A_PARAMETERS const __grid_constant__ TensorMap a
+#define A_ROWS {a}
+#endif
 #if PAIRED
 #define CLUSTERS __cluster_dims__(2)
 #else
@@ -60,10 +119,10 @@ struct Order {
 #endif
 
 extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
-    ENTRY(const element* a, int64 lda, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1,
-          int64 columns, int64 depth, const int* expert_token_indices, const int* expert_token_offsets,
-          const int* row_tiles, element* first_layer, element* first_layer_grad, element* product,
-          const element* stored_product, const float* row_weights, float* partial_sums, int64 num_slots, int* claims) {
+    ENTRY(A_PARAMETERS, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1, int64 columns, int64 depth,
+          const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles, element* first_layer,
+          element* first_layer_grad, element* product, int64 product_ld, const element* stored_product, const weight_t* weights,
+          float* partial_sums, const int* token_index_map, int64 num_slots, int* claims) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     __shared__ Found found[FOUND];  // by the number of the tile, as
     __shared__ int claimed[FOUND];  // what thread 0, of a pair's first block, claims while it fills its stages
@@ -72,11 +131,13 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     const unsigned claim_barriers = shared_address(claim_storage);
     if (threadIdx.x == 0)
         for (int i = 0; i < FOUND; ++i) mbarrier_init(claim_barriers + 8 * i, 1);
-    const Barriers<BLOCKS> barriers(barrier_storage, 128 + 1);
+    const Barriers<BLOCKS> barriers(barrier_storage, Rows::ARRIVALS);
     const unsigned shared = shared_address(dynamic_shared);
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
     const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = row_tiles[0] * n_tiles;
-    const int steps = (K + BK - 1) / BK;
+    const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
+    const Operands operands = {N,       first_layer,  first_layer_grad,     product,         product_ld, stored_product,
+                               weights, partial_sums, expert_token_indices, token_index_map, num_slots};
 
     if (threadIdx.x < 128) {
         Ring ring;
@@ -84,42 +145,37 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
         Schedule<Order, BLOCKS> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
         if (threadIdx.x == 0) found[0] = schedule.own;
         __syncthreads();
-        const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
-        const unsigned a_dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
-        int tokens[LINES_PER_THREAD];
-        auto load_tokens = [&](const Found& tile) {  // past the expert's end its last row again, never stored
-#pragma unroll
-            for (int i = 0; i < LINES_PER_THREAD; ++i)
-                tokens[i] = expert_token_indices[tile.place.row + min(line + 16 * i, max(tile.rows - 1, 0))];
-        };
-        if (schedule.valid()) load_tokens(schedule.own);
+        if (!GATHER && threadIdx.x > 0) {
+            if (threadIdx.x / 32 == 1) Epilogue::beside(operands);
+            return;
+        }
+        Rows rows = A_ROWS;
+        if (schedule.valid()) rows.look_up(schedule.own);
         for (int number = 0; schedule.valid(); ++number) {
             const unsigned claim_to = shared_address(&claimed[number % FOUND]), claim_full = claim_barriers + 8 * (number % FOUND);
             const bool claims_here = threadIdx.x == 0 && block == 0;
             const int claim = claims_here ? schedule.claim(claims) : 0;
             if (BLOCKS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(claim_full, sizeof(int));
-            const element* a_rows[LINES_PER_THREAD];
-#pragma unroll
-            for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
             const Place place = schedule.own.place;
+            rows.begin(place);
             const int n0 = place.n * TILE_COLUMNS;
             schedule.prefetch();
             for (int step = 0; step < steps; ++step) {
-                const int k0 = step * BK;
-                const unsigned stage = ring.stage * STAGE_BYTES;
-                const unsigned full = barriers.full + 8 * ring.stage, bytes = k0 + chunk * 8 < K ? 16 : 0;
+                const int segment = K_SEGMENTS == 2 && step >= steps_per_segment, k0 = (step - segment * steps_per_segment) * BK;
+                const unsigned stage = shared + ring.stage * STAGE_BYTES, full = barriers.full + 8 * ring.stage;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 if (threadIdx.x == 0) {
                     if (step == steps - 1) found[(number + 1) % FOUND] = schedule.next();
-                    mbarrier_arrive_expect_tx(full, B_BYTES);
-                    const unsigned b_dst = shared + stage + A_BYTES;
+                    mbarrier_arrive_expect_tx(full, B_BYTES + Rows::BYTES);
+                    if (!GATHER) rows.load(stage, segment * K + k0, K, full);  // before B: conf3's up_bwd 622 -> 634 TFLOP/s
                     auto load = [&](int from, auto copy) {  // half of the tile's columns
                         constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
 #pragma unroll
                         for (int column = from; column < from + BN / 2; column += BOX) {
-                            const TensorMap* map = SPLIT && column >= 128 ? &b1 : &b0;
+                            const TensorMap* map = segment || (SPLIT && column >= 128) ? &b1 : &b0;
                             const int n = n0 + (SPLIT ? column % 128 : column);
-                            copy(b_dst + column * 128, map, B_K_CONTIGUOUS ? k0 : n, B_K_CONTIGUOUS ? n : k0, place.expert, full);
+                            copy(stage + A_BYTES + column * 128, map, B_K_CONTIGUOUS ? k0 : n, B_K_CONTIGUOUS ? n : k0, place.expert,
+                                 full);
                         }
                     };
                     if (schedule.shared) {
@@ -139,15 +195,11 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
                         }
                     }
                 }
-#pragma unroll
-                for (int i = 0; i < LINES_PER_THREAD; ++i) cp_async_16(a_dst + stage + i * 16 * 128, a_rows[i], bytes);
-                cp_async_mbarrier_arrive(full);
-#pragma unroll
-                for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] += BK;  // here, as consumers wait for what follows a wait
+                if (GATHER) rows.load(stage, k0, K, full);
                 ring.advance();
-                if (step == min(2, steps - 1)) {
+                if (GATHER && step == min(2, steps - 1)) {
                     const Found next = schedule.next();
-                    if (next.rows != END) load_tokens(next);
+                    if (next.rows != END) rows.look_up(next);
                 }
             }
             wait(claim_full, number / FOUND & 1);
@@ -165,7 +217,6 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     __syncthreads();
     const int warp_row = consumer_warp() * 16;
     Ring ring;
-    const Operands operands = {N, first_layer, first_layer_grad, product, stored_product, row_weights, partial_sums, num_slots};
     Epilogue epilogue(operands);
     for (int number = 0;; ++number) {
         const int rows = found[number % FOUND].rows;

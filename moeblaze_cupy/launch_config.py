@@ -1,7 +1,7 @@
 """Launch geometry: pure functions of shapes and device limits, no CuPy, no GPU.
 
 The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh`, `gemm_core_sm90.cuh`, `dispatch.cu`,
-`token_chunks.cu`, `router.cu`, `aggregation.cu`).
+`router.cu`, `aggregation.cu`).
 """
 
 import functools
@@ -13,11 +13,11 @@ TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
 TILE_COLUMNS = 128  # BN
 GEMM_THREADS = 128
 STAGE_BYTES = 32 * 1024
-PANEL_COLUMNS = 256  # width of the (L*k, 256) buffer the expert outputs pass through
+PANEL_COLUMNS = 256  # of the portable tier's panels, of Hopper's column tiles, and of a warp's sums
+MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
 MAX_EXPERTS = 4096  # dispatch: counters and five lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
-MAX_PARTS = 1024  # token_chunks: of the experts' rows, a thread each
 MAX_ROUTER_EXPERTS = 1024
 MAX_ROUTER_K = 32
 DEFAULT_SHARED_BYTES = 48 * 1024  # more needs an opt-in per kernel
@@ -113,6 +113,11 @@ def max_row_tiles(num_slots: int, num_experts: int) -> int:
     return num_slots // TILE_ROWS + min(num_experts, num_slots)
 
 
+def _share_weights(num_slots: int, num_experts: int) -> bool:
+    """Whether experts have two row tiles or more on average, so that blocks read the same weights."""
+    return num_slots // num_experts >= 2 * TILE_ROWS
+
+
 @functools.lru_cache(maxsize=1024)
 def claims_tiles(entry: str, column_tiles: int, K: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> bool:
     """Whether blocks of up_fwd and down_bwd on Hopper claim their tiles as they come to them.
@@ -123,10 +128,10 @@ def claims_tiles(entry: str, column_tiles: int, K: int, num_slots: int, num_expe
     to 618, for d = 1536, h = 256 from 492 to 512, down_bwd of conf5 from 383 to 398. They also make blocks finish their
     tiles at one time, which up_fwd feels where its tiles are short and many to an expert (conf4 500 -> 474).
     """
-    row_tiles = num_slots // num_experts // TILE_ROWS
-    if row_tiles < 2:  # nothing to share
+    if not _share_weights(num_slots, num_experts):
         return False
-    return entry == "down_bwd" or K >= 2048 or row_tiles * column_tiles <= 2 * limits.multiprocessors
+    tiles = num_slots // num_experts // TILE_ROWS * column_tiles
+    return entry == "down_bwd" or K >= 2048 or tiles <= 2 * limits.multiprocessors
 
 
 def pairs_blocks(K: int, num_slots: int, num_experts: int) -> bool:
@@ -137,7 +142,7 @@ def pairs_blocks(K: int, num_slots: int, num_experts: int) -> bool:
     (K = 7168) 544 and 587, 499 and 540; K = 4096, h = 1024 633 and 649, 573 and 573; Mixtral (4096) 658 and 660, 584
     and 596; at K = 2048 qwen30b 614 and 614, 504 and 499, olmoe 622 and 630, 519 and 507; conf1 (512) 522 and 486.
     """
-    return K >= 4096 and num_slots // num_experts >= 2 * TILE_ROWS  # else there is little to share
+    return K >= 4096 and _share_weights(num_slots, num_experts)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,80 +171,27 @@ def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def panels(columns: int) -> tuple[tuple[int, int], ...]:
-    """(first column, width) of each panel."""
-    return tuple((c, min(PANEL_COLUMNS, columns - c)) for c in range(0, columns, PANEL_COLUMNS))
+def panels(columns: int, tier: str) -> tuple[tuple[int, int], ...]:
+    """(first column, width) of each panel of a product that is summed over slots.
 
-
-def panel_group(columns: int, k: int) -> int:
-    """Panels that Hopper's summed products compute side by side, of which two groups are alive.
-
-    The left operand comes from memory once per group, so more are faster (up_bwd for d = 4096, h = 1024: 533 TFLOP/s
-    one by one, 587 in twos, 596 in fours). With k = 1 there are no buffers, and up to 512 columns one group is all
-    there is; else two groups of more than one panel take at most two thirds of a routed (L*k, columns) buffer.
+    On Hopper the left operand comes from memory once per panel, so that wide ones are faster (d = 4096, h = 1024,
+    up_bwd: 1024 columns 582 TFLOP/s, 2048 595): up to 512 columns are one panel, others two or more, of half of them
+    rounded up to whole tiles and 2048 at most.
     """
-    group = 4
-    if k == 1 or columns <= 2 * PANEL_COLUMNS:
-        return group
-    while group > 1 and 2 * group * PANEL_COLUMNS > columns * 2 // 3:
-        group //= 2
-    return group
+    widest = PANEL_COLUMNS
+    if tier == "sm90" and columns <= 2 * PANEL_COLUMNS:
+        widest = columns
+    elif tier == "sm90":
+        widest = min(ceil_div(columns, 2 * PANEL_COLUMNS) * PANEL_COLUMNS, MAX_PANEL_COLUMNS)
+    return tuple((c, min(widest, columns - c)) for c in range(0, columns, widest))
 
 
-@functools.lru_cache(maxsize=256)
-def num_token_chunks(num_tokens: int, k: int, num_experts: int, columns: int) -> int:
-    """Chunks of tokens that Hopper's summed products complete one after another, all columns; 1: they go by panels.
+def panel_takes_left_operands_rows(columns: int, spare_columns: int, tier: str) -> bool:
+    """Whether the one panel may lie in the left operand's rows, which have `spare_columns` if they may be overwritten.
 
-    Two chunks' rows take half of a routed (L*k, columns) buffer, and the left operand comes from memory once; panels
-    that go one by one read it once each (d = 1024: conf3's down_fwd 548 TFLOP/s, by chunks 618; up_bwd 588 and 632).
-    Panels in groups are as good (d = 2048: 617 and 629, 631 and 623). The last tile of each expert's rows of a chunk is
-    half empty, so these are to be many: 4096 gained that much, 1024 as in conf5 1 to 5% (564 and 568, 599 and 610; 544
-    and 572, 553 and 575 in another run).
+    A tile of all columns is the last reader of its rows.
     """
-    by_panels = k == 1 or columns <= 2 * PANEL_COLUMNS or panel_group(columns, k) > 1
-    chunks = 4
-    few_rows = num_tokens * k < num_experts * 1024 * chunks
-    few_tokens = num_tokens < chunks * chunks  # else the last chunk has tokens, and the others are whole
-    return 1 if by_panels or few_rows or few_tokens or num_experts * chunks > MAX_PARTS else chunks
-
-
-def progress_counters(rounds: int) -> int:
-    """int32 by which blocks of the summed products tell of panels or chunks, and of their steps (Pace)."""
-    return 2 * rounds + 5
-
-
-def chunk_lists(num_slots: int, num_experts: int, chunks: int) -> dict[str, int]:
-    """Elements of the lists of token_chunks.cu; row_tiles, whose pairs are read 8 bytes at a time, comes first."""
-    parts = chunks * num_experts
-    return {
-        "row_tiles": 2 * (max_row_tiles(num_slots, parts) + 1),
-        "part_ends": parts + 1,
-        "part_shifts": parts,
-        "buffer_rows": num_slots,
-    }
-
-
-@dataclass(frozen=True)
-class PanelBuffers:
-    """What Hopper's summed products pass their rows through."""
-
-    group: int  # panels side by side
-    number: int  # of buffers, which panels take in turn
-    in_place: bool  # the one panel lies in the left operand's rows
-    allocated: int  # buffers of the launch's own
-    counters: int  # int32, beside these; none if nothing is summed before the kernel's end
-
-
-@functools.lru_cache(maxsize=256)
-def panel_buffers(columns: int, k: int, spare_columns: int) -> PanelBuffers:
-    """spare_columns: of the left operand if it may be overwritten, else 0.
-
-    One panel may lie in the operand's rows: a tile's are its own, and no other tile of theirs is still to be computed.
-    """
-    count, group = len(panels(columns)), panel_group(columns, k)
-    number, in_place = min(2 * group, count), k > 1 and count == 1 and columns <= spare_columns
-    counters = progress_counters(count) if k > 1 and group < count else 0
-    return PanelBuffers(group, number, in_place, 0 if k == 1 or in_place else number, counters)
+    return tier == "sm90" and columns <= min(PANEL_COLUMNS, spare_columns)
 
 
 @dataclass(frozen=True)

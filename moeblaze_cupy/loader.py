@@ -25,9 +25,7 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
 SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
-EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "ACTIVATE_BWD": "ActivateBwdRows"}
-SLOTS = (1, 2, 4, 8)  # rows in flight per sum over a token's slots; 1: no sum
-COOPERATIVE = ("grouped_panels_sm90.cu",)  # their blocks wait for each other
+EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
 _lock = threading.Lock()
 _kernels: dict = {}
@@ -73,15 +71,14 @@ def gemm_variant(
     stages: int = 3,
     tier: str = "sm80",
     stored_product: bool = False,
-    k: int = 8,
-    chunked: bool = False,
     paired: bool = False,
+    to_tokens: bool = False,
     accumulate: str | None = None,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
-    chunked: products that are summed go by chunks of tokens. paired: Hopper's blocks of up_fwd and down_bwd share a
-    weight's tile. accumulate: the dtype of the buffer that a weight gradient is added to, if it is.
+    paired: Hopper's blocks of up_fwd and down_bwd share a weight's tile. to_tokens: rows of its down_fwd and up_bwd go
+    to their tokens, where k = 1. accumulate: the dtype of the buffer that a weight gradient is added to, if it is.
     """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
@@ -97,23 +94,22 @@ def gemm_variant(
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
         macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[accumulate or dtype]}
         return _variant(f"grouped_wgrad_{tier}.cu", entry, macros)
-    macros |= {"B_K_CONTIGUOUS": int(transposed == forward)}
-    if epilogue == "STORE" or tier == "sm80":
-        macros |= {"K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1}
-    if tier == "sm90" and epilogue == "STORE":
-        slots = next((n for n in SLOTS if n >= k), SLOTS[-1])
-        macros |= {"SLOTS": slots, "CHUNKED": int(chunked and slots > 1)}
-        macros |= {"WEIGHTED": int(forward), "WEIGHT": ELEMENTS[weights_dtype] if forward else "float"}
-        return _variant("grouped_panels_sm90.cu", entry, macros)
     macros |= {
-        "EPILOGUE": epilogue if tier == "sm80" else EPILOGUES_SM90[epilogue],
+        "EPILOGUE": epilogue,
         "GATED": int(gated and epilogue != "STORE"),
         "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
+        "GATHER": int(epilogue != "STORE"),
+        "B_K_CONTIGUOUS": int(transposed == forward),
+        "K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1,
     }
-    if tier == "sm80":
-        macros |= {"GATHER": int(epilogue != "STORE")}
-    else:
-        macros |= {"STORED_PRODUCT": int(stored_product), "PAIRED": int(paired)}
+    if tier == "sm90":
+        to_tokens = to_tokens and epilogue == "STORE"
+        macros |= {
+            "EPILOGUE": "StoreTokenRows" if to_tokens else EPILOGUES_SM90[epilogue],
+            "STORED_PRODUCT": int(stored_product and epilogue == "ACTIVATE_BWD"),
+            "PAIRED": int(paired and epilogue != "STORE"),
+            "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
+        }
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
 
 
@@ -131,18 +127,18 @@ def variants(
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
 
-    accumulates: also those that add weight gradients to sums in float32 or the weights' dtype.
+    accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
+    multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
     for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
         config = launch_config.gemm(dtype, is_aligned, False, limits)
-        if config.tier == "sm90":
-            found[Variant("token_chunks.cu", "")] = None
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
-        for weights_dtype, k, stored_product, chunked, paired, accumulate in itertools.product(
-            weights_dtypes, SLOTS, *3 * ((False, True),), totals
+        either = (False, True)
+        for weights_dtype, accumulate, stored_product, paired, to_tokens in itertools.product(
+            weights_dtypes, totals, either, either, either
         ):
             variant = gemm_variant(
                 entry,
@@ -153,10 +149,9 @@ def variants(
                 weights_dtype=weights_dtype,
                 stages=config.stages,
                 tier=config.tier,
-                stored_product=stored_product and entry == "down_bwd",
-                k=k,
-                chunked=chunked,
+                stored_product=stored_product,
                 paired=paired,
+                to_tokens=to_tokens,
                 accumulate=accumulate,
             )
             found[variant] = None
@@ -230,8 +225,7 @@ def device_limits(device: int) -> launch_config.DeviceLimits:
 def _module(source: str, macros: tuple):
     with open(os.path.join(source_folder(), source)) as file:
         code = file.read()
-    cooperative = {"enable_cooperative_groups": True} if source in COOPERATIVE else {}
-    return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)), **cooperative)
+    return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)))
 
 
 class _Thread(threading.local):
@@ -272,7 +266,7 @@ class _Kernel:
 
     def __init__(self, device: int, variant: Variant):
         launch_config.tier(device_limits(device).compute_capability)
-        self.name, self.cooperative = variant.name, variant.source in COOPERATIVE
+        self.name = variant.name
         self.function = _module(variant.source, variant.macros).get_function(variant.entry)
         self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
         self.pointer = self.loaded.ptr
@@ -293,10 +287,7 @@ class _Kernel:
         geometry = (*grid, 1, 1)[:3]
         launch = (self.pointer, *geometry, block, 1, 1, shared_bytes, stream, arguments)
         try:
-            if self.cooperative:
-                driver.launchCooperativeKernel(*launch)
-            else:
-                driver.launchKernel(*launch, 0)
+            driver.launchKernel(*launch, 0)
         except RuntimeError as error:
             raise RuntimeError(
                 f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry}, {block} threads and {shared_bytes} "

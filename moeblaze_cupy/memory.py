@@ -49,7 +49,7 @@ class LayerShape:
 
     @property
     def on_hopper(self) -> bool:
-        """Hopper's kernels take 16-bit elements, and d and h that are multiples of 8."""
+        """Whether panels are Hopper's, whose kernels take 16-bit elements, and d and h that are multiples of 8."""
         return self.tier == "sm90" and self.b == 2 and self.d % 8 == self.h % 8 == 0
 
 
@@ -113,36 +113,17 @@ def _routed(s: LayerShape, name: str) -> Term:
 
 
 def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
-    """Expert outputs, or token gradients, pass through buffers of at most 256 columns: a panel after the other, or on
-    Hopper those of two groups and their counters. There k = 1 needs none, nor one panel that takes the place of the
-    product, which `overwrites` says is no longer needed; and where chunks of tokens pass, two of them with their
-    counters, and lists by chunk."""
-    width = min(launch_config.PANEL_COLUMNS, s.d)
-    if not s.on_hopper:
-        return (Term("one panel of the routed rows", "L*k*min(256, d)*b", s.slots * width * s.b),)
-    chunks = launch_config.num_token_chunks(s.L, s.k, s.E, s.d)
-    if chunks > 1:
-        rows, counters = 2 * launch_config.ceil_div(s.L, chunks) * s.k, 4 * launch_config.progress_counters(chunks)
-        lists = sum(launch_config.chunk_lists(s.slots, s.E, chunks).values())
-        return (
-            Term(
-                "routed rows of two chunks of tokens",
-                f"2*ceil(L/{chunks})*k*d*b + {counters}",
-                rows * s.d * s.b + counters,
-            ),
-            Term(
-                "index lists by chunk",
-                f"4*(L*k + 2*(L*k//128 + min({chunks}*E, L*k) + 1) + {2 * chunks}*E + 1)",
-                INDEX_BYTES * lists,
-            ),
-        )
-    buffers = launch_config.panel_buffers(s.d, s.k, s.h if overwrites else 0)
-    if not buffers.allocated:
+    """Expert outputs, or token gradients, pass through a buffer of one panel's columns.
+
+    On Hopper k = 1 needs none, nor a panel that takes the place of the product, which `overwrites` says is no longer
+    needed.
+    """
+    tier = "sm90" if s.on_hopper else "sm80"
+    spare_columns = s.h if overwrites else 0
+    if (s.on_hopper and s.k == 1) or launch_config.panel_takes_left_operands_rows(s.d, spare_columns, tier):
         return ()
-    formula, nbytes = f"{buffers.allocated}*L*k*min(256, d)*b", buffers.allocated * s.slots * width * s.b
-    if buffers.counters:
-        formula, nbytes = f"{formula} + {4 * buffers.counters}", nbytes + 4 * buffers.counters
-    return (Term("panels of the routed rows", formula, nbytes),)
+    width = launch_config.panels(s.d, tier)[0][1]
+    return (Term("one panel of the routed rows", f"L*k*{width}*b", s.slots * width * s.b),)
 
 
 def layer(s: LayerShape, save: str | None) -> Plan:
@@ -150,7 +131,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
 
     saved: x and the index lists, with the GEMMs' row tiles and order of experts; "minimal" adds the first layer
     (a, b), "paper" also y_swi = act(a) * b.
-    forward: the product act(a) * b, unless it is the saved y_swi, and panels of expert outputs.
+    forward: the product act(a) * b, unless it is the saved y_swi, and a panel of expert outputs.
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
     weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated.

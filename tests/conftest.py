@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def no_plans_of_other_tests():
-    """A test may change what plans are made of, such as the sizes from which on tokens go by chunks."""
+    """A test may change what plans are made of, such as the sizes from which on blocks claim tiles."""
     plans.clear()
 
 

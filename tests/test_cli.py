@@ -118,7 +118,7 @@ def test_plan():
     assert result.returncode == 0 and result.stderr == ""
     saved = next(line for line in result.stdout.splitlines() if line.startswith("saved for backward"))
     assert saved.split()[3:] == ["130.0", "MiB", "898.0", "MiB", "1.3", "GiB", "0", "B", "3.5", "GiB"]
-    for formula in ("g*L*k*h*b", "4*L*k*min(256, d)*b + 84", "4*L*k*ceil(h/256)", "8*(L*k//128 + min(E, L*k) + 1)"):
+    for formula in ("g*L*k*h*b", " L*k*1024*b ", "4*L*k*ceil(h/256)", "8*(L*k//128 + min(E, L*k) + 1)"):
         assert formula in result.stdout
     assert "Hopper kernels" in result.stdout
 
@@ -127,7 +127,7 @@ def test_plan():
 def test_plan_of_the_portable_kernels(option, capsys):
     assert run("plan --tokens 100 --d-model 64 --d-hidden 32 --experts 4 --k 2", *option) == 0
     output = capsys.readouterr().out
-    assert "portable kernels" in output and " L*k*min(256, d)*b " in output and "4*L*k*ceil(h/128)" in output
+    assert "portable kernels" in output and " L*k*64*b " in output and "4*L*k*ceil(h/128)" in output
 
 
 def test_plan_shows_every_term(capsys):

@@ -31,12 +31,10 @@ LIMITS = {
 # blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
-    "grouped_panels_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
     "dispatch.cu": 64,
     "router.cu": 48,
     "aggregation.cu": 80,
-    "token_chunks.cu": 64,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -160,7 +158,6 @@ def entry_names(variant) -> set[str]:
     return {
         "dispatch.cu": {f"dispatch_{step}_{ids}" for step in ("count", "route") for ids in ("int32", "int64")},
         "router.cu": router,
-        "token_chunks.cu": {"token_chunks"},
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
     }[variant.source]
 
@@ -169,7 +166,7 @@ def static_shared_cap(variant, limits) -> int:
     """What launch_config leaves for static arrays beside the dynamic shared memory."""
     if variant.source.endswith("_sm90.cu"):
         return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
-    return {"token_chunks.cu": 12 * launch_config.MAX_PARTS + 512}.get(variant.source, 2048 if variant.entry else 0)
+    return 2048 if variant.entry else 0
 
 
 def accumulating(arch: str) -> list:
@@ -240,7 +237,7 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
     if macros["ELEMENT"] == "float":
         expected, absent = ("FFMA", "LDGSTS"), ("HMMA", "HGMMA")  # products of fp32, not of TF32
     elif "WGMMA" in macros:
-        gathers = () if macros.get("SLOTS") == "1" else ("LDGSTS",)  # with k = 1 there is nothing to sum or gather
+        gathers = () if macros.get("GATHER") == "0" else ("LDGSTS",)
         expected, absent = ("HGMMA", "UTMALDG", *gathers), ("HMMA",)
         assert (macros.get("PAIRED") == "1") == ("UTMALDG.3D.MULTICAST" in opcodes)
         if macros.get("PAIRED") != "1":  # stores to a cluster's shared memory are illegal in a kernel without clusters
@@ -255,9 +252,7 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
     if product != "FFMA":  # which epilogues have as well
         main_loop = opcodes[places[0] : places[-1] + 1]
         found += [f"{opcode} among the products" for opcode in main_loop if opcode.startswith(("LDL", "STL"))]
-        # Only the messenger of the panels may wait for a fence over the GPU; its code stands behind the consumers'.
-        waiting = opcodes[: places[-1]] if "panels" in variant.source else opcodes
-        found += [opcode for opcode in waiting if opcode.startswith("MEMBAR") and not opcode.endswith("CTA")]
+        found += [opcode for opcode in opcodes if opcode.startswith("MEMBAR") and not opcode.endswith("CTA")]
     found += [
         opcode for opcode in opcodes if opcode.startswith(("ATOMG", "RED.", "REDG")) and macros.get("ACCUMULATE") == "1"
     ]

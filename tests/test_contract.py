@@ -25,7 +25,6 @@ LEVELS = [
     ["arrays"],
     ["interop.dlpack", "checks", "memory"],
     ["reference", "ops.aggregation", "ops.dispatch", "ops.grouped_gemm", "ops.router"],
-    ["ops.token_chunks"],
     ["ops.panels"],
     ["ops.experts"],
     ["plans"],

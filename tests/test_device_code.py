@@ -27,11 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, plans, reference
+from moeblaze_cupy import launch_config, loader, plans, reference
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import grouped_gemm
-from moeblaze_cupy.ops.dispatch import dispatch
-from moeblaze_cupy.ops.token_chunks import token_chunks
 from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, pair
 
 if COMPILER is None or platform.system() != "Linux":
@@ -669,55 +666,6 @@ def test_dispatch_of_any_ids(data):
     ids = np.random.default_rng(data.draw(st.integers(0, 99))).integers(low, high, (L, k)).astype(dtype)
     with emulated(limits, seed=data.draw(st.integers(0, 3))) as device:
         assert_dispatch_matches_reference(device, ids, E, offset=data.draw(st.integers(0, 3)))
-
-
-def chunks_of(ids, num_experts, num_chunks, chunk_tokens):
-    """What token_chunks.cu makes of dispatch's lists, worked out row by row."""
-    index = reference.dispatch(ids, num_experts)
-    offsets, rows_of_slots = index.expert_token_offsets, np.asarray(index.token_index_map).reshape(ids.shape)
-    ends, shifts, tiles = [0], [], []
-    places = np.full(ids.shape, -1, np.int32)
-    for chunk in range(num_chunks):
-        place = chunk % 2 * chunk_tokens * ids.shape[1]
-        for expert in range(num_experts):
-            before = [np.sum(ids[: chunk_tokens * c] == expert) for c in (chunk, chunk + 1)]
-            start, end = (int(offsets[expert] + count) for count in before)
-            ends.append(end)
-            shifts.append(start - place)
-            tiles += [(chunk * num_experts + expert, row) for row in range(start, end, 128)]
-            for row in range(start, end):
-                places[rows_of_slots == row] = place
-                place += 1
-    tiles = [(len(tiles), 128), *tiles]
-    return {
-        "row_tiles": np.ravel(tiles),
-        "part_ends": ends,
-        "part_shifts": shifts,
-        "buffer_rows": places.ravel(),
-    }
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("routing", ["random", "skewed", "one_expert", "absent", "duplicate", "empty_experts"])
-@pytest.mark.parametrize(("L", "k", "E", "num_chunks"), [(1, 1, 1, 4), (301, 3, 5, 4), (700, 2, 3, 4), (90, 2, 200, 5)])
-def test_token_chunks(L, k, E, num_chunks, routing, seed):
-    ids = make_ids(Case(L=L, k=k, E=E, d=1, h=1, routing=routing), np.random.default_rng(seed))
-    tokens = launch_config.ceil_div(L, num_chunks)
-    with emulated(seed=seed) as device:
-        on_device = device.put(ids)
-        context = arrays.Context(arrays.CuPy, 0, STREAM)
-        index = grouped_gemm.Index.of(context, dispatch(context, context.describe(on_device), E))
-        got = token_chunks(context, index, num_chunks, tokens)
-        device.synchronize()
-    lists, start = np.asarray(got.buffer_rows.owner), 0
-    sizes, want = launch_config.chunk_lists(ids.size, E, num_chunks), chunks_of(ids, E, num_chunks, tokens)
-    for name, size in sizes.items():
-        assert len(want[name]) <= size, name
-        np.testing.assert_array_equal(lists[start : start + len(want[name])], want[name], name)
-        assert getattr(got, name) == lists.ctypes.data + 4 * start or name == "buffer_rows", name
-        start += size
-    assert got.buffer_rows.ptr == lists.ctypes.data + 4 * (start - sizes["buffer_rows"]) and start == lists.size
-    assert got.max_row_tiles >= len(want["row_tiles"]) // 2 - 1
 
 
 KINDS = [("softmax_topk", True), ("softmax_topk", False), ("topk_softmax", True), ("topk_softmax", False)]

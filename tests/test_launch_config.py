@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.launch_config import H200, DeviceLimits
-from moeblaze_cupy.ops import aggregation, router, token_chunks
+from moeblaze_cupy.ops import aggregation, router
 
 A100 = DeviceLimits(80, 108, 166912, 167936)
 RTX_3090 = DeviceLimits(86, 82, 101376, 102400)
@@ -109,74 +109,50 @@ def test_some_routing_reaches_the_bound_on_row_tiles(slots, experts):
     assert launch_config.max_row_tiles(slots, experts) - tiles <= (1 if rest % launch_config.TILE_ROWS else 0)
 
 
-@given(columns=st.integers(1, 5000))
-def test_panels_tile_the_columns(columns):
-    panels = launch_config.panels(columns)
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@given(columns=st.integers(1, 20000))
+def test_panels_tile_the_columns(tier, columns):
+    panels = launch_config.panels(columns, tier)
     assert [c for first, width in panels for c in range(first, first + width)] == list(range(columns))
     for first, width in panels:
-        assert 1 <= width <= launch_config.PANEL_COLUMNS
-        assert first % 8 == 0 and (width % 8 == 0 or columns % 8)  # 16-byte accesses stay possible
+        assert 1 <= width <= panels[0][1]
+        assert first % 256 == 0 and (width % 8 == 0 or columns % 8)  # 16-byte accesses stay possible
+    if tier == "sm80":
+        assert panels[0][1] <= 256
+    elif columns > 512:  # about half a routed buffer, in whole tiles
+        assert panels[0][1] <= min((columns + 511) // 2, 2048)
 
 
 @pytest.mark.parametrize(
-    ("columns", "k", "group"),
+    ("columns", "widths"),
     [
-        (8, 2, 4),
-        (512, 2, 4),
-        (520, 2, 1),
-        (1024, 8, 1),
-        (1024, 1, 4),
-        (1536, 8, 2),
-        (2048, 2, 2),
-        (3064, 2, 2),
-        (3072, 2, 4),
-        (14336, 2, 4),
+        (8, [8]),
+        (512, [512]),
+        (520, [512, 8]),
+        (1024, [512] * 2),
+        (1536, [768] * 2),
+        (2048, [1024] * 2),
+        (2880, [1536, 1344]),
+        (4096, [2048] * 2),
+        (7168, [2048] * 3 + [1024]),
     ],
 )
-def test_two_groups_of_panels_take_two_thirds_of_a_routed_buffer_at_most(columns, k, group):
-    assert launch_config.panel_group(columns, k) == group
-    panels = len(launch_config.panels(columns))
-    assert k == 1 or panels <= 2 or min(2 * group, panels) * launch_config.PANEL_COLUMNS <= max(512, columns * 2 // 3)
+def test_hoppers_panels(columns, widths):
+    assert [width for _, width in launch_config.panels(columns, "sm90")] == widths
 
 
 @pytest.mark.parametrize(
-    ("shape", "chunks"),
+    ("columns", "spare", "tier", "in_place"),
     [
-        ((65536, 4, 16, 1024), 4),
-        ((65536, 2, 8, 1024), 4),
-        ((16384, 4, 16, 1024), 4),  # 1024 rows of an expert in a chunk
-        ((16383, 4, 16, 1024), 1),
-        ((65536, 1, 16, 1024), 1),  # no sums
-        ((65536, 4, 16, 512), 1),  # one group of panels
-        ((65536, 4, 16, 520), 4),
-        ((65536, 4, 16, 1528), 4),
-        ((65536, 4, 16, 1536), 1),  # panels in groups
-        ((2**20, 8, 256, 1024), 4),
-        ((2**20, 8, 257, 1024), 1),  # more parts than threads
-        ((0, 4, 16, 1024), 1),
-        ((9, 1000, 1, 1024), 1),  # three chunks would take all tokens
-        ((16, 1000, 1, 1024), 4),
+        (256, 256, "sm90", True),
+        (264, 512, "sm90", False),  # two tiles, of which the second would read what the first has stored
+        (256, 248, "sm90", False),
+        (8, 0, "sm90", False),
+        (64, 256, "sm80", False),
     ],
 )
-def test_token_chunks_where_panels_go_one_by_one_and_parts_are_large(shape, chunks):
-    assert launch_config.num_token_chunks(*shape) == chunks
-
-
-@given(
-    tokens=st.one_of(st.integers(1, 40), st.integers(1, 10**6)),
-    k=st.one_of(st.integers(2, 64), st.integers(2, launch_config.MAX_K)),
-    experts=st.one_of(st.integers(1, 3), st.integers(1, 300)),
-    columns=st.integers(513, 1600),
-)
-def test_chunks_of_tokens_have_tokens_and_take_half_of_a_routed_buffer(tokens, k, experts, columns):
-    chunks = launch_config.num_token_chunks(tokens, k, experts, columns)
-    if chunks > 1:
-        each = launch_config.ceil_div(tokens, chunks)
-        assert (chunks - 1) * each < tokens <= chunks * each  # the last has some
-        assert 2 * each <= tokens // 2 + 2
-        assert chunks * experts <= launch_config.MAX_PARTS
-        sizes = launch_config.chunk_lists(tokens * k, experts, chunks)
-        assert next(iter(sizes)) == "row_tiles" and sizes["row_tiles"] % 2 == 0
+def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
+    assert launch_config.panel_takes_left_operands_rows(columns, spare, tier) == in_place
 
 
 @given(tokens=st.integers(0, 10**6), k=st.integers(1, 64), experts=st.integers(1, 4096))
@@ -319,7 +295,7 @@ def test_hopper_gemms_have_the_tiles_of_the_launches():
     tile_bytes = found["BM"] * found["BN"] * 2
     assert config.shared_bytes == found["STAGES"] * found["STAGE_BYTES"] + tile_bytes + 16 * 1024
     assert "TILE_COLUMNS = SPLIT ? 128 : 256" in source("epilogue_sm90.cuh")
-    for name in ("grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "grouped_panels_sm90.cu"):
+    for name in ("grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu"):
         assert f"__launch_bounds__({config.threads}, 1)" in source(name)
 
 
@@ -329,20 +305,13 @@ def test_aggregation_and_router_have_the_blocks_of_the_launches():
     assert f"token = blockIdx.x * {tokens}LL + threadIdx.x / 32" in text
     assert f"slot = blockIdx.x * {slots}LL + threadIdx.x" in text
     assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * tokens)} == {str(slots)}
-    assert f"PANEL_COLUMNS = {launch_config.PANEL_COLUMNS};" in text
+    assert f"WARP_COLUMNS = {launch_config.PANEL_COLUMNS};" in text
     assert launch_config.PANEL_COLUMNS == 8 * 32  # a lane of a warp takes 8
     text = source("router.cu")
     assert set(re.findall(r"blockIdx\.x \* (\d+)LL", text)) == {str(router.TOKENS_PER_BLOCK)}
     assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * router.TOKENS_PER_BLOCK)}
     assert 4 * router.TOKENS_PER_BLOCK * launch_config.MAX_ROUTER_EXPERTS <= launch_config.DEFAULT_SHARED_BYTES
     assert launch_config.MAX_ROUTER_K == 32  # a lane holds a slot
-
-
-def test_token_chunks_have_the_threads_of_the_launches():
-    found = constants("token_chunks.cu")
-    assert found == {"TILE_ROWS": launch_config.TILE_ROWS, "MAX_PARTS": launch_config.MAX_PARTS}
-    assert f"__launch_bounds__({token_chunks.THREADS})" in source("token_chunks.cu")
-    assert found["MAX_PARTS"] == token_chunks.THREADS
 
 
 def test_dispatch_has_the_threads_of_the_launches():

@@ -89,13 +89,11 @@ def test_epilogue_gather_and_segments_of_each_gemm(activation):
     }
 
 
-HOPPER_SOURCES = {
-    "up_fwd": ("grouped_gemm_sm90.cu", {("EPILOGUE", "ActivateRows"), ("STORED_PRODUCT", "0"), ("PAIRED", "0")}),
-    "down_fwd": ("grouped_panels_sm90.cu", {("SLOTS", "8"), ("CHUNKED", "0"), ("WEIGHTED", "1"), ("WEIGHT", "float")}),
-    "down_bwd": ("grouped_gemm_sm90.cu", {("EPILOGUE", "ActivateBwdRows"), ("STORED_PRODUCT", "0"), ("PAIRED", "0")}),
-    "up_bwd": ("grouped_panels_sm90.cu", {("SLOTS", "8"), ("CHUNKED", "0"), ("WEIGHTED", "0"), ("WEIGHT", "float")}),
-    "down_wgrad": ("grouped_wgrad_sm90.cu", set()),
-    "up_wgrad": ("grouped_wgrad_sm90.cu", set()),
+HOPPER_EPILOGUES = {
+    "up_fwd": "ActivateRows",
+    "down_fwd": "StoreRows",
+    "down_bwd": "ActivateBwdRows",
+    "up_bwd": "StoreRows",
 }
 
 
@@ -104,18 +102,27 @@ def test_tiers_have_their_own_sources_and_constants(entry):
     family = "grouped_wgrad" if entry in WGRADS else "grouped_gemm"
     options = {"dtype": "float16", "activation": "swiglu", "transposed": False, "aligned": True, "stages": 2}
     portable, hopper = (gemm_variant(entry, **options, tier=tier) for tier in ("sm80", "sm90"))
-    source, constants = HOPPER_SOURCES[entry]
-    assert (portable.source, hopper.source) == (f"{family}_sm80.cu", source)
+    constants = set()
+    if entry in GEMMS:
+        plain = {"STORED_PRODUCT": "0", "PAIRED": "0", "WEIGHT": "float"}
+        constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items()}
+    assert (portable.source, hopper.source) == (f"{family}_sm80.cu", f"{family}_sm90.cu")
     assert portable.entry == hopper.entry == dict(portable.macros)["ENTRY"] == dict(hopper.macros)["ENTRY"] == entry
     assert {("MMA", "mma_fp16"), ("ALIGNED", "1"), ("STAGES", "2")} <= set(portable.macros) - set(hopper.macros)
     assert set(hopper.macros) - set(portable.macros) == {("WGMMA", "wgmma_fp16"), *constants}
 
 
-@pytest.mark.parametrize(("k", "slots"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (64, 8)])
-def test_rows_that_a_sum_takes_at_a_time(k, slots):
-    assert macros("down_fwd", tier="sm90", k=k)["SLOTS"] == str(slots)
-    assert macros("down_fwd", tier="sm90", k=k, chunked=True)["CHUNKED"] == str(int(k > 1))
-    assert "SLOTS" not in macros("down_fwd", k=k)
+@pytest.mark.parametrize("entry", GEMMS)
+def test_options_reach_the_steps_that_have_them(entry):
+    """So that a step has no two variants that are the same."""
+    options = {"paired": True, "stored_product": True, "to_tokens": True, "weights_dtype": "float16"}
+    found = macros(entry, dtype="float16", tier="sm90", **options)
+    assert found["PAIRED"] == str(int(entry in ("up_fwd", "down_bwd"))) == found["GATHER"]
+    assert found["STORED_PRODUCT"] == str(int(entry == "down_bwd"))
+    stores = entry in ("down_fwd", "up_bwd")
+    assert found["EPILOGUE"] == ("StoreTokenRows" if stores else HOPPER_EPILOGUES[entry])
+    assert found["WEIGHT"] == ("fp16" if entry == "down_fwd" else "float")
+    assert macros(entry, dtype="float16", tier="sm90", weights_dtype="float16")["WEIGHT"] == "float"
 
 
 @pytest.mark.parametrize("dtype", loader.ELEMENTS)
@@ -124,8 +131,8 @@ def test_elements(dtype):
         found = macros(entry, dtype=dtype, weights_dtype=dtype)
         assert found["ELEMENT"] == loader.ELEMENTS[dtype]
         assert found["MMA"] == ("mma_fp16" if dtype == "float16" else "mma_bf16")
-        hopper = macros(entry, dtype=dtype, weights_dtype=dtype, tier="sm90")
-        # only Hopper's output aggregation, in the second product of forward, reads router weights as they are
+        hopper = macros(entry, dtype=dtype, weights_dtype=dtype, to_tokens=True, tier="sm90")
+        # only rows of the output that go to their tokens meet router weights as they are
         assert hopper.get("WEIGHT", "float") == (loader.ELEMENTS[dtype] if entry == "down_fwd" else "float")
 
 
@@ -174,10 +181,9 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     monkeypatch.setattr(loader, "launch", lambda context, variant, *args: target[0].add(variant))
     monkeypatch.setattr(loader, "clear", lambda *args: None)
     element = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    for weights_dtype, k, save, chunks, paired in itertools.product(
-        (np.float32, element), (1, 2, 3, 8), ("minimal", "paper"), (1, 2), (False, True)
+    for weights_dtype, k, save, paired in itertools.product(
+        (np.float32, element), (1, 2, 9), ("minimal", "paper"), (False, True)
     ):
-        monkeypatch.setattr(launch_config, "num_token_chunks", lambda L, k, *_, made=chunks: made if k > 1 else 1)
         monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_, made=paired: made)
         case = Case(L=5, k=k, E=9, d=d, h=h, activation=activation, order=order)
         x, ids, weights, w1, w2, grad_out = make_inputs(case, 0, element)
@@ -264,7 +270,7 @@ class FakeModule:
 
     made: ClassVar[list] = []
 
-    def __init__(self, code, options, enable_cooperative_groups=False):
+    def __init__(self, code, options):
         self.made.append(self)
         self.code, self.options, self.compiled, self.limits = code, options, 0, []
 
@@ -299,16 +305,12 @@ class FakeDriver:
         addresses = (ctypes.c_uint64 * len(self.sizes)).from_address(pointer)
         return [(address, ctypes.string_at(address, n)) for address, n in zip(addresses, self.sizes, strict=True)]
 
-    def launchCooperativeKernel(self, *launch):
+    def launchKernel(self, *launch):
         if self.error:
             raise self.error
-        *geometry, pointer = launch
-        self.launches.append((threading.get_ident(), tuple(geometry), self.read(pointer)))
-
-    def launchKernel(self, *launch):
-        *launch, extra = launch
+        *geometry, pointer, extra = launch
         assert extra == 0
-        self.launchCooperativeKernel(*launch)
+        self.launches.append((threading.get_ident(), tuple(geometry), self.read(pointer)))
 
 
 @pytest.fixture
@@ -396,14 +398,13 @@ def a_map(fill):
 @pytest.mark.parametrize(
     "args", [(a_map(1), a_map(2), 5, 6, a_map(3), -7), (5, a_map(1)), (2**47 + 3, *range(15), a_map(9)), (-(2**40),)]
 )
-@pytest.mark.parametrize("source", ["router.cu", *loader.COOPERATIVE])
-def test_arguments_lie_where_the_driver_looks(cupy, source, args):
+def test_arguments_lie_where_the_driver_looks(cupy, args):
     """Tensor maps on multiples of 64, integers of 8, each its own, in every launch."""
     context = SimpleNamespace(device=0, stream=7)
     cupy.cuda.driver.sizes = [len(a) if isinstance(a, bytes) else 8 for a in args]
     changed = tuple(a[::-1] if isinstance(a, bytes) else a + 1 for a in args)
     for given in (args, changed, args):
-        loader.launch(context, Variant(source, "entry"), (4,), 32, given)
+        loader.launch(context, Variant("router.cu", "entry"), (4,), 32, given)
         _, _, found = cupy.cuda.driver.launches[-1]
         spans = sorted((address, address + len(raw)) for address, raw in found)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -19,7 +19,7 @@ SHAPES = (
     memory.LayerShape(L=1000, d=96, h=200, E=7, k=3, activation="gelu", dtype="float32"),
     memory.LayerShape(L=3, d=8, h=8, E=300, k=1, activation="reglu", dtype="float16", ids_are_int64=True),
     memory.LayerShape(L=4096, d=256, h=129, E=8, k=2, activation="relu"),
-    memory.LayerShape(L=10001, d=1024, h=64, E=2, k=2),  # by chunks of tokens
+    memory.LayerShape(L=100, d=4360, h=64, E=2, k=2),
 )
 
 
@@ -44,20 +44,18 @@ def test_numbers_of_qwen3_30b():
     assert memory.layer(portable, "minimal").forward_peak_bytes == (384 + 128) * MIB
     assert memory.layer(portable, "paper").forward_peak_bytes == 128 * MIB
     assert memory.layer(portable, None).forward_peak_bytes == (384 + 128) * MIB + index + tiles
-    # Hopper: two groups of two panels, two counters for each of the eight, and five for the blocks' pace.
-    assert memory.layer(QWEN3_30B, "recompute").forward_peak_bytes == (384 + 4 * 128) * MIB + 84
-    assert memory.layer(QWEN3_30B, "minimal").forward_peak_bytes == (384 + 4 * 128) * MIB + 84
-    assert memory.layer(QWEN3_30B, "paper").forward_peak_bytes == 4 * 128 * MIB + 84
-    assert memory.layer(QWEN3_30B, None).forward_peak_bytes == (384 + 4 * 128) * MIB + 84 + index + tiles
+    # Hopper's is (R, 1024).
+    assert memory.layer(QWEN3_30B, "recompute").forward_peak_bytes == (384 + 512) * MIB
+    assert memory.layer(QWEN3_30B, "minimal").forward_peak_bytes == (384 + 512) * MIB
+    assert memory.layer(QWEN3_30B, "paper").forward_peak_bytes == 512 * MIB
+    assert memory.layer(QWEN3_30B, None).forward_peak_bytes == (384 + 512) * MIB + index + tiles
     # The gradients are 128 (dx) + 1 + 768 (dw1) + 384 (dw2) MiB; the largest stage is that of all of them.
     assert memory.layer(QWEN3_30B, "recompute").backward_peak_bytes == (768 + 1281) * MIB
     assert memory.layer(QWEN3_30B, "minimal").backward_peak_bytes == 1281 * MIB
     assert memory.layer(QWEN3_30B, "paper").backward_peak_bytes == 1281 * MIB
-    few_experts = replace(
-        QWEN3_30B, E=8
-    )  # then the weighted product, dweights and dw2 are; on Hopper dx and its panels
+    few_experts = replace(QWEN3_30B, E=8)  # then the weighted product, dweights and dw2 are; on Hopper dx and its panel
     assert memory.layer(replace(few_experts, tier="sm80"), "minimal").backward_peak_bytes == (384 + 1 + 24) * MIB
-    assert memory.layer(few_experts, "minimal").backward_peak_bytes == (4 * 128 + 1 + 24 + 128) * MIB + 84
+    assert memory.layer(few_experts, "minimal").backward_peak_bytes == (512 + 1 + 24 + 128) * MIB
     assert memory.routed_layer(QWEN3_30B).forward_peak_bytes == 0
     assert memory.routed_layer(QWEN3_30B).backward_peak_bytes == (768 + 1024 + 1281) * MIB
 
@@ -215,12 +213,14 @@ def test_accumulated_gradients_take_no_memory(no_launches):
 
 @pytest.fixture
 def inference_on_hopper(no_launches, monkeypatch):
-    """A function of a layer's shape: its forward's launches, (variant, arguments), what is cleared, (pointer, bytes),
-    and the memory it took."""
+    """A function of a layer's shape and w2's memory order: its forward's launches, (variant, arguments), what is
+    cleared, (pointer, bytes), and the memory it took."""
 
-    def run(s):
+    def run(s, order="row"):
         counted = CountedMemory()
         x, ids, weights, w1, w2 = counted.layer(s)
+        if order == "transposed":
+            w2 = counted.describe(np.zeros((s.E, s.d, s.h), "float16").swapaxes(1, 2))
         context = arrays.Context(counted, 0, 0)
         experts.moe_forward(context, x, ids, weights, (w1,), w2, activation=s.activation, save=None)
         return launches, cleared, counted
@@ -234,65 +234,45 @@ def inference_on_hopper(no_launches, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 2200])
-def test_hoppers_panels_and_counters_share_a_buffer(d, inference_on_hopper):
-    """Two groups of panels, then (2, panels) + 5 int32 that start as zeros: next to each other, nothing past the end.
-    If one group is all there is, no counters; one panel no wider than h takes the place of the product."""
+@pytest.mark.parametrize("order", ["row", "transposed"])
+@pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 4616])
+def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, inference_on_hopper):
+    """Each with its columns of the weight, and summed before the next; one that is no wider than h takes the place of
+    the product."""
     L, k, E, h = 40, 3, 5, 64
-    launches, cleared, counted = inference_on_hopper(memory.LayerShape(L, d, h, E, k, dtype="float16"))
-    (args,) = (args for variant, args in launches if variant.entry == "down_fwd")
-    first, group, buffers, ld, stride = args[8:13]
-    progress, in_place = args[-1], d <= h
-    panels, panel_bytes = len(launch_config.panels(d)), L * k * min(256, d) * 2
-    assert group == (2 if d >= 2048 else 1 if d > 512 else 4)
-    assert buffers == min(2 * group, panels) and 2 * stride == panel_bytes
-    assert ld == (h if in_place else min(256, d))
-    counts = panels > group
-    assert (first == args[0]) == in_place
-    assert progress == (first + buffers * panel_bytes if counts else 0) and progress % 8 == 0
-    assert cleared == ([(progress, (2 * panels + 5) * 4)] if counts else [])
-    last_group = (panels - 1) // group * group
-    (aggregated,) = (args for variant, args in launches if variant.entry.startswith("aggregate"))
-    assert last_group % buffers + panels - last_group <= buffers  # so that its panels follow one another
-    assert aggregated[0] == first + last_group % buffers * panel_bytes
-    first_column = launch_config.panels(d)[last_group][0]
-    assert aggregated[-4:] == (first_column, d - first_column, ld, stride)
+    s = memory.LayerShape(L, d, h, E, k, dtype="float16")
+    launches, cleared, counted = inference_on_hopper(s, order)
+    products = [args for variant, args in launches if variant.entry == "down_fwd"]
+    sums = [args for variant, args in launches if variant.entry.startswith("aggregate")]
+    panels, in_place = launch_config.panels(d, "sm90"), d <= h
+    assert [v.entry.split("_")[0] for v, _ in launches][-2 * len(panels) :] == ["down", "aggregate"] * len(panels)
+    first_a, first_b, panel = products[0][0], products[0][1], products[0][10]
+    assert (panel == first_a) == in_place and not cleared
+    step = 2 if order == "row" else 2 * h
+    for (column, width), product, summed in zip(panels, products, sums, strict=True):
+        ld = h if in_place else width
+        assert product[:5] == (first_a, first_b + column * step, first_b + column * step, width, h)
+        assert product[8:15] == (0, 0, panel, ld, 0, 0, 0) and product[16:] == (L * k, 0)
+        assert summed[0] == panel and summed[4:] == (L, k, d, column, width, ld)
     lists = 4 * launch_config.index_lists(L, k, E)[1]
-    product, out = L * k * h * 2, L * d * 2
-    workspace = 0 if in_place else buffers * panel_bytes + 4 * (2 * panels + 5) * counts
-    assert counted.peak == lists + product + out + workspace
+    workspace = 0 if in_place else L * k * panels[0][1] * 2
+    assert counted.peak == lists + L * k * h * 2 + L * d * 2 + workspace
 
 
-def test_claims_start_as_zeros_in_memory_of_their_own(monkeypatch, inference_on_hopper):
+def test_one_expert_per_token_needs_no_panel_on_hopper(inference_on_hopper):
+    L, d, h, E = 40, 600, 64, 5
+    launches, _, counted = inference_on_hopper(memory.LayerShape(L, d, h, E, 1, dtype="float16"))
+    (variant, args) = launches[-1]
+    assert variant.entry == "down_fwd" and ("EPILOGUE", "StoreTokenRows") in variant.macros
+    assert args[3:5] == (d, h) and args[11] == d and args[13] and args[16:] == (L, 0)
+    assert counted.peak == 4 * launch_config.index_lists(L, 1, E)[1] + L * h * 2 + L * d * 2
+
+
+def test_claims_start_as_zeros(monkeypatch, inference_on_hopper):
     monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: True)
     launches, cleared, _ = inference_on_hopper(memory.LayerShape(40, 600, 64, 5, 3, dtype="float16"))
-    by_entry = {variant.entry: args for variant, args in launches}
-    claims, progress = by_entry["up_fwd"][-1], by_entry["down_fwd"][-1]
-    assert claims != progress and cleared == [(claims, 4), (progress, (2 * 3 + 5) * 4)]
-
-
-def test_chunks_of_tokens_take_turns_in_two_buffers(inference_on_hopper):
-    L, k, E, d = 5501, 3, 2, 1032
-    tokens = 1376  # of a chunk
-    launches, cleared, _ = inference_on_hopper(memory.LayerShape(L, d, 64, E, k, dtype="float16"))
-    names = [variant.entry for variant, _ in launches]
-    by_entry = dict(zip(names, (args for _, args in launches), strict=True))
-    variants = {variant.entry: dict(variant.macros) for variant, _ in launches}
-    assert variants["down_fwd"]["CHUNKED"] == "1"
-    args = by_entry["down_fwd"]
-    row_tiles, part_ends, part_shifts, buffer_rows = by_entry["token_chunks"][3:7]
-    assert by_entry["token_chunks"][7:] == (L * k, k, E, 4, tokens)
-    first, group, buffers, ld, stride, token_index_map = args[8:14]
-    assert (args[6], args[7], token_index_map) == (part_ends, row_tiles, buffer_rows)
-    assert (group, buffers, ld, stride) == (5, 2, d, tokens * k * d)
-    assert args[-5:] == (part_shifts, E, 4, tokens, first + 2 * 2 * stride)
-    assert args[-1] % 4 == 0 and cleared[-1] == (args[-1], (2 * 4 + 5) * 4)
-    (last,) = (args for name, args in by_entry.items() if name.startswith("aggregate"))
-    done = 3 * tokens  # the last chunk's sums are left
-    assert last == (
-        *(first, buffer_rows + 4 * done * k, args[14] + 4 * done * k, args[15] + 2 * done * d),
-        *(L - done, k, d, 0, d, d, 256),
-    )
+    claims = {variant.entry: args[-1] for variant, args in launches}
+    assert claims["up_fwd"] and cleared == [(claims["up_fwd"], 4)] and claims["down_fwd"] == 0
 
 
 @pytest.mark.parametrize(

@@ -275,12 +275,6 @@ LAYERS = [
         )
         if activation == "swiglu" or not order.startswith("pair")
     ),
-    *(  # by chunks of tokens
-        Layer(L, k, 3, d, 72, order, "swiglu", save)
-        for order, (L, k), d, save in itertools.product(
-            ("row", "pair_transposed"), ((8201, 3), (12289, 2)), (1032, 776), ("minimal", "recompute")
-        )
-    ),
     *(
         Layer(L, 2, 5, 64, 32, order, save=save, accumulate=accumulate, totals=totals)
         for L, order, save, accumulate, totals in itertools.product(

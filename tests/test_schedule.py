@@ -1,5 +1,4 @@
-"""Which tiles the blocks of Hopper's GEMMs work on, in which order, and how far ahead of each other: the kernels' own
-code, compiled by g++."""
+"""Which tiles the blocks of Hopper's GEMMs work on, and in which order: the kernels' own code, compiled by g++."""
 
 import ctypes
 import re
@@ -17,10 +16,8 @@ if COMPILER is None:
 # Blocks, or pairs of them, take turns as `turns` says: with claims, who comes first gets the next tile.
 HARNESS = """
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <vector>
 #define __device__
 #define __forceinline__ inline
@@ -30,13 +27,7 @@ struct int2 { int x, y; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
 struct { unsigned x; } blockIdx, gridDim;
 inline int atomicAdd(int* p, int v) { return (*p += v) - v; }
-inline int load_relaxed(const int* p) {
-    std::this_thread::yield();
-    return __atomic_load_n(p, __ATOMIC_RELAXED);
-}
-inline void add_relaxed(int* p, int v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 constexpr int BM = 128;
-constexpr bool CHUNKED = false;
 %s
 template <int BLOCKS, class Order>
 int work(const Order& order, const int* row_tiles, const int* offsets, int tiles, int blocks, bool claims,
@@ -74,54 +65,26 @@ int work(const Order& order, const int* row_tiles, const int* offsets, int tiles
         if (own.valid()) return -1;
     return count;
 }
-namespace gemm {
+namespace gathered {
+constexpr bool GATHER = true;
 %s
 }
-namespace panels {
+namespace own {
+constexpr bool GATHER = false;
 %s
 }
-extern "C" int of_gemm(const int* row_tiles, const int* offsets, int n_tiles, int claims, int paired, int blocks,
-                       const int* turns, int num_turns, int* found, int* worked_by, int* shared) {
-    const gemm::Order order = {unsigned(n_tiles)};
-    const auto of = paired ? work<2, gemm::Order> : work<1, gemm::Order>;
+template <int BLOCKS, class Order>
+int work_by(int n_tiles, const int* row_tiles, const int* offsets, int blocks, bool claims, const int* turns,
+            int num_turns, int* found, int* worked_by, int* shared) {
+    const Order order = {unsigned(n_tiles)};
     const int tiles = row_tiles[0] * n_tiles;
-    return of(order, row_tiles, offsets, tiles, blocks, claims, turns, num_turns, found, worked_by, shared);
+    return work<BLOCKS>(order, row_tiles, offsets, tiles, blocks, claims, turns, num_turns, found, worked_by, shared);
 }
-extern "C" int of_panels(const int* row_tiles, const int* offsets, int panels, int group, int blocks, const int* turns,
-                         int num_turns, int* found, int* worked_by, int* shared) {
-    const panels::Order order = {row_tiles[0], panels, group};
-    return work<1>(order, row_tiles, offsets, order.tiles(), blocks, false, turns, num_turns, found, worked_by, shared);
-}
-// Each block a thread of its own, slowed at random. The most steps that one was ahead of another while none was done.
-extern "C" int most_ahead(const int* steps, int blocks) {
-    gridDim.x = blocks;
-    int counters[5] = {};
-    std::vector<std::atomic<int>> begun(blocks);
-    std::atomic<int> most{0};
-    std::atomic<bool> finished{false};
-    std::vector<std::thread> threads;
-    for (int block = 0; block < blocks; ++block)
-        threads.emplace_back([&, block] {
-            panels::Pace pace = {counters};
-            unsigned random = block + 1;
-            for (int step = 0; step < steps[block]; ++step) {
-                random = random * 1664525 + 1013904223;
-                if (random >> 28 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random >> 20 & 127));
-                pace.step();
-                begun[block] = step + 1;
-                const int hindmost = *std::min_element(begun.begin(), begun.end());
-                if (!finished && step + 1 - hindmost > most) most = step + 1 - hindmost;
-            }
-            finished = true;
-            pace.finish();
-        });
-    for (auto& thread : threads) thread.join();
-    return most;
-}
-extern "C" int complete_before(const int* tile, int panels, int group) {
-    Found found;
-    std::memcpy(&found, tile, sizeof(found));
-    return panels::Rounds{panels, panels, 1, group}.complete_before(found);
+extern "C" int work_on(const int* row_tiles, const int* offsets, int n_tiles, int gathers, int claims, int paired,
+                       int blocks, const int* turns, int num_turns, int* found, int* worked_by, int* shared) {
+    const auto of_gathered = paired ? work_by<2, gathered::Order> : work_by<1, gathered::Order>;
+    const auto of = gathers ? of_gathered : work_by<1, own::Order>;
+    return of(n_tiles, row_tiles, offsets, blocks, claims, turns, num_turns, found, worked_by, shared);
 }
 """
 BLOCKS = 14
@@ -129,15 +92,12 @@ BLOCKS = 14
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    names = ("gemm_core_sm90.cuh", "grouped_gemm_sm90.cu", "grouped_panels_sm90.cu")
-    core, gemm, panels = ((KERNELS / name).read_text() for name in names)
+    core, gemm = ((KERNELS / name).read_text() for name in ("gemm_core_sm90.cuh", "grouped_gemm_sm90.cu"))
     schedule = re.search(r"struct Place \{.*?struct Schedule.*?\n};\n", core, re.DOTALL).group()
     order = re.search(r"struct Order \{.*?\n};\n", gemm, re.DOTALL).group()
-    rounds = re.search(r"struct Order \{.*?struct Rounds.*?\n};\n", panels, re.DOTALL).group()
-    pace = re.search(r"struct Pace \{.*?\n};\n", panels, re.DOTALL).group()
     folder = tmp_path_factory.mktemp("schedule")
-    (folder / "schedule.cpp").write_text(HARNESS % (schedule, order, rounds + pace))
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-o", "schedule.so", "schedule.cpp"]
+    (folder / "schedule.cpp").write_text(HARNESS % (schedule, order, order))
+    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "schedule.so", "schedule.cpp"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "schedule.so"))
 
@@ -145,60 +105,45 @@ def kernels(tmp_path_factory):
 COUNTS = [(512,) * 6, (1, 0, 128, 129, 0, 700), (0, 0, 5000, 64, 0), (2049, 2048, 4100), (3,), (0, 0), (100,) * 40]
 
 
-def worked_tiles(function, counts, *geometry):
-    """Tiles (expert, first row, column tile, rows) and their blocks, in the order of work, the tiles of rows, and how
-    many tiles share their weights with that of the block's pair.
-
-    geometry: the number of column tiles, and what else the function takes.
-    """
+def worked_tiles(kernels, counts, n_tiles, *, gathers=True, claims=False, paired=False, blocks=BLOCKS):
+    """Tiles (expert, first row, column tile, rows) in the order of work, the tiles of rows, and how many tiles share
+    their weights with that of the block's pair."""
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     entries = [(e, row) for e in range(len(counts)) for row in range(offsets[e], offsets[e + 1], 128)]
     row_tiles = np.array([(len(entries), 128), *entries], np.int32)
-    most = len(entries) * geometry[0]
-    turns = np.random.default_rng(most).integers(0, BLOCKS, 40 * (most + BLOCKS)).astype(np.int32)
-    found, blocks = np.zeros((len(turns), 4), np.int32), np.zeros(len(turns), np.int32)
-    row_tiles, offsets_, turns_, found_, blocks_ = (
-        a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found, blocks)
+    most = len(entries) * n_tiles
+    turns = np.random.default_rng(most).integers(0, blocks, 40 * (most + blocks)).astype(np.int32)
+    found, worked_by = np.zeros((len(turns), 4), np.int32), np.zeros(len(turns), np.int32)
+    row_tiles, offsets_, turns_, found_, worked_by_ = (
+        a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found, worked_by)
     )
-    shared = ctypes.c_int(0)
-    count = function(row_tiles, offsets_, *geometry, BLOCKS, turns_, len(turns), found_, blocks_, ctypes.byref(shared))
+    shared, how = ctypes.c_int(0), (n_tiles, gathers, claims, paired, blocks)
+    count = kernels.work_on(row_tiles, offsets_, *how, turns_, len(turns), found_, worked_by_, ctypes.byref(shared))
     assert count == most
     tiles = {(e, row, min(128, offsets[e + 1] - row)) for e, row in entries}
-    return [tuple(map(int, tile)) for tile in found[:count]], blocks[:count], tiles, shared.value
+    return [tuple(map(int, tile)) for tile in found[:count]], tiles, shared.value
 
 
-@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(("gathers", "paired"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("claims", [False, True])
-@pytest.mark.parametrize("n_tiles", [1, 3, 8])
+@pytest.mark.parametrize("n_tiles", [1, 3, 8, 11])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_every_tile_once(kernels, counts, n_tiles, claims, paired):
+def test_every_tile_once(kernels, counts, n_tiles, claims, gathers, paired):
     """And of large experts most share their weights: a pair spans two columns once in an expert's row tiles or, of more
     than 24, in 8 to 24 of them."""
-    found, _, tiles, shared = worked_tiles(kernels.of_gemm, counts, n_tiles, claims, paired)
+    found, tiles, shared = worked_tiles(kernels, counts, n_tiles, gathers=gathers, claims=claims, paired=paired)
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(n_tiles)}
     large = sum(n_tiles * -(-count // 128) for count in counts if count >= 1024)
     assert shared >= large * 3 // 4 if paired else shared == 0
 
 
-@pytest.mark.parametrize(("panels", "group"), [(1, 4), (5, 1), (8, 2), (7, 4)])
+@pytest.mark.parametrize("n_tiles", [1, 3, 8])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_every_tile_of_panels_once_and_sums_after_it(kernels, counts, panels, group):
-    """What a tile says is complete has none of the tiles that its block has from there on."""
-    found, blocks, tiles, _ = worked_tiles(kernels.of_panels, counts, panels, group)
-    assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(panels)}
-    for block in range(BLOCKS):
-        own = [tile for tile, worked_by in zip(found, blocks, strict=True) if worked_by == block]
-        for i, tile in enumerate(own):
-            complete = kernels.complete_before((ctypes.c_int * 4)(*tile), panels, group)
-            assert complete <= min(n for _, _, n, _ in own[i:])
-            assert complete > tile[2] - group  # and no sum waits for the next group
-    assert kernels.complete_before((ctypes.c_int * 4)(0, 0, 0, -1), panels, group) == panels
-
-
-@pytest.mark.parametrize("steps", [(400,) * 7, (160, 168, 168, 176, 200, 200, 200), (5, 0, 300, 3), (50,)], ids=str)
-def test_blocks_keep_pace(kernels, steps):
-    """Nobody is further ahead than the steps between two looks, twice, and all get to their end."""
-    assert kernels.most_ahead((ctypes.c_int * len(steps))(*steps), len(steps)) <= 8 + 8 + 3
+def test_tiles_of_the_same_rows_run_side_by_side_in_panels(kernels, counts, n_tiles):
+    found, tiles, _ = worked_tiles(kernels, counts, n_tiles, gathers=False, blocks=1)
+    for e, row, rows in tiles:
+        places = [found.index((e, row, n, rows)) for n in range(n_tiles)]
+        assert max(places) - min(places) < 2 * n_tiles
 
 
 def test_blocks_work_in_pairs_where_products_are_long():

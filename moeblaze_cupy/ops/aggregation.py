@@ -15,13 +15,11 @@ def aggregate(
     out: Array,
     first_column: int,
     columns: int,
-    ld: int,
-    stride: int = 0,
 ) -> None:
-    """out[:, first_column : first_column + columns] from panels of 256 columns, or of what is left, `stride` apart.
+    """out[:, first_column : first_column + columns] from the first `columns` of panel's rows.
 
-    panel: the first; its rows, which token_index_map (L, k) names, are `ld` elements apart. weights (L, k) scale the
-    slots; None leaves them unscaled (the gradient of x).
+    token_index_map (L, k) names a row for each slot. weights (L, k) scale the slots; None leaves them unscaled (the
+    gradient of x).
     """
     (L, k), d = token_index_map.shape, out.shape[1]
     aligned = d % 8 == 0 and first_column % 8 == 0 and out.ptr % 16 == 0
@@ -33,7 +31,7 @@ def aggregate(
         32 * TOKENS_PER_BLOCK,
         (
             *(panel.ptr, token_index_map.ptr, 0 if weights is None else weights.ptr, out.ptr),
-            *(L, k, d, first_column, columns, ld, stride),
+            *(L, k, d, first_column, columns, panel.shape[1]),
         ),
     )
 

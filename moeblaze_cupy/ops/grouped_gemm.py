@@ -123,12 +123,12 @@ def rows_map(context: Context, array: Array, box_rows: int):
     return context.tensor_map(array.ptr, array.dtype, (ld, rows, 1), (ld, ld * rows), (64, box_rows, 1))
 
 
-def tensor_maps(context: Context, weight: Weight, entry: str, n: int, k: int) -> tuple:
-    """Both halves as (contiguous, strided, expert) maps: k, n, E where k is contiguous, else n, k, E."""
+def tensor_maps(context: Context, weight: Weight, halves: tuple, entry: str, n: int, k: int) -> tuple:
+    """n columns of both halves as (contiguous, strided, expert) maps: k, n, E where k is contiguous, else n, k, E."""
     shape, box = ((k, n), (64, 128, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
     first = weight.arrays[0]
     strides = (weight.ld, weight.expert_stride)
-    return tuple(context.tensor_map(p, first.dtype, (*shape, first.shape[0]), strides, box) for p in weight.halves)
+    return tuple(context.tensor_map(p, first.dtype, (*shape, first.shape[0]), strides, box) for p in halves)
 
 
 def gemm(
@@ -137,59 +137,54 @@ def gemm(
     index: Index,
     a: Array,
     weight: Weight,
-    n: int,
+    N: int,
     K: int,
     activation: str,
     *,
     first_column: int = 0,
-    columns: int | None = None,
     first_layer: Array | None = None,
     first_layer_grad: Array | None = None,
     product: Array | None = None,
     stored_product: Array | None = None,
-    row_weights: Array | None = None,
+    weights: Array | None = None,
     wants_partial_sums: bool = False,
+    to_tokens: bool = False,
 ) -> Array | None:
-    """One launch of grouped_gemm_*.cu.
+    """One launch of grouped_gemm_*.cu: columns first_column .. + N of the result.
 
-    `n`: the weight's extent along the result's columns, of which first_column .. + columns are computed (on Hopper
-    all). Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
+    weights: of each row (down_bwd), or of each token if rows go `to_tokens`, which is Hopper's alone and for k = 1.
+    Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
     """
-    N = columns or n
     config, aligned = config_of(context, entry, a, weight, N, K, activation)
-    limits, claims, paired = loader.device_limits(context.device), None, False
+    limits, slots, claims, paired = loader.device_limits(context.device), index.num_slots, None, False
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
-    if config.tier == "sm90":
-        b = tensor_maps(context, weight, entry, n, K)
-        paired = launch_config.pairs_blocks(K, index.num_slots, index.num_experts)
-        if launch_config.claims_tiles(entry, column_tiles, K, index.num_slots, index.num_experts, limits):
-            claims = context.empty((1,), "int32")
-            context.clear(claims)
-    else:
-        step = weight.ld if weight.is_k_contiguous(entry) else 1
-        b = (*weight.offset(first_column * step), weight.expert_stride, weight.ld)
-    partial_sums = None
-    if wants_partial_sums:
-        partial_sums = context.empty((column_tiles, index.num_slots), "float32")
-    args = (
-        a.ptr,
-        a.shape[1],
-        *b,
-        N,
-        K,
-        index.expert_token_indices.ptr,
-        index.expert_token_offsets.ptr,
-        index.row_tiles.ptr,
-        pointer(first_layer),
-        pointer(first_layer_grad),
-        pointer(product),
-        pointer(stored_product),
-        pointer(row_weights),
-        pointer(partial_sums),
-        index.num_slots,
-        *((pointer(claims),) if config.tier == "sm90" else ()),
+    partial_sums = context.empty((column_tiles, slots), "float32") if wants_partial_sums else None
+    halves = weight.offset(first_column * (weight.ld if weight.is_k_contiguous(entry) else 1))
+    sizes_and_lists = (
+        *(N, K),
+        *(index.expert_token_indices.ptr, index.expert_token_offsets.ptr, index.row_tiles.ptr),
     )
-    options = {"stored_product": stored_product is not None, "paired": paired}
+    outputs = pointer(first_layer), pointer(first_layer_grad), pointer(product)
+    others = pointer(stored_product), pointer(weights), pointer(partial_sums)
+    if config.tier == "sm80":
+        b = *halves, weight.expert_stride, weight.ld
+        args = (a.ptr, a.shape[1], *b, *sizes_and_lists, *outputs, *others, slots)
+    else:
+        rows: tuple = a.ptr, a.shape[1]
+        if entry in ("up_fwd", "down_bwd"):  # these gather
+            paired = launch_config.pairs_blocks(K, slots, index.num_experts)
+            if launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits):
+                claims = context.empty((1,), "int32")
+                context.clear(claims)
+        else:
+            rows = (rows_map(context, a, launch_config.TILE_ROWS),)
+        b = tensor_maps(context, weight, halves, entry, N, K)
+        product_ld = 0 if product is None else product.shape[1]
+        others = product_ld, *others, index.token_index_map.ptr, slots, pointer(claims)
+        args = (*rows, *b, *sizes_and_lists, *outputs, *others)
+    options = {"stored_product": stored_product is not None, "paired": paired, "to_tokens": to_tokens}
+    if to_tokens and weights is not None:
+        options["weights_dtype"] = weights.dtype
     variant = variant_of(entry, a, weight, config, aligned, activation, **options)
     blocks = config.blocks(N, index.max_row_tiles, limits, paired)
     context.launch(variant, (blocks,), config.threads, args, config.shared_bytes)
@@ -244,7 +239,7 @@ def down_bwd(
         first_layer_grad=first_layer_grad,
         product=product,
         stored_product=stored_product,
-        row_weights=row_weights,
+        weights=row_weights,
         wants_partial_sums=wants_weights_grad,
     )
 
