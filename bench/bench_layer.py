@@ -11,7 +11,10 @@ from bench import cases, inputs, measure, providers, verify
 from bench.conftest import layer_specs, parametrize
 
 pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="layer")
-TINY_PROVIDERS = ("cublas_bound", "moeblaze", "moeblaze_recompute", "torch_grouped_mm", "torch_routed", "sonicmoe")
+TINY_PROVIDERS = (
+    *("cublas_bound", "cublas_and_traffic", "moeblaze", "moeblaze_recompute"),
+    *("torch_grouped_mm", "torch_routed", "sonicmoe"),
+)
 SMALL_SETS = 4  # of tokens, in turn, over the same weights
 
 
@@ -57,7 +60,7 @@ def test_layer(spec, current, time_device):
     time_device(
         getattr(layer, what),
         bound=(case, order, what),
-        is_bound=not provider.checked,
+        is_bound=provider.name == "cublas_bound",
         flops=case.flops(what),
         back_to_back=True,
         **info,

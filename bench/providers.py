@@ -51,12 +51,54 @@ class _Bound(Layer):
         return torch.bmm(self.product, self.w2)
 
     def forward_backward(self) -> tuple:
-        self.forward()
+        _Bound.forward(self)
         torch.bmm(self.x, self.w2.transpose(1, 2))
         torch.bmm(self.product.transpose(1, 2), self.x)
         torch.bmm(self.first, self.w1.transpose(1, 2))
         torch.bmm(self.x.transpose(1, 2), self.first)
         return ()
+
+
+class _BoundWithTraffic(_Bound):
+    """These products while another stream copies as many bytes as a layer reads and writes beyond them.
+
+    With R = L*k: act(a) * b is written, and for k > 1 rows are read for their sums, which are written; with backward a
+    and b are read, their gradients written, the weighted product written in place of dA, and gradients of x summed. It
+    shows what such traffic costs that runs beside products. It is no bound, as copies wait for multiprocessors that
+    cuBLAS has taken.
+    """
+
+    PIECES = 8
+
+    def __init__(self, case, inputs: dict):
+        super().__init__(case, inputs)
+        sums = (case.slots + case.L) * case.d if case.k > 1 else 0
+        forward = case.slots * case.h + sums
+        moved = {"forward": forward, "forward_backward": forward + 2 * case.slots * case.first_columns + sums}
+        self.copied = {what: max(1, elements // 2 // self.PIECES) for what, elements in moved.items()}
+        # not zeros: the power limit lets zeros be copied faster than data
+        self.source = torch.randn(max(self.copied.values()), device=inputs["x"].device, dtype=inputs["x"].dtype)
+        self.target = torch.empty_like(self.source)
+        self.stream = torch.cuda.Stream() if self.source.is_cuda else None
+
+    def _beside(self, products: Callable, what: str):
+        main = None
+        if self.stream:
+            main = torch.cuda.current_stream()
+            self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):  # of None: nothing
+            for _ in range(self.PIECES):
+                self.target[: self.copied[what]].copy_(self.source[: self.copied[what]])
+        result = products()
+        if main:
+            main.wait_stream(self.stream)
+        return result
+
+    def forward(self) -> torch.Tensor:
+        return self._beside(super().forward, "forward")
+
+    def forward_backward(self) -> tuple:
+        return self._beside(super().forward_backward, "forward_backward")
 
 
 def _activate(first: torch.Tensor, activation: str) -> torch.Tensor:
@@ -167,6 +209,7 @@ PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("cublas_bound", _Bound, orders=_BOTH, checked=False),
+        Provider("cublas_and_traffic", _BoundWithTraffic, orders=_BOTH, checked=False),
         _ours("moeblaze", "minimal", _BOTH),
         _ours("moeblaze_recompute", "recompute"),
         _ours("moeblaze_paper", "paper"),

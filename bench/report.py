@@ -26,6 +26,7 @@ POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_
 # how others are called in tables; ours keep their names
 TITLES = {
     "cublas_bound": "cuBLAS bound",
+    "cublas_and_traffic": "cuBLAS, a layer's other traffic copied beside",
     "torch_grouped_mm": "torch grouped_mm",
     "torch_routed": "torch, loop over experts",
     "torch_sort": "torch.sort",
@@ -152,7 +153,7 @@ def beside_peers(records: Records) -> dict[tuple[str, str], dict[str, float]]:
         for (case, name), entry in rows.items():
             ours = rows.get((case, "moeblaze"), {})
             times = {what: entry[what] / ours[what] for what in PASSES if what in entry and what in ours}
-            if name in (*OURS, "cublas_bound") or not times:
+            if name in (*OURS, "cublas_bound", "cublas_and_traffic") or not times:
                 continue
             if "peak_mib" in entry and "peak_mib" in ours:
                 times["peak"] = ours["peak_mib"] / entry["peak_mib"]

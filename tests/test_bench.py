@@ -81,6 +81,35 @@ def test_select():
         providers.select("nobody", "quick")
 
 
+@pytest.mark.parametrize(
+    ("k", "activation", "forward", "backward"),
+    # R = 80 k rows: act(a) b; rows and sums; a, b and their gradients; gradients of x and their sums
+    [
+        (2, "swiglu", 160 * 24 + 240 * 64, 160 * 4 * 24 + 240 * 64),
+        (2, "silu", 160 * 24 + 240 * 64, 160 * 2 * 24 + 240 * 64),
+        (1, "swiglu", 80 * 24, 80 * 4 * 24),
+    ],
+)
+def test_traffic_beside_the_bound(k, activation, forward, backward):
+    case = cases.LayerCase("c", L=80, d=64, h=24, E=4, k=k, source="", activation=activation)
+    layer = providers.PROVIDERS["cublas_and_traffic"].build(case, inputs.layer_inputs(case, "transposed"))
+    copies = []
+    target = torch.empty_like(layer.source)
+
+    class Target:
+        def __getitem__(self, part):
+            copies.append(part.stop)
+            return target[part]
+
+    layer.target = Target()
+    bound = providers.PROVIDERS["cublas_bound"].build(case, inputs.layer_inputs(case, "transposed"))
+    assert layer.forward().shape == bound.forward().shape
+    assert 2 * sum(copies) == pytest.approx(forward, abs=16)  # each element read and written
+    copies.clear()
+    assert layer.forward_backward() == ()
+    assert 2 * sum(copies) == pytest.approx(forward + backward, abs=16)
+
+
 def test_flops():
     case = cases.LayerCase("c", L=10, d=3, h=5, E=4, k=2, source="")
     assert case.forward_flops == 2 * 20 * (3 * 10 + 5 * 3)
