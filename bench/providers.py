@@ -51,7 +51,7 @@ class _Bound(Layer):
         return torch.bmm(self.product, self.w2)
 
     def forward_backward(self) -> tuple:
-        _Bound.forward(self)
+        self.forward()
         torch.bmm(self.x, self.w2.transpose(1, 2))
         torch.bmm(self.product.transpose(1, 2), self.x)
         torch.bmm(self.first, self.w1.transpose(1, 2))
@@ -59,8 +59,8 @@ class _Bound(Layer):
         return ()
 
 
-class _BoundWithTraffic(_Bound):
-    """These products while another stream copies as many bytes as a layer reads and writes beyond them.
+class _BoundWithTraffic(Layer):
+    """The bound's products while another stream copies as many bytes as a layer reads and writes beyond them.
 
     With R = L*k: act(a) * b is written, and for k > 1 rows are read for their sums, which are written; with backward a
     and b are read, their gradients written, the weighted product written in place of dA, and gradients of x summed. It
@@ -71,7 +71,8 @@ class _BoundWithTraffic(_Bound):
     PIECES = 8
 
     def __init__(self, case, inputs: dict):
-        super().__init__(case, inputs)
+        super().__init__(inputs, [])
+        self.bound = _Bound(case, inputs)
         sums = (case.slots + case.L) * case.d if case.k > 1 else 0
         forward = case.slots * case.h + sums
         moved = {"forward": forward, "forward_backward": forward + 2 * case.slots * case.first_columns + sums}
@@ -81,24 +82,28 @@ class _BoundWithTraffic(_Bound):
         self.target = torch.empty_like(self.source)
         self.stream = torch.cuda.Stream() if self.source.is_cuda else None
 
-    def _beside(self, products: Callable, what: str):
-        main = None
-        if self.stream:
-            main = torch.cuda.current_stream()
-            self.stream.wait_stream(main)
-        with torch.cuda.stream(self.stream):  # of None: nothing
-            for _ in range(self.PIECES):
-                self.target[: self.copied[what]].copy_(self.source[: self.copied[what]])
+    def _copy(self, what: str) -> None:
+        for _ in range(self.PIECES):
+            self.target[: self.copied[what]].copy_(self.source[: self.copied[what]])
+
+    def _with_copies(self, what: str):
+        products = getattr(self.bound, what)
+        if self.stream is None:
+            self._copy(what)
+            return products()
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            self._copy(what)
         result = products()
-        if main:
-            main.wait_stream(self.stream)
+        main.wait_stream(self.stream)
         return result
 
     def forward(self) -> torch.Tensor:
-        return self._beside(super().forward, "forward")
+        return self._with_copies("forward")
 
     def forward_backward(self) -> tuple:
-        return self._beside(super().forward_backward, "forward_backward")
+        return self._with_copies("forward_backward")
 
 
 def _activate(first: torch.Tensor, activation: str) -> torch.Tensor:

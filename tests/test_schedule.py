@@ -30,8 +30,10 @@ inline int atomicAdd(int* p, int v) { return (*p += v) - v; }
 constexpr int BM = 128;
 %s
 template <int BLOCKS, class Order>
-int work(const Order& order, const int* row_tiles, const int* offsets, int tiles, int blocks, bool claims,
-         const int* turns, int num_turns, int* found, int* worked_by, int* shared) {
+int work(const int* row_tiles, const int* offsets, int n_tiles, bool claims, int blocks, const int* turns,
+         int num_turns, int* found, int* shared) {
+    const Order order = {unsigned(n_tiles)};
+    const int tiles = row_tiles[0] * n_tiles;
     gridDim.x = blocks;
     int counter = 0, count = 0;
     std::vector<Schedule<Order, BLOCKS>> schedules;
@@ -52,8 +54,7 @@ int work(const Order& order, const int* row_tiles, const int* offsets, int tiles
             own[of].prefetch();
             const Found tile = own[of].own, next = own[of].next();
             if (tile.rows) {
-                std::memcpy(found + 4 * count, &tile, sizeof(tile));
-                worked_by[count++] = blockIdx.x;
+                std::memcpy(found + 4 * count++, &tile, sizeof(tile));
                 *shared += own[of].shared;
             }
             own[of].advance(claim + of);
@@ -73,18 +74,11 @@ namespace own {
 constexpr bool GATHER = false;
 %s
 }
-template <int BLOCKS, class Order>
-int work_by(int n_tiles, const int* row_tiles, const int* offsets, int blocks, bool claims, const int* turns,
-            int num_turns, int* found, int* worked_by, int* shared) {
-    const Order order = {unsigned(n_tiles)};
-    const int tiles = row_tiles[0] * n_tiles;
-    return work<BLOCKS>(order, row_tiles, offsets, tiles, blocks, claims, turns, num_turns, found, worked_by, shared);
-}
 extern "C" int work_on(const int* row_tiles, const int* offsets, int n_tiles, int gathers, int claims, int paired,
-                       int blocks, const int* turns, int num_turns, int* found, int* worked_by, int* shared) {
-    const auto of_gathered = paired ? work_by<2, gathered::Order> : work_by<1, gathered::Order>;
-    const auto of = gathers ? of_gathered : work_by<1, own::Order>;
-    return of(n_tiles, row_tiles, offsets, blocks, claims, turns, num_turns, found, worked_by, shared);
+                       int blocks, const int* turns, int num_turns, int* found, int* shared) {
+    const auto on_gathered = paired ? work<2, gathered::Order> : work<1, gathered::Order>;
+    const auto on = gathers ? on_gathered : work<1, own::Order>;
+    return on(row_tiles, offsets, n_tiles, claims, blocks, turns, num_turns, found, shared);
 }
 """
 BLOCKS = 14
@@ -113,12 +107,12 @@ def worked_tiles(kernels, counts, n_tiles, *, gathers=True, claims=False, paired
     row_tiles = np.array([(len(entries), 128), *entries], np.int32)
     most = len(entries) * n_tiles
     turns = np.random.default_rng(most).integers(0, blocks, 40 * (most + blocks)).astype(np.int32)
-    found, worked_by = np.zeros((len(turns), 4), np.int32), np.zeros(len(turns), np.int32)
-    row_tiles, offsets_, turns_, found_, worked_by_ = (
-        a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found, worked_by)
+    found = np.zeros((len(turns), 4), np.int32)
+    row_tiles, offsets_, turns_, found_ = (
+        a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found)
     )
     shared, how = ctypes.c_int(0), (n_tiles, gathers, claims, paired, blocks)
-    count = kernels.work_on(row_tiles, offsets_, *how, turns_, len(turns), found_, worked_by_, ctypes.byref(shared))
+    count = kernels.work_on(row_tiles, offsets_, *how, turns_, len(turns), found_, ctypes.byref(shared))
     assert count == most
     tiles = {(e, row, min(128, offsets[e + 1] - row)) for e, row in entries}
     return [tuple(map(int, tile)) for tile in found[:count]], tiles, shared.value
