@@ -94,7 +94,7 @@ class Kernels:
             return torch.randn(*shape, device=made["x"].device, dtype=made["x"].dtype)
 
         tier = launch_config.tier(loader.device_limits(device).compute_capability)
-        self.panels = launch_config.panels(d, tier)
+        self.panels = launch_config.panels(d, R, tier)
         self.first, self.product, self.panel = new(R, n), new(R, h), new(R, self.panels[0][1])
         self.first_grad, self.weighted = new(R, n), new(R, h)
         self.grad_w1 = torch.empty_like(made["w1"])

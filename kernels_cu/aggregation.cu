@@ -10,8 +10,7 @@
 //   row_weights      (L*k,)                fp32, out       weights in the order of the experts' rows
 //
 // Launch: aggregate: one warp per token, 8 warps per block, a grid row per 256 columns; lane c takes columns 8c .. 8c+7
-// of them, one 16-byte load per row. weights_bwd and weights_by_row: one thread per slot, 256
-// per block.
+// of them, one 16-byte load per row. weights_bwd and weights_by_row: one thread per slot, 256 per block.
 // Sums run in fp32 in slot order: two runs give the same bits.
 #include "common.cuh"
 

@@ -15,6 +15,7 @@ GEMM_THREADS = 128
 STAGE_BYTES = 32 * 1024
 PANEL_COLUMNS = 256  # of the portable tier's panels, of Hopper's column tiles, and of a warp's sums
 MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
+ONE_PANEL_ELEMENTS = 2**23  # of a routed buffer that may be one panel: 16 MiB, which stay in the L2 cache
 MAX_EXPERTS = 4096  # dispatch: counters and five lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
@@ -171,19 +172,24 @@ def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def panels(columns: int, tier: str) -> tuple[tuple[int, int], ...]:
+def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[int, int], ...]:
     """(first column, width) of each panel of a product that is summed over slots.
 
     On Hopper the left operand comes from memory once per panel, so that wide ones are faster (d = 4096, h = 1024,
-    up_bwd: 1024 columns 582 TFLOP/s, 2048 595): up to 512 columns are one panel, others two or more, of half of them
-    rounded up to whole tiles and 2048 at most.
+    up_bwd: 1024 columns 582 TFLOP/s, 2048 595). Up to 512 columns are one panel, as are few rows, for which the last
+    wave of a launch's blocks counts; others are two or more, of half the columns in whole tiles, 2048 at most.
     """
     widest = PANEL_COLUMNS
-    if tier == "sm90" and columns <= 2 * PANEL_COLUMNS:
+    if tier == "sm90" and (columns <= 2 * PANEL_COLUMNS or num_slots * columns <= ONE_PANEL_ELEMENTS):
         widest = columns
     elif tier == "sm90":
         widest = min(ceil_div(columns, 2 * PANEL_COLUMNS) * PANEL_COLUMNS, MAX_PANEL_COLUMNS)
     return tuple((c, min(widest, columns - c)) for c in range(0, columns, widest))
+
+
+def rows_go_to_tokens(k: int, tier: str) -> bool:
+    """Whether a product needs no panel: with one slot per token a row is the token's sum."""
+    return tier == "sm90" and k == 1
 
 
 def panel_takes_left_operands_rows(columns: int, spare_columns: int, tier: str) -> bool:

@@ -59,6 +59,11 @@ def entry(source: str, name: str) -> Variant:
     return Variant(source, name)
 
 
+def gathers(entry: str) -> bool:
+    """Whether a grouped GEMM's left operand is read through expert_token_indices."""
+    return EPILOGUES[entry] != "STORE"
+
+
 @functools.cache
 def gemm_variant(
     entry: str,
@@ -98,7 +103,7 @@ def gemm_variant(
         "EPILOGUE": epilogue,
         "GATED": int(gated and epilogue != "STORE"),
         "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
-        "GATHER": int(epilogue != "STORE"),
+        "GATHER": int(gathers(entry)),
         "B_K_CONTIGUOUS": int(transposed == forward),
         "K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1,
     }
@@ -107,7 +112,7 @@ def gemm_variant(
         macros |= {
             "EPILOGUE": "StoreTokenRows" if to_tokens else EPILOGUES_SM90[epilogue],
             "STORED_PRODUCT": int(stored_product and epilogue == "ACTIVATE_BWD"),
-            "PAIRED": int(paired and epilogue != "STORE"),
+            "PAIRED": int(paired and gathers(entry)),
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)

@@ -110,16 +110,16 @@ def test_some_routing_reaches_the_bound_on_row_tiles(slots, experts):
 
 
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
-@given(columns=st.integers(1, 20000))
-def test_panels_tile_the_columns(tier, columns):
-    panels = launch_config.panels(columns, tier)
+@given(columns=st.integers(1, 20000), slots=st.one_of(st.integers(1, 5000), st.integers(1, launch_config.MAX_SLOTS)))
+def test_panels_tile_the_columns(tier, columns, slots):
+    panels = launch_config.panels(columns, slots, tier)
     assert [c for first, width in panels for c in range(first, first + width)] == list(range(columns))
     for first, width in panels:
         assert 1 <= width <= panels[0][1]
         assert first % 256 == 0 and (width % 8 == 0 or columns % 8)  # 16-byte accesses stay possible
     if tier == "sm80":
         assert panels[0][1] <= 256
-    elif columns > 512:  # about half a routed buffer, in whole tiles
+    elif columns > 512 and columns * slots > 2**23:  # about half a routed buffer, in whole tiles
         assert panels[0][1] <= min((columns + 511) // 2, 2048)
 
 
@@ -138,7 +138,8 @@ def test_panels_tile_the_columns(tier, columns):
     ],
 )
 def test_hoppers_panels(columns, widths):
-    assert [width for _, width in launch_config.panels(columns, "sm90")] == widths
+    assert [width for _, width in launch_config.panels(columns, 2**20, "sm90")] == widths
+    assert launch_config.panels(columns, 2**23 // columns, "sm90") == ((0, columns),)
 
 
 @pytest.mark.parametrize(

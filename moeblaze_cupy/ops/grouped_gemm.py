@@ -171,7 +171,7 @@ def gemm(
         args = (a.ptr, a.shape[1], *b, *sizes_and_lists, *outputs, *others, slots)
     else:
         rows: tuple = a.ptr, a.shape[1]
-        if entry in ("up_fwd", "down_bwd"):  # these gather
+        if loader.gathers(entry):
             paired = launch_config.pairs_blocks(K, slots, index.num_experts)
             if launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits):
                 claims = context.empty((1,), "int32")

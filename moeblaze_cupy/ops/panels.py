@@ -52,10 +52,10 @@ def _sum_of_rows(
     k, d = index.token_index_map.shape[1], out.shape[1]
     tier = grouped_gemm.config_of(context, entry, a, weight, d, K, activation)[0].tier
     call = context, entry, index, a, weight
-    if tier == "sm90" and k == 1:  # a row is its token's sum
+    if launch_config.rows_go_to_tokens(k, tier):
         grouped_gemm.gemm(*call, d, K, activation, product=out, weights=weights, to_tokens=True)
         return
-    panels = launch_config.panels(d, tier)
+    panels = launch_config.panels(d, index.num_slots, tier)
     in_place = launch_config.panel_takes_left_operands_rows(d, a.shape[1] if overwrites else 0, tier)
     memory = a if in_place else context.empty((index.num_slots, panels[0][1]), out.dtype)
     for first_column, width in panels:
