@@ -70,22 +70,24 @@ struct GatheredRows {
     const int64 lda;
     const int* const expert_token_indices;
     const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
-    int tokens[LINES];
+    int tokens[LINES], count;
     const element* rows[LINES];
 
-    __device__ __forceinline__ void look_up(const Found& tile) {  // past the expert's end its last row again, never stored
+    __device__ __forceinline__ void look_up(const Found& tile) {  // past the expert's end its last row again
 #pragma unroll
         for (int i = 0; i < LINES; ++i)
             tokens[i] = expert_token_indices[tile.place.row + min(line + 16 * i, max(tile.rows - 1, 0))];
     }
-    __device__ __forceinline__ void begin(const Place&) {
+    __device__ __forceinline__ void begin(const Found& tile) {
+        count = tile.rows;
 #pragma unroll
         for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
     }
     __device__ __forceinline__ void load(unsigned to, int k0, int K, unsigned full) {
         to += line * 128 + (chunk ^ (line & 7)) * 16;
 #pragma unroll
-        for (int i = 0; i < LINES; ++i) cp_async_16(to + i * 16 * 128, rows[i], k0 + chunk * 8 < K ? 16 : 0);
+        for (int i = 0; i < LINES; ++i)  // lines past the expert's end are never stored: of few rows most are not fetched
+            if (i * 16 < count) cp_async_16(to + i * 16 * 128, rows[i], k0 + chunk * 8 < K ? 16 : 0);
         cp_async_mbarrier_arrive(full);
 #pragma unroll
         for (int i = 0; i < LINES; ++i) rows[i] += BK;  // here, as consumers wait for what follows a wait
@@ -97,7 +99,7 @@ struct OwnRows {
     int row;
 
     __device__ __forceinline__ void look_up(const Found&) {}
-    __device__ __forceinline__ void begin(const Place& place) { row = place.row; }
+    __device__ __forceinline__ void begin(const Found& tile) { row = tile.place.row; }
     __device__ __forceinline__ void load(unsigned to, int k, int, unsigned full) {  // rows past the expert's end are never stored
         tensor_load_3d(to, &a, k, row, 0, full);
     }
@@ -157,7 +159,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
             const int claim = claims_here ? schedule.claim(claims) : 0;
             if (BLOCKS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(claim_full, sizeof(int));
             const Place place = schedule.own.place;
-            rows.begin(place);
+            rows.begin(schedule.own);
             const int n0 = place.n * TILE_COLUMNS;
             schedule.prefetch();
             for (int step = 0; step < steps; ++step) {

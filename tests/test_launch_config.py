@@ -119,7 +119,7 @@ def test_panels_tile_the_columns(tier, columns, slots):
         assert first % 256 == 0 and (width % 8 == 0 or columns % 8)  # 16-byte accesses stay possible
     if tier == "sm80":
         assert panels[0][1] <= 256
-    elif columns > 512 and columns * slots > 2**23:  # about half a routed buffer, in whole tiles
+    elif columns > 512 and columns * slots > 2**24:  # about half a routed buffer, in whole tiles
         assert panels[0][1] <= min((columns + 511) // 2, 2048)
 
 
@@ -139,7 +139,7 @@ def test_panels_tile_the_columns(tier, columns, slots):
 )
 def test_hoppers_panels(columns, widths):
     assert [width for _, width in launch_config.panels(columns, 2**20, "sm90")] == widths
-    assert launch_config.panels(columns, 2**23 // columns, "sm90") == ((0, columns),)
+    assert launch_config.panels(columns, 2**24 // columns, "sm90") == ((0, columns),)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ UNALIGNED = Case(L=513, k=3, E=5, d=301, h=157, activation="silu")
 EMPTY_EXPERTS = Case(L=2048, k=2, E=4, d=512, h=1024, routing="empty_experts")
 ONE_EXPERT_EACH = Case(L=700, k=1, E=6, d=1032, h=264, routing="absent")
 PANEL_IN_PLACE = Case(L=700, k=4, E=6, d=200, h=256, routing="absent", order="transposed")
-PANELS = Case(L=2100, k=4, E=7, d=1032, h=136, routing="empty_experts", order="transposed")
-PAIRS_OF_BLOCKS = Case(L=700, k=3, E=7, d=4096, h=136, routing="empty_experts", order="transposed")
-THREE_PANELS = Case(L=700, k=4, E=5, d=4616, h=64, routing="absent", order="transposed")
+PANELS = Case(L=4100, k=4, E=7, d=1032, h=136, routing="empty_experts", order="transposed")
+PAIRS_OF_BLOCKS = Case(L=1400, k=3, E=7, d=4096, h=136, routing="empty_experts", order="transposed")
+THREE_PANELS = Case(L=920, k=4, E=5, d=4616, h=64, routing="absent", order="transposed")
 MANY_TOKENS = Case(L=3000, k=4, E=8, d=512, h=512)
 LARGER = [
     RAGGED,
@@ -60,7 +60,7 @@ LARGER = [
     Case(L=1024, k=4, E=4, d=4168, h=1160, routing="skewed"),
     # blocks in pairs: a last tile that only one of them has, experts of an odd number of tiles
     PAIRS_OF_BLOCKS,
-    Case(L=1300, k=2, E=5, d=4104, h=264, routing="absent", order="pair", activation="geglu"),
+    Case(L=2100, k=2, E=5, d=4104, h=264, routing="absent", order="pair", activation="geglu"),
     # the epilogue of dA beside several k-steps of the next tile
     MANY_TOKENS,
 ]
@@ -249,7 +249,7 @@ def test_claimed_tiles_and_pairs_of_blocks_give_the_same_bits(monkeypatch, case,
         Case(L=4096, k=8, E=32, d=3080, h=392),
         Case(L=900, k=3, E=4, d=1608, h=392, routing="skewed"),  # fewer tiles than blocks
         Case(L=900, k=1, E=4, d=1032, h=776, routing="absent"),
-        Case(L=2000, k=2, E=7, d=4104, h=392),  # in pairs
+        Case(L=2100, k=2, E=7, d=4104, h=392),  # in pairs
     ],
     ids=str,
 )

@@ -239,7 +239,7 @@ def inference_on_hopper(no_launches, monkeypatch):
 def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, inference_on_hopper):
     """Each with its columns of the weight, and summed before the next; one that is no wider than h takes the place of
     the product."""
-    L, k, E, h = 4000, 3, 5, 64
+    L, k, E, h = 8000, 3, 5, 64
     s = memory.LayerShape(L, d, h, E, k, dtype="float16")
     launches, _, counted = inference_on_hopper(s, order)
     products = [args for variant, args in launches if variant.entry == "down_fwd"]
