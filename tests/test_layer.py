@@ -46,13 +46,14 @@ LARGER = [
     # k = 1, where rows go straight to their tokens; one panel that takes the place of what it is computed from
     ONE_EXPERT_EACH,
     PANEL_IN_PLACE,
-    # several panels: more tiles than blocks; many slots; fewer tokens than warps that sum; a narrow last one
+    # several panels: more tiles than blocks; a last one of 8 columns
     PANELS,
     THREE_PANELS,
+    Case(L=4700, k=7, E=7, d=520, h=64, routing="duplicate", order="transposed"),
+    Case(L=12289, k=2, E=3, d=776, h=136, routing="one_expert", order="transposed"),
+    # one wide panel, as rows are few: many slots; fewer tokens than warps that sum
     Case(L=200, k=12, E=20, d=1288, h=72, routing="absent"),
     Case(L=9, k=3, E=5, d=1024, h=64, routing="absent"),
-    Case(L=1203, k=7, E=7, d=520, h=64, routing="duplicate", order="transposed"),
-    Case(L=12289, k=2, E=3, d=776, h=136, routing="one_expert", order="transposed"),
     # whole panels of 256 columns that Hopper's kernels take, where d is not one of their sizes
     Case(L=300, k=2, E=3, d=1004, h=64, order="transposed"),
     Case(L=300, k=2, E=3, d=1004, h=64),
