@@ -379,7 +379,7 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
         auto find_places = [&](int pair, bool all) {
             uint2 two[PLACED];
 #pragma unroll
-            for (int j = 0; j < PLACED; ++j) two[j] = run[all ? pair + j * pair_step : min(pair + j * pair_step, pairs - 1)];
+            for (int j = 0; j < PLACED; ++j) two[j] = run[all || pair + j * pair_step < pairs ? pair + j * pair_step : pair];
 #pragma unroll
             for (int j = 0; j < PLACED; ++j) {
                 two[j].x += *reinterpret_cast<const uint16*>(cell_of(two[j].x >> 16) + (is_low ? 0 : 2));

@@ -201,6 +201,7 @@ struct ActivateBwdRows : EpilogueBase {
     // The sums: two lanes per row, 16 of its 32 parts each.
     __device__ __forceinline__ void end() const {
         const int row = threadIdx.x & 15, half = (threadIdx.x & 31) / 16;
+        cp_async_wait<0>();  // the next tile's first rows go where the zeros past this one's last go
         __syncwarp();
         float sum = 0.f;
 #pragma unroll

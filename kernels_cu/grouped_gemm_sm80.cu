@@ -112,8 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
                 const int row = warp_row(i) + Staging::row(pass);
                 const element* p = first_layer + (row0 + min(row, rows - 1)) * layer_ld + n;
-                a_loaded[i % BUFFERS][pass].template load<ALIGNED>(p, N - n);
-                if (GATED) b_loaded[i % BUFFERS][pass].template load<ALIGNED>(p + N, N - n);
+                const int64 valid = row < rows ? N - n : 0;  // the last row may be overwritten meanwhile
+                a_loaded[i % BUFFERS][pass].template load<ALIGNED>(p, valid);
+                if (GATED) b_loaded[i % BUFFERS][pass].template load<ALIGNED>(p + N, valid);
             }
         };
         load(0);

@@ -131,12 +131,15 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     __shared__ uint64 claim_storage[FOUND];
     const int block = BLOCKS == 2 ? blockIdx.x & 1 : 0;  // of the pair
     const unsigned claim_barriers = shared_address(claim_storage);
-    if (threadIdx.x == 0)
-        for (int i = 0; i < FOUND; ++i) mbarrier_init(claim_barriers + 8 * i, 1);
-    const Barriers<BLOCKS> barriers(barrier_storage, Rows::ARRIVALS);
-    const unsigned shared = shared_address(dynamic_shared);
     const int N = static_cast<int>(columns), K = static_cast<int>(depth);
     const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = row_tiles[0] * n_tiles;
+    Schedule<Order, BLOCKS> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);  // the producer's
+    if (threadIdx.x == 0) {
+        found[0] = schedule.own;
+        for (int i = 0; i < FOUND; ++i) mbarrier_init(claim_barriers + 8 * i, 1);
+    }
+    const Barriers<BLOCKS> barriers(barrier_storage, Rows::ARRIVALS);
+    const unsigned shared = shared_address(dynamic_shared);
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
     const Operands operands = {N,       first_layer,  first_layer_grad,     product,         product_ld, stored_product,
                                weights, partial_sums, expert_token_indices, token_index_map, num_slots};
@@ -144,9 +147,6 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     if (threadIdx.x < 128) {
         Ring ring;
         setmaxnreg_dec<72>();
-        Schedule<Order, BLOCKS> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);
-        if (threadIdx.x == 0) found[0] = schedule.own;
-        __syncthreads();
         if (!GATHER && threadIdx.x > 0) {
             if (threadIdx.x / 32 == 1) Epilogue::beside(operands);
             return;
@@ -206,6 +206,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
             }
             wait(claim_full, number / FOUND & 1);
             schedule.advance(claimed[number % FOUND]);
+            if (GATHER && number % FOUND == FOUND - 1) named_barrier(1, 128);  // all have read what comes to be overwritten
         }
         // The other block's consumers release this one's stages, which must not be gone by then.
         for (int stage = 0; BLOCKS == 2 && stage < STAGES; ++stage) {
@@ -216,7 +217,6 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     }
 
     setmaxnreg_inc<216>();
-    __syncthreads();
     const int warp_row = consumer_warp() * 16;
     Ring ring;
     Epilogue epilogue(operands);
@@ -228,6 +228,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
         if (last) return;
         if (active) epilogue.finished.put(acc);
         const Found tile = found[number % FOUND];
+        __syncwarp();  // before a lane releases a stage, by which the producer knows that its place in found[] is free
         if (tile.rows > 0) epilogue.begin(tile.place.row + warp_row, min(16, tile.rows - warp_row), tile.place.n * TILE_COLUMNS);
     }
 }

@@ -134,10 +134,13 @@ def router_backward(
 def weight_order(function: str, argument: str, array: Array) -> bool:
     """True if the memory order is (E, columns, rows), the transposed view; False if row-major.
 
-    Either inner dimension may be the contiguous one; rows and experts may be further apart.
+    Either inner dimension may be the contiguous one; rows (less than 2 GiB) and experts may be further apart.
     """
     _, rows, columns = array.shape
     _, row_stride, column_stride = array.strides
+    far = 2**31 // array.itemsize  # the kernels' row pitch is 32 bits of bytes
+    if (row_stride >= far and rows > 1) or (column_stride >= far and columns > 1):
+        raise bad_value(function, argument, "rows less than 2 GiB apart", f"strides {array.strides}")
     if column_stride == 1 or columns == 1:
         return False
     if row_stride == 1 or rows == 1:

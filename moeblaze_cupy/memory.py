@@ -120,9 +120,8 @@ def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
     """
     tier = "sm90" if s.on_hopper else "sm80"
     spare_columns = s.h if overwrites else 0
-    if launch_config.rows_go_to_tokens(s.k, tier):
-        return ()
-    if launch_config.panel_takes_left_operands_rows(s.d, spare_columns, tier):
+    has_none = launch_config.rows_go_to_tokens(s.k, tier)
+    if has_none or launch_config.panel_takes_left_operands_rows(s.d, spare_columns, tier):
         return ()
     width = launch_config.panels(s.d, s.slots, tier)[0][1]
     return (Term("one panel of the routed rows", f"L*k*{width}*b", s.slots * width * s.b),)

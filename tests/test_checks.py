@@ -805,8 +805,17 @@ def test_contiguity(shape, strides, contiguous):
         ((3, 1, 6), (6, 77, 1), False),
         ((3, 1, 6), (60, 77, 10), True),
         ((3, 1, 1), (5, 77, 78), False),
+        ((3, 4, 6), (6, 2**29 - 1, 1), False),
+        ((3, 1, 6), (6, 2**29, 1), False),
     ],
 )
 def test_weight_order(shape, strides, is_transposed):
     described = arrays.Array(None, 0, shape, strides, "float32", 0)
     assert checks.weight_order("moe_forward", "w1", described) == is_transposed
+
+
+@pytest.mark.parametrize("strides", [(6, 2**29, 1), (6, 1, 2**29)], ids=str)
+def test_rows_of_a_weight_lie_less_than_2_gib_apart(strides):
+    described = arrays.Array(None, 0, (3, 4, 6), strides, "float32", 0)
+    with pytest.raises(ValueError, match=r"moe_forward: w1: expected rows less than 2 GiB apart, got strides \(6, "):
+        checks.weight_order("moe_forward", "w1", described)
