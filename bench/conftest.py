@@ -177,6 +177,8 @@ def time_device(benchmark, request):
             rounds = max(rounds, min(100, round(swing / of_one)))
         if back_to_back and not benchmark.disabled:
             extra["back_to_back_ms"] = 1e3 * measure.back_to_back_seconds(work, of_one if has_gpu else 0)
+            if "power_w" in (state := measure.gpu_state()):
+                extra["back_to_back_w"] = state["power_w"]  # NVML's mean of the last second, which is that of the calls
         benchmark.pedantic(
             measure.CLOCK.run, args=(work, calls, lead), rounds=rounds if has_gpu else 2, warmup_rounds=int(has_gpu)
         )

@@ -173,6 +173,18 @@ def peer_section(records: Records) -> list[str]:
     return table(["case", "layer", *times, "our peak over its"], rows) if rows else []
 
 
+def power_section(records: Records) -> list[str]:
+    """W drawn by calls back to back, forward and with backward."""
+    entries = {k: e for k, e in _entries(records).items() if "forward_watts" in e and k[1] == "transposed"}
+    shown = [name for name in (*OURS, *TITLES) if any(key[2] == name for key in entries)]
+    rows = []
+    for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
+        of_case = [entries.get((case, "transposed", name), {}) for name in shown]
+        watts = [[entry.get(f"{what}_watts") for what in ("forward", "forward_backward")] for entry in of_case]
+        rows.append([case, *(" / ".join(f"{w:.0f}" if w else "-" for w in pair) for pair in watts)])
+    return table(["case", *map(title, shown)], rows) if rows else []
+
+
 def error_section(records: Records) -> list[str]:
     """Relative errors in thousandths: this package's, and the composition's of torch operations."""
     lines = []
@@ -364,6 +376,8 @@ tokens and experts (above {verify.SAMPLED_ABOVE:,} tokens, samples of both). Bes
 operations over a routed buffer."""
 PEERS = """Each other layer's time over moeblaze's, both timed in one run on the same weights as transformers stores
 them, so above 1 moeblaze is faster; and moeblaze's peak memory over the other's."""
+POWER = """NVML's mean over the second of calls. Where two rows draw the card's limit, the ratio of their times is
+that of their energies."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all get as many. Beside it the same layer
 with random routing in the same run. The ratio is of the times."""
 SMALL = """`save=None`, replays of a CUDA graph over token sets in turn, which leave the L2 cache cold. The bound is to
@@ -387,6 +401,8 @@ def results(records: Records) -> str:
         lines += ["", "### Table 2: forward and backward, time and memory", *table2]
     if peers := peer_section(records):
         lines += ["", "### Other layers in the same run", "", PEERS, *peers]
+    if power := power_section(records):
+        lines += ["", "### Power of calls back to back, forward / forward and backward, W", "", POWER, *power]
     if errors := error_section(records):
         lines += ["", "### Errors against float64, thousandths", "", ERRORS, *errors]
     if skewed := skewed_section(records):

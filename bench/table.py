@@ -38,7 +38,8 @@ def merged_layers(rows: Iterable[Row]) -> list[dict]:
     """Layer rows with both passes side by side: case, order, provider, seconds by the names of PASSES, MiB, errors.
 
     With each time NAME come NAME_bound and NAME_ratio, of the bound of the same case and order, and, for another than
-    random routing, NAME_random, the same provider's time on the same shape with random routing.
+    random routing, NAME_random, the same provider's time on the same shape with random routing. forward_watts and
+    forward_backward_watts are the power of calls back to back.
     """
     merged: dict[tuple, dict] = {}
     for row in rows:
@@ -47,6 +48,8 @@ def merged_layers(rows: Iterable[Row]) -> list[dict]:
         entry[row["pass"]] = row["seconds"]
         if "back_to_back_ms" in row:
             entry[f"{row['pass']}_back_to_back"] = row["back_to_back_ms"] / 1e3
+        if "back_to_back_w" in row:
+            entry[f"{row['pass']}_watts"] = row["back_to_back_w"]
         entry["shape"], entry["routing"] = row.get("shape"), row.get("routing", "random")
         for name in ("saved_mib", "peak_mib", "errors"):
             if row.get(name) is not None:

@@ -21,7 +21,10 @@ def records():
     return report.Records.load()
 
 
-SAID = ("saved_mib", "peak_mib", "tflops", "gb_per_s", "times_bound", "touched_experts", "back_to_back_ms")
+SAID = (
+    *("saved_mib", "peak_mib", "tflops", "gb_per_s", "times_bound", "touched_experts"),
+    *("back_to_back_ms", "back_to_back_w"),
+)
 
 
 @functools.cache
@@ -239,7 +242,8 @@ def full_record() -> dict:
             kept = {"saved_mib": next(figures), "peak_mib": next(figures)} if keeps else {}
             if keeps:
                 kept["errors"] = {name: next(figures) / 1e3 for name in verify.RESULTS}
-            more = {"back_to_back_ms": 2000 + next(figures), "busy_s": 0.4, **kept, "pass": what}
+            calls = {"back_to_back_ms": 2000 + next(figures), "back_to_back_w": 3000 + next(figures)}
+            more = {**calls, "busy_s": 0.4, **kept, "pass": what}
             add("layer", case="conf3", order="transposed", provider=provider, **more)
             skewed = {"case": "conf3_skewed", "routing": "skewed", "order": "transposed", "provider": provider}
             if provider == "moeblaze":
@@ -267,7 +271,7 @@ def test_every_suite_has_its_section():
     text = report.results(report.Records({"full": record}))
     for heading in ("Forward, ms", "Forward and backward, ms", "Figures 3 and 5", "Table 2:", "Products of", "7.3",
                     "Aggregation", "Router", "Tables 4 and 5", "back to back", "Errors against", "Skewed routing",
-                    "Small batches", "Other layers"):  # fmt: skip
+                    "Small batches", "Other layers", "Power of calls"):  # fmt: skip
         assert re.search(rf"^##+ .*{re.escape(heading)}", text, re.MULTILINE), heading
     numbers = {number.replace(",", "") for number in NUMBER.findall(text)}
     for row in record["benchmarks"]:
@@ -275,7 +279,7 @@ def test_every_suite_has_its_section():
         if row["group"] == "layer" and extra["case"] == "conf3_skewed":
             assert f"{row['stats']['median'] * 1e3:.2f}" in numbers, row
             continue  # its other figures have no table
-        for name in ("saved_mib", "peak_mib", "back_to_back_ms"):
+        for name in ("saved_mib", "peak_mib", "back_to_back_ms", "back_to_back_w"):
             if name in extra:
                 assert str(extra[name]) in numbers, row
         if extra["provider"] in ("moeblaze", "torch_grouped_mm"):
