@@ -77,14 +77,16 @@ class _BoundWithTraffic(Layer):
         forward = case.slots * case.h + sums
         moved = {"forward": forward, "forward_backward": forward + 2 * case.slots * case.first_columns + sums}
         self.copied = {what: max(1, elements // 2 // self.PIECES) for what, elements in moved.items()}
-        # not zeros: the power limit lets zeros be copied faster than data
-        self.source = torch.randn(max(self.copied.values()), device=inputs["x"].device, dtype=inputs["x"].dtype)
+        # not zeros: the power limit lets zeros be copied faster than data; all of it, which the L2 cache does not hold
+        elements = self.PIECES * max(self.copied.values())
+        self.source = torch.randn(elements, device=inputs["x"].device, dtype=inputs["x"].dtype)
         self.target = torch.empty_like(self.source)
         self.stream = torch.cuda.Stream() if self.source.is_cuda else None
 
     def _copy(self, what: str) -> None:
-        for _ in range(self.PIECES):
-            self.target[: self.copied[what]].copy_(self.source[: self.copied[what]])
+        size = self.copied[what]
+        for first in range(0, self.PIECES * size, size):
+            self.target[first : first + size].copy_(self.source[first : first + size])
 
     def _with_copies(self, what: str):
         products = getattr(self.bound, what)

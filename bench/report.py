@@ -458,7 +458,7 @@ def summary(records: Records) -> str:
             "![Saved for backward, per configuration](docs/memory.svg)",
             "",
             f"One layer on one {record['machine_info']['gpu']}, bfloat16, SwiGLU, {len(shapes)} shapes, weights in",
-            "both memory orders: forward takes",
+            "both memory orders, single calls with the host's time in them: forward takes",
             f"{forward} times as long as its dense products alone through cuBLAS, forward with backward",
             f"{both} times.",
             *(peer if peak else []),
