@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc):
                 yield from ((case, order, entry, "contiguous") for entry in GATHERING)
 
     tiny = [(cases.TINY, "transposed", entry, "cublas") for entry in kernels.GEMMS]
-    parametrize(metafunc, "conf3,conf5,qwen30b,gather", combinations, tiny)
+    parametrize(metafunc, "conf1,conf3,conf5,qwen30b,readme,sonic7b,dsv3,gather", combinations, tiny)
 
 
 @pytest.fixture(scope="module")
