@@ -173,13 +173,24 @@ def peer_section(records: Records) -> list[str]:
     return table(["case", "layer", *times, "our peak over its"], rows) if rows else []
 
 
+def _with(records: Records, figure: str) -> tuple[dict[tuple[str, str], dict], list[str], list[str]]:
+    """Layer rows that have a figure, weights as transformers stores them, by case and provider; their providers and
+    their cases in the tables' order."""
+    entries = {
+        (case, provider): entry
+        for (case, order, provider), entry in _entries(records).items()
+        if order == "transposed" and entry.get(figure) is not None
+    }
+    providers = [name for name in (*OURS, *TITLES) if any(key[1] == name for key in entries)]
+    return entries, providers, [name for name in cases.LAYERS if any(key[0] == name for key in entries)]
+
+
 def power_section(records: Records) -> list[str]:
     """W drawn by calls back to back, forward and with backward."""
-    entries = {k: e for k, e in _entries(records).items() if "forward_watts" in e and k[1] == "transposed"}
-    shown = [name for name in (*OURS, *TITLES) if any(key[2] == name for key in entries)]
+    entries, shown, named = _with(records, "forward_watts")
     rows = []
-    for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
-        of_case = [entries.get((case, "transposed", name), {}) for name in shown]
+    for case in named:
+        of_case = [entries.get((case, name), {}) for name in shown]
         watts = [[entry.get(f"{what}_watts") for what in ("forward", "forward_backward")] for entry in of_case]
         rows.append([case, *(" / ".join(f"{w:.0f}" if w else "-" for w in pair) for pair in watts)])
     return table(["case", *map(title, shown)], rows) if rows else []
@@ -188,11 +199,11 @@ def power_section(records: Records) -> list[str]:
 def error_section(records: Records) -> list[str]:
     """Relative errors in thousandths: this package's, and the composition's of torch operations."""
     lines = []
-    entries = {key: entry for key, entry in _entries(records).items() if "errors" in entry and key[1] == "transposed"}
-    for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
-        others = [n for n in ("torch_grouped_mm", "torch_routed") if (case, "transposed", n) in entries][:1]
+    entries, _, named = _with(records, "errors")
+    for case in named:
+        others = [n for n in ("torch_grouped_mm", "torch_routed") if (case, n) in entries][:1]
         for name in ("moeblaze", *others):
-            errors = entries.get((case, "transposed", name), {}).get("errors")
+            errors = entries.get((case, name), {}).get("errors")
             if errors:
                 lines.append([case, title(name), *(f"{1e3 * errors[n]:.2f}" for n in verify.RESULTS)])
     head = ["case", "provider", "out", *(f"gradient of {name}" for name in verify.RESULTS[1:])]
@@ -225,14 +236,13 @@ def small_batch_section(records: Records) -> list[str]:
 
 def layer_memory(records: Records) -> list[str]:
     """MiB of the layer suite: saved for backward, and the peak."""
-    entries = {k: e for k, e in _entries(records).items() if e.get("saved_mib") is not None and k[1] == "transposed"}
-    shown = [name for name in (*OURS, *TITLES) if any(key[2] == name for key in entries)]
+    entries, shown, named = _with(records, "saved_mib")
     head = ["case", *(f"{title(n)} {what}" for n in shown for what in ("saved", "peak")), "routed buffers saved"]
     rows = []
-    for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
+    for case in named:
         cells = [case]
         for name in shown:
-            entry = entries.get((case, "transposed", name), {})
+            entry = entries.get((case, name), {})
             cells += [mib(entry.get("saved_mib")), mib(entry.get("peak_mib"))]
         rows.append([*cells, mib(routed_mib(cases.LAYERS[case]))])
     return ["", "### Memory of one forward and backward, MiB", *table(head, rows)]
