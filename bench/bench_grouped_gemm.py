@@ -2,8 +2,9 @@
 contiguous rows (section 7.3).
 
 The rows "down_fwd + sums" and "up_bwd + sums" time the product and the sum over each token's slots, as the layer runs
-them; the cuBLAS rows beside them, down_fwd and up_bwd, have no sums. down_bwd finds the router weights in the order of
-its rows, which a layer makes once per backward.
+them; the cuBLAS rows beside them, down_fwd and up_bwd, have no sums. "+ float32 sums" are weight gradients that are
+added to what such buffers hold. down_bwd finds the router weights in the order of its rows, which a layer makes once
+per backward.
 """
 
 import pytest
@@ -22,11 +23,13 @@ def pytest_generate_tests(metafunc):
             # cuBLAS's operands do not depend on the order of ours: once is enough
             for rows in ("gathered",) if number else ("cublas", "gathered"):
                 yield from ((case, order, entry, rows) for entry in kernels.GEMMS)
+            if order == "transposed":
+                yield from ((case, order, entry, "accumulated") for entry in kernels.GEMMS if entry.endswith("_wgrad"))
             if case is cases.GATHER:
                 yield from ((case, order, entry, "contiguous") for entry in GATHERING)
 
     tiny = [(cases.TINY, "transposed", entry, "cublas") for entry in kernels.GEMMS]
-    parametrize(metafunc, "conf1,conf3,conf5,qwen30b,readme,sonic7b,dsv3,gather", combinations, tiny)
+    parametrize(metafunc, "conf1,conf3,conf5,qwen30b,readme,sonic7b,dsv3,one_expert,gather", combinations, tiny)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +54,9 @@ def test_grouped_gemm(spec, current, built, time_device):
         if key not in built:
             built.clear()
             measure.release()
-            built[key] = kernels.Kernels(case, inputs, contiguous=rows == "contiguous")
+            built[key] = kernels.Kernels(case, inputs, rows == "contiguous", rows == "accumulated")
         kernel = built[key]
-        label += " + sums" if entry in kernels.SUMMED else ""
+        label += " + sums" if entry in kernels.SUMMED else " + float32 sums" if rows == "accumulated" else ""
         call = kernel.calls[entry]
         call()
         error = kernel.error(entry)
@@ -70,7 +73,7 @@ def test_grouped_gemm(spec, current, built, time_device):
         order=order,
         provider="cublas_bound" if rows == "cublas" else "moeblaze",
         kernel=label,
-        rows="contiguous" if rows == "cublas" else rows,
+        rows={"cublas": "contiguous", "accumulated": "gathered"}.get(rows, rows),
     )
     if rows == "cublas":
         del call

@@ -182,6 +182,9 @@ GATHER = LayerCase(
     paper=(Paper("section 7.3", "gather over contiguous rows", note="approximately 30% slower"),),
 )  # fmt: skip
 
+# conf1's widths and tokens on one expert, whose weight gradients have 32 and 64 tiles.
+ONE_EXPERT = LayerCase("one_expert", 65536, 512, 2048, 1, 1, "few large experts")
+
 _SMALL = (16, 128, 1024)  # tokens of an inference step, on qwen30b's widths
 
 _SONICMOE = {
@@ -208,7 +211,7 @@ _PRODUCTION = {
 
 
 def _layers() -> dict[str, LayerCase]:
-    cases = [*_table1(), *_table2(), *_ablation(), GATHER]
+    cases = [*_table1(), *_table2(), *_ablation(), GATHER, ONE_EXPERT]
     cases += [LayerCase(name, *shape, "SonicMoE's figure") for name, shape in _SONICMOE.items()]
     cases += [LayerCase(name, *shape, "production layer") for name, shape in _PRODUCTION.items()]
     by_name = {case.name: case for case in cases}

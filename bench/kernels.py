@@ -66,10 +66,10 @@ class Kernels:
     """The kernels of one layer with their buffers. `calls[name]()` launches, `error(name)` compares with float64.
 
     contiguous: a token of its own for every routed row, in expert order and with k = 1, so that the gather reads
-    neighbouring rows: section 7.3's comparison.
+    neighbouring rows: section 7.3's comparison. accumulate: weight gradients are added to float32 sums, at first zeros.
     """
 
-    def __init__(self, case, inputs: dict, contiguous: bool = False):
+    def __init__(self, case, inputs: dict, contiguous: bool = False, accumulate: bool = False):
         from moeblaze_cupy import launch_config, loader
         from moeblaze_cupy.arrays import Context, Torch
         from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels
@@ -97,8 +97,9 @@ class Kernels:
         self.panels = launch_config.panels(d, R, tier)
         self.first, self.product, self.panel = new(R, n), new(R, h), new(R, self.panels[0][1])
         self.first_grad, self.weighted = new(R, n), new(R, h)
-        self.grad_w1 = torch.empty_like(made["w1"])
-        self.grad_w2 = torch.empty_like(made["w2"])
+        self.grad_w1, self.grad_w2 = (
+            torch.zeros_like(made[name], dtype=torch.float32 if accumulate else None) for name in ("w1", "w2")
+        )
         self.out = torch.empty_like(made["x"])
         first, product, panel, first_grad, weighted = map(
             describe, (self.first, self.product, self.panel, self.first_grad, self.weighted)
@@ -127,8 +128,12 @@ class Kernels:
                 context, lists, product, down, weights, out, activation, overwrites=False
             ),
             "down_bwd": down_bwd,
-            "down_wgrad": lambda: grouped_gemm.down_wgrad(context, lists, weighted, grad_out, w2_gradient, activation),
-            "up_wgrad": lambda: grouped_gemm.up_wgrad(context, lists, x, first_grad, w1_gradient, h, activation),
+            "down_wgrad": lambda: grouped_gemm.down_wgrad(
+                context, lists, weighted, grad_out, w2_gradient, activation, accumulate
+            ),
+            "up_wgrad": lambda: grouped_gemm.up_wgrad(
+                context, lists, x, first_grad, w1_gradient, h, activation, accumulate
+            ),
             "up_bwd": lambda: panels.up_bwd(context, lists, first_grad, up, h, out, activation),
             "aggregate_out": lambda: aggregate(weights),
             "aggregate_dx": lambda: aggregate(None),

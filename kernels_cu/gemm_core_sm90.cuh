@@ -135,6 +135,14 @@ struct Schedule {
     }
 };
 
+// Read by lane 0 alone, which releases stages: by that the producer knows that a place is free to be written again.
+__device__ __forceinline__ Found of_lane_0(const Found& found) {
+    int4 v = {};
+    if (threadIdx.x % 32 == 0) v = reinterpret_cast<const int4&>(found);
+    auto all = [](int of_lane) { return static_cast<int>(uniform(of_lane)); };
+    return {{all(v.x), all(v.y), all(v.z)}, all(v.w)};
+}
+
 // wgmma descriptor of a 128-byte-swizzled operand: 8-row (or 8-k) groups 1024 bytes apart, and for an MN-contiguous
 // operand its 64-column blocks 8192 bytes apart. Only the low word depends on the address, in units of 16 bytes.
 __device__ __forceinline__ unsigned descriptor_low(unsigned address) { return (address & 0x3ffff) >> 4 | (8192 >> 4) << 16; }

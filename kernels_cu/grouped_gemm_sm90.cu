@@ -221,14 +221,13 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     Ring ring;
     Epilogue epilogue(operands);
     for (int number = 0;; ++number) {
-        const int rows = found[number % FOUND].rows;
+        const int rows = of_lane_0(found[number % FOUND]).rows;
         const bool last = rows == END, active = warp_row / 64 * 64 < rows;  // of the warpgroup
         float acc[32][4];
         consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        const Found tile = found[number % FOUND];
-        __syncwarp();  // before a lane releases a stage, by which the producer knows that its place in found[] is free
+        const Found tile = of_lane_0(found[number % FOUND]);
         if (tile.rows > 0) epilogue.begin(tile.place.row + warp_row, min(16, tile.rows - warp_row), tile.place.n * TILE_COLUMNS);
     }
 }

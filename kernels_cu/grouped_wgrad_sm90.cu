@@ -2,11 +2,15 @@
 // of grouped_wgrad_sm80.cu, on wgmma.
 //
 //   expert_stride         as there; num_experts, halves: what the grid of the portable tier says
+//   experts_by_load       (E,) int32, in: the order in which experts are worked on, so that the last tiles are short
+//   parts                 1, or with PARTS into how many an expert's rows are divided, of which every tile has one: out0 and
+//                         out1 are then fp32 sums, part j of expert e at (e * parts + j) * expert_stride, which
+//                         wgrad_parts.cu adds up
 //   routed                tensor map of the operand that is not gathered, 3-D (columns, rows, 1), boxes of 64 x 64 x 1
 //
 // Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
-// Tile: 128 (M) x 256 (N) of one expert's gradient, K = its tokens in steps of 64, STAGES = 3 buffers of 48 KiB,
-// the finished tile's 64 KiB, and 4 of 16 KiB for tokens.
+// Tile: 128 (M) x 256 (N) of one expert's gradient, K = its rows, or a part of them, in steps of 64, STAGES = 3 buffers of
+// 48 KiB, the finished tile's 64 KiB, and 4 of 16 KiB for tokens.
 //   warpgroup 0, producer: gathers 64 token rows per stage by cp.async, a line of 128 bytes per row and block of 64
 //     columns; thread 0 fetches the other operand's boxes. (By cp.async alone, 24 copies per thread and stage, the copies
 //     bound the kernel.) The last stage of an expert with fewer rows takes both by cp.async, with zeros for rows of
@@ -15,14 +19,28 @@
 #include "gemm_core_sm90.cuh"
 
 struct Work {
-    int expert, half, m0, n0, first, last;
+    int to, half, m0, n0, first, last;  // to: its place in out0 and out1, in units of expert_stride
 };
 
-__device__ __forceinline__ Work work_of(int index, int m_tiles, int n_tiles, int halves, const int* expert_token_offsets) {
-    const int per_expert = m_tiles * n_tiles * halves, expert = index / per_expert, within = index % per_expert;
-    const Tile tile = raster(within % (m_tiles * n_tiles), m_tiles, n_tiles);
-    return {expert, within / (m_tiles * n_tiles), tile.m * BM, tile.n * BN, expert_token_offsets[expert], expert_token_offsets[expert + 1]};
-}
+struct Tiles {
+    const int m_tiles, n_tiles, halves, parts;
+    const int* const expert_token_offsets;
+    const int* const experts_by_load;
+
+    __device__ __forceinline__ Work work(int index) const {
+        const int per_expert = m_tiles * n_tiles * halves, of = index / per_expert, within = index % per_expert;
+        const Tile tile = raster(within % (m_tiles * n_tiles), m_tiles, n_tiles);
+        const int expert = experts_by_load[PARTS ? of / parts : of];
+        int first = expert_token_offsets[expert], last = expert_token_offsets[expert + 1], to = expert;
+#if PARTS
+        const unsigned part = of % parts, rows = last - first, of_a_part = ((rows + BK - 1) / BK + parts - 1) / parts * BK;
+        to = expert * parts + part;
+        first += min(part * of_a_part, rows);
+        last = min(unsigned(first) + of_a_part, unsigned(last));
+#endif
+        return {to, within / (m_tiles * n_tiles), tile.m * BM, tile.n * BN, first, last};
+    }
+};
 
 // A warp's 16 rows of a finished tile, from row m on, stored behind the next tile's products.
 struct StoredRows : EpilogueBase {
@@ -57,19 +75,19 @@ __device__ __forceinline__ void store_pair(Half* p, float x, float y) {
     *reinterpret_cast<unsigned*>(p) = pack2(Half(), x, y);
 }
 
-// Or added to what is there, at once and from the accumulators: a tile of floats does not fit behind the stages, and
-// elements would be rounded before they are added. The producer fills the stages meanwhile.
-struct AddedRows : EpilogueBase {
+// Or, with ACCUMULATE added to what is there, at once and from the accumulators: a tile of floats does not fit behind the
+// stages, and elements would be rounded before they are added. The producer fills the stages meanwhile.
+struct UnroundedRows : EpilogueBase {
     const int M, N;
     const int64 ldo;
-    __device__ __forceinline__ AddedRows(int M, int N, int64 ldo) : M(M), N(N), ldo(ldo) {}
+    __device__ __forceinline__ UnroundedRows(int M, int N, int64 ldo) : M(M), N(N), ldo(ldo) {}
     __device__ __forceinline__ void finish(const float (&acc)[32][4], OUT* expert, int m, int n0) const {
         constexpr int BATCH = 8;  // tiles of mma.m16n8k16 whose loads are in flight together
         const int row = m + (threadIdx.x & 31) / 4, column = n0 + (threadIdx.x & 3) * 2;
         OUT* const out = expert + row * ldo + column;
 #pragma unroll
         for (int first = 0; first < 32; first += BATCH) {
-            float2 before[BATCH][2];
+            float2 before[BATCH][2] = {};
             auto each = [&](auto what) {
 #pragma unroll
                 for (int j = 0; j < BATCH; ++j)
@@ -78,15 +96,15 @@ struct AddedRows : EpilogueBase {
                         if (row + 8 * s < M && column + 8 * (first + j) < N)
                             what(out + 8 * s * ldo + 8 * (first + j), before[j][s], acc[first + j][2 * s], acc[first + j][2 * s + 1]);
             };
-            each([](OUT* to, float2& held, float, float) { held = load_pair(to); });
+            if (ACCUMULATE) each([](OUT* to, float2& held, float, float) { held = load_pair(to); });
             each([](OUT* to, float2& held, float x, float y) { store_pair(to, held.x + x, held.y + y); });
         }
     }
     __device__ __forceinline__ void next() {}
 };
 
-#if ACCUMULATE
-typedef AddedRows Epilogue;
+#if ACCUMULATE || PARTS
+typedef UnroundedRows Epilogue;
 #else
 typedef StoredRows Epilogue;
 #endif
@@ -94,15 +112,16 @@ typedef StoredRows Epilogue;
 extern "C" __global__ void __launch_bounds__(384, 1)
     ENTRY(const element* p, int64 ldp, int64 p_half, const element* q, int64 ldq, int64 q_half, const int* expert_token_indices,
           const int* expert_token_offsets, OUT* out0, OUT* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns,
-          int64 num_experts, int64 halves, const __grid_constant__ TensorMap routed) {
+          int64 num_experts, int64 halves, const int* experts_by_load, int64 parts, const __grid_constant__ TensorMap routed) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     const Barriers<1> barriers(barrier_storage, 128 + 1);
     const unsigned shared = shared_address(dynamic_shared);
     const int M = static_cast<int>(rows), N = static_cast<int>(columns);
-    const int m_tiles = (M + BM - 1) / BM, n_tiles = (N + BN - 1) / BN;
-    const int tiles = static_cast<int>(num_experts * halves) * m_tiles * n_tiles;
+    const Tiles order = {(M + BM - 1) / BM,    (N + BN - 1) / BN, static_cast<int>(halves), static_cast<int>(parts),
+                         expert_token_offsets, experts_by_load};
+    const int tiles = static_cast<int>(num_experts * halves * parts) * order.m_tiles * order.n_tiles;
 
-    auto tile = [&](int t) { return t < tiles ? work_of(t, m_tiles, n_tiles, static_cast<int>(halves), expert_token_offsets) : Work{}; };
+    auto tile = [&](int t) { return t < tiles ? order.work(t) : Work{}; };
 
     if (threadIdx.x < 128) {
         Ring ring;
@@ -199,12 +218,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int t = blockIdx.x;; t += gridDim.x, work = next) {
         const bool last = t >= tiles;
         next = tile(t + gridDim.x);
-        OUT* out = (work.half ? out1 : out0) + work.expert * expert_stride;
+        OUT* out = (work.half ? out1 : out0) + work.to * expert_stride;
         const int tokens = work.last - work.first;
         if (!last && tokens == 0) {
+            const float zeros[8] = {};
             for (int i = threadIdx.x - 128; !ACCUMULATE && i < BM * BN / 8; i += 256) {
                 const int m = work.m0 + i / (BN / 8), n = work.n0 + i % (BN / 8) * 8;
-                if (m < M && n < N) store_global_16(out + m * ldo + n, make_uint4(0, 0, 0, 0));
+                if (m < M && n < N) store_vector8(out + m * ldo + n, zeros);
             }
             continue;
         }

@@ -23,7 +23,7 @@ from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
-SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu")
+SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
@@ -79,11 +79,13 @@ def gemm_variant(
     paired: bool = False,
     to_tokens: bool = False,
     accumulate: str | None = None,
+    in_parts: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
-    paired: Hopper's blocks of up_fwd and down_bwd share a weight's tile. to_tokens: rows of its down_fwd and up_bwd go
-    to their tokens, where k = 1. accumulate: the dtype of the buffer that a weight gradient is added to, if it is.
+    paired: two of Hopper's blocks share a weight's tile. to_tokens: rows of its down_fwd and up_bwd go to their tokens,
+    where k = 1. accumulate: the dtype of the buffer that a weight gradient is added to, if it is. in_parts: its weight
+    gradients are float32 sums over parts of the rows.
     """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
@@ -97,7 +99,11 @@ def gemm_variant(
     if epilogue is None:
         gathers_p = (entry == "up_wgrad") != transposed  # x is P of up_wgrad, grad_out is Q of down_wgrad
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
-        macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[accumulate or dtype]}
+        if tier == "sm90":
+            accumulate = None if in_parts else accumulate
+            macros |= {"PARTS": int(in_parts)}
+        out = "float32" if macros.get("PARTS") else accumulate or dtype
+        macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[out]}
         return _variant(f"grouped_wgrad_{tier}.cu", entry, macros)
     macros |= {
         "EPILOGUE": epilogue,
@@ -112,7 +118,7 @@ def gemm_variant(
         macros |= {
             "EPILOGUE": "StoreTokenRows" if to_tokens else EPILOGUES_SM90[epilogue],
             "STORED_PRODUCT": int(stored_product and epilogue == "ACTIVATE_BWD"),
-            "PAIRED": int(paired and gathers(entry)),
+            "PAIRED": int(paired),
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
@@ -142,8 +148,8 @@ def variants(
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         either = (False, True)
-        for weights_dtype, accumulate, stored_product, paired, to_tokens in itertools.product(
-            weights_dtypes, totals, either, either, either
+        for weights_dtype, accumulate, stored_product, paired, to_tokens, in_parts in itertools.product(
+            weights_dtypes, totals, either, either, either, either
         ):
             variant = gemm_variant(
                 entry,
@@ -158,6 +164,7 @@ def variants(
                 paired=paired,
                 to_tokens=to_tokens,
                 accumulate=accumulate,
+                in_parts=in_parts,
             )
             found[variant] = None
     return list(found)

@@ -34,6 +34,7 @@ class LayerShape:
     dtype: str = "bfloat16"
     ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
     tier: str = "sm90"  # "sm80": the portable kernels, which also serve what Hopper's do not take
+    transposed: bool = False  # the memory order of the experts' weights
 
     @property
     def slots(self) -> int:
@@ -127,6 +128,18 @@ def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
     return (Term("one panel of the routed rows", f"L*k*{width}*b", s.slots * width * s.b),)
 
 
+def _wgrad_parts(s: LayerShape, name: str, rows: int, columns: int, halves: int) -> tuple[Term, ...]:
+    """Sums over parts of the rows, by which a weight gradient of few tiles fills Hopper's multiprocessors."""
+    if not s.on_hopper or s.slots == 0:
+        return ()
+    M, N = (columns, rows) if s.transposed else (rows, columns)
+    tiles = launch_config.wgrad_tiles(M, N, s.E * halves)
+    parts = launch_config.wgrad_parts(tiles, s.slots, s.E, launch_config.H200)
+    formula = f"4*{parts}*{'g*' if halves == 2 else ''}E*d*h"
+    sums = Term(f"sums of {name} by parts of the rows", formula, 4 * parts * s.E * halves * M * N)
+    return () if parts == 1 else (sums,)
+
+
 def layer(s: LayerShape, save: str | None) -> Plan:
     """This package's layer under a save policy; None is inference, which keeps nothing.
 
@@ -135,7 +148,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     forward: the product act(a) * b, unless it is the saved y_swi, and a panel of expert outputs.
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
     weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
-    w1 are allocated.
+    w1 are allocated. The parts of a weight gradient are for an H200's multiprocessors.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them.
     """
     tiles = Term(
@@ -165,9 +178,9 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         forward=((*new_product, *_panels(s, not kept_product)),),
         backward=(
             (*recomputed, *weighted, row_weights, partial_sums, dweights),
-            (*recomputed, *weighted, dweights, dw2),
+            (*recomputed, *weighted, dweights, dw2, *_wgrad_parts(s, "dw2", s.h, s.d, 1)),
             (*recomputed, *_panels(s, False), dweights, dw2, dx),
-            (*recomputed, dweights, dw2, dx, dw1),
+            (*recomputed, dweights, dw2, dx, dw1, *_wgrad_parts(s, "dw1", s.d, s.h, s.g)),
         ),
     )
 

@@ -474,17 +474,18 @@ EDGES = cases.LayerCase("edges", 150, 264, 72, 3, 2, "tiles and panels that end 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize(
-    ("case", "order", "contiguous"),
+    ("case", "order", "options"),
     [
-        (cases.TINY, "transposed", False),
-        (cases.TINY_SILU, "row", False),
-        (EDGES, "row", False),
-        (EDGES, "transposed", True),
-        (replace(EDGES, name="two_panels", d=520, L=60, activation="silu", k=3), "row", False),
+        (cases.TINY, "transposed", {}),
+        (cases.TINY, "transposed", {"accumulate": True}),
+        (cases.TINY_SILU, "row", {}),
+        (EDGES, "row", {}),
+        (EDGES, "transposed", {"contiguous": True}),
+        (replace(EDGES, name="two_panels", d=520, L=60, activation="silu", k=3), "row", {}),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_single_kernels_on_the_emulator(case, order, contiguous, monkeypatch):
+def test_single_kernels_on_the_emulator(case, order, options, monkeypatch):
     """The suites' calls of ops, launched on the CPU, and their check against float64: right, and sharp for sums."""
     import test_device_code as emulation  # skips where there is no compiler
 
@@ -511,10 +512,13 @@ def test_single_kernels_on_the_emulator(case, order, contiguous, monkeypatch):
         monkeypatch.setattr(arrays.Torch, "empty", staticmethod(empty))
         stream = types.SimpleNamespace(cuda_stream=emulation.STREAM)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-        single = kernels.Kernels(case, inputs.layer_inputs(case, order), contiguous=contiguous)
+        single = kernels.Kernels(case, inputs.layer_inputs(case, order), **options)
         for name, call in single.calls.items():
             result = single.results[name]()
-            result.fill_(float("nan"))
+            adds = "accumulate" in options and name.endswith("_wgrad")
+            assert result.dtype == (torch.float32 if adds else torch.bfloat16)
+            if not adds:
+                result.fill_(float("nan"))
             call()
             device.synchronize()
             assert single.error(name) < 6e-3, name

@@ -28,13 +28,14 @@ LIMITS = {
 
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
 # thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation three
-# blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation.
+# blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 44 in wgrad_parts.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
     "dispatch.cu": 64,
     "router.cu": 48,
     "aggregation.cu": 80,
+    "wgrad_parts.cu": 48,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -159,6 +160,7 @@ def entry_names(variant) -> set[str]:
         "dispatch.cu": {f"dispatch_{step}_{ids}" for step in ("count", "route") for ids in ("int32", "int64")},
         "router.cu": router,
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
+        "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
     }[variant.source]
 
 

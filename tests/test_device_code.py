@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import launch_config, loader, plans, reference
+from moeblaze_cupy import arrays, launch_config, loader, plans, reference
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, pair
 
@@ -407,6 +407,39 @@ def test_accumulated_weight_gradients(device, case, dtype, order):
                 for got, exact in zip(pair(total), pair(want[name]), strict=True):
                     assert as_bits(got[used]) == as_bits(exact[used]), name
                     assert is_marked(got, ~used), name
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_weight_gradients_are_added_up(device, dtype, accumulate):
+    """In order and in float32, into a gradient within a larger array; of an expert without rows to zeros, or not."""
+    E, parts, halves, rows, columns, ld = 3, 5, 2, 70, 24, 32
+    rng = np.random.default_rng(0)
+    sums = rng.standard_normal((E, parts, halves, rows, columns)).astype(np.float32)
+    sums[1] = 0
+    start = rng.standard_normal((halves, E, rows, ld)).astype(DTYPES[dtype])
+    outs = [device.allocate(start.shape[1:], start.dtype) for _ in range(halves)]
+    for out, values in zip(outs, start, strict=True):
+        out[:] = values
+    offsets = np.array([0, 4, 4, 9], np.int32)
+    given = [device.put(array) for array in (sums, offsets)]
+    context = arrays.Context(arrays.framework_of(outs[0]), 0, STREAM)
+    pointers = [array.ctypes.data for array in (*given, *outs)]
+    sizes = (rows * ld, ld, rows, columns, halves, parts, int(accumulate))
+    variant = loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}")
+    context.launch(variant, (-(-rows * columns // 8 // 256), E, halves), 256, (*pointers, *sizes))
+    device.synchronize()
+    for half, out in enumerate(outs):
+        total = np.zeros((E, rows, columns), np.float32)
+        for part in range(parts):
+            total += sums[:, part, half]
+        if accumulate:
+            total += start[half][..., :columns].astype(np.float32)
+        want = start[half].copy()
+        want[..., :columns] = total
+        if accumulate:
+            want[1] = start[half][1]
+        assert as_bits(want) == as_bits(np.asarray(out))
 
 
 def test_two_stage_pipeline():

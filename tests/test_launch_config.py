@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.launch_config import H200, DeviceLimits
-from moeblaze_cupy.ops import aggregation, router
+from moeblaze_cupy.ops import aggregation, grouped_gemm, router
 
 A100 = DeviceLimits(80, 108, 166912, 167936)
 RTX_3090 = DeviceLimits(86, 82, 101376, 102400)
@@ -154,6 +154,38 @@ def test_hoppers_panels(columns, widths):
 )
 def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
     assert launch_config.panel_takes_left_operands_rows(columns, spare, tier) == in_place
+
+
+@pytest.mark.parametrize(
+    ("tiles", "rows", "parts"),
+    [
+        (128, 16384, 1),  # conf1's: 0.97 of a turn of all multiprocessors
+        (256, 16384, 1),  # and 1.94
+        (32, 16384, 4),  # one expert of its sizes
+        (8, 16384, 16),
+        (32, 2048, 1),  # too few rows for what parts cost
+        (136, 16384, 3),  # a second turn of four tiles would take as long as the first
+        (4, 1000, 1),
+        (114688, 512, 1),  # DeepSeek-V3
+    ],
+)
+def test_weight_gradients_of_few_tiles_go_in_parts(tiles, rows, parts):
+    assert launch_config.wgrad_parts(tiles, 3 * rows, 3, H200) == parts
+
+
+@given(
+    tiles=st.one_of(st.integers(1, 600), st.integers(1, 10**6)),
+    slots=st.integers(1, launch_config.MAX_SLOTS),
+    experts=st.integers(1, 4096),
+)
+def test_parts_of_weight_gradients_are_bounded(tiles, slots, experts):
+    parts = launch_config.wgrad_parts(tiles, slots, experts, H200)
+    assert parts == 1 or (parts * tiles <= 528 and slots // experts > 1024)
+
+
+def test_tiles_of_weight_gradients():
+    tiles = {(1, 1): 3, (128, 256): 3, (129, 256): 6, (128, 257): 6}
+    assert {sizes: launch_config.wgrad_tiles(*sizes, 3) for sizes in tiles} == tiles
 
 
 @given(tokens=st.integers(0, 10**6), k=st.integers(1, 64), experts=st.integers(1, 4096))
@@ -308,6 +340,9 @@ def test_aggregation_and_router_have_the_blocks_of_the_launches():
     assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * tokens)} == {str(slots)}
     assert f"WARP_COLUMNS = {launch_config.PANEL_COLUMNS};" in text
     assert launch_config.PANEL_COLUMNS == 8 * 32  # a lane of a warp takes 8
+    assert grouped_gemm.GROUPS_PER_BLOCK == 256
+    assert "index = blockIdx.x * 256 + threadIdx.x" in source("wgrad_parts.cu")
+    assert re.findall(r"__launch_bounds__\((\d+)\)", source("wgrad_parts.cu")) == ["256"]
     text = source("router.cu")
     assert set(re.findall(r"blockIdx\.x \* (\d+)LL", text)) == {str(router.TOKENS_PER_BLOCK)}
     assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * router.TOKENS_PER_BLOCK)}

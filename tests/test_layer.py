@@ -34,6 +34,10 @@ PANELS = Case(L=4100, k=4, E=7, d=1032, h=136, routing="empty_experts", order="t
 PAIRS_OF_BLOCKS = Case(L=1400, k=3, E=7, d=4096, h=136, routing="empty_experts", order="transposed")
 THREE_PANELS = Case(L=920, k=4, E=5, d=4616, h=64, routing="absent", order="transposed")
 MANY_TOKENS = Case(L=3000, k=4, E=8, d=512, h=512)
+# weight gradients in parts of the rows, some of them empty, some of an expert that has none
+FEW_EXPERTS = Case(L=9001, k=2, E=4, d=264, h=136, routing="skewed", order="transposed")
+ONE_OF_THREE = Case(L=9000, k=1, E=3, d=520, h=264, routing="empty_experts", order="pair")
+ONE_EXPERT = Case(L=6000, k=1, E=1, d=136, h=72, activation="silu")
 LARGER = [
     RAGGED,
     GEGLU,
@@ -64,6 +68,9 @@ LARGER = [
     Case(L=2100, k=2, E=5, d=4104, h=264, routing="absent", order="pair", activation="geglu"),
     # the epilogue of dA beside several k-steps of the next tile
     MANY_TOKENS,
+    FEW_EXPERTS,
+    ONE_OF_THREE,
+    ONE_EXPERT,
     # as many experts as the Hopper tier is for, most with one tile of few rows
     Case(L=1100, k=4, E=1024, d=136, h=72, routing="skewed", order="transposed"),
     # 22.5 tiles of 128, as gpt-oss has them
@@ -162,6 +169,31 @@ def test_small_integers_come_out_exact(sizes, order, dtype):
         assert np.array_equal(to_float64(got[name]), value), name
 
 
+@pytest.mark.parametrize("order", ["row", "transposed", "pair"])
+def test_parts_of_the_rows_add_up(monkeypatch, order):
+    """Sums of small integers, which are exact in any number of parts: of 64 rows, and more than some experts have."""
+    case = Case(L=1500, k=2, E=5, d=328, h=264, activation="reglu", order=order, routing="skewed")
+    rng = np.random.default_rng(0)
+
+    def integers(like):
+        if isinstance(like, tuple):
+            return tuple(map(integers, like))
+        values = rng.integers(-1, 2, like.shape) * (rng.random(like.shape) < 0.15)
+        return in_order(values.astype(DTYPES["bfloat16"]), like.ndim == 3 and order == "transposed")
+
+    x, ids, _, w1, w2, grad_out = make_inputs(case, 0, DTYPES["bfloat16"])
+    weights = np.float32(1 + ids % 2)
+    made = [integers(x), ids, weights, integers(w1), integers(w2), integers(grad_out)]
+    gpu, results = [on_gpu("cupy", a) for a in made], []
+    for parts in (1, 2, 7, 33):
+        monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_, made=parts: made)
+        plans.clear()
+        results.append(run(case, gpu))
+        assert same_bits(results[0], results[-1]), parts
+    host = [a if a is ids else to_float64(a) for a in made]
+    assert_close(results[-1], reference_results(case, host), "bfloat16")
+
+
 @pytest.mark.parametrize("save", ["paper", "recompute", None])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -237,6 +269,7 @@ def test_tokens_without_an_expert(case, without):
         Case(L=4096, k=8, E=32, d=1536, h=776, routing="skewed"),
         Case(L=4096, k=8, E=32, d=256, h=264, routing="skewed"),  # rows that take the place of what they are made of
         Case(L=4096, k=4, E=8, d=4096, h=776, routing="skewed"),  # blocks in pairs
+        FEW_EXPERTS,
     ],
     ids=str,
 )
@@ -363,6 +396,8 @@ ACCUMULATED = [
     (GATE_UP_TRANSPOSED, "float16", "cupy"),
     (UNALIGNED, "bfloat16", "cupy"),  # sizes that only the portable kernel takes
     (replace(ONE_EXPERT_EACH, L=300), "float32", "cupy"),
+    (FEW_EXPERTS, "bfloat16", "cupy"),
+    (ONE_OF_THREE, "float16", "torch"),
     (Case(L=0, k=2, E=8, d=64, h=128), "bfloat16", "cupy"),
 ]
 

@@ -102,7 +102,7 @@ def test_tiers_have_their_own_sources_and_constants(entry):
     family = "grouped_wgrad" if entry in WGRADS else "grouped_gemm"
     options = {"dtype": "float16", "activation": "swiglu", "transposed": False, "aligned": True, "stages": 2}
     portable, hopper = (gemm_variant(entry, **options, tier=tier) for tier in ("sm80", "sm90"))
-    constants = set()
+    constants = {("PARTS", "0")}
     if entry in GEMMS:
         plain = {"STORED_PRODUCT": "0", "PAIRED": "0", "WEIGHT": "float"}
         constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items()}
@@ -117,12 +117,20 @@ def test_options_reach_the_steps_that_have_them(entry):
     """So that a step has no two variants that are the same."""
     options = {"paired": True, "stored_product": True, "to_tokens": True, "weights_dtype": "float16"}
     found = macros(entry, dtype="float16", tier="sm90", **options)
-    assert found["PAIRED"] == str(int(entry in ("up_fwd", "down_bwd"))) == found["GATHER"]
+    assert found["PAIRED"] == "1" and found["GATHER"] == str(int(entry in ("up_fwd", "down_bwd")))
     assert found["STORED_PRODUCT"] == str(int(entry == "down_bwd"))
     stores = entry in ("down_fwd", "up_bwd")
     assert found["EPILOGUE"] == ("StoreTokenRows" if stores else HOPPER_EPILOGUES[entry])
     assert found["WEIGHT"] == ("fp16" if entry == "down_fwd" else "float")
     assert macros(entry, dtype="float16", tier="sm90", weights_dtype="float16")["WEIGHT"] == "float"
+
+
+@pytest.mark.parametrize("entry", WGRADS)
+def test_parts_of_weight_gradients_are_unrounded_sums_on_hopper(entry):
+    for accumulate in (None, "float32", "bfloat16"):
+        found = macros(entry, tier="sm90", accumulate=accumulate, in_parts=True)
+        assert (found["PARTS"], found["ACCUMULATE"], found["OUT"]) == ("1", "0", "float")
+        assert macros(entry, accumulate=accumulate, in_parts=True) == macros(entry, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("dtype", loader.ELEMENTS)
@@ -185,6 +193,7 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
         (np.float32, element), (1, 2, 9), ("minimal", "paper"), (False, True)
     ):
         monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_, made=paired: made)
+        monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_, made=1 + 2 * paired: made)
         case = Case(L=5, k=k, E=9, d=d, h=h, activation=activation, order=order)
         x, ids, weights, w1, w2, grad_out = make_inputs(case, 0, element)
         context = arrays.Context(Host, 0, 0)

@@ -21,6 +21,7 @@ SHAPES = (
     memory.LayerShape(L=4096, d=256, h=129, E=8, k=2, activation="relu"),
     memory.LayerShape(L=100, d=4360, h=64, E=2, k=2),  # on Hopper one panel, as rows are few
     memory.LayerShape(L=2000, d=4360, h=64, E=2, k=2),  # three
+    memory.LayerShape(L=20000, d=264, h=136, E=2, k=1, activation="silu"),  # weight gradients in parts
 )
 
 
@@ -195,6 +196,44 @@ def test_formulas_are_what_the_cuda_layer_allocates(
     assert {name: getattr(gradients, name).nbytes for name in ("x", "weights", "w1", "w2")} == {
         name[1:]: nbytes for name, nbytes in by_name(memory.gradients(s)).items()
     }
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
+def test_few_large_experts_take_sums_of_parts(activation, transposed, no_launches, monkeypatch):
+    """One of 264 x 136: 3 tiles or, transposed, 4 (dw2); 3 of the gate's gradient in either order. What h takes of dA's
+    memory is less than these."""
+    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
+    s = memory.LayerShape(
+        L=30000, d=136, h=264, E=1, k=1, activation=activation, dtype="float16", transposed=transposed
+    )
+    counted = CountedMemory()
+    x, ids, weights, w1, w2 = counted.layer(s)
+    if transposed:
+        w1, w2 = (counted.describe(np.zeros((s.E, w.shape[2], w.shape[1]), "float16").swapaxes(1, 2)) for w in (w1, w2))
+    launched = []
+    monkeypatch.setattr(loader, "launch", lambda context, variant, *launch: launched.append((variant, launch)))
+    context = arrays.Context(counted, 0, 0)
+    out, saved = experts.moe_forward(context, x, ids, weights, (w1,), w2, activation=activation, save="minimal")
+    before = counted.peak = counted.alive
+    launched.clear()
+    experts.moe_backward(context, out, saved, needs=("x", "weights", "w1", "w2"), keep_saved=False)
+    plan = memory.layer(s, "minimal")
+    assert counted.peak - before == plan.backward_peak_bytes
+    sums = [term.nbytes for stage in plan.backward for term in stage if term.name.startswith("sums of ")]
+    assert len(sums) == 2
+    products = [(v, grid, args) for v, (grid, _, args, *_) in launched if v.entry.endswith("_wgrad")]
+    added = [(v, grid, args) for v, (grid, _, args, *_) in launched if v.entry.startswith("wgrad_parts")]
+    assert len(products) == len(added) == 2
+    for (product, _, args), (add, grid, add_args), nbytes in zip(products, added, sums, strict=True):
+        assert {("PARTS", "1"), ("ACCUMULATE", "0"), ("OUT", "float")} <= set(product.macros)
+        halves, parts = args[15], args[17]
+        M, N = add_args[6:8]
+        # out0, out1, expert_stride, ldo, rows, columns: packed sums, an "expert" for every part
+        assert args[8:14] == (add_args[0], add_args[0] + 4 * M * N, halves * M * N, N, M, N)
+        assert add.entry == "wgrad_parts_float16" and add_args[8:] == (halves, parts, 0)
+        assert grid == (-(-M * N // 8 // 256), s.E, halves)
+        assert nbytes == 4 * parts * s.E * halves * M * N and parts > 1
 
 
 def test_accumulated_gradients_take_no_memory(no_launches):

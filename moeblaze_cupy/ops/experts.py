@@ -81,7 +81,7 @@ def moe_backward(
     first_layer = context.describe(saved.first_layer)
     if first_layer is None:
         first_layer = context.empty((R, h * (1 + is_gated(activation))), x.dtype)
-        if L:
+        if L and needs:
             grouped_gemm.up_fwd(context, lists, x, up, h, activation, first_layer=first_layer, product=None)
     in_place = saved.first_layer is None or not keep_saved
     first_layer_grad = None

@@ -10,6 +10,8 @@ from moeblaze_cupy import checks, launch_config, loader
 from moeblaze_cupy.arrays import Array, Context
 from moeblaze_cupy.structures import PackedIndices, is_gated
 
+GROUPS_PER_BLOCK = 256  # of wgrad_parts.cu
+
 
 @dataclass(slots=True)
 class Index:
@@ -19,12 +21,13 @@ class Index:
     expert_token_offsets: Array
     token_index_map: Array
     row_tiles: Array
+    experts_by_load: Array
     num_experts: int
 
     @classmethod
     def of(cls, context: Context, index: PackedIndices) -> "Index":
         lists = context.describe(index.lists)
-        names = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles")
+        names = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles", "experts_by_load")
         return cls(*(lists.part(*index.places[name]) for name in names), index.num_experts)
 
     @property
@@ -171,8 +174,9 @@ def gemm(
         args = (a.ptr, a.shape[1], *b, *sizes_and_lists, *outputs, *others, slots)
     else:
         rows: tuple = a.ptr, a.shape[1]
-        if loader.gathers(entry):
-            paired = launch_config.pairs_blocks(K, slots, index.num_experts)
+        gathers, segments = loader.gathers(entry), 2 if entry == "up_bwd" and is_gated(activation) else 1
+        paired = launch_config.pairs_blocks(gathers, segments * K, slots, index.num_experts)
+        if gathers:
             if launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits):
                 claims = context.empty((1,), "int32")
                 context.clear(claims)
@@ -268,30 +272,36 @@ def _wgrad(
     limits = loader.device_limits(context.device)
     aligned = _is_aligned((p.ptr, q.ptr, *gradient.halves), sizes) and index.num_slots > 0  # a tensor map has rows
     config = launch_config.gemm(p.dtype, aligned, False, limits)
-    options = {"accumulate": gradient.arrays[0].dtype if accumulate else None}
-    variant = variant_of(entry, p, gradient, config, aligned, activation, **options)
-    tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N, config.tile_columns)
-    args = (
-        p.ptr,
-        p.shape[1],
-        p_half,
-        q.ptr,
-        q.shape[1],
-        q_half,
-        index.expert_token_indices.ptr,
-        index.expert_token_offsets.ptr,
-        *gradient.halves,
-        gradient.expert_stride,
-        gradient.ld,
-        M,
-        N,
+    E, offsets = index.num_experts, index.expert_token_offsets
+    operands = p.ptr, p.shape[1], p_half, q.ptr, q.shape[1], q_half, index.expert_token_indices.ptr, offsets.ptr
+    result = *gradient.halves, gradient.expert_stride, gradient.ld, M, N
+
+    def launch(grid: tuple, *args, **options) -> None:
+        variant = variant_of(entry, p, gradient, config, aligned, activation, **options)
+        context.launch(variant, grid, config.threads, (*operands, *args), config.shared_bytes)
+
+    dtype = gradient.arrays[0].dtype
+    added_to = dtype if accumulate else None
+    if config.tier == "sm80":
+        tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N)
+        launch((tiles, E, halves), *result, accumulate=added_to)
+        return
+    tiles = launch_config.wgrad_tiles(M, N, E * halves)
+    parts = launch_config.wgrad_parts(tiles, index.num_slots, E, limits)
+    grid = (min(tiles * parts, limits.multiprocessors),)
+    routed = q if (entry == "up_wgrad") != gradient.transposed else p  # the operand that is not gathered
+    schedule = E, halves, index.experts_by_load.ptr, parts, rows_map(context, routed, 64)
+    if parts == 1:
+        launch(grid, *result, *schedule, accumulate=added_to)
+        return
+    sums = context.empty((E * parts, halves, M, N), "float32")
+    launch(grid, sums.ptr, sums.ptr + 4 * M * N, halves * M * N, N, M, N, *schedule, in_parts=True)
+    context.launch(
+        loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
+        (launch_config.ceil_div(M * N // 8, GROUPS_PER_BLOCK), E, halves),
+        GROUPS_PER_BLOCK,
+        (sums.ptr, offsets.ptr, *result, halves, parts, int(accumulate)),
     )
-    grid: tuple[int, ...] = (tiles, index.num_experts, halves)
-    if config.tier == "sm90":
-        grid = (min(tiles * index.num_experts * halves, limits.multiprocessors),)
-        routed = q if (entry == "up_wgrad") != gradient.transposed else p  # the operand that is not gathered
-        args = (*args, index.num_experts, halves, rows_map(context, routed, 64))
-    context.launch(variant, grid, config.threads, args, config.shared_bytes)
 
 
 def down_wgrad(
