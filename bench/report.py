@@ -211,7 +211,7 @@ def error_section(records: Records) -> list[str]:
 
 
 def skewed_section(records: Records) -> list[str]:
-    """This package's times with other routings beside those of random routing in the same run."""
+    """This package's times with other routings beside those of random routing in the same record."""
     lines = []
     for entry in records.rows("layer"):
         if (entry["order"], entry["provider"]) == ("transposed", "moeblaze") and "forward_backward_random" in entry:
@@ -389,7 +389,7 @@ them, so above 1 moeblaze is faster; and moeblaze's peak memory over the other's
 POWER = """NVML's mean over the second of calls. Where two rows draw the card's limit, the ratio of their times is
 that of their energies."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all get as many. Beside it the same layer
-with random routing in the same run. The ratio is of the times."""
+with random routing, in the same record. The ratio is of the times."""
 SMALL = """`save=None`, replays of a CUDA graph over token sets in turn, which leave the L2 cache cold. The bound is to
 read the weights of the touched experts once, at the GB/s of a copy."""
 

@@ -30,7 +30,7 @@ inline int atomicAdd(int* p, int v) { return (*p += v) - v; }
 constexpr int BM = 128;
 %s
 template <int BLOCKS, class Order>
-int work(const int* row_tiles, const int* offsets, int n_tiles, bool claims, int blocks, const int* turns,
+int work(const int* row_tiles, const int* offsets, int n_tiles, bool claims, bool exact, int blocks, const int* turns,
          int num_turns, int* found, int* shared) {
     const Order order = {unsigned(n_tiles)};
     const int tiles = row_tiles[0] * n_tiles;
@@ -45,7 +45,8 @@ int work(const int* row_tiles, const int* offsets, int n_tiles, bool claims, int
             const Place first = own[0].own.place, second = own[1].own.place;
             const bool both = own[0].own.rows > 0 && own[1].own.rows > 0;
             const bool same = both && first.expert == second.expert && first.n == second.n;
-            if (own[0].shared && !(same && std::abs(first.row - second.row) == BM)) return -4;
+            const bool shared = own[0].shared;  // not `exact`: neighbours of two groups need not know
+            if ((exact && same != shared) || (shared && !(same && std::abs(first.row - second.row) == BM))) return -4;
         }
         if (!own[0].valid()) continue;
         blockIdx.x = turns[turn] / BLOCKS * BLOCKS;
@@ -79,7 +80,7 @@ extern "C" int work_on(const int* row_tiles, const int* offsets, int n_tiles, in
     const auto on_gathered = paired ? work<2, gathered::Order> : work<1, gathered::Order>;
     const auto on_own = paired ? work<2, own::Order> : work<1, own::Order>;
     const auto on = gathers ? on_gathered : on_own;
-    return on(row_tiles, offsets, n_tiles, claims, blocks, turns, num_turns, found, shared);
+    return on(row_tiles, offsets, n_tiles, claims, gathers, blocks, turns, num_turns, found, shared);
 }
 """
 BLOCKS = 14
