@@ -40,7 +40,7 @@ def formula(case, provider: str) -> memory.Plan:
     if inputs.has_gpu():
         major, minor = torch.cuda.get_device_capability()
         tier = launch_config.tier(10 * major + minor)
-    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation, tier=tier)
+    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation, tier=tier, transposed=True)
     return memory.layer(shape, POLICIES[provider]) if provider in POLICIES else memory.routed_layer(shape)
 
 

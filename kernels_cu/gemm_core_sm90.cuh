@@ -86,7 +86,7 @@ constexpr int FOUND = 8, END = -1;
 // This block's tiles, in an Order that says of tile t
 //   listed(t)                      which entry of dispatch's list names its expert
 //   place(t, entry, first, end)    where it is; first, end: the rows of that expert
-//   shares(t, entry, first, end)   with BLOCKS = 2: whether tile t ^ 1 is of the same expert and columns
+//   shares(t, entry, first, end)   with BLOCKS = 2: true only if tile t ^ 1 is of the same expert and columns
 // The first three are blockIdx.x and on by gridDim.x, and the rest as advance is told; a pair of blocks has tiles 2 i and
 // 2 i + 1 at a time. What a tile needs is loaded while those before it are worked on: found out at a tile's start it costs
 // three loads in a row.
@@ -135,12 +135,13 @@ struct Schedule {
     }
 };
 
-// Read by lane 0 alone, which releases stages: by that the producer knows that a place is free to be written again.
+// Read by lane 0 alone. By a stage's release the producer knows that a place is free to be written again: lane 0 has then
+// read it, and lane 1, which says so to the other block of a pair, has its value.
 __device__ __forceinline__ Found of_lane_0(const Found& found) {
     int4 v = {};
     if (threadIdx.x % 32 == 0) v = reinterpret_cast<const int4&>(found);
-    auto all = [](int of_lane) { return static_cast<int>(uniform(of_lane)); };
-    return {{all(v.x), all(v.y), all(v.z)}, all(v.w)};
+    auto shared_by_all = [](int of_lane) { return static_cast<int>(uniform(of_lane)); };
+    return {{shared_by_all(v.x), shared_by_all(v.y), shared_by_all(v.z)}, shared_by_all(v.w)};
 }
 
 // wgmma descriptor of a 128-byte-swizzled operand: 8-row (or 8-k) groups 1024 bytes apart, and for an MN-contiguous

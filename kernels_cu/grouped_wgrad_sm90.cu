@@ -3,9 +3,10 @@
 //
 //   expert_stride         as there; num_experts, halves: what the grid of the portable tier says
 //   experts_by_load       (E,) int32, in: the order in which experts are worked on, so that the last tiles are short
-//   parts                 1, or with PARTS into how many an expert's rows are divided, of which every tile has one: out0 and
-//                         out1 are then fp32 sums, part j of expert e at (e * parts + j) * expert_stride, which
-//                         wgrad_parts.cu adds up
+//                         (qwen30b's down_wgrad with skewed routing 481 -> 599 TFLOP/s)
+//   parts                 with PARTS the number of parts of an expert's rows; a tile takes one of them, and out0 and out1 are
+//                         fp32 sums, of part j of expert e at (e * parts + j) * expert_stride, which wgrad_parts.cu adds
+//                         up. Else 1
 //   routed                tensor map of the operand that is not gathered, 3-D (columns, rows, 1), boxes of 64 x 64 x 1
 //
 // Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
@@ -79,9 +80,9 @@ __device__ __forceinline__ void store_four(Half* p, float4 v) {
 }
 
 // Or unrounded, with ACCUMULATE added to what is there, at once: a tile of floats does not fit behind the stages, and elements
-// would be rounded before they are added. By halves of the columns, through shared memory, so that a warp reads and writes 512
-// bytes of a row at a time: 16-byte chunk c of row r at c ^ 2 (r & 3). (From the accumulators, 32 bytes of 8 rows at a time,
-// DeepSeek-V3's down_wgrad took 39 ms, now 12; without adding 7.) The producer fills the stages meanwhile.
+// would be rounded before they are added. By halves of the columns, through shared memory, 16-byte chunk c of row r at
+// c ^ 2 (r & 3), so that a warp reads and writes 128 columns of a row at a time. (DeepSeek-V3's down_wgrad: 12 ms, 39 from the
+// accumulators, 32 bytes of 8 rows at a time; 7 without adding.) The producer fills the stages meanwhile.
 struct UnroundedRows : EpilogueBase {
     static constexpr int HALF = BN / 2;
     const int M, N;
@@ -91,7 +92,7 @@ struct UnroundedRows : EpilogueBase {
         : M(M), N(N), ldo(ldo),
           staged(reinterpret_cast<float*>(dynamic_shared + STAGES * STAGE_BYTES) + consumer_warp() * 16 * HALF) {}
     __device__ __forceinline__ void finish(const float (&acc)[32][4], OUT* expert, int m, int n0) const {
-        const int lane = threadIdx.x & 31, rows = min(16, M - m), n = n0 + lane * 4;
+        const int lane = threadIdx.x & 31, valid = min(16, M - m), n = n0 + lane * 4;
         float* places[4];  // of this lane's two columns of its row in tile j of mma.m16n8k16, as j % 4
 #pragma unroll
         for (int j = 0; j < 4; ++j) places[j] = staged + lane / 4 * HALF + (j ^ (lane / 4 & 3)) * 8 + (lane & 3) * 2;
@@ -105,24 +106,24 @@ struct UnroundedRows : EpilogueBase {
                     *reinterpret_cast<float2*>(places[j % 4] + j / 4 * 32 + s * 8 * HALF) =
                         make_float2(acc[16 * half + j][2 * s], acc[16 * half + j][2 * s + 1]);
             __syncwarp();
-            if (rows <= 0 || n + half * HALF >= N) continue;
+            if (valid <= 0 || n + half * HALF >= N) continue;
             OUT* to = expert + m * ldo + n + half * HALF;
             const OUT* from = to;
             float4 before[16];  // asked for together; past the last row that one again
 #pragma unroll
             for (int r = 0; ACCUMULATE && r < 16; ++r) {
                 before[r] = load_four(from);
-                if (r + 1 < rows) from += ldo;
+                if (r + 1 < valid) from += ldo;
             }
 #pragma unroll
             for (int r = 0; r < 16; ++r, to += ldo) {
                 float4 v = *reinterpret_cast<const float4*>(staged + r * HALF + (lane ^ 2 * (r & 3)) * 4);
                 if (ACCUMULATE) v = make_float4(before[r].x + v.x, before[r].y + v.y, before[r].z + v.z, before[r].w + v.w);
-                if (r < rows) store_four(to, v);
+                if (r < valid) store_four(to, v);
             }
         }
     }
-    __device__ __forceinline__ void next() {}
+    __device__ __forceinline__ void next() {}  // nothing is left for the next tile's products
 };
 
 #if ACCUMULATE || PARTS

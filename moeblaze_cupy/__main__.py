@@ -108,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sizes(plan)
     plan.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
     plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+    plan.add_argument("--order", choices=ORDERS, default="transposed", help="memory order of the weights (%(default)s)")
     plan.add_argument(
         "--tier", choices=("sm80", "sm90"), default="sm90",
         help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",

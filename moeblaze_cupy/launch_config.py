@@ -16,8 +16,8 @@ STAGE_BYTES = 32 * 1024
 PANEL_COLUMNS = 256  # of the portable tier's panels, of Hopper's column tiles, and of a warp's sums
 MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
 ONE_PANEL_ELEMENTS = 2**24  # of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
-PART_ROWS, LAUNCH_ROWS = 1024, 512  # see wgrad_parts, in the time that a tile takes for a row
-MAX_PART_TILES = 528  # likewise: 66 MiB
+STEP_ROWS = 64  # of the weight gradients' main loop on Hopper
+MAX_TURNS = 4  # of tiles of parts, see wgrad_parts
 MAX_EXPERTS = 4096  # dispatch: counters and five lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
@@ -137,7 +137,7 @@ def claims_tiles(entry: str, column_tiles: int, K: int, num_slots: int, num_expe
     return entry == "down_bwd" or K >= 2048 or tiles <= 2 * limits.multiprocessors
 
 
-def pairs_blocks(gathers: bool, depth: int, num_slots: int, num_experts: int) -> bool:
+def pairs_blocks(gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int) -> bool:
     """Whether blocks of a product on Hopper work in pairs, each fetching half of the weight's tile for both.
 
     depth: what an element of the result sums over. gathers: up_fwd and down_bwd. It takes a third off what the L2 cache
@@ -146,33 +146,36 @@ def pairs_blocks(gathers: bool, depth: int, num_slots: int, num_experts: int) ->
     540; d = 4096, h = 1024 633 and 649, 573 and 573; Mixtral (4096) 658 and 660, 584 and 596; at 2048 qwen30b 614 and
     614, 504 and 499, olmoe 622 and 630, 519 and 507; conf1 (512) 522 and 486.
     Of the products that are summed only those of experts with few rows gain, whose weights are most of what is read:
-    up_bwd of DeepSeek-V3 542 and 566, of Mixtral 678 and 668.
+    up_bwd of DeepSeek-V3 484 and 537, of Mixtral 678 and 668. With an odd number of column tiles half of the pairs
+    would have tiles of different columns there, as row tiles come in twos.
     """
-    few_rows = num_slots <= 1024 * num_experts
-    return depth >= 4096 and _share_weights(num_slots, num_experts) and (gathers or few_rows)
+    long = depth >= 4096 and _share_weights(num_slots, num_experts)
+    return long and (gathers or (num_slots <= 1024 * num_experts and column_tiles % 2 == 0))
 
 
 def wgrad_tiles(rows: int, columns: int, gradients: int) -> int:
-    """Of Hopper's weight gradients, which are (rows, columns) in memory."""
+    """Of Hopper's weight gradients, one per expert and half, each (rows, columns) in memory."""
     return gradients * ceil_div(rows, TILE_ROWS) * column_tiles(columns, PANEL_COLUMNS)
 
 
 @functools.lru_cache(maxsize=1024)
 def wgrad_parts(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> int:
-    """Into how many parts a weight gradient on Hopper divides each expert's rows, for few tiles over many rows.
+    """Into how many parts a weight gradient on Hopper divides each expert's rows: 1 but for few tiles of many rows.
 
-    A tile takes one block, so fewer tiles than multiprocessors leave some idle, and so do a few more. In parts, whose
-    float32 sums are then added up in order, blocks take turns of fewer rows, but each turn ends with a tile of floats
-    to be written and read again (PART_ROWS), and the additions are one more launch (LAUNCH_ROWS). The sums take 128 KiB
-    per tile and part, which bounds the parts.
+    A tile takes one block, so fewer tiles than multiprocessors leave some idle, and so do a few more. Parts fill them,
+    but each ends with a tile of float32 sums, 128 KiB, to be written and read again, and their addition is one more
+    launch. One expert of conf1's widths and 65,536 rows: down_wgrad 725 us whole, 209 in 4 parts; 4,096 rows: 44 and 38
+    (two launches from Python); 2,048 rows: 24 and 37. At most MAX_TURNS tiles per multiprocessor: 66 MiB on an H200.
     """
-    rows = num_slots // num_experts
+    steps = ceil_div(num_slots // num_experts, STEP_ROWS)
+    full_turns = (turns * limits.multiprocessors // tiles for turns in range(1, MAX_TURNS + 1))
+    candidates = {1, *(min(parts, steps) for parts in full_turns if parts > 1)} - {0}
 
-    def time(parts: int) -> float:
-        of_a_part = rows if parts == 1 else rows / parts + PART_ROWS
-        return ceil_div(tiles * parts, limits.multiprocessors) * of_a_part + (parts > 1) * LAUNCH_ROWS
+    def time(parts: int) -> int:  # in rows of a tile, about 13 ns; the rest from the runs above
+        of_a_part = ceil_div(steps, parts) * STEP_ROWS + (1024 if parts > 1 else 0)
+        return ceil_div(tiles * parts, limits.multiprocessors) * of_a_part + (512 + 16 * parts if parts > 1 else 0)
 
-    return min(range(1, max(MAX_PART_TILES // tiles, 1) + 1), key=time)
+    return min(sorted(candidates), key=time)
 
 
 @functools.lru_cache(maxsize=1024)

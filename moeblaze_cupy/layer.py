@@ -245,7 +245,8 @@ def moe_backward(
     accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2 or both are added to, {"w2": total}, of the
     weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
     products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
-    memory is kept for these gradients, and nothing of experts without tokens is written. If backward fails, say for
+    memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
+    nothing of experts without tokens is written. If backward fails, say for
     want of memory, some may have been added.
     Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1 and w2 in the form, dtype and
     memory order of the weights, exactly zero for experts without tokens; or the very arrays of `accumulate`.

@@ -84,8 +84,8 @@ def gemm_variant(
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
     paired: two of Hopper's blocks share a weight's tile. to_tokens: rows of its down_fwd and up_bwd go to their tokens,
-    where k = 1. accumulate: the dtype of the buffer that a weight gradient is added to, if it is. in_parts: its weight
-    gradients are float32 sums over parts of the rows.
+    where k = 1, and never in pairs. accumulate: the dtype of the buffer that a weight gradient is added to, if it is.
+    in_parts: its weight gradients are float32 sums over parts of the rows, whatever these are added to later.
     """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
@@ -118,7 +118,7 @@ def gemm_variant(
         macros |= {
             "EPILOGUE": "StoreTokenRows" if to_tokens else EPILOGUES_SM90[epilogue],
             "STORED_PRODUCT": int(stored_product and epilogue == "ACTIVATE_BWD"),
-            "PAIRED": int(paired),
+            "PAIRED": int(paired and not to_tokens),
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)

@@ -34,7 +34,7 @@ class LayerShape:
     dtype: str = "bfloat16"
     ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
     tier: str = "sm90"  # "sm80": the portable kernels, which also serve what Hopper's do not take
-    transposed: bool = False  # the memory order of the experts' weights
+    transposed: bool = False  # the memory order of the experts' weights, of both
 
     @property
     def slots(self) -> int:
@@ -50,7 +50,7 @@ class LayerShape:
 
     @property
     def on_hopper(self) -> bool:
-        """Whether panels are Hopper's, whose kernels take 16-bit elements, and d and h that are multiples of 8."""
+        """Whether kernels are Hopper's, which take 16-bit elements, and d and h that are multiples of 8."""
         return self.tier == "sm90" and self.b == 2 and self.d % 8 == self.h % 8 == 0
 
 
@@ -136,7 +136,7 @@ def _wgrad_parts(s: LayerShape, name: str, rows: int, columns: int, halves: int)
     tiles = launch_config.wgrad_tiles(M, N, s.E * halves)
     parts = launch_config.wgrad_parts(tiles, s.slots, s.E, launch_config.H200)
     formula = f"4*{parts}*{'g*' if halves == 2 else ''}E*d*h"
-    sums = Term(f"sums of {name} by parts of the rows", formula, 4 * parts * s.E * halves * M * N)
+    sums = Term(f"sums of {name} by parts", formula, 4 * parts * s.E * halves * M * N)
     return () if parts == 1 else (sums,)
 
 
@@ -149,7 +149,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
     weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated. The parts of a weight gradient are for an H200's multiprocessors.
-    Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them.
+    Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them, not their parts.
     """
     tiles = Term(
         "GEMM row tiles",

@@ -130,10 +130,19 @@ def test_plan_of_the_portable_kernels(option, capsys):
     assert "portable kernels" in output and " L*k*64*b " in output and "4*L*k*ceil(h/128)" in output
 
 
-def test_plan_shows_every_term(capsys):
-    assert run("plan --tokens 100 --d-model 64 --d-hidden 32 --experts 4 --k 2 --activation gelu") == 0
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [
+        ({"L": 100, "d": 64, "h": 32, "E": 4, "k": 2}, ()),
+        ({"L": 8192, "d": 128, "h": 1024, "E": 4, "k": 1}, ()),  # weight gradients in parts, fewer in the other order
+        ({"L": 8192, "d": 128, "h": 1024, "E": 4, "k": 1}, ("--order", "row")),
+    ],
+)
+def test_plan_shows_every_term(capsys, sizes, order):
+    options = zip(("--tokens", "--d-model", "--d-hidden", "--experts", "--k"), sizes.values(), strict=True)
+    assert run("plan --activation gelu", *(str(word) for option in options for word in option), *order) == 0
     output = capsys.readouterr().out
-    shape = memory.LayerShape(L=100, d=64, h=32, E=4, k=2, activation="gelu")
+    shape = memory.LayerShape(**sizes, activation="gelu", transposed=not order)
     for plan in (*(memory.layer(shape, save) for save in memory.POLICIES), memory.routed_layer(shape)):
         for term in (*plan.saved, *(term for stage in (*plan.forward, *plan.backward) for term in stage)):
             pattern = rf"^  {re.escape(term.name)} +{re.escape(term.formula)} +{memory.format_bytes(term.nbytes)}"

@@ -299,11 +299,14 @@ def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, inferenc
     assert counted.peak == lists + L * k * h * 2 + L * d * 2 + workspace
 
 
-def test_one_expert_per_token_needs_no_panel_on_hopper(inference_on_hopper):
+@pytest.mark.parametrize("long", [False, True])
+def test_one_expert_per_token_needs_no_panel_on_hopper(long, inference_on_hopper, monkeypatch):
+    """Nor do blocks then work in pairs, however long the product is."""
+    monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_: long)
     L, d, h, E = 40, 600, 64, 5
     launches, _, counted = inference_on_hopper(memory.LayerShape(L, d, h, E, 1, dtype="float16"))
     (variant, args) = launches[-1]
-    assert variant.entry == "down_fwd" and ("EPILOGUE", "StoreTokenRows") in variant.macros
+    assert variant.entry == "down_fwd" and {("EPILOGUE", "StoreTokenRows"), ("PAIRED", "0")} <= set(variant.macros)
     assert args[3:5] == (d, h) and args[11] == d and args[13] and args[16:] == (L, 0)
     assert counted.peak == 4 * launch_config.index_lists(L, 1, E)[1] + L * h * 2 + L * d * 2
 

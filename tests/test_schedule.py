@@ -148,12 +148,13 @@ def test_tiles_of_the_same_rows_run_side_by_side_in_panels(kernels, counts, n_ti
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_blocks_work_in_pairs_where_products_are_long(gathers):
-    assert launch_config.pairs_blocks(gathers, 7168, 16384 * 8, 256)  # DeepSeek-V3
-    assert launch_config.pairs_blocks(gathers, 4096, 512, 2)
-    assert not launch_config.pairs_blocks(gathers, 4096, 511, 2)  # hardly two tiles of an expert's rows
-    assert not launch_config.pairs_blocks(gathers, 4088, 16384 * 8, 256)
-    assert not launch_config.pairs_blocks(gathers, 7168, 0, 256)
-    assert launch_config.pairs_blocks(gathers, 28672, 8192 * 2, 8) == gathers  # Mixtral's rows are many
+    assert launch_config.pairs_blocks(gathers, 8, 7168, 16384 * 8, 256)  # DeepSeek-V3
+    assert launch_config.pairs_blocks(gathers, 8, 4096, 512, 2)
+    assert not launch_config.pairs_blocks(gathers, 8, 4096, 511, 2)  # hardly two tiles of an expert's rows
+    assert not launch_config.pairs_blocks(gathers, 8, 4088, 16384 * 8, 256)
+    assert not launch_config.pairs_blocks(gathers, 8, 7168, 0, 256)
+    assert launch_config.pairs_blocks(gathers, 8, 28672, 8192 * 2, 8) == gathers  # Mixtral's rows are many
+    assert launch_config.pairs_blocks(gathers, 7, 7168, 16384 * 8, 256) == gathers  # see test_every_tile_once
 
 
 def test_tiles_are_claimed_where_blocks_share_weights():

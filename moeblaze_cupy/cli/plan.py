@@ -15,6 +15,7 @@ def run(args) -> int:
         activation=args.activation,
         dtype=args.dtype,
         tier=args.tier,
+        transposed=args.order == "transposed",
     )
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")

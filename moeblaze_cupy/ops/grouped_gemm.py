@@ -175,7 +175,8 @@ def gemm(
     else:
         rows: tuple = a.ptr, a.shape[1]
         gathers, segments = loader.gathers(entry), 2 if entry == "up_bwd" and is_gated(activation) else 1
-        paired = launch_config.pairs_blocks(gathers, segments * K, slots, index.num_experts)
+        long = launch_config.pairs_blocks(gathers, column_tiles, segments * K, slots, index.num_experts)
+        paired = long and not to_tokens
         if gathers:
             if launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits):
                 claims = context.empty((1,), "int32")
@@ -263,7 +264,8 @@ def _wgrad(
 ) -> None:
     """`rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half.
 
-    `accumulate` adds to what `gradient` holds, in p's dtype or float32; experts without rows are then left alone.
+    `accumulate` adds to what `gradient` holds, in p's dtype or float32; experts without rows are then left alone. Few
+    large experts take float32 sums of parts of their rows in between, and a second launch.
     """
     (p, p_half), (q, q_half) = (columns, rows) if gradient.transposed else (rows, columns)
     if gradient.transposed:
