@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, inputs, kernels, measure, peers, providers, table, verify  # noqa: E402
+from bench import cases, inputs, kernels, measure, merge, peers, providers, table, verify  # noqa: E402
 from bench.layer import Layer  # noqa: E402
 from moeblaze_cupy import arrays, reference  # noqa: E402
 
@@ -372,6 +372,28 @@ def record(*rows):
             for provider, what, milliseconds, more in rows
         ]
     }
+
+
+def test_runs_of_one_commit_are_merged(tmp_path):
+    def record(commit, *names):
+        rows = [{"fullname": name} for name in names]
+        return {
+            "machine_info": {"gpu": "a GPU"},
+            "commit_info": {"id": commit},
+            "benchmarks": rows,
+            "version": names[0],
+        }
+
+    for name, of in (("1", record("c", "a", "b")), ("2", record("c", "d")), ("3", record("e", "f"))):
+        (tmp_path / name).write_text(json.dumps(of))
+    paths = [str(tmp_path / name) for name in "123"]
+    merge.main(str(tmp_path / "all"), "two runs", *paths[:2])
+    merged = json.loads((tmp_path / "all").read_text())
+    assert merged == {"note": "two runs", **record("c", "a", "b", "d")}
+    for wrong, why in ((paths, "one commit, got c, e"), (paths[:1] * 2, "each row once, got again a, b")):
+        with pytest.raises(ValueError, match=why):
+            merge.main(str(tmp_path / "none"), "", *wrong)
+    assert not (tmp_path / "none").exists()
 
 
 def test_layer_table():
