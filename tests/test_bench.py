@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, inputs, kernels, measure, merge, peers, providers, table, verify  # noqa: E402
+from bench import cases, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
 from bench.layer import Layer  # noqa: E402
-from moeblaze_cupy import arrays, reference  # noqa: E402
+from moeblaze_cupy import arrays, launch_config, reference  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -372,6 +372,41 @@ def record(*rows):
             for provider, what, milliseconds, more in rows
         ]
     }
+
+
+def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tmp_path, capsys):
+    """And nothing else has changed afterwards."""
+    before = {name: getattr(launch_config, name) for name in ("pairs_blocks", "claims_tiles", "wgrad_parts")}
+    by_load, seen = torch.tensor([2, 0, 1], dtype=torch.int32), {}
+
+    class Kernels:
+        def __init__(self, case, made):
+            self.case, self.index = case, types.SimpleNamespace(experts_by_load=by_load)
+            self.calls = {name: lambda name=name: self.found(name) for name in kernels.GEMMS}
+
+        @staticmethod
+        def found(entry):
+            rules = (launch_config.pairs_blocks, launch_config.claims_tiles, launch_config.wgrad_parts)
+            answers = [rule() if rule not in before.values() else None for rule in rules]
+            seen.setdefault(entry, set()).add((*answers, *by_load.tolist()))
+
+    monkeypatch.setattr(variants.kernels, "Kernels", Kernels)
+    monkeypatch.setattr(variants.inputs, "layer_inputs", lambda *_: {})
+    monkeypatch.setitem(cases.LAYERS, "tiny", cases.TINY)
+    variants.main("--case", "tiny", "--out", str(tmp_path / "record"))
+    loaded, by_id = (2, 0, 1), (0, 1, 2)
+    claims = {(None, claimed, None, *loaded) for claimed in (False, True)}
+    pairs = {(paired, None, None, *loaded) for paired in (False, True)}
+    parts = {(None, None, n, *loaded) for n in variants.PARTS}
+    orders = {(None, None, None, *order) for order in (loaded, by_id)}
+    for entry, wanted in {"up_fwd": pairs | claims, "down_fwd": pairs, "up_wgrad": parts | orders}.items():
+        assert seen[entry] == wanted
+    assert by_load.tolist() == [2, 0, 1]
+    assert all(getattr(launch_config, name) is rule for name, rule in before.items())
+    rows = json.loads((tmp_path / "record").read_text())["rows"]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2) + 2 * len(variants.PARTS)
+    assert {"case": "tiny", "kernel": "up_bwd", "variant": "pairs"}.items() <= rows[7].items()
 
 
 def test_runs_of_one_commit_are_merged(tmp_path):

@@ -1,0 +1,126 @@
+"""What the rules of launch_config choose between, timed in turn in one process, as the clock's swing asks for:
+
+python -m bench.variants --rule pairs --rule parts --case dsv3,one_expert --order row --out FILE.json
+"""
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bench import cases, inputs, kernels, measure, table
+from moeblaze_cupy import launch_config
+
+WINDOW_SECONDS, ROUNDS = 0.25, 4  # of a variant's calls back to back; the median is of all rounds but the first
+WGRADS = ("down_wgrad", "up_wgrad")
+PARTS = (1, 2, 3, 4, 6, 8, 16)
+
+
+@contextmanager
+def _answers(rule: str, answer) -> Iterator[None]:
+    """Within it, launch_config's rule of that name says `answer`."""
+    before = getattr(launch_config, rule)
+    setattr(launch_config, rule, lambda *_: answer)
+    try:
+        yield
+    finally:
+        setattr(launch_config, rule, before)
+
+
+@contextmanager
+def _listed(lists: torch.Tensor, experts: torch.Tensor) -> Iterator[None]:
+    """Within it, weight gradients take experts in this order."""
+    before = lists.clone()
+    lists.copy_(experts)
+    try:
+        yield
+    finally:
+        lists.copy_(before)
+
+
+def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callable]:
+    """Context managers by name."""
+    if rule == "load":
+        lists = kernel.index.experts_by_load
+        orders = {"by id": torch.arange(len(lists), dtype=lists.dtype, device=lists.device), "by load": lists.clone()}
+        return {name: functools.partial(_listed, lists, experts) for name, experts in orders.items()}
+    if rule == "pairs":
+        function, answers = "pairs_blocks", {"single": False, "pairs": True}
+    elif rule == "claims":
+        function, answers = "claims_tiles", {"in turn": False, "claimed": True}
+    else:
+        case, halves = kernel.case, kernel.case.first_columns // kernel.case.h if entry == "up_wgrad" else 1
+        orders = (case.d, case.h), (case.h, case.d)
+        tiles = max(launch_config.wgrad_tiles(*sizes, case.E * halves) for sizes in orders)
+        most = launch_config.MAX_TURNS * launch_config.H200.multiprocessors // tiles
+        function, answers = "wgrad_parts", {f"{n} parts": n for n in PARTS if n == 1 or n <= most}
+    return {name: functools.partial(_answers, function, answer) for name, answer in answers.items()}
+
+
+# The kernels that ask each rule.
+RULES = {
+    "pairs": ("up_fwd", "down_fwd", "down_bwd", "up_bwd"),
+    "claims": ("up_fwd", "down_bwd"),
+    "parts": WGRADS,
+    "load": WGRADS,
+}
+
+
+def in_turn(call: Callable, among: dict[str, Callable]) -> dict[str, float]:
+    """Seconds of a call within each of the context managers."""
+    found: dict[str, list[float]] = {name: [] for name in among}
+    for _ in range(ROUNDS):
+        for name, active in among.items():
+            with active():
+                once = measure.back_to_back_seconds(call, WINDOW_SECONDS)  # few calls, as if each took so long
+                found[name].append(measure.back_to_back_seconds(call, once, WINDOW_SECONDS))
+    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+
+
+def run(rules: list[str], names: list[str], order: str) -> list[dict]:
+    """A row for each rule, case, kernel and variant. Results are not compared: the suites and tests do that."""
+    rows = []
+    for name in names:
+        case = cases.LAYERS[name]
+        kernel = kernels.Kernels(case, inputs.layer_inputs(case, order))
+        for rule in rules:
+            for entry in RULES[rule]:
+                timed = in_turn(kernel.calls[entry], variants(rule, kernel, entry))
+                flops = kernels.gemm_work(case, entry).flops
+                for variant, seconds in timed.items():
+                    about = {"case": name, "order": order, "kernel": entry, "rule": rule, "variant": variant}
+                    rows.append({**about, "seconds": seconds, "tflops": flops / seconds / 1e12, **measure.gpu_state()})
+        kernel = None
+        measure.release()
+    return rows
+
+
+def text(rows: list[dict]) -> list[str]:
+    head = ["case", "order", "kernel", "variant", "us", "TFLOP/s"]
+    cells = [[*(row[name] for name in ("case", "order", "kernel", "variant"))] for row in rows]
+    for line, row in zip(cells, rows, strict=True):
+        line += [table.number(row["seconds"] * 1e6), table.number(row["tflops"])]
+    return table.aligned([head, *cells], 4)
+
+
+def main(*argv: str) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.variants", description=__doc__.splitlines()[0])
+    parser.add_argument("--rule", action="append", choices=RULES, help="repeatable (default: all)")
+    parser.add_argument("--case", default="one_expert", help="cases or groups of bench/cases.py (%(default)s)")
+    parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="(%(default)s)")
+    parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
+    args = parser.parse_args(argv or None)
+    rows = run(args.rule or list(RULES), cases.select(args.case, "one_expert"), args.order)
+    if args.out:
+        record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
+        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    print("\n".join(text(rows)))
+
+
+if __name__ == "__main__":
+    main()
