@@ -24,7 +24,7 @@ def pytest_generate_tests(metafunc):
             for rows in ("gathered",) if number else ("cublas", "gathered"):
                 yield from ((case, order, entry, rows) for entry in kernels.GEMMS)
             if order == "transposed":
-                yield from ((case, order, entry, "accumulated") for entry in kernels.GEMMS if entry.endswith("_wgrad"))
+                yield from ((case, order, entry, "accumulated") for entry in kernels.WGRADS)
             if case is cases.GATHER:
                 yield from ((case, order, entry, "contiguous") for entry in GATHERING)
 

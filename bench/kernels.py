@@ -13,6 +13,7 @@ from bench.inputs import routing
 from bench.verify import activate
 
 GEMMS = ("up_fwd", "down_fwd", "down_bwd", "down_wgrad", "up_wgrad", "up_bwd")
+WGRADS = ("down_wgrad", "up_wgrad")
 SUMMED = ("down_fwd", "up_bwd")  # these sum the product over each token's slots
 BYTES = 2  # of a bf16 element
 

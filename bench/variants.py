@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -17,19 +18,7 @@ from bench import cases, inputs, kernels, measure, table
 from moeblaze_cupy import launch_config
 
 WINDOW_SECONDS, ROUNDS = 0.25, 4  # of a variant's calls back to back; the median is of all rounds but the first
-WGRADS = ("down_wgrad", "up_wgrad")
 PARTS = (1, 2, 3, 4, 6, 8, 16)
-
-
-@contextmanager
-def _answers(rule: str, answer) -> Iterator[None]:
-    """Within it, launch_config's rule of that name says `answer`."""
-    before = getattr(launch_config, rule)
-    setattr(launch_config, rule, lambda *_: answer)
-    try:
-        yield
-    finally:
-        setattr(launch_config, rule, before)
 
 
 @contextmanager
@@ -59,15 +48,18 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
         tiles = max(launch_config.wgrad_tiles(*sizes, case.E * halves) for sizes in orders)
         most = launch_config.MAX_TURNS * launch_config.H200.multiprocessors // tiles
         function, answers = "wgrad_parts", {f"{n} parts": n for n in PARTS if n == 1 or n <= most}
-    return {name: functools.partial(_answers, function, answer) for name, answer in answers.items()}
+    return {
+        name: functools.partial(mock.patch.object, launch_config, function, lambda *_, answer=answer: answer)
+        for name, answer in answers.items()
+    }
 
 
 # The kernels that ask each rule.
 RULES = {
     "pairs": ("up_fwd", "down_fwd", "down_bwd", "up_bwd"),
     "claims": ("up_fwd", "down_bwd"),
-    "parts": WGRADS,
-    "load": WGRADS,
+    "parts": kernels.WGRADS,
+    "load": kernels.WGRADS,
 }
 
 
@@ -94,7 +86,7 @@ def run(rules: list[str], names: list[str], order: str) -> list[dict]:
                 flops = kernels.gemm_work(case, entry).flops
                 for variant, seconds in timed.items():
                     about = {"case": name, "order": order, "kernel": entry, "rule": rule, "variant": variant}
-                    rows.append({**about, "seconds": seconds, "tflops": flops / seconds / 1e12, **measure.gpu_state()})
+                    rows.append({**about, "seconds": seconds, "tflops": flops / seconds / 1e12})
         kernel = None
         measure.release()
     return rows
@@ -102,10 +94,11 @@ def run(rules: list[str], names: list[str], order: str) -> list[dict]:
 
 def text(rows: list[dict]) -> list[str]:
     head = ["case", "order", "kernel", "variant", "us", "TFLOP/s"]
-    cells = [[*(row[name] for name in ("case", "order", "kernel", "variant"))] for row in rows]
-    for line, row in zip(cells, rows, strict=True):
-        line += [table.number(row["seconds"] * 1e6), table.number(row["tflops"])]
-    return table.aligned([head, *cells], 4)
+    lines = [
+        [*(row[name] for name in head[:4]), table.number(row["seconds"] * 1e6), table.number(row["tflops"])]
+        for row in rows
+    ]
+    return table.aligned([head, *lines], 4)
 
 
 def main(*argv: str) -> None:

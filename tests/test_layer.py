@@ -143,6 +143,21 @@ def test_layer_matches_float64_reference(case, dtype):
     assert_close(run(case, gpu), reference_results(case, host), dtype)
 
 
+def small_integers(case, dtype, few=0.15):
+    """The case's inputs as -1, 0 and 1, router weights as 1 and 2. Not 0 are 0.15 of the experts' weights, and of x and
+    grad_out a share of `few`."""
+    rng = np.random.default_rng(0)
+
+    def integers(like, share=0.15):
+        if isinstance(like, tuple):
+            return tuple(map(integers, like))
+        values = rng.integers(-1, 2, like.shape) * (rng.random(like.shape) < share)
+        return in_order(values.astype(DTYPES[dtype]), like.ndim == 3 and case.order == "transposed")
+
+    x, ids, _, w1, w2, grad_out = make_inputs(case, 0, DTYPES[dtype])
+    return [integers(x, few), ids, np.float32(1 + ids % 2), integers(w1), integers(w2), integers(grad_out, few)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ["row", "transposed"])
 @pytest.mark.parametrize("sizes", [(328, 264), (4104, 136)], ids=str)
@@ -151,17 +166,8 @@ def test_small_integers_come_out_exact(sizes, order, dtype):
     of the wrong row is seen, where a tolerance for rounding would let one of thousands pass."""
     d, h = sizes
     case = Case(L=700, k=2, E=5, d=d, h=h, activation="relu", order=order)
-    rng = np.random.default_rng(0)
-    few = 0.15 * 328 / d  # so that sums over d stay as small for any d
-
-    def integers(like, share):
-        values = rng.integers(-1, 2, like.shape) * (rng.random(like.shape) < share)
-        return in_order(values.astype(DTYPES[dtype]), like.ndim == 3 and order == "transposed")
-
-    x, ids, _, w1, w2, grad_out = make_inputs(case, 0, DTYPES[dtype])
-    weights = np.float32(1 + ids % 2)
-    made = [integers(x, few), ids, weights, integers(w1, 0.15), integers(w2, 0.15), integers(grad_out, few)]
-    want = reference_results(case, [a if a is ids else to_float64(a) for a in made])
+    made = small_integers(case, dtype, few=0.15 * 328 / d)  # so that sums over d stay as small for any d
+    want = reference_results(case, [a if i == 1 else to_float64(a) for i, a in enumerate(made)])
     got = run(case, [on_gpu("cupy", a) for a in made])
     for name, value in want.items():
         assert np.abs(value).max() < 256, name
@@ -173,24 +179,14 @@ def test_small_integers_come_out_exact(sizes, order, dtype):
 def test_parts_of_the_rows_add_up(monkeypatch, order):
     """Sums of small integers, which are exact in any number of parts: of 64 rows, and more than some experts have."""
     case = Case(L=1500, k=2, E=5, d=328, h=264, activation="reglu", order=order, routing="skewed")
-    rng = np.random.default_rng(0)
-
-    def integers(like):
-        if isinstance(like, tuple):
-            return tuple(map(integers, like))
-        values = rng.integers(-1, 2, like.shape) * (rng.random(like.shape) < 0.15)
-        return in_order(values.astype(DTYPES["bfloat16"]), like.ndim == 3 and order == "transposed")
-
-    x, ids, _, w1, w2, grad_out = make_inputs(case, 0, DTYPES["bfloat16"])
-    weights = np.float32(1 + ids % 2)
-    made = [integers(x), ids, weights, integers(w1), integers(w2), integers(grad_out)]
+    made = small_integers(case, "bfloat16")
     gpu, results = [on_gpu("cupy", a) for a in made], []
     for parts in (1, 2, 7, 33):
         monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_, made=parts: made)
         plans.clear()
         results.append(run(case, gpu))
         assert same_bits(results[0], results[-1]), parts
-    host = [a if a is ids else to_float64(a) for a in made]
+    host = [a if i == 1 else to_float64(a) for i, a in enumerate(made)]
     assert_close(results[-1], reference_results(case, host), "bfloat16")
 
 

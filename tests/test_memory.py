@@ -201,8 +201,8 @@ def test_formulas_are_what_the_cuda_layer_allocates(
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
 def test_few_large_experts_take_sums_of_parts(activation, transposed, no_launches, monkeypatch):
-    """One of 264 x 136: 3 tiles or, transposed, 4 (dw2); 3 of the gate's gradient in either order. What h takes of dA's
-    memory is less than these."""
+    """A gradient of 3 tiles in one memory order has 4 in the other, and other parts: dw2 3 and transposed 4, each half
+    of dw1 4 and 3. Launches and memory are those of the order at hand."""
     monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
     s = memory.LayerShape(
         L=30000, d=136, h=264, E=1, k=1, activation=activation, dtype="float16", transposed=transposed
