@@ -25,8 +25,10 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
     }
 }
 
-// One lane's value for all: so the compiler knows that it is the same, and keeps what follows from it in uniform registers.
-__device__ __forceinline__ unsigned uniform(unsigned v) { return __shfl_sync(0xffffffffu, v, 0); }
+// What all lanes have, as a reduction gives it: in a uniform register, where the compiler then keeps what follows from it,
+// counts and branches too. (What a shuffle gives it takes for different in every lane: of a consumer's step 27 to 41 instructions
+// were of the vector pipes, now 6 to 15.)
+__device__ __forceinline__ unsigned uniform(unsigned v) { return __reduce_or_sync(0xffffffffu, v); }
 
 // The barriers of the ring, by shared address; BLOCKS: 2 if the blocks of a cluster fill each other's buffers.
 template <int BLOCKS>
@@ -106,7 +108,7 @@ struct Schedule {
         : order(order), row_tiles(reinterpret_cast<const int2*>(list) + 1), expert_token_offsets(expert_token_offsets), tiles(tiles),
           next_t(blockIdx.x), t_after(next_t + gridDim.x), entry_after(at(next_t)) {
         prefetch();
-        advance(following());
+        advance(next(), following());
     }
     __device__ __forceinline__ int2 at(int tile) const { return tile < tiles ? row_tiles[order.listed(tile)] : make_int2(0, 0); }
     __device__ __forceinline__ bool valid() const { return own.rows != END; }
@@ -128,8 +130,8 @@ struct Schedule {
         next_first = expert_token_offsets[next_entry.x], next_end = expert_token_offsets[next_entry.x + 1];
         entry_after = at(t_after);
     }
-    __device__ __forceinline__ void advance(int claimed) {
-        own = next();
+    __device__ __forceinline__ void advance(const Found& next, int claimed) {
+        own = next;
         if constexpr (BLOCKS == 2) shared = (next_t | 1) < tiles && order.shares(next_t, next_entry, next_first, next_end);
         next_t = t_after, t_after = claimed;
     }
@@ -140,8 +142,8 @@ struct Schedule {
 __device__ __forceinline__ Found of_lane_0(const Found& found) {
     int4 v = {};
     if (threadIdx.x % 32 == 0) v = reinterpret_cast<const int4&>(found);
-    auto shared_by_all = [](int of_lane) { return static_cast<int>(uniform(of_lane)); };
-    return {{shared_by_all(v.x), shared_by_all(v.y), shared_by_all(v.z)}, shared_by_all(v.w)};
+    auto of_all = [](int v) { return static_cast<int>(uniform(v)); };  // zeros in the other lanes
+    return {{of_all(v.x), of_all(v.y), of_all(v.z)}, of_all(v.w)};
 }
 
 // wgmma descriptor of a 128-byte-swizzled operand: 8-row (or 8-k) groups 1024 bytes apart, and for an MN-contiguous
@@ -187,43 +189,55 @@ struct EpilogueBase {
 
 // acc = this warpgroup's 64 x 256 over `steps` stages; acc[j] is a tile of mma.m16n8k16 of rows 16 * warp .. Without
 // `active` the stages only pass. Before each step a share of step / steps of the epilogue's rows is done; what the step
-// needs is asked for ahead of them, so that they hide the latency.
+// needs is asked for ahead of them, so that they hide the latency. `steps` and `active` are those of all lanes, as the compiler
+// must know: at the power limit a loop's vector instructions cost time even where they hide behind the products.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, int BLOCKS, class Epilogue>
 __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool active, Ring& ring, const Barriers<BLOCKS>& barriers,
                                         Epilogue& epilogue) {
     const Release<BLOCKS> release(barriers);
     const unsigned shared = uniform(shared_address(dynamic_shared));
     const unsigned a_low = descriptor_low(shared + uniform(consumer_warp() / 4) * 8192), b_low = descriptor_low(shared + A_BYTES);
-    const int share = (16 << 16) / max(min(steps, Epilogue::SPREAD), 1) + 1;  // of 16 rows per step, in 1 / 65536
+    const unsigned share = uniform((16 << 16) / max(min(steps, Epilogue::SPREAD), 1) + 1);  // of 16 rows per step, in 1 / 65536
     constexpr int MANY = 64;  // of more steps most have no row (of 112, DeepSeek-V3's down_bwd: 400 -> 465 TFLOP/s)
-    int previous = 0;
-    for (int step = 0;; ++step) {
-        const int stage = uniform(ring.stage);
-        const bool full = mbarrier_test_wait(barriers.full + 8 * stage, ring.parity);
-        const int due = step == steps ? epilogue.rows : min(step * share >> 16, epilogue.rows);
-        // whether rows are due; the same for all warps of a warpgroup, of which some have fewer
-        const bool drains = Epilogue::LONG && (steps <= MANY || step * share >> 16 != (step - 1) * share >> 16);
-        while (epilogue.done < due) epilogue.next();
-        if (step == steps) break;
-        if (drains && step > 0) {  // done with by now: the producer need not wait for the next step's issue
+    auto multiply = [&](bool first) {
+        const unsigned a = a_low + ring.stage * (STAGE_BYTES >> 4), b = b_low + ring.stage * (STAGE_BYTES >> 4);
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < BK / 16; ++kk)
+            WGMMA<!A_K_CONTIGUOUS, !B_K_CONTIGUOUS_>(acc, descriptor(a + (kk * (A_K_CONTIGUOUS ? 32 : 2048) >> 4)),
+                                                     descriptor(b + (kk * (B_K_CONTIGUOUS_ ? 32 : 2048) >> 4)), kk > 0 || !first);
+        wgmma_commit();
+    };
+    int previous = ring.stage;
+    if (steps > 0) {
+        wait(barriers.full + 8 * ring.stage, ring.parity);
+        if (active) multiply(true);
+        ring.advance();
+    }
+    unsigned credit = share;  // of rows that are not due yet
+    int due = 0;
+    for (int step = 1; step < steps; ++step, credit += share) {
+        const bool full = mbarrier_test_wait(barriers.full + 8 * ring.stage, ring.parity);
+        const bool rows = credit >> 16;  // are due, in all warps of a warpgroup alike, of which some have fewer
+        if (rows) {
+            due += credit >> 16, credit &= 0xffff;
+            while (epilogue.done < min(due, epilogue.rows)) epilogue.next();
+        }
+        const bool drains = Epilogue::LONG && (steps <= MANY || rows);
+        if (drains) {  // done with by now: the producer need not wait for the next step's issue
             wgmma_wait<0>();
             release(previous);
         }
-        const uint64 a = descriptor(a_low + stage * (STAGE_BYTES >> 4)), b = descriptor(b_low + stage * (STAGE_BYTES >> 4));
-        if (!full) wait(barriers.full + 8 * stage, ring.parity);
+        if (!full) wait(barriers.full + 8 * ring.stage, ring.parity);
         if (active) {
-            wgmma_fence();
-#pragma unroll
-            for (int kk = 0; kk < BK / 16; ++kk)
-                WGMMA<!A_K_CONTIGUOUS, !B_K_CONTIGUOUS_>(acc, a + (kk * (A_K_CONTIGUOUS ? 32 : 2048) >> 4),
-                                                         b + (kk * (B_K_CONTIGUOUS_ ? 32 : 2048) >> 4), kk > 0 || step > 0);
-            wgmma_commit();
+            multiply(false);
             if (!drains) wgmma_wait<1>();
         }
-        if (!drains && step > 0) release(previous);
-        previous = stage;
+        if (!drains) release(previous);
+        previous = ring.stage;
         ring.advance();
     }
+    while (epilogue.done < epilogue.rows) epilogue.next();
     epilogue.end();
     wgmma_wait<0>();
     if (steps > 0) release(previous);

@@ -83,14 +83,26 @@ struct GatheredRows {
 #pragma unroll
         for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
     }
+    // A step's columns, `ahead` of the pointers. Lines past the expert's end are never stored: of few rows most are not fetched.
+    __device__ __forceinline__ void copy(unsigned to, int ahead, unsigned bytes) const {
+        if (count > BM - 16) {
+#pragma unroll
+            for (int i = 0; i < LINES; ++i) cp_async_16(to + i * 16 * 128, rows[i] + ahead, bytes);
+        } else {
+#pragma unroll
+            for (int i = 0; i < LINES; ++i)
+                if (i * 16 < count) cp_async_16(to + i * 16 * 128, rows[i] + ahead, bytes);
+        }
+    }
     __device__ __forceinline__ void load(unsigned to, int k0, int K, unsigned full) {
         to += line * 128 + (chunk ^ (line & 7)) * 16;
-#pragma unroll
-        for (int i = 0; i < LINES; ++i)  // lines past the expert's end are never stored: of few rows most are not fetched
-            if (i * 16 < count) cp_async_16(to + i * 16 * 128, rows[i], k0 + chunk * 8 < K ? 16 : 0);
+        const unsigned bytes = k0 + chunk * 8 < K ? 16 : 0;
+        const bool odd = k0 & BK;  // the pointers move every other step
+        odd ? copy(to, BK, bytes) : copy(to, 0, bytes);
         cp_async_mbarrier_arrive(full);
+        if (odd)
 #pragma unroll
-        for (int i = 0; i < LINES; ++i) rows[i] += BK;  // here, as consumers wait for what follows a wait
+            for (int i = 0; i < LINES; ++i) rows[i] += 2 * BK;  // here, as consumers wait for what follows a wait
     }
 };
 struct OwnRows {
@@ -139,7 +151,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
         for (int i = 0; i < FOUND; ++i) mbarrier_init(claim_barriers + 8 * i, 1);
     }
     const Barriers<BLOCKS> barriers(barrier_storage, Rows::ARRIVALS);
-    const unsigned shared = shared_address(dynamic_shared);
+    const unsigned shared = uniform(shared_address(dynamic_shared));
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
     const Operands operands = {N,       first_layer,  first_layer_grad,     product,         product_ld, stored_product,
                                weights, partial_sums, expert_token_indices, token_index_map, num_slots};
@@ -162,12 +174,14 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
             rows.begin(schedule.own);
             const int n0 = place.n * TILE_COLUMNS;
             schedule.prefetch();
+            Found next;
             for (int step = 0; step < steps; ++step) {
                 const int segment = K_SEGMENTS == 2 && step >= steps_per_segment, k0 = (step - segment * steps_per_segment) * BK;
                 const unsigned stage = shared + ring.stage * STAGE_BYTES, full = barriers.full + 8 * ring.stage;
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
+                if (step == min(2, steps - 1)) next = schedule.next();
                 if (threadIdx.x == 0) {
-                    if (step == steps - 1) found[(number + 1) % FOUND] = schedule.next();
+                    if (step == steps - 1) found[(number + 1) % FOUND] = next;
                     mbarrier_arrive_expect_tx(full, B_BYTES + Rows::BYTES);
                     if (!GATHER) rows.load(stage, segment * K + k0, K, full);  // before B: conf3's up_bwd 622 -> 634 TFLOP/s
                     auto load = [&](int from, auto copy) {  // half of the tile's columns
@@ -199,13 +213,10 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
                 }
                 if (GATHER) rows.load(stage, k0, K, full);
                 ring.advance();
-                if (GATHER && step == min(2, steps - 1)) {
-                    const Found next = schedule.next();
-                    if (next.rows != END) rows.look_up(next);
-                }
+                if (GATHER && step == min(2, steps - 1) && next.rows != END) rows.look_up(next);
             }
             wait(claim_full, number / FOUND & 1);
-            schedule.advance(claimed[number % FOUND]);
+            schedule.advance(next, claimed[number % FOUND]);
             if (GATHER && number % FOUND == FOUND - 1) named_barrier(1, 128);  // all have read what comes to be overwritten
         }
         // The other block's consumers release this one's stages, which must not be gone by then.
@@ -217,7 +228,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     }
 
     setmaxnreg_inc<216>();
-    const int warp_row = consumer_warp() * 16;
+    const int warp_row = static_cast<int>(uniform(consumer_warp())) * 16;
     Ring ring;
     Epilogue epilogue(operands);
     for (int number = 0;; ++number) {

@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
           int64 num_experts, int64 halves, const int* experts_by_load, int64 parts, const __grid_constant__ TensorMap routed) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     const Barriers<1> barriers(barrier_storage, 128 + 1);
-    const unsigned shared = shared_address(dynamic_shared);
+    const unsigned shared = uniform(shared_address(dynamic_shared));
     const int M = static_cast<int>(rows), N = static_cast<int>(columns);
     const Tiles order = {(M + BM - 1) / BM,    (N + BN - 1) / BN, static_cast<int>(halves), static_cast<int>(parts),
                          expert_token_offsets, experts_by_load};
@@ -152,10 +152,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         constexpr int ROWS = BK / 16;  // thread t copies chunk t % 8 of token rows t / 8 + 16 i, for every block of columns
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
-        // Tokens come to shared memory TOKENS at a time, one such block ahead: loaded by each thread for itself, even stages
-        // ahead, they kept the producer waiting.
+        // Tokens come to shared memory TOKENS at a time, one such block ahead, those of a thread's rows in 16 bytes: loaded by each
+        // thread for itself, even stages ahead, they kept the producer waiting.
         constexpr int TOKENS = 512;
-        int* token_blocks = reinterpret_cast<int*>(dynamic_shared + STAGES * STAGE_BYTES + TILE_BYTES);
+        int4* token_blocks = reinterpret_cast<int4*>(dynamic_shared + STAGES * STAGE_BYTES + TILE_BYTES);
         int block_parity = 0;
         constexpr int COLUMNS = GATHER_P ? BM : BN;  // of the gathered operand
         const unsigned gathered_to = GATHER_P ? 0 : A_BYTES, routed_to = GATHER_P ? A_BYTES : 0;
@@ -174,15 +174,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
             const Work next = tile(t + gridDim.x);
             const int column0 = GATHER_P ? work.m0 : work.n0, routed_column0 = GATHER_P ? work.n0 : work.m0;
+            const bool inside = column0 + COLUMNS <= extent;
             const int64 routed_half = GATHER_P ? q_half : p_half, routed_ld = GATHER_P ? ldq : ldp;
             const element* gathered = (GATHER_P ? p : q) + work.half * (GATHER_P ? p_half : q_half) + column0 + chunk * 8;
             const element* others = (GATHER_P ? q : p) + work.half * routed_half + routed_column0 + chunk * 8;
-            auto fill = [&](const int* tokens, int first) {
+            auto fill = [&](const int4 of_rows, int first) {
+                const int tokens[ROWS] = {of_rows.x, of_rows.y, of_rows.z, of_rows.w};
                 const unsigned stage = ring.stage * STAGE_BYTES, full = barriers.full + 8 * ring.stage;
                 const char* token_rows[ROWS];  // found before the wait: the copies after it are what the consumers wait for
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i)
-                    token_rows[i] = reinterpret_cast<const char*>(gathered) + uint64(ld_bytes) * unsigned(tokens[line + 16 * i]);
+                    token_rows[i] = advanced(reinterpret_cast<const char*>(gathered), tokens[i], ld_bytes);
                 wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
                 const bool whole = first + BK <= work.last;
                 if (threadIdx.x == 0) {
@@ -194,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                             tensor_load_3d(shared + stage + routed_to + block * 8192, &routed,
                                            static_cast<int>(work.half * routed_half) + routed_column0 + block * 64, first, 0, full);
                 }
-                if (whole && column0 + COLUMNS <= extent) {
+                if (whole && inside) {
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -219,14 +221,16 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             };
             if (work.first == work.last) load_tokens(next.first, next.last);
             for (int block = work.first; block < work.last; block += TOKENS) {
-                int* tokens = token_blocks + block_parity * TOKENS;
+                int4* tokens = token_blocks + block_parity * (TOKENS / ROWS);
                 block_parity ^= 1;
+                int* const place = reinterpret_cast<int*>(tokens) + threadIdx.x / 64 * 64 + (threadIdx.x & 15) * 4;
 #pragma unroll
-                for (int i = 0; i < TOKENS / 128; ++i) tokens[threadIdx.x + 128 * i] = mine[i];
+                for (int i = 0; i < TOKENS / 128; ++i) place[128 * i + threadIdx.x / 16 % 4] = mine[i];
                 named_barrier(1, 128);
                 const bool more = block + TOKENS < work.last;
                 load_tokens(more ? block + TOKENS : next.first, more ? work.last : next.last);
-                for (int first = block; first < min(block + TOKENS, work.last); first += BK) fill(tokens + first - block, first);
+                for (int first = block; first < min(block + TOKENS, work.last); first += BK)
+                    fill(tokens[(first - block) / ROWS + line], first);
             }
             work = next;
         }
@@ -252,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             continue;
         }
         float acc[32][4];
-        consume<false, false>(acc, (tokens + BK - 1) / BK, true, ring, barriers, epilogue);
+        consume<false, false>(acc, static_cast<int>(uniform((tokens + BK - 1) / BK)), true, ring, barriers, epilogue);
         if (last) return;
         epilogue.finish(acc, out, work.m0 + warp_row, work.n0);
     }

@@ -118,6 +118,14 @@ __device__ __forceinline__ void store_global_vector(void* p, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
+// a * b bytes past p.
+template <class T>
+__device__ __forceinline__ T* advanced(T* p, unsigned a, unsigned b) {
+    T* there;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(there) : "r"(a), "r"(b), "l"(p));
+    return there;
+}
+
 // Of the block's threads `threads` wait for each other; ids from 1 (0 is __syncthreads').
 __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
