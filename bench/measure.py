@@ -221,10 +221,18 @@ def roofline_seconds(flops: int, nbytes: int) -> float | None:
 
 
 @functools.cache
+def _bus_id() -> str:
+    """The PCI address of this process's GPU: the driver's tools number GPUs whatever CUDA_VISIBLE_DEVICES says."""
+    from moeblaze_cupy import loader
+
+    return loader.import_cupy().cuda.runtime.deviceGetPCIBusId(0)
+
+
+@functools.cache
 def _nvml():
-    """The driver's management library, and its handle of GPU 0. Raises OSError where it is not there."""
+    """The driver's management library, and its handle of the GPU. Raises OSError where it is not there."""
     nvml, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)):
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByPciBusId_v2(_bus_id().encode(), ctypes.byref(handle)):
         raise OSError("NVML does not answer")
     return nvml, handle
 
@@ -255,7 +263,7 @@ def gpu_state() -> dict[str, float]:
 
 
 def _smi(*fields: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={_bus_id()}"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
 
