@@ -222,10 +222,16 @@ def roofline_seconds(flops: int, nbytes: int) -> float | None:
 
 @functools.cache
 def _bus_id() -> str:
-    """The PCI address of this process's GPU: the driver's tools number GPUs whatever CUDA_VISIBLE_DEVICES says."""
+    """The PCI address of this process's GPU, as the driver's tools number GPUs whatever CUDA_VISIBLE_DEVICES says.
+
+    Raises OSError without CuPy.
+    """
     from moeblaze_cupy import loader
 
-    return loader.import_cupy().cuda.runtime.deviceGetPCIBusId(0)
+    try:
+        return loader.import_cupy().cuda.runtime.deviceGetPCIBusId(0)
+    except RuntimeError as error:  # CuPy's own errors too
+        raise OSError(str(error)) from error
 
 
 @functools.cache

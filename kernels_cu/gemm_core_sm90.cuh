@@ -25,9 +25,9 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
     }
 }
 
-// What all lanes have, as a reduction gives it: in a uniform register, where the compiler then keeps what follows from it,
-// counts and branches too. (What a shuffle gives it takes for different in every lane: of a consumer's step 27 to 41 instructions
-// were of the vector pipes, now 6 to 15.)
+// What all lanes have, or one of them has and the others have zeros, as an OR over the warp gives it: in a uniform register,
+// where the compiler then keeps what follows from it, counts and branches too. (What a shuffle gives it takes for different in
+// every lane: of a consumer's step 21 to 41 instructions were of the vector pipes, now 6 to 11.)
 __device__ __forceinline__ unsigned uniform(unsigned v) { return __reduce_or_sync(0xffffffffu, v); }
 
 // The barriers of the ring, by shared address; BLOCKS: 2 if the blocks of a cluster fill each other's buffers.
@@ -124,14 +124,14 @@ struct Schedule {
     __device__ __forceinline__ int claim(int* counter) const {
         return counter && t_after < tiles ? 3 * static_cast<int>(gridDim.x) + atomicAdd(counter, BLOCKS) : following();
     }
-    // At a tile's start, and at its end.
+    // At a tile's start, and at its end, with what next() says in between.
     __device__ __forceinline__ void prefetch() {
         next_entry = entry_after;
         next_first = expert_token_offsets[next_entry.x], next_end = expert_token_offsets[next_entry.x + 1];
         entry_after = at(t_after);
     }
-    __device__ __forceinline__ void advance(const Found& next, int claimed) {
-        own = next;
+    __device__ __forceinline__ void advance(const Found& to, int claimed) {
+        own = to;
         if constexpr (BLOCKS == 2) shared = (next_t | 1) < tiles && order.shares(next_t, next_entry, next_first, next_end);
         next_t = t_after, t_after = claimed;
     }
@@ -189,8 +189,8 @@ struct EpilogueBase {
 
 // acc = this warpgroup's 64 x 256 over `steps` stages; acc[j] is a tile of mma.m16n8k16 of rows 16 * warp .. Without
 // `active` the stages only pass. Before each step a share of step / steps of the epilogue's rows is done; what the step
-// needs is asked for ahead of them, so that they hide the latency. `steps` and `active` are those of all lanes, as the compiler
-// must know: at the power limit a loop's vector instructions cost time even where they hide behind the products.
+// needs is asked for ahead of them, so that they hide the latency. `steps` and `active` come from uniform(), so that the loop
+// is in uniform registers: at the power limit vector instructions cost time even where they hide behind the products.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, int BLOCKS, class Epilogue>
 __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool active, Ring& ring, const Barriers<BLOCKS>& barriers,
                                         Epilogue& epilogue) {
@@ -214,16 +214,16 @@ __device__ __forceinline__ void consume(float (&acc)[32][4], int steps, bool act
         if (active) multiply(true);
         ring.advance();
     }
-    unsigned credit = share;  // of rows that are not due yet
+    unsigned credit = share;  // rows that are due and not yet in `due`, and the fraction of another
     int due = 0;
     for (int step = 1; step < steps; ++step, credit += share) {
         const bool full = mbarrier_test_wait(barriers.full + 8 * ring.stage, ring.parity);
-        const bool rows = credit >> 16;  // are due, in all warps of a warpgroup alike, of which some have fewer
-        if (rows) {
+        const bool more_due = credit >> 16;  // in all warps of a warpgroup alike, of which some have fewer rows
+        if (more_due) {
             due += credit >> 16, credit &= 0xffff;
             while (epilogue.done < min(due, epilogue.rows)) epilogue.next();
         }
-        const bool drains = Epilogue::LONG && (steps <= MANY || rows);
+        const bool drains = Epilogue::LONG && (steps <= MANY || more_due);
         if (drains) {  // done with by now: the producer need not wait for the next step's issue
             wgmma_wait<0>();
             release(previous);

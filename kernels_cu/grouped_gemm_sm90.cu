@@ -83,6 +83,7 @@ struct GatheredRows {
 #pragma unroll
         for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
     }
+    static_assert(!GATHER || K_SEGMENTS == 1);  // load() tells from k0 where the pointers are
     // A step's columns, `ahead` of the pointers. Lines past the expert's end are never stored: of few rows most are not fetched.
     __device__ __forceinline__ void copy(unsigned to, int ahead, unsigned bytes) const {
         if (count > BM - 16) {

@@ -152,8 +152,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         constexpr int ROWS = BK / 16;  // thread t copies chunk t % 8 of token rows t / 8 + 16 i, for every block of columns
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
-        // Tokens come to shared memory TOKENS at a time, one such block ahead, those of a thread's rows in 16 bytes: loaded by each
-        // thread for itself, even stages ahead, they kept the producer waiting.
+        // Tokens come to shared memory TOKENS at a time, one such block ahead: loaded by each thread for itself, even stages ahead,
+        // they kept the producer waiting. That of row line + 16 i of 64 is at 4 line + i, so that a thread's are in 16 bytes.
+        static_assert(ROWS == 4);
         constexpr int TOKENS = 512;
         int4* token_blocks = reinterpret_cast<int4*>(dynamic_shared + STAGES * STAGE_BYTES + TILE_BYTES);
         int block_parity = 0;
