@@ -104,11 +104,16 @@ def on_gpu(xp_name, array):
     return moved.swapaxes(1, 2) if transposed else moved
 
 
+def in_float64(inputs):
+    """The same values in float64, the ids as they are."""
+    x, ids, *others = inputs
+    return [to_float64(x), ids, *map(to_float64, others)]
+
+
 def inputs_of(case, dtype, xp_name="cupy", seed=0):
     """The case's inputs on the GPU in `dtype`, and the same rounded values in float64 on the host."""
     rounded = make_inputs(case, seed, DTYPES[dtype])
-    ids = rounded[1]
-    return [on_gpu(xp_name, a) for a in rounded], [a if a is ids else to_float64(a) for a in rounded]
+    return [on_gpu(xp_name, a) for a in rounded], in_float64(rounded)
 
 
 def reference_results(case, host):
@@ -167,7 +172,7 @@ def test_small_integers_come_out_exact(sizes, order, dtype):
     d, h = sizes
     case = Case(L=700, k=2, E=5, d=d, h=h, activation="relu", order=order)
     made = small_integers(case, dtype, few=0.15 * 328 / d)  # so that sums over d stay as small for any d
-    want = reference_results(case, [a if i == 1 else to_float64(a) for i, a in enumerate(made)])
+    want = reference_results(case, in_float64(made))
     got = run(case, [on_gpu("cupy", a) for a in made])
     for name, value in want.items():
         assert np.abs(value).max() < 256, name
@@ -186,8 +191,7 @@ def test_parts_of_the_rows_add_up(monkeypatch, order):
         plans.clear()
         results.append(run(case, gpu))
         assert same_bits(results[0], results[-1]), parts
-    host = [a if i == 1 else to_float64(a) for i, a in enumerate(made)]
-    assert_close(results[-1], reference_results(case, host), "bfloat16")
+    assert_close(results[-1], reference_results(case, in_float64(made)), "bfloat16")
 
 
 @pytest.mark.parametrize("save", ["paper", "recompute", None])
