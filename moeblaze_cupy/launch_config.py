@@ -6,7 +6,6 @@ The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh
 
 import functools
 import math
-import os
 from dataclasses import dataclass
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
@@ -34,26 +33,26 @@ class DeviceLimits:
     multiprocessors: int
     shared_bytes_per_block: int  # opt-in limit
     shared_bytes_per_multiprocessor: int
+    tier: str = "sm80"  # the kernel family, see `tier`
 
 
-H200 = DeviceLimits(90, 132, 232448, 233472)
+H200 = DeviceLimits(90, 132, 232448, 233472, "sm90")
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tier(compute_capability: int) -> str:
-    """Best kernel family for a compute capability such as 90. Raises RuntimeError below 80.
+def tier(compute_capability: int, forced: str | None = None) -> str:
+    """The kernel family for a compute capability such as 90: Hopper's where it is 90, else the portable one.
 
-    MOEBLAZE_TIER=sm80 or sm90 forces one.
+    forced: "sm80" or "sm90", what MOEBLAZE_TIER says. Raises RuntimeError below 80, or where it cannot be had.
     """
     if compute_capability < 80:
         raise RuntimeError(
             "moeblaze_cupy: compute capability: expected 8.0 or later (mma.sync on bf16, cp.async), "
             f"got {compute_capability // 10}.{compute_capability % 10}"
         )
-    forced = os.environ.get("MOEBLAZE_TIER")
     if forced not in (None, "", "sm80", "sm90"):
         raise ValueError(f"moeblaze_cupy: MOEBLAZE_TIER: expected sm80 or sm90, got {forced!r}")
     if forced == "sm90" and compute_capability != 90:
@@ -81,17 +80,13 @@ class GemmConfig:
         return tiles if self.tier == "sm80" else min(tiles, limits.multiprocessors)
 
 
+@functools.lru_cache(maxsize=256)
 def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmConfig:
     """The grouped GEMM kernel for a call: Hopper's for 16-bit elements and sizes that are multiples of 8.
 
     split: a gated up projection, half of whose tile is gate.
     """
-    return _gemm(dtype, aligned, split, limits, os.environ.get("MOEBLAZE_TIER"))
-
-
-@functools.lru_cache(maxsize=256)
-def _gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits, _forced: str | None) -> GemmConfig:
-    if tier(limits.compute_capability) == "sm90" and aligned and dtype in ("bfloat16", "float16"):
+    if limits.tier == "sm90" and aligned and dtype in ("bfloat16", "float16"):
         return GemmConfig("sm90", 128 if split else 256, 384, 3 * 48 * 1024 + 64 * 1024 + 16 * 1024, 3)
     stages = gemm_stages(limits)
     return GemmConfig("sm80", 64 if split else 128, GEMM_THREADS, stages * STAGE_BYTES, stages)
