@@ -15,13 +15,14 @@ import time
 from dataclasses import dataclass
 from importlib import resources
 
-from moeblaze_cupy import launch_config
+from moeblaze_cupy import launch_config, params
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
 SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
+IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
 _lock = threading.Lock()
@@ -45,9 +46,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return " ".join(
-            [self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in ("ENTRY", "MMA", "WGMMA"))]
-        )
+        return " ".join([self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in IMPLIED_MACROS)])
 
 
 @functools.cache
@@ -59,6 +58,16 @@ def entry(source: str, name: str) -> Variant:
 def gathers(entry: str) -> bool:
     """Whether a grouped GEMM's left operand is read through expert_token_indices."""
     return EPILOGUES[entry] != "STORE"
+
+
+def k_segments(entry: str, gated: bool) -> int:
+    """Of what an element of a grouped GEMM's result sums over: up_bwd's has gate's and up's part."""
+    return 2 if entry == "up_bwd" and gated else 1
+
+
+def is_split(entry: str, gated: bool) -> bool:
+    """Whether half of a grouped GEMM's tile is gate and half is up."""
+    return entry == "up_fwd" and gated
 
 
 @functools.cache
@@ -108,7 +117,8 @@ def gemm_variant(
         "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
         "GATHER": int(gathers(entry)),
         "B_K_CONTIGUOUS": int(transposed == forward),
-        "K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1,
+        "K_SEGMENTS": k_segments(entry, gated),
+        "TILE_COLUMNS": launch_config.tile_columns(tier, is_split(entry, gated)),
     }
     if tier == "sm90":
         to_tokens = to_tokens and epilogue == "STORE"
@@ -182,9 +192,17 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def source(variant: Variant) -> str:
+    """What is compiled: the source file, and after it assertions on the layout of its parameters."""
+    with open(os.path.join(source_folder(), variant.source)) as file:
+        code = file.read()
+    return code + "".join(table.assertions() for table in params.tables(variant.source, variant.macros).values())
+
+
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the architecture."""
-    defines = tuple(f"-D{key}={value}" for key, value in variant.macros)
+    constants = launch_config.kernel_constants(variant.source)
+    defines = tuple(f"-D{key}={value}" for key, value in (*constants.items(), *variant.macros))
     # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
     arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
     return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch)
@@ -238,10 +256,9 @@ def _device_limits(device: int, forced_tier: str | None) -> launch_config.Device
 
 
 @functools.cache
-def _module(source: str, macros: tuple):
-    with open(os.path.join(source_folder(), source)) as file:
-        code = file.read()
-    return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)))
+def _module(name: str, macros: tuple):
+    variant = Variant(name, "", macros)
+    return import_cupy().RawModule(code=source(variant), options=options(variant))
 
 
 class _Thread(threading.local):

@@ -70,10 +70,10 @@ class Params:
         )
 
     def assertions(self) -> str:
-        """C++ to follow the struct's definition: its size, and offset and size of each field."""
+        """C++ to follow the struct's definition and common.cuh: its size, and offset and size of each field."""
         checks = [(f"sizeof({self.struct})", self.size)]
         for name, size, offset in self.fields:
-            checks += [(f"__builtin_offsetof({self.struct}, {name})", offset), (f"sizeof({self.struct}::{name})", size)]
+            checks += [(f"OFFSET_OF({name}, {self.struct})", offset), (f"sizeof({self.struct}::{name})", size)]
         text = '"moeblaze_cupy/params.py has another layout"'
         return "".join(f"static_assert({what} == {number}, {text});\n" for what, number in checks)
 

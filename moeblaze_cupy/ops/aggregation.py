@@ -4,9 +4,6 @@ from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Launch
 
-TOKENS_PER_BLOCK = 8
-SLOTS_PER_BLOCK = 256
-
 
 def aggregate(
     index: IndexLayout, dtype: str, weights_dtype: str | None, d: int, first_column: int, columns: int, panel_ld: int
@@ -20,10 +17,10 @@ def aggregate(
     return Launch(
         loader.entry("aggregation.cu", f"aggregate_{dtype}_{weights_dtype or 'float32'}{suffix}"),
         (
-            launch_config.ceil_div(index.num_tokens, TOKENS_PER_BLOCK),
+            launch_config.ceil_div(index.num_tokens, launch_config.AGGREGATE_TOKENS),
             launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS),
         ),
-        32 * TOKENS_PER_BLOCK,
+        32 * launch_config.AGGREGATE_TOKENS,
         {
             "L": index.num_tokens,
             "k": index.k,
@@ -52,6 +49,6 @@ def weights_by_row(index: IndexLayout, dtype: str) -> Launch:
 
 
 def _per_slot(index: IndexLayout, entry: str, scalars: dict[str, int]) -> Launch:
-    grid = (launch_config.ceil_div(index.num_slots, SLOTS_PER_BLOCK),)
+    grid = (launch_config.ceil_div(index.num_slots, launch_config.SLOTS_PER_BLOCK),)
     variant = loader.entry("aggregation.cu", entry)
-    return Launch(variant, grid, SLOTS_PER_BLOCK, {"num_slots": index.num_slots, **scalars})
+    return Launch(variant, grid, launch_config.SLOTS_PER_BLOCK, {"num_slots": index.num_slots, **scalars})

@@ -15,8 +15,6 @@ from moeblaze_cupy.runtime import Launch, Runtime
 from moeblaze_cupy.structures import is_gated
 from moeblaze_cupy.tensor_map import TensorMap
 
-GROUPS_PER_BLOCK = 256  # of wgrad_parts.cu
-
 
 @dataclass(frozen=True)
 class Weight:
@@ -114,7 +112,7 @@ def config_of(entry: str, a: Operand, weight: Weight, N: int, K: int, activation
     sizes = (N, K, a.ld, weight.ld, weight.expert_stride)
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
     aligned = is_aligned((a.misalignment, weight.misalignment), sizes) and min(weight.ld, weight.expert_stride) > 0
-    split = entry == "up_fwd" and is_gated(activation)
+    split = loader.is_split(entry, is_gated(activation))
     return launch_config.gemm(a.dtype, aligned, split, limits), aligned
 
 
@@ -176,7 +174,7 @@ def configure(
     if config.tier == "sm80":
         sizes |= {"expert_stride": weight.expert_stride, "ldb": weight.ld}
     else:
-        gathers, segments = loader.gathers(entry), 2 if entry == "up_bwd" and is_gated(activation) else 1
+        gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation))
         long = launch_config.pairs_blocks(gathers, column_tiles, segments * K, slots, index.num_experts)
         paired = long and not to_tokens
         if gathers:
@@ -308,7 +306,7 @@ def configure_wgrad(
     parts = launch_config.wgrad_parts(tiles, index.num_slots, E, limits)
     grid = (min(tiles * parts, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped
-    maps = {"routed": _rows_map(q if routed_is_q else p, index.num_slots, 64)}
+    maps = {"routed": _rows_map(q if routed_is_q else p, index.num_slots, launch_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "parts": parts}
     why += (f"{tiles} tiles of 128 x 256 for {limits.multiprocessors} multiprocessors: split-K in {parts} parts",)
     if parts == 1:
@@ -318,8 +316,8 @@ def configure_wgrad(
     product = launch(grid, {**operands, **packed, **schedule}, maps, why, in_parts=True)
     add = Launch(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
-        (launch_config.ceil_div(M * N // 8, GROUPS_PER_BLOCK), E, halves),
-        GROUPS_PER_BLOCK,
+        (launch_config.ceil_div(M * N // 8, launch_config.PARTS_GROUPS), E, halves),
+        launch_config.PARTS_GROUPS,
         {"rows": M, "columns": N, **result, "halves": halves, "parts": parts, "accumulate": int(accumulate)},
     )
     return Wgrad(product, swapped, routed_is_q, (E * parts, halves, M, N), add)

@@ -4,8 +4,6 @@ from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 
-TOKENS_PER_BLOCK = 4
-
 
 @cached
 def configure(entry: str, logits: Layout, k: int, kind: str, renormalize: bool) -> Launch | None:
@@ -19,10 +17,10 @@ def configure(entry: str, logits: Layout, k: int, kind: str, renormalize: bool) 
     over_selected = int(kind == "topk_softmax" or renormalize)
     return Launch(
         loader.entry("router.cu", f"{entry}_{logits.dtype}"),
-        (launch_config.ceil_div(L, TOKENS_PER_BLOCK),),
-        32 * TOKENS_PER_BLOCK,
+        (launch_config.ceil_div(L, launch_config.ROUTER_TOKENS),),
+        32 * launch_config.ROUTER_TOKENS,
         {"L": L, "num_experts": E, "k": k, "over_selected": over_selected},
-        4 * TOKENS_PER_BLOCK * E,
+        4 * launch_config.ROUTER_TOKENS * E,
     )
 
 
