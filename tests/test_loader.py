@@ -104,7 +104,8 @@ def test_tiers_have_their_own_sources_and_constants(entry):
     constants = {("PARTS", "0")}
     if entry in GEMMS:
         plain = {"STORED_PRODUCT": "0", "PAIRED": "0", "WEIGHT": "float"}
-        constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items()}
+        columns = {"TILE_COLUMNS": "128" if entry == "up_fwd" else "256"}
+        constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items(), *columns.items()}
     assert (portable.source, hopper.source) == (f"{family}_sm80.cu", f"{family}_sm90.cu")
     assert portable.entry == hopper.entry == dict(portable.macros)["ENTRY"] == dict(hopper.macros)["ENTRY"] == entry
     assert {("MMA", "mma_fp16"), ("ALIGNED", "1"), ("STAGES", "2")} <= set(portable.macros) - set(hopper.macros)
