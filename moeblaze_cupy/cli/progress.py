@@ -8,11 +8,15 @@ from collections.abc import Callable
 from typing import TextIO
 
 REDRAW_SECONDS = 0.1  # on a terminal
-PLAIN_LINES = 10  # about how many lines a whole run leaves in a log
+PLAIN_LINES = 10  # about how many lines a log gets
 
 
 class CommandError(Exception):
-    """Ends a subcommand: its one-line message goes to stderr, the exit code is 2."""
+    """Ends a subcommand: its one-line message goes to stderr. `code`: 2 if it cannot run as asked, 1 if it failed."""
+
+    def __init__(self, message: str, code: int = 2):
+        super().__init__(message)
+        self.code = code
 
 
 def one_line(error: BaseException) -> str:
@@ -22,13 +26,13 @@ def one_line(error: BaseException) -> str:
 
 
 class Progress:
-    """Progress of `total` steps: one redrawn line on a terminal, else about ten plain lines.
+    """Progress of `total` steps: one redrawn line on a terminal, else about `plain_lines` lines.
 
     Silent where the environment has MOEBLAZE_PROGRESS=0. Use as a context manager.
     """
 
-    def __init__(self, total: int, label: str, stream: TextIO | None = None):
-        self.total, self.label = total, label
+    def __init__(self, total: int, label: str, stream: TextIO | None = None, plain_lines: int = PLAIN_LINES):
+        self.total, self.label, self.plain_lines = total, label, plain_lines
         self.stream = sys.stderr if stream is None else stream
         self.silent = os.environ.get("MOEBLAZE_PROGRESS") == "0"
         self.is_terminal = self.stream.isatty()
@@ -76,7 +80,7 @@ class Progress:
                 return False
             self.next_redraw = now + REDRAW_SECONDS
             return True
-        if done * PLAIN_LINES < self.next_plain * self.total and done < self.total:
+        if done * self.plain_lines < self.next_plain * self.total and done < self.total:
             return False
-        self.next_plain = done * PLAIN_LINES // max(self.total, 1) + 1
+        self.next_plain = done * self.plain_lines // max(self.total, 1) + 1
         return True
