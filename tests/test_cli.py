@@ -463,7 +463,7 @@ def test_train_says_first_what_it_will_do(capsys, monkeypatch, tmp_path):
     def fail():
         raise RuntimeError("moeblaze_cupy: CuPy: expected an importable cupy")
 
-    def held_out_loss(model, held_out):
+    def held_out_loss(*_):
         said.append(capsys.readouterr())
         return 1.0
 
@@ -504,6 +504,22 @@ def test_train_stops_at_a_loss_that_is_not_finite(capsys, recwarn, tmp_path, ste
     assert re.fullmatch(rf"moeblaze_cupy train: {where}: .*got (nan|inf); is --lr 1e\+30 too high\?", last)
 
 
+def test_a_nan_that_is_found_late_has_the_right_step(capsys, monkeypatch):
+    """On a GPU losses are read every few steps. A copy of NumPy's namespace stands for CuPy."""
+    steps = []
+    plain = train.Adam.update
+    monkeypatch.setattr(train.Adam, "update", lambda *args: steps.append(args) or plain(*args))
+    backend = train.Backend(SimpleNamespace(**vars(np)), "stand-in", "float32")
+    monkeypatch.setattr(train, "choose_backend", lambda *_: backend)
+    monkeypatch.setenv("MOEBLAZE_PROGRESS", "0")
+    assert run(TINY, "--steps", "25", "--lr", "1e30") == 1
+    late = capsys.readouterr().err
+    assert len(steps) == train.GPU_CHECK_STEPS
+    monkeypatch.undo()
+    assert run(TINY, "--steps", "25", "--lr", "1e30") == 1
+    assert late.splitlines()[-1] == capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("stops_at", "message"),
     [
@@ -529,6 +545,7 @@ def test_ctrl_c_leaves_a_summary(capsys, monkeypatch, stops_at, message):
 
 def test_evaluation_has_pieces_of_its_own_size(capsys, monkeypatch):
     monkeypatch.delenv("MOEBLAZE_PROGRESS", raising=False)
+    monkeypatch.setattr("moeblaze_cupy.cli.progress.EARLY_SECONDS", math.inf)
     sizes = []
     plain = train.Model.loss
     monkeypatch.setattr(train.Model, "loss", lambda model, *of: sizes.append(len(of[1])) or plain(model, *of))
@@ -689,6 +706,16 @@ def test_progress_in_a_log_is_sparse(monkeypatch):
     assert len(lines) == len(asked) == 10
     assert lines[0].startswith("train 100/1000 (") and lines[-1].startswith("train 1000/1000 (")
     assert "\r" not in stream.getvalue() and lines[0].endswith("note")
+
+
+def test_progress_of_a_slow_run_is_in_the_log_early(monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_PROGRESS", raising=False)
+    monkeypatch.setattr("moeblaze_cupy.cli.progress.EARLY_SECONDS", 0)
+    stream = io.StringIO()
+    with Progress(1000, "train", stream) as progress:
+        for step in range(200):
+            progress.update(step)
+    assert [line.partition(" (")[0] for line in stream.getvalue().splitlines()] == ["train 1/1000", "train 100/1000"]
 
 
 def test_progress_on_a_terminal_is_one_line(monkeypatch):

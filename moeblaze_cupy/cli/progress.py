@@ -1,5 +1,6 @@
 """What the subcommands tell the user as they run: a progress bar on stderr, and errors in one line."""
 
+import math
 import os
 import shutil
 import sys
@@ -9,6 +10,7 @@ from typing import TextIO
 
 REDRAW_SECONDS = 0.1  # on a terminal
 PLAIN_LINES = 10  # about how many lines a log gets
+EARLY_SECONDS = 5  # after which a log gets its first line, so that it says early how long is left
 
 
 class CommandError(Exception):
@@ -40,6 +42,7 @@ class Progress:
         self.next_redraw = self.start
         self.drawn_width = 0
         self.next_plain = 1
+        self.early = self.start + EARLY_SECONDS
 
     def __enter__(self) -> "Progress":
         return self
@@ -80,7 +83,9 @@ class Progress:
                 return False
             self.next_redraw = now + REDRAW_SECONDS
             return True
-        if done * self.plain_lines < self.next_plain * self.total and done < self.total:
+        is_early = done > 0 and time.perf_counter() >= self.early
+        if not is_early and done * self.plain_lines < self.next_plain * self.total and done < self.total:
             return False
+        self.early = math.inf
         self.next_plain = done * self.plain_lines // max(self.total, 1) + 1
         return True
