@@ -40,7 +40,7 @@ def run_module(*argv, stdout=subprocess.PIPE, **environment):
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=1800,  # against a hang; the default run takes minutes, more on a busy machine
     )
 
 
