@@ -314,7 +314,7 @@ def _check_plot(path: str) -> None:
         is_new = not target.exists()
         if not is_new and not target.is_file():
             raise CommandError(f"--plot: expected a file, got a {'folder' if target.is_dir() else 'device'}: {path}")
-        target.open("ab").close()  # permissions alone do not tell: think of /proc, quotas, read-only file systems
+        target.open("ab").close()  # permissions alone do not tell, in /proc for instance
         if is_new:
             target.unlink()
     except OSError as error:
