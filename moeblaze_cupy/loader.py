@@ -218,7 +218,7 @@ def import_cupy():
     except ImportError as error:
         raise RuntimeError(
             "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays "
-            f'(pip install "moeblaze-cupy[cuda13]" or "[cuda12]"), got {error!r}'
+            f'(in a checkout: pip install -e ".[cuda13]" or ".[cuda12]"), got {error!r}'
         ) from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
