@@ -5,6 +5,7 @@ hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torc
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -44,23 +45,24 @@ class DispatchIndices:
     experts_by_load: Any = None  # (E,) expert ids by falling slot count, equal counts by rising id
     ids_copied: bool = False  # token_expert_indices is not the caller's ids (they were int64)
 
-    def split(self) -> tuple[list, "DispatchIndices"]:
+    def split(self) -> tuple[list[Any], "DispatchIndices"]:
         """The arrays, and the rest."""
-        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.type is Any}
-        return list(arrays.values()), replace(self, **dict.fromkeys(arrays))
+        names = [f.name for f in fields(self) if f.type is Any]
+        return [getattr(self, name) for name in names], self.joined([None] * len(names))
 
-    def joined(self, arrays: list) -> "DispatchIndices":
+    def joined(self, arrays: list[Any]) -> "DispatchIndices":
         """What `split` took apart."""
         names = (f.name for f in fields(self) if f.type is Any)
-        return replace(self, **dict(zip(names, arrays, strict=True)))
+        changes: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return replace(self, **changes)
 
     @property
     def num_tokens(self) -> int:
-        return self.token_index_map.shape[0]
+        return int(self.token_index_map.shape[0])
 
     @property
     def k(self) -> int:
-        return self.token_index_map.shape[1]
+        return int(self.token_index_map.shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +86,7 @@ class PackedIndices:
 
     lists: Any  # (n,) int32
     ids: Any  # (L, k) int32: the caller's, or what dispatch made of int64 ids
-    places: dict  # first element and shape of each list in `lists`
+    places: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each list in `lists`
     num_experts: int
     ids_copied: bool
 
@@ -106,22 +108,23 @@ class PackedIndices:
         """Bytes these lists hold beyond the caller's ids."""
         return nbytes(self.lists) + (nbytes(self.ids) if self.ids_copied else 0)
 
-    def split(self) -> tuple[list, "PackedIndices"]:
+    def split(self) -> tuple[list[Any], "PackedIndices"]:
         return [self.lists, self.ids], self.joined([None, None])
 
-    def joined(self, arrays: list) -> "PackedIndices":
-        return PackedIndices(*arrays, self.places, self.num_experts, self.ids_copied)
+    def joined(self, arrays: list[Any]) -> "PackedIndices":
+        lists, ids = arrays
+        return PackedIndices(lists, ids, self.places, self.num_experts, self.ids_copied)
 
     def unpacked(self) -> DispatchIndices:
         return DispatchIndices(**{field.name: getattr(self, field.name) for field in fields(DispatchIndices)})
 
 
-def pair(weight: Any) -> tuple:
+def pair(weight: Any) -> tuple[Any, ...]:
     """One weight's array, or its (gate, up), as a tuple."""
     return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
 
 
-def one_or_pair(parts: tuple) -> Any:
+def one_or_pair(parts: tuple[Any, ...]) -> Any:
     """What `pair` was given."""
     return parts if len(parts) == 2 else parts[0]
 
@@ -158,5 +161,5 @@ class Gradients:
     w1: Any = None  # as w1: one array, or a pair
     w2: Any = None  # (E, h, d)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return (getattr(self, f.name) for f in fields(self))
