@@ -23,6 +23,7 @@ L, k, E, d, h = 32, 2, 4, 16, 8
 x, logits, w1, w2 = (random.standard_normal(shape) for shape in ((L, d), (L, E), (E, d, 2 * h), (E, h, d)))
 weights, ids = mb.route(logits, k)
 out, saved = mb.moe_forward(x, ids, weights, w1, w2)
+assert saved is not None
 grads = mb.moe_backward(out, saved)
 assert out.shape == (L, d) and grads.w1.shape == w1.shape
 # sum(out * out) is of degree 2 in w2, which enters linearly: Euler's identity for its gradient

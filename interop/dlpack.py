@@ -1,7 +1,6 @@
 """Any DLPack array (JAX and others) to a CuPy or NumPy array and back, without copying."""
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ def is_dlpack(array: Any) -> bool:
     return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
 
 
-def import_array(array: Any) -> Any:
+def import_array(array: Any):
     """A CuPy array (CUDA) or NumPy array (CPU) over the same memory.
 
     The producer orders its work before CuPy's current stream of that device, as DLPack asks. Raises
@@ -32,7 +31,7 @@ def import_array(array: Any) -> Any:
         return cupy.from_dlpack(array)
 
 
-def exporter(array: Any) -> Callable[[Any], Any]:
+def exporter(array: Any):
     """A function that turns a CuPy or NumPy array into the kind of `array`, over the same memory."""
     root = type(array).__module__.partition(".")[0]
     if root in ("jaxlib", "jax"):

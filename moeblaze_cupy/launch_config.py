@@ -186,16 +186,14 @@ def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tu
     time, so an even number of elements goes before it.
     """
     slots = num_tokens * k
-    places: dict[str, tuple[int, tuple[int, ...]]] = {}
-    end = 0
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = (
+    places, end = {}, 0
+    for name, shape in (
         ("token_index_map", (num_tokens, k)),
         ("expert_token_indices", (slots,)),
         ("row_tiles", (max_row_tiles(slots, num_experts) + 1, 2)),
         ("expert_token_offsets", (num_experts + 1,)),
         ("experts_by_load", (num_experts,)),
-    )
-    for name, shape in shapes:
+    ):
         places[name] = end, shape
         end += math.prod(shape)
     return places, end

@@ -5,7 +5,6 @@ hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torc
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -45,24 +44,23 @@ class DispatchIndices:
     experts_by_load: Any = None  # (E,) expert ids by falling slot count, equal counts by rising id
     ids_copied: bool = False  # token_expert_indices is not the caller's ids (they were int64)
 
-    def split(self) -> tuple[list[Any], "DispatchIndices"]:
+    def split(self) -> tuple[list, "DispatchIndices"]:
         """The arrays, and the rest."""
-        names = [f.name for f in fields(self) if f.type is Any]
-        return [getattr(self, name) for name in names], self.joined([None] * len(names))
+        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.type is Any}
+        return list(arrays.values()), replace(self, **dict.fromkeys(arrays))
 
-    def joined(self, arrays: list[Any]) -> "DispatchIndices":
+    def joined(self, arrays: list) -> "DispatchIndices":
         """What `split` took apart."""
         names = (f.name for f in fields(self) if f.type is Any)
-        changes: dict[str, Any] = dict(zip(names, arrays, strict=True))
-        return replace(self, **changes)
+        return replace(self, **dict(zip(names, arrays, strict=True)))
 
     @property
     def num_tokens(self) -> int:
-        return int(self.token_index_map.shape[0])
+        return self.token_index_map.shape[0]
 
     @property
     def k(self) -> int:
-        return int(self.token_index_map.shape[1])
+        return self.token_index_map.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +84,7 @@ class PackedIndices:
 
     lists: Any  # (n,) int32
     ids: Any  # (L, k) int32: the caller's, or what dispatch made of int64 ids
-    places: dict[str, tuple[int, tuple[int, ...]]]  # first element and shape of each list in `lists`
+    places: dict  # first element and shape of each list in `lists`
     num_experts: int
     ids_copied: bool
 
@@ -108,23 +106,22 @@ class PackedIndices:
         """Bytes these lists hold beyond the caller's ids."""
         return nbytes(self.lists) + (nbytes(self.ids) if self.ids_copied else 0)
 
-    def split(self) -> tuple[list[Any], "PackedIndices"]:
+    def split(self) -> tuple[list, "PackedIndices"]:
         return [self.lists, self.ids], self.joined([None, None])
 
-    def joined(self, arrays: list[Any]) -> "PackedIndices":
-        lists, ids = arrays
-        return PackedIndices(lists, ids, self.places, self.num_experts, self.ids_copied)
+    def joined(self, arrays: list) -> "PackedIndices":
+        return PackedIndices(*arrays, self.places, self.num_experts, self.ids_copied)
 
     def unpacked(self) -> DispatchIndices:
         return DispatchIndices(**{field.name: getattr(self, field.name) for field in fields(DispatchIndices)})
 
 
-def pair(weight: Any) -> tuple[Any, ...]:
+def pair(weight: Any) -> tuple:
     """One weight's array, or its (gate, up), as a tuple."""
     return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
 
 
-def one_or_pair(parts: tuple[Any, ...]) -> Any:
+def one_or_pair(parts: tuple) -> Any:
     """What `pair` was given."""
     return parts if len(parts) == 2 else parts[0]
 
@@ -161,5 +158,5 @@ class Gradients:
     w1: Any = None  # as w1: one array, or a pair
     w2: Any = None  # (E, h, d)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return (getattr(self, f.name) for f in fields(self))

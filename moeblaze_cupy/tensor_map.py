@@ -12,7 +12,7 @@ _SWIZZLE_128B, _L2_PROMOTION_256B, _NO_INTERLEAVE, _ZERO_FILL = 3, 3, 0, 0
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def _driver():
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuTensorMapEncodeTiled.restype = ctypes.c_int
     return driver
