@@ -54,6 +54,13 @@ def test_a_checkout_is_enough(tmp_path):
     assert Path(done.stdout.strip()).resolve() == ROOT / "kernels_cu", done.stderr
 
 
+def test_reports_need_no_torch():
+    """`pytest` collects the tests of the results where torch is missing, and a report can be written there."""
+    code = "import sys; sys.modules['torch'] = None; import bench.report"  # None: importing it raises ImportError
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_version_is_stated_once(setup_cfg):
     """As a literal: a build reads it from the source, without NumPy, which importing the package would need."""
     assert setup_cfg["metadata"]["version"] == "attr: moeblaze_cupy.__version__"
