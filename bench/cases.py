@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 ROUTINGS = ("random", "balanced", "skewed")
 GATED = ("swiglu",)
+RESULTS = ("out", "x", "weights", "w1", "w2")  # of a layer, compared with float64: its output and its gradients
+SAMPLED_ABOVE = 2**17  # tokens; the comparison of a larger batch takes samples
 
 
 @dataclass(frozen=True)

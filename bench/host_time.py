@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from moeblaze_cupy.interop.torch import MoE, moe
 
 import moeblaze_cupy as mb
 from bench import measure, table
+from moeblaze_cupy.interop.torch import MoE, moe
 
 L, K, E, D, H = 64, 2, 8, 256, 256
 ROUNDS = 30
