@@ -7,7 +7,7 @@ import sys
 
 from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
 
-SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation")
+SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
 DTYPES = ("float32", "bfloat16", "float16")
 ORDERS = ("row", "transposed")
 
