@@ -55,7 +55,8 @@ def problem():
 
 
 def test_accuracy(spec, problem, benchmark):
-    """Errors of out and of every gradient; fails where one is that of a wrong result. They are in the record first."""
+    """Errors of out and of every gradient. They are in the record even where one is that of a wrong result, which fails
+    this package's row and is a note on another's."""
     case, kind, seed, provider = spec
     if reason := provider.missing() or provider.refuses(case):
         pytest.skip(f"{provider.name}: {reason}")
@@ -77,4 +78,5 @@ def test_accuracy(spec, problem, benchmark):
     errors = {name: accuracy.error(found[name], want[name]) for name in accuracy.RESULTS}
     benchmark.extra_info["accuracy"] = errors
     if wrong := accuracy.problems(errors):
-        pytest.fail(f"{provider.name} on {case.name}, {kind} data, {seed}: {wrong}")
+        told = f"{provider.name} on {case.name}, {kind} data, {seed}: recorded, but {wrong}"
+        pytest.fail(told) if provider.is_ours else pytest.skip(told)
