@@ -83,6 +83,13 @@ def test_trained_data_has_what_it_says():
     assert len(set(plain["ids"].reshape(-1).tolist())) == case.E
 
 
+def test_scales_of_gate_columns_are_cut():
+    """Among 2^17 columns some would be 50 times larger than most."""
+    wide = cases.LayerCase("c", L=8, d=64, h=2048, E=64, k=2, source="")
+    gates = accuracy.layer_inputs(wide, "trained", 0)["w1"][:, :, : wide.h].float()
+    assert 20 < (gates.square().mean(1).sqrt() * wide.d**0.5).max() < 28
+
+
 def test_unknown_data_is_refused():
     with pytest.raises(ValueError, match="kind: expected one of gaussian, trained, got 'plain'"):
         accuracy.layer_inputs(CASE, "plain", 0)
