@@ -23,6 +23,15 @@ CASE = cases.LayerCase("c", L=96, d=40, h=24, E=7, k=3, source="")
 COMPARED = [name for name in providers.GROUPS["accuracy"] if name != "sonicmoe"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu():
+    """Also where there is a GPU: NumPy reads these tensors, and no grouped product there takes float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the suite in a process of its own
+        yield
+
+
 def errors_of(case, inputs, provider) -> dict[str, dict]:
     want = accuracy.reference(case, inputs)
     with provider.active():

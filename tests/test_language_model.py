@@ -15,6 +15,14 @@ from examples import language_model as lm  # noqa: E402
 TOY = replace(lm.SIZES["toy"], steps=6, B=4, T=16, evaluate_every=3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu():
+    """Also where there is a GPU: arms are compared in float32, which no grouped product there takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """400 files of words, some twice, and some that are no text."""
