@@ -10,7 +10,7 @@ from collections.abc import Callable
 from moeblaze_cupy import __version__
 from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
 
-SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation")
+SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
 MAX_WIDTH = 2**24  # of d and h: wider than any model's, and `plan` lists the panels of d at once
