@@ -270,8 +270,9 @@ def test_kernels_take_one_struct_whose_fields_have_comments(kernel):
     text = kernel.read_text()
     found = entries(text)
     assert found
+    by_reference = "const __grid_constant__" if "TensorMap" in text else "const"  # copies read a map at its address
     for declarations in found.values():
-        assert re.fullmatch(r"const __grid_constant__ \w+Params(<.*>)? p", ", ".join(declarations))
+        assert re.fullmatch(rf"{by_reference} \w+Params(<.*>)? p", ", ".join(declarations))
     structs = re.findall(r"^struct \w+Params \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
     assert len(structs) == len(found) or "##" in "".join(found)
     for field in re.findall(r"^    \w.*", "".join(structs), re.MULTILINE):
