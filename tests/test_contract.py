@@ -268,7 +268,9 @@ def test_kernels_take_one_struct_whose_fields_have_comments(kernel):
     found = entries(text)
     assert found
     for declarations in found.values():
-        assert re.fullmatch(r"const __grid_constant__ \w+Params(<.*>)? p", ", ".join(declarations))
+        (declaration,) = declarations if "<" not in declarations[0] else [", ".join(declarations)]
+        assert re.fullmatch(r"const (__grid_constant__ )?\w+Params(<.*>)? (p|params)", declaration)
+        assert "__grid_constant__" in declaration or "TensorMap" not in text  # copies read a map at its address
     structs = re.findall(r"^struct \w+Params \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
     assert len(structs) == len(found) or "##" in "".join(found)
     for field in re.findall(r"^    \w.*", "".join(structs), re.MULTILINE):
