@@ -31,10 +31,10 @@ class _Call:
                 )
             try:
                 if framework is None:
+                    imported = dlpack.import_array(array)
                     if self.export is _keep:
                         self.export = dlpack.exporter(array)
-                    array = dlpack.import_array(array)
-                    framework = arrays.framework_of(array)
+                    array, framework = imported, arrays.framework_of(imported)
                 self.described[name] = framework.describe(array)
             except (TypeError, BufferError, RuntimeError) as error:
                 raise checks.unreadable(function, name, error) from error
@@ -114,16 +114,31 @@ def _buffers(function: str, accumulate: Any, needs: tuple, saved: SavedForBackwa
     return found
 
 
-def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = True) -> tuple[Any, Any]:
+def _check_apart(framework: Any, grad_out: Any, saved: SavedForBackward, buffers: dict[str, Any]) -> None:
+    """What gradients are added to is no memory that backward reads; see `checks.apart`."""
+    read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+    read |= _named_pair("moe_backward", "saved.w1", saved.w1)
+    read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
+    read |= {f"saved.index[{i}]": array for i, array in enumerate(saved.index.split()[0])}
+    present = {name: framework.describe(array) for name, array in read.items() if array is not None}
+    checks.apart("moe_backward", present, {name: framework.describe(array) for name, array in buffers.items()})
+
+
+def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool | None = None) -> tuple[Any, Any]:
     """Softmax and top-k over the experts of each token (paper section 2.1).
 
     logits: (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 1024; k <= min(E, 32).
     kind: "softmax_topk" takes the softmax over all E, then the k largest, divided by their sum if
     `renormalize`; "topk_softmax" takes the softmax over the k largest logits.
+    renormalize: None means k > 1, as one weight over itself is 1 whatever the logits, which then get no gradient.
     Returns weights (L, k) float32 (float64 of such logits) and ids (L, k) int32, largest first, ties to the lower id.
     A NaN logit ranks first and makes its token's weights NaN.
-    Raises TypeError (dtype, device) or ValueError (shape, k, kind).
+    Raises TypeError (dtype, device), ValueError (shape, k, kind), or RuntimeError of tensors that autograd or a
+    transform of torch would have to follow.
     """
+    k = checks.integer("route", "k", k)
+    renormalize = checks.renormalized("route", renormalize, k)
+    checks.untracked("route", {"logits": logits})
     call = _Call("route", logits=logits)
     checks.router("route", call.described["logits"], k, kind)
     if call.on_cpu:
@@ -135,16 +150,24 @@ def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = T
 
 
 def route_backward(
-    grad_weights: Any, logits: Any, weights: Any, ids: Any, kind: str = "softmax_topk", renormalize: bool = True
+    grad_weights: Any,
+    logits: Any,
+    weights: Any,
+    ids: Any,
+    kind: str = "softmax_topk",
+    renormalize: bool | None = None,
 ) -> Any:
     """Gradient of `route`'s weights with respect to its logits, (L, E) in their dtype.
 
     grad_weights and weights (L, k) float32 (float64 of such logits), ids (L, k) int32 as `route` returned them; kind
-    and renormalize as given to `route`. Raises TypeError or ValueError as `route` does.
+    and renormalize as given to `route`. Raises TypeError, ValueError or RuntimeError as `route` does.
     """
-    call = _Call("route_backward", logits=logits, grad_weights=grad_weights, weights=weights, ids=ids)
+    given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids}
+    checks.untracked("route_backward", given)
+    call = _Call("route_backward", **given)
     d = call.described
     checks.router_backward("route_backward", d["grad_weights"], d["logits"], d["weights"], d["ids"], kind)
+    renormalize = checks.renormalized("route_backward", renormalize, d["ids"].shape[1])
     if call.on_cpu:
         host = (call.host(name) for name in ("grad_weights", "logits", "weights", "ids"))
         return call.export(reference.route_backward(*host, kind=kind, renormalize=renormalize))
@@ -163,9 +186,9 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     Returns DispatchIndices of int32 arrays of the caller's kind.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """
+    num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
+    checks.untracked("build_dispatch", {"ids": ids})
     call = _Call("build_dispatch", ids=ids)
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
-        raise checks.bad_type("build_dispatch", "num_experts", "an int", repr(num_experts))
     checks.ids("build_dispatch", call.described["ids"], num_experts)
     if call.on_cpu:
         return _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
@@ -188,17 +211,23 @@ def moe_forward(
     row-major or as the transposed view of (E, 2h, d) / (E, d, h) storage.
     save: "minimal" keeps a, b; "paper" also act(a) * b (Algorithm 1); "recompute" only x; None nothing.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
+    x, ids, weights, w1 and w2 are kept by reference: whoever changes one in place before backward, as by x += out,
+    gets wrong gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
+    A NaN in x reaches its token's output and its gradients of weights, w1, w2 and x, but for "relu" not that of x.
     Raises TypeError (dtype, device, framework), ValueError (shape, memory order, names), or RuntimeError
-    where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80.
+    where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
+    transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
     w1_by_name = _named_pair("moe_forward", "w1", w1)
+    named = {"x": x, "ids": ids, "weights": weights, **w1_by_name, "w2": w2}
+    checks.untracked("moe_forward", named)
     given = plans.forward_inputs(x, ids, weights, tuple(w1_by_name.values()), w2)
     key, pointers = plans.key_of("moe_forward", (activation, save), given)
     plan = plans.find(key)
     if plan is not None:  # which says that these arguments have passed all checks
         with _current_device(plan.device):
             return plans.replay_forward(plan, given, pointers, activation, save)
-    call = _Call("moe_forward", x=x, ids=ids, weights=weights, **w1_by_name, w2=w2)
+    call = _Call("moe_forward", **named)
     d = call.described
     w1_arrays = tuple(d[name] for name in w1_by_name)
     checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
@@ -215,7 +244,8 @@ def moe_forward(
             save=save,
         )
         if saved is not None and call.framework is arrays.Torch:
-            saved = _map_saved(saved, call.export)
+            own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2}
+            saved = dataclasses.replace(_map_saved(saved, call.export), **own)
         return call.export(out), saved
     with call.current_device():
         if plans.is_due(key):
@@ -241,40 +271,51 @@ def moe_backward(
     grad_out: (L, d), x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2" to compute; the
     others stay None and their kernels do not run.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
-    backward over them raises RuntimeError.
+    backward over them raises RuntimeError, on the CPU too. With save="recompute" there are none to overwrite.
     accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2 or both are added to, {"w2": total}, of the
     weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
     products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
     memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
-    nothing of experts without tokens is written. If backward fails, say for
-    want of memory, some may have been added.
+    nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
+    views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
     Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1 and w2 in the form, dtype and
     memory order of the weights, exactly zero for experts without tokens; or the very arrays of `accumulate`.
-    Raises TypeError or ValueError as `moe_forward` does.
+    Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(
             "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
         )
     needs = checks.gradient_names("moe_backward", needs)
+    tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+    checks.untracked("moe_backward", tracked | _named_pair("moe_backward", "saved.w1", saved.w1))
     key, given, pointers = plans.backward_key(grad_out, saved, needs, keep_saved, accumulate)
     plan = plans.find(key)
     if plan is not None:
         checks.not_consumed("moe_backward", saved)
+        if accumulate:
+            framework = arrays.framework_of(grad_out)
+            in_bytes, totals = framework is arrays.CuPy, sum(len(pair(total)) for total in accumulate.values())
+            if checks.ranges_meet(in_bytes, key[-1], pointers, totals):
+                buffers = _buffers("moe_backward", accumulate, needs, saved)
+                _check_apart(framework, grad_out, saved, {n: a for parts in buffers.values() for n, a in parts.items()})
         with _current_device(plan.device):
             return plans.replay_backward(plan, given, pointers, saved, accumulate or {})
     buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
     parts = {part: array for parts in buffers.values() for part, array in parts.items()}
-    call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x}, **parts)
+    call = _Call("moe_backward", **{"saved.x": saved.x}, grad_out=grad_out, **parts)
     d = call.described
     checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
     described = {name: tuple(d[part] for part in parts) for name, parts in buffers.items()}
-    for name, parts in buffers.items():
+    for name, of_weight in buffers.items():
         shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
-        checks.accumulated("moe_backward", tuple(parts), described[name], shapes, d["saved.x"].dtype)
+        checks.accumulated("moe_backward", tuple(of_weight), described[name], shapes, d["saved.x"].dtype)
+    if buffers:
+        _check_apart(call.framework, d["grad_out"].owner, saved, parts)
     if call.on_cpu:
+        saved.consumed = saved.is_consumed_by(needs, keep_saved)
         host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
-        host_buffers = {name: one_or_pair(tuple(map(call.host, parts))) for name, parts in buffers.items()}
+        host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
         grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
         return _export_gradients(grads, call.export, accumulate)
     with call.current_device():

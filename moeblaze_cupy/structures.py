@@ -1,7 +1,8 @@
 """What the layer hands back: index lists, what is kept for backward, gradients.
 
 Shapes use the paper's letters: L tokens, k experts per token, E experts, d model width, h expert
-hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torch, ...).
+hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torch, ...), but those of
+SavedForBackward are NumPy or CuPy arrays where the caller's are known by DLPack alone, as JAX's are.
 """
 
 import math
@@ -130,7 +131,8 @@ def one_or_pair(parts: tuple) -> Any:
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.
 
-    `nbytes` counts what is held beyond the caller's own x, ids, weights, w1 and w2.
+    x, weights, w1, w2 and int32 ids are the caller's own arrays, not copies: what changes in them before backward
+    changes the gradients. `nbytes` counts what is held beyond them.
     """
 
     x: Any  # (L, d)
@@ -142,11 +144,18 @@ class SavedForBackward:
     y_swi: Any  # (L*k, h): activation(a) * b; None unless save="paper"
     activation: str
     save: str
-    consumed: bool = field(default=False)  # first_layer now holds its own gradient
+    consumed: bool = field(default=False)  # a backward may have overwritten first_layer or y_swi
 
     @property
     def nbytes(self) -> int:
         return self.index.nbytes + nbytes(self.first_layer) + nbytes(self.y_swi)
+
+    def is_consumed_by(self, needs: tuple[str, ...], keep_saved: bool) -> bool:
+        """Whether a backward for the gradients `needs` overwrites what is kept: first_layer with its own gradient,
+        y_swi with the operand of w2's. On the CPU nothing is overwritten, yet the same backwards count as consuming.
+        """
+        first_layer = self.first_layer is not None and ("x" in needs or "w1" in needs)
+        return not keep_saved and (first_layer or (self.y_swi is not None and "w2" in needs))
 
 
 @dataclass(frozen=True)

@@ -90,10 +90,7 @@ def moe_backward(
     product = None
     if "w2" in needs:
         product = y_swi if y_swi is not None and in_place else context.empty((R, h), x.dtype)
-    # A recomputed first layer is no loss; a y_swi turned into A' is.
-    saved.consumed = not keep_saved and (
-        (saved.first_layer is not None and first_layer_grad is not None) or (y_swi is not None and product is y_swi)
-    )
+    saved.consumed = saved.is_consumed_by(needs, keep_saved)
 
     if L and needs:
         partial_sums = grouped_gemm.down_bwd(
