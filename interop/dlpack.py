@@ -61,7 +61,7 @@ def exporter(array: Any) -> Callable[[Any], Any]:
         return functools.partial(_to_jax, device=next(iter(array.devices())))
     root = type(array).__module__.partition(".")[0]
     namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else sys.modules.get(root)
-    if not hasattr(namespace, "from_dlpack"):
+    if namespace is None or not hasattr(namespace, "from_dlpack"):
         raise TypeError(f"moeblaze_cupy: DLPack: expected a framework with from_dlpack, got {type(array)}")
 
     def export(result: Any) -> Any:

@@ -14,7 +14,15 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, SavedForBackward, is_gated
+from moeblaze_cupy.structures import (
+    ACTIVATIONS,
+    GRADIENTS,
+    ROUTER_KINDS,
+    SAVE_POLICIES,
+    SavedForBackward,
+    is_gated,
+    pair,
+)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -37,6 +45,7 @@ def _first_derivatives_only(function: str) -> Callable:
     """
 
     def decorate(backward: Callable) -> Callable:
+        @torch.compiler.disable  # compiled autograd would trace into it
         @functools.wraps(backward)
         def wrapped(ctx, *grad_outputs):
             with torch.no_grad():
@@ -84,7 +93,7 @@ class _MainGrad:
 
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         """What autograd gets in place of the gradient, as in Megatron: its hooks wait for a tensor, of any contents."""
-        if not hasattr(self.parameter, "grad_added_to_main_grad"):
+        if self.parameter is None or not hasattr(self.parameter, "grad_added_to_main_grad"):
             return None
         self.parameter.grad_added_to_main_grad = True
         zeros = getattr(self.parameter, "zero_out_wgrad", False)
@@ -184,11 +193,10 @@ def moe(
     Under torch.autocast nothing is cast: x, w1 and w2 come in one dtype.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
-    gate, up = w1, None
-    if isinstance(w1, (tuple, list)):
-        if len(w1) != 2:
-            raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(w1)} tensors")
-        gate, up = w1
+    parts = pair(w1)
+    if len(parts) not in (1, 2):
+        raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(parts)} tensors")
+    gate, up = (*parts, None)[:2]
     tensors = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w2": w2} | ({} if gate is w1 else {"w1[1]": up})
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
@@ -294,11 +302,14 @@ class MoE(torch.nn.Module):
             warnings.warn(f"MoE: k = 1 with {made} trains no router, as every weight is 1; {advice}", stacklevel=2)
         self.k, self.activation, self.save, self.kind, self.renormalize = k, activation, save, kind, renormalize
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
-        options = {"device": device, "dtype": dtype}
         width = d_hidden * (2 if is_gated(activation) else 1)
-        self.router = torch.nn.Parameter(torch.empty(num_experts, d_model, **options))
-        self.w1_storage = torch.nn.Parameter(torch.empty(num_experts, width, d_model, **options))
-        self.w2_storage = torch.nn.Parameter(torch.empty(num_experts, d_model, d_hidden, **options))
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = parameter(num_experts, d_model)
+        self.w1_storage = parameter(num_experts, width, d_model)
+        self.w2_storage = parameter(num_experts, d_model, d_hidden)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

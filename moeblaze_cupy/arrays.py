@@ -150,8 +150,10 @@ class Torch:
         if torch._C._are_functorch_transforms_active():
             return "a transform of torch.func (functorch wrappers are not supported)"
         # Every tracer of torch.fx works under a function mode; asking for the tracer itself takes four times as long.
-        if torch._C._len_torch_function_stack() and torch.fx.experimental.proxy_tensor.get_proxy_mode() is not None:
-            return "make_fx"
+        if torch._C._len_torch_function_stack():
+            proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+            if proxies is not None and proxies.get_proxy_mode() is not None:
+                return "make_fx"
         forward_ad = torch.autograd.forward_ad
         if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(a).tangent is not None for a in given):
             return "forward-mode differentiation (a tensor with a tangent)"

@@ -60,21 +60,19 @@ def renormalized(function: str, value: Any, k: int) -> bool:
 
 def untransformed(function: str, given: Mapping[str, Any]) -> None:
     """Of torch tensors: no tracer or transform is at work, which would take this call's results for constants."""
-    argument, first = next(iter(given.items()))
-    if arrays.framework_of(first) is not arrays.Torch or "torch" not in sys.modules:
-        return
     transform = arrays.Torch.transformed(given.values())
     if transform is not None:
         expected = "a call outside of all transforms of torch but torch.compile, which take its results for constants"
-        raise RuntimeError(_message(function, argument, expected, transform))
+        raise RuntimeError(_message(function, next(iter(given)), expected, transform))
 
 
 def untracked(function: str, given: Mapping[str, Any]) -> None:
-    """Of torch tensors: neither autograd nor a transform is to follow this call, as it could not."""
+    """If the first is a torch tensor: neither autograd nor a transform is to follow this call, as it could not."""
     first = next(iter(given.values()))
-    if arrays.framework_of(first) is not arrays.Torch or "torch" not in sys.modules:
+    torch = sys.modules.get("torch")
+    if torch is None or arrays.framework_of(first) is not arrays.Torch:
         return
-    if sys.modules["torch"].is_grad_enabled():
+    if torch.is_grad_enabled():
         for name, tensor in given.items():
             if getattr(tensor, "requires_grad", False):
                 expected = "a tensor that requires no gradient, as none is recorded here"
@@ -342,7 +340,8 @@ def _share_memory(a: Array, b: Array) -> bool:
     if low_a >= high_b or low_b >= high_a or not a.size or not b.size:
         return False
     try:
-        return np.shares_memory(np.asarray(_Memory(a)), np.asarray(_Memory(b)), max_work=10**6)
+        # NumPy's stubs know only two of the numbers that max_work may be.
+        return np.shares_memory(np.asarray(_Memory(a)), np.asarray(_Memory(b)), max_work=10**6)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True  # no halves, slices or columns of a buffer are that involved
 
