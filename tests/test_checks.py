@@ -17,7 +17,7 @@ from conftest import MISSING_GPU
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, launch_config, loader
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, SavedForBackward
+from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, DispatchIndices, SavedForBackward
 
 L, K, E, D, H = 5, 2, 3, 4, 6
 BF16 = ml_dtypes.bfloat16
@@ -86,10 +86,11 @@ def convert(value, to):
     return to(value) if isinstance(value, np.ndarray) else value
 
 
-def saved(x=None, consumed=False, w1=None):
+def saved(x=None, consumed=False, w1=None, to=lambda array: array):
+    index = DispatchIndices(to(ids(4 * L * K)), to(ids(L, K)), {}, E)
     return SavedForBackward(
-        x=zeros(L, D) if x is None else x, weights=None, w1=zeros(E, D, 2 * H) if w1 is None else w1,
-        w2=zeros(E, H, D), index=None, first_layer=None, y_swi=None,
+        x=to(zeros(L, D)) if x is None else x, weights=to(zeros(L, K)), w1=to(zeros(E, D, 2 * H)) if w1 is None else w1,
+        w2=to(zeros(E, H, D)), index=index, first_layer=None, y_swi=None,
         activation="swiglu", save="minimal", consumed=consumed,
     )  # fmt: skip
 
@@ -151,7 +152,7 @@ def call(function, to, changes):
     arguments = {name: convert(value, to) for name, value in {**GOOD[function], **changes}.items()}
     if isinstance(arguments.get("saved"), SavedForBackward):
         given = arguments["saved"]
-        arguments["saved"] = saved(convert(given.x, to), given.consumed, given.w1)
+        arguments["saved"] = saved(convert(given.x, to), given.consumed, convert(given.w1, to), to)
     return getattr(mb, function)(**arguments)
 
 
@@ -576,7 +577,7 @@ def test_address_ranges(in_bytes):
 
     def layout(shape, strides, dtype="float32"):
         dtype = np.dtype(dtype)
-        return np.ndarray, shape, tuple(s * dtype.itemsize for s in strides) if in_bytes else strides, dtype, 0, 0
+        return shape, tuple(s * dtype.itemsize for s in strides) if in_bytes else strides, dtype, 0, 0
 
     read, written = layout((5, 4), (4, 1)), layout((3, 4), (8, 1))  # 80 bytes, and 80 with gaps
     backward = layout((3,), (-2,), "float64")  # from 32 bytes before its address to 8 behind
@@ -902,27 +903,24 @@ def test_gpu_before_sm_80(capability, monkeypatch):
     message = rf"compute capability: expected 8.0 or later .*, got {capability // 10}\.{capability % 10}"
     with pytest.raises(RuntimeError, match=message):
         launch_config.tier(capability)
-    limits = launch_config.DeviceLimits(capability, 80, 48 * 1024, 64 * 1024)
-    monkeypatch.setattr(loader, "device_limits", lambda device: limits)
+    attributes = {75: capability // 10, 76: capability % 10, 16: 80, 97: 48 * 1024, 81: 64 * 1024}
+    runtime = SimpleNamespace(deviceGetAttribute=lambda number, device: attributes[number])
+    monkeypatch.setattr(loader, "import_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(RuntimeError, match=message):
-        loader.kernel(0, loader.Variant("router.cu", "router_fwd_float32"))
+        loader.device_limits(capability)  # a device that no other test has asked for
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-def test_gpu_from_sm_80_on(capability, monkeypatch):
-    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
+def test_gpu_from_sm_80_on(capability):
     assert launch_config.tier(capability) == ("sm90" if capability == 90 else "sm80")
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
-    assert launch_config.tier(capability) == "sm80"
+    assert launch_config.tier(capability, "sm80") == "sm80"
 
 
-def test_forcing_kernels_that_there_are_not(monkeypatch):
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm100")
+def test_forcing_kernels_that_there_are_not():
     with pytest.raises(ValueError, match=r"MOEBLAZE_TIER: expected sm80 or sm90, got 'sm100'"):
-        launch_config.tier(90)
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
+        launch_config.tier(90, "sm100")
     with pytest.raises(RuntimeError, match=r"MOEBLAZE_TIER=sm90: expected compute capability 9.0, got 8.0"):
-        launch_config.tier(80)
+        launch_config.tier(80, "sm90")
 
 
 def odd_strides(array):

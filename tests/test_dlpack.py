@@ -29,6 +29,12 @@ class Plain:
     def __dlpack_device__(self):
         return self.device
 
+    def __getitem__(self, key):
+        return type(self)(self.values[key])
+
+    def reshape(self, *shape):
+        return type(self)(self.values.reshape(*shape))
+
 
 class WithNamespace(Plain):
     """An array that leads to its namespace, as the array API standard has it."""
