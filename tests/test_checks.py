@@ -5,10 +5,12 @@ strides, dtype and device, without memory behind it.
 """
 
 import itertools
+import re
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import fakes
 import ml_dtypes
 import numpy as np
 import pytest
@@ -569,6 +571,38 @@ def test_sums_may_lie_among_each_other(layout, xp):
     mb.moe_backward(grad_out, kept, accumulate={"w1": (gate, up), "w2": second})
     for got, want in zip((gate, up, second), (*plain.w1, plain.w2), strict=True):
         assert relative_error(np.asarray(got), np.asarray(want)) <= 1e-6
+
+
+@pytest.mark.parametrize("calls_before", [0, 3], ids=["first", "recorded"])
+def test_sums_over_what_backward_reads_are_refused_on_every_call(calls_before, monkeypatch):
+    """A record of such layouts says nothing of where arrays lie. Sums among each other are allowed there too."""
+    device = fakes.use(monkeypatch)
+    x, chosen, weights, w1, w2 = fakes.Layer(30, 2, 5, 64, 32, order="pair").arguments(device)
+    grad_out = device.array(("grad_out",), (30, 64), BF16)
+
+    def fresh():
+        both = device.array(("sums",), (5, 64, 64), BF16)  # gate's columns, then up's
+        halves = tuple(fakes.DeviceArray(both.buffer, (5, 64, 32), both.strides, both.dtype, 64 * i) for i in range(2))
+        return {"w1": halves, "w2": device.array(("sum",), (5, 32, 64), BF16)}
+
+    def backward(totals):
+        _, kept = mb.moe_forward(x, chosen, weights, w1, w2)
+        device.restart()
+        return mb.moe_backward(grad_out, kept, accumulate=totals)
+
+    for _ in range(calls_before):
+        backward(fresh())
+    gate, up = fresh()["w1"]
+    one_column_on = fakes.DeviceArray(gate.buffer, gate.shape, gate.strides, gate.dtype, 62)
+    for other, totals in (
+        ("saved.w2", {"w2": w2}),
+        ("accumulate['w1'][0]", {"w1": (gate, gate)}),
+        ("accumulate['w1'][0]", {"w1": (gate, one_column_on)}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"expected memory apart from {other}, got an array")):
+            backward(fresh() | totals)
+        assert not fakes.launches(device)
+    assert backward({**fresh(), "w1": (gate, up)}).w1 == (gate, up)
 
 
 @pytest.mark.parametrize("in_bytes", [False, True])
