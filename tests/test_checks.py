@@ -18,7 +18,7 @@ from cases import Case, make_inputs, relative_error
 from conftest import MISSING_GPU
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, checks, launch_config, loader
+from moeblaze_cupy import arrays, checks, launch_config, loader, runtime
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, DispatchIndices, SavedForBackward
 
 L, K, E, D, H = 5, 2, 3, 4, 6
@@ -574,9 +574,10 @@ def test_sums_may_lie_among_each_other(layout, xp):
 
 
 @pytest.mark.parametrize("calls_before", [0, 3], ids=["first", "recorded"])
-def test_sums_over_what_backward_reads_are_refused_on_every_call(calls_before, monkeypatch):
+def test_sums_over_what_backward_reads_are_refused_on_every_call(calls_before, monkeypatch, request):
     """A record of such layouts says nothing of where arrays lie. Sums among each other are allowed there too."""
     device = fakes.use(monkeypatch)
+    request.addfinalizer(runtime.forget)  # kernels of this device
     x, chosen, weights, w1, w2 = fakes.Layer(30, 2, 5, 64, 32, order="pair").arguments(device)
     grad_out = device.array(("grad_out",), (30, 64), BF16)
 
