@@ -1,7 +1,7 @@
 """Runs the CUDA sources of kernels_cu on the CPU: g++ compiles them against cuemu.h, one fibre per thread.
 
-Covers indexing, shared memory layout, fragments, barriers and cp.async waits. Does not cover what
-depends on blocks running at the same time, on memory fences, or on Hopper's instructions.
+Covers indexing, shared memory layout, fragments, barriers and cp.async waits, of Hopper mbarriers, bulk tensor copies,
+wgmma and clusters. Does not cover what depends on the order of writes to memory.
 """
 
 import ctypes
@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .tensor_map import EmulatedTensorMap
+
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent.parent / "kernels_cu"
 COMPILER = shutil.which("g++")
@@ -25,7 +27,7 @@ COMPILER = shutil.which("g++")
 FLAGS = shlex.split(
     "-std=c++17 -O2 -g1 -shared -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow -fsanitize-undefined-trap-on-error "
-    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE"
+    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE -Wno-attributes"
 )
 GUARD_BYTES = 4096
 GUARD = 0xAB
@@ -53,30 +55,35 @@ class _Launch(ctypes.Structure):
         ("num_arrays", ctypes.c_uint64),
         ("shared_bytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
+        ("cluster_blocks", ctypes.c_uint64),
+        ("clusters_at_once", ctypes.c_uint64),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
     )
 
 
 class Emulated:
-    """A compiled source. `kernels` maps each entry point to its parameters, True for a pointer."""
+    """A compiled source. `kernels` maps each entry point to its parameters, True for a pointer; `clusters` to the
+    number of blocks in its clusters."""
 
-    def __init__(self, library: Path, kernels: dict[str, list[bool]]):
+    def __init__(self, library: Path, kernels: dict[str, list[bool]], clusters: dict[str, int]):
         self.path = library
         self.kernels = kernels
+        self.clusters = clusters
         self._library = ctypes.CDLL(str(library))
         self._library.cuemu_stacks.restype = ctypes.c_void_p
         self._launch = self._library.cuemu_launch
         self._launch.argtypes = [ctypes.POINTER(_Launch)]
         self._launch.restype = ctypes.c_char_p
 
-    def launch(self, name, grid, block, args, shared_mem=0, seed=0):
+    def launch(self, name, grid, block, args, shared_mem=0, seed=0, clusters_at_once=1):
         """Run kernel `name` to its end; arrays are updated in place.
 
         `grid` and `block` are ints or up to three of them. An argument is a NumPy array, a pair
         (array, byte offset), None for a null pointer, or an int. Every array runs as a copy between
         guard bytes, so that a write outside it is reported; the same array given twice is one copy.
-        A `seed` other than 0 shuffles the order of blocks and threads, which brings out races.
+        A `seed` other than 0 shuffles the order of blocks and threads, which brings out races. So many clusters (blocks,
+        for a kernel without) as `clusters_at_once` says take turns, the others follow.
         """
         if name not in self.kernels:
             raise EmulatorError(f"no kernel {name!r}, expected one of {sorted(self.kernels)}")
@@ -87,6 +94,9 @@ class Emulated:
             raise EmulatorError(f"kernel {name}: block {block} must have 1 to 1024 threads")
         if not 0 <= shared_mem <= MAX_SHARED_BYTES:
             raise EmulatorError(f"kernel {name}: {shared_mem} bytes of shared memory, at most {MAX_SHARED_BYTES}")
+        cluster = self.clusters[name]
+        if grid[0] % cluster:
+            raise EmulatorError(f"kernel {name}: grid {grid} is not of whole clusters of {cluster} blocks")
         is_pointer = self.kernels[name]
         if len(args) != len(is_pointer):
             raise EmulatorError(f"kernel {name}: {len(args)} arguments, expected {len(is_pointer)}")
@@ -108,6 +118,8 @@ class Emulated:
                     len(buffers),
                     shared_mem,
                     seed,
+                    cluster,
+                    clusters_at_once,
                     grid,
                     block,
                 )
@@ -139,7 +151,7 @@ def build(source_name, macros=None, source_text=None) -> Emulated:
     if COMPILER is None:
         raise EmulatorError("g++ not found")
     sources = {path.name: path.read_bytes() for path in sorted(KERNELS.glob("*.cu*"))}
-    sources |= {path.name: path.read_bytes() for path in (HERE / "ptx_sm80.cuh", HERE / "cuemu.h")}
+    sources |= {path.name: path.read_bytes() for path in HERE.glob("*.*h")}
     if source_text is not None:
         sources[source_name] = source_text.encode()
     if source_name not in sources:
@@ -159,11 +171,11 @@ def build(source_name, macros=None, source_text=None) -> Emulated:
             _compile(preprocess, directory)
             _compile(["unit.ii", "-o", "unit.so"], directory)
             text = (Path(directory) / "unit.ii").read_text()
-            (Path(directory) / "unit.json").write_text(json.dumps(_entry_points(text)))
+            (Path(directory) / "unit.json").write_text(json.dumps([_entry_points(text), _clusters(text)]))
             # The library last: where it is, its signatures are.
             os.replace(Path(directory) / "unit.json", signatures)
             os.replace(Path(directory) / "unit.so", library)
-    return Emulated(library, json.loads(signatures.read_text()))
+    return Emulated(library, *json.loads(signatures.read_text()))
 
 
 def _compile(arguments, directory):
@@ -192,6 +204,14 @@ def _entry_points(text: str) -> dict[str, list[bool]]:
         if len(kernels[name]) > MAX_ARGUMENTS:
             raise EmulatorError(f"kernel {name}: {len(kernels[name])} parameters, at most {MAX_ARGUMENTS}")
     return kernels
+
+
+def _clusters(text: str) -> dict[str, int]:
+    """Kernels of preprocessed source: name -> blocks in a cluster."""
+    attribute = r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*"
+    found = re.findall(rf'extern\s+"C"\s+{attribute}void\s+((?:{attribute})*)(\w+)\s*\(', re.sub(r"(?m)^#.*$", "", text))
+    sizes = {name: re.search(r"cuemu_cluster\((\d+)\)", attributes) for attributes, name in found}
+    return {name: int(size[1]) if size else 1 for name, size in sizes.items()}
 
 
 def _cache_directory() -> Path:
@@ -242,6 +262,8 @@ class _Guarded:
 
 def _marshal(kernel, index, arg, is_pointer, buffers) -> int:
     """The 64 bits of one argument, which may add a guarded copy to `buffers`."""
+    if isinstance(arg, EmulatedTensorMap):
+        return arg.put(_marshal(kernel, index, arg.array, is_pointer, buffers))
     array, offset = arg if isinstance(arg, tuple) else (arg, 0)
     if isinstance(array, np.ndarray) or array is None:
         if not is_pointer:
