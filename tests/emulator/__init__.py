@@ -209,7 +209,9 @@ def _entry_points(text: str) -> dict[str, list[bool]]:
 def _clusters(text: str) -> dict[str, int]:
     """Kernels of preprocessed source: name -> blocks in a cluster."""
     attribute = r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*"
-    found = re.findall(rf'extern\s+"C"\s+{attribute}void\s+((?:{attribute})*)(\w+)\s*\(', re.sub(r"(?m)^#.*$", "", text))
+    found = re.findall(
+        rf'extern\s+"C"\s+{attribute}void\s+((?:{attribute})*)(\w+)\s*\(', re.sub(r"(?m)^#.*$", "", text)
+    )
     sizes = {name: re.search(r"cuemu_cluster\((\d+)\)", attributes) for attributes, name in found}
     return {name: int(size[1]) if size else 1 for name, size in sizes.items()}
 

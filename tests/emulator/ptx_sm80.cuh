@@ -23,12 +23,12 @@ static __forceinline__ void check_global(const void* p, unsigned bytes, unsigned
 constexpr unsigned STATIC = 1 << 20;
 
 // `bytes` of the running block's shared memory.
-static __forceinline__ unsigned char* shared_at(unsigned address, unsigned bytes, const char* what) {
-    if (address % bytes) CUEMU_FAIL("%s: shared address %u is not %u-byte aligned", what, address, bytes);
+static inline unsigned char* shared_at(unsigned address, unsigned bytes, const char* what, const void* pc = here()) {
+    if (address % bytes) fail_at(pc, "%s: shared address %u is not %u-byte aligned", what, address, bytes);
     if (address >= STATIC && address - STATIC + bytes <= size_t(shared_range.end - shared_range.begin))
         return shared_range.begin + (address - STATIC);
     if (address + 0ull + bytes > launch.shared_bytes)
-        CUEMU_FAIL("%s: %u bytes at shared address %u, the launch gave %zu", what, bytes, address, size_t(launch.shared_bytes));
+        fail_at(pc, "%s: %u bytes at shared address %u, the launch gave %zu", what, bytes, address, size_t(launch.shared_bytes));
     return dynamic_shared + address;
 }
 }  // namespace cuemu

@@ -49,7 +49,8 @@ struct Product {
 struct Warpgroup {
     Block* of;
     std::deque<Product> products;
-    unsigned first, registers, called_setmaxnreg;  // first: the number of products.front()
+    unsigned first;                        // the number of products.front()
+    unsigned registers, called_setmaxnreg;  // 0: as compiled; by so many threads
     bool scheduled;
     std::vector<Fibre*> waiting;
     Product* find(unsigned number) { return number - first < products.size() ? &products[number - first] : nullptr; }
@@ -90,31 +91,31 @@ static void wake(std::vector<Fibre*>& waiting) {
 }
 
 // A byte of a block's shared memory, by the address that the block's own threads have.
-static unsigned char* shared_of(Block& of, unsigned address, unsigned bytes, const char* what) {
-    return in_block(of, shared_at(address, bytes, what));
+static unsigned char* shared_of(Block& of, unsigned address, unsigned bytes, const char* what, const void* pc) {
+    return in_block(of, shared_at(address, bytes, what, pc));
 }
 
 // Addresses in the cluster: the block's rank, plus 1, above the address there.
 constexpr unsigned RANK_SHIFT = 24;
-static Block& split_cluster_address(unsigned& address, const char* what) {
+static Block& split_cluster_address(unsigned& address, const char* what, const void* pc = here()) {
     const unsigned rank = (address >> RANK_SHIFT) - 1;
-    if (rank >= launch.cluster_blocks) CUEMU_FAIL("%s: 0x%x is not an address of a block in the cluster", what, address);
+    if (rank >= launch.cluster_blocks) fail_at(pc, "%s: 0x%x is not an address of a block in the cluster", what, address);
     address &= (1u << RANK_SHIFT) - 1;
     Block& of = block->cluster[rank];
-    if (!of.alive) CUEMU_FAIL("%s: block %u of the cluster has exited", what, rank);
+    if (!of.alive) fail_at(pc, "%s: block %u of the cluster has exited", what, rank);
     return of;
 }
 
-static Barrier* find_barrier(Block& of, unsigned address, const char* what) {
-    if (address >> RANK_SHIFT) CUEMU_FAIL("%s: 0x%x is an address in the cluster, expected the block's own", what, address);
+static Barrier* find_barrier(Block& of, unsigned address, const char* what, const void* pc = here()) {
+    if (address >> RANK_SHIFT) fail_at(pc, "%s: 0x%x is an address in the cluster, expected the block's own", what, address);
     uint64 word;
-    memcpy(&word, shared_of(of, address, 8, what), 8);
+    memcpy(&word, shared_of(of, address, 8, what, pc), 8);
     auto& barriers = state_of(of).barriers;
     const uint64 number = word - BARRIER_COOKIE;
     if (number < barriers.size() && barriers[number].address == address) return &barriers[number];
     bool was = false;
     for (const Barrier& b : barriers) was = was || b.address == address;
-    CUEMU_FAIL("%s: the mbarrier at shared address %u %s", what, address, was ? "has been overwritten" : "is not initialised");
+    fail_at(pc, "%s: the mbarrier at shared address %u %s", what, address, was ? "has been overwritten" : "is not initialised");
 }
 
 static size_t describe_barrier(const Barrier& b, char* text, size_t size) {
@@ -151,23 +152,23 @@ static void complete_tx(Barrier& b, unsigned bytes, const void* pc) {
 }
 
 static void initialise_barrier(unsigned address, unsigned count, const void* pc) {
-    if (count < 1 || count >= 1u << 20) CUEMU_FAIL("mbarrier.init: a count of %u", count);
+    if (count < 1 || count >= 1u << 20) fail_at(pc, "mbarrier.init: a count of %u", count);
     auto& barriers = state_of(*block).barriers;
     for (const Barrier& b : barriers)
-        if (b.address == address) CUEMU_FAIL("mbarrier.init: the mbarrier at shared address %u is initialised already", address);
+        if (b.address == address) fail_at(pc, "mbarrier.init: the mbarrier at shared address %u is initialised already", address);
     const unsigned number = barriers.size();
     const uint64 word = BARRIER_COOKIE + number;
-    memcpy(shared_at(address, 8, "mbarrier.init"), &word, 8);
+    memcpy(shared_at(address, 8, "mbarrier.init", pc), &word, 8);
     barriers.push_back({block, number, address, count, count, 0, 0, false, current, pc, {}});
 }
 
-static void expect_tx(Barrier& b, unsigned bytes) {
+static void expect_tx(Barrier& b, unsigned bytes, const void* pc) {
     b.tx += bytes;
-    if (b.tx >= 1 << 20) CUEMU_FAIL("mbarrier.arrive.expect_tx: %ld bytes outstanding, at most %d", b.tx, (1 << 20) - 1);
+    if (b.tx >= 1 << 20) fail_at(pc, "mbarrier.arrive.expect_tx: %ld bytes outstanding, at most %d", b.tx, (1 << 20) - 1);
 }
 
-static bool is_over(const Barrier& b, unsigned parity) {
-    if (parity > 1) CUEMU_FAIL("mbarrier wait: parity is %u", parity);
+static bool is_over(const Barrier& b, unsigned parity, const void* pc = here()) {
+    if (parity > 1) fail_at(pc, "mbarrier wait: parity is %u", parity);
     return (b.phase & 1) != parity;
 }
 
@@ -180,8 +181,8 @@ static void yield() { current->context.switch_to(scheduler); }
 
 static __attribute__((noinline)) bool try_wait(unsigned address, unsigned parity) {
     void* pc = __builtin_return_address(0);
-    Barrier& b = *find_barrier(*block, address, "mbarrier.try_wait");
-    if (is_over(b, parity)) return true;
+    Barrier& b = *find_barrier(*block, address, "mbarrier.try_wait", before(pc));
+    if (is_over(b, parity, before(pc))) return true;
     if (launch.seed && random_number() % 8 == 0) {  // its time limit is over
         yield();
         return is_over(b, parity);
@@ -217,10 +218,10 @@ struct RemoteStore : ToBarrier {
     unsigned address;
     int value;
     RemoteStore(Barrier* barrier, const void* pc, unsigned address, int value) : ToBarrier(barrier, pc), address(address), value(value) {
-        memset(shared_of(*of, address, 4, "st.async"), 0xff, 4);
+        memset(shared_of(*of, address, 4, "st.async", pc), 0xff, 4);
     }
     void complete() override {
-        memcpy(shared_of(*of, address, 4, "st.async"), &value, 4);
+        memcpy(shared_of(*of, address, 4, "st.async", pc), &value, 4);
         complete_tx(*barrier, 4, pc);
     }
 };
@@ -278,7 +279,7 @@ struct BoxCopy : ToBarrier {
 
 static void copy_box(Block& of, unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier, const void* pc) {
     if (!of.alive) CUEMU_REPORT(pc, "cp.async.bulk.tensor: block %u of the cluster has exited", of.rank);
-    auto copy = std::make_unique<BoxCopy>(find_barrier(of, barrier, "cp.async.bulk.tensor"), pc, dst, *map, c0, c1, c2);
+    auto copy = std::make_unique<BoxCopy>(find_barrier(of, barrier, "cp.async.bulk.tensor", pc), pc, dst, *map, c0, c1, c2);
     copy->issue();
     if (failed) leave();
     under_way.push_back(std::move(copy));
@@ -460,7 +461,7 @@ static void start_state(Block& b) {
     BlockState& s = state_of(b);
     s.barriers.clear();
     for (Named& named : s.named) named = {};
-    for (Warpgroup& group : s.warpgroups) group = {&b, {}, 0, std::min(65536 / threads / 8 * 8, 255u), 0, false, {}};
+    for (Warpgroup& group : s.warpgroups) group = {&b, {}, 0, 0, 0, false, {}};
     s.cluster_arrived = s.cluster_generation = 0;
     s.cluster_waiting.clear();
     for (unsigned i = 0; i < threads; ++i) state_of(b.fibres[i]) = {};
@@ -500,13 +501,14 @@ static const bool hooked = (on_block_start = start_state, on_block_end = end_blo
 static void describe_nothing(const Fibre&, char*, size_t) {}
 
 static __attribute__((noinline)) void wait_for_cluster() {
+    void* pc = __builtin_return_address(0);
     ThreadState& me = state_of(*current);
     BlockState& s = state_of(*block->cluster);
-    if (!me.cluster_arrived) CUEMU_FAIL("barrier.cluster.wait without barrier.cluster.arrive");
+    if (!me.cluster_arrived) fail_at(before(pc), "barrier.cluster.wait without barrier.cluster.arrive");
     me.cluster_arrived = false;
     if (me.cluster_generation != s.cluster_generation) return;
     s.cluster_waiting.push_back(current);
-    wait_for_event("barrier.cluster.wait", 0, __builtin_return_address(0), describe_nothing);
+    wait_for_event("barrier.cluster.wait", 0, pc, describe_nothing);
 }
 
 static void describe_named(const Fibre& f, char* text, size_t size) {
@@ -517,10 +519,10 @@ static void describe_named(const Fibre& f, char* text, size_t size) {
 static __attribute__((noinline)) void wait_at_named(unsigned id, unsigned count) {
     void* pc = __builtin_return_address(0);
     if (id < 1 || id > 15 || count % 32 || count < 32 || count > threads)
-        CUEMU_FAIL("bar.sync %u, %u: expected 1 to 15 (0 is __syncthreads) and warps of the block", id, count);
+        fail_at(before(pc), "bar.sync %u, %u: expected 1 to 15 (0 is __syncthreads) and warps of the block", id, count);
     Named& named = state_of(*block).named[id];
     if (named.arrived && named.threads != count)
-        CUEMU_FAIL("bar.sync %u: %u threads here, %u in those that are there", id, count, named.threads);
+        fail_at(before(pc), "bar.sync %u: %u threads here, %u in those that are there", id, count, named.threads);
     named.threads = count;
     if (++named.arrived == count) {
         named.arrived = 0;
@@ -535,8 +537,8 @@ static void set_registers(unsigned registers, bool more, const void* pc) {
     Warpgroup& group = state_of(*block).warpgroups[current->id / 128];
     if (threads % 128 || registers % 8 || registers < 24 || registers > 256)
         CUEMU_REPORT(pc, "setmaxnreg: %u registers in a block of %u threads", registers, threads);
-    const bool begun = group.called_setmaxnreg % 128;
-    if (begun ? registers != group.registers : (more ? registers < group.registers : registers > group.registers))
+    const bool begun = group.called_setmaxnreg % 128, known = group.registers;
+    if (known && (begun ? registers != group.registers : (registers > group.registers) != more))
         CUEMU_REPORT(pc, "setmaxnreg.%s: %u registers, the warpgroup has %u", more ? "inc" : "dec", registers, group.registers);
     group.registers = registers;
     ++group.called_setmaxnreg;
@@ -564,7 +566,7 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
 }
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
     cuemu::Barrier& b = *cuemu::find_barrier(*cuemu::block, barrier, "mbarrier.arrive.expect_tx");
-    cuemu::expect_tx(b, bytes);
+    cuemu::expect_tx(b, bytes, cuemu::here());
     cuemu::arrive(b, cuemu::here());
 }
 __device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned parity) { return cuemu::try_wait(barrier, parity); }

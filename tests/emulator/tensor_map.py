@@ -32,7 +32,9 @@ class EmulatedTensorMap:
         if any(step % 16 or not 0 < step < 2**40 for step in steps):
             raise ValueError(f"tensor map: expected strides of multiples of 16 bytes, got {self.strides} elements")
         if any(not 1 <= n <= 2**32 for n in self.shape) or any(not 1 <= n <= 256 for n in self.box):
-            raise ValueError(f"tensor map: expected sizes up to 2^32 and boxes up to 256, got {self.shape} and {self.box}")
+            raise ValueError(
+                f"tensor map: expected sizes up to 2^32 and boxes up to 256, got {self.shape} and {self.box}"
+            )
         if self.box[0] * ITEMSIZE > 128 or self.box[0] * ITEMSIZE % 16:
             raise ValueError(f"tensor map: expected lines of at most 128 bytes for the swizzle, got box {self.box}")
 
