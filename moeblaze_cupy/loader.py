@@ -18,13 +18,14 @@ from importlib import resources
 
 import numpy as np
 
-from moeblaze_cupy import launch_config
+from moeblaze_cupy import launch_config, params
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
 SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
+IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
 _lock = threading.Lock()
@@ -48,9 +49,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return " ".join(
-            [self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in ("ENTRY", "MMA", "WGMMA"))]
-        )
+        return " ".join([self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in IMPLIED_MACROS)])
 
 
 @functools.cache
@@ -62,6 +61,16 @@ def entry(source: str, name: str) -> Variant:
 def gathers(entry: str) -> bool:
     """Whether a grouped GEMM's left operand is read through expert_token_indices."""
     return EPILOGUES[entry] != "STORE"
+
+
+def k_segments(entry: str, gated: bool) -> int:
+    """Of what an element of a grouped GEMM's result sums over: up_bwd's has gate's and up's part."""
+    return 2 if entry == "up_bwd" and gated else 1
+
+
+def is_split(entry: str, gated: bool) -> bool:
+    """Whether half of a grouped GEMM's tile is gate and half is up."""
+    return entry == "up_fwd" and gated
 
 
 @functools.cache
@@ -111,7 +120,8 @@ def gemm_variant(
         "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
         "GATHER": int(gathers(entry)),
         "B_K_CONTIGUOUS": int(transposed == forward),
-        "K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1,
+        "K_SEGMENTS": k_segments(entry, gated),
+        "TILE_COLUMNS": launch_config.tile_columns(tier, is_split(entry, gated)),
     }
     if tier == "sm90":
         to_tokens = to_tokens and epilogue == "STORE"
@@ -185,9 +195,17 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def source(variant: Variant) -> str:
+    """What is compiled: the source file, and after it assertions on the layout of its parameters."""
+    with open(os.path.join(source_folder(), variant.source)) as file:
+        code = file.read()
+    return code + "".join(table.assertions() for table in params.tables(variant.source, variant.macros).values())
+
+
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the architecture."""
-    defines = tuple(f"-D{key}={value}" for key, value in variant.macros)
+    constants = launch_config.kernel_constants(variant.source)
+    defines = tuple(f"-D{key}={value}" for key, value in (*constants.items(), *variant.macros))
     # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
     arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
     return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch)
@@ -234,10 +252,9 @@ def device_limits(device: int) -> launch_config.DeviceLimits:
 
 
 @functools.cache
-def _module(source: str, macros: tuple):
-    with open(os.path.join(source_folder(), source)) as file:
-        code = file.read()
-    return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)))
+def _module(name: str, macros: tuple):
+    variant = Variant(name, "", macros)
+    return import_cupy().RawModule(code=source(variant), options=options(variant))
 
 
 class _Thread(threading.local):
@@ -252,25 +269,20 @@ _thread = _Thread()
 
 
 class Arguments:
-    """A kernel's arguments as the driver takes them: the address of each, in an array at `pointer`.
+    """A kernel's one argument as the driver takes it: the address of its struct, in an array of one at `pointer`.
 
-    `put` writes them: ints of 64 bits, and tensor maps of 128 bytes on multiples of 64. The driver copies them while it
-    launches, so one memory serves all launches of a thread.
+    `put` writes the fields, in the order of `Params.fields`. The driver copies the struct while it launches, so one
+    memory serves all launches of a thread.
     """
 
-    def __init__(self, args: tuple):
-        layout, offsets, end = "=", [], 0
-        for arg in args:
-            size, alignment, code = (128, 64, "128s") if isinstance(arg, bytes) else (8, 8, "q")
-            padding = -end % alignment
-            layout += f"{padding}x{code}"
-            offsets.append(end + padding)
-            end += padding + size
-        memory = np.zeros(end + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        self._addresses = np.array([memory.ctypes.data + start + offset for offset in offsets], np.uint64)
-        self.pointer = self._addresses.ctypes.data
-        self.put = functools.partial(struct.Struct(layout).pack_into, memory, start)
+    def __init__(self, table: params.Params):
+        maps, pointers, int64, int32 = map(len, (table.maps, table.pointers, table.int64, table.int32))
+        layout = struct.Struct("=" + "128s" * maps + "Q" * pointers + "q" * int64 + "i" * int32)
+        memory = np.zeros(table.size + params.MAP_ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % params.MAP_ALIGNMENT
+        self._address = np.array([memory.ctypes.data + start], np.uint64)
+        self.pointer = self._address.ctypes.data
+        self.put = functools.partial(layout.pack_into, memory, start)
 
 
 class _Kernel:
@@ -279,6 +291,7 @@ class _Kernel:
     def __init__(self, device: int, variant: Variant):
         launch_config.tier(device_limits(device).compute_capability)
         self.name = variant.name
+        self.params = params.params_of(variant)
         self.function = _module(variant.source, variant.macros).get_function(variant.entry)
         self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
         self.pointer = self.loaded.ptr
@@ -289,7 +302,7 @@ class _Kernel:
         arguments = _thread.arguments.get(self)
         if arguments is None:
             bind_context()
-            arguments = _thread.arguments[self] = Arguments(args)
+            arguments = _thread.arguments[self] = Arguments(self.params)
         arguments.put(*args)
         self.launch_at(arguments.pointer, grid, block, shared_bytes, stream)
 

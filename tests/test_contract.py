@@ -19,7 +19,7 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 
 # Imports go down only: from a line to lines above it. A name stands for the module and all within it.
 LEVELS = [
-    ["launch_config", "structures"],
+    ["launch_config", "params", "structures"],
     ["loader"],
     ["tensor_map"],
     ["arrays"],

@@ -3,8 +3,8 @@
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Array, Context
 
-TOKENS_PER_BLOCK = 8
-SLOTS_PER_BLOCK = 256
+TOKENS_PER_BLOCK = launch_config.AGGREGATE_TOKENS
+SLOTS_PER_BLOCK = launch_config.SLOTS_PER_BLOCK
 
 
 def aggregate(
@@ -31,7 +31,7 @@ def aggregate(
         32 * TOKENS_PER_BLOCK,
         (
             *(panel.ptr, token_index_map.ptr, 0 if weights is None else weights.ptr, out.ptr),
-            *(L, k, d, first_column, columns, panel.shape[1]),
+            *(panel.shape[1], L, k, d, first_column, columns),
         ),
     )
 

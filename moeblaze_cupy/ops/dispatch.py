@@ -22,7 +22,7 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> PackedIndices:
 
     source, copy_of_route, dtype = ids.ptr, copy, ids.dtype
     if config.counts:
-        args = (ids.ptr, copy, counts, num_slots, num_experts, config.count_columns, config.block_slots)
+        args = (ids.ptr, copy, counts, config.block_slots, num_slots, num_experts, config.count_columns)
         launch(
             "count",
             ids.dtype,
@@ -47,13 +47,12 @@ def dispatch(context: Context, ids: Array, num_experts: int) -> PackedIndices:
             counts,
             *(lists.ptr + 4 * places[name][0] for name in outputs),
             *(
+                config.block_slots,
                 num_slots,
                 k,
                 num_experts,
                 config.columns,
-                config.block_slots,
                 config.part_slots,
-                launch_config.TILE_ROWS,
                 config.counted_together,
             ),
         ),

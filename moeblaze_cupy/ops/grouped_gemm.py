@@ -10,7 +10,7 @@ from moeblaze_cupy import checks, launch_config, loader
 from moeblaze_cupy.arrays import Array, Context
 from moeblaze_cupy.structures import PackedIndices, is_gated
 
-GROUPS_PER_BLOCK = 256  # of wgrad_parts.cu
+GROUPS_PER_BLOCK = launch_config.PARTS_GROUPS
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ def config_of(context: Context, entry: str, a: Array, weight: Weight, N: int, K:
     sizes = (N, K, a.shape[1], weight.ld, weight.expert_stride)
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
     aligned = _is_aligned((a.ptr, *weight.halves), sizes) and min(weight.ld, weight.expert_stride) > 0
-    split = entry == "up_fwd" and is_gated(activation)
+    split = loader.is_split(entry, is_gated(activation))
     return launch_config.gemm(a.dtype, aligned, split, loader.device_limits(context.device)), aligned
 
 
@@ -163,30 +163,26 @@ def gemm(
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
     partial_sums = context.empty((column_tiles, slots), "float32") if wants_partial_sums else None
     halves = weight.offset(first_column * (weight.ld if weight.is_k_contiguous(entry) else 1))
-    sizes_and_lists = (
-        *(N, K),
-        *(index.expert_token_indices.ptr, index.expert_token_offsets.ptr, index.row_tiles.ptr),
-    )
+    lists = index.expert_token_indices.ptr, index.expert_token_offsets.ptr, index.row_tiles.ptr
     outputs = pointer(first_layer), pointer(first_layer_grad), pointer(product)
     others = pointer(stored_product), pointer(weights), pointer(partial_sums)
     if config.tier == "sm80":
-        b = *halves, weight.expert_stride, weight.ld
-        args = (a.ptr, a.shape[1], *b, *sizes_and_lists, *outputs, *others, slots)
+        strides = a.shape[1], weight.expert_stride, weight.ld
+        args = (a.ptr, *halves, *lists, *outputs, *others, *strides, N, K, slots)
     else:
-        rows: tuple = a.ptr, a.shape[1]
-        gathers, segments = loader.gathers(entry), 2 if entry == "up_bwd" and is_gated(activation) else 1
+        gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation))
         long = launch_config.pairs_blocks(gathers, column_tiles, segments * K, slots, index.num_experts)
         paired = long and not to_tokens
-        if gathers:
-            if launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits):
-                claims = context.empty((1,), "int32")
-                context.clear(claims)
-        else:
-            rows = (rows_map(context, a, launch_config.TILE_ROWS),)
+        if gathers and launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits):
+            claims = context.empty((1,), "int32")
+            context.clear(claims)
         b = tensor_maps(context, weight, halves, entry, N, K)
         product_ld = 0 if product is None else product.shape[1]
-        others = product_ld, *others, index.token_index_map.ptr, slots, pointer(claims)
-        args = (*rows, *b, *sizes_and_lists, *outputs, *others)
+        arrays = *lists, *outputs, *others, index.token_index_map.ptr, pointer(claims)
+        if gathers:
+            args = (*b, a.ptr, *arrays, a.shape[1], product_ld, N, K, slots)
+        else:
+            args = (rows_map(context, a, launch_config.TILE_ROWS), *b, *arrays, product_ld, N, K, slots)
     options = {"stored_product": stored_product is not None, "paired": paired, "to_tokens": to_tokens}
     if to_tokens and weights is not None:
         options["weights_dtype"] = weights.dtype
@@ -270,39 +266,47 @@ def _wgrad(
     (p, p_half), (q, q_half) = (columns, rows) if gradient.transposed else (rows, columns)
     if gradient.transposed:
         M, N = N, M
-    sizes = (M, N, p.shape[1], q.shape[1], p_half, q_half, gradient.ld, gradient.expert_stride)
+    all_sizes = (M, N, p.shape[1], q.shape[1], p_half, q_half, gradient.ld, gradient.expert_stride)
     limits = loader.device_limits(context.device)
-    aligned = _is_aligned((p.ptr, q.ptr, *gradient.halves), sizes) and index.num_slots > 0  # a tensor map has rows
+    aligned = _is_aligned((p.ptr, q.ptr, *gradient.halves), all_sizes) and index.num_slots > 0  # a tensor map has rows
     config = launch_config.gemm(p.dtype, aligned, False, limits)
     E, offsets = index.num_experts, index.expert_token_offsets
-    operands = p.ptr, p.shape[1], p_half, q.ptr, q.shape[1], q_half, index.expert_token_indices.ptr, offsets.ptr
-    result = *gradient.halves, gradient.expert_stride, gradient.ld, M, N
+    operands = p.ptr, q.ptr, index.expert_token_indices.ptr, offsets.ptr
+    result = gradient.expert_stride, gradient.ld
+    sizes = p_half, q_half, M, N
 
     def launch(grid: tuple, *args, **options) -> None:
         variant = variant_of(entry, p, gradient, config, aligned, activation, **options)
-        context.launch(variant, grid, config.threads, (*operands, *args), config.shared_bytes)
+        context.launch(variant, grid, config.threads, args, config.shared_bytes)
 
     dtype = gradient.arrays[0].dtype
     added_to = dtype if accumulate else None
     if config.tier == "sm80":
         tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N)
-        launch((tiles, E, halves), *result, accumulate=added_to)
+        args = *operands, *gradient.halves, p.shape[1], q.shape[1], *result, *sizes
+        launch((tiles, E, halves), *args, accumulate=added_to)
         return
     tiles = launch_config.wgrad_tiles(M, N, E * halves)
     parts = launch_config.wgrad_parts(tiles, index.num_slots, E, limits)
     grid = (min(tiles * parts, limits.multiprocessors),)
     routed = q if (entry == "up_wgrad") != gradient.transposed else p  # the operand that is not gathered
-    schedule = E, halves, index.experts_by_load.ptr, parts, rows_map(context, routed, 64)
+    maps = (rows_map(context, routed, launch_config.STEP_ROWS),)
+    schedule = E, halves, parts
+
+    def args_of(out: tuple, strides: tuple) -> tuple:
+        pointers = *operands, *out, index.experts_by_load.ptr
+        return *maps, *pointers, p.shape[1], q.shape[1], *strides, *sizes, *schedule
+
     if parts == 1:
-        launch(grid, *result, *schedule, accumulate=added_to)
+        launch(grid, *args_of(gradient.halves, result), accumulate=added_to)
         return
     sums = context.empty((E * parts, halves, M, N), "float32")
-    launch(grid, sums.ptr, sums.ptr + 4 * M * N, halves * M * N, N, M, N, *schedule, in_parts=True)
+    launch(grid, *args_of((sums.ptr, sums.ptr + 4 * M * N), (halves * M * N, N)), in_parts=True)
     context.launch(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
         (launch_config.ceil_div(M * N // 8, GROUPS_PER_BLOCK), E, halves),
         GROUPS_PER_BLOCK,
-        (sums.ptr, offsets.ptr, *result, halves, parts, int(accumulate)),
+        (sums.ptr, offsets.ptr, *gradient.halves, *result, M, N, halves, parts, int(accumulate)),
     )
 
 

@@ -3,7 +3,7 @@
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Array, Context
 
-TOKENS_PER_BLOCK = 4
+TOKENS_PER_BLOCK = launch_config.ROUTER_TOKENS
 
 
 def _over_selected(kind: str, renormalize: bool) -> int:
