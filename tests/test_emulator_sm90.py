@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 from emulator import COMPILER, EmulatedTensorMap, EmulatorError, build
 
+from moeblaze_cupy.params import Params
+
 if COMPILER is None or platform.system() != "Linux":
     pytest.skip("the emulator needs Linux and g++", allow_module_level=True)
 
 PREAMBLE = """
 #include "ptx_sm90.cuh"
-typedef long long int64;
 typedef unsigned short half;
+struct Params {
+    TensorMap box;
+    const half *a, *b;
+    half* out;
+    float* sums;
+    int n;
+};
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 __device__ void wait(unsigned barrier, unsigned parity) {
     while (!mbarrier_try_wait(barrier, parity)) {}
@@ -23,7 +31,7 @@ __device__ void copy_out(half* out, int count) {
     for (int i = threadIdx.x; i < count; i += blockDim.x) out[i] = reinterpret_cast<const half*>(dynamic_shared)[i];
 }
 """
-PARAMETERS = "const half* a, const half* b, half* out, float* sums, const TensorMap* map, int64 n"
+TABLE = Params("Params", maps=("box",), pointers=("a", "b", "out", "sums"), int32=("n",))
 SEEDS = range(6)
 
 # Initialises one mbarrier, at the name's address.
@@ -42,7 +50,8 @@ def barrier(count):
 def source(kernels):
     """Kernels (body, blocks of a cluster) of one source; reported line numbers count from each body's first line."""
     return PREAMBLE + "".join(
-        f'extern "C" __global__ void __cluster_dims__({cluster}) {name}({PARAMETERS}) {{\n#line 1\n{body}\n}}\n'
+        f'extern "C" __global__ void __cluster_dims__({cluster}) {name}(const __grid_constant__ Params params) {{\n'
+        f"const auto& [box, a, b, out, sums, n] = params;\n#line 1\n{body}\n}}\n"
         for name, (body, cluster) in kernels.items()
     )
 
@@ -69,7 +78,7 @@ KERNELS = {
         + """
         if (threadIdx.x == 0) {
             mbarrier_arrive_expect_tx(barrier, 96 * 128);
-            tensor_load_3d(0, map, static_cast<int>(n), 3, 1, barrier);
+            tensor_load_3d(0, &box, n, 3, 1, barrier);
         }
         WAIT
         copy_out(out, 96 * 64);
@@ -103,7 +112,7 @@ KERNELS = {
         if (threadIdx.x == 0) {
             mbarrier_arrive_expect_tx(barrier, 2 * 96 * 128);
             mbarrier_arrive_cluster(cluster_address(barrier, other));
-            tensor_multicast_3d(rank * 96 * 128, map, 64 * rank, 0, 0, barrier);
+            tensor_multicast_3d(rank * 96 * 128, &box, 64 * rank, 0, 0, barrier);
             store_async(cluster_address(told, other), 100 + rank, cluster_address(sent, other));
         }
         wait(barrier, 0);
@@ -191,11 +200,9 @@ def module():
     return build("selftest_sm90.cu", {}, source_text=source(kernels))
 
 
-def launch(
-    name, *, grid=1, threads=64, a=None, b=None, out=None, sums=None, map=None, n=0, seed=0, shared=98304, **more
-):
-    args = [a, b, out, sums, map, n]
-    module().launch(name, grid, threads, args, shared_mem=shared, seed=seed, **more)
+def launch(name, *, grid=1, threads=64, box=None, seed=0, clusters_at_once=1, **values):
+    values = dict.fromkeys(TABLE.pointers) | {"box": box or tensor(np.random.default_rng(0))[1], "n": 0} | values
+    module().launch(name, grid, threads, TABLE, values, 98304, seed, clusters_at_once)
 
 
 def swizzled(lines):
@@ -220,9 +227,9 @@ def test_phases(seed):
 @pytest.mark.parametrize("column", [0, 64, 100, -8])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_box_arrives_swizzled_with_zeros_outside(column, seed):
-    values, map = tensor(np.random.default_rng(0))
+    values, box = tensor(np.random.default_rng(0))
     out = np.zeros((LINES, 64), np.uint16)
-    launch("box", map=map, out=out, n=column, seed=seed)
+    launch("box", box=box, out=out, n=column, seed=seed)
     plain = np.zeros((LINES, 64), np.uint16)
     first, last = max(column, 0), min(column + 64, 128)
     plain[:, first - column : last - column] = values[1, 3 : 3 + LINES, first:last]
@@ -232,9 +239,9 @@ def test_a_box_arrives_swizzled_with_zeros_outside(column, seed):
 @pytest.mark.parametrize("mistake", ["unawaited", "wrong_parity"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_box_that_is_not_awaited_is_poison(mistake, seed):
-    _, map = tensor(np.random.default_rng(0))
+    _, box = tensor(np.random.default_rng(0))
     out = np.zeros((LINES, 64), np.uint16)
-    launch(f"box_{mistake}", map=map, out=out, seed=seed)
+    launch(f"box_{mistake}", box=box, out=out, seed=seed)
     assert (out == 0xFFFF).any()
 
 
@@ -252,9 +259,9 @@ def test_cp_async_arrives_on_its_mbarrier():
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("clusters_at_once", [1, 2])
 def test_a_pair_of_blocks(seed, clusters_at_once):
-    values, map = tensor(np.random.default_rng(1))
+    values, box = tensor(np.random.default_rng(1))
     out, sums = np.zeros((6, 2, LINES, 64), np.uint16), np.zeros(6, np.float32)
-    launch("pair", grid=6, map=map, out=out, sums=sums, seed=seed, clusters_at_once=clusters_at_once)
+    launch("pair", grid=6, box=box, out=out, sums=sums, seed=seed, clusters_at_once=clusters_at_once)
     for block in range(6):
         for half in range(2):
             np.testing.assert_array_equal(out[block, half], swizzled(values[0, :LINES, 64 * half : 64 * half + 64]))
@@ -323,33 +330,33 @@ MISTAKES = [
         r"deadlock(.|\n)*mbarrier.try_wait.*parity 1 of mbarrier 0 .*initialised.*:4\) in phase 1, parity 1, lacks 1 of 1 arr",
     ),
     (
-        FENCED + "mbarrier_arrive_expect_tx(bar, 12296);\ntensor_load_3d(0, map, 0, 0, 0, bar);\nwait(bar, 0);",
+        FENCED + "mbarrier_arrive_expect_tx(bar, 12296);\ntensor_load_3d(0, &box, 0, 0, 0, bar);\nwait(bar, 0);",
         1,
         64,
         "deadlock(.|\n)*lacks 0 of 1 arrivals and 8 bytes",
     ),
     (
-        FENCED + "mbarrier_arrive_expect_tx(bar, 12280);\ntensor_load_3d(0, map, 0, 0, 0, bar);\nwait(bar, 0);",
+        FENCED + "mbarrier_arrive_expect_tx(bar, 12280);\ntensor_load_3d(0, &box, 0, 0, 0, bar);\nwait(bar, 0);",
         1,
         64,
         "phase 0: 8 bytes more have come than were announced.*:7",
     ),
-    (INIT + "tensor_load_3d(0, map, 0, 0, 0, bar);", 1, 64, "no fence.mbarrier_init after that of mbarrier 0.*:5"),
-    (FENCED + "tensor_load_3d(512, map, 0, 0, 0, bar);", 1, 64, "address 512 is not 1024-byte aligned.*:6"),
+    (INIT + "tensor_load_3d(0, &box, 0, 0, 0, bar);", 1, 64, "no fence.mbarrier_init after that of mbarrier 0.*:5"),
+    (FENCED + "tensor_load_3d(512, &box, 0, 0, 0, bar);", 1, 64, "address 512 is not 1024-byte aligned.*:6"),
     (
-        FENCED + "tensor_load_3d(95232, map, 0, 0, 0, bar);",
+        FENCED + "tensor_load_3d(95232, &box, 0, 0, 0, bar);",
         1,
         64,
         "bytes at shared address 95232, the launch gave 98304.*:6",
     ),
     (
-        FENCED + "tensor_load_3d(0, map, 0, 0, 0, bar);",
+        FENCED + "tensor_load_3d(0, &box, 0, 0, 0, bar);",
         1,
         64,
         "exits while a copy to its shared memory is under way.*:6",
     ),
     (
-        FENCED + "tensor_load_3d(0, map, 0, 0, 0, bar);\ntensor_load_3d(1024, map, 0, 0, 0, bar);",
+        FENCED + "tensor_load_3d(0, &box, 0, 0, 0, bar);\ntensor_load_3d(1024, &box, 0, 0, 0, bar);",
         1,
         64,
         "another copy to shared address 1024 is under way.*:7",
@@ -419,9 +426,9 @@ MISTAKES = [
 @pytest.mark.parametrize("number", range(len(MISTAKES)))
 def test_mistakes_are_reported(number):
     _, cluster, threads, report = MISTAKES[number]
-    _, map = tensor(np.random.default_rng(0))
+    _, box = tensor(np.random.default_rng(0))
     _, a, b = operands(np.float16, 0, 1, 3)
     with pytest.raises(EmulatorError, match=report):
         launch(
-            f"mistake{number}", grid=cluster, threads=threads, a=a, b=b, map=map, n=3, sums=np.zeros(2**14, np.float32)
+            f"mistake{number}", grid=cluster, threads=threads, a=a, b=b, box=box, n=3, sums=np.zeros(2**14, np.float32)
         )

@@ -50,7 +50,7 @@ CUEMU_VECTOR(float, float)
 namespace cuemu {
 
 constexpr size_t STACK_BYTES = 64 * 1024, PAGE = 4096;
-constexpr unsigned MAX_THREADS = 1024, MAX_FIBRES = 2 * MAX_THREADS, MAX_BLOCKS = 8, MAX_ARGS = 32;
+constexpr unsigned MAX_THREADS = 1024, MAX_FIBRES = 2 * MAX_THREADS, MAX_BLOCKS = 8;
 constexpr uint16_t OUTSIDE = 0x7fc1;  // shared memory past the launch's size: NaN as fp32, bf16 and fp16
 
 #if defined(__x86_64__) && !defined(CUEMU_UCONTEXT)
@@ -95,12 +95,12 @@ struct Copy { unsigned group; unsigned char *dst, data[16]; };  // a cp.async th
 using Complete = void (*)(void* const* operands, unsigned lanes);
 
 struct Launch {  // mirrored by the Python driver
-    void* kernel;
+    void (*call)(const void* params);
     const char* name;
-    const long long* arguments;
+    const void* params;  // the struct that the kernel takes
     const Range* arrays;
     unsigned char* stacks;
-    uint64_t num_arguments, num_arrays, shared_bytes, seed, cluster_blocks, clusters_at_once;
+    uint64_t num_arrays, shared_bytes, seed, cluster_blocks, clusters_at_once;
     Index grid, block;
 };
 
@@ -258,21 +258,20 @@ static __attribute__((noinline)) void barrier() {
         wait_as(AT_BARRIER, "__syncthreads", ~0u, __builtin_return_address(0));
 }
 
-template <size_t... I>
-static void call(std::index_sequence<I...>) {  // all parameters of a kernel are 64-bit integers or pointers
-    reinterpret_cast<void (*)(decltype(static_cast<void>(I), 0LL)...)>(launch.kernel)(launch.arguments[I]...);
-}
-template <size_t N>
-static void call_with() { call(std::make_index_sequence<N>()); }
-template <size_t... N>
-static void call_kernel(std::index_sequence<N...>) {
-    static void (*const by_arity[])() = {call_with<N>...};
-    by_arity[launch.num_arguments]();
-}
+// A kernel, which takes one struct by value. The Python driver adds an Entry for each to the preprocessed source.
+struct Entry { void (*call)(const void* params); uint64_t params_bytes; };
+template <class Params>
+constexpr uint64_t bytes_of(void (*)(Params)) { return sizeof(Params); }
+template <auto KERNEL>
+struct Call;
+template <class Params, void (*KERNEL)(Params)>
+struct Call<KERNEL> {
+    static void with(const void* params) { KERNEL(*static_cast<const Params*>(params)); }
+};
 
 // Since sm_70 nobody waits for exited threads, so an exit may complete what the others wait for.
 static void fibre_main() {
-    call_kernel(std::make_index_sequence<MAX_ARGS + 1>());
+    launch.call(launch.params);
     Fibre& me = *current;
     Warp& warp = block->warps[me.id / 32];
     me.state = EXITED;

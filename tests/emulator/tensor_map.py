@@ -1,8 +1,7 @@
 """Tensor maps for the emulator's cp.async.bulk.tensor: what `moeblaze_cupy.tensor_map.encode` is told, as 128 bytes."""
 
 import struct
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,15 +14,15 @@ ITEMSIZE = 2
 class EmulatedTensorMap:
     """A 3-D tensor of 16-bit elements, the contiguous dimension first, with the 128-byte swizzle.
 
-    array: a NumPy array, or a pair (array, byte offset). shape, strides (elements, all but the first) and box as of
-    `tensor_map.encode`. Raises ValueError where the driver would refuse the map.
+    array, offset: the memory, and the tensor's first byte in it. shape, strides (elements, all but the first) and box as
+    of `tensor_map.encode`. Raises ValueError where the driver would refuse the map.
     """
 
-    array: Any
+    array: np.ndarray | None
     shape: tuple[int, int, int]
     strides: tuple[int, int]
     box: tuple[int, int, int]
-    _memory: np.ndarray = field(init=False, repr=False, compare=False)
+    offset: int = 0
 
     def __post_init__(self):
         steps = [stride * ITEMSIZE for stride in self.strides]
@@ -38,25 +37,17 @@ class EmulatedTensorMap:
         if self.box[0] * ITEMSIZE > 128 or self.box[0] * ITEMSIZE % 16:
             raise ValueError(f"tensor map: expected lines of at most 128 bytes for the swizzle, got box {self.box}")
 
-    def encode(self, address: int) -> bytes:
-        """The map of a tensor at `address`. Raises ValueError if that is not on 16 bytes."""
+    def pack(self, address: int) -> bytes:
+        """The map's 128 bytes for an array at `address`. Raises ValueError if the tensor is not on 16 bytes."""
+        address += self.offset
         if address % 16:
             raise ValueError(f"tensor map: expected an address on 16 bytes, got {address:#x}")
         return _WORDS.pack(MAGIC, address, *self.shape, *(stride * ITEMSIZE for stride in self.strides), *self.box)
 
     @classmethod
-    def decode(cls, encoded: bytes) -> tuple[int, "EmulatedTensorMap"]:
+    def unpack(cls, packed: bytes) -> tuple[int, "EmulatedTensorMap"]:
         """Address and map, without an array."""
-        magic, address, *words = _WORDS.unpack(encoded)
+        magic, address, *words = _WORDS.unpack(packed)
         if magic != MAGIC:
-            raise ValueError("tensor map: expected one made by EmulatedTensorMap.encode")
-        strides = (words[3] // ITEMSIZE, words[4] // ITEMSIZE)
-        return address, cls(None, tuple(words[:3]), strides, tuple(words[5:]))
-
-    def put(self, address: int) -> int:
-        """Where the encoded map lies, on 64 bytes, as long as this object lives."""
-        memory = np.zeros(128 + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        memory[start : start + 128] = np.frombuffer(self.encode(address), np.uint8)
-        self._memory = memory
-        return memory.ctypes.data + start
+            raise ValueError("tensor map: expected what EmulatedTensorMap.pack returns")
+        return address, cls(None, words[:3], [step // ITEMSIZE for step in words[3:5]], words[5:])
