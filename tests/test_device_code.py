@@ -22,12 +22,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import CASES, Case, is_marked, make_ids, make_inputs, mark, relative_error
-from emulator import COMPILER, KERNELS, build
+from emulator import COMPILER, KERNELS, EmulatedTensorMap, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, params, reference, runtime
+from moeblaze_cupy import arrays, launch_config, loader, params, reference, runtime, tensor_map
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, pair
 
@@ -120,9 +120,9 @@ class Function:
 
 
 class Device:
-    def __init__(self, limits: DeviceLimits, seed: int = 0):
-        """A `seed` other than 0 shuffles the order of blocks and threads."""
-        self.limits, self.seed = limits, seed
+    def __init__(self, limits: DeviceLimits, seed: int = 0, clusters_at_once: int = 1):
+        """A `seed` other than 0 shuffles the order of blocks and threads; as of `Emulated.launch`."""
+        self.limits, self.seed, self.clusters_at_once = limits, seed, clusters_at_once
         self.allocations: list[Allocation] = []
         self.queue: list = []
         self.launched: list[str] = []
@@ -165,7 +165,10 @@ class Device:
 
             table = function.params
             values |= {name: array_at(values[name]) for name in table.pointers}
-            module.launch(function.name, grid, block, table, values, shared_mem, self.seed)
+            for name in table.maps:
+                address, described = EmulatedTensorMap.unpack(values[name])
+                values[name] = replace(described, **dict(zip(("array", "offset"), array_at(address), strict=True)))
+            module.launch(function.name, grid, block, table, values, shared_mem, self.seed, self.clusters_at_once)
             self.launched.append(function.name)
         self.queue.clear()
 
@@ -191,18 +194,27 @@ class Device:
                 memGetInfo=lambda: None,
                 getDeviceCount=lambda: 1,
                 deviceGetAttribute=lambda number, device: attributes[number],
+                memsetAsync=lambda pointer, value, nbytes, stream: ctypes.memset(pointer, value, nbytes),  # new memory
             ),
         )
         return cupy
 
 
+def encoded_map(pointer, tensor):
+    """tensor_map.encode."""
+    dtype, shape, strides, box = tensor
+    assert dtype in ("bfloat16", "float16")
+    return EmulatedTensorMap(None, shape, strides, box).pack(pointer)
+
+
 @contextmanager
-def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0):
-    device = Device(limits, seed)
+def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0, tier: str = "sm80", clusters_at_once: int = 1):
+    device = Device(limits, seed, clusters_at_once)
     caches = (loader._module, loader._device_limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", device.cupy())
-        patch.setenv("MOEBLAZE_TIER", "sm80")  # the emulator has no wgmma
+        patch.setenv("MOEBLAZE_TIER", tier)
+        patch.setattr(tensor_map, "encode", encoded_map)
         patch.setattr(loader, "_kernels", {})
         for cache in caches:
             cache.cache_clear()

@@ -362,7 +362,7 @@ MISTAKES = [
     ("cp_async_16(0, out + 1, 16);", "cp_async_16: global address .* not 16-byte aligned.*selftest.cu:1"),
     ("load_global_16(out + 64);", "load_global_16: 16 bytes at .* outside every array argument.*selftest.cu:1"),
     ("store_global_16(out + 2, make_uint4(0, 0, 0, 0));", "store_global_16: global address .* not 16-byte"),
-    ("shared_address(out);", "shared_address: .* is not in dynamic_shared"),
+    ("shared_address(out);", "shared_address: .* is not in shared memory"),
     ("dynamic_shared[512] = 1;", "dynamic shared memory was written at byte 512, the launch gave 512"),
     ("if (threadIdx.x == 3) __trap();", r"thread \(3, 0, 0\): __trap at selftest.cu:1"),
     ("\n*reinterpret_cast<volatile int*>(64) = 1;", "invalid access to address 0x40 .*selftest.cu:2"),

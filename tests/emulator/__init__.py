@@ -1,7 +1,7 @@
 """Runs the CUDA sources of kernels_cu on the CPU: g++ compiles them against cuemu.h, one fibre per thread.
 
-Covers indexing, shared memory layout, fragments, barriers and cp.async waits. Does not cover what
-depends on blocks running at the same time, on memory fences, or on Hopper's instructions.
+Covers indexing, shared memory layout, fragments, barriers and cp.async waits, of Hopper mbarriers, bulk tensor copies,
+wgmma and clusters. Does not cover what depends on the order of writes to memory.
 """
 
 import ctypes
@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .tensor_map import EmulatedTensorMap as EmulatedTensorMap
+
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent.parent / "kernels_cu"
 COMPILER = shutil.which("g++")
@@ -25,7 +27,7 @@ COMPILER = shutil.which("g++")
 FLAGS = shlex.split(
     "-std=c++17 -O2 -g1 -shared -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow -fsanitize-undefined-trap-on-error "
-    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE"
+    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE -Wno-attributes -Wno-psabi"
 )
 # Added to the preprocessed source for each of its kernels.
 ENTRY = """
@@ -56,6 +58,8 @@ class _Launch(ctypes.Structure):
         ("num_arrays", ctypes.c_uint64),
         ("shared_bytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
+        ("cluster_blocks", ctypes.c_uint64),
+        ("clusters_at_once", ctypes.c_uint64),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
     )
@@ -68,9 +72,9 @@ class _Entry(ctypes.Structure):
 
 
 class Emulated:
-    """A compiled source. `kernels` names its entry points."""
+    """A compiled source. `kernels` maps each entry point to the number of blocks in its clusters."""
 
-    def __init__(self, library: Path, kernels: list[str]):
+    def __init__(self, library: Path, kernels: dict[str, int]):
         self.path = library
         self.kernels = kernels
         self._library = ctypes.CDLL(str(library))
@@ -79,15 +83,15 @@ class Emulated:
         self._launch.argtypes = [ctypes.POINTER(_Launch)]
         self._launch.restype = ctypes.c_char_p
 
-    def launch(self, name, grid, block, table, values, shared_mem=0, seed=0):
+    def launch(self, name, grid, block, table, values, shared_mem=0, seed=0, clusters_at_once=1):
         """Run kernel `name` to its end; arrays are updated in place.
 
         `grid` and `block` are ints or up to three of them. `table` is the kernel's `params.Params`; `values` has one
         for each of its fields, by name: for a pointer a NumPy array, a pair (array, byte offset) or None, for an
-        integer an int, for a tensor map an object with the array that it describes as `array` and a method `pack`,
-        which returns the map's 128 bytes for that array's address. Every array runs as a copy between guard bytes, so
-        that a write outside it is reported; the same array given twice is one copy. A `seed` other than 0 shuffles the
-        order of blocks and threads, which brings out races.
+        integer an int, for a tensor map an EmulatedTensorMap. Every array runs as a copy between guard bytes, so that a
+        write outside it is reported; the same array given twice is one copy. A `seed` other than 0 shuffles the order
+        of blocks and threads, which brings out races. As many clusters as `clusters_at_once` says (of one block each,
+        for a kernel without clusters) take turns.
         """
         if name not in self.kernels:
             raise EmulatorError(f"no kernel {name!r}, expected one of {sorted(self.kernels)}")
@@ -98,6 +102,9 @@ class Emulated:
             raise EmulatorError(f"kernel {name}: block {block} must have 1 to 1024 threads")
         if not 0 <= shared_mem <= MAX_SHARED_BYTES:
             raise EmulatorError(f"kernel {name}: {shared_mem} bytes of shared memory, at most {MAX_SHARED_BYTES}")
+        cluster = self.kernels[name]
+        if grid[0] % cluster:
+            raise EmulatorError(f"kernel {name}: grid {grid} is not of whole clusters of {cluster} blocks")
         entry = _Entry.in_dll(self._library, f"cuemu_entry_{name}")
         if entry.params_bytes != table.size:
             raise EmulatorError(
@@ -120,6 +127,8 @@ class Emulated:
                     len(buffers),
                     shared_mem,
                     seed,
+                    cluster,
+                    clusters_at_once,
                     grid,
                     block,
                 )
@@ -146,12 +155,16 @@ class Emulated:
         return re.sub(r" \[pc\+(0x[0-9a-f]+)\]", lines, text)
 
 
-def build(source_name, macros=None, source_text=None) -> Emulated:
-    """Compile `kernels_cu/<source_name>`, or `source_text` under that name, with macros as -D options."""
+def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
+    """Compile `kernels_cu/<source_name>`, or `source_text` under that name, with macros as -D options.
+
+    headers: texts by name, in place of those in kernels_cu.
+    """
     if COMPILER is None:
         raise EmulatorError("g++ not found")
     sources = {path.name: path.read_bytes() for path in sorted(KERNELS.glob("*.cu*"))}
-    sources |= {path.name: path.read_bytes() for path in (HERE / "ptx_sm80.cuh", HERE / "cuemu.h")}
+    sources |= {path.name: path.read_bytes() for path in HERE.glob("*.*h")}
+    sources |= {name: text.encode() for name, text in (headers or {}).items()}
     if source_text is not None:
         sources[source_name] = source_text.encode()
     if source_name not in sources:
@@ -169,11 +182,11 @@ def build(source_name, macros=None, source_text=None) -> Emulated:
                 (Path(directory) / name).write_bytes(content)
             preprocess = ["-E", "-include", "cuemu.h", "-x", "c++", *defines, source_name, "-o", "unit.ii"]
             _compile(preprocess, directory)
-            names = _entry_points((Path(directory) / "unit.ii").read_text())
+            kernels = _entry_points((Path(directory) / "unit.ii").read_text())
             with (Path(directory) / "unit.ii").open("a") as unit:
-                unit.writelines(ENTRY.format(name=name) for name in names)
+                unit.writelines(ENTRY.format(name=name) for name in kernels)
             _compile(["unit.ii", "-o", "unit.so"], directory)
-            (Path(directory) / "unit.json").write_text(json.dumps(names))
+            (Path(directory) / "unit.json").write_text(json.dumps(kernels))
             # The library last: where it is, its signatures are.
             os.replace(Path(directory) / "unit.json", signatures)
             os.replace(Path(directory) / "unit.so", library)
@@ -190,11 +203,13 @@ def _literal(value) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _entry_points(text: str) -> list[str]:
-    """Kernels of preprocessed source."""
+def _entry_points(text: str) -> dict[str, int]:
+    """Kernels of preprocessed source, and the blocks of their clusters."""
     text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
     attribute = r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*"
-    return re.findall(rf'extern\s+"C"\s+{attribute}void\s+(?:{attribute})*(\w+)\s*\([^(){{}};]*\)\s*{{', text)
+    pattern = rf'extern\s+"C"\s+{attribute}void\s+((?:{attribute})*)(\w+)\s*\([^(){{}};]*\)\s*{{'
+    sizes = {name: re.search(r"cuemu_cluster\((\d+)\)", attributes) for attributes, name in re.findall(pattern, text)}
+    return {name: int(size[1]) if size else 1 for name, size in sizes.items()}
 
 
 def _cache_directory() -> Path:
