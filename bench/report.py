@@ -1,68 +1,19 @@
-"""Saved records to docs/results.md, its plots, and the README's block of results: `python -m bench.report`.
-
-Ratios are of rows of one record, measured in one run: the GPU's clocks move with its power limit, so times of two
-runs do not compare well. Where two records hold the same row, the newer one speaks.
-"""
+"""Saved records to docs/results.md, its plots, and the README's block of results: `python -m bench.report`."""
 
 import argparse
-import json
 import re
+import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench import cases, verify
-from bench.table import PASSES, merged_layers, number, rows_of
-from moeblaze_cupy import memory
+from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, span, title
+from bench.table import PASSES, number
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "bench" / "records"
 RESULTS = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
 START, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
-MIB = 2**20
-OURS = ("moeblaze", "moeblaze_recompute", "moeblaze_paper", "moeblaze_sm80")
-POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_paper": "paper"}
-# how others are called in tables; ours keep their names
-TITLES = {
-    "cublas_bound": "cuBLAS bound",
-    "cublas_and_traffic": "cuBLAS, a layer's other traffic copied beside",
-    "torch_grouped_mm": "torch grouped_mm",
-    "torch_routed": "torch, loop over experts",
-    "torch_sort": "torch.sort",
-    "sonicmoe": "SonicMoE",
-    "liger": "Liger",
-    "scattermoe": "ScatterMoE",
-    "momoe_100": "MoMoE 100%",
-    "momoe_0": "MoMoE 0%",
-    "megablocks": "MegaBlocks",
-}
-
-
-@dataclass(frozen=True)
-class Records:
-    """All committed records, oldest first, by file name."""
-
-    by_name: dict[str, dict]
-
-    @classmethod
-    def load(cls, folder: Path = RECORDS) -> "Records":
-        found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-        return cls(dict(sorted(found.items(), key=lambda item: (item[1]["datetime"], item[0]))))
-
-    def rows(self, group: str) -> list[dict]:
-        """Rows of a group, each of the newest record that has it, with ratios to that record's own bound."""
-        newest: dict[tuple, dict] = {}
-        for record in self.by_name.values():
-            rows = merged_layers(rows_of(record, group)) if group == "layer" else rows_of(record, group)
-            for row in rows:
-                names = ("case", "order", "provider", "pass", "kernel", "rows")
-                newest[tuple(row.get(name) for name in names)] = row
-        return list(newest.values())
-
-    def layers(self) -> list[dict]:
-        """Layer rows with random routing: others stand beside these in a table of their own."""
-        return [row for row in self.rows("layer") if row["routing"] == "random"]
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
@@ -92,10 +43,6 @@ def printed_ms(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def title(name: str) -> str:
-    return TITLES.get(name, name)
-
-
 def sources(records: Records) -> list[str]:
     rows = []
     for name, record in records.by_name.items():
@@ -114,14 +61,10 @@ def sources(records: Records) -> list[str]:
     return [*lines, *notes]
 
 
-def _entries(records: Records) -> dict[tuple, dict]:
-    return {(e["case"], e["order"], e["provider"]): e for e in records.layers()}
-
-
 def layer_section(records: Records, what: str, heading: str) -> list[str]:
     """Cases by providers: ms, and in brackets times the bound of the same run. The bound shown is moeblaze's.
     [] where no record has this."""
-    entries = {key: entry for key, entry in _entries(records).items() if what in entry}
+    entries = {key: entry for key, entry in records.entries().items() if what in entry}
     if not entries:
         return []
     columns = [
@@ -143,24 +86,6 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
     return ["", f"### {heading}, ms (times the bound)", *table(head, rows)]
 
 
-def beside_peers(records: Records) -> dict[tuple[str, str], dict[str, float]]:
-    """By case and other layer, of the newest record that holds both: its times over this package's, by the names of
-    PASSES, and "peak", this package's over its."""
-    found = {}
-    for record in records.by_name.values():
-        entries = merged_layers(rows_of(record, "layer"))
-        rows = {(e["case"], e["provider"]): e for e in entries if e["order"] == "transposed"}
-        for (case, name), entry in rows.items():
-            ours = rows.get((case, "moeblaze"), {})
-            times = {what: entry[what] / ours[what] for what in PASSES if what in entry and what in ours}
-            if name in (*OURS, "cublas_bound", "cublas_and_traffic") or not times:
-                continue
-            if "peak_mib" in entry and "peak_mib" in ours:
-                times["peak"] = ours["peak_mib"] / entry["peak_mib"]
-            found[case, name] = times
-    return found
-
-
 def peer_section(records: Records) -> list[str]:
     found = beside_peers(records)
     rows = [
@@ -178,7 +103,7 @@ def _with(records: Records, figure: str) -> tuple[dict[tuple[str, str], dict], l
     their cases in the tables' order."""
     entries = {
         (case, provider): entry
-        for (case, order, provider), entry in _entries(records).items()
+        for (case, order, provider), entry in records.entries().items()
         if order == "transposed" and entry.get(figure) is not None
     }
     providers = [name for name in (*OURS, *TITLES) if any(key[1] == name for key in entries)]
@@ -248,12 +173,6 @@ def layer_memory(records: Records) -> list[str]:
     return ["", "### Memory of one forward and backward, MiB", *table(head, rows)]
 
 
-def routed_mib(case) -> float:
-    """What a layer with routed buffers would keep, by formula."""
-    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
-    return memory.routed_layer(shape).saved_bytes / MIB
-
-
 def memory_section(records: Records) -> list[str]:
     by_case: dict[str, dict] = {}
     for row in records.rows("memory"):
@@ -278,7 +197,7 @@ def memory_section(records: Records) -> list[str]:
 
 def table2_section(records: Records) -> list[str]:
     """Time and memory of the default policy beside what the paper prints."""
-    entries = _entries(records)
+    entries = records.entries()
     memory_rows = {(r["case"], r["provider"]): r for r in records.rows("memory")}
     rows = []
     for name in (*cases.GROUPS["table2"], *cases.GROUPS["table2_silu"]):
@@ -436,45 +355,33 @@ def speedups() -> str:
     return "; ".join(f"{a}: {least} to {most} ({where})" for a, (where, least, most) in cases.SPEEDUPS.items()) + "."
 
 
-def span(values: Iterable[float]) -> str | None:
-    """The least and the greatest."""
-    found = sorted(values)
-    return f"{found[0]:.2f} to {found[-1]:.2f}" if found else None
-
-
 def summary(records: Records) -> str:
-    """The README's block: the plots, and the least and greatest ratios of the default policy in both memory orders."""
-    entries = {key: entry for key, entry in _entries(records).items() if key[2] == "moeblaze"}
-    shapes = {case for case, *_ in entries}
-    forward, both = (
-        span(e[f"{what}_ratio"] for e in entries.values() if f"{what}_ratio" in e)
-        for what in ("forward", "forward_backward")
-    )
+    """The README's block: the front figure, and the least, greatest and median ratios of the default policy.
+
+    All are of calls back to back, which is what a training step sees.
+    """
+    ours = [entry for (_, _, provider), entry in records.entries().items() if provider == "moeblaze"]
+    shapes = {entry["case"] for entry in ours}
+    bound = span(e["forward_backward_back_to_back_ratio"] for e in ours if "forward_backward_back_to_back_ratio" in e)
     beside = [f for (case, name), f in beside_peers(records).items() if name == "sonicmoe" and case in shapes]
-    peers_forward, peers_both, peak = (
-        span(f[what] for f in beside if what in f) for what in ("forward", "forward_backward", "peak")
-    )
-    peer = [
-        "With weights as transformers stores them SonicMoE takes, in the same run,",
-        f"{peers_forward} times as long as this layer forward,",
-        f"{peers_both} times with backward; this layer's peak memory is",
-        f"{peak} of its.",
-    ]
+    peer = []
+    if beside:
+        times, peaks = ([f[name] for f in beside] for name in ("forward_backward_back_to_back", "peak"))
+        peer = [
+            f"SonicMoE takes {span(times)} times as long as this layer (median {statistics.median(times):.2f}),",
+            f"and this layer's peak memory is {span(peaks)} of SonicMoE's (median {statistics.median(peaks):.2f}).",
+        ]
     record = next(r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
     return "\n".join(
         [
             START,
-            "![Time over the cuBLAS bound, per configuration](docs/time_over_bound.svg)",
-            "![Saved for backward, per configuration](docs/memory.svg)",
+            f"Forward and backward of one layer, {len(shapes)} shapes, one {record['machine_info']['gpu']}, bf16:",
+            *peer,
+            f"It takes {bound} times as long as its matrix products alone in cuBLAS.",
             "",
-            f"One layer on one {record['machine_info']['gpu']}, bfloat16, SwiGLU, {len(shapes)} shapes, weights in",
-            "both memory orders, single calls with the host's time in them: forward takes",
-            f"{forward} times as long as its dense products alone through cuBLAS, forward with backward",
-            f"{both} times.",
-            *(peer if peak else []),
-            "[docs/results.md](docs/results.md) has all tables, beside the paper's",
-            "numbers and the peers that could be run, and says at which commits they were measured. To measure again:",
-            "`python -m moeblaze_cupy bench --quick`, or everything as in [bench/README.md](bench/README.md).",
+            "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
+            "",
+            "[docs/results.md](docs/results.md) has every shape, the paper's numbers and other layers.",
             END,
         ]
     )
