@@ -280,7 +280,7 @@ def ablation_section(records: Records) -> list[str]:
 INTRODUCTION = """# Results
 
 Written by `python -m bench.report` from the records in `bench/records/`; do not edit. How they were measured is in
-[bench/README.md](../bench/README.md).
+`bench/README.md`.
 
 The bound is the time of the layer's dense products alone through cuBLAS, tokens split evenly: no routing, no
 activation. It is no hard bound, as a fused layer reads and writes less. Times are medians of device time, ratios are of

@@ -1,4 +1,4 @@
-"""The plots: nothing lies outside the canvas or on top of another text, and they show what the records hold."""
+"""The plots and drawings: nothing lies outside the canvas or on top of another text, and they show what the records hold."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from bench import plots
-from bench.recorded import Records, merged_layers, rows_of
+from bench.recorded import Records
+from bench.table import merged_layers, rows_of
+from docs import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,9 +59,9 @@ def overlapping_texts(figure: Figure) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", plots.DRAWN)
+@pytest.mark.parametrize("name", [*plots.DRAWN, *draw.DRAWN])
 def test_nothing_is_clipped_or_covered(name, records):
-    figure = plots.DRAWN[name](records)
+    figure = plots.DRAWN[name](records) if name in plots.DRAWN else draw.DRAWN[name]()
     assert outside_canvas(figure) == []
     assert overlapping_texts(figure) == []
 
@@ -85,7 +87,7 @@ def test_plots_name_this_package(name, records):
 def test_front_figure_shows_the_records(records):
     """By another way than the plot's: each row of the newest record of layers, and the sentence on top."""
     texts = " ".join(text for text, _ in shown_texts(plots.front(records)))
-    rows = merged_layers(rows_of(records.by_name["h200-layer.json"[:-5]], "layer"))
+    rows = merged_layers(rows_of(records.by_name["h200-layer"], "layer"))
     rows += merged_layers(rows_of(records.by_name["h200-layer-torch"], "layer"))
     by_key = {(row["case"], row["provider"]): row for row in rows if row["order"] == "transposed"}
     for case in plots.FRONT_CASES:
@@ -111,3 +113,7 @@ def test_write_makes_every_plot(records, tmp_path):
     plots.write(records, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(plots.DRAWN)
     assert all(path.read_text().rstrip().endswith("</svg>") for path in tmp_path.iterdir())
+
+
+def test_drawings_are_those_of_the_script():
+    assert {path.name for path in (ROOT / "docs" / "drawings").iterdir()} == set(draw.DRAWN)
