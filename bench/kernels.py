@@ -72,73 +72,37 @@ class Kernels:
 
     def __init__(self, case, inputs: dict, contiguous: bool = False, accumulate: bool = False):
         from moeblaze_cupy import launch_config, loader
-        from moeblaze_cupy.arrays import Context, Torch
-        from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels
+        from moeblaze_cupy.arrays import Torch
+        from moeblaze_cupy.ops import dispatch
+        from moeblaze_cupy.runtime import Runtime
+        from moeblaze_cupy.structures import DispatchIndices
 
-        self.case, self.inputs = case, dict(inputs)
+        self.case, self.inputs, self.accumulate = case, dict(inputs), accumulate
         if contiguous:
             self._spread_rows()
             self.case = case = replace(case, L=case.slots, k=1)
         made, device = self.inputs, inputs["x"].device.index or 0
-        self.context = context = Context(Torch, device, torch.cuda.current_stream(device).cuda_stream)
-        describe = context.describe
         R, d, h, n = case.slots, case.d, case.h, case.first_columns
-        x, grad_out, weights = (describe(made[name]) for name in ("x", "grad_out", "weights"))
-        self.index = index = dispatch.dispatch(context, describe(made["ids"]), case.E)
-        lists = grouped_gemm.Index.of(context, index)
-        half = h if n == 2 * h else None
-        up = grouped_gemm.Weight.of((describe(made["w1"]),), half)
-        down = grouped_gemm.Weight.of((describe(made["w2"]),))
 
         def new(*shape):
             # random, not zeros: the power limit lets zeros run faster than data
             return torch.randn(*shape, device=made["x"].device, dtype=made["x"].dtype)
 
-        tier = launch_config.tier(loader.device_limits(device).compute_capability)
-        self.panels = launch_config.panels(d, R, tier)
+        self.limits, self.run = loader.device_limits(device), Runtime.current(Torch, device)
+        self.panels = launch_config.panels(d, R, self.limits.tier)
         self.first, self.product, self.panel = new(R, n), new(R, h), new(R, self.panels[0][1])
         self.first_grad, self.weighted = new(R, n), new(R, h)
         self.grad_w1, self.grad_w2 = (
             torch.zeros_like(made[name], dtype=torch.float32 if accumulate else None) for name in ("w1", "w2")
         )
         self.out = torch.empty_like(made["x"])
-        first, product, panel, first_grad, weighted = map(
-            describe, (self.first, self.product, self.panel, self.first_grad, self.weighted)
-        )
-        out, activation = describe(self.out), case.activation
-        w1_gradient = grouped_gemm.Weight.of((describe(self.grad_w1),), half)
-        w2_gradient = grouped_gemm.Weight.of((describe(self.grad_w2),))
-        row_weights = aggregation.weights_by_row(context, weights, lists.token_index_map)
-
-        def down_bwd():
-            self.partial_sums = grouped_gemm.down_bwd(
-                context, lists, grad_out, down, h, activation, first_layer=first, first_layer_grad=first_grad,
-                product=weighted, stored_product=None, row_weights=row_weights, wants_weights_grad=True,
-            )  # fmt: skip
-
-        def aggregate(scale):
-            for column, columns in self.panels:
-                rows = panel.part(0, (R, columns))
-                aggregation.aggregate(context, rows, lists.token_index_map, scale, out, column, columns)
-
-        self.calls = {
-            "up_fwd": lambda: grouped_gemm.up_fwd(
-                context, lists, x, up, h, activation, first_layer=first, product=product
-            ),
-            "down_fwd": lambda: panels.down_fwd(
-                context, lists, product, down, weights, out, activation, overwrites=False
-            ),
-            "down_bwd": down_bwd,
-            "down_wgrad": lambda: grouped_gemm.down_wgrad(
-                context, lists, weighted, grad_out, w2_gradient, activation, accumulate
-            ),
-            "up_wgrad": lambda: grouped_gemm.up_wgrad(
-                context, lists, x, first_grad, w1_gradient, h, activation, accumulate
-            ),
-            "up_bwd": lambda: panels.up_bwd(context, lists, first_grad, up, h, out, activation),
-            "aggregate_out": lambda: aggregate(weights),
-            "aggregate_dx": lambda: aggregate(None),
-        }
+        self.row_weights = torch.empty(R, device=made["x"].device, dtype=torch.float32)
+        ids = made["ids"]
+        steps = dispatch.configure(Torch.describe(ids).layout, case.E, self.limits)
+        lists, copy, self.addresses = dispatch.dispatch(self.run, steps, ids.data_ptr())
+        kept = copy.array if copy else ids
+        self.index = DispatchIndices(lists.array, kept, steps.index.places, case.E, copy is not None)
+        self.calls = self.configured()
         self.results = {
             "up_fwd": lambda: self.product,
             "down_fwd": lambda: self.out,
@@ -148,6 +112,73 @@ class Kernels:
             "up_bwd": lambda: self.out,
             "aggregate_out": lambda: self.out,
             "aggregate_dx": lambda: self.out,
+        }
+
+    def configured(self) -> dict:
+        """Calls by name, of records made now."""
+        from moeblaze_cupy.arrays import Torch
+        from moeblaze_cupy.ops import aggregation
+        from moeblaze_cupy.ops.experts import configure_backward, configure_forward
+        from moeblaze_cupy.ops.grouped_gemm import gemm, wgrad
+        from moeblaze_cupy.ops.panels import sum_of_rows
+        from moeblaze_cupy.structures import GRADIENTS
+
+        def layout(array):
+            return Torch.describe(array).layout
+
+        run, index, d, activation = self.run, self.addresses, self.case.d, self.case.activation
+        names = ("x", "ids", "weights", "w1", "w2", "grad_out")
+        x, ids, weights, w1, w2, grad_out = (self.inputs[name] for name in names)
+        # save="paper" leaves the product alone, and keep_saved the first layer, so that calls can be repeated
+        shapes = layout(x), layout(ids), layout(weights), layout(w2), (layout(w1),)
+        forward = configure_forward(*shapes, activation, "paper", self.limits)
+        totals = {"w1": (layout(self.grad_w1),), "w2": (layout(self.grad_w2),)} if self.accumulate else {}
+        backward = configure_backward(
+            layout(grad_out),
+            *(layout(array) for array in (x, weights, w2)),
+            (layout(w1),),
+            layout(self.first),
+            None,
+            tuple(totals.items()),
+            activation,
+            GRADIENTS,
+            True,
+            self.limits,
+        )
+        token_index_map, row_weights = index["token_index_map"], self.row_weights.data_ptr()
+        x, grad_out, weights, w1, w2 = (array.data_ptr() for array in (x, grad_out, weights, w1, w2))
+        run.launch(backward.weights_by_row, weights=weights, token_index_map=token_index_map, row_weights=row_weights)
+        up, down = backward.up.halves((w1,)), (w2, w2)
+        up_gradient = backward.up_gradient.halves((self.grad_w1.data_ptr(),))
+        down_gradient = backward.down_gradient.halves((self.grad_w2.data_ptr(),))
+        buffers = (self.first, self.product, self.panel, self.first_grad, self.weighted, self.out)
+        first, product, panel, first_grad, weighted, out = (array.data_ptr() for array in buffers)
+
+        def down_bwd():
+            self.partial_sums = gemm(
+                run, backward.down_bwd, index, grad_out, down, first_layer=first, first_layer_grad=first_grad,
+                product=weighted, weights=row_weights,
+            )  # fmt: skip
+
+        def aggregate(weights_dtype, scale):
+            shape, dtype = forward.dispatch.index, forward.dtype
+            sums = [aggregation.aggregate(shape, dtype, weights_dtype, d, *part, part[1]) for part in self.panels]
+
+            def call():
+                for step in sums:
+                    run.launch(step, panel=panel, token_index_map=token_index_map, weights=scale, out=out)
+
+            return call
+
+        return {
+            "up_fwd": lambda: gemm(run, forward.up_fwd, index, x, up, first_layer=first, product=product),
+            "down_fwd": lambda: sum_of_rows(run, forward.down_fwd, index, product, down, weights, out),
+            "down_bwd": down_bwd,
+            "down_wgrad": lambda: wgrad(run, backward.down_wgrad, index, weighted, grad_out, down_gradient),
+            "up_wgrad": lambda: wgrad(run, backward.up_wgrad, index, x, first_grad, up_gradient),
+            "up_bwd": lambda: sum_of_rows(run, backward.up_bwd, index, first_grad, up, 0, out),
+            "aggregate_out": aggregate(str(self.inputs["weights"].dtype).removeprefix("torch."), weights),
+            "aggregate_dx": aggregate(None, 0),
         }
 
     def _spread_rows(self) -> None:
@@ -239,23 +270,18 @@ class SortedDispatch:
     """Context manager: the layer builds its lists by `sorted_lists` in place of its own dispatch kernels.
 
     The lists are equal, as dispatch is a stable sort too; the layer then goes on with those of `ids`, made here
-    beforehand, whose GEMM schedule a sort does not give. No plans are made: a sort cannot be traced.
+    beforehand, whose GEMM schedule a sort does not give.
     """
 
     def __init__(self, ids: torch.Tensor, E: int):
         self.ids, self.E = ids, E
 
     def __enter__(self):
-        from moeblaze_cupy import plans
-        from moeblaze_cupy.arrays import Context, Torch
-        from moeblaze_cupy.ops import experts
+        from moeblaze_cupy import build_dispatch
+        from moeblaze_cupy.arrays import Buffer
+        from moeblaze_cupy.ops import dispatch
 
-        self.plans, self.max_plans = plans, plans.MAX_PLANS
-        plans.MAX_PLANS = 0
-        plans.clear()
-        self.module, self.own = experts, experts.dispatch
-        context = Context(Torch, self.ids.device.index, torch.cuda.current_stream().cuda_stream)
-        index = self.own(context, context.describe(self.ids), self.E)
+        index = build_dispatch(self.ids, self.E)
         for name, want in zip(
             ("expert_token_indices", "expert_token_offsets", "token_index_map"),
             sorted_lists(self.ids, self.E),
@@ -263,17 +289,18 @@ class SortedDispatch:
         ):
             if not torch.equal(getattr(index, name), want):
                 raise RuntimeError(f"bench: SortedDispatch: {name}: expected the lists of a stable sort")
+        lists = Buffer(index.lists, index.lists.data_ptr())
+        copy = Buffer(index.ids, index.ids.data_ptr()) if index.ids_copied else None
 
-        def dispatch(_, ids, E):
-            sorted_lists(ids.owner, E)
-            return index
+        def sort(_run, steps, _ids):
+            sorted_lists(self.ids, self.E)
+            return lists, copy, steps.index.addresses(lists.ptr)
 
-        experts.dispatch = dispatch
+        self.module, self.own, dispatch.dispatch = dispatch, dispatch.dispatch, sort
         return self
 
     def __exit__(self, *_):
         self.module.dispatch = self.own
-        self.plans.MAX_PLANS = self.max_plans
 
 
 def dispatch_inputs(case, sets: int, device: str, seed: int = 0) -> list[torch.Tensor]:

@@ -4,41 +4,28 @@ python -m bench.variants --rule pairs --rule parts --case dsv3,one_expert --orde
 """
 
 import argparse
-import functools
 import json
 import random
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from bench import cases, inputs, kernels, measure, table
-from moeblaze_cupy import launch_config
+from moeblaze_cupy import launch_config, runtime
 
 WINDOW_SECONDS, ROUNDS = 0.15, 8  # of a variant's calls back to back; the median is of all rounds but the first
 PARTS = (1, 2, 3, 4, 6, 8, 16)
 
 
-@contextmanager
-def _listed(lists: torch.Tensor, experts: torch.Tensor) -> Iterator[None]:
-    """Within it, weight gradients take experts in this order."""
-    before = lists.clone()
-    lists.copy_(experts)
-    try:
-        yield
-    finally:
-        lists.copy_(before)
-
-
 def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callable]:
-    """Context managers by name."""
+    """Calls by name."""
     if rule == "load":
         lists = kernel.index.experts_by_load
         orders = {"by id": torch.arange(len(lists), dtype=lists.dtype, device=lists.device), "by load": lists.clone()}
-        return {name: functools.partial(_listed, lists, experts) for name, experts in orders.items()}
+        return {name: _listed(lists, experts, kernel.calls[entry]) for name, experts in orders.items()}
     if rule == "pairs":
         function, answers = "pairs_blocks", {"single": False, "pairs": True}
     elif rule == "claims":
@@ -49,10 +36,26 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
         tiles = max(launch_config.wgrad_tiles(*sizes, case.E * halves) for sizes in orders)
         most = launch_config.MAX_TURNS * launch_config.H200.multiprocessors // tiles
         function, answers = "wgrad_parts", {f"{n} parts": n for n in PARTS if n == 1 or n <= most}
-    return {
-        name: functools.partial(mock.patch.object, launch_config, function, lambda *_, answer=answer: answer)
-        for name, answer in answers.items()
-    }
+    return {name: _answered(function, answer, kernel, entry) for name, answer in answers.items()}
+
+
+def _answered(function: str, answer: int, kernel: kernels.Kernels, entry: str) -> Callable:
+    """The kernel's call where a rule of launch_config gives this answer."""
+    runtime.forget()
+    with mock.patch.object(launch_config, function, lambda *_: answer):
+        call = kernel.configured()[entry]
+    runtime.forget()
+    return call
+
+
+def _listed(lists: torch.Tensor, experts: torch.Tensor, call: Callable) -> Callable:
+    """The call with weight gradients that take experts in this order, which it writes anew in a few microseconds."""
+
+    def listed() -> None:
+        lists.copy_(experts)
+        call()
+
+    return listed
 
 
 # The kernels that ask each rule.
@@ -64,18 +67,17 @@ RULES = {
 }
 
 
-def in_turn(call: Callable, among: dict[str, Callable]) -> dict[str, float]:
-    """Seconds of a call within each of the context managers.
+def in_turn(calls: dict[str, Callable]) -> dict[str, float]:
+    """Seconds of each of the calls.
 
     Their order changes from round to round: the power limit lets the clock swing once a second, and of five equal
     kernels in windows of 0.2 s one came out up to 7% below another, by its place in a fixed order.
     """
-    found: dict[str, list[float]] = {name: [] for name in among}
+    found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
-        for name in random.sample(list(among), len(among)):
-            with among[name]():
-                once = measure.back_to_back_seconds(call, WINDOW_SECONDS)  # few calls, as if each took so long
-                found[name].append(measure.back_to_back_seconds(call, once, WINDOW_SECONDS))
+        for name in random.sample(list(calls), len(calls)):
+            once = measure.back_to_back_seconds(calls[name], WINDOW_SECONDS)  # few calls, as if each took so long
+            found[name].append(measure.back_to_back_seconds(calls[name], once, WINDOW_SECONDS))
     return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
@@ -89,7 +91,9 @@ def run(rules: list[str], names: list[str], order: str) -> list[dict]:
             for entry in RULES[rule]:
                 if rule == "pairs" and case.k == 1 and entry in kernels.SUMMED:  # rows that go to tokens have no pairs
                     continue
-                timed = in_turn(kernel.calls[entry], variants(rule, kernel, entry))
+                by_load = kernel.index.experts_by_load.clone()
+                timed = in_turn(variants(rule, kernel, entry))
+                kernel.index.experts_by_load.copy_(by_load)
                 flops = kernels.gemm_work(case, entry).flops
                 for variant, seconds in timed.items():
                     about = {"case": name, "order": order, "kernel": entry, "rule": rule, "variant": variant}

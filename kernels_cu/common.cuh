@@ -5,6 +5,13 @@
 
 typedef long long int64;
 
+// The offset of a field in bytes, the struct's name last (it may have commas). NVRTC has no offsetof.
+#ifdef __CUDACC_RTC__
+#define OFFSET_OF(FIELD, ...) __INTADDR__(&((__VA_ARGS__*)0)->FIELD)
+#else
+#define OFFSET_OF(FIELD, ...) __builtin_offsetof(__VA_ARGS__, FIELD)
+#endif
+
 struct bf16 {
     unsigned short bits;
 };

@@ -1,25 +1,15 @@
 // Dispatch: from the chosen experts of every token to the index lists of the paper's section 4.1, in
 // the three steps of section 4.2, without a sort, stable and deterministic.
 //
-//   ids                   (L*k,)   int32 or int64, in   id < 0 or >= E: no expert in this slot
-//   token_expert_indices  (L*k,)   int32, out           from int64 ids, -1 for "none"; null where ids are int32
-//   block_counts          (ceil(B/G), G, E') int32, workspace     slots of each expert in each G blocks of
-//                         dispatch_route, and if G = 2 in the first of the two; null if one part holds all
-//   expert_token_indices  (L*k,)   int32, out           token of each routed slot; -1 past the last
-//   expert_token_offsets  (E+1,)   int32, out
-//   token_index_map       (L*k,)   int32, out           position in expert_token_indices, or -1
-//   row_tiles             (T+1, 2) int32, out           [0] = (count, tile_rows), then (expert, first row)
-//   experts_by_load       (E,)     int32, out           ids by falling slot count, equal ones by rising id
-//
-// num_slots = L*k, num_experts = E <= 4096, E' = E rounded up to a multiple of 4, G = counted_together, 1 or 2. Launch:
+// num_slots = L*k, num_experts = E <= MAX_EXPERTS, E' = E rounded up to a multiple of 4, G = counted_together, 1 or 2. Launch:
 // dispatch_count of ceil(B/G) blocks, left out where one part holds all slots, then dispatch_route of B. A block of
 // dispatch_route owns block_slots consecutive slots, in parts of part_slots < 65536. Both kernels have 512 or 1024
 // threads, and count in a matrix in shared memory: a row per expert, one more for "none", and C = columns counters in a
 // row, of which a thread adds to one; C is a power of two.
 //   dispatch_count: C of 4 to 32, counters of 32 bits, a matrix for each of the G blocks. Where ids are int64 it writes
 // token_expert_indices, and dispatch_route reads that in place of ids.
-//   dispatch_route: C of 8 to 128, counters of 16 bits, C * (E + 1) / 8 at most HELD per thread; C threads count while 32
-// or more others sum over blocks. part_slots / C is 2 more than a multiple of 4. Shared memory: five lists of E+1 ints,
+//   dispatch_route: C of 8 to 128, counters of 16 bits, C * (E + 1) / 8 at most HELD_PIECES per thread; C threads count while 32
+// or more others sum over blocks. part_slots / C is 2 more than a multiple of 4. Shared memory: EXPERT_LISTS lists of E+1 ints,
 // rounded up to 16 bytes; the matrix and what those sums take, 8*E' per group of threads that reads all experts 4 at a
 // time, nothing if there is one group, or 4 per slot of a part if that is more; 4 per slot.
 //
@@ -31,6 +21,41 @@
 // are one more run, which goes nowhere. The atomics are on integers in shared memory: in dispatch_count sums, the same in
 // any order; in dispatch_route on half a word to which one thread alone adds, in its own order.
 #include "dispatch_matrix.cuh"
+
+#if !defined(TILE_ROWS) || !defined(MAX_EXPERTS) || !defined(MAX_K) || !defined(MAX_BLOCK_THREADS) || !defined(MIN_COLUMNS) || \
+    !defined(MIN_COUNT_COLUMNS) || !defined(HELD_PIECES) || !defined(EXPERT_LISTS) || !defined(MIN_GROUPS)
+#error "TILE_ROWS, MAX_EXPERTS, MAX_K, MAX_BLOCK_THREADS, MIN_COLUMNS, MIN_COUNT_COLUMNS, HELD_PIECES, EXPERT_LISTS and \
+MIN_GROUPS are given by launch_config.py"
+#endif
+static_assert(4 * MAX_EXPERTS < 65536, "the row of an expert, times 4, is half a word beside a rank or a slot");
+static_assert((65536ull + MAX_K) * MAX_K < 1ull << 32, "slot / k by a 32-bit reciprocal is exact");
+static_assert(MIN_COLUMNS % 8 == 0 && MIN_COUNT_COLUMNS % 4 == 0, "a lane reads 16 bytes of counters");
+static_assert(MAX_BLOCK_THREADS <= 1024, "threads of a block");
+static_assert(MIN_GROUPS >= 2, "one group writes its sums where they belong, and has no scratch memory");
+
+template <class Id>
+struct DispatchCountParams {
+    const Id* ids;              // (L*k,) int32 or int64, in; id < 0 or >= E: no expert in this slot
+    int* token_expert_indices;  // (L*k,) int32, out: from int64 ids, -1 for "none"; null where ids are int32
+    int* block_counts;          // (ceil(B/G), G, E') int32, out: slots of each expert in each G blocks of dispatch_route,
+                                // and if G = 2 in the first of the two
+    int64 block_slots;
+    int num_slots, num_experts, columns, counted_together;
+};
+
+template <class Id>
+struct DispatchRouteParams {
+    const Id* ids;              // (L*k,) int32 or int64, in
+    int* token_expert_indices;  // (L*k,) int32, out; null where ids are int32
+    const int* block_counts;    // (ceil(B/G), G, E') int32, in; null if one part holds all slots
+    int* expert_token_indices;  // (L*k,) int32, out: token of each routed slot; -1 past the last
+    int* expert_token_offsets;  // (E+1,) int32, out
+    int* token_index_map;       // (L*k,) int32, out: position in expert_token_indices, or -1
+    int* row_tiles;             // (T+1, 2) int32, out: [0] = (count, TILE_ROWS), then (expert, first row)
+    int* experts_by_load;       // (E,) int32, out: ids by falling slot count, equal ones by rising id
+    int64 block_slots;
+    int num_slots, k, num_experts, columns, part_slots, counted_together;
+};
 
 // Of block_counts: rows are read 16 bytes at a time.
 __device__ __forceinline__ int stride_of(int num_experts) { return (num_experts + 3) & ~3; }
@@ -123,7 +148,7 @@ __device__ void count(const Id* ids, int* token_expert_indices, int* block_count
 // (all, before), or of a single group `all` and `before` themselves.
 __device__ __forceinline__ int sum_groups(int num_experts, int threads) {
     const int groups = 4u * threads / static_cast<unsigned>(stride_of(num_experts));
-    return groups < 3 ? 1 : groups;  // so many experts leave little shared memory
+    return groups < MIN_GROUPS ? 1 : groups;  // so many experts leave little shared memory
 }
 
 __device__ void sum_blocks(const int* block_counts, int num_experts, int counted_together, int groups, int thread,
@@ -163,8 +188,8 @@ __device__ void sum_blocks(const int* block_counts, int num_experts, int counted
 }
 
 // The outputs that depend on the experts' totals alone, by `threads` threads of all blocks, of which this is `thread`.
-__device__ void write_schedule(const int* counts, const int* offsets, const int* tiles, int num_experts, int tile_rows,
-                               int64 num_slots, unsigned thread, unsigned threads, int* expert_token_indices,
+__device__ void write_schedule(const int* counts, const int* offsets, const int* tiles, int num_experts, int64 num_slots,
+                               unsigned thread, unsigned threads, int* expert_token_indices,
                                int* expert_token_offsets, int* row_tiles, int* experts_by_load) {
     constexpr int RANKING = 8;  // threads that find an expert's place: how many have more slots, or as many and a lower id
     const unsigned num_tiles = tiles[num_experts], routed = offsets[num_experts];
@@ -190,31 +215,31 @@ __device__ void write_schedule(const int* counts, const int* offsets, const int*
     for (unsigned tile = thread; tile < num_tiles; tile += threads) {
         const int e = find_run(tiles, num_experts, static_cast<int>(tile));
         row_tiles[2ll * (tile + 1)] = e;
-        row_tiles[2ll * (tile + 1) + 1] = offsets[e] + static_cast<int>(tile - tiles[e]) * tile_rows;
+        row_tiles[2ll * (tile + 1) + 1] = offsets[e] + static_cast<int>(tile - tiles[e]) * TILE_ROWS;
     }
 #pragma unroll 1
     for (unsigned i = routed + thread; i < num_slots; i += threads) expert_token_indices[i] = -1;
 #pragma unroll 1
     for (unsigned e = thread; e <= num_experts; e += threads) expert_token_offsets[e] = offsets[e];
-    if (thread == 0) row_tiles[0] = num_tiles, row_tiles[1] = tile_rows;
+    if (thread == 0) row_tiles[0] = num_tiles, row_tiles[1] = TILE_ROWS;
 }
 
 template <class Id>
 __device__ void route(const Id* ids, int* token_expert_indices, const int* block_counts, int* expert_token_indices,
                       int* expert_token_offsets, int* token_index_map, int* row_tiles, int* experts_by_load, int64 num_slots,
-                      int k, int num_experts, int columns, int64 block_slots, int part_slots, int tile_rows,
+                      int k, int num_experts, int columns, int64 block_slots, int part_slots,
                       int counted_together) {
     constexpr int LOADS = sizeof(Id) == 4 ? 6 : 2;  // of 4 slots, before the first is used
     constexpr int COUNTED = 4;                      // pairs of slots on their way through the counters
-    constexpr int HELD = 5;                         // 16-byte pieces of the matrix in a thread's registers
     constexpr int PLACED = 4;                       // pairs of slots at once that find their places
     constexpr int PLACES = 4;                       // of what was collected, read at once
-    const int num_rows = num_experts + 1, lists = 5 * num_rows;
+    const int num_rows = num_experts + 1, lists = EXPERT_LISTS * num_rows;
     int* counts = reinterpret_cast<int*>(dynamic_shared);  // (E,) slots of each expert
     int* offsets = counts + num_experts;                   // (E+1,) expert_token_offsets
     int* tiles = offsets + num_rows;                       // (E+1,) first tile of each expert
     int* rows = tiles + num_rows;                          // (E+1,) first row of each expert's run, less its first place
     int* starts = rows + num_rows;                         // (E+2,) that first place among the part's slots
+    static_assert(EXPERT_LISTS == 5, "counts (E), offsets, tiles, rows (E+1 each), starts (E+2)");
     const int matrix_bytes = (4 * lists + 15) / 16 * 16;   // before it
     unsigned* matrix = reinterpret_cast<unsigned*>(dynamic_shared + matrix_bytes);  // (E+1, C/2): columns c and c + C/2
     const int half_columns = columns / 2, cells = half_columns * num_rows;
@@ -340,9 +365,9 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
             }
         }
         // Both columns of a word at once: no sum reaches 65536. The upper ones come after all the lower.
-        unsigned before[HELD];
+        unsigned before[HELD_PIECES];  // of the 16-byte pieces of the matrix that this thread works on
 #pragma unroll
-        for (int j = 0; j < HELD; ++j) {
+        for (int j = 0; j < HELD_PIECES; ++j) {
             if (j * static_cast<int>(blockDim.x) >= num_rows << lane_bits) break;
             const int i = j * blockDim.x + threadIdx.x, row = i >> lane_bits;
             uint4 w = make_uint4(0, 0, 0, 0);
@@ -360,11 +385,11 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
         if (warp == 0) exclusive_sums(starts, num_rows, [&](int i) { return starts[i]; });
         if (part == 0) {
             if (warp == 1) exclusive_sums(offsets, num_experts, [&](int i) { return counts[i]; });
-            if (warp == 2) exclusive_sums(tiles, num_experts, [&](int i) { return (counts[i] + tile_rows - 1) / tile_rows; });
+            if (warp == 2) exclusive_sums(tiles, num_experts, [&](int i) { return (counts[i] + TILE_ROWS - 1) / TILE_ROWS; });
         }
         __syncthreads();
 #pragma unroll
-        for (int j = 0; j < HELD; ++j) {
+        for (int j = 0; j < HELD_PIECES; ++j) {
             const int i = j * blockDim.x + threadIdx.x;
             if (i < num_rows << lane_bits) {
                 const uint4 w = reinterpret_cast<const uint4*>(matrix)[i];
@@ -412,7 +437,7 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
         }
         if (part == 0) {
             const unsigned turn = (warp * gridDim.x + blockIdx.x) * 32 + lane;  // warps of all blocks in turn
-            write_schedule(counts, offsets, tiles, num_experts, tile_rows, num_slots, turn, gridDim.x * blockDim.x,
+            write_schedule(counts, offsets, tiles, num_experts, num_slots, turn, gridDim.x * blockDim.x,
                            expert_token_indices, expert_token_offsets, row_tiles, experts_by_load);
         }
         __syncthreads();
@@ -439,21 +464,16 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
 }
 
 #define DISPATCH(NAME, ID)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                        \
-        dispatch_count_##NAME(const ID* ids, int* token_expert_indices, int* block_counts, int64 num_slots, int64 num_experts, \
-                              int64 columns, int64 block_slots, int64 counted_together) {                                     \
-        count(ids, token_expert_indices, block_counts, num_slots, static_cast<int>(num_experts), static_cast<int>(columns),   \
-              block_slots, static_cast<int>(counted_together));                                                               \
+    extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS)                                                           \
+        dispatch_count_##NAME(const __grid_constant__ DispatchCountParams<ID> p) {                                            \
+        count(p.ids, p.token_expert_indices, p.block_counts, p.num_slots, p.num_experts, p.columns, p.block_slots,            \
+              p.counted_together);                                                                                            \
     }                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                        \
-        dispatch_route_##NAME(const ID* ids, int* token_expert_indices, const int* block_counts, int* expert_token_indices,   \
-                              int* expert_token_offsets, int* token_index_map, int* row_tiles, int* experts_by_load,          \
-                              int64 num_slots, int64 k, int64 num_experts, int64 columns, int64 block_slots, int64 part_slots,  \
-                              int64 tile_rows, int64 counted_together) {                                                      \
-        route(ids, token_expert_indices, block_counts, expert_token_indices, expert_token_offsets, token_index_map,           \
-              row_tiles, experts_by_load, num_slots, static_cast<int>(k), static_cast<int>(num_experts),                      \
-              static_cast<int>(columns), block_slots, static_cast<int>(part_slots), static_cast<int>(tile_rows),              \
-              static_cast<int>(counted_together));                                                                            \
+    extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS)                                                           \
+        dispatch_route_##NAME(const __grid_constant__ DispatchRouteParams<ID> p) {                                            \
+        route(p.ids, p.token_expert_indices, p.block_counts, p.expert_token_indices, p.expert_token_offsets,                  \
+              p.token_index_map, p.row_tiles, p.experts_by_load, p.num_slots, p.k, p.num_experts, p.columns, p.block_slots,   \
+              p.part_slots, p.counted_together);                                                                              \
     }
 
 DISPATCH(int32, int)

@@ -5,54 +5,40 @@
 #include "gemm_core_sm90.cuh"
 #include "row_staging.cuh"
 
-typedef WEIGHT weight_t;
-
-// What the epilogues read and write; arguments of grouped_gemm_sm90.cu.
-struct Operands {
-    int N;
-    element *first_layer, *first_layer_grad, *product;
-    int64 product_ld;
-    const element* stored_product;
-    const weight_t* weights;
-    float* partial_sums;
-    const int *expert_token_indices, *token_index_map;
-    int64 num_slots;
-};
-
 // product = the rows as they are.
 struct StoreRows : EpilogueBase {
-    static constexpr int TILE_COLUMNS = 256, SPREAD = 8;
-    const Operands& operands;
+    static constexpr int SPREAD = 8;
+    const GroupedGemmParams& params;
     element* row;
     bool inside;
 
-    __device__ __forceinline__ explicit StoreRows(const Operands& operands) : operands(operands) {}
+    __device__ __forceinline__ explicit StoreRows(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
         const int column = n0 + (threadIdx.x & 31) * 8;
-        rows = count, done = 0, inside = column < operands.N;
-        row = operands.product + row0 * operands.product_ld + column;
+        rows = count, done = 0, inside = column < params.columns;
+        row = params.product + row0 * params.product_ld + column;
     }
     __device__ __forceinline__ void next() {
         const Row8<element> v = finished.get(done, threadIdx.x & 31);
         if (inside) v.store(row);
-        row += operands.product_ld;
+        row += params.product_ld;
         ++done;
     }
 };
 
 // k = 1: each row to its token, times the token's weight.
 struct StoreTokenRows : EpilogueBase {
-    static constexpr int TILE_COLUMNS = 256, SPREAD = 8;
-    const Operands& operands;
+    static constexpr int SPREAD = 8;
+    const GroupedGemmParams& params;
     int column, token;  // of the lane; of row lane % 16
     float weight;       // of that token
 
-    __device__ __forceinline__ explicit StoreTokenRows(const Operands& operands) : operands(operands) {}
+    __device__ __forceinline__ explicit StoreTokenRows(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0, column = n0 + lane * 8;
-        token = operands.expert_token_indices[row0 + min(lane & 15, rows - 1)];  // without rows, of the expert's last
-        weight = operands.weights ? to_float(operands.weights[token]) : 1.f;
+        token = params.expert_token_indices[row0 + min(lane & 15, rows - 1)];  // without rows, of the expert's last
+        weight = params.weights ? to_float(params.weights[token]) : 1.f;
     }
     __device__ __forceinline__ void next() {
         const int64 to = __shfl_sync(0xffffffffu, token, done);
@@ -61,19 +47,19 @@ struct StoreTokenRows : EpilogueBase {
         finished.get(done, threadIdx.x & 31).unpack(v);
 #pragma unroll
         for (int c = 0; c < 8; ++c) v[c] *= scale;
-        if (column < operands.N) store_vector8(operands.product + to * operands.product_ld + column, v);
+        if (column < params.columns) store_vector8(params.product + to * params.product_ld + column, v);
         ++done;
     }
 
     // Zeros for the tokens without an expert.
-    static __device__ __forceinline__ void beside(const Operands& operands) {
+    static __device__ __forceinline__ void beside(const GroupedGemmParams& params) {
         const int lane = threadIdx.x & 31;
-        const int64 L = operands.num_slots;
+        const int64 L = params.num_slots;
         for (int64 first = blockIdx.x * 32LL; first < L; first += gridDim.x * 32LL) {
-            const bool without = first + lane < L && operands.token_index_map[min(first + lane, L - 1)] < 0;
+            const bool without = first + lane < L && params.token_index_map[min(first + lane, L - 1)] < 0;
             for (unsigned left = __ballot_sync(0xffffffffu, without); left; left &= left - 1) {
-                element* row = operands.product + (first + __ffs(left) - 1) * operands.product_ld;
-                for (int column = lane * 8; column < operands.N; column += 256)
+                element* row = params.product + (first + __ffs(left) - 1) * params.product_ld;
+                for (int column = lane * 8; column < params.columns; column += 256)
                     store_global_16(row + column, make_uint4(0, 0, 0, 0));
             }
         }
@@ -84,19 +70,19 @@ struct StoreTokenRows : EpilogueBase {
 // spans one of its rows.
 struct ActivateRows : EpilogueBase {
     static constexpr bool SPLIT = GATED;
-    static constexpr int TILE_COLUMNS = SPLIT ? 128 : 256, LANES = TILE_COLUMNS / 8, ROWS = 32 / LANES;
-    const Operands& operands;
+    static constexpr int LANES = (SPLIT ? BN / 2 : BN) / 8, ROWS = 32 / LANES;  // of a row of the result; per step
+    const GroupedGemmParams& params;
     element *layer, *out;
     bool inside;
 
-    __device__ __forceinline__ explicit ActivateRows(const Operands& operands) : operands(operands) {}
-    __device__ __forceinline__ int64 layer_ld() const { return GATED ? 2 * operands.N : operands.N; }
+    __device__ __forceinline__ explicit ActivateRows(const GroupedGemmParams& params) : params(params) {}
+    __device__ __forceinline__ int64 layer_ld() const { return GATED ? 2 * params.columns : params.columns; }
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
         const int lane = threadIdx.x & 31, column = n0 + lane % LANES * 8;
-        rows = count, done = 0, inside = column < operands.N;
+        rows = count, done = 0, inside = column < params.columns;
         const int64 r = row0 + lane / LANES;
-        layer = operands.first_layer + r * layer_ld() + column;
-        out = operands.product + r * operands.N + column;
+        layer = params.first_layer + r * layer_ld() + column;
+        out = params.product + r * params.columns + column;
     }
     __device__ __forceinline__ void next() {
         const int lane = threadIdx.x & 31, row = done + lane / LANES, chunk = lane % LANES;
@@ -108,11 +94,11 @@ struct ActivateRows : EpilogueBase {
 #pragma unroll
         for (int c = 0; c < 8; ++c) a[c] = activate<ACTIVATION>(a[c]).value * (SPLIT ? b[c] : 1.f);
         const uint4 packed = pack8(element(), a);
-        if (valid && operands.first_layer) gate.store(layer);
-        if (SPLIT && valid && operands.first_layer) up.store(layer + operands.N);
-        if (valid && operands.product) store_global_16(out, packed);
+        if (valid && params.first_layer) gate.store(layer);
+        if (SPLIT && valid && params.first_layer) up.store(layer + params.columns);
+        if (valid && params.product) store_global_16(out, packed);
         layer += ROWS * layer_ld();
-        out += ROWS * operands.N;
+        out += ROWS * params.columns;
         done += ROWS;
     }
 };
@@ -123,32 +109,33 @@ struct ActivateRows : EpilogueBase {
 // its part of <grad, act(a) * b> in the row of the finished tile that it has read. What depends on the row is computed
 // anew: registers are short, and those that pointers take are missing where eight activations are to overlap.
 struct ActivateBwdRows : EpilogueBase {
-    static constexpr int TILE_COLUMNS = 256, SLOT_BYTES = 1024;
+    static constexpr int SLOT_BYTES = 1024;
+    static_assert(8 * 2 * SLOT_BYTES <= SPARE_BYTES, "two slots for each of 8 warps");
     static constexpr bool LONG = true;
-    const Operands& operands;
+    const GroupedGemmParams& params;
     const unsigned slots;
     unsigned row0, column;
     float weights;  // of the warp's row lane % 16
     Row8<element> a_row;
 
-    __device__ __forceinline__ explicit ActivateBwdRows(const Operands& operands)
-        : operands(operands),
+    __device__ __forceinline__ explicit ActivateBwdRows(const GroupedGemmParams& params)
+        : params(params),
           slots(shared_address(dynamic_shared) + STAGES * STAGE_BYTES + TILE_BYTES + consumer_warp() * 2 * SLOT_BYTES +
                 (threadIdx.x & 31) * 16) {}
 
     // This lane's columns of the tile's row `row` in a matrix of HALVES * N columns.
     template <int HALVES, class T>
     __device__ __forceinline__ T* place(T* matrix, int row) const {
-        return matrix + (uint64(row0 + row) * unsigned(HALVES * operands.N) + column);
+        return matrix + (uint64(row0 + row) * unsigned(HALVES * params.columns) + column);
     }
     __device__ __forceinline__ unsigned slot(int row) const { return slots + (row & 1) * SLOT_BYTES; }
-    __device__ __forceinline__ bool inside() const { return column < operands.N; }
+    __device__ __forceinline__ bool inside() const { return column < params.columns; }
 
     __device__ __forceinline__ void fetch(int row) {
-        const element* from = place<1 + GATED>(operands.first_layer, row);
+        const element* from = place<1 + GATED>(params.first_layer, row);
         const unsigned bytes = inside() && row < rows ? 16 : 0;
         cp_async_16(slot(row), from, bytes);
-        if (GATED) cp_async_16(slot(row) + SLOT_BYTES / 2, from + operands.N, bytes);
+        if (GATED) cp_async_16(slot(row) + SLOT_BYTES / 2, from + params.columns, bytes);
         cp_async_commit();
     }
     __device__ __forceinline__ void load_a(int row) {
@@ -159,7 +146,7 @@ struct ActivateBwdRows : EpilogueBase {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0;
         row0 = static_cast<unsigned>(of_row0), column = n0 + lane * 8;
-        weights = to_float(operands.weights[row0 + min(lane & 15, rows - 1)]);  // without rows, of the expert's last
+        weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // without rows, of the expert's last
         fetch(0);
         fetch(1);
     }
@@ -175,7 +162,7 @@ struct ActivateBwdRows : EpilogueBase {
         fetch(done + 2);
         if (STORED_PRODUCT) {
             Row8<element> row;
-            row.load<true>(place<1>(operands.stored_product, done), inside());
+            row.load<true>(place<1>(params.stored_product, done), inside());
             row.unpack(p);
         }
 #pragma unroll
@@ -189,10 +176,10 @@ struct ActivateBwdRows : EpilogueBase {
             b[c] = wg * s.value;
         }
         const uint4 grad_a = pack8(element(), a), grad_b = pack8(element(), b), weighted = pack8(element(), p);
-        element* grad = place<1 + GATED>(operands.first_layer_grad, done);
-        if (inside() && operands.first_layer_grad) store_global_vector(grad, grad_a);
-        if (GATED && inside() && operands.first_layer_grad) store_global_vector(grad + operands.N, grad_b);
-        if (inside() && operands.product) store_global_vector(place<1>(operands.product, done), weighted);
+        element* grad = place<1 + GATED>(params.first_layer_grad, done);
+        if (inside() && params.first_layer_grad) store_global_vector(grad, grad_a);
+        if (GATED && inside() && params.first_layer_grad) store_global_vector(grad + params.columns, grad_b);
+        if (inside() && params.product) store_global_vector(place<1>(params.product, done), weighted);
         __syncwarp();  // the row has been read by all lanes
         store_shared_4(finished.base + done * (BN * 2) + lane * 4, dot[0] + dot[1]);
         load_a(++done);
@@ -210,7 +197,7 @@ struct ActivateBwdRows : EpilogueBase {
             sum += __uint_as_float(v.x) + __uint_as_float(v.y) + __uint_as_float(v.z) + __uint_as_float(v.w);
         }
         sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-        if (half == 0 && row < rows && operands.partial_sums)
-            operands.partial_sums[column / TILE_COLUMNS * operands.num_slots + row0 + row] = sum;
+        if (half == 0 && row < rows && params.partial_sums)
+            params.partial_sums[static_cast<int64>(column / BN) * params.num_slots + row0 + row] = sum;
     }
 };

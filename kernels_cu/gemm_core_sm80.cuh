@@ -10,15 +10,27 @@
 #pragma once
 #include "row_staging.cuh"
 
+#if !defined(BM) || !defined(BN) || !defined(THREADS) || !defined(BLOCKS_PER_MULTIPROCESSOR) || !defined(STAGE_BYTES) || \
+    !defined(STATIC_BYTES)
+#error "BM, BN, THREADS, BLOCKS_PER_MULTIPROCESSOR, STAGE_BYTES and STATIC_BYTES are given by launch_config.py"
+#endif
+#if !defined(ENTRY) || !defined(ELEMENT) || !defined(MMA) || !defined(ALIGNED) || !defined(STAGES)
+#error "ENTRY, ELEMENT, MMA, ALIGNED and STAGES are given by loader.gemm_variant"
+#endif
+
 typedef ELEMENT element;
 
-constexpr int BM = 128, BN = 128, THREADS = 128;
 constexpr int LINE = 128 / sizeof(element);  // elements per line: 64 (16-bit) or 32 (fp32)
 constexpr int BK = LINE, BLOCKS = 128 / LINE;
 constexpr int VECTOR = 16 / sizeof(element);
-constexpr int OPERAND_BYTES = 128 * 128, STAGE_BYTES = 2 * OPERAND_BYTES;
+constexpr int OPERAND_BYTES = 128 * 128;
 constexpr int LINES_PER_THREAD = 8;  // thread t copies chunk t % 8 of lines t / 8 + 16 i
 constexpr bool FP32 = sizeof(element) == 4;
+
+static_assert(BM == 128 && BN == 128 && THREADS == 128, "4 warps of 64 x 64 each, a thread per row of the tile");
+static_assert(STAGE_BYTES == 2 * OPERAND_BYTES, "a stage is 128 lines of 128 bytes of A and as many of B");
+static_assert(STAGES >= 2, "one stage is filled while another is read");
+static_assert(THREADS / 32 * STAGED_FLOATS * sizeof(float) <= STAGES * STAGE_BYTES, "the epilogue stages rows where the stages were");
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 

@@ -12,11 +12,28 @@
 #include "ptx_sm90.cuh"
 #include "row_staging.cuh"
 
+#if !defined(BM) || !defined(BN) || !defined(BK) || !defined(THREADS) || !defined(STAGES) || !defined(STAGE_BYTES) || \
+    !defined(TILE_BYTES) || !defined(SPARE_BYTES) || !defined(PRODUCER_REGISTERS) || !defined(CONSUMER_REGISTERS)
+#error "BM, BN, BK, THREADS, STAGES, STAGE_BYTES, TILE_BYTES, SPARE_BYTES, PRODUCER_REGISTERS and CONSUMER_REGISTERS are \
+given by launch_config.py"
+#endif
+#if !defined(ENTRY) || !defined(ELEMENT) || !defined(WGMMA)
+#error "ENTRY, ELEMENT and WGMMA are given by loader.gemm_variant"
+#endif
+
 typedef ELEMENT element;
 
-constexpr int BM = 128, BN = 256, BK = 64, STAGES = 3;
-constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int TILE_BYTES = BM * BN * 2;  // of 16-bit elements
+constexpr int A_BYTES = BM * BK * sizeof(element), B_BYTES = BN * BK * sizeof(element);
+
+static_assert(sizeof(element) == 2 && BK * sizeof(element) == 128, "a line of the 128-byte swizzle is a row's part of a stage");
+static_assert(THREADS == 3 * 128, "a producer warpgroup and two of consumers");
+static_assert(BM == 2 * 64 && BN == 256, "each consumer warpgroup has 64 rows of wgmma m64n256k16");
+static_assert(STAGE_BYTES == A_BYTES + B_BYTES && A_BYTES % 1024 == 0 && B_BYTES % 1024 == 0, "operands start on 1024 bytes");
+static_assert(TILE_BYTES == BM * BN * sizeof(element), "a finished tile lies behind the stages");
+static_assert(STAGES >= 2, "one stage is filled while another is read");
+static_assert(STAGES * STAGE_BYTES + TILE_BYTES + SPARE_BYTES <= 227 * 1024, "a block's shared memory");
+static_assert(PRODUCER_REGISTERS % 8 == 0 && CONSUMER_REGISTERS % 8 == 0, "setmaxnreg takes multiples of 8");
+static_assert(128 * (PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS) <= THREADS * 168, "what the threads have at entry");
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
@@ -179,12 +196,13 @@ struct FinishedRows {
 // last, all before the next tile is finished.
 struct EpilogueBase {
     static constexpr int SPREAD = 1 << 20;  // k-steps over which this is spread, if a tile has so many
+    static constexpr bool SPLIT = false;    // whether half of the tile's columns are gate and half are up
     static constexpr bool LONG = false;     // whether a row takes longer than a step's products: these are then waited for
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp; next() moves `done` on
     __device__ __forceinline__ void end() {}
-    template <class Operands>
-    static __device__ __forceinline__ void beside(const Operands&) {}  // by a warp of the producer's that has nothing else to do
+    template <class Params>
+    static __device__ __forceinline__ void beside(const Params&) {}  // by a warp of the producer's that has nothing else to do
 };
 
 // acc = this warpgroup's 64 x 256 over `steps` stages; acc[j] is a tile of mma.m16n8k16 of rows 16 * warp .. Without

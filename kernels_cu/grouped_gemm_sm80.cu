@@ -8,59 +8,69 @@
 //   up_bwd      first-layer gradient    w1 transposed 2 if gated  STORE: one column panel of the slot input gradients
 //
 // R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, or of the panel), K depth of one segment.
-//   a                     (L or R, lda)  element, in   row of slot r: token r's with GATHER, r otherwise
-//   b0, b1                per expert K x N, element, in; element (k, n) of expert e at e * expert_stride + k * ldb + n,
-//                         or n * ldb + k with B_K_CONTIGUOUS; ACTIVATE of a gated layer: gate and up; STORE: K
-//                         segments 0 and 1
-//   expert_token_indices  (num_slots,)   int32, in
-//   expert_token_offsets  (E+1,)         int32, in
-//   row_tiles             (T+1, 2)       int32, in     [0] = (count, 128), then (expert, first row)
-//   first_layer           (R, 2N) or (R, N) element    a then b: out of ACTIVATE (null: not kept), into ACTIVATE_BWD
-//   first_layer_grad      as first_layer, out          may be first_layer itself; null: not wanted
-//   product               (R, N) element, out          ACTIVATE: act(a) * b; ACTIVATE_BWD: A' = weight * act(a) * b,
-//                         null: not wanted; STORE: the panel
-//   stored_product        (R, N) element, in           ACTIVATE_BWD with save="paper": act(a) * b of forward, else null
-//   row_weights           (R,) fp32, in: the router weight of each row; ACTIVATE_BWD only
-//   partial_sums          (column tiles, num_slots) fp32, out: <dA, A> over each 128 columns; null: not wanted
 //
-// Launch: grid = column tiles (N / 128, or N / 64 for a gated ACTIVATE, rounded up) times an upper bound of the row
-// tiles, num_slots / 128 + min(E, num_slots): no host sync; surplus blocks return at once. 128 threads, 2 blocks per
-// SM, dynamic shared memory STAGES * 32 KiB.
+// Launch: grid = column tiles (N / TILE_COLUMNS, rounded up) times an upper bound of the row tiles, num_slots / BM +
+// min(E, num_slots): no host sync; surplus blocks return at once. THREADS threads, dynamic shared memory
+// STAGES * STAGE_BYTES.
 #include "gemm_core_sm80.cuh"
 #include "activation.cuh"
+
+#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS)
+#error "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS and TILE_COLUMNS are given by loader.gemm_variant"
+#endif
+
+struct GroupedGemmParams {
+    const element* a;                 // (L or R, lda) element, in; row of slot r: token r's with GATHER, r otherwise
+    const element *b0, *b1;           // per expert K x N, element, in; element (k, n) of expert e at e * expert_stride +
+                                      // k * ldb + n, or n * ldb + k with B_K_CONTIGUOUS; ACTIVATE of a gated layer: gate and
+                                      // up; STORE: K segments 0 and 1
+    const int* expert_token_indices;  // (num_slots,) int32, in
+    const int* expert_token_offsets;  // (E+1,) int32, in
+    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
+    element* first_layer;             // (R, 2N) or (R, N) element, a then b: out of ACTIVATE (null: not kept), into ACTIVATE_BWD
+    element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
+    element* product;                 // (R, N) element, out. ACTIVATE: act(a) * b; ACTIVATE_BWD: A' = weight * act(a) * b,
+                                      // null: not wanted; STORE: the panel
+    const element* stored_product;    // (R, N) element, in: ACTIVATE_BWD with save="paper": act(a) * b of forward, else null
+    const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD only
+    float* partial_sums;              // (column tiles, num_slots) fp32, out: <dA, A> over each BN columns; null: not wanted
+    int64 lda, expert_stride, ldb;    // in elements
+    int columns, depth;               // N, and K of one segment
+    int num_slots;                    // L*k
+};
 
 enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };
 
 constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED;  // the column tile is 64 of gate beside 64 of up
-constexpr int TILE_COLUMNS = SPLIT ? 64 : 128, GROUPS = SPLIT ? 2 : 1;
+constexpr int GROUPS = SPLIT ? 2 : 1;
+static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN), "columns of the result in a tile");
+static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && EPILOGUE == STORE && !GATHER), "b1 is up, or the second K segment");
 
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    ENTRY(const element* a, int64 lda, const element* b0, const element* b1, int64 expert_stride, int64 ldb, int64 columns,
-          int64 depth, const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles,
-          element* first_layer, element* first_layer_grad, element* product, const element* stored_product,
-          const float* row_weights, float* partial_sums, int64 num_slots) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    ENTRY(const __grid_constant__ GroupedGemmParams p) {
     __shared__ int tile_rows[BM];  // row of A per tile row; past the expert's end its last row again, never stored
     __shared__ float tile_weights[BM];
     __shared__ float row_sums[2][BM];
+    static_assert(sizeof tile_rows + sizeof tile_weights + sizeof row_sums <= STATIC_BYTES, "shared memory beside the stages");
 
-    const int N = static_cast<int>(columns), K = static_cast<int>(depth);
-    const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, m_tiles = row_tiles[0];
+    const int N = p.columns, K = p.depth;
+    const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, m_tiles = p.row_tiles[0];
     if (blockIdx.x >= static_cast<int64>(m_tiles) * n_tiles) return;
     const Tile tile = raster(blockIdx.x, m_tiles, n_tiles);
-    const int expert = row_tiles[2 * (tile.m + 1)], row0 = row_tiles[2 * (tile.m + 1) + 1];
-    const int rows = min(BM, expert_token_offsets[expert + 1] - row0);
+    const int expert = p.row_tiles[2 * (tile.m + 1)], row0 = p.row_tiles[2 * (tile.m + 1) + 1];
+    const int rows = min(BM, p.expert_token_offsets[expert + 1] - row0);
     const int n0 = tile.n * TILE_COLUMNS;
 
     const int my_row = row0 + min(static_cast<int>(threadIdx.x), rows - 1);
-    const int my_token = GATHER ? expert_token_indices[my_row] : 0;
+    const int my_token = GATHER ? p.expert_token_indices[my_row] : 0;
     tile_rows[threadIdx.x] = GATHER ? my_token : my_row;
     __syncthreads();
     int a_rows[LINES_PER_THREAD];
 #pragma unroll
     for (int i = 0; i < LINES_PER_THREAD; ++i) a_rows[i] = tile_rows[threadIdx.x / 8 + 16 * i];
 
-    const Rows a_matrix(a, lda), gate(b0 + expert * expert_stride, ldb), up(b1 + expert * expert_stride, ldb);
+    const Rows a_matrix(p.a, p.lda), gate(p.b0 + expert * p.expert_stride, p.ldb), up(p.b1 + expert * p.expert_stride, p.ldb);
     const int steps_per_segment = (K + BK - 1) / BK;
     Accumulators acc;
     main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps_per_segment * K_SEGMENTS, [&](int stage, int step, int part) {
@@ -87,21 +97,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int n = n0 + warp_n * (SPLIT ? 32 : 64) + Staging::column_group() * 8;
     if constexpr (EPILOGUE == STORE) {
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
-            if (row < rows) store_row8<ALIGNED>(product + static_cast<int64>(row0 + row) * N + n, v[0], N - n);
+            if (row < rows) store_row8<ALIGNED>(p.product + static_cast<int64>(row0 + row) * N + n, v[0], N - n);
         });
     } else if constexpr (EPILOGUE == ACTIVATE) {
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
             if (row >= rows) return;
             const int64 r = row0 + row;
-            if (first_layer) {
-                store_row8<ALIGNED>(first_layer + r * layer_ld + n, v[0], N - n);
-                if (SPLIT) store_row8<ALIGNED>(first_layer + r * layer_ld + N + n, v[SPLIT], N - n);
+            if (p.first_layer) {
+                store_row8<ALIGNED>(p.first_layer + r * layer_ld + n, v[0], N - n);
+                if (SPLIT) store_row8<ALIGNED>(p.first_layer + r * layer_ld + N + n, v[SPLIT], N - n);
             }
-            if (!product) return;
-            float p[8];
+            if (!p.product) return;
+            float out[8];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) p[c] = activate<ACTIVATION>(v[0][c]).value * (SPLIT ? v[SPLIT][c] : 1.f);
-            store_row8<ALIGNED>(product + r * N + n, p, N - n);
+            for (int c = 0; c < 8; ++c) out[c] = activate<ACTIVATION>(v[0][c]).value * (SPLIT ? v[SPLIT][c] : 1.f);
+            store_row8<ALIGNED>(p.product + r * N + n, out, N - n);
         });
     } else {
         // a and b of the next 16 rows are loaded while these are worked on; fp32 has no registers for that.
@@ -111,14 +121,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
                 const int row = warp_row(i) + Staging::row(pass);
-                const element* p = first_layer + (row0 + min(row, rows - 1)) * layer_ld + n;
+                const element* from = p.first_layer + (row0 + min(row, rows - 1)) * layer_ld + n;
                 const int64 valid = row < rows ? N - n : 0;  // the last row may be overwritten meanwhile
-                a_loaded[i % BUFFERS][pass].template load<ALIGNED>(p, valid);
-                if (GATED) b_loaded[i % BUFFERS][pass].template load<ALIGNED>(p + N, valid);
+                a_loaded[i % BUFFERS][pass].template load<ALIGNED>(from, valid);
+                if (GATED) b_loaded[i % BUFFERS][pass].template load<ALIGNED>(from + N, valid);
             }
         };
         load(0);
-        tile_weights[threadIdx.x] = row_weights[my_row];
+        tile_weights[threadIdx.x] = p.row_weights[my_row];
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -129,31 +139,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const int row = warp_row(i) + Staging::row(pass), valid = row < rows ? N - n : 0;
                 const int64 r = row0 + row;
                 const float weight = tile_weights[row];
-                float v[GROUPS][8], a_row[8], b_row[8], p[8], grad_a[8], grad_b[8], dot = 0.f;
+                float v[GROUPS][8], a_row[8], b_row[8], out[8], grad_a[8], grad_b[8], dot = 0.f;
                 Staging::get(v, warp_staging(), pass);
                 a_loaded[i % BUFFERS][pass].unpack(a_row);
                 if (GATED) b_loaded[i % BUFFERS][pass].unpack(b_row);
-                if (stored_product) {
+                if (p.stored_product) {
                     Row8<element> stored;
-                    stored.template load<ALIGNED>(stored_product + r * N + n, valid);
-                    stored.unpack(p);
+                    stored.template load<ALIGNED>(p.stored_product + r * N + n, valid);
+                    stored.unpack(out);
                 }
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
                     const Activated s = activate<ACTIVATION>(a_row[c]);
                     const float b = GATED ? b_row[c] : 1.f;
-                    if (!stored_product) p[c] = s.value * b;
-                    dot = fmaf(v[0][c], p[c], dot);
+                    if (!p.stored_product) out[c] = s.value * b;
+                    dot = fmaf(v[0][c], out[c], dot);
                     const float grad = weight * v[0][c];
                     grad_a[c] = grad * b * s.derivative;
                     grad_b[c] = grad * s.value;
-                    p[c] *= weight;
+                    out[c] *= weight;
                 }
-                if (first_layer_grad) {
-                    store_row8<ALIGNED>(first_layer_grad + r * layer_ld + n, grad_a, valid);
-                    if (GATED) store_row8<ALIGNED>(first_layer_grad + r * layer_ld + N + n, grad_b, valid);
+                if (p.first_layer_grad) {
+                    store_row8<ALIGNED>(p.first_layer_grad + r * layer_ld + n, grad_a, valid);
+                    if (GATED) store_row8<ALIGNED>(p.first_layer_grad + r * layer_ld + N + n, grad_b, valid);
                 }
-                if (product) store_row8<ALIGNED>(product + r * N + n, p, valid);
+                if (p.product) store_row8<ALIGNED>(p.product + r * N + n, out, valid);
 #pragma unroll
                 for (int step = 1; step < 8; step <<= 1) dot += __shfl_xor_sync(0xffffffffu, dot, step);
                 if (Staging::column_group() == 0) row_sums[warp_n][row] = dot;
@@ -161,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             if (BUFFERS == 1 && i < 3) load(i + 1);
         }
         __syncthreads();
-        if (partial_sums && threadIdx.x < rows)
-            partial_sums[tile.n * num_slots + row0 + threadIdx.x] = row_sums[0][threadIdx.x] + row_sums[1][threadIdx.x];
+        if (p.partial_sums && threadIdx.x < rows)
+            p.partial_sums[static_cast<int64>(tile.n) * p.num_slots + row0 + threadIdx.x] = row_sums[0][threadIdx.x] + row_sums[1][threadIdx.x];
     }
 }

@@ -1,23 +1,11 @@
 // Grouped GEMMs over the rows of each expert, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): the steps of
-// grouped_gemm_sm80.cu, with its arguments and results, on wgmma and the bulk copy engine. (Paper sections 3.1, 3.2, 5.2.)
+// grouped_gemm_sm80.cu, with its results, on wgmma and the bulk copy engine. (Paper sections 3.1, 3.2, 5.2.)
 //
-//   A_PARAMETERS    with GATHER a and lda of grouped_gemm_sm80.cu; else a tensor map of A, 3-D: (lda, L*k, 1), boxes of
-//                   64 x 128 x 1, K segment i from column i * depth on
-//   b0, b1          tensor maps of the weight, 3-D: (k, n, expert) with B_K_CONTIGUOUS, else (n, k, expert), boxes of
-//                   64 x 128 x 1 or 64 x 64 x 1 elements, 128-byte swizzle; gate and up, or K segments 0 and 1
-//   the rest        as in grouped_gemm_sm80.cu, except
-//   product         StoreRows: the panel, rows product_ld apart, which may be A's own, of up to 256 columns: the tile that is
-//                   stored was their last reader. StoreTokenRows (k = 1): the columns of (L, d), a row its token's, times the
-//                   token's weight, and zeros for tokens without an expert
-//   weights         ActivateBwdRows: (R,) fp32, the router weight of each row; StoreTokenRows: (L,) of each token, or null
-//   partial_sums    (column tiles, num_slots) fp32, one column tile being 256 columns (128 of a gated ActivateRows)
-//   token_index_map (L,) int32, in; StoreTokenRows only: -1 of tokens without an expert
-//   claims          (1,) int32, zeroed: blocks claim their tiles; null: each takes every gridDim.x-th
-//
-// Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB. PAIRED:
+// Launch: a persistent grid of at most one block per multiprocessor, THREADS threads, dynamic shared memory as below. PAIRED:
 // blocks work in pairs, clusters of two, and their number is even.
-// Tile: 128 rows x 256 columns (of them 128 gate beside 128 up), K in steps of 64, STAGES = 3 buffers of 48 KiB, the
-// finished tile's 64 KiB, and 16 KiB for the a and b that ActivateBwdRows reads, two rows per warp.
+// Tile: BM = 128 rows x BN = 256 columns (of them 128 gate beside 128 up), K in steps of BK = 64. Shared memory: STAGES = 3
+// buffers of STAGE_BYTES = 48 KiB, TILE_BYTES = 64 KiB of the finished tile, and SPARE_BYTES = 16 KiB for the a and b that
+// ActivateBwdRows reads, two rows per warp.
 //   warpgroup 0, producer: thread 0 issues B's boxes, announces their bytes, claims tiles and says which comes next. A's rows
 //     it fetches as one box; with GATHER all 128 threads copy them by cp.async into the 128-byte swizzle. full[s] expects
 //     thread 0's arrival and with GATHER 128 more, and who has waited for a tile's last one may read on. A claim reaches the
@@ -28,12 +16,58 @@
 // both, and the L2 cache gives 32 KiB per block and step in place of 48; if not, each its own. Either way a stage is filled
 // when the consumers of both have released it. (DeepSeek-V3, up_fwd 544 -> 587 TFLOP/s, down_bwd 499 -> 540. A step's wait
 // for the other block costs more where tiles are short: conf2 610 -> 595 and 420 -> 406.)
-#include "epilogue_sm90.cuh"
+#include "gemm_core_sm90.cuh"
+
+#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_PRODUCT) || !defined(PAIRED) || !defined(WEIGHT)
+#error "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_PRODUCT, PAIRED and WEIGHT are \
+given by loader.gemm_variant"
+#endif
+
+typedef WEIGHT weight_t;
+
+struct GroupedGemmParams {
+#if !GATHER
+    TensorMap a;  // (lda, R, 1) element, in, boxes of 64 x 128 x 1: K segment i from column i * depth on
+#endif
+    TensorMap b0, b1;                 // element, in: (k, n, expert) with B_K_CONTIGUOUS, else (n, k, expert), boxes of
+                                      // 64 x 128 x 1 or 64 x 64 x 1, 128-byte swizzle; gate and up, or K segments 0 and 1
+#if GATHER
+    const element* a;                 // (L, lda) element, in: the rows of tokens
+#endif
+    const int* expert_token_indices;  // (num_slots,) int32, in
+    const int* expert_token_offsets;  // (E+1,) int32, in
+    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
+    element* first_layer;             // (R, 2N) or (R, N) element, a then b: out of ActivateRows (null: not kept), into
+                                      // ActivateBwdRows
+    element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
+    element* product;                 // element, out. ActivateRows: (R, N) act(a) * b, null: not wanted; ActivateBwdRows: (R, N)
+                                      // A' = weight * act(a) * b, null: not wanted; StoreRows: the panel (R, product_ld), which
+                                      // may be A's own, of up to BN columns: the tile that is stored was their last reader;
+                                      // StoreTokenRows (k = 1): (L, product_ld), a row its token's, times the token's weight,
+                                      // and zeros for tokens without an expert
+    const element* stored_product;    // (R, N) element, in: ActivateBwdRows with STORED_PRODUCT, act(a) * b of forward
+    const weight_t* weights;          // ActivateBwdRows: (R,) fp32, in: the router weight of each row; StoreTokenRows: (L,)
+                                      // weight_t, in: of each token, or null
+    float* partial_sums;              // (column tiles, num_slots) fp32, out: ActivateBwdRows, <dA, A> over each BN columns; null:
+                                      // not wanted
+    const int* token_index_map;       // (L,) int32, in: StoreTokenRows, -1 of tokens without an expert
+    int* claims;                      // (1,) int32, zeroed: blocks claim their tiles; null: each takes every gridDim.x-th
+#if GATHER
+    int64 lda;                        // elements from row to row of a
+#endif
+    int64 product_ld;                 // elements from row to row of product, StoreRows and StoreTokenRows only
+    int columns, depth;               // N, and K of one segment
+    int num_slots;                    // L*k
+};
+
+#include "epilogue_sm90.cuh"  // works on the parameters
 
 typedef EPILOGUE Epilogue;
-constexpr int TILE_COLUMNS = Epilogue::TILE_COLUMNS;
-constexpr bool SPLIT = TILE_COLUMNS == 128;  // gate beside up
+constexpr bool SPLIT = Epilogue::SPLIT;  // gate beside up
 constexpr int BLOCKS = PAIRED ? 2 : 1;
+static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN), "columns of the result in a tile");
+static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
 
 // An expert's row tiles, in even groups of about 16, by all column tiles: what runs at one time is near a square, which reads
 // the fewest bytes, and the weights of an expert with few tokens come from memory once. In groups of 2 where rows are not
@@ -83,7 +117,7 @@ struct GatheredRows {
 #pragma unroll
         for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
     }
-    static_assert(!GATHER || K_SEGMENTS == 1);  // load() tells from k0 where the pointers are
+    static_assert(!GATHER || K_SEGMENTS == 1, "load() tells from k0 where the pointers are");
     // A step's columns, `ahead` of the pointers. Lines past the expert's end are never stored: of few rows most are not fetched.
     __device__ __forceinline__ void copy(unsigned to, int ahead, unsigned bytes) const {
         if (count > BM - 16) {
@@ -120,12 +154,10 @@ struct OwnRows {
 
 #if GATHER
 typedef GatheredRows Rows;
-#define A_PARAMETERS const element *a, int64 lda
-#define A_ROWS {a, lda, expert_token_indices}
+#define A_ROWS {p.a, p.lda, p.expert_token_indices}
 #else
 typedef OwnRows Rows;
-#define A_PARAMETERS const __grid_constant__ TensorMap a
-#define A_ROWS {a}
+#define A_ROWS {p.a}
 #endif
 #if PAIRED
 #define CLUSTERS __cluster_dims__(2)
@@ -133,20 +165,17 @@ typedef OwnRows Rows;
 #define CLUSTERS
 #endif
 
-extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
-    ENTRY(A_PARAMETERS, const __grid_constant__ TensorMap b0, const __grid_constant__ TensorMap b1, int64 columns, int64 depth,
-          const int* expert_token_indices, const int* expert_token_offsets, const int* row_tiles, element* first_layer,
-          element* first_layer_grad, element* product, int64 product_ld, const element* stored_product, const weight_t* weights,
-          float* partial_sums, const int* token_index_map, int64 num_slots, int* claims) {
+extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1)
+    ENTRY(const __grid_constant__ GroupedGemmParams p) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     __shared__ Found found[FOUND];  // by the number of the tile, as
     __shared__ int claimed[FOUND];  // what thread 0, of a pair's first block, claims while it fills its stages
     __shared__ uint64 claim_storage[FOUND];
     const int block = BLOCKS == 2 ? blockIdx.x & 1 : 0;  // of the pair
     const unsigned claim_barriers = shared_address(claim_storage);
-    const int N = static_cast<int>(columns), K = static_cast<int>(depth);
-    const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = row_tiles[0] * n_tiles;
-    Schedule<Order, BLOCKS> schedule({unsigned(n_tiles)}, row_tiles, expert_token_offsets, tiles);  // the producer's
+    const int N = p.columns, K = p.depth;
+    const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = p.row_tiles[0] * n_tiles;
+    Schedule<Order, BLOCKS> schedule({unsigned(n_tiles)}, p.row_tiles, p.expert_token_offsets, tiles);  // the producer's
     if (threadIdx.x == 0) {
         found[0] = schedule.own;
         for (int i = 0; i < FOUND; ++i) mbarrier_init(claim_barriers + 8 * i, 1);
@@ -154,14 +183,12 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
     const Barriers<BLOCKS> barriers(barrier_storage, Rows::ARRIVALS);
     const unsigned shared = uniform(shared_address(dynamic_shared));
     const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
-    const Operands operands = {N,       first_layer,  first_layer_grad,     product,         product_ld, stored_product,
-                               weights, partial_sums, expert_token_indices, token_index_map, num_slots};
 
     if (threadIdx.x < 128) {
         Ring ring;
-        setmaxnreg_dec<72>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (!GATHER && threadIdx.x > 0) {
-            if (threadIdx.x / 32 == 1) Epilogue::beside(operands);
+            if (threadIdx.x / 32 == 1) Epilogue::beside(p);
             return;
         }
         Rows rows = A_ROWS;
@@ -169,7 +196,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
         for (int number = 0; schedule.valid(); ++number) {
             const unsigned claim_to = shared_address(&claimed[number % FOUND]), claim_full = claim_barriers + 8 * (number % FOUND);
             const bool claims_here = threadIdx.x == 0 && block == 0;
-            const int claim = claims_here ? schedule.claim(claims) : 0;
+            const int claim = claims_here ? schedule.claim(p.claims) : 0;
             if (BLOCKS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(claim_full, sizeof(int));
             const Place place = schedule.own.place;
             rows.begin(schedule.own);
@@ -189,7 +216,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
                         constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
 #pragma unroll
                         for (int column = from; column < from + BN / 2; column += BOX) {
-                            const TensorMap* map = segment || (SPLIT && column >= 128) ? &b1 : &b0;
+                            const TensorMap* map = segment || (SPLIT && column >= 128) ? &p.b1 : &p.b0;
                             const int n = n0 + (SPLIT ? column % 128 : column);
                             copy(stage + A_BYTES + column * 128, map, B_K_CONTIGUOUS ? k0 : n, B_K_CONTIGUOUS ? n : k0, place.expert,
                                  full);
@@ -228,10 +255,10 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(384, 1)
         return;
     }
 
-    setmaxnreg_inc<216>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int warp_row = static_cast<int>(uniform(consumer_warp())) * 16;
     Ring ring;
-    Epilogue epilogue(operands);
+    Epilogue epilogue(p);
     for (int number = 0;; ++number) {
         const int rows = of_lane_0(found[number % FOUND]).rows;
         const bool last = rows == END, active = warp_row / 64 * 64 < rows;  // of the warpgroup

@@ -6,30 +6,37 @@
 //   up_wgrad    x, gathered by token        first-layer gradient          dW1 (d, h) per half: gate, up
 // and with P and Q exchanged where the weight is stored transposed, so that rows of dW are always contiguous.
 //
-//   p, q                  (L or R, ldp / ldq)  element, in   gathered by token with GATHER_P / GATHER_Q, else by row
-//   p_half, q_half        elements from the gate's columns to the up's in P or Q, 0 in the other operand
-//   expert_token_indices  (num_slots,)         int32, in
-//   expert_token_offsets  (E+1,)               int32, in
-//   out0, out1            (M, N) = (rows, columns) of expert e at e * expert_stride, rows ldo apart, OUT, out: gate's and
-//                         up's (out1 only if gated)
-//
 // With ACCUMULATE dW is added to what out0 and out1 hold (in fp32, rounded to OUT once), else OUT is element.
 //
-// Launch: grid (tiles of M x N, E, halves), 128 threads, 2 blocks per SM, dynamic shared memory STAGES * 32 KiB.
+// Launch: grid (tiles of M x N, E, halves), THREADS threads, dynamic shared memory STAGES * STAGE_BYTES.
 // An expert without tokens gets exact zeros, or with ACCUMULATE is left alone. One block owns a tile over all its tokens,
 // in order: deterministic.
 #include "gemm_core_sm80.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    ENTRY(const element* p, int64 ldp, int64 p_half, const element* q, int64 ldq, int64 q_half, const int* expert_token_indices,
-          const int* expert_token_offsets, OUT* out0, OUT* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns) {
+#if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT)
+#error "GATHER_P, GATHER_Q, ACCUMULATE and OUT are given by loader.gemm_variant"
+#endif
+
+struct GroupedWgradParams {
+    const element *p, *q;               // (L or R, ldp / ldq) element, in; gathered by token with GATHER_P / GATHER_Q, else by row
+    const int* expert_token_indices;    // (L*k,) int32, in
+    const int* expert_token_offsets;    // (E+1,) int32, in
+    OUT *out0, *out1;                   // (M, N) of each expert, OUT, out: gate's, and up's if gated
+    int64 ldp, ldq;                     // elements from row to row
+    int64 expert_stride, ldo;           // elements of out0 and out1 from expert to expert, and from row to row
+    int p_half, q_half;                 // elements from the gate's columns to the up's in P or Q, 0 in the other operand
+    int rows, columns;                  // M, N
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    ENTRY(const __grid_constant__ GroupedWgradParams p) {
     constexpr int ROWS = BK / 16;  // distinct token rows a thread copies per stage; the rest repeats in other blocks
-    const int M = static_cast<int>(rows), N = static_cast<int>(columns), expert = blockIdx.y;
+    const int M = p.rows, N = p.columns, expert = blockIdx.y;
     const Tile tile = raster(blockIdx.x, (M + BM - 1) / BM, (N + BN - 1) / BN);
     const int m0 = tile.m * BM, n0 = tile.n * BN;
-    const int first = expert_token_offsets[expert], last = expert_token_offsets[expert + 1];
+    const int first = p.expert_token_offsets[expert], last = p.expert_token_offsets[expert + 1];
     if (ACCUMULATE && first == last) return;
-    const Rows p_matrix(p + blockIdx.z * p_half, ldp), q_matrix(q + blockIdx.z * q_half, ldq);
+    const Rows p_matrix(p.p + blockIdx.z * p.p_half, p.ldp), q_matrix(p.q + blockIdx.z * p.q_half, p.ldq);
 
     // The tokens of the next stage are loaded one stage ahead of their use as addresses.
     int tokens[ROWS];
@@ -37,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int row = first + step * BK + threadIdx.x / 8 + 16 * i;
-            tokens[i] = row < last ? expert_token_indices[row] : 0;
+            tokens[i] = row < last ? p.expert_token_indices[row] : 0;
         }
     };
     load_tokens(0);
@@ -54,11 +61,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (part == PARTS - 1) load_tokens(step + 1);
     });
 
-    OUT* out = (blockIdx.z ? out1 : out0) + expert * expert_stride;
+    OUT* out = (blockIdx.z ? p.out1 : p.out0) + expert * p.expert_stride;
     const int n = n0 + (threadIdx.x / 64) * 64 + RowStaging<1>::column_group() * 8;
     for_each_row<1>(acc, [&](int row, float (&v)[1][8]) {
         if (m0 + row >= M) return;
-        OUT* to = out + (m0 + row) * ldo + n;
+        OUT* to = out + (m0 + row) * p.ldo + n;
         if (ACCUMULATE) {
             Row8<OUT> held;
             float before[8];

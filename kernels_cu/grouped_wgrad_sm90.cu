@@ -1,23 +1,39 @@
-// Weight gradients, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): the steps, arguments and results
-// of grouped_wgrad_sm80.cu, on wgmma.
+// Weight gradients, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): the steps and results of
+// grouped_wgrad_sm80.cu, on wgmma.
 //
-//   expert_stride         as there; num_experts, halves: what the grid of the portable tier says
-//   experts_by_load       (E,) int32, in: the order in which experts are worked on, so that the last tiles are short
-//                         (qwen30b's down_wgrad with skewed routing 481 -> 599 TFLOP/s)
-//   parts                 with PARTS the number of parts of an expert's rows; a tile takes one of them, and out0 and out1 are
-//                         fp32 sums, of part j of expert e at (e * parts + j) * expert_stride, which wgrad_parts.cu adds
-//                         up. Else 1
-//   routed                tensor map of the operand that is not gathered, 3-D (columns, rows, 1), boxes of 64 x 64 x 1
-//
-// Launch: a persistent grid of at most one block per multiprocessor, 384 threads, dynamic shared memory 224 KiB.
-// Tile: 128 (M) x 256 (N) of one expert's gradient, K = its rows, or a part of them, in steps of 64, STAGES = 3 buffers of
-// 48 KiB, the finished tile's 64 KiB, and 4 of 16 KiB for tokens.
+// Launch: a persistent grid of at most one block per multiprocessor, THREADS threads, dynamic shared memory as below.
+// Tile: BM = 128 (M) x BN = 256 (N) of one expert's gradient, K = its rows, or a part of them, in steps of BK = 64. Shared
+// memory: STAGES = 3 buffers of STAGE_BYTES = 48 KiB, TILE_BYTES = 64 KiB of the finished tile, and 4 KiB of SPARE_BYTES for
+// tokens.
 //   warpgroup 0, producer: gathers 64 token rows per stage by cp.async, a line of 128 bytes per row and block of 64
 //     columns; thread 0 fetches the other operand's boxes. (By cp.async alone, 24 copies per thread and stage, the copies
 //     bound the kernel.) The last stage of an expert with fewer rows takes both by cp.async, with zeros for rows of
 //     others: those may hold anything. full[s] expects 128 cp.async arrivals and thread 0's.
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh; both operands are MN-contiguous.
 #include "gemm_core_sm90.cuh"
+
+#if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT) || !defined(PARTS)
+#error "GATHER_P, GATHER_Q, ACCUMULATE, OUT and PARTS are given by loader.gemm_variant"
+#endif
+static_assert(GATHER_P != GATHER_Q, "one operand is gathered, the other comes through a tensor map");
+static_assert(!(ACCUMULATE && PARTS), "wgrad_parts.cu adds the sums of parts");
+
+struct GroupedWgradParams {
+    TensorMap routed;                 // the operand that is not gathered, (columns, R, 1) element, in, boxes of 64 x 64 x 1
+    const element *p, *q;             // (L or R, ldp / ldq) element, in; gathered by token with GATHER_P / GATHER_Q, else by row
+    const int* expert_token_indices;  // (L*k,) int32, in
+    const int* expert_token_offsets;  // (E+1,) int32, in
+    OUT *out0, *out1;                 // (M, N) of each expert, OUT, out: gate's, and up's if gated. With PARTS fp32 sums of part
+                                      // j of expert e, at (e * parts + j) * expert_stride, which wgrad_parts.cu adds up
+    const int* experts_by_load;       // (E,) int32, in: the order in which experts are worked on, so that the last tiles are
+                                      // short (qwen30b's down_wgrad with skewed routing 481 -> 599 TFLOP/s)
+    int64 ldp, ldq;                   // elements from row to row
+    int64 expert_stride, ldo;         // elements of out0 and out1 from expert to expert, and from row to row
+    int p_half, q_half;               // elements from the gate's columns to the up's in P or Q, 0 in the other operand
+    int rows, columns;                // M, N
+    int num_experts, halves;          // E; 2 if gated, else 1
+    int parts;                        // with PARTS of an expert's rows, of which a tile takes one; else 1
+};
 
 struct Work {
     int to, half, m0, n0, first, last;  // to: its place in out0 and out1, in units of expert_stride
@@ -85,6 +101,7 @@ __device__ __forceinline__ void store_four(Half* p, float4 v) {
 // accumulators, 32 bytes of 8 rows at a time; 7 without adding.) The producer fills the stages meanwhile.
 struct UnroundedRows : EpilogueBase {
     static constexpr int HALF = BN / 2;
+    static_assert(8 * 16 * HALF * sizeof(float) <= TILE_BYTES, "8 warps stage 16 rows each behind the stages");
     const int M, N;
     const int64 ldo;
     float* const staged;
@@ -132,42 +149,41 @@ typedef UnroundedRows Epilogue;
 typedef StoredRows Epilogue;
 #endif
 
-extern "C" __global__ void __launch_bounds__(384, 1)
-    ENTRY(const element* p, int64 ldp, int64 p_half, const element* q, int64 ldq, int64 q_half, const int* expert_token_indices,
-          const int* expert_token_offsets, OUT* out0, OUT* out1, int64 expert_stride, int64 ldo, int64 rows, int64 columns,
-          int64 num_experts, int64 halves, const int* experts_by_load, int64 parts, const __grid_constant__ TensorMap routed) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    ENTRY(const __grid_constant__ GroupedWgradParams p) {
     __shared__ uint64 barrier_storage[2 * STAGES];
     const Barriers<1> barriers(barrier_storage, 128 + 1);
     const unsigned shared = uniform(shared_address(dynamic_shared));
-    const int M = static_cast<int>(rows), N = static_cast<int>(columns);
-    const Tiles order = {(M + BM - 1) / BM,    (N + BN - 1) / BN, static_cast<int>(halves), static_cast<int>(parts),
-                         expert_token_offsets, experts_by_load};
-    const int tiles = static_cast<int>(num_experts * halves * parts) * order.m_tiles * order.n_tiles;
+    const int M = p.rows, N = p.columns;
+    const Tiles order = {(M + BM - 1) / BM,      (N + BN - 1) / BN, p.halves, p.parts,
+                         p.expert_token_offsets, p.experts_by_load};
+    const int tiles = p.num_experts * p.halves * p.parts * order.m_tiles * order.n_tiles;
 
     auto tile = [&](int t) { return t < tiles ? order.work(t) : Work{}; };
 
     if (threadIdx.x < 128) {
         Ring ring;
-        setmaxnreg_dec<56>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         constexpr int ROWS = BK / 16;  // thread t copies chunk t % 8 of token rows t / 8 + 16 i, for every block of columns
         const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
         const unsigned dst = shared + line * 128 + ((chunk ^ (line & 7)) * 16);
         // Tokens come to shared memory TOKENS at a time, one such block ahead: loaded by each thread for itself, even stages ahead,
         // they kept the producer waiting. That of row line + 16 i of 64 is at 4 line + i, so that a thread's are in 16 bytes.
-        static_assert(ROWS == 4);
+        static_assert(ROWS == 4, "a thread's tokens of a stage are one int4");
         constexpr int TOKENS = 512;
+        static_assert(2 * TOKENS * sizeof(int) <= SPARE_BYTES, "two blocks of tokens");
         int4* token_blocks = reinterpret_cast<int4*>(dynamic_shared + STAGES * STAGE_BYTES + TILE_BYTES);
         int block_parity = 0;
         constexpr int COLUMNS = GATHER_P ? BM : BN;  // of the gathered operand
         const unsigned gathered_to = GATHER_P ? 0 : A_BYTES, routed_to = GATHER_P ? A_BYTES : 0;
-        const unsigned ld_bytes = static_cast<unsigned>((GATHER_P ? ldp : ldq) * sizeof(element));
+        const unsigned ld_bytes = static_cast<unsigned>((GATHER_P ? p.ldp : p.ldq) * sizeof(element));
         const int extent = GATHER_P ? M : N, routed_extent = GATHER_P ? N : M;
         int mine[TOKENS / 128];
         auto load_tokens = [&](int first, int last) {
 #pragma unroll
             for (int i = 0; i < TOKENS / 128; ++i) {
                 const int row = first + threadIdx.x + 128 * i;
-                mine[i] = row < last ? expert_token_indices[row] : 0;
+                mine[i] = row < last ? p.expert_token_indices[row] : 0;
             }
         };
         Work work = tile(blockIdx.x);
@@ -176,9 +192,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const Work next = tile(t + gridDim.x);
             const int column0 = GATHER_P ? work.m0 : work.n0, routed_column0 = GATHER_P ? work.n0 : work.m0;
             const bool inside = column0 + COLUMNS <= extent;
-            const int64 routed_half = GATHER_P ? q_half : p_half, routed_ld = GATHER_P ? ldq : ldp;
-            const element* gathered = (GATHER_P ? p : q) + work.half * (GATHER_P ? p_half : q_half) + column0 + chunk * 8;
-            const element* others = (GATHER_P ? q : p) + work.half * routed_half + routed_column0 + chunk * 8;
+            const int routed_half = GATHER_P ? p.q_half : p.p_half;
+            const int64 routed_ld = GATHER_P ? p.ldq : p.ldp;
+            const element* gathered = (GATHER_P ? p.p : p.q) + work.half * (GATHER_P ? p.p_half : p.q_half) + column0 + chunk * 8;
+            const element* others = (GATHER_P ? p.q : p.p) + work.half * routed_half + routed_column0 + chunk * 8;
             auto fill = [&](const int4 of_rows, int first) {
                 const int tokens[ROWS] = {of_rows.x, of_rows.y, of_rows.z, of_rows.w};
                 const unsigned stage = ring.stage * STAGE_BYTES, full = barriers.full + 8 * ring.stage;
@@ -194,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                     if (whole)
 #pragma unroll
                         for (int block = 0; block < BLOCKS; ++block)
-                            tensor_load_3d(shared + stage + routed_to + block * 8192, &routed,
-                                           static_cast<int>(work.half * routed_half) + routed_column0 + block * 64, first, 0, full);
+                            tensor_load_3d(shared + stage + routed_to + block * 8192, &p.routed,
+                                           work.half * routed_half + routed_column0 + block * 64, first, 0, full);
                 }
                 if (whole && inside) {
 #pragma unroll
@@ -238,21 +255,21 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         return;
     }
 
-    setmaxnreg_inc<224>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int warp_row = consumer_warp() * 16;
     Ring ring;
-    Epilogue epilogue(M, N, ldo);
+    Epilogue epilogue(M, N, p.ldo);
     Work work = tile(blockIdx.x), next;
     for (int t = blockIdx.x;; t += gridDim.x, work = next) {
         const bool last = t >= tiles;
         next = tile(t + gridDim.x);
-        OUT* out = (work.half ? out1 : out0) + work.to * expert_stride;
+        OUT* out = (work.half ? p.out1 : p.out0) + work.to * p.expert_stride;
         const int tokens = work.last - work.first;
         if (!last && tokens == 0) {
             const float zeros[8] = {};
             for (int i = threadIdx.x - 128; !ACCUMULATE && i < BM * BN / 8; i += 256) {
                 const int m = work.m0 + i / (BN / 8), n = work.n0 + i % (BN / 8) * 8;
-                if (m < M && n < N) store_vector8(out + m * ldo + n, zeros);
+                if (m < M && n < N) store_vector8(out + m * p.ldo + n, zeros);
             }
             continue;
         }

@@ -1,16 +1,39 @@
 // Router: softmax and top-k over the experts of each token (paper section 2.1), forward and backward.
 //
-//   logits        (L, E)  bf16, fp16 or fp32, in; E = num_experts
-//   weights       (L, k)  fp32, out of forward, into backward
-//   ids           (L, k)  int32, out of forward, into backward; largest logit first, ties to the lower id
-//   grad_weights  (L, k)  fp32, in
-//   grad_logits   (L, E)  as logits, out
-//   over_selected         1: softmax over the k chosen logits (topk_softmax, or softmax_topk renormalised,
-//                         which is the same function); 0: softmax over all E
-//
-// Launch: one warp per token, 4 warps per block, dynamic shared memory 4 * 4 * E bytes; E any, k <= 32.
+// Launch: one warp per token, TOKENS_PER_BLOCK warps per block, dynamic shared memory 4 bytes per warp and expert;
+// E <= MAX_ROUTER_EXPERTS, k <= MAX_ROUTER_K.
 // All arithmetic is fp32. A NaN logit ranks first and makes the token's weights NaN.
 #include "common.cuh"
+
+#if !defined(TOKENS_PER_BLOCK) || !defined(MAX_ROUTER_EXPERTS) || !defined(MAX_ROUTER_K) || !defined(DEFAULT_SHARED_BYTES)
+#error "TOKENS_PER_BLOCK, MAX_ROUTER_EXPERTS, MAX_ROUTER_K and DEFAULT_SHARED_BYTES are given by launch_config.py"
+#endif
+static_assert(MAX_ROUTER_K <= 32, "a lane holds one of a token's experts");
+static_assert(4 * TOKENS_PER_BLOCK * MAX_ROUTER_EXPERTS <= DEFAULT_SHARED_BYTES, "launches ask for no more shared memory");
+static_assert(TOKENS_PER_BLOCK * 32 <= 1024, "threads of a block");
+
+template <class T>
+struct RouterFwdParams {
+    const T* logits;  // (L, E) bf16, fp16 or fp32, in
+    float* weights;   // (L, k) fp32, out
+    int* ids;         // (L, k) int32, out: largest logit first, ties to the lower id
+    int64 L;
+    int num_experts;    // E
+    int k;              // experts per token
+    int over_selected;  // 1: softmax over the k chosen logits (topk_softmax, or softmax_topk renormalised, which is the
+                        // same function); 0: softmax over all E
+};
+
+template <class T>
+struct RouterBwdParams {
+    const float* grad_weights;  // (L, k) fp32, in
+    const T* logits;            // (L, E) bf16, fp16 or fp32, in
+    const float* weights;       // (L, k) fp32, in
+    const int* ids;             // (L, k) int32, in
+    T* grad_logits;             // (L, E) as logits, out
+    int64 L;
+    int num_experts, k, over_selected;  // as in RouterFwdParams
+};
 
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
@@ -26,8 +49,8 @@ __device__ __forceinline__ float from_sort_key(unsigned key) {
 }
 
 template <class T>
-__device__ void route_token(const T* logits, float* weights, int* ids, int64 num_experts, int k, bool over_selected, unsigned* keys) {
-    const int lane = threadIdx.x & 31, E = static_cast<int>(num_experts);
+__device__ void route_token(const T* logits, float* weights, int* ids, int E, int k, bool over_selected, unsigned* keys) {
+    const int lane = threadIdx.x & 31;
     unsigned best = 0;
     int best_id = 0;
     for (int e = lane; e < E; e += 32) {
@@ -64,8 +87,8 @@ __device__ void route_token(const T* logits, float* weights, int* ids, int64 num
 
 template <class T>
 __device__ void route_token_bwd(const float* grad_weights, const T* logits, const float* weights, const int* ids, T* grad_logits,
-                                int64 num_experts, int k, bool over_selected, float* row) {
-    const int lane = threadIdx.x & 31, E = static_cast<int>(num_experts);
+                                int E, int k, bool over_selected, float* row) {
+    const int lane = threadIdx.x & 31;
     const float g = lane < k ? grad_weights[lane] : 0.f, w = lane < k ? weights[lane] : 0.f;
     const float dot = warp_sum(w * g);
     for (int e = lane; e < E; e += 32) row[e] = 0.f;
@@ -90,23 +113,22 @@ __device__ void route_token_bwd(const float* grad_weights, const T* logits, cons
 }
 
 #define ROUTER_ENTRIES(SUFFIX, T)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(128) router_fwd_##SUFFIX(                                                    \
-        const T* logits, float* weights, int* ids, int64 L, int64 num_experts, int64 k, int64 over_selected) {                \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                                                       \
+        router_fwd_##SUFFIX(const __grid_constant__ RouterFwdParams<T> p) {                                                   \
         const int warp = threadIdx.x / 32;                                                                                    \
-        const int64 token = blockIdx.x * 4LL + warp;                                                                          \
-        if (token < L)                                                                                                        \
-            route_token(logits + token * num_experts, weights + token * k, ids + token * k, num_experts, static_cast<int>(k), \
-                        over_selected != 0, reinterpret_cast<unsigned*>(dynamic_shared) + warp * num_experts);                \
+        const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + warp;                                                      \
+        if (token < p.L)                                                                                                      \
+            route_token(p.logits + token * p.num_experts, p.weights + token * p.k, p.ids + token * p.k, p.num_experts, p.k,   \
+                        p.over_selected != 0, reinterpret_cast<unsigned*>(dynamic_shared) + warp * p.num_experts);            \
     }                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(128) router_bwd_##SUFFIX(                                                    \
-        const float* grad_weights, const T* logits, const float* weights, const int* ids, T* grad_logits, int64 L,            \
-        int64 num_experts, int64 k, int64 over_selected) {                                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                                                       \
+        router_bwd_##SUFFIX(const __grid_constant__ RouterBwdParams<T> p) {                                                   \
         const int warp = threadIdx.x / 32;                                                                                    \
-        const int64 token = blockIdx.x * 4LL + warp;                                                                          \
-        if (token < L)                                                                                                        \
-            route_token_bwd(grad_weights + token * k, logits + token * num_experts, weights + token * k, ids + token * k,     \
-                            grad_logits + token * num_experts, num_experts, static_cast<int>(k), over_selected != 0,          \
-                            reinterpret_cast<float*>(dynamic_shared) + warp * num_experts);                                   \
+        const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + warp;                                                      \
+        if (token < p.L)                                                                                                      \
+            route_token_bwd(p.grad_weights + token * p.k, p.logits + token * p.num_experts, p.weights + token * p.k,          \
+                            p.ids + token * p.k, p.grad_logits + token * p.num_experts, p.num_experts, p.k,                   \
+                            p.over_selected != 0, reinterpret_cast<float*>(dynamic_shared) + warp * p.num_experts);           \
     }
 ROUTER_ENTRIES(bfloat16, bf16)
 ROUTER_ENTRIES(float16, fp16)

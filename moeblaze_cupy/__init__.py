@@ -8,7 +8,6 @@ if not (_here / "kernels_cu").is_dir() and (_here.parent / "kernels_cu" / "__ini
     __path__.append(str(_here.parent))
 
 from moeblaze_cupy.layer import build_dispatch, moe_backward, moe_forward, route, route_backward  # noqa: E402
-from moeblaze_cupy.loader import compile_at_import as _compile_at_import  # noqa: E402
 from moeblaze_cupy.structures import DispatchIndices, Gradients, SavedForBackward  # noqa: E402
 
 __version__ = "0.1.0"
@@ -22,5 +21,3 @@ __all__ = [
     "route",
     "route_backward",
 ]
-
-_compile_at_import()

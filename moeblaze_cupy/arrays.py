@@ -1,4 +1,4 @@
-"""Arrays of any framework, seen as a kernel sees them: pointer, shape, strides, dtype, device; where a call runs.
+"""Arrays of any framework, seen as a kernel sees them: pointer, shape, strides, dtype, device.
 
 CuPy and torch are read directly; other DLPack arrays come in through `interop.dlpack`. Nothing here
 imports CuPy or torch: an array can only exist if its framework is loaded.
@@ -8,15 +8,37 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from moeblaze_cupy import loader, tensor_map
-
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 CPU = -1
+ALIGNMENT = 16  # bytes: the largest access of a kernel to global memory, and less than what every allocation has
+
+
+class Layout(NamedTuple):
+    """All of an array that checks and launches depend on, but not its contents. `strides` in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int
+    misalignment: int = 0  # the address modulo ALIGNMENT
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+
+class Buffer:
+    """New memory: an array of the caller's framework, and its address."""
+
+    __slots__ = ("array", "ptr")
+
+    def __init__(self, array: Any, ptr: int):
+        self.array, self.ptr = array, ptr
 
 
 @dataclass(slots=True, eq=False)  # not frozen, which would take three times as long to make
@@ -31,9 +53,8 @@ class Array:
     device: int
 
     @property
-    def layout(self) -> tuple:
-        """All that argument checks look at, as a key."""
-        return self.shape, self.strides, self.dtype, self.device
+    def layout(self) -> Layout:
+        return Layout(self.shape, self.strides, self.dtype, self.device, self.ptr % ALIGNMENT)
 
     @property
     def itemsize(self) -> int:
@@ -55,11 +76,6 @@ class Array:
                 return self.size == 0
             expected *= n
         return True
-
-    def part(self, start: int, shape: tuple[int, ...]) -> "Array":
-        """A row-major array of one or two dimensions in this one's memory, from element `start` on."""
-        strides = (shape[1], 1) if len(shape) == 2 else (1,)
-        return Array(self.owner, self.ptr + start * self.itemsize, shape, strides, self.dtype, self.device)
 
 
 def describe_strided(array: Any, pointer: int, device: int) -> Array:
@@ -96,16 +112,16 @@ class CuPy:
         return describe_strided(array, array.data.ptr, array.device.id)
 
     @staticmethod
-    def empty(shape, dtype: str, device: int) -> Array:
+    def empty(shape, dtype: str, device: int) -> Buffer:
         array = sys.modules["cupy"].empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-        return CuPy.describe(array)
+        return Buffer(array, array.data.ptr)
 
     @staticmethod
-    def layouts(given: Sequence, alignment: int) -> tuple[tuple, list[int]]:
+    def layouts(given: Sequence) -> tuple[tuple, list[int]]:
         """A key of all that `describe` tells of these arrays, but of their addresses the remainders; the addresses."""
         pointers = [a.data.ptr for a in given]
         layouts = [
-            (type(a), a.shape, a.strides, a.dtype, a.device.id, pointer % alignment)
+            (a.shape, a.strides, a.dtype, a.device.id, pointer % ALIGNMENT)
             for a, pointer in zip(given, pointers, strict=True)
         ]
         return tuple(layouts), pointers
@@ -134,17 +150,17 @@ class Torch:
         return Array(array, pointer, tuple(array.shape), array.stride(), _torch_name(array.dtype), device)
 
     @staticmethod
-    def empty(shape, dtype: str, device: int) -> Array:
+    def empty(shape, dtype: str, device: int) -> Buffer:
         dtype_, device_ = _torch_place(dtype, device)
         array = sys.modules["torch"].empty(shape, dtype=dtype_, device=device_)
-        return Array(array, array.data_ptr(), tuple(shape), array.stride(), dtype, device)
+        return Buffer(array, array.data_ptr())
 
     @staticmethod
-    def layouts(given: Sequence, alignment: int) -> tuple[tuple, list[int]]:
+    def layouts(given: Sequence) -> tuple[tuple, list[int]]:
         """As CuPy's."""
         pointers = [a.data_ptr() for a in given]
         layouts = [
-            (type(a), a.shape, a.stride(), a.dtype, a.device, pointer % alignment)
+            (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT)
             for a, pointer in zip(given, pointers, strict=True)
         ]
         return tuple(layouts), pointers
@@ -198,32 +214,11 @@ def _framework_of_type(kind: type):
     return None
 
 
-@dataclass(slots=True)
-class Context:
-    """Where one call runs: whose allocator, which device, which stream (a pointer).
-
-    Operations reach all these through it, so that `plans` can record a call in place of running it.
-    """
-
-    framework: Any
-    device: int
-    stream: int
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        return self.framework.empty(shape, dtype, self.device)
-
-    def describe(self, array: Any) -> Array | None:
-        return None if array is None else self.framework.describe(array)
-
-    def launch(self, variant: loader.Variant, grid: tuple, block: int, args: tuple, shared_bytes: int = 0) -> None:
-        loader.launch(self, variant, grid, block, args, shared_bytes)
-
-    def clear(self, array: Array) -> None:
-        loader.clear(array.ptr, array.size * array.itemsize, self.stream)
-
-    def tensor_map(self, pointer: int, dtype: str, shape: tuple, strides: tuple, box: tuple) -> Any:
-        """An argument of a launch."""
-        return tensor_map.encode(pointer, dtype, shape, strides, box)
+@functools.cache
+def framework_of_all(kinds: tuple[type, ...]):
+    """The one framework of arrays of these types; None where there is no such."""
+    found = {_framework_of_type(kind) for kind in kinds}
+    return found.pop() if len(found) == 1 else None
 
 
 Export = Callable[[Any], Any]  # working array -> the caller's kind of array

@@ -166,7 +166,7 @@ def layer(function, x, chosen, weights, w1: tuple, w2, activation: str, save) ->
 
 @functools.lru_cache(maxsize=1024)  # of what passed: an error is raised anew
 def _layer(function: str, activation: str, *layouts: tuple) -> None:
-    x, chosen, weights, w2, *w1 = (Array(None, 0, *layout) for layout in layouts)
+    x, chosen, weights, w2, *w1 = (Array(None, 0, *layout[:4]) for layout in layouts)
     names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")
     same_device(function, x=x, ids=chosen, weights=weights, **dict(zip(names, w1, strict=True)), w2=w2)
     shape(function, "x", x, "L, d", (None, None))
@@ -216,7 +216,7 @@ def accumulated(function: str, names: tuple, buffers: tuple, weight_shapes: tupl
 
 @functools.lru_cache(maxsize=1024)
 def _accumulated(function: str, names: tuple, weight_shapes: tuple, x_dtype: str, *layouts: tuple) -> None:
-    arrays = [Array(None, 0, *layout) for layout in layouts]
+    arrays = [Array(None, 0, *layout[:4]) for layout in layouts]
     for name, array, weight_shape in zip(names, arrays, weight_shapes, strict=True):
         if array.shape != weight_shape:
             raise bad_value(function, name, f"the weight's shape {weight_shape}", array.shape)
@@ -250,7 +250,7 @@ def gradient_names(function: str, needs) -> tuple:
 
 @functools.lru_cache(maxsize=1024)
 def _layer_backward(function: str, *layouts: tuple) -> None:
-    grad_out, x = (Array(None, 0, *layout) for layout in layouts)
+    grad_out, x = (Array(None, 0, *layout[:4]) for layout in layouts)
     same_device(function, x=x, grad_out=grad_out)
     shape(function, "grad_out", grad_out, "L, d", x.shape)
     dtype(function, "grad_out", grad_out, (x.dtype,))

@@ -1,28 +1,39 @@
 """Launch geometry: pure functions of shapes and device limits, no CuPy, no GPU.
 
-The numbers here mirror the constants of the kernel sources (`gemm_core_sm80.cuh`, `gemm_core_sm90.cuh`, `dispatch.cu`,
-`router.cu`, `aggregation.cu`).
+A number that a launch and its kernel must agree on is stated here alone. `kernel_constants` names those of a source,
+and `loader` gives them to the compiler. What the kernels assume about them is asserted when they are compiled.
 """
 
 import functools
 import math
-import os
 from dataclasses import dataclass
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
-TILE_COLUMNS = 128  # BN
+TILE_COLUMNS = 128  # BN of the portable GEMMs
 GEMM_THREADS = 128
-STAGE_BYTES = 32 * 1024
+GEMM_BLOCKS = 2  # of the portable GEMMs that a multiprocessor has registers for
+STAGE_BYTES = 32 * 1024  # of the portable GEMMs: BM x BK of A beside BK x BN of B
+STATIC_BYTES = 2048  # of shared memory that a portable GEMM may declare beside its stages
+RESERVED_BYTES = 1024  # of shared memory that the driver keeps for each block
 PANEL_COLUMNS = 256  # of the portable tier's panels, of Hopper's column tiles, and of a warp's sums
+HOPPER_THREADS = 384  # a producer warpgroup and two of consumers
+HOPPER_STAGES = 3
 MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
 ONE_PANEL_ELEMENTS = 2**24  # of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
-STEP_ROWS = 64  # of the weight gradients' main loop on Hopper
+STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step of the weight gradients
+HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
+HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
+HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead, or the tokens of a weight gradient
 MAX_TURNS = 4  # of tiles of parts, see wgrad_parts
 MAX_EXPERTS = 4096  # dispatch: counters and five lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
 MAX_ROUTER_EXPERTS = 1024
 MAX_ROUTER_K = 32
+ROUTER_TOKENS = 4  # per block, a warp each
+AGGREGATE_TOKENS = 8  # per block, a warp each
+SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
+PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 DEFAULT_SHARED_BYTES = 48 * 1024  # more needs an opt-in per kernel
 
 
@@ -34,26 +45,78 @@ class DeviceLimits:
     multiprocessors: int
     shared_bytes_per_block: int  # opt-in limit
     shared_bytes_per_multiprocessor: int
+    tier: str = "sm80"  # the kernel family, see `tier`
 
 
-H200 = DeviceLimits(90, 132, 232448, 233472)
+H200 = DeviceLimits(90, 132, 232448, 233472, "sm90")
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tier(compute_capability: int) -> str:
-    """Best kernel family for a compute capability such as 90. Raises RuntimeError below 80.
+def kernel_constants(source: str) -> dict[str, int]:
+    """What a kernel source is given as -DNAME=value in every variant."""
+    portable = {
+        "BM": TILE_ROWS,
+        "BN": TILE_COLUMNS,
+        "THREADS": GEMM_THREADS,
+        "BLOCKS_PER_MULTIPROCESSOR": GEMM_BLOCKS,
+        "STAGE_BYTES": STAGE_BYTES,
+        "STATIC_BYTES": STATIC_BYTES,
+    }
+    hopper = {
+        "BM": TILE_ROWS,
+        "BN": PANEL_COLUMNS,
+        "BK": STEP_ROWS,
+        "THREADS": HOPPER_THREADS,
+        "STAGES": HOPPER_STAGES,
+        "STAGE_BYTES": HOPPER_STAGE_BYTES,
+        "TILE_BYTES": HOPPER_TILE_BYTES,
+        "SPARE_BYTES": HOPPER_SPARE_BYTES,
+    }
+    return {
+        "grouped_gemm_sm80.cu": portable,
+        "grouped_wgrad_sm80.cu": portable,
+        # setmaxnreg moves registers from the producer's threads to the consumers'
+        "grouped_gemm_sm90.cu": hopper | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216},
+        "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
+        "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
+        "aggregation.cu": {
+            "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
+            "SLOTS_PER_BLOCK": SLOTS_PER_BLOCK,
+            "PANEL_COLUMNS": PANEL_COLUMNS,
+        },
+        "router.cu": {
+            "TOKENS_PER_BLOCK": ROUTER_TOKENS,
+            "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
+            "MAX_ROUTER_K": MAX_ROUTER_K,
+            "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
+        },
+        "dispatch.cu": {
+            "TILE_ROWS": TILE_ROWS,
+            "MAX_EXPERTS": MAX_EXPERTS,
+            "MAX_K": MAX_K,
+            "MAX_BLOCK_THREADS": DISPATCH_THREADS[-1],
+            "MIN_COLUMNS": MIN_COLUMNS,
+            "MIN_COUNT_COLUMNS": MIN_COUNT_COLUMNS,
+            "HELD_PIECES": HELD_PIECES,
+            "EXPERT_LISTS": EXPERT_LISTS,
+            "MIN_GROUPS": MIN_GROUPS,
+        },
+    }[source]
 
-    MOEBLAZE_TIER=sm80 or sm90 forces one.
+
+def tier(compute_capability: int, forced: str | None = None) -> str:
+    """The kernel family for a compute capability such as 90: Hopper's where it is 90, else the portable one.
+
+    forced: "sm80" or "sm90", what MOEBLAZE_TIER says. Raises RuntimeError below 80, or where it cannot be had.
     """
     if compute_capability < 80:
         raise RuntimeError(
             "moeblaze_cupy: compute capability: expected 8.0 or later (mma.sync on bf16, cp.async), "
             f"got {compute_capability // 10}.{compute_capability % 10}"
         )
-    forced = os.environ.get("MOEBLAZE_TIER")
     if forced not in (None, "", "sm80", "sm90"):
         raise ValueError(f"moeblaze_cupy: MOEBLAZE_TIER: expected sm80 or sm90, got {forced!r}")
     if forced == "sm90" and compute_capability != 90:
@@ -81,20 +144,23 @@ class GemmConfig:
         return tiles if self.tier == "sm80" else min(tiles, limits.multiprocessors)
 
 
+@functools.lru_cache(maxsize=256)
 def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmConfig:
     """The grouped GEMM kernel for a call: Hopper's for 16-bit elements and sizes that are multiples of 8.
 
     split: a gated up projection, half of whose tile is gate.
     """
-    return _gemm(dtype, aligned, split, limits, os.environ.get("MOEBLAZE_TIER"))
-
-
-@functools.lru_cache(maxsize=256)
-def _gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits, _forced: str | None) -> GemmConfig:
-    if tier(limits.compute_capability) == "sm90" and aligned and dtype in ("bfloat16", "float16"):
-        return GemmConfig("sm90", 128 if split else 256, 384, 3 * 48 * 1024 + 64 * 1024 + 16 * 1024, 3)
+    if limits.tier == "sm90" and aligned and dtype in ("bfloat16", "float16"):
+        shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + HOPPER_TILE_BYTES + HOPPER_SPARE_BYTES
+        return GemmConfig("sm90", tile_columns("sm90", split), HOPPER_THREADS, shared_bytes, HOPPER_STAGES)
     stages = gemm_stages(limits)
-    return GemmConfig("sm80", 64 if split else 128, GEMM_THREADS, stages * STAGE_BYTES, stages)
+    return GemmConfig("sm80", tile_columns("sm80", split), GEMM_THREADS, stages * STAGE_BYTES, stages)
+
+
+def tile_columns(tier: str, split: bool) -> int:
+    """Columns of the result in a tile; a gated up projection's (`split`) has as many of gate beside as many of up."""
+    columns = PANEL_COLUMNS if tier == "sm90" else TILE_COLUMNS
+    return columns // 2 if split else columns
 
 
 def gemm_stages(limits: DeviceLimits) -> int:
@@ -104,9 +170,9 @@ def gemm_stages(limits: DeviceLimits) -> int:
     stages where 2 blocks of 96 KiB fit (sm_90, sm_100), 2 on sm_80's 164 KiB, and 3 with one block where
     even 2 x 64 KiB do not fit (sm_86, sm_89, sm_120).
     """
-    static_and_reserved = 3 * 1024  # the kernels' static arrays and the 1 KiB the driver keeps per block
+    static_and_reserved = STATIC_BYTES + RESERVED_BYTES
     for stages in (3, 2):
-        if 2 * (stages * STAGE_BYTES + static_and_reserved) <= limits.shared_bytes_per_multiprocessor:
+        if GEMM_BLOCKS * (stages * STAGE_BYTES + static_and_reserved) <= limits.shared_bytes_per_multiprocessor:
             return stages
     return 3 if 3 * STAGE_BYTES + static_and_reserved <= limits.shared_bytes_per_block else 2
 
@@ -268,6 +334,9 @@ class DispatchConfig:
 MIN_COLUMNS = 8  # of dispatch_route: a lane reads 8 counters at a time
 MIN_COUNT_COLUMNS = 4  # of dispatch_count: likewise
 HELD_PIECES = 5  # likewise: 16-byte pieces of the matrix that a thread works on
+DISPATCH_THREADS = (512, 1024)  # per block of both kernels
+EXPERT_LISTS = 5  # of dispatch_route in shared memory: ints per expert, and as many more
+MIN_GROUPS = 3  # of threads that each sum up all experts over blocks; fewer work as one, which needs no memory
 
 
 def _power_of_two(most: int, least: int) -> int:
@@ -276,11 +345,11 @@ def _power_of_two(most: int, least: int) -> int:
 
 def _route_shared_bytes(num_experts: int, columns: int, part_slots: int, threads: int, alone: bool) -> int:
     """Lists; then the matrix with the sums over blocks, or 4 bytes per slot if that is more; then 4 per slot."""
-    lists = ceil_div(4 * 5 * (num_experts + 1), 16) * 16
+    lists = ceil_div(4 * EXPERT_LISTS * (num_experts + 1), 16) * 16
     matrix = 2 * columns * (num_experts + 1)
     experts = ceil_div(num_experts, 4) * 4
     groups = 4 * (threads - max(columns, 32)) // experts  # of threads that sum up all experts
-    sums = 0 if alone or groups < 3 else 8 * groups * experts
+    sums = 0 if alone or groups < MIN_GROUPS else 8 * groups * experts
     return lists + max(matrix + sums, 4 * part_slots) + 4 * part_slots
 
 
@@ -292,7 +361,7 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
     else for one, of more threads. Few slots get few columns: a block clears and sums up its matrix whatever they are.
     """
     row_bytes = 2 * (num_experts + 1)
-    resident, available = 2, limits.shared_bytes_per_multiprocessor // 2 - 1024  # the driver's own
+    resident, available = 2, limits.shared_bytes_per_multiprocessor // 2 - RESERVED_BYTES
     if 128 * row_bytes > available // 3:
         resident, available = 1, limits.shared_bytes_per_block
     blocks = 1
@@ -300,7 +369,8 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
         blocks = min(resident * limits.multiprocessors, ceil_div(num_slots, 768))
     block_slots = max(1, ceil_div(num_slots, blocks))
     few = block_slots <= 2048
-    threads = 512 if resident == 2 or (few and (num_experts + 1) * MIN_COLUMNS // 8 <= HELD_PIECES * 512) else 1024
+    less, more = DISPATCH_THREADS
+    threads = less if resident == 2 or (few and (num_experts + 1) * MIN_COLUMNS // 8 <= HELD_PIECES * less) else more
     worthwhile = max(32, block_slots // 16)
     columns = _power_of_two(min(128, HELD_PIECES * threads * 8 // (num_experts + 1), worthwhile), MIN_COLUMNS)
 
@@ -336,7 +406,7 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
         part_slots=part_slots,
         counted_together=counted_together,
         count_columns=count_columns,
-        count_threads=512 if few else 1024,
+        count_threads=less if few else more,
         count_shared_bytes=count_matrices * count_columns,
         columns=columns,
         route_threads=threads,

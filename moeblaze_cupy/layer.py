@@ -1,15 +1,16 @@
 """The public functions: check arguments, choose NumPy or CUDA by where the arrays are, hand back the caller's kind."""
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from moeblaze_cupy import arrays, checks, loader, plans, reference
+from moeblaze_cupy import arrays, checks, launch_config, loader, reference, runtime
 from moeblaze_cupy.interop import dlpack
 from moeblaze_cupy.ops import dispatch, experts, router
+from moeblaze_cupy.runtime import Prepared, Runtime, current_device
 from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward, one_or_pair, pair
 
 
@@ -55,17 +56,22 @@ class _Call:
         """A working array as NumPy, on the CPU; subclasses such as np.matrix have their own idea of arithmetic."""
         return np.asarray(self.framework.to_numpy(self.described[name].owner))
 
-    def current_device(self):
-        """Makes the arrays' device current."""
-        return nullcontext() if self.on_cpu else _current_device(self.device)
+    def prepared(self, steps: Any) -> Prepared:
+        return Prepared(self.framework, self.device, steps)
 
-    def context(self) -> arrays.Context:
-        return arrays.Context(self.framework, self.device, self.framework.stream(self.device))
+    @property
+    def limits(self) -> launch_config.DeviceLimits:
+        return loader.device_limits(self.device)
 
+    def layout(self, *names: str) -> list[arrays.Layout]:
+        return [self.described[name].layout for name in names]
 
-def _current_device(device: int):
-    cuda = loader.import_cupy().cuda
-    return nullcontext() if cuda.runtime.getDevice() == device else cuda.Device(device)
+    def pointers(self) -> list[int]:
+        """In the order in which the arrays were given."""
+        return [array.ptr for array in self.described.values()]
+
+    def owners(self) -> list[Any]:
+        return [array.owner for array in self.described.values()]
 
 
 def _map_saved(saved: SavedForBackward, convert) -> SavedForBackward:
@@ -124,14 +130,22 @@ def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = T
     A NaN logit ranks first and makes its token's weights NaN.
     Raises TypeError (dtype, device) or ValueError (shape, k, kind).
     """
-    call = _Call("route", logits=logits)
-    checks.router("route", call.described["logits"], k, kind)
-    if call.on_cpu:
-        weights, ids = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
-        return call.export(weights), call.export(ids)
-    with call.current_device():
-        weights, ids = router.route(call.context(), call.described["logits"], k, kind=kind, renormalize=renormalize)
-        return call.export(weights.owner), call.export(ids.owner)
+    key, pointers = runtime.key_of("route", (k, kind, renormalize), (logits,))
+    found, export = runtime.find(key), _keep
+    if found is None:
+        call = _Call("route", logits=logits)
+        checks.router("route", call.described["logits"], k, kind)
+        if call.on_cpu:
+            weights, ids = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
+            return call.export(weights), call.export(ids)
+        (layout,), pointers, export = call.layout("logits"), call.pointers(), call.export
+        step = router.configure("router_fwd", layout, k, kind, bool(renormalize))
+        found = runtime.keep(key, call.prepared((step, (layout.shape[0], k))))
+    with current_device(found.device):
+        run = Runtime.current(found.framework, found.device)
+        step, shape = found.steps
+        weights, ids = router.route(run, step, pointers[0], shape)
+        return export(weights.array), export(ids.array)
 
 
 def route_backward(
@@ -142,17 +156,25 @@ def route_backward(
     grad_weights and weights (L, k) float32 (float64 of such logits), ids (L, k) int32 as `route` returned them; kind
     and renormalize as given to `route`. Raises TypeError or ValueError as `route` does.
     """
-    call = _Call("route_backward", logits=logits, grad_weights=grad_weights, weights=weights, ids=ids)
-    d = call.described
-    checks.router_backward("route_backward", d["grad_weights"], d["logits"], d["weights"], d["ids"], kind)
-    if call.on_cpu:
-        host = (call.host(name) for name in ("grad_weights", "logits", "weights", "ids"))
-        return call.export(reference.route_backward(*host, kind=kind, renormalize=renormalize))
-    with call.current_device():
-        grad = router.route_backward(
-            call.context(), d["grad_weights"], d["logits"], d["weights"], d["ids"], kind=kind, renormalize=renormalize
-        )
-        return call.export(grad.owner)
+    given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids}
+    key, pointers = runtime.key_of("route_backward", (kind, renormalize), tuple(given.values()))
+    found, export = runtime.find(key), _keep
+    if found is None:
+        call = _Call("route_backward", **given)
+        d = call.described
+        checks.router_backward("route_backward", d["grad_weights"], d["logits"], d["weights"], d["ids"], kind)
+        if call.on_cpu:
+            host = (call.host(name) for name in ("grad_weights", "logits", "weights", "ids"))
+            return call.export(reference.route_backward(*host, kind=kind, renormalize=renormalize))
+        layout, k, pointers, export = d["logits"].layout, d["ids"].shape[1], call.pointers(), call.export
+        step = router.configure("router_bwd", layout, k, kind, bool(renormalize))
+        found = runtime.keep(key, call.prepared((step, layout)))
+    with current_device(found.device):
+        run = Runtime.current(found.framework, found.device)
+        step, layout = found.steps
+        logits_ptr, grad_ptr, weights_ptr, ids_ptr = pointers
+        grad = router.route_backward(run, step, grad_ptr, logits_ptr, weights_ptr, ids_ptr, layout)
+        return export(grad.array)
 
 
 def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
@@ -163,17 +185,26 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     Returns DispatchIndices of int32 arrays of the caller's kind.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """
-    call = _Call("build_dispatch", ids=ids)
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
-        raise checks.bad_type("build_dispatch", "num_experts", "an int", repr(num_experts))
-    checks.ids("build_dispatch", call.described["ids"], num_experts)
-    if call.on_cpu:
-        return _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
-    with call.current_device():
-        index = dispatch.dispatch(call.context(), call.described["ids"], num_experts).unpacked()
-        if call.export is _keep:
-            return index
-        return _map_index(index, lambda array: call.export(array.copy()))  # DLPack asks for aligned arrays
+    key, pointers = runtime.key_of("build_dispatch", (num_experts,), (ids,))
+    found, export, kept = runtime.find(key), _keep, ids
+    if found is None:
+        call = _Call("build_dispatch", ids=ids)
+        if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+            raise checks.bad_type("build_dispatch", "num_experts", "an int", repr(num_experts))
+        checks.ids("build_dispatch", call.described["ids"], num_experts)
+        if call.on_cpu:
+            return _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
+        (layout,), pointers, export, (kept,) = call.layout("ids"), call.pointers(), call.export, call.owners()
+        found = runtime.keep(key, call.prepared(dispatch.configure(layout, num_experts, call.limits)))
+    with current_device(found.device):
+        run = Runtime.current(found.framework, found.device)
+        lists, copy, _ = dispatch.dispatch(run, found.steps, pointers[0])
+        return _map_index(_index(found.steps, lists, copy, kept), export)
+
+
+def _index(steps: dispatch.Dispatch, lists: arrays.Buffer, copy: arrays.Buffer | None, ids: Any) -> DispatchIndices:
+    index = steps.index
+    return DispatchIndices(lists.array, copy.array if copy else ids, index.places, index.num_experts, steps.copies_ids)
 
 
 def moe_forward(
@@ -192,40 +223,47 @@ def moe_forward(
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80.
     """
     w1_by_name = _named_pair("moe_forward", "w1", w1)
-    given = plans.forward_inputs(x, ids, weights, tuple(w1_by_name.values()), w2)
-    key, pointers = plans.key_of("moe_forward", (activation, save), given)
-    plan = plans.find(key)
-    if plan is not None:  # which says that these arguments have passed all checks
-        with _current_device(plan.device):
-            return plans.replay_forward(plan, given, pointers, activation, save)
-    call = _Call("moe_forward", x=x, ids=ids, weights=weights, **w1_by_name, w2=w2)
-    d = call.described
-    w1_arrays = tuple(d[name] for name in w1_by_name)
-    checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
-    if call.on_cpu:
-        host = {name: call.host(name) for name in d}
-        host_w1 = one_or_pair(tuple(host[name] for name in w1_by_name))
-        out, saved = reference.moe_forward(
-            host["x"],
-            host["ids"],
-            host["weights"],
-            host_w1,
-            host["w2"],
-            activation=activation,
-            save=save,
-        )
-        if saved is not None and call.framework is arrays.Torch:
-            saved = _map_saved(saved, call.export)
-        return call.export(out), saved
-    with call.current_device():
-        if plans.is_due(key):
-            described = plans.forward_inputs(d["x"], d["ids"], d["weights"], w1_arrays, d["w2"])
-            plan = plans.trace_forward(key, call.context(), described, activation, save)
-            return plans.replay_forward(plan, given, pointers, activation, save)
-        out, saved = experts.moe_forward(
-            call.context(), d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation=activation, save=save
-        )
-        return call.export(out.owner), saved
+    given: Sequence[Any] = (x, ids, weights, w2, *w1_by_name.values())
+    key, pointers = runtime.key_of("moe_forward", (activation, save), given)
+    found, export = runtime.find(key), _keep  # a record says that such arguments have passed all checks
+    if found is None:
+        call = _Call("moe_forward", x=x, ids=ids, weights=weights, w2=w2, **w1_by_name)
+        d = call.described
+        w1_arrays = tuple(d[name] for name in w1_by_name)
+        checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
+        if call.on_cpu:
+            return _forward_on_cpu(call, tuple(w1_by_name), activation, save)
+        layouts, w1_layouts = call.layout("x", "ids", "weights", "w2"), tuple(call.layout(*w1_by_name))
+        steps = experts.configure_forward(*layouts, w1_layouts, activation, save, call.limits)
+        given, pointers, export = call.owners(), call.pointers(), call.export
+        found = runtime.keep(key, call.prepared(steps))
+    steps = found.steps
+    with current_device(found.device):
+        run = Runtime.current(found.framework, found.device)
+        x_ptr, ids_ptr, weights_ptr, w2_ptr, *w1_ptrs = pointers
+        result = experts.moe_forward(run, steps, x_ptr, ids_ptr, weights_ptr, w2_ptr, tuple(w1_ptrs))
+        out = export(result.out.array)
+        if save is None:
+            return out, None
+        x, ids, weights, w2, *w1_parts = given
+        index = _index(steps.dispatch, result.lists, result.ids, ids)
+        first_layer = result.first_layer.array if result.first_layer else None
+        y_swi = result.y_swi.array if result.y_swi else None
+        w1 = one_or_pair(tuple(w1_parts))
+        return out, SavedForBackward(x, weights, w1, w2, index, first_layer, y_swi, activation, save)
+
+
+def _forward_on_cpu(
+    call: _Call, w1_names: tuple[str, ...], activation: str, save: str | None
+) -> tuple[Any, SavedForBackward | None]:
+    host = {name: call.host(name) for name in call.described}
+    w1 = one_or_pair(tuple(host[name] for name in w1_names))
+    out, saved = reference.moe_forward(
+        host["x"], host["ids"], host["weights"], w1, host["w2"], activation=activation, save=save
+    )
+    if saved is not None and call.framework is arrays.Torch:
+        saved = _map_saved(saved, call.export)
+    return call.export(out), saved
 
 
 def moe_backward(
@@ -257,41 +295,87 @@ def moe_backward(
             "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
         )
     needs = checks.gradient_names("moe_backward", needs)
-    key, given, pointers = plans.backward_key(grad_out, saved, needs, keep_saved, accumulate)
-    plan = plans.find(key)
-    if plan is not None:
+    key, given, pointers = _backward_key(grad_out, saved, needs, keep_saved, accumulate)
+    found, export = runtime.find(key), _keep
+    if found is not None:
         checks.not_consumed("moe_backward", saved)
-        with _current_device(plan.device):
-            return plans.replay_backward(plan, given, pointers, saved, accumulate or {})
-    buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
-    parts = {part: array for parts in buffers.values() for part, array in parts.items()}
-    call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x}, **parts)
-    d = call.described
-    checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
-    described = {name: tuple(d[part] for part in parts) for name, parts in buffers.items()}
-    for name, parts in buffers.items():
-        shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
-        checks.accumulated("moe_backward", tuple(parts), described[name], shapes, d["saved.x"].dtype)
-    if call.on_cpu:
-        host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
-        host_buffers = {name: one_or_pair(tuple(map(call.host, parts))) for name, parts in buffers.items()}
-        grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
-        return _export_gradients(grads, call.export, accumulate)
-    with call.current_device():
-        context, options = call.context(), {"needs": needs, "keep_saved": keep_saved, "accumulate": described}
-        if plans.is_due(key):
-            plan = plans.trace_backward(key, context, d["grad_out"], saved, **options)
-            return plans.replay_backward(plan, given, pointers, saved, accumulate or {})
-        grads = experts.moe_backward(context, d["grad_out"], saved, **options)
-        return _export_gradients(grads, call.export, accumulate)
+    else:
+        buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
+        parts = {part: array for parts in buffers.values() for part, array in parts.items()}
+        call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x}, **parts)
+        d = call.described
+        checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
+        for name, parts in buffers.items():
+            shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
+            totals = tuple(d[part] for part in parts)
+            checks.accumulated("moe_backward", tuple(parts), totals, shapes, d["saved.x"].dtype)
+        if call.on_cpu:
+            host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
+            host_buffers = {name: one_or_pair(tuple(map(call.host, parts))) for name, parts in buffers.items()}
+            grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
+            w1, w2 = (None if g is None else pair(g) for g in (grads.w1, grads.w2))
+            return _export_gradients(call.export, accumulate, grads.x, grads.weights, w1, w2)
+        given[0], export = d["grad_out"].owner, call.export
+        described = [call.framework.describe(array) for array in given]
+        pointers = [array.ptr for array in described]
+        layouts = _backward_values(saved, accumulate, [array.layout for array in described], None)
+        del layouts["lists"]
+        totals = tuple(layouts.pop("accumulate").items())
+        options = {"activation": saved.activation, "needs": needs, "keep_saved": bool(keep_saved)}
+        steps = experts.configure_backward(**layouts, accumulate=totals, **options, limits=call.limits)
+        found = runtime.keep(key, call.prepared(steps))
+    with current_device(found.device):
+        run = Runtime.current(found.framework, found.device)
+        grads = experts.moe_backward(run, found.steps, saved, **_backward_values(saved, accumulate, pointers, 0))
+        return _export_gradients(
+            export,
+            accumulate,
+            grads.x and grads.x.array,
+            grads.weights and grads.weights.array,
+            grads.w1 and tuple(buffer.array for buffer in grads.w1),
+            grads.w2 and tuple(buffer.array for buffer in grads.w2),
+        )
 
 
-def _export_gradients(grads: Gradients, export, accumulate: Mapping[str, Any] | None) -> Gradients:
+def _backward_key(
+    grad_out: Any, saved: SavedForBackward, needs: tuple, keep_saved: Any, accumulate: Any
+) -> tuple[tuple | None, list, list[int]]:
+    """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
+    totals = {} if accumulate is None else accumulate
+    if not isinstance(totals, Mapping):
+        return None, [], []
+    w1, kept = pair(saved.w1), [array for array in (saved.first_layer, saved.y_swi) if array is not None]
+    given = [grad_out, saved.x, saved.weights, saved.w2, saved.index.lists, *w1, *kept]
+    forms = [len(w1), saved.first_layer is None, saved.y_swi is None]  # tell which of these is what
+    for name, total in totals.items():
+        parts = pair(total)
+        given += parts
+        forms += name, len(parts)
+    key, pointers = runtime.key_of("moe_backward", (saved.activation, needs, bool(keep_saved), *forms), given)
+    return key, given, pointers
+
+
+def _backward_values(saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: Sequence, absent: Any):
+    """What `values` says of each array of `_backward_key`, by the names of experts.moe_backward."""
+    values = iter(values)
+    named = dict(zip(("grad_out", "x", "weights", "w2", "lists"), values))  # noqa: B905
+    named["w1"] = tuple(islice(values, len(pair(saved.w1))))
+    named["first_layer"] = absent if saved.first_layer is None else next(values)
+    named["y_swi"] = absent if saved.y_swi is None else next(values)
+    named["accumulate"] = {name: tuple(islice(values, len(pair(t)))) for name, t in (accumulate or {}).items()}
+    return named
+
+
+def _export_gradients(
+    export, accumulate: Mapping[str, Any] | None, x: Any, weights: Any, w1: tuple | None, w2: tuple | None
+) -> Gradients:
     """In the caller's kind; what was accumulated is the caller's own."""
     own = accumulate or {}
-    values = {name: getattr(grads, name) for name in GRADIENTS if name not in own}
-    exported = {
-        name: tuple(map(export, v)) if isinstance(v, tuple) else None if v is None else export(v)
-        for name, v in values.items()
-    }
-    return Gradients(**exported, **own)
+
+    def one(array: Any) -> Any:
+        return None if array is None else export(array)
+
+    def parts(name: str, arrays: tuple | None) -> Any:
+        return own[name] if name in own else None if arrays is None else one_or_pair(tuple(map(export, arrays)))
+
+    return Gradients(one(x), one(weights), parts("w1", w1), parts("w2", w2))

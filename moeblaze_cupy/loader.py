@@ -9,22 +9,20 @@ import functools
 import hashlib
 import itertools
 import os
-import struct
 import sys
 import threading
 import time
 from dataclasses import dataclass
 from importlib import resources
 
-import numpy as np
-
-from moeblaze_cupy import launch_config
+from moeblaze_cupy import launch_config, params
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
 SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
+IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
 _lock = threading.Lock()
@@ -48,9 +46,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return " ".join(
-            [self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in ("ENTRY", "MMA", "WGMMA"))]
-        )
+        return " ".join([self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in IMPLIED_MACROS)])
 
 
 @functools.cache
@@ -62,6 +58,16 @@ def entry(source: str, name: str) -> Variant:
 def gathers(entry: str) -> bool:
     """Whether a grouped GEMM's left operand is read through expert_token_indices."""
     return EPILOGUES[entry] != "STORE"
+
+
+def k_segments(entry: str, gated: bool) -> int:
+    """Of what an element of a grouped GEMM's result sums over: up_bwd's has gate's and up's part."""
+    return 2 if entry == "up_bwd" and gated else 1
+
+
+def is_split(entry: str, gated: bool) -> bool:
+    """Whether half of a grouped GEMM's tile is gate and half is up."""
+    return entry == "up_fwd" and gated
 
 
 @functools.cache
@@ -111,7 +117,8 @@ def gemm_variant(
         "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
         "GATHER": int(gathers(entry)),
         "B_K_CONTIGUOUS": int(transposed == forward),
-        "K_SEGMENTS": 2 if entry == "up_bwd" and gated else 1,
+        "K_SEGMENTS": k_segments(entry, gated),
+        "TILE_COLUMNS": launch_config.tile_columns(tier, is_split(entry, gated)),
     }
     if tier == "sm90":
         to_tokens = to_tokens and epilogue == "STORE"
@@ -185,9 +192,17 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def source(variant: Variant) -> str:
+    """What is compiled: the source file, and after it assertions on the layout of its parameters."""
+    with open(os.path.join(source_folder(), variant.source)) as file:
+        code = file.read()
+    return code + "".join(table.assertions() for table in params.tables(variant.source, variant.macros).values())
+
+
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the architecture."""
-    defines = tuple(f"-D{key}={value}" for key, value in variant.macros)
+    constants = launch_config.kernel_constants(variant.source)
+    defines = tuple(f"-D{key}={value}" for key, value in (*constants.items(), *variant.macros))
     # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
     arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
     return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch)
@@ -218,92 +233,67 @@ def import_cupy():
     return cupy
 
 
-@functools.cache
 def device_limits(device: int) -> launch_config.DeviceLimits:
+    """What launch configurations depend on; MOEBLAZE_TIER is read here and nowhere else."""
+    return _device_limits(device, os.environ.get("MOEBLAZE_TIER"))
+
+
+@functools.cache
+def _device_limits(device: int, forced_tier: str | None) -> launch_config.DeviceLimits:
     runtime = import_cupy().cuda.runtime
 
     def attribute(number: int) -> int:  # a cudaDeviceAttr
         return runtime.deviceGetAttribute(number, device)
 
+    compute_capability = 10 * attribute(75) + attribute(76)
     return launch_config.DeviceLimits(
-        compute_capability=10 * attribute(75) + attribute(76),
+        compute_capability=compute_capability,
         multiprocessors=attribute(16),
         shared_bytes_per_block=attribute(97),
         shared_bytes_per_multiprocessor=attribute(81),
+        tier=launch_config.tier(compute_capability, forced_tier),
     )
 
 
 @functools.cache
-def _module(source: str, macros: tuple):
-    with open(os.path.join(source_folder(), source)) as file:
-        code = file.read()
-    return import_cupy().RawModule(code=code, options=options(Variant(source, "", macros)))
+def _module(name: str, macros: tuple):
+    variant = Variant(name, "", macros)
+    return import_cupy().RawModule(code=source(variant), options=options(variant))
 
 
 class _Thread(threading.local):
-    """What one thread keeps: where the arguments of each kernel go, and the devices whose contexts it has."""
+    """What one thread keeps: the devices whose contexts it has."""
 
     def __init__(self):
-        self.arguments: dict[_Kernel, Arguments] = {}
         self.bound: set[int] = set()
 
 
 _thread = _Thread()
 
 
-class Arguments:
-    """A kernel's arguments as the driver takes them: the address of each, in an array at `pointer`.
-
-    `put` writes them: ints of 64 bits, and tensor maps of 128 bytes on multiples of 64. The driver copies them while it
-    launches, so one memory serves all launches of a thread.
-    """
-
-    def __init__(self, args: tuple):
-        layout, offsets, end = "=", [], 0
-        for arg in args:
-            size, alignment, code = (128, 64, "128s") if isinstance(arg, bytes) else (8, 8, "q")
-            padding = -end % alignment
-            layout += f"{padding}x{code}"
-            offsets.append(end + padding)
-            end += padding + size
-        memory = np.zeros(end + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        self._addresses = np.array([memory.ctypes.data + start + offset for offset in offsets], np.uint64)
-        self.pointer = self._addresses.ctypes.data
-        self.put = functools.partial(struct.Struct(layout).pack_into, memory, start)
-
-
 class _Kernel:
     """A compiled entry on one device, and the dynamic shared memory it may be launched with."""
 
     def __init__(self, device: int, variant: Variant):
-        launch_config.tier(device_limits(device).compute_capability)
+        device_limits(device)  # raises for a GPU that is too old
         self.name = variant.name
         self.function = _module(variant.source, variant.macros).get_function(variant.entry)
         self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
         self.pointer = self.loaded.ptr
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
 
-    def launch(self, grid: tuple, block: int, args: tuple, shared_bytes: int, stream: int) -> None:
-        """By CuPy's binding of the driver: a call of its RawKernel makes a NumPy scalar of every argument."""
-        arguments = _thread.arguments.get(self)
-        if arguments is None:
-            bind_context()
-            arguments = _thread.arguments[self] = Arguments(args)
-        arguments.put(*args)
-        self.launch_at(arguments.pointer, grid, block, shared_bytes, stream)
+    def launch(self, geometry: tuple[int, ...], stream: int, arguments: int) -> None:
+        """By CuPy's binding of the driver: a call of its RawKernel makes a NumPy scalar of every argument.
 
-    def launch_at(self, arguments: int, grid: tuple, block: int, shared_bytes: int, stream: int) -> None:
-        """`arguments`: where the address of each lies. This thread must have the device's context."""
-        driver = sys.modules["cupy"].cuda.driver
-        geometry = (*grid, 1, 1)[:3]
-        launch = (self.pointer, *geometry, block, 1, 1, shared_bytes, stream, arguments)
+        geometry: grid, block and bytes of shared memory. arguments: where the list of the arguments' addresses lies.
+        This thread must have the device's context. Raises RuntimeError with the kernel's name if the driver refuses.
+        """
         try:
-            driver.launchKernel(*launch, 0)
+            sys.modules["cupy"].cuda.driver.launchKernel(self.pointer, *geometry, stream, arguments, 0)
         except RuntimeError as error:
             raise RuntimeError(
-                f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry}, {block} threads and {shared_bytes} "
-                f"bytes of shared memory to succeed, got {error}"
+                f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry[:3]}, {geometry[3]} threads and "
+                f"{geometry[6]} bytes of shared memory to succeed, got {error}"
             ) from error
 
     def allow(self, shared_bytes: int) -> None:
@@ -323,22 +313,13 @@ def kernel(device: int, variant: Variant, shared_bytes: int = 0) -> _Kernel:
     return found
 
 
-def bind_context() -> None:
-    """Makes the current device's context current to this thread: autograd's threads have only named the device."""
-    runtime = import_cupy().cuda.runtime
-    device = runtime.getDevice()
+def bind_context(device: int) -> None:
+    """Makes the context of the current device current to this thread: autograd's threads have only named the device."""
     if device not in _thread.bound:
+        runtime = import_cupy().cuda.runtime
         runtime.setDevice(device)
         runtime.memGetInfo()
         _thread.bound.add(device)
-
-
-def launch(context, variant: Variant, grid: tuple, block: int, args: tuple, shared_bytes: int = 0) -> None:
-    """Launches on the context's device, which must be current, and its stream; `args` as `Arguments` takes them.
-
-    Raises RuntimeError with the kernel's name if the driver refuses.
-    """
-    kernel(context.device, variant, shared_bytes).launch(grid, block, args, shared_bytes, context.stream)
 
 
 def clear(pointer: int, nbytes: int, stream: int) -> None:
@@ -352,29 +333,6 @@ def precompile(variant: Variant) -> float:
     import_cupy()
     _module(variant.source, variant.macros).compile()
     return time.perf_counter() - start
-
-
-def compile_at_import() -> None:
-    """Compiles the shape-independent modules when a CUDA device is there; a failure is left to the first call."""
-    if os.environ.get("MOEBLAZE_COMPILE") == "lazy" or not _has_cuda_device():
-        return
-    try:
-        for source in SHAPE_INDEPENDENT:
-            precompile(Variant(source, ""))
-    except Exception:  # importing must work on a machine whose CUDA set-up does not
-        return
-
-
-def _has_cuda_device() -> bool:
-    """Asks the driver itself: importing CuPy costs 0.2 s, which a machine without a GPU should not pay."""
-    import ctypes
-
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    count = ctypes.c_int(0)
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 assert set(ACTIVATION_KINDS) == set(ACTIVATIONS)

@@ -12,6 +12,7 @@ No function here checks its arguments: the package's public functions do that be
 
 import numpy as np
 
+from moeblaze_cupy import launch_config
 from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward, is_gated
 
 
@@ -80,8 +81,8 @@ def dispatch(ids, num_experts):
     token_index_map entry is -1, and the end of expert_token_indices is filled with -1. A token that names an expert
     twice has two slots there. Within an expert the order is by token, then slot.
 
-    Returns DispatchIndices, all int32, row_tiles None. token_expert_indices is a view of int32 ids; of int64 ids
-    it is an int32 copy in which absent slots are -1. Arguments are not checked.
+    Returns DispatchIndices, all int32; row_tiles is -1 past its last tile. token_expert_indices is a view of int32 ids;
+    of int64 ids it is an int32 copy in which absent slots are -1. Arguments are not checked.
     """
     k = ids.shape[1]
     token_expert_indices = ids.reshape(-1)  # (L*k,)
@@ -105,15 +106,20 @@ def dispatch(ids, num_experts):
     expert_token_indices[:num_routed] = slot_at_position // k
     token_index_map = np.full(num_slots, -1, np.int32)  # (L*k,)
     token_index_map[slot_at_position] = np.arange(num_routed)
-    return DispatchIndices(
-        expert_token_indices=expert_token_indices,
-        expert_token_offsets=expert_token_offsets,
-        token_expert_indices=token_expert_indices,
-        token_index_map=token_index_map.reshape(ids.shape),
-        num_experts=num_experts,
-        experts_by_load=np.argsort(-np.diff(expert_token_offsets), kind="stable").astype(np.int32),  # (E,)
-        ids_copied=ids.dtype != np.int32,
+
+    # The GEMMs' row tiles, and the order in which weight gradients take the experts.
+    tile_rows, offsets = launch_config.TILE_ROWS, expert_token_offsets
+    tiles = [(e, row) for e in range(num_experts) for row in range(offsets[e], offsets[e + 1], tile_rows)]
+    places, size = launch_config.index_lists(*ids.shape, num_experts)
+    index = DispatchIndices(
+        np.full(size, -1, np.int32), token_expert_indices.reshape(ids.shape), places, num_experts, ids.dtype != np.int32
     )
+    index.expert_token_indices[:] = expert_token_indices
+    index.expert_token_offsets[:] = expert_token_offsets
+    index.token_index_map[:] = token_index_map.reshape(ids.shape)
+    index.row_tiles[: 1 + len(tiles)] = [(len(tiles), tile_rows), *tiles]
+    index.experts_by_load[:] = np.argsort(-np.diff(expert_token_offsets), kind="stable")
+    return index
 
 
 # W. J. Cody, Rational Chebyshev approximations for the error function, Math. Comp. 23 (1969): numerator and

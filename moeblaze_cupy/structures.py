@@ -5,7 +5,8 @@ hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torc
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 SAVE_POLICIES = ("minimal", "paper", "recompute", None)
@@ -30,90 +31,69 @@ def nbytes(array: Any) -> int:
 class DispatchIndices:
     """The index lists of the paper's section 4.1, all int32, in the caller's kind of array.
 
-    An id < 0 or >= E is "no expert in this slot": such slots are not listed, and their
-    `token_index_map` entry is -1. Entries of `expert_token_indices` past the last listed slot,
-    `expert_token_offsets[E]`, are -1.
+    All but `token_expert_indices` lie in one buffer, `lists`. Each list is a view of it, made when it is asked for.
+    An id < 0 or >= E is "no expert in this slot": such slots are not listed, and their `token_index_map` entry is -1.
     """
-
-    expert_token_indices: Any  # (L*k,) token of each routed slot; by expert, then token, then slot
-    expert_token_offsets: Any  # (E+1,) exclusive prefix sum of the experts' slot counts
-    token_expert_indices: Any  # (L*k,) expert of each slot, by token; the ids themselves if int32
-    token_index_map: Any  # (L, k) position of slot (token, j) in expert_token_indices, or -1
-    num_experts: int
-    row_tiles: Any = None  # (T+1, 2) GEMM schedule: row 0 (count, rows per tile), then (expert, first row)
-    experts_by_load: Any = None  # (E,) expert ids by falling slot count, equal counts by rising id
-    ids_copied: bool = False  # token_expert_indices is not the caller's ids (they were int64)
-
-    def split(self) -> tuple[list, "DispatchIndices"]:
-        """The arrays, and the rest."""
-        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.type is Any}
-        return list(arrays.values()), replace(self, **dict.fromkeys(arrays))
-
-    def joined(self, arrays: list) -> "DispatchIndices":
-        """What `split` took apart."""
-        names = (f.name for f in fields(self) if f.type is Any)
-        return replace(self, **dict(zip(names, arrays, strict=True)))
-
-    @property
-    def num_tokens(self) -> int:
-        return self.token_index_map.shape[0]
-
-    @property
-    def k(self) -> int:
-        return self.token_index_map.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes these lists hold beyond the caller's ids."""
-        own_ids = nbytes(self.token_expert_indices) if self.ids_copied else 0
-        return own_ids + sum(
-            nbytes(a)
-            for a in (
-                self.expert_token_indices,
-                self.expert_token_offsets,
-                self.token_index_map,
-                self.row_tiles,
-                self.experts_by_load,
-            )
-        )
-
-
-@dataclass(frozen=True)
-class PackedIndices:
-    """The lists of `DispatchIndices` as they are on a GPU: in one buffer, each an array of its own once asked for."""
 
     lists: Any  # (n,) int32
     ids: Any  # (L, k) int32: the caller's, or what dispatch made of int64 ids
-    places: dict  # first element and shape of each list in `lists`
+    places: Mapping[str, tuple[int, tuple[int, ...]]]  # first element and shape of each list in `lists`
     num_experts: int
-    ids_copied: bool
+    ids_copied: bool = False  # `ids` is not the caller's array (that was int64)
 
     def _list(self, name: str) -> Any:
         start, shape = self.places[name]
         return self.lists[start : start + math.prod(shape)].reshape(shape)
 
-    expert_token_indices = property(lambda self: self._list("expert_token_indices"))
-    expert_token_offsets = property(lambda self: self._list("expert_token_offsets"))
-    token_expert_indices = property(lambda self: self.ids.reshape(-1))
-    token_index_map = property(lambda self: self._list("token_index_map"))
-    row_tiles = property(lambda self: self._list("row_tiles"))
-    experts_by_load = property(lambda self: self._list("experts_by_load"))
-    num_tokens = property(lambda self: self.places["token_index_map"][1][0])
-    k = property(lambda self: self.places["token_index_map"][1][1])
+    @property
+    def expert_token_indices(self) -> Any:
+        """(L*k,): the token of each routed slot, by expert, then token, then slot; -1 past the last routed slot."""
+        return self._list("expert_token_indices")
+
+    @property
+    def expert_token_offsets(self) -> Any:
+        """(E+1,): where each expert's slots begin in expert_token_indices; the last entry is their number."""
+        return self._list("expert_token_offsets")
+
+    @property
+    def token_expert_indices(self) -> Any:
+        """(L*k,): the expert of each slot, by token; the caller's ids if they are int32."""
+        return self.ids.reshape(-1)
+
+    @property
+    def token_index_map(self) -> Any:
+        """(L, k): the position of slot (token, j) in expert_token_indices, or -1."""
+        return self._list("token_index_map")
+
+    @property
+    def row_tiles(self) -> Any:
+        """(T+1, 2): the GEMMs' row tiles: row 0 is (count, rows per tile), then (expert, first row) of each tile."""
+        return self._list("row_tiles")
+
+    @property
+    def experts_by_load(self) -> Any:
+        """(E,): the experts by falling slot count, equal counts by rising id."""
+        return self._list("experts_by_load")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.places["token_index_map"][1][0]
+
+    @property
+    def k(self) -> int:
+        return self.places["token_index_map"][1][1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes these lists hold beyond the caller's ids."""
+        """Bytes that these lists hold beyond the caller's ids."""
         return nbytes(self.lists) + (nbytes(self.ids) if self.ids_copied else 0)
 
-    def split(self) -> tuple[list, "PackedIndices"]:
+    def split(self) -> tuple[list, "DispatchIndices"]:
+        """The arrays, and the rest, which `joined` puts together again."""
         return [self.lists, self.ids], self.joined([None, None])
 
-    def joined(self, arrays: list) -> "PackedIndices":
-        return PackedIndices(*arrays, self.places, self.num_experts, self.ids_copied)
-
-    def unpacked(self) -> DispatchIndices:
-        return DispatchIndices(**{field.name: getattr(self, field.name) for field in fields(DispatchIndices)})
+    def joined(self, arrays: list) -> "DispatchIndices":
+        return DispatchIndices(*arrays, self.places, self.num_experts, self.ids_copied)
 
 
 def pair(weight: Any) -> tuple:
@@ -137,7 +117,7 @@ class SavedForBackward:
     weights: Any  # (L, k)
     w1: Any  # (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
     w2: Any  # (E, h, d)
-    index: DispatchIndices | PackedIndices
+    index: DispatchIndices
     first_layer: Any  # (L*k, 2h): a then b, or (L*k, h) if not gated; None if recomputed
     y_swi: Any  # (L*k, h): activation(a) * b; None unless save="paper"
     activation: str

@@ -1,14 +1,26 @@
-"""Tensor maps for Hopper's bulk copies, encoded by the driver through ctypes (CuPy has no binding)."""
+"""Tensor maps for Hopper's TMA loads, encoded by the driver through ctypes (CuPy has no binding)."""
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
-from moeblaze_cupy import loader
-
 _DATA_TYPES = {"bfloat16": 9, "float16": 6}  # CUtensorMapDataType
 _SWIZZLE_128B, _L2_PROMOTION_256B, _NO_INTERLEAVE, _ZERO_FILL = 3, 3, 0, 0
+
+
+class TensorMap(NamedTuple):
+    """A CUtensorMap without its address: what TMA loads a box of.
+
+    shape, strides (elements, of all dimensions but the first, whose stride is 1) and box list the contiguous dimension
+    first. Boxes arrive in shared memory in the 128-byte swizzle, with zeros beyond `shape`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
 
 
 @functools.cache
@@ -19,15 +31,13 @@ def _driver():
 
 
 @functools.lru_cache(maxsize=4096)
-def encode(pointer: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
-    """A CUtensorMap as a kernel argument: 128 bytes, passed by value.
+def encode(pointer: int, tensor: TensorMap) -> bytes:
+    """The 128 bytes of a CUtensorMap at an address, to be passed by value.
 
-    shape, strides (elements, all but the first, which is 1) and box list the contiguous dimension first;
-    boxes arrive in shared memory in the 128-byte swizzle, zeros beyond `shape`. It depends on the values
-    given alone, so it may be kept for any array that comes to lie there.
-    Raises RuntimeError if the driver refuses it.
+    They depend on the values given alone, so they serve any array that comes to lie there. The calling thread must have
+    a CUDA context. Raises RuntimeError if the driver refuses the map.
     """
-    loader.bind_context()
+    dtype, shape, strides, box = tensor
     rank, itemsize = len(shape), 2
     raw = np.zeros(128 + 64, np.uint8)
     start = -raw.ctypes.data % 64  # the driver wants 64-byte alignment

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moeblaze_cupy import arrays, loader, plans
+from moeblaze_cupy import arrays, loader
 
 
 def missing_gpu() -> str | None:
@@ -28,12 +28,6 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def no_plans_of_other_tests():
-    """A test may change what plans are made of, such as the sizes from which on blocks claim tiles."""
-    plans.clear()
-
-
-@pytest.fixture(autouse=True)
 def poisoned_allocations(request, monkeypatch):
     """Device memory the library allocates starts as NaN (floats) or an impossible index (integers)."""
     if "gpu" not in request.keywords:
@@ -41,9 +35,9 @@ def poisoned_allocations(request, monkeypatch):
     for framework in (arrays.CuPy, arrays.Torch):
 
         def empty(shape, dtype, device, plain=framework.empty):
-            array = plain(shape, dtype, device)
-            if 0 not in array.shape:
-                array.owner[...] = -(2**30) if dtype.startswith("int") else np.nan
-            return array
+            buffer = plain(shape, dtype, device)
+            if 0 not in shape:
+                buffer.array[...] = -(2**30) if dtype.startswith("int") else np.nan
+            return buffer
 
         monkeypatch.setattr(framework, "empty", staticmethod(empty))

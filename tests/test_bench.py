@@ -382,13 +382,16 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     class Kernels:
         def __init__(self, case, made):
             self.case, self.index = case, types.SimpleNamespace(experts_by_load=by_load)
-            self.calls = {name: lambda name=name: self.found(name) for name in kernels.GEMMS}
+            self.calls = self.configured()
 
         @staticmethod
-        def found(entry):
+        def configured():
             rules = (launch_config.pairs_blocks, launch_config.claims_tiles, launch_config.wgrad_parts)
             answers = [rule() if rule not in before.values() else None for rule in rules]
-            seen.setdefault(entry, set()).add((*answers, *by_load.tolist()))
+            return {
+                name: lambda name=name: seen.setdefault(name, set()).add((*answers, *by_load.tolist()))
+                for name in kernels.GEMMS
+            }
 
     monkeypatch.setattr(variants.kernels, "Kernels", Kernels)
     monkeypatch.setattr(variants.inputs, "layer_inputs", lambda *_: {})

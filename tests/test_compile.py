@@ -104,7 +104,7 @@ class Compiled:
 @functools.cache
 def compiled(variant, arch: str) -> Compiled:
     """Raises AssertionError with the compiler's log if compilation fails."""
-    source = (Path(loader.source_folder()) / variant.source).read_bytes()
+    source = loader.source(variant).encode()
     options = [o for o in loader.options(variant) if not o.startswith("-arch")]
     options += [f"-arch=sm_{arch}", "--ptxas-options=-v"]
     options += ["-ftz=true", "--device-as-default-execution-space"]  # as CuPy does

@@ -19,15 +19,13 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 
 # Imports go down only: from a line to lines above it. A name stands for the module and all within it.
 LEVELS = [
-    ["launch_config", "structures"],
-    ["loader"],
-    ["tensor_map"],
-    ["arrays"],
-    ["interop.dlpack", "checks", "memory"],
-    ["reference", "ops.aggregation", "ops.dispatch", "ops.grouped_gemm", "ops.router"],
+    ["launch_config", "params", "structures"],
+    ["arrays", "loader", "tensor_map"],
+    ["interop.dlpack", "checks", "memory", "runtime"],
+    ["reference", "ops.dispatch", "ops.router"],
+    ["ops.aggregation", "ops.grouped_gemm"],
     ["ops.panels"],
     ["ops.experts"],
-    ["plans"],
     ["layer"],
     ["__init__"],
     ["interop.torch", "cli.progress"],

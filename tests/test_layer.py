@@ -9,7 +9,7 @@ import pytest
 from cases import CASES, Case, in_order, is_marked, make_inputs, mark, relative_error
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, plans, reference
+from moeblaze_cupy import arrays, launch_config, loader, reference, runtime
 from moeblaze_cupy.structures import pair
 
 pytestmark = pytest.mark.gpu
@@ -188,7 +188,7 @@ def test_parts_of_the_rows_add_up(monkeypatch, order):
     gpu, results = [on_gpu("cupy", a) for a in made], []
     for parts in (1, 2, 7, 33):
         monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_, made=parts: made)
-        plans.clear()
+        runtime.forget()
         results.append(run(case, gpu))
         assert same_bits(results[0], results[-1]), parts
     assert_close(results[-1], reference_results(case, in_float64(made)), "bfloat16")
@@ -300,7 +300,7 @@ def test_claimed_tiles_and_pairs_of_blocks_give_the_same_bits(monkeypatch, case,
     for claims, paired in ((False, False), (True, False), (False, True), *3 * ((True, True),)):
         monkeypatch.setattr(launch_config, "claims_tiles", lambda *_, made=claims: made)
         monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_, made=paired: made)
-        plans.clear()
+        runtime.forget()
         results.append(run(case, gpu))
         assert same_bits(results[0], results[-1]), (claims, paired)
     assert_close(results[-1], reference_results(case, host), dtype)
@@ -323,7 +323,7 @@ def test_any_number_of_blocks_gives_the_same_bits(monkeypatch, case, multiproces
     limits = replace(loader.device_limits(0), multiprocessors=multiprocessors)
     monkeypatch.setattr(loader, "device_limits", lambda _: limits)
     for _ in range(3):
-        plans.clear()
+        runtime.forget()
         again = run(case, gpu)
         assert same_bits(first, again)
 

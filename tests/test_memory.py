@@ -1,15 +1,14 @@
 """The memory formulas: numbers worked out by hand, text against number, and the buffers the layer really allocates."""
 
 import math
-import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from fakes import Layer, launches, limits_of, use
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, memory, tensor_map
-from moeblaze_cupy.ops import experts
+from moeblaze_cupy import launch_config, memory, runtime
 from moeblaze_cupy.structures import ACTIVATIONS
 
 MIB = 2**20
@@ -110,7 +109,7 @@ def test_activations_scale_with_the_element_size():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("save", ["recompute", "minimal", "paper"])
 def test_saved_bytes_on_the_cpu(activation, save):
-    """The NumPy backend saves what the formula says, less the GEMMs' row tiles, which it has no use for."""
+    """The NumPy backend saves what the formula says."""
     s = memory.LayerShape(L=50, d=24, h=40, E=6, k=2, activation=activation, dtype="float32")
     rng = np.random.default_rng(0)
     x = rng.standard_normal((s.L, s.d), np.float32)
@@ -118,48 +117,15 @@ def test_saved_bytes_on_the_cpu(activation, save):
     w1 = rng.standard_normal((s.E, s.d, s.g * s.h), np.float32)
     w2 = rng.standard_normal((s.E, s.h, s.d), np.float32)
     _, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
-    plan = memory.layer(s, save)
-    tiles = 0 if saved.index.row_tiles is not None else by_name(plan.saved)["GEMM row tiles"]
-    assert saved.nbytes + x.nbytes == plan.saved_bytes - tiles
+    assert saved.nbytes + x.nbytes == memory.layer(s, save).saved_bytes
 
 
-class CountedMemory:
-    """A framework for `arrays.Context` that makes NumPy arrays and counts the bytes alive."""
-
-    name = "counted"
-
-    def __init__(self):
-        self.alive = self.peak = 0
-
-    @staticmethod
-    def describe(array):
-        return replace(arrays.NumPy.describe(array), device=0)
-
-    def empty(self, shape, dtype, device):
-        array = np.zeros(shape, dtype)
-        self.alive += array.nbytes
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(array, self.free, array.nbytes)
-        return self.describe(array)
-
-    def free(self, nbytes):
-        self.alive -= nbytes
-
-    def layer(self, s):
-        """x, ids, weights, w1 and w2 of a layer of 16-bit elements, not counted."""
-        shapes = ((s.L, s.d), (s.L, s.k), (s.L, s.k), (s.E, s.d, s.g * s.h), (s.E, s.h, s.d))
-        dtypes = ("float16", "int64" if s.ids_are_int64 else "int32", "float32", "float16", "float16")
-        return [self.describe(np.zeros(*made)) for made in zip(shapes, dtypes, strict=True)]
-
-
-@pytest.fixture
-def no_launches(monkeypatch):
-    """Runs the CUDA code path as far as its allocations: every kernel launch does nothing."""
-    limits = launch_config.DeviceLimits(90, 132, 227 * 1024, 228 * 1024)
-    monkeypatch.setattr(loader, "device_limits", lambda device: limits)
-    monkeypatch.setattr(loader, "clear", lambda *args: None)
-    monkeypatch.setattr(loader, "launch", lambda *args, **kwargs: None)
-    monkeypatch.setattr(tensor_map, "encode", lambda pointer, *args: pointer)
+def layer_of(s, save, **options):
+    """The call of a shape, on a fake device."""
+    order = "transposed" if s.transposed else "row"
+    ids = np.int64 if s.ids_are_int64 else np.int32
+    fields = {"activation": s.activation, "save": save, "dtype": np.float16, "ids": ids}
+    return Layer(s.L, s.k, s.E, s.d, s.h, order, **fields, **options)
 
 
 @pytest.mark.parametrize("ids_dtype", ["int32", "int64"])
@@ -169,153 +135,143 @@ def no_launches(monkeypatch):
 )
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @pytest.mark.parametrize("save", memory.POLICIES)
-def test_formulas_are_what_the_cuda_layer_allocates(
-    save, tier, d, k, E, activation, ids_dtype, no_launches, monkeypatch
-):
-    monkeypatch.setenv("MOEBLAZE_TIER", tier)
-    sizes = {"L": 512, "d": d, "h": 200, "E": E, "k": k}
+def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, E, activation, ids_dtype, monkeypatch):
+    device = use(monkeypatch, limits_of(tier))
     s = memory.LayerShape(
-        **sizes, activation=activation, dtype="float16", ids_are_int64=ids_dtype == "int64", tier=tier
+        512, d, 200, E, k, activation=activation, dtype="float16", ids_are_int64=ids_dtype == "int64", tier=tier
     )
-    counted = CountedMemory()
-    context = arrays.Context(counted, 0, 0)
-    x, ids, weights, w1, w2 = counted.layer(s)
-    plan = memory.layer(s, save)
-    out, saved = experts.moe_forward(context, x, ids, weights, (w1,), w2, activation=activation, save=save)
-    saved_beyond_x = max(plan.saved_bytes - x.owner.nbytes, 0)
-    assert counted.peak == saved_beyond_x + memory.output(s).nbytes + plan.forward_peak_bytes
-    assert counted.alive == saved_beyond_x + memory.output(s).nbytes
+    plan, layer = memory.layer(s, save), layer_of(s, save)
+    out, saved = layer.forward(device)
+    x_bytes = s.L * s.d * s.b
+    saved_beyond_x = max(plan.saved_bytes - x_bytes, 0)
+    claims = 4 if tier == "sm90" and launched_claims(device) else 0
+    assert device.peak - claims <= saved_beyond_x + memory.output(s).nbytes + plan.forward_peak_bytes <= device.peak
+    assert device.used == saved_beyond_x + memory.output(s).nbytes
     if save is None:
         return
     assert saved.nbytes == saved_beyond_x
 
-    before = counted.peak = counted.alive
-    gradients = experts.moe_backward(context, out, saved, needs=("x", "weights", "w1", "w2"), keep_saved=False)
-    assert counted.peak - before == plan.backward_peak_bytes
-    assert counted.alive - before == memory.total(memory.gradients(s))
+    before = device.peak = device.used
+    gradients = layer.backward(device, saved)
+    assert device.peak - before == plan.backward_peak_bytes
+    assert device.used - before == memory.total(memory.gradients(s))
     assert {name: getattr(gradients, name).nbytes for name in ("x", "weights", "w1", "w2")} == {
         name[1:]: nbytes for name, nbytes in by_name(memory.gradients(s)).items()
     }
+    del out, saved, gradients
+    runtime.forget()
+
+
+def launched_claims(device):
+    return any(values.get("claims") for _, _, values in launches(device))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
-def test_few_large_experts_take_sums_of_parts(activation, transposed, no_launches, monkeypatch):
+def test_few_large_experts_take_sums_of_parts(activation, transposed, monkeypatch):
     """A gradient of 3 tiles in one memory order has 4 in the other, and other parts: dw2 3 and transposed 4, each half
     of dw1 4 and 3. Launches and memory are those of the order at hand."""
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
+    device = use(monkeypatch)
     s = memory.LayerShape(
         L=30000, d=136, h=264, E=1, k=1, activation=activation, dtype="float16", transposed=transposed
     )
-    counted = CountedMemory()
-    x, ids, weights, w1, w2 = counted.layer(s)
-    if transposed:
-        w1, w2 = (counted.describe(np.zeros((s.E, w.shape[2], w.shape[1]), "float16").swapaxes(1, 2)) for w in (w1, w2))
-    launched = []
-    monkeypatch.setattr(loader, "launch", lambda context, variant, *launch: launched.append((variant, launch)))
-    context = arrays.Context(counted, 0, 0)
-    out, saved = experts.moe_forward(context, x, ids, weights, (w1,), w2, activation=activation, save="minimal")
-    before = counted.peak = counted.alive
-    launched.clear()
-    experts.moe_backward(context, out, saved, needs=("x", "weights", "w1", "w2"), keep_saved=False)
+    layer = layer_of(s, "minimal")
+    out, saved = layer.forward(device)
+    before = device.peak = device.used
+    device.restart()
+    gradients = layer.backward(device, saved)
     plan = memory.layer(s, "minimal")
-    assert counted.peak - before == plan.backward_peak_bytes
+    assert device.peak - before == plan.backward_peak_bytes
     sums = [term.nbytes for stage in plan.backward for term in stage if term.name.startswith("sums of ")]
     assert len(sums) == 2
-    products = [(v, grid, args) for v, (grid, _, args, *_) in launched if v.entry.endswith("_wgrad")]
-    added = [(v, grid, args) for v, (grid, _, args, *_) in launched if v.entry.startswith("wgrad_parts")]
+    launched = launches(device)
+    products = [launch for launch in launched if launch[0].entry.endswith("_wgrad")]
+    added = [launch for launch in launched if launch[0].entry.startswith("wgrad_parts")]
     assert len(products) == len(added) == 2
-    for (product, _, args), (add, grid, add_args), nbytes in zip(products, added, sums, strict=True):
+    for (product, _, values), (add, grid, add_values), nbytes in zip(products, added, sums, strict=True):
         assert {("PARTS", "1"), ("ACCUMULATE", "0"), ("OUT", "float")} <= set(product.macros)
-        halves, parts = args[15], args[17]
-        M, N = add_args[6:8]
-        # out0, out1, expert_stride, ldo, rows, columns: packed sums, an "expert" for every part
-        assert args[8:14] == (add_args[0], add_args[0] + 4 * M * N, halves * M * N, N, M, N)
-        assert add.entry == "wgrad_parts_float16" and add_args[8:] == (halves, parts, 0)
-        assert grid == (-(-M * N // 8 // 256), s.E, halves)
+        halves, parts, M, N = (add_values[name] for name in ("halves", "parts", "rows", "columns"))
+        label, offset = add_values["sums"]
+        assert values["out0"] == (label, offset) and values["out1"] == (label, offset + 4 * M * N)  # packed
+        assert {"expert_stride": halves * M * N, "ldo": N, "rows": M, "columns": N}.items() <= values.items()
+        assert (values["halves"], values["parts"]) == (halves, parts) and add_values["accumulate"] == 0
+        assert add.entry == "wgrad_parts_float16" and grid == (-(-M * N // 8 // 256), s.E, halves)
         assert nbytes == 4 * parts * s.E * halves * M * N and parts > 1
+    del out, saved, gradients
+    runtime.forget()
 
 
-def test_accumulated_gradients_take_no_memory(no_launches):
+def test_accumulated_gradients_take_no_memory(monkeypatch):
+    device = use(monkeypatch)
     s = memory.LayerShape(L=400, d=64, h=32, E=4, k=2)
-    counted = CountedMemory()
-    context = arrays.Context(counted, 0, 0)
-    x, ids, weights, w1, w2 = counted.layer(s)
-    totals = [counted.describe(np.zeros(weight.shape, "float32")) for weight in (w1, w2)]
-    _, saved = experts.moe_forward(context, x, ids, weights, (w1,), w2, activation="swiglu", save="minimal")
-    before = counted.alive
-    given = {"w1": (totals[0],), "w2": (totals[1],)}
-    needs = ("x", "weights", "w1", "w2")
-    gradients = experts.moe_backward(context, x, saved, needs=needs, keep_saved=False, accumulate=given)
-    assert gradients.w1 is totals[0].owner and gradients.w2 is totals[1].owner
-    assert counted.alive - before == memory.total(memory.gradients(s)[:2])  # dx and dweights
+    layer = layer_of(s, "minimal", accumulate=("w1", "w2"))
+    _, saved = layer.forward(device)
+    before = device.used
+    gradients = layer.backward(device, saved)
+    assert gradients.w1.buffer.label == ("sum of w1",) and gradients.w2.buffer.label == ("sum of w2",)
+    assert device.used - before == memory.total(memory.gradients(s)[:2])  # dx and dweights
+    runtime.forget()
 
 
 @pytest.fixture
-def inference_on_hopper(no_launches, monkeypatch):
-    """A function of a layer's shape and w2's memory order: its forward's launches, (variant, arguments), what is
-    cleared, (pointer, bytes), and the memory it took."""
-
-    def run(s, order="row"):
-        counted = CountedMemory()
-        x, ids, weights, w1, w2 = counted.layer(s)
-        if order == "transposed":
-            w2 = counted.describe(np.zeros((s.E, s.d, s.h), "float16").swapaxes(1, 2))
-        context = arrays.Context(counted, 0, 0)
-        experts.moe_forward(context, x, ids, weights, (w1,), w2, activation=s.activation, save=None)
-        return launches, cleared, counted
-
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
-    launches, cleared = [], []
-    monkeypatch.setattr(
-        loader, "launch", lambda context, variant, grid, block, args, *_: launches.append((variant, args))
-    )
-    monkeypatch.setattr(loader, "clear", lambda pointer, nbytes, stream: cleared.append((pointer, nbytes)))
-    return run
+def hopper(monkeypatch):
+    yield use(monkeypatch)
+    runtime.forget()
 
 
 @pytest.mark.parametrize("order", ["row", "transposed"])
 @pytest.mark.parametrize("d", [64, 256, 264, 600, 2048, 4616])
-def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, inference_on_hopper):
+def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, hopper):
     """Each with its columns of the weight, and summed before the next; one that is no wider than h takes the place of
     the product."""
     L, k, E, h = 8000, 3, 5, 64
-    s = memory.LayerShape(L, d, h, E, k, dtype="float16")
-    launches, _, counted = inference_on_hopper(s, order)
-    products = [args for variant, args in launches if variant.entry == "down_fwd"]
-    sums = [args for variant, args in launches if variant.entry.startswith("aggregate")]
+    Layer(L, k, E, d, h, order, save=None, dtype=np.float16).forward(hopper)
+    launched = launches(hopper)
+    products = [values for variant, _, values in launched if variant.entry == "down_fwd"]
+    sums = [values for variant, _, values in launched if variant.entry.startswith("aggregate")]
     panels, in_place = launch_config.panels(d, L * k, "sm90"), d <= h
-    assert [v.entry.split("_")[0] for v, _ in launches][-2 * len(panels) :] == ["down", "aggregate"] * len(panels)
-    first_a, first_b, panel = products[0][0], products[0][1], products[0][10]
+    names = [variant.entry.split("_")[0] for variant, *_ in launched]
+    assert names[-2 * len(panels) :] == ["down", "aggregate"] * len(panels)
+    _, first_a, _ = products[0]["a"]
+    _, (weight, first_b), _ = products[0]["b0"]
+    panel = products[0]["product"]
     assert (panel == first_a) == in_place
     step = 2 if order == "row" else 2 * h
     for (column, width), product, summed in zip(panels, products, sums, strict=True):
         ld = h if in_place else width
-        assert product[:5] == (first_a, first_b + column * step, first_b + column * step, width, h)
-        assert product[8:15] == (0, 0, panel, ld, 0, 0, 0) and product[16:] == (L * k, 0)
-        assert summed[0] == panel and summed[4:] == (L, k, d, column, width, ld)
+        assert product["a"][1] == first_a
+        assert product["b0"][1] == product["b1"][1] == (weight, first_b + column * step)
+        expected = {"columns": width, "depth": h, "product": panel, "product_ld": ld, "num_slots": L * k}
+        absent = ("first_layer", "first_layer_grad", "stored_product", "weights", "partial_sums", "claims")
+        assert expected.items() <= product.items() and not any(product[name] for name in absent)
+        sizes = {"L": L, "k": k, "d": d, "first_column": column, "columns": width, "panel_ld": ld}
+        assert summed["panel"] == panel and sizes.items() <= summed.items()
     lists = 4 * launch_config.index_lists(L, k, E)[1]
     workspace = 0 if in_place else L * k * panels[0][1] * 2
-    assert counted.peak == lists + L * k * h * 2 + L * d * 2 + workspace
+    claims = 4 if launched_claims(hopper) else 0
+    want = lists + L * k * h * 2 + L * d * 2 + workspace
+    assert want <= hopper.peak <= want + claims
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_one_expert_per_token_needs_no_panel_on_hopper(long, inference_on_hopper, monkeypatch):
+def test_one_expert_per_token_needs_no_panel_on_hopper(long, hopper, monkeypatch):
     """Nor do blocks then work in pairs, however long the product is."""
     monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_: long)
     L, d, h, E = 40, 600, 64, 5
-    launches, _, counted = inference_on_hopper(memory.LayerShape(L, d, h, E, 1, dtype="float16"))
-    (variant, args) = launches[-1]
+    Layer(L, 1, E, d, h, save=None, dtype=np.float16).forward(hopper)
+    variant, _, values = launches(hopper)[-1]
     assert variant.entry == "down_fwd" and {("EPILOGUE", "StoreTokenRows"), ("PAIRED", "0")} <= set(variant.macros)
-    assert args[3:5] == (d, h) and args[11] == d and args[13] and args[16:] == (L, 0)
-    assert counted.peak == 4 * launch_config.index_lists(L, 1, E)[1] + L * h * 2 + L * d * 2
+    assert {"columns": d, "depth": h, "product_ld": d, "num_slots": L, "claims": 0}.items() <= values.items()
+    assert values["weights"] == (("w",), 0)
+    assert hopper.peak == 4 * launch_config.index_lists(L, 1, E)[1] + L * h * 2 + L * d * 2
 
 
-def test_claims_start_as_zeros(monkeypatch, inference_on_hopper):
+def test_claims_start_as_zeros(monkeypatch, hopper):
     monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: True)
-    launches, cleared, _ = inference_on_hopper(memory.LayerShape(40, 600, 64, 5, 3, dtype="float16"))
-    claims = {variant.entry: args[-1] for variant, args in launches}
-    assert claims["up_fwd"] and cleared == [(claims["up_fwd"], 4)] and claims["down_fwd"] == 0
+    Layer(40, 3, 5, 600, 64, save=None, dtype=np.float16).forward(hopper)
+    claims = {variant.entry: values.get("claims") for variant, _, values in launches(hopper)}
+    cleared = [entry[1:] for entry in hopper.log if entry[0] == "clear"]
+    assert claims["up_fwd"] and cleared == [(claims["up_fwd"], 0, 4)] and claims["down_fwd"] == 0
 
 
 @pytest.mark.parametrize(

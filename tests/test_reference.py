@@ -11,7 +11,7 @@ from cases import CASES, ORDERS, ROUTINGS, Case, in_order, make_ids, make_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_cupy import reference
+from moeblaze_cupy import launch_config, reference
 from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, is_gated
 
 # Two float64 evaluations of one formula: sums of at most a few hundred products, each rounded to 2^-53 = 1.1e-16,
@@ -219,8 +219,14 @@ def assert_dispatch_equals_sort(ids, num_experts):
     assert index.experts_by_load.tolist() == sorted(range(num_experts), key=lambda e: (-counts[e], e))
     lists = (index.expert_token_indices, index.expert_token_offsets, index.token_index_map, index.experts_by_load)
     assert all(a.dtype == np.int32 for a in (*lists, index.token_expert_indices))
-    assert (index.num_tokens, index.k, index.num_experts, index.row_tiles) == (L, k, num_experts, None)
-    assert index.nbytes == 4 * (2 * L * k + 2 * num_experts + 1 + (L * k if index.ids_copied else 0))
+    assert (index.num_tokens, index.k, index.num_experts) == (L, k, num_experts)
+    starts = np.cumsum(counts) - counts
+    tiles = [(e, row) for e in range(num_experts) for row in range(starts[e], starts[e] + counts[e], 128)]
+    assert index.row_tiles.shape == (launch_config.max_row_tiles(L * k, num_experts) + 1, 2)
+    assert index.row_tiles[: 1 + len(tiles)].tolist() == [[len(tiles), 128], *map(list, tiles)]
+    assert (index.row_tiles[1 + len(tiles) :] == -1).all()
+    own = 2 * L * k + 2 * num_experts + 1 + index.row_tiles.size + (L * k if index.ids_copied else 0)
+    assert index.nbytes == 4 * own
 
 
 def test_dispatch_of_the_papers_example():

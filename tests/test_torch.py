@@ -10,8 +10,8 @@ import pytest
 from cases import Case, make_inputs, relative_error
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, reference
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, PackedIndices, is_gated, pair
+from moeblaze_cupy import arrays, reference
+from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, is_gated, pair
 
 torch = pytest.importorskip("torch")
 
@@ -222,32 +222,16 @@ def test_saved_tensor_hooks_see_everything_that_is_kept(order, save):
     assert all(map(torch.equal, grads, want))
 
 
-def test_lists_in_one_buffer_are_what_the_separate_ones_are():
-    """`PackedIndices`, which only a GPU makes, against the reference's lists; taken apart and joined as by autograd."""
+def test_index_lists_are_taken_apart_and_joined_as_by_autograd():
     ids = torch.tensor([[2, 3], [0, 1], [0, 3], [1, 2], [-1, 3]], dtype=torch.int32)
     index = mb.build_dispatch(ids, 4)
-    places, size = launch_config.index_lists(5, 2, 4)
-    lists = torch.full((size,), -7, dtype=torch.int32)
-    for name, (start, shape) in places.items():
-        if name != "row_tiles":
-            lists[start : start + np.prod(shape)] = getattr(index, name).flatten()
-    packed = PackedIndices(lists, ids, places, 4, ids_copied=False)
-    tensors, rest = packed.split()
-    assert [t.data_ptr() for t in tensors] == [lists.data_ptr(), ids.data_ptr()]
-    assert not any(isinstance(value, torch.Tensor) for value in vars(rest).values())
-    for made in (packed, rest.joined([tensor.clone() for tensor in tensors])):
-        for field in fields(index):
-            got, want = getattr(made, field.name), getattr(index, field.name)
-            if field.name == "row_tiles":
-                assert (got == -7).all() and got.shape == (launch_config.max_row_tiles(10, 4) + 1, 2)
-            else:
-                assert torch.equal(got, want) if torch.is_tensor(want) else got == want
-    assert packed.nbytes == lists.nbytes == index.nbytes + packed.row_tiles.nbytes
-    assert (packed.num_tokens, packed.k) == (5, 2) == (rest.num_tokens, rest.k)
-    unpacked = packed.unpacked()
-    assert type(unpacked) is type(index) and torch.equal(unpacked.token_index_map, index.token_index_map)
     tensors, rest = index.split()
-    assert vars(rest.joined(tensors)) == vars(index)
+    assert tensors[1].data_ptr() == ids.data_ptr()
+    assert not any(isinstance(value, torch.Tensor) for value in vars(rest).values())
+    made = rest.joined([tensor.clone() for tensor in tensors])
+    for name in (*index.places, "token_expert_indices"):
+        assert torch.equal(getattr(made, name), getattr(index, name)), name
+    assert made.nbytes == index.nbytes == tensors[0].nbytes
 
 
 def test_inputs_changed_before_backward_are_noticed():

@@ -45,6 +45,4 @@ def run(args) -> int:
 def _device_limits() -> launch_config.DeviceLimits:
     """Of the current device. Raises RuntimeError saying what is missing."""
     cupy = loader.import_cupy()
-    limits = loader.device_limits(cupy.cuda.runtime.getDevice())
-    launch_config.tier(limits.compute_capability)
-    return limits
+    return loader.device_limits(cupy.cuda.runtime.getDevice())

@@ -95,7 +95,7 @@ def choose_backend(device: str, dtype: str | None) -> Backend:
     if device != "cpu":
         try:
             cupy = loader.import_cupy()
-            launch_config.tier(loader.device_limits(0).compute_capability)
+            loader.device_limits(0)
             name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
             return Backend(cupy, f"cupy on {name}", dtype or "bfloat16")
         except Exception as error:  # a broken CuPy can fail in any way, and "auto" must still train

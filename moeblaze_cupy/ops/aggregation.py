@@ -1,60 +1,54 @@
-"""Sums over the k slots of each token: kernels_cu/aggregation.cu."""
+"""Sums over the k slots of each token: kernels_cu/aggregation.cu. Each function makes the record of one launch."""
 
 from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.arrays import Array, Context
-
-TOKENS_PER_BLOCK = 8
-SLOTS_PER_BLOCK = 256
+from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.runtime import Launch
 
 
 def aggregate(
-    context: Context,
-    panel: Array,
-    token_index_map: Array,
-    weights: Array | None,
-    out: Array,
-    first_column: int,
-    columns: int,
-) -> None:
-    """out[:, first_column : first_column + columns] from the first `columns` of panel's rows.
+    index: IndexLayout, dtype: str, weights_dtype: str | None, d: int, first_column: int, columns: int, panel_ld: int
+) -> Launch:
+    """out[:, first_column : first_column + columns] from the first `columns` of panel's rows, `panel_ld` apart.
 
-    token_index_map (L, k) names a row for each slot. weights (L, k) scale the slots; None leaves them unscaled (the
-    gradient of x).
+    Addresses: panel, token_index_map (L, k) that names a row for each slot, weights (L, k) that scale the slots, and
+    out (L, d). weights_dtype None leaves slots unscaled, as the gradient of x does.
     """
-    (L, k), d = token_index_map.shape, out.shape[1]
-    aligned = d % 8 == 0 and first_column % 8 == 0 and out.ptr % 16 == 0
-    suffix = "" if aligned else "_unaligned"
-    weights_dtype = "float32" if weights is None else weights.dtype
-    context.launch(
-        loader.entry("aggregation.cu", f"aggregate_{out.dtype}_{weights_dtype}{suffix}"),
-        (launch_config.ceil_div(L, TOKENS_PER_BLOCK), launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS)),
-        32 * TOKENS_PER_BLOCK,
+    suffix = "" if d % 8 == 0 and first_column % 8 == 0 else "_unaligned"
+    return Launch(
+        loader.entry("aggregation.cu", f"aggregate_{dtype}_{weights_dtype or 'float32'}{suffix}"),
         (
-            *(panel.ptr, token_index_map.ptr, 0 if weights is None else weights.ptr, out.ptr),
-            *(L, k, d, first_column, columns, panel.shape[1]),
+            launch_config.ceil_div(index.num_tokens, launch_config.AGGREGATE_TOKENS),
+            launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS),
         ),
+        32 * launch_config.AGGREGATE_TOKENS,
+        {
+            "L": index.num_tokens,
+            "k": index.k,
+            "d": d,
+            "first_column": first_column,
+            "columns": columns,
+            "panel_ld": panel_ld,
+        },
     )
 
 
-def weights_bwd(context: Context, partial_sums: Array, token_index_map: Array, grad_weights: Array) -> None:
-    """Gradient of the router weights (L, k) from <dA, A> of each routed slot, partial_sums (parts, L*k)."""
-    num_slots = token_index_map.size
-    context.launch(
-        loader.entry("aggregation.cu", f"weights_bwd_{grad_weights.dtype}"),
-        (launch_config.ceil_div(num_slots, SLOTS_PER_BLOCK),),
-        SLOTS_PER_BLOCK,
-        (partial_sums.ptr, token_index_map.ptr, grad_weights.ptr, num_slots, partial_sums.shape[0]),
-    )
+def weights_bwd(index: IndexLayout, dtype: str, parts: int) -> Launch:
+    """The gradient of the router weights (L, k) from <dA, A> of each routed slot.
+
+    Addresses: partial_sums (parts, L*k), token_index_map, grad_weights.
+    """
+    return _per_slot(index, f"weights_bwd_{dtype}", {"parts": parts})
 
 
-def weights_by_row(context: Context, weights: Array, token_index_map: Array) -> Array:
-    """The router weight of each of the experts' rows (L*k,) float32; rows past the routed ones are not written."""
-    num_slots = token_index_map.size
-    row_weights = context.empty((num_slots,), "float32")
-    context.launch(
-        loader.entry("aggregation.cu", f"weights_by_row_{weights.dtype}"),
-        (launch_config.ceil_div(num_slots, SLOTS_PER_BLOCK),),
-        SLOTS_PER_BLOCK,
-        (weights.ptr, token_index_map.ptr, row_weights.ptr, num_slots),
-    )
-    return row_weights
+def weights_by_row(index: IndexLayout, dtype: str) -> Launch:
+    """The router weight of each of the experts' rows (L*k,) float32; rows past the routed ones are not written.
+
+    Addresses: weights, token_index_map, row_weights.
+    """
+    return _per_slot(index, f"weights_by_row_{dtype}", {})
+
+
+def _per_slot(index: IndexLayout, entry: str, scalars: dict[str, int]) -> Launch:
+    grid = (launch_config.ceil_div(index.num_slots, launch_config.SLOTS_PER_BLOCK),)
+    variant = loader.entry("aggregation.cu", entry)
+    return Launch(variant, grid, launch_config.SLOTS_PER_BLOCK, {"num_slots": index.num_slots, **scalars})

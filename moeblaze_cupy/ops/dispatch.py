@@ -1,63 +1,113 @@
 """The three dispatch steps of the paper's section 4.2: kernels_cu/dispatch.cu."""
 
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.arrays import Array, Context
-from moeblaze_cupy.structures import PackedIndices
+from moeblaze_cupy.arrays import Buffer, Layout
+from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.runtime import Launch, Runtime, cached
 
 
-def dispatch(context: Context, ids: Array, num_experts: int) -> PackedIndices:
-    """Index lists from ids (L, k), int32 or int64; see `DispatchIndices`."""
-    (L, k), num_slots = ids.shape, ids.size
-    config = launch_config.dispatch(num_slots, num_experts, loader.device_limits(context.device))
-    copies_ids = ids.dtype == "int64"
-    block_counts = context.empty((config.workspace_bytes(num_experts) // 4,), "int32") if config.counts else None
-    counts = block_counts.ptr if config.counts else 0
+@dataclass(frozen=True)
+class IndexLayout:
+    """Sizes of the index lists, and where each lies in their one buffer."""
 
-    token_expert_indices = context.empty(ids.shape, "int32") if copies_ids else None
-    copy = token_expert_indices.ptr if copies_ids else 0
+    num_tokens: int
+    k: int
+    num_experts: int
 
-    def launch(entry: str, dtype: str, blocks: int, threads: int, args: tuple, shared_bytes: int) -> None:
-        variant = loader.entry("dispatch.cu", f"dispatch_{entry}_{dtype}")
-        context.launch(variant, (blocks,), threads, args, shared_bytes)
+    @property
+    def num_slots(self) -> int:
+        return self.num_tokens * self.k
 
-    source, copy_of_route, dtype = ids.ptr, copy, ids.dtype
+    @property
+    def max_row_tiles(self) -> int:
+        return launch_config.max_row_tiles(self.num_slots, self.num_experts)
+
+    @functools.cached_property
+    def places(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+        """First element and shape of each list."""
+        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts)[0]
+
+    @property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts)[1]
+
+    @functools.cached_property
+    def _offsets(self) -> tuple[tuple[str, int], ...]:
+        return tuple((name, 4 * first) for name, (first, _) in self.places.items())
+
+    def addresses(self, lists: int) -> dict[str, int]:
+        """The address of each list in a buffer at `lists`."""
+        return {name: lists + offset for name, offset in self._offsets}
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """What the three steps launch and allocate for ids of one layout."""
+
+    index: IndexLayout
+    copies_ids: bool  # int64 ids become int32
+    counts: int  # int32 elements of workspace
+    count: Launch | None  # None where one block knows all counts itself
+    route: Launch
+
+
+@cached
+def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
+    """The launches for ids (L, k), int32 or int64."""
+    L, k = ids.shape
+    index, num_slots, copies_ids = IndexLayout(L, k, num_experts), L * k, ids.dtype == "int64"
+    config = launch_config.dispatch(num_slots, num_experts, limits)
+    count, dtype = None, ids.dtype
     if config.counts:
-        args = (ids.ptr, copy, counts, num_slots, num_experts, config.count_columns, config.block_slots)
-        launch(
-            "count",
-            ids.dtype,
-            config.count_blocks,
+        count = Launch(
+            loader.entry("dispatch.cu", f"dispatch_count_{ids.dtype}"),
+            (config.count_blocks,),
             config.count_threads,
-            (*args, config.counted_together),
+            {
+                "num_slots": num_slots,
+                "num_experts": num_experts,
+                "columns": config.count_columns,
+                "block_slots": config.block_slots,
+                "counted_together": config.counted_together,
+            },
             config.count_shared_bytes,
         )
-        if copies_ids:
-            source, copy_of_route, dtype = copy, 0, "int32"
-    places, size = launch_config.index_lists(L, k, num_experts)
-    lists = context.empty((size,), "int32")
-    outputs = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles", "experts_by_load")
-    launch(
-        "route",
-        dtype,
-        config.blocks,
+        dtype = "int32"  # it has copied the ids
+    route = Launch(
+        loader.entry("dispatch.cu", f"dispatch_route_{dtype}"),
+        (config.blocks,),
         config.route_threads,
-        (
-            source,
-            copy_of_route,
-            counts,
-            *(lists.ptr + 4 * places[name][0] for name in outputs),
-            *(
-                num_slots,
-                k,
-                num_experts,
-                config.columns,
-                config.block_slots,
-                config.part_slots,
-                launch_config.TILE_ROWS,
-                config.counted_together,
-            ),
-        ),
+        {
+            "num_slots": num_slots,
+            "k": k,
+            "num_experts": num_experts,
+            "columns": config.columns,
+            "block_slots": config.block_slots,
+            "part_slots": config.part_slots,
+            "counted_together": config.counted_together,
+        },
         config.route_shared_bytes,
     )
-    ids_kept = token_expert_indices if copies_ids else ids
-    return PackedIndices(lists.owner, ids_kept.owner, places, num_experts, copies_ids)
+    counts = config.workspace_bytes(num_experts) // 4 if config.counts else 0
+    return Dispatch(index, copies_ids, counts, count, route)
+
+
+def dispatch(run: Runtime, steps: Dispatch, ids: int) -> tuple[Buffer, Buffer | None, dict[str, int]]:
+    """The index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`), and each list's address."""
+    index = steps.index
+    counts = run.empty((steps.counts,), "int32") if steps.counts else None
+    copy = run.empty((index.num_tokens, index.k), "int32") if steps.copies_ids else None
+    counts_ptr, copy_ptr = counts.ptr if counts else 0, copy.ptr if copy else 0
+    if steps.count:
+        run.launch(steps.count, ids=ids, token_expert_indices=copy_ptr, block_counts=counts_ptr)
+        if copy:
+            ids, copy_ptr = copy_ptr, 0
+    lists = run.empty((index.size,), "int32")
+    addresses = index.addresses(lists.ptr)
+    run.launch(steps.route, ids=ids, token_expert_indices=copy_ptr, block_counts=counts_ptr, **addresses)
+    return lists, copy, addresses

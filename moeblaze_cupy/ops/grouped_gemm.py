@@ -1,116 +1,128 @@
 """Grouped GEMMs and weight gradients of the experts: kernels_cu/grouped_gemm_*.cu, grouped_wgrad_*.cu.
 
-R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers are written and read.
+R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers are written and read. `configure` and
+`configure_wgrad` choose kernel and grid from layouts alone, `gemm` and `wgrad` launch.
 """
 
 import math
 from dataclasses import dataclass
 
 from moeblaze_cupy import checks, launch_config, loader
-from moeblaze_cupy.arrays import Array, Context
-from moeblaze_cupy.structures import PackedIndices, is_gated
-
-GROUPS_PER_BLOCK = 256  # of wgrad_parts.cu
-
-
-@dataclass(slots=True)
-class Index:
-    """The index lists as the kernels read them."""
-
-    expert_token_indices: Array
-    expert_token_offsets: Array
-    token_index_map: Array
-    row_tiles: Array
-    experts_by_load: Array
-    num_experts: int
-
-    @classmethod
-    def of(cls, context: Context, index: PackedIndices) -> "Index":
-        lists = context.describe(index.lists)
-        names = ("expert_token_indices", "expert_token_offsets", "token_index_map", "row_tiles", "experts_by_load")
-        return cls(*(lists.part(*index.places[name]) for name in names), index.num_experts)
-
-    @property
-    def num_slots(self) -> int:
-        return self.token_index_map.size
-
-    @property
-    def max_row_tiles(self) -> int:
-        return self.row_tiles.shape[0] - 1
+from moeblaze_cupy.arrays import ALIGNMENT, Array, Buffer, Layout
+from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.runtime import Launch, Runtime
+from moeblaze_cupy.structures import is_gated
+from moeblaze_cupy.tensor_map import TensorMap
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class Weight:
-    """An expert weight as stored: element (e, row, column) of half i at halves[i] + e*expert_stride + row*... .
+    """The layout of an expert weight, or of its gradient: one array, or the pair (gate, up).
 
-    `ld` separates rows, or columns where `transposed`. Without a gate both halves are the same pointer.
+    Element (e, row, column) of a half lies at its start + e*expert_stride + row*ld + column, or column*ld + row where
+    `transposed`. `up_offset` separates the up half's start, in bytes, from that of the last array.
     """
 
-    arrays: tuple[Array, ...]
-    halves: tuple[int, int]
+    layouts: tuple[Layout, ...]
+    up_offset: int
     expert_stride: int
     ld: int
     transposed: bool
+    misalignment: int  # of the halves' starts; 0 if both are aligned
 
     @classmethod
-    def of(cls, arrays: tuple[Array, ...], half_columns: int | None = None) -> "Weight":
-        """`half_columns`: h, if arrays is the one (E, d, 2h) array of a gated layer."""
-        first = arrays[0]
-        transposed = checks.weight_order("weight", "strides", first)
-        up = arrays[-1].ptr
-        if half_columns is not None and len(arrays) == 1:
-            up += half_columns * first.strides[2] * first.itemsize
-        return cls(arrays, (first.ptr, up), first.strides[0], first.strides[2 if transposed else 1], transposed)
+    def of(cls, layouts: tuple[Layout, ...], half_columns: int | None = None) -> "Weight":
+        """`half_columns`: h, if this is the one (E, d, 2h) array of a gated layer."""
+        first = layouts[0]
+        transposed = checks.weight_order("weight", "strides", Array(None, 0, *first[:4]))
+        up_offset = 0
+        if half_columns is not None and len(layouts) == 1:
+            up_offset = half_columns * first.strides[2] * first.itemsize
+        starts = first.misalignment, layouts[-1].misalignment + up_offset
+        ld = first.strides[2 if transposed else 1]
+        return cls(layouts, up_offset, first.strides[0], ld, transposed, math.gcd(ALIGNMENT, *starts) % ALIGNMENT)
+
+    @property
+    def num_experts(self) -> int:
+        return self.layouts[0].shape[0]
+
+    @property
+    def dtype(self) -> str:
+        return self.layouts[0].dtype
+
+    def halves(self, addresses: tuple[int, ...]) -> tuple[int, int]:
+        """Where gate and up begin, from the addresses of the arrays. Without a gate both are the same."""
+        return addresses[0], addresses[-1] + self.up_offset
 
     def is_k_contiguous(self, entry: str) -> bool:
         """Whether the dimension that a step sums over is contiguous: rows in forward, columns in backward."""
         return self.transposed == entry.endswith("_fwd")
 
-    def offset(self, elements: int) -> tuple[int, int]:
-        """Both halves, moved on by a number of elements."""
-        bytes_ = elements * self.arrays[0].itemsize
-        return self.halves[0] + bytes_, self.halves[1] + bytes_
+    def gradient_layouts(self) -> tuple[Layout, ...]:
+        """Of new arrays for the gradient: packed, in the shapes and the memory order of the weight's own."""
+        layouts = []
+        for E, rows, columns in (layout.shape for layout in self.layouts):
+            strides = (rows * columns, 1, rows) if self.transposed else (rows * columns, columns, 1)
+            layouts.append(Layout((E, rows, columns), strides, self.dtype, self.layouts[0].device))
+        return tuple(layouts)
+
+    def empty_gradient(self, run: Runtime) -> tuple[Buffer, ...]:
+        """New arrays of these layouts, without contents."""
+        buffers = []
+        for E, rows, columns in (layout.shape for layout in self.layouts):
+            if self.transposed:
+                base = run.empty((E, columns, rows), self.dtype)
+                buffers.append(Buffer(base.array.swapaxes(1, 2), base.ptr))
+            else:
+                buffers.append(run.empty((E, rows, columns), self.dtype))
+        return tuple(buffers)
 
 
-def empty_weight_gradient(context: Context, weight: Weight) -> tuple[Array, ...]:
-    """Uninitialised arrays in the shapes and memory order of the weight's own."""
-    gradients = []
-    for array in weight.arrays:
-        E, rows, columns = array.shape
-        if weight.transposed:
-            base = context.empty((E, columns, rows), array.dtype)
-            strides = (base.strides[0], base.strides[2], base.strides[1])
-            gradients.append(Array(base.owner.swapaxes(1, 2), base.ptr, array.shape, strides, base.dtype, base.device))
-        else:
-            gradients.append(context.empty((E, rows, columns), array.dtype))
-    return tuple(gradients)
+@dataclass(frozen=True)
+class Operand:
+    """A row-major left operand: its dtype, how far its rows are apart in elements, and its address's misalignment."""
+
+    dtype: str
+    ld: int
+    misalignment: int = 0
 
 
-def _is_aligned(pointers: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """16-byte accesses need aligned pointers, and sizes and strides of whole 8-element groups."""
-    return math.gcd(16, *pointers) == 16 and math.gcd(8, *sizes) == 8
+@dataclass(frozen=True, eq=False)
+class Gemm:
+    """One launch of grouped_gemm_*.cu, and the memory that it takes."""
+
+    launch: Launch
+    offset: int  # bytes from the weight's halves to the first column
+    claims: bool  # a counter by which CTAs claim tiles
+    partial_sums: tuple[int, int] | None  # shape: column tiles, R
+
+    @property
+    def tier(self) -> str:
+        return "sm90" if self.launch.variant.source.endswith("_sm90.cu") else "sm80"
 
 
-def pointer(array: Array | None) -> int:
-    return 0 if array is None else array.ptr
+def is_aligned(misalignments: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """16-byte accesses need aligned addresses, and sizes and strides of whole 8-element groups."""
+    return not any(misalignments) and math.gcd(8, *sizes) == 8
 
 
-def config_of(context: Context, entry: str, a: Array, weight: Weight, N: int, K: int, activation: str):
-    """The kernel's geometry and whether 16-byte accesses are possible."""
-    sizes = (N, K, a.shape[1], weight.ld, weight.expert_stride)
+def config_of(entry: str, a: Operand, weight: Weight, N: int, K: int, activation: str, limits: DeviceLimits):
+    """The kernel's geometry, and whether 16-byte accesses are possible."""
+    sizes = (N, K, a.ld, weight.ld, weight.expert_stride)
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
-    aligned = _is_aligned((a.ptr, *weight.halves), sizes) and min(weight.ld, weight.expert_stride) > 0
-    split = entry == "up_fwd" and is_gated(activation)
-    return launch_config.gemm(a.dtype, aligned, split, loader.device_limits(context.device)), aligned
+    aligned = is_aligned((a.misalignment, weight.misalignment), sizes) and min(weight.ld, weight.expert_stride) > 0
+    split = loader.is_split(entry, is_gated(activation))
+    return launch_config.gemm(a.dtype, aligned, split, limits), aligned
 
 
-def variant_of(
-    entry: str, a: Array, weight: Weight, config: launch_config.GemmConfig, aligned: bool, activation: str, **options
+def _variant(
+    entry: str, dtype: str, weight: Weight, config: launch_config.GemmConfig, aligned: bool, activation: str, **options
 ) -> loader.Variant:
-    """The kernel of a step on elements of `a`; `options` as of `loader.gemm_variant`."""
+    """The kernel of a step; `options` as of `loader.gemm_variant`."""
     return loader.gemm_variant(
         entry,
-        dtype=a.dtype,
+        dtype=dtype,
         activation=activation,
         transposed=weight.transposed,
         aligned=aligned,
@@ -120,229 +132,205 @@ def variant_of(
     )
 
 
-def rows_map(context: Context, array: Array, box_rows: int):
+def _rows_map(operand: Operand, rows: int, box_rows: int) -> TensorMap:
     """A row-major (rows, columns) array as (columns, rows, 1), boxes of 64 columns."""
-    rows, ld = array.shape
-    return context.tensor_map(array.ptr, array.dtype, (ld, rows, 1), (ld, ld * rows), (64, box_rows, 1))
+    ld = operand.ld
+    return TensorMap(operand.dtype, (ld, rows, 1), (ld, ld * rows), (64, box_rows, 1))
 
 
-def tensor_maps(context: Context, weight: Weight, halves: tuple, entry: str, n: int, k: int) -> tuple:
-    """n columns of both halves as (contiguous, strided, expert) maps: k, n, E where k is contiguous, else n, k, E."""
+def _weight_map(weight: Weight, entry: str, n: int, k: int) -> TensorMap:
+    """n columns of a half as (contiguous, strided, expert): k, n, E where k is contiguous, else n, k, E."""
     shape, box = ((k, n), (64, 128, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
-    first = weight.arrays[0]
-    strides = (weight.ld, weight.expert_stride)
-    return tuple(context.tensor_map(p, first.dtype, (*shape, first.shape[0]), strides, box) for p in halves)
+    return TensorMap(weight.dtype, (*shape, weight.num_experts), (weight.ld, weight.expert_stride), box)
 
 
-def gemm(
-    context: Context,
+def configure(
     entry: str,
-    index: Index,
-    a: Array,
+    index: IndexLayout,
+    a: Operand,
     weight: Weight,
     N: int,
     K: int,
     activation: str,
+    limits: DeviceLimits,
     *,
     first_column: int = 0,
-    first_layer: Array | None = None,
-    first_layer_grad: Array | None = None,
-    product: Array | None = None,
-    stored_product: Array | None = None,
-    weights: Array | None = None,
+    product_ld: int = 0,
+    stored_product: bool = False,
     wants_partial_sums: bool = False,
     to_tokens: bool = False,
-) -> Array | None:
-    """One launch of grouped_gemm_*.cu: columns first_column .. + N of the result.
+    weights_dtype: str | None = None,
+) -> Gemm:
+    """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
 
-    weights: of each row (down_bwd), or of each token if rows go `to_tokens`, which is Hopper's alone and for k = 1.
-    Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
+    product_ld: elements between the rows of `product`. to_tokens: rows go to their tokens, which is Hopper's alone and
+    for k = 1, scaled by weights of `weights_dtype` if that is given.
     """
-    config, aligned = config_of(context, entry, a, weight, N, K, activation)
-    limits, slots, claims, paired = loader.device_limits(context.device), index.num_slots, None, False
+    config, aligned = config_of(entry, a, weight, N, K, activation, limits)
+    slots, claims, paired, why = index.num_slots, False, False, [_why_tier(config, aligned, a.dtype, limits)]
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
-    partial_sums = context.empty((column_tiles, slots), "float32") if wants_partial_sums else None
-    halves = weight.offset(first_column * (weight.ld if weight.is_k_contiguous(entry) else 1))
-    sizes_and_lists = (
-        *(N, K),
-        *(index.expert_token_indices.ptr, index.expert_token_offsets.ptr, index.row_tiles.ptr),
-    )
-    outputs = pointer(first_layer), pointer(first_layer_grad), pointer(product)
-    others = pointer(stored_product), pointer(weights), pointer(partial_sums)
+    sizes = {"columns": N, "depth": K, "num_slots": slots, "lda": a.ld}
+    maps: dict[str, TensorMap] = {}
     if config.tier == "sm80":
-        b = *halves, weight.expert_stride, weight.ld
-        args = (a.ptr, a.shape[1], *b, *sizes_and_lists, *outputs, *others, slots)
+        sizes |= {"expert_stride": weight.expert_stride, "ldb": weight.ld}
     else:
-        rows: tuple = a.ptr, a.shape[1]
-        gathers, segments = loader.gathers(entry), 2 if entry == "up_bwd" and is_gated(activation) else 1
+        gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation))
         long = launch_config.pairs_blocks(gathers, column_tiles, segments * K, slots, index.num_experts)
         paired = long and not to_tokens
         if gathers:
-            if launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits):
-                claims = context.empty((1,), "int32")
-                context.clear(claims)
+            claims = launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits)
         else:
-            rows = (rows_map(context, a, launch_config.TILE_ROWS),)
-        b = tensor_maps(context, weight, halves, entry, N, K)
-        product_ld = 0 if product is None else product.shape[1]
-        others = product_ld, *others, index.token_index_map.ptr, slots, pointer(claims)
-        args = (*rows, *b, *sizes_and_lists, *outputs, *others)
-    options = {"stored_product": stored_product is not None, "paired": paired, "to_tokens": to_tokens}
-    if to_tokens and weights is not None:
-        options["weights_dtype"] = weights.dtype
-    variant = variant_of(entry, a, weight, config, aligned, activation, **options)
-    blocks = config.blocks(N, index.max_row_tiles, limits, paired)
-    context.launch(variant, (blocks,), config.threads, args, config.shared_bytes)
-    return partial_sums
+            maps["a"] = _rows_map(a, slots, launch_config.TILE_ROWS)
+        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N, K)
+        sizes |= {"product_ld": product_ld}
+        rows = f"sum over {segments * K}, {slots / index.num_experts:.0f} rows per expert on average"
+        why.append(f"2-CTA clusters with multicast of the weight: {'yes' if paired else 'no'} ({rows})")
+        why.append(f"dynamic tile scheduling: {'yes' if claims else 'no'}")
+    options: dict[str, object] = {"stored_product": stored_product, "paired": paired, "to_tokens": to_tokens}
+    if to_tokens and weights_dtype is not None:
+        options["weights_dtype"] = weights_dtype
+    why.append(f"tiles of {launch_config.TILE_ROWS} rows x {config.tile_columns} columns, {config.stages} stages")
+    launch = Launch(
+        _variant(entry, a.dtype, weight, config, aligned, activation, **options),
+        (config.blocks(N, index.max_row_tiles, limits, paired),),
+        config.threads,
+        sizes,
+        config.shared_bytes,
+        maps,
+        tuple(why),
+    )
+    offset = first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
+    return Gemm(launch, offset, claims, (column_tiles, slots) if wants_partial_sums else None)
 
 
-def up_fwd(
-    context: Context,
-    index: Index,
-    x: Array,
-    w1: Weight,
-    h: int,
-    activation: str,
+def _why_tier(config: launch_config.GemmConfig, aligned: bool, dtype: str, limits: DeviceLimits) -> str:
+    if config.tier == "sm90":
+        return "Hopper tier: 16-bit elements, 16-byte aligned, sizes that are multiples of 8"
+    if limits.tier != "sm90":
+        return f"portable tier: compute capability {limits.compute_capability / 10}, or MOEBLAZE_TIER=sm80"
+    return f"portable tier: {dtype if aligned else 'addresses, sizes or strides that 16-byte accesses cannot take'}"
+
+
+def gemm(
+    run: Runtime,
+    step: Gemm,
+    lists: dict[str, int],
+    a: int,
+    halves: tuple[int, int],
     *,
-    first_layer: Array | None,
-    product: Array | None,
-) -> None:
-    """first_layer (R, 2h) or (R, h) = x[tokens] w1, product (R, h) = act(a) * b; None is not written."""
-    d = x.shape[1]
-    gemm(context, "up_fwd", index, x, w1, h, d, activation, first_layer=first_layer, product=product)
+    first_layer: int = 0,
+    first_layer_grad: int = 0,
+    product: int = 0,
+    stored_product: int = 0,
+    weights: int = 0,
+) -> Buffer | None:
+    """One launch, on addresses; 0 stands for what is not read or written.
 
-
-def down_bwd(
-    context: Context,
-    index: Index,
-    grad_out: Array,
-    w2: Weight,
-    h: int,
-    activation: str,
-    *,
-    first_layer: Array,
-    first_layer_grad: Array | None,
-    product: Array | None,
-    stored_product: Array | None,
-    row_weights: Array,
-    wants_weights_grad: bool,
-) -> Array | None:
-    """dA = grad_out[tokens] w2^T, at once turned into the first layer's gradient and A'.
-
-    Returns <dA, A> of each routed row by column tile (tiles, R) float32, or None if not wanted.
+    lists: of the index lists, by name. halves: where the weight's gate and up begin. weights: of each row (down_bwd),
+    or of each token if rows go to tokens. Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
     """
-    return gemm(
-        context,
-        "down_bwd",
-        index,
-        grad_out,
-        w2,
-        h,
-        grad_out.shape[1],
-        activation,
+    partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
+    claims = run.empty((1,), "int32") if step.claims else None
+    if claims:
+        run.clear(claims.ptr, 4)
+    run.launch(
+        step.launch,
+        a=a,
+        b0=halves[0] + step.offset,
+        b1=halves[1] + step.offset,
         first_layer=first_layer,
         first_layer_grad=first_layer_grad,
         product=product,
         stored_product=stored_product,
-        weights=row_weights,
-        wants_partial_sums=wants_weights_grad,
+        weights=weights,
+        row_weights=weights,  # the portable kernel's name
+        partial_sums=partial_sums.ptr if partial_sums else 0,
+        claims=claims.ptr if claims else 0,
+        **lists,
     )
+    return partial_sums
 
 
-def _wgrad(
-    context: Context,
+@dataclass(frozen=True, eq=False)
+class Wgrad:
+    """A weight gradient: one launch of grouped_wgrad_*.cu, or with split-K one more that adds up the parts."""
+
+    product: Launch
+    swapped: bool  # the gradient is stored transposed: its columns come first
+    routed_is_q: bool  # of the two operands p and q, which one is not gathered
+    sums: tuple[int, int, int, int] | None  # shape of the parts' float32 sums: E * parts, halves, M, N
+    add: Launch | None
+
+
+def configure_wgrad(
     entry: str,
-    index: Index,
-    rows: tuple[Array, int],
-    columns: tuple[Array, int],
+    index: IndexLayout,
+    rows: tuple[Operand, int],
+    columns: tuple[Operand, int],
     gradient: Weight,
     M: int,
     N: int,
     halves: int,
     activation: str,
+    limits: DeviceLimits,
     accumulate: bool,
-) -> None:
-    """`rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half.
+) -> Wgrad:
+    """The gradient (E, M, N) of each half, sums over each expert's rows; zeros for experts without any.
 
-    `accumulate` adds to what `gradient` holds, in p's dtype or float32; experts without rows are then left alone. Few
-    large experts take float32 sums of parts of their rows in between, and a second launch.
+    `rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half in elements.
+    `accumulate` adds to what the gradient holds, in the operands' dtype or float32; experts without rows are then left
+    alone. On Hopper few large experts take split-K: float32 sums of parts of their rows, and a launch that adds them.
     """
-    (p, p_half), (q, q_half) = (columns, rows) if gradient.transposed else (rows, columns)
-    if gradient.transposed:
+    swapped = gradient.transposed
+    (p, p_half), (q, q_half) = (columns, rows) if swapped else (rows, columns)
+    if swapped:
         M, N = N, M
-    sizes = (M, N, p.shape[1], q.shape[1], p_half, q_half, gradient.ld, gradient.expert_stride)
-    limits = loader.device_limits(context.device)
-    aligned = _is_aligned((p.ptr, q.ptr, *gradient.halves), sizes) and index.num_slots > 0  # a tensor map has rows
+    sizes = (M, N, p.ld, q.ld, p_half, q_half, gradient.ld, gradient.expert_stride)
+    aligned = is_aligned((p.misalignment, q.misalignment, gradient.misalignment), sizes) and index.num_slots > 0
     config = launch_config.gemm(p.dtype, aligned, False, limits)
-    E, offsets = index.num_experts, index.expert_token_offsets
-    operands = p.ptr, p.shape[1], p_half, q.ptr, q.shape[1], q_half, index.expert_token_indices.ptr, offsets.ptr
-    result = *gradient.halves, gradient.expert_stride, gradient.ld, M, N
-
-    def launch(grid: tuple, *args, **options) -> None:
-        variant = variant_of(entry, p, gradient, config, aligned, activation, **options)
-        context.launch(variant, grid, config.threads, (*operands, *args), config.shared_bytes)
-
-    dtype = gradient.arrays[0].dtype
+    E, dtype = index.num_experts, gradient.dtype
     added_to = dtype if accumulate else None
+    operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
+    result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
+    why = (_why_tier(config, aligned, p.dtype, limits),)
+
+    def launch(grid: tuple[int, ...], scalars: dict[str, int], maps: dict, why: tuple[str, ...], **options) -> Launch:
+        variant = _variant(entry, p.dtype, gradient, config, aligned, activation, **options)
+        return Launch(variant, grid, config.threads, scalars, config.shared_bytes, maps, why)
+
     if config.tier == "sm80":
         tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N)
-        launch((tiles, E, halves), *result, accumulate=added_to)
-        return
+        product = launch((tiles, E, halves), {**operands, **result}, {}, why, accumulate=added_to)
+        return Wgrad(product, swapped, True, None, None)
     tiles = launch_config.wgrad_tiles(M, N, E * halves)
     parts = launch_config.wgrad_parts(tiles, index.num_slots, E, limits)
     grid = (min(tiles * parts, limits.multiprocessors),)
-    routed = q if (entry == "up_wgrad") != gradient.transposed else p  # the operand that is not gathered
-    schedule = E, halves, index.experts_by_load.ptr, parts, rows_map(context, routed, 64)
+    routed_is_q = (entry == "up_wgrad") != swapped
+    maps = {"routed": _rows_map(q if routed_is_q else p, index.num_slots, launch_config.STEP_ROWS)}
+    schedule = {"num_experts": E, "halves": halves, "parts": parts}
+    why += (f"{tiles} tiles of 128 x 256 for {limits.multiprocessors} multiprocessors: split-K in {parts} parts",)
     if parts == 1:
-        launch(grid, *result, *schedule, accumulate=added_to)
-        return
-    sums = context.empty((E * parts, halves, M, N), "float32")
-    launch(grid, sums.ptr, sums.ptr + 4 * M * N, halves * M * N, N, M, N, *schedule, in_parts=True)
-    context.launch(
+        product = launch(grid, {**operands, **result, **schedule}, maps, why, accumulate=added_to)
+        return Wgrad(product, swapped, routed_is_q, None, None)
+    packed = {"expert_stride": halves * M * N, "ldo": N}
+    product = launch(grid, {**operands, **packed, **schedule}, maps, why, in_parts=True)
+    add = Launch(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
-        (launch_config.ceil_div(M * N // 8, GROUPS_PER_BLOCK), E, halves),
-        GROUPS_PER_BLOCK,
-        (sums.ptr, offsets.ptr, *result, halves, parts, int(accumulate)),
+        (launch_config.ceil_div(M * N // 8, launch_config.PARTS_GROUPS), E, halves),
+        launch_config.PARTS_GROUPS,
+        {"rows": M, "columns": N, **result, "halves": halves, "parts": parts, "accumulate": int(accumulate)},
     )
+    return Wgrad(product, swapped, routed_is_q, (E * parts, halves, M, N), add)
 
 
-def down_wgrad(
-    context: Context,
-    index: Index,
-    product: Array,
-    grad_out: Array,
-    gradient: Weight,
-    activation: str,
-    accumulate: bool = False,
-) -> None:
-    """gradient (E, h, d) = product^T grad_out[tokens], over each expert's rows; zeros for experts without any."""
-    _wgrad(
-        context,
-        "down_wgrad",
-        index,
-        (product, 0),
-        (grad_out, 0),
-        gradient,
-        product.shape[1],
-        grad_out.shape[1],
-        1,
-        activation,
-        accumulate,
-    )
-
-
-def up_wgrad(
-    context: Context,
-    index: Index,
-    x: Array,
-    first_layer_grad: Array,
-    gradient: Weight,
-    h: int,
-    activation: str,
-    accumulate: bool = False,
-) -> None:
-    """gradient (E, d, 2h), (E, d, h) or a pair = x[tokens]^T first_layer_grad, over each expert's rows."""
-    gated = is_gated(activation)
-    columns = (first_layer_grad, h if gated else 0)
-    halves = 2 if gated else 1
-    _wgrad(context, "up_wgrad", index, (x, 0), columns, gradient, x.shape[1], h, halves, activation, accumulate)
+def wgrad(run: Runtime, step: Wgrad, lists: dict[str, int], rows: int, columns: int, gradient: tuple[int, int]) -> None:
+    """`rows`, `columns`: addresses of these operands; `gradient`: where the result's gate and up begin."""
+    p, q = (columns, rows) if step.swapped else (rows, columns)
+    out0, out1 = gradient
+    sums = run.empty(step.sums, "float32") if step.sums else None
+    if sums:
+        out0 = sums.ptr
+        out1 = out0 + 4 * math.prod(step.sums[2:])
+    run.launch(step.product, p=p, q=q, routed=q if step.routed_is_q else p, out0=out0, out1=out1, **lists)
+    if step.add:
+        run.launch(step.add, sums=out0, out0=gradient[0], out1=gradient[1], **lists)

@@ -2,63 +2,76 @@
 kernels_cu/grouped_gemm_*.cu and aggregation.cu in turn.
 """
 
+from dataclasses import dataclass
+
 from moeblaze_cupy import launch_config
-from moeblaze_cupy.arrays import Array, Context
+from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import grouped_gemm
 from moeblaze_cupy.ops.aggregation import aggregate
-from moeblaze_cupy.ops.grouped_gemm import Index, Weight
+from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight
+from moeblaze_cupy.runtime import Launch, Runtime
 
 
-def down_fwd(
-    context: Context,
-    index: Index,
-    product: Array,
-    w2: Weight,
-    weights: Array,
-    out: Array,
-    activation: str,
-    *,
-    overwrites: bool,
-) -> None:
-    """out (L, d) = sum over slots of weights * row of product w2; `overwrites`: product may be used as scratch."""
-    _sum_of_rows(context, "down_fwd", index, product, w2, product.shape[1], weights, out, activation, overwrites)
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """A product for one panel of columns after another, each followed by its sum over the slots.
+
+    panel: shape of the buffer of routed rows between the two; None where it lies in the left operand's rows, or where
+    rows go straight to their tokens, as with k = 1 on Hopper.
+    """
+
+    products: tuple[Gemm, ...]
+    sums: tuple[Launch, ...]  # empty where rows go to their tokens
+    panel: tuple[int, int] | None
+    dtype: str
 
 
-def up_bwd(
-    context: Context,
-    index: Index,
-    first_layer_grad: Array,
-    w1: Weight,
-    h: int,
-    grad_x: Array,
-    activation: str,
-) -> None:
-    """grad_x (L, d) = sum over slots of row of first_layer_grad w1^T."""
-    _sum_of_rows(context, "up_bwd", index, first_layer_grad, w1, h, None, grad_x, activation, False)
-
-
-def _sum_of_rows(
-    context: Context,
+def configure(
     entry: str,
-    index: Index,
-    a: Array,
+    index: IndexLayout,
+    a: Operand,
     weight: Weight,
     K: int,
-    weights: Array | None,
-    out: Array,
+    d: int,
     activation: str,
-    overwrites: bool,
-) -> None:
-    k, d = index.token_index_map.shape[1], out.shape[1]
-    tier = grouped_gemm.config_of(context, entry, a, weight, d, K, activation)[0].tier
-    call = context, entry, index, a, weight
-    if launch_config.rows_go_to_tokens(k, tier):
-        grouped_gemm.gemm(*call, d, K, activation, product=out, weights=weights, to_tokens=True)
-        return
+    limits: DeviceLimits,
+    *,
+    weights_dtype: str | None = None,
+    overwrites: bool = False,
+) -> Panels:
+    """down_fwd: sum over slots of weights * row of product w2; up_bwd: of rows of first_layer_grad w1^T. (L, d) both.
+
+    overwrites: the left operand may be used as scratch. weights_dtype: of the router weights that scale the rows.
+    """
+    call = entry, index, a, weight
+    tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits)[0].tier
+    if launch_config.rows_go_to_tokens(index.k, tier):
+        options = {"product_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
+        product = grouped_gemm.configure(*call, d, K, activation, limits, **options)
+        return Panels((product,), (), None, a.dtype)
     panels = launch_config.panels(d, index.num_slots, tier)
-    in_place = launch_config.panel_takes_left_operands_rows(d, a.shape[1] if overwrites else 0, tier)
-    memory = a if in_place else context.empty((index.num_slots, panels[0][1]), out.dtype)
+    in_place = launch_config.panel_takes_left_operands_rows(d, a.ld if overwrites else 0, tier)
+    products, sums = [], []
     for first_column, width in panels:
-        panel = memory if in_place else memory.part(0, (index.num_slots, width))
-        grouped_gemm.gemm(*call, width, K, activation, first_column=first_column, product=panel)
-        aggregate(context, panel, index.token_index_map, weights, out, first_column, width)
+        ld = a.ld if in_place else width
+        options = {"first_column": first_column, "product_ld": ld}
+        products.append(grouped_gemm.configure(*call, width, K, activation, limits, **options))
+        sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld))
+    panel = None if in_place else (index.num_slots, panels[0][1])
+    return Panels(tuple(products), tuple(sums), panel, a.dtype)
+
+
+def sum_of_rows(
+    run: Runtime, step: Panels, lists: dict[str, int], a: int, halves: tuple[int, int], weights: int, out: int
+) -> None:
+    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights: 0 for none."""
+    if not step.sums:
+        grouped_gemm.gemm(run, step.products[0], lists, a, halves, product=out, weights=weights)
+        return
+    memory = run.empty(step.panel, step.dtype) if step.panel else None
+    panel = memory.ptr if memory else a
+    token_index_map = lists["token_index_map"]
+    for product, sums in zip(step.products, step.sums, strict=True):
+        grouped_gemm.gemm(run, product, lists, a, halves, product=panel)
+        run.launch(sums, panel=panel, token_index_map=token_index_map, weights=weights, out=out)

@@ -1,44 +1,44 @@
 """Softmax and top-k of the router, forward and backward: kernels_cu/router.cu."""
 
 from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.arrays import Array, Context
-
-TOKENS_PER_BLOCK = 4
-
-
-def _over_selected(kind: str, renormalize: bool) -> int:
-    """Renormalised softmax over all experts equals the softmax over the chosen ones."""
-    return int(kind == "topk_softmax" or renormalize)
+from moeblaze_cupy.arrays import Buffer, Layout
+from moeblaze_cupy.runtime import Launch, Runtime, cached
 
 
-def _launch(context: Context, entry: str, tokens: int, num_experts: int, args: tuple) -> None:
-    context.launch(
-        loader.entry("router.cu", entry),
-        (launch_config.ceil_div(tokens, TOKENS_PER_BLOCK),),
-        32 * TOKENS_PER_BLOCK,
-        args,
-        4 * TOKENS_PER_BLOCK * num_experts,
+@cached
+def configure(entry: str, logits: Layout, k: int, kind: str, renormalize: bool) -> Launch | None:
+    """The launch of "router_fwd" or "router_bwd" for logits (L, E); None where there are no tokens.
+
+    The renormalised softmax over all experts equals the softmax over the chosen ones.
+    """
+    L, E = logits.shape
+    if L == 0:
+        return None
+    over_selected = int(kind == "topk_softmax" or renormalize)
+    return Launch(
+        loader.entry("router.cu", f"{entry}_{logits.dtype}"),
+        (launch_config.ceil_div(L, launch_config.ROUTER_TOKENS),),
+        32 * launch_config.ROUTER_TOKENS,
+        {"L": L, "num_experts": E, "k": k, "over_selected": over_selected},
+        4 * launch_config.ROUTER_TOKENS * E,
     )
 
 
-def route(context: Context, logits: Array, k: int, *, kind: str, renormalize: bool) -> tuple[Array, Array]:
-    """weights (L, k) float32 and ids (L, k) int32 from logits (L, E)."""
-    L, E = logits.shape
-    weights, ids = context.empty((L, k), "float32"), context.empty((L, k), "int32")
-    if L:
-        args = (logits.ptr, weights.ptr, ids.ptr, L, E, k, _over_selected(kind, renormalize))
-        _launch(context, f"router_fwd_{logits.dtype}", L, E, args)
+def route(run: Runtime, step: Launch | None, logits: int, shape: tuple[int, int]) -> tuple[Buffer, Buffer]:
+    """weights (L, k) float32 and ids (L, k) int32, both of `shape`, from logits (L, E)."""
+    weights, ids = run.empty(shape, "float32"), run.empty(shape, "int32")
+    if step:
+        run.launch(step, logits=logits, weights=weights.ptr, ids=ids.ptr)
     return weights, ids
 
 
 def route_backward(
-    context: Context, grad_weights: Array, logits: Array, weights: Array, ids: Array, *, kind: str, renormalize: bool
-) -> Array:
-    """Gradient of the logits (L, E), in their dtype."""
-    L, E = logits.shape
-    grad_logits = context.empty((L, E), logits.dtype)
-    if L:
-        pointers = (grad_weights.ptr, logits.ptr, weights.ptr, ids.ptr, grad_logits.ptr)
-        args = (*pointers, L, E, ids.shape[1], _over_selected(kind, renormalize))
-        _launch(context, f"router_bwd_{logits.dtype}", L, E, args)
+    run: Runtime, step: Launch | None, grad_weights: int, logits: int, weights: int, ids: int, layout: Layout
+) -> Buffer:
+    """Gradient of the logits (L, E), in their layout."""
+    grad_logits = run.empty(layout.shape, layout.dtype)
+    if step:
+        run.launch(
+            step, grad_weights=grad_weights, logits=logits, weights=weights, ids=ids, grad_logits=grad_logits.ptr
+        )
     return grad_logits

@@ -1,0 +1,198 @@
+"""The parameters of every kernel: one table for the host, which fills a struct, and for the compiler, which checks it.
+
+A kernel takes one argument, a struct by value. The kernel sources define these structs with types, shapes and
+directions; the tables here name the same fields in the same order. `Params.dtype` lays them out in host memory, and
+`Params.assertions` makes the compilation fail where the struct of the source differs.
+
+Tensor maps come first, then pointers, 64-bit and 32-bit integers, so that only the end of a struct is padded.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+_KINDS = (("maps", MAP_BYTES, f"V{MAP_BYTES}"), ("pointers", 8, "u8"), ("int64", 8, "i8"), ("int32", 4, "i4"))
+
+
+class Field(NamedTuple):
+    """A field of a kernel's struct: its name, and its size and offset in bytes."""
+
+    name: str
+    size: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Params:
+    """The fields of one kernel's struct, by kind.
+
+    struct: the struct's name in C++; where it is a template, one instance of it.
+    maps: tensor maps, 128 bytes each. pointers: device addresses, 0 for an absent array.
+    """
+
+    struct: str
+    maps: tuple[str, ...] = ()
+    pointers: tuple[str, ...] = ()
+    int64: tuple[str, ...] = ()
+    int32: tuple[str, ...] = ()
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """In the order of their offsets, which is the order in which a launch is given their values."""
+        found, offset = [], 0
+        for kind, size, _ in _KINDS:
+            for name in getattr(self, kind):
+                found.append(Field(name, size, offset))
+                offset += size
+        return tuple(found)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the struct, a multiple of its alignment."""
+        end = self.fields[-1].offset + self.fields[-1].size
+        alignment = MAP_ALIGNMENT if self.maps else 8
+        return -(-end // alignment) * alignment
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """A structured dtype with the struct's offsets and size."""
+        formats = [form for kind, _, form in _KINDS for _ in getattr(self, kind)]
+        return np.dtype(
+            {
+                "names": [field.name for field in self.fields],
+                "formats": formats,
+                "offsets": [field.offset for field in self.fields],
+                "itemsize": self.size,
+            }
+        )
+
+    def assertions(self) -> str:
+        """C++ to follow the struct's definition and common.cuh: its size, and offset and size of each field."""
+        checks = [(f"sizeof({self.struct})", self.size)]
+        for name, size, offset in self.fields:
+            checks += [(f"OFFSET_OF({name}, {self.struct})", offset), (f"sizeof({self.struct}::{name})", size)]
+        text = '"moeblaze_cupy/params.py has another layout"'
+        return "".join(f"static_assert({what} == {number}, {text});\n" for what, number in checks)
+
+
+_GEMM_INPUTS = ("expert_token_indices", "expert_token_offsets", "row_tiles")
+_GEMM_OUTPUTS = ("first_layer", "first_layer_grad", "product", "stored_product")
+
+_GEMM_SM80 = Params(
+    "GroupedGemmParams",
+    pointers=("a", "b0", "b1", *_GEMM_INPUTS, *_GEMM_OUTPUTS, "row_weights", "partial_sums"),
+    int64=("lda", "expert_stride", "ldb"),
+    int32=("columns", "depth", "num_slots"),
+)
+_GEMM_SM90_POINTERS = (*_GEMM_INPUTS, *_GEMM_OUTPUTS, "weights", "partial_sums", "token_index_map", "claims")
+_GEMM_SM90 = {
+    "0": Params(
+        "GroupedGemmParams",
+        maps=("a", "b0", "b1"),
+        pointers=_GEMM_SM90_POINTERS,
+        int64=("product_ld",),
+        int32=("columns", "depth", "num_slots"),
+    ),
+    "1": Params(
+        "GroupedGemmParams",
+        maps=("b0", "b1"),
+        pointers=("a", *_GEMM_SM90_POINTERS),
+        int64=("lda", "product_ld"),
+        int32=("columns", "depth", "num_slots"),
+    ),
+}
+_WGRAD_POINTERS = ("p", "q", "expert_token_indices", "expert_token_offsets", "out0", "out1")
+_WGRAD_INT64 = ("ldp", "ldq", "expert_stride", "ldo")
+_WGRAD_INT32 = ("p_half", "q_half", "rows", "columns")
+
+# By source, then by the start of an entry's name. Without an entry of its own, a source's kernels have one table.
+_TABLES = {
+    "aggregation.cu": {
+        "aggregate": Params(
+            "AggregateParams<float, float>",
+            pointers=("panel", "token_index_map", "weights", "out"),
+            int64=("panel_ld",),
+            int32=("L", "k", "d", "first_column", "columns"),
+        ),
+        "weights_bwd": Params(
+            "WeightsBwdParams<float>",
+            pointers=("partial_sums", "token_index_map", "grad_weights"),
+            int32=("num_slots", "parts"),
+        ),
+        "weights_by_row": Params(
+            "WeightsByRowParams<float>",
+            pointers=("weights", "token_index_map", "row_weights"),
+            int32=("num_slots",),
+        ),
+    },
+    "dispatch.cu": {
+        "dispatch_count": Params(
+            "DispatchCountParams<int>",
+            pointers=("ids", "token_expert_indices", "block_counts"),
+            int64=("block_slots",),
+            int32=("num_slots", "num_experts", "columns", "counted_together"),
+        ),
+        "dispatch_route": Params(
+            "DispatchRouteParams<int>",
+            pointers=(
+                *("ids", "token_expert_indices", "block_counts", "expert_token_indices", "expert_token_offsets"),
+                *("token_index_map", "row_tiles", "experts_by_load"),
+            ),
+            int64=("block_slots",),
+            int32=("num_slots", "k", "num_experts", "columns", "part_slots", "counted_together"),
+        ),
+    },
+    "router.cu": {
+        "router_fwd": Params(
+            "RouterFwdParams<float>",
+            pointers=("logits", "weights", "ids"),
+            int64=("L",),
+            int32=("num_experts", "k", "over_selected"),
+        ),
+        "router_bwd": Params(
+            "RouterBwdParams<float>",
+            pointers=("grad_weights", "logits", "weights", "ids", "grad_logits"),
+            int64=("L",),
+            int32=("num_experts", "k", "over_selected"),
+        ),
+    },
+    "wgrad_parts.cu": {
+        "wgrad_parts": Params(
+            "WgradPartsParams<float>",
+            pointers=("sums", "expert_token_offsets", "out0", "out1"),
+            int64=("expert_stride", "ldo"),
+            int32=("rows", "columns", "halves", "parts", "accumulate"),
+        ),
+    },
+    "grouped_gemm_sm80.cu": {"": _GEMM_SM80},
+    "grouped_wgrad_sm80.cu": {
+        "": Params("GroupedWgradParams", pointers=_WGRAD_POINTERS, int64=_WGRAD_INT64, int32=_WGRAD_INT32),
+    },
+    "grouped_wgrad_sm90.cu": {
+        "": Params(
+            "GroupedWgradParams",
+            maps=("routed",),
+            pointers=(*_WGRAD_POINTERS, "experts_by_load"),
+            int64=_WGRAD_INT64,
+            int32=(*_WGRAD_INT32, "num_experts", "halves", "parts"),
+        ),
+    },
+}
+
+
+def tables(source: str, macros: tuple[tuple[str, str], ...] = ()) -> dict[str, Params]:
+    """The tables of a source's kernels under these JIT constants, by the start of an entry's name."""
+    if source == "grouped_gemm_sm90.cu":  # gathered rows are copied from a pointer, others come through a tensor map
+        return {"": _GEMM_SM90[dict(macros)["GATHER"]]}
+    return _TABLES[source]
+
+
+def params_of(variant) -> Params:
+    """The table of a kernel, given as a `loader.Variant` with an entry. Raises KeyError for one that does not exist."""
+    for start, found in tables(variant.source, variant.macros).items():
+        if variant.entry.startswith(start) and variant.entry:
+            return found
+    raise KeyError(f"{variant.source}: no parameters of an entry {variant.entry!r}")

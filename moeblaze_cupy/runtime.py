@@ -1,0 +1,218 @@
+"""Launch records, and what carries them out: the device, the stream and the allocator of one public call.
+
+A `Launch` is all of a kernel launch but its addresses. It depends on shapes, strides, dtypes and options alone, so the
+operations make it once per layout. `Runtime.launch` fills in addresses and passes the kernel's struct to the driver.
+"""
+
+import functools
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import numpy as np
+
+from moeblaze_cupy import arrays, loader, tensor_map
+from moeblaze_cupy.arrays import Buffer
+from moeblaze_cupy.loader import Variant
+from moeblaze_cupy.params import Params, params_of
+from moeblaze_cupy.tensor_map import TensorMap
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel launch without its addresses.
+
+    scalars: the integers of the kernel's struct. maps: its tensor maps, without their addresses. why: what decided for
+    this variant and grid, for `explain`.
+    """
+
+    variant: Variant
+    grid: tuple[int, ...]
+    threads: int
+    scalars: Mapping[str, int]
+    shared_bytes: int = 0
+    maps: Mapping[str, TensorMap] = field(default_factory=dict)
+    why: tuple[str, ...] = ()
+    bound: dict[int, "_Bound"] = field(default_factory=dict, repr=False)  # by device
+
+    @property
+    def params(self) -> Params:
+        return params_of(self.variant)
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        x, y, z = (*self.grid, 1, 1)[:3]
+        return x, y, z
+
+    def __str__(self) -> str:
+        scalars = ", ".join(f"{name}={value}" for name, value in self.scalars.items())
+        return (
+            f"{self.variant.name} ({self.variant.source}): grid {self.blocks}, {self.threads} threads, "
+            f"{self.shared_bytes} bytes of shared memory; {scalars}"
+        )
+
+
+class _Arguments:
+    """One struct of parameters in host memory, and the list of one pointer to it that the driver reads."""
+
+    __slots__ = ("_keep", "encoded", "memory", "pointer")
+
+    def __init__(self, params: Params, scalars: Mapping[str, int]):
+        raw = np.zeros(params.size + 64, np.uint8)
+        raw = raw[-raw.ctypes.data % 64 :][: params.size]  # tensor maps lie on multiples of 64
+        values = raw.view(params.dtype)
+        for name in (*params.int64, *params.int32):
+            values[name] = scalars[name]
+        addresses = np.array([raw.ctypes.data], np.uint64)
+        self.memory, self.pointer = memoryview(raw), addresses.ctypes.data
+        self.encoded: list[int | None] = [None] * len(params.maps)  # the address in each map
+        self._keep = addresses
+
+
+class _Bound:
+    """A launch on one device: its kernel, and memory for its arguments.
+
+    A launch in progress has a struct to itself, so threads do not share one. The driver copies it while it launches.
+    """
+
+    __slots__ = ("addresses", "first_pointer", "free", "geometry", "kernel", "launch", "maps", "pack")
+
+    def __init__(self, device: int, launch: Launch):
+        params, threads = launch.params, launch.threads
+        self.launch = launch
+        self.kernel = loader.kernel(device, launch.variant, launch.shared_bytes)
+        self.geometry = (*launch.blocks, threads, 1, 1, launch.shared_bytes)
+        self.maps = [(i, 128 * i, name, launch.maps[name]) for i, name in enumerate(params.maps)]
+        self.first_pointer = 128 * len(params.maps)
+        self.addresses: Callable[[Mapping[str, int]], tuple[int, ...]] = itemgetter(*params.pointers)
+        self.pack = struct.Struct(f"={len(params.pointers)}Q").pack_into
+        self.free: list[_Arguments] = []
+        if os.environ.get("MOEBLAZE_LOG", "0") not in ("", "0"):
+            print(f"moeblaze_cupy: device {device}: {launch}", *launch.why, sep="\n  ", file=sys.stderr)
+
+    def __call__(self, stream: int, addresses: Mapping[str, int]) -> None:
+        try:
+            arguments = self.free.pop()
+        except IndexError:
+            arguments = _Arguments(self.launch.params, self.launch.scalars)
+        memory, encoded = arguments.memory, arguments.encoded
+        for index, offset, name, spec in self.maps:
+            address = addresses[name]
+            if encoded[index] != address:
+                memory[offset : offset + 128] = tensor_map.encode(address, spec)
+                encoded[index] = address
+        self.pack(memory, self.first_pointer, *self.addresses(addresses))
+        self.kernel.launch(self.geometry, stream, arguments.pointer)
+        self.free.append(arguments)
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Where one call runs: whose allocator (a framework of `arrays`), which device, which stream (a pointer)."""
+
+    framework: Any
+    device: int
+    stream: int
+
+    @classmethod
+    def current(cls, framework: Any, device: int) -> "Runtime":
+        """On the framework's current stream of the device, which must be current."""
+        loader.bind_context(device)
+        return cls(framework, device, framework.stream(device))
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Buffer:
+        """New memory of the framework's, row-major, without contents."""
+        return self.framework.empty(shape, dtype, self.device)
+
+    def clear(self, address: int, nbytes: int) -> None:
+        """Zeroes memory, in the stream's order."""
+        loader.clear(address, nbytes, self.stream)
+
+    def launch(self, launch: Launch, **addresses: int) -> None:
+        """Launches with these addresses, by the names of the kernel's struct; 0 for an absent array.
+
+        Names that the struct does not have are left out, as the two tiers' kernels differ in a few.
+        """
+        bound = launch.bound.get(self.device)
+        if bound is None:
+            bound = launch.bound[self.device] = _Bound(self.device, launch)
+        bound(self.stream, addresses)
+
+
+def current_device(device: int):
+    """A context manager within which the device is current."""
+    cuda = loader.import_cupy().cuda
+    return _ALREADY_CURRENT if cuda.runtime.getDevice() == device else cuda.Device(device)
+
+
+_ALREADY_CURRENT = nullcontext()
+
+
+MAX_RECORDS = 256  # of each cache: layouts that come once, such as those of varying numbers of tokens, push others out
+Function = TypeVar("Function", bound=Callable)
+
+_lock = threading.Lock()
+_prepared: dict[tuple, "Prepared"] = {}
+_caches: list = []
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A public call whose arguments have passed all checks: where it runs, and its launch records."""
+
+    framework: Any
+    device: int
+    steps: Any
+
+
+def cached(configure: Function) -> Function:
+    """Keeps what a pure function of layouts, options and device limits returned."""
+    kept = functools.lru_cache(maxsize=MAX_RECORDS)(configure)
+    _caches.append(kept)
+    return kept  # type: ignore[return-value]
+
+
+def key_of(function: str, options: tuple, given: Sequence[Any]) -> tuple[tuple | None, list[int]]:
+    """What tells a call's record from others, and the addresses of its arrays; None for calls that have no record.
+
+    Those are calls on the CPU, and calls with arrays that neither CuPy nor torch made, or of more than one framework.
+    """
+    framework = arrays.framework_of_all(tuple(map(type, given)))
+    if framework is None or framework is arrays.NumPy:
+        return None, []
+    try:
+        layouts, pointers = framework.layouts(given)
+    except (AttributeError, RuntimeError, TypeError):  # arrays that cannot be read: checks say why
+        return None, []
+    return (function, options, framework, os.environ.get("MOEBLAZE_TIER"), *layouts), pointers
+
+
+def find(key: tuple | None) -> Prepared | None:
+    try:
+        return _prepared.get(key)  # type: ignore[arg-type]
+    except TypeError:  # an option that is not hashable is not a valid one
+        return None
+
+
+def keep(key: tuple | None, prepared: Prepared) -> Prepared:
+    """Beside the latest others."""
+    if key is not None and (prepared.framework is not arrays.NumPy and prepared.device != arrays.CPU):
+        with _lock:
+            _prepared[key] = prepared
+            if len(_prepared) > MAX_RECORDS:
+                del _prepared[next(iter(_prepared))]
+    return prepared
+
+
+def forget() -> None:
+    """Drops all records, for whoever changes what they are made from."""
+    with _lock:
+        _prepared.clear()
+    for cache in _caches:
+        cache.cache_clear()
