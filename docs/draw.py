@@ -13,6 +13,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyBboxPatch, Rectangle  # noqa: E402
 
 import moeblaze_cupy as mb  # noqa: E402
+from moeblaze_cupy import launch_config  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "drawings"
 INK, FAINT, KERNEL, ARRAY, KEPT = "#222222", "#9a9a9a", "#0b5394", "#eef3f8", "#f9cb9c"
@@ -208,9 +209,18 @@ def hopper_block() -> Figure:
     """Shared memory of a CTA of Hopper's products, and what its warpgroups do over time."""
     figure, axes = canvas(10.4, 5.0)
     write(axes, 0.2, 0.25, "Shared memory, 224 KiB", 11, ha="left", fontweight="bold")
-    operands = (("A 128×64\n16 KiB", 16, "#cfe2f3"), ("B 256×64\n32 KiB", 32, "#9fc5e8"))
-    parts = [(f"stage {s}\n{name}", size, color) for s in range(3) for name, size, color in operands]
-    parts += [("finished tile 128×256\nas 16-bit elements\n64 KiB", 64, KEPT), ("a, b\n16 KiB", 16, "#fff2cc")]
+    rows, columns, depth = launch_config.TILE_ROWS, launch_config.PANEL_COLUMNS, launch_config.STEP_ROWS
+    registers = launch_config.kernel_constants("grouped_gemm_sm90.cu")
+    a, b = (2 * depth * side // 1024 for side in (rows, columns))
+    tile, spare = launch_config.HOPPER_TILE_BYTES // 1024, launch_config.HOPPER_SPARE_BYTES // 1024
+    operands = ((f"A {rows}×{depth}\n{a} KiB", a, "#cfe2f3"), (f"B {columns}×{depth}\n{b} KiB", b, "#9fc5e8"))
+    parts = [
+        (f"stage {s}\n{name}", size, color)
+        for s in range(launch_config.HOPPER_STAGES)
+        for name, size, color in operands
+    ]
+    parts += [(f"finished tile {rows}×{columns}\nas 16-bit elements\n{tile} KiB", tile, KEPT)]
+    parts += [(f"a, b\n{spare} KiB", spare, "#fff2cc")]
     x, scale = 0.2, 10.0 / 224
     for text, size, color in parts:
         cell(axes, x, 0.5, size * scale, 0.85, text, color, 7.5)
@@ -220,8 +230,11 @@ def hopper_block() -> Figure:
     write(axes, 0.2, 1.75, "Time: k-steps of 64 of tile i, epilogue of tile i-1", 11, ha="left", fontweight="bold")
     left, step, h = 2.9, 0.9, 0.42
     lanes = (
-        (2.1, "warpgroup 0, producer, 72 registers:\nTMA, and cp.async of gathered rows"),
-        (2.95, "warpgroups 1 and 2, 216 registers,\n64 rows each: wgmma m64n256k16"),
+        (
+            2.1,
+            f"warpgroup 0, producer, {registers['PRODUCER_REGISTERS']} registers:\nTMA, and cp.async of gathered rows",
+        ),
+        (2.95, f"warpgroups 1 and 2, {registers['CONSUMER_REGISTERS']} registers,\n64 rows each: wgmma m64n256k16"),
         (3.6, "the same warps meanwhile:\n16 finished rows each"),
     )
     for top, lane in lanes:
@@ -288,32 +301,33 @@ def tile_order() -> Figure:
 
 
 def call_path() -> Figure:
-    """From a Python call to a kernel: three hops."""
-    figure, axes = canvas(9.6, 2.6)
-    hops = (
-        ("layer.py\nmoe_forward", "checks arguments,\nchooses CUDA or NumPy"),
-        ("ops/experts.py\nmoe_forward", "lists the kernels in order,\nallocates what they write"),
-        ("ops/grouped_gemm.py\nup_fwd", "configures once per layout,\nfills pointers, launches"),
-        ("grouped_gemm_sm90.cu\nup_fwd", "runs on the GPU;\nor grouped_gemm_sm80.cu"),
-    )
-    for i, (where, what) in enumerate(hops):
-        x = 0.1 + i * 2.4
-        last = i == len(hops) - 1
-        box(
-            axes,
-            x,
-            0.6,
-            2.1,
-            0.8,
-            where.replace("moeblaze_cupy/", "").replace("kernels_cu/", ""),
-            KERNEL if last else ARRAY,
-            8.5,
-        )
-        write(axes, x + 1.05, 1.75, what, 8.5)
-        if not last:
-            arrow(axes, (x + 2.1, 1.0), (x + 2.4, 1.0))
-            write(axes, x + 2.25, 0.42, f"hop {i + 1}", 8.5)
-    write(axes, 4.8, 2.3, "launch_config.py chooses tiles and grids; loader.py compiles variants and keeps them", 8.5)
+    """From a Python call to a kernel: what happens once per layout, and at every call."""
+    figure, axes = canvas(10.2, 3.9)
+    width, step, height = 2.1, 2.6, 0.75
+    rows = (
+        (0.55, "Once per layout, cached", (
+            ("ops/experts.py\nconfigure_forward", "kernels in order,\nshapes of buffers"),
+            ("ops/grouped_gemm.py\nconfigure", "one kernel: variant,\ngrid, constants"),
+            ("launch_config.py", "tiles, stages, shared memory,\ndynamic scheduling, clusters"),
+            ("Launch", "a record of all but\nthe addresses"),
+        )),
+        (2.35, "At every call", (
+            ("layer.py\nmoe_forward", "looks the layout up;\nchecks arguments if it is new"),
+            ("ops/experts.py\nmoe_forward", "allocates and launches,\nin a straight line"),
+            ("ops/grouped_gemm.py\ngemm", "passes the addresses"),
+            ("runtime.py\nRuntime.launch", "fills the kernel's struct,\ncalls the driver"),
+        )),
+    )  # fmt: skip
+    for top, heading, boxes in rows:
+        write(axes, 0.15, top - 0.28, heading, 10.5, ha="left", fontweight="bold")
+        for i, (where, what) in enumerate(boxes):
+            x = 0.15 + i * step
+            box(axes, x, top, width, height, where, KEPT if where == "Launch" else ARRAY, 9)
+            write(axes, x + width / 2, top + height + 0.27, what, 8.5)
+            if i:
+                arrow(axes, (x - step + width, top + height / 2), (x, top + height / 2))
+                if top > 1:
+                    write(axes, x - (step - width) / 2, top + height / 2 - 0.17, f"hop {i}", 8.5)
     return figure
 
 
