@@ -20,7 +20,7 @@ POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_
 # how others are called in tables; ours keep their names
 TITLES = {
     "cublas_bound": "cuBLAS bound",
-    "cublas_and_traffic": "cuBLAS, a layer's other traffic copied beside",
+    "cublas_and_traffic": "cuBLAS and copies",
     "torch_grouped_mm": "torch grouped_mm",
     "torch_routed": "torch, loop over experts",
     "torch_sort": "torch.sort",

@@ -71,7 +71,9 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
         (name, order)
         for name in (*OURS, *TITLES)
         for order in ("transposed", "row")
-        if name != "cublas_bound" and any(key[1:] == (order, name) for key in entries)
+        if name != "cublas_bound"
+        and (name, order) != ("cublas_and_traffic", "row")
+        and any(key[1:] == (order, name) for key in entries)
     ]
     head = ["case", "shape", "cuBLAS bound"]
     head += [title(name) + (", row-major" if order == "row" else "") for name, order in columns]
@@ -282,17 +284,20 @@ INTRODUCTION = """# Results
 Written by `python -m bench.report` from the records in `bench/records/`; do not edit. How they were measured is in
 `bench/README.md`.
 
-The bound is the time of the layer's dense products alone through cuBLAS, tokens split evenly: no routing, no
-activation. It is no hard bound, as a fused layer reads and writes less. Times are medians of device time, ratios are of
-rows of one run: the bound that is shown is moeblaze's, one of another record has its own. A dash was not run, which for
-torch's layer with more than 2^31 elements in its first product means that it fails. Weights lie in memory as
-transformers stores them, unless a column says row-major. `moeblaze` is `save="minimal"`, `moeblaze_sm80` the portable
-kernels (`MOEBLAZE_TIER=sm80`).
+How to read the tables:
 
-A layer's call is timed between two events and waited for, so the host's share of one call is in it; "back to back" is
-the mean of calls enqueued without waiting. The column warm-up says what ran before a row was timed: 3 calls, or the
-timed call itself until the GPU had been busy for so long. A busy card runs at the clock of its power limit, as in
-training; one that was idle runs faster for a while.
+- The bound is the time of the layer's matrix products alone through cuBLAS, with equal tokens per expert, no routing
+  and no activation. It is no hard bound, as a fused layer reads and writes less.
+- "cuBLAS and copies" is the bound's products while another stream copies what a layer reads and writes beyond them.
+- `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`).
+- Weights lie in memory as transformers stores them, unless a column says row-major.
+- Times are medians of device time. Ratios are of rows of one run. The bound shown is that of moeblaze's run.
+- A layer's single call is timed between two events and waited for, so the host's share of the call is in it. "Back to
+  back" is the mean of calls that are enqueued without waiting.
+- The column warm-up says what ran before a row was timed: 3 calls, or the timed call itself until the GPU had been busy
+  for so long. A busy card runs at the clock of its power limit, as in training. One that was idle runs faster for a
+  while.
+- A dash means: not run. torch's layer fails where its first product has more than 2^31 elements.
 
 The paper's numbers are from an H100 with torch 2.0.1 and are printed for what they are: its GPU has two thirds of this
 one's memory bandwidth, its baselines are three years older, and its times and memory cannot be had again from the
@@ -364,20 +369,21 @@ def summary(records: Records) -> str:
     shapes = {entry["case"] for entry in ours}
     bound = span(e["forward_backward_back_to_back_ratio"] for e in ours if "forward_backward_back_to_back_ratio" in e)
     beside = [f for (case, name), f in beside_peers(records).items() if name == "sonicmoe" and case in shapes]
-    peer = []
+    layers = (r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
+    gpu, peer = next(layers)["machine_info"]["gpu"], []
     if beside:
         times, peaks = ([f[name] for f in beside] for name in ("forward_backward_back_to_back", "peak"))
         peer = [
-            f"SonicMoE takes {span(times)} times as long as this layer (median {statistics.median(times):.2f}),",
-            f"and this layer's peak memory is {span(peaks)} of SonicMoE's (median {statistics.median(peaks):.2f}).",
+            f"**A training pass needs {statistics.median(peaks):.2f} of SonicMoE's peak memory and is "
+            f"{statistics.median(times):.2f} times as fast**:",
+            f"medians over {len(beside)} layers in bf16 on one {gpu}, calls back to back, weights as transformers",
+            f"stores them (memory {span(peaks)}, speed {span(times)}).",
         ]
-    record = next(r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
     return "\n".join(
         [
             START,
-            f"Forward and backward of one layer, {len(shapes)} shapes, one {record['machine_info']['gpu']}, bf16:",
             *peer,
-            f"It takes {bound} times as long as its matrix products alone in cuBLAS.",
+            f"In either memory order it takes {bound} times as long as the layer's matrix products alone in cuBLAS.",
             "",
             "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
             "",

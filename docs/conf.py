@@ -8,14 +8,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 project = "moeblaze-cupy"
 author = "The moeblaze_cupy authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = project
 exclude_patterns = ["description.md"]  # what a package index shows
 default_role = "code"  # docstrings write `name`, as Markdown does
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-intersphinx_mapping: dict = {}
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # results.md is generated and starts sections at any level
 

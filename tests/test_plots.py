@@ -1,5 +1,6 @@
-"""The plots and drawings: nothing lies outside the canvas or on top of another text, and they show what the records hold."""
+"""Plots and drawings: nothing lies outside the canvas or on another text, and they show what the records hold."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -18,11 +19,17 @@ from docs import draw
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def records():
+@functools.cache
+def records() -> Records:
     return Records.load()
 
 
+@functools.cache
+def figure_of(name: str) -> Figure:
+    return plots.DRAWN[name](records()) if name in plots.DRAWN else draw.DRAWN[name]()
+
+
+@functools.cache
 def rendered(figure: Figure):
     """Draws it, which settles its layout, and gives what measures its parts."""
     canvas = FigureCanvasAgg(figure)
@@ -60,10 +67,9 @@ def overlapping_texts(figure: Figure) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", [*plots.DRAWN, *draw.DRAWN])
-def test_nothing_is_clipped_or_covered(name, records):
-    figure = plots.DRAWN[name](records) if name in plots.DRAWN else draw.DRAWN[name]()
-    assert outside_canvas(figure) == []
-    assert overlapping_texts(figure) == []
+def test_nothing_is_clipped_or_covered(name):
+    assert outside_canvas(figure_of(name)) == []
+    assert overlapping_texts(figure_of(name)) == []
 
 
 def test_what_is_clipped_or_covered_is_found():
@@ -73,22 +79,23 @@ def test_what_is_clipped_or_covered_is_found():
     axes.text(0.5, 0.5, "covered")
     axes.text(0.5, 0.5, "above")
     assert overlapping_texts(figure) == [("covered", "above")] and outside_canvas(figure) == []
-    figure.legend(handles=axes.plot([0, 1], label="a long label " * 20), loc="lower left")
-    assert outside_canvas(figure)
+    clipped = Figure(figsize=(4, 3))
+    clipped.legend(handles=clipped.subplots().plot([0, 1], label="a long label " * 20), loc="lower left")
+    assert outside_canvas(clipped)
 
 
 @pytest.mark.parametrize("name", plots.DRAWN)
-def test_plots_name_this_package(name, records):
-    assert any(plots.OURS in text for text, _ in shown_texts(plots.DRAWN[name](records)))
+def test_plots_name_this_package(name):
+    assert any(plots.OURS in text for text, _ in shown_texts(figure_of(name)))
     comments = re.findall("<!--(.*?)-->", (ROOT / "docs" / name).read_text())  # matplotlib's, one per text
     assert any(plots.OURS in comment for comment in comments)
 
 
-def test_front_figure_shows_the_records(records):
+def test_front_figure_shows_the_records():
     """By another way than the plot's: each row of the newest record of layers, and the sentence on top."""
-    texts = " ".join(text for text, _ in shown_texts(plots.front(records)))
-    rows = merged_layers(rows_of(records.by_name["h200-layer"], "layer"))
-    rows += merged_layers(rows_of(records.by_name["h200-layer-torch"], "layer"))
+    texts = " ".join(text for text, _ in shown_texts(figure_of("front.svg")))
+    rows = merged_layers(rows_of(records().by_name["h200-layer"], "layer"))
+    rows += merged_layers(rows_of(records().by_name["h200-layer-torch"], "layer"))
     by_key = {(row["case"], row["provider"]): row for row in rows if row["order"] == "transposed"}
     for case in plots.FRONT_CASES:
         ours = by_key[case, "moeblaze"]
@@ -100,17 +107,17 @@ def test_front_figure_shows_the_records(records):
                 assert times > ours["forward_backward_back_to_back_ratio"] and row["peak_mib"] > ours["peak_mib"]
 
 
-def test_dots_are_at_the_records_figures(records):
-    first, drawn = plots.times(records).axes
+def test_dots_are_at_the_records_figures():
+    first, drawn = figure_of("time_over_bound.svg").axes
     at = {c.get_label(): {tuple(point) for point in c.get_offsets().tolist()} for c in drawn.collections}
     names = [label.get_text() for label in first.get_yticklabels()]
-    entries = {e["case"]: e for e in records.layers() if (e["provider"], e["order"]) == ("moeblaze", "transposed")}
+    entries = {e["case"]: e for e in records().layers() if (e["provider"], e["order"]) == ("moeblaze", "transposed")}
     expected = {(e["forward_backward_back_to_back_ratio"], float(names.index(case))) for case, e in entries.items()}
     assert at[plots.OURS] == expected
 
 
-def test_write_makes_every_plot(records, tmp_path):
-    plots.write(records, tmp_path)
+def test_write_makes_every_plot(tmp_path):
+    plots.write(records(), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(plots.DRAWN)
     assert all(path.read_text().rstrip().endswith("</svg>") for path in tmp_path.iterdir())
 
