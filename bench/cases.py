@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 ROUTINGS = ("random", "balanced", "skewed")
 GATED = ("swiglu",)
+RESULTS = ("out", "x", "weights", "w1", "w2")  # of a layer, compared with float64: its output and its gradients
+SAMPLED_ABOVE = 2**17  # tokens; the comparison of a larger batch takes samples
 
 
 @dataclass(frozen=True)
@@ -208,10 +210,11 @@ _PRODUCTION = {
     "dbrx": (8192, 6144, 10752, 16, 4),
     "olmoe": (32768, 2048, 1024, 64, 8),
 }
+GPT_OSS_20B = LayerCase("gptoss20b", 16384, 2880, 2880, 32, 4, "gpt-oss-20b")
 
 
 def _layers() -> dict[str, LayerCase]:
-    cases = [*_table1(), *_table2(), *_ablation(), GATHER, ONE_EXPERT]
+    cases = [*_table1(), *_table2(), *_ablation(), GATHER, ONE_EXPERT, GPT_OSS_20B]
     cases += [LayerCase(name, *shape, "SonicMoE's figure") for name, shape in _SONICMOE.items()]
     cases += [LayerCase(name, *shape, "production layer") for name, shape in _PRODUCTION.items()]
     by_name = {case.name: case for case in cases}
@@ -285,6 +288,7 @@ GROUPS = {
     "small": _named("small batches"),
     "shapes": ("readme", "sonic7b", "tab2_32k"),  # beside the tables', so that small h and small d are among them
     "peers": ("conf3", "conf5", "qwen30b", "tab2_128k"),
+    "accuracy": ("conf5", "qwen30b", "olmoe", "readme", GPT_OSS_20B.name),
 }
 
 

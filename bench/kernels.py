@@ -117,7 +117,7 @@ class Kernels:
     def configured(self) -> dict:
         """Calls by name, of records made now."""
         from moeblaze_cupy.arrays import Torch
-        from moeblaze_cupy.ops import aggregation
+        from moeblaze_cupy.ops import aggregation, dispatch
         from moeblaze_cupy.ops.experts import configure_backward, configure_forward
         from moeblaze_cupy.ops.grouped_gemm import gemm, wgrad
         from moeblaze_cupy.ops.panels import sum_of_rows
@@ -145,9 +145,9 @@ class Kernels:
             True,
             self.limits,
         )
-        token_index_map, row_weights = index["token_index_map"], self.row_weights.data_ptr()
+        token_index_map, row_weights = index[dispatch.TOKEN_INDEX_MAP], self.row_weights.data_ptr()
         x, grad_out, weights, w1, w2 = (array.data_ptr() for array in (x, grad_out, weights, w1, w2))
-        run.launch(backward.weights_by_row, weights=weights, token_index_map=token_index_map, row_weights=row_weights)
+        run.launch(backward.weights_by_row, weights, token_index_map, row_weights)
         up, down = backward.up.halves((w1,)), (w2, w2)
         up_gradient = backward.up_gradient.halves((self.grad_w1.data_ptr(),))
         down_gradient = backward.down_gradient.halves((self.grad_w2.data_ptr(),))
@@ -166,7 +166,7 @@ class Kernels:
 
             def call():
                 for step in sums:
-                    run.launch(step, panel=panel, token_index_map=token_index_map, weights=scale, out=out)
+                    run.launch(step, panel, token_index_map, scale, out)
 
             return call
 

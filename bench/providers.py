@@ -146,6 +146,45 @@ class _Routed(Layer):
         return (slots * weights[:, :, None].to(slots.dtype)).sum(1)
 
 
+class _Composition(Layer):
+    """The layer as transformers has it in plain torch operations, with float32 router weights, for errors beside it.
+
+    eager: a loop over the experts, whose weighted results are added to the tokens' rows in x's dtype.
+    eager_fp32: the same, added in float32 and rounded once.
+    grouped: routed rows in a buffer, torch's grouped products, the weighted results summed in float32.
+    """
+
+    def __init__(self, case, inputs: dict, how: str):
+        super().__init__(inputs, [inputs[name] for name in ("x", "weights", "w1", "w2")])
+        self.case, self.how = case, how
+
+    def forward(self) -> torch.Tensor:
+        flat = self.inputs["ids"].reshape(-1)
+        experts, order = torch.sort(flat, stable=True)
+        return self._grouped(experts, order) if self.how == "grouped" else self._eager(experts, order)
+
+    def _eager(self, experts, order):
+        x, weights, w1, w2 = self.leaves
+        counts = torch.bincount(experts, minlength=self.case.E).tolist()
+        out = torch.zeros_like(x, dtype=x.dtype if self.how == "eager" else torch.float32)
+        for expert, slots in enumerate(order.split(counts)):
+            if len(slots):
+                tokens = slots // self.case.k
+                rows = _activate(x[tokens] @ w1[expert], self.case.activation) @ w2[expert]
+                rows = rows * weights.reshape(-1)[slots, None]
+                out.index_add_(0, tokens, rows.to(out.dtype))
+        return out.to(x.dtype)
+
+    def _grouped(self, experts, order):
+        x, weights, w1, w2 = self.leaves
+        case = self.case
+        every = torch.arange(1, case.E + 1, device=experts.device, dtype=experts.dtype)
+        ends = torch.searchsorted(experts, every, out_int32=True)
+        product = _activate(_grouped_mm(x[order // case.k], w1, ends), case.activation)
+        rows = _grouped_mm(product, w2, ends) * weights.reshape(-1)[order, None]
+        return rows[order.argsort()].view(case.L, case.k, case.d).sum(1).to(x.dtype)
+
+
 def _grouped_mm(rows, weight, ends):
     """torch's grouped product by its public name where there is one (2.10 on)."""
     product = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
@@ -221,8 +260,13 @@ PROVIDERS = {
         _ours("moeblaze_recompute", "recompute"),
         _ours("moeblaze_paper", "paper"),
         _ours("moeblaze_sm80", "minimal", MOEBLAZE_TIER="sm80"),
+        _ours("moeblaze_sm80_recompute", "recompute", MOEBLAZE_TIER="sm80"),
+        _ours("moeblaze_sm80_paper", "paper", MOEBLAZE_TIER="sm80"),
         Provider("torch_grouped_mm", lambda case, x: _Routed(case, x, True), _lacks_grouped_mm),
         Provider("torch_routed", lambda case, x: _Routed(case, x, False)),
+        Provider("torch_eager", lambda case, x: _Composition(case, x, "eager")),
+        Provider("torch_eager_fp32", lambda case, x: _Composition(case, x, "eager_fp32")),
+        Provider("torch_grouped_fp32", lambda case, x: _Composition(case, x, "grouped"), _lacks_grouped_mm),
         *(
             Provider(peer.name, peer.build, peer.missing, peer.refuses)
             for peer in peers.PEERS
@@ -234,6 +278,11 @@ GROUPS = {
     "quick": ("cublas_bound", "moeblaze"),
     "ours": ("cublas_bound", "moeblaze", "moeblaze_recompute", "moeblaze_paper", "moeblaze_sm80"),
     "torch": ("torch_grouped_mm", "torch_routed"),
+    "accuracy": (
+        *("moeblaze", "moeblaze_recompute", "moeblaze_paper"),
+        *("moeblaze_sm80", "moeblaze_sm80_recompute", "moeblaze_sm80_paper"),
+        *("torch_eager", "torch_eager_fp32", "torch_grouped_fp32", "sonicmoe"),
+    ),
     "peers": tuple(peer.name for peer in peers.PEERS),
 }
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench import cases, verify
+from bench import cases
 from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, span, title
 from bench.table import PASSES, number
 
@@ -132,8 +132,8 @@ def error_section(records: Records) -> list[str]:
         for name in ("moeblaze", *others):
             errors = entries.get((case, name), {}).get("errors")
             if errors:
-                lines.append([case, title(name), *(f"{1e3 * errors[n]:.2f}" for n in verify.RESULTS)])
-    head = ["case", "provider", "out", *(f"gradient of {name}" for name in verify.RESULTS[1:])]
+                lines.append([case, title(name), *(f"{1e3 * errors[n]:.2f}" for n in cases.RESULTS)])
+    head = ["case", "provider", "out", *(f"gradient of {name}" for name in cases.RESULTS[1:])]
     return table(head, lines) if lines else []
 
 
@@ -306,7 +306,7 @@ and 5 print ten times the time of its Table 2 for the same shape."""
 
 
 ERRORS = f"""Norm of the difference over the norm of the reference: the layer in float64 from the same bf16 inputs, all
-tokens and experts (above {verify.SAMPLED_ABOVE:,} tokens, samples of both). Beside it the composition of bf16 torch
+tokens and experts (above {cases.SAMPLED_ABOVE:,} tokens, samples of both). Beside it the composition of bf16 torch
 operations over a routed buffer."""
 PEERS = """Each other layer's time over moeblaze's, both timed in one run on the same weights as transformers stores
 them, so above 1 moeblaze is faster; and moeblaze's peak memory over the other's."""

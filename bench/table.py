@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from bench import accuracy_report
+
 Row = dict  # extra_info of one benchmark, and "seconds", its median
 PASSES = ("forward", "forward_backward", "forward_back_to_back", "forward_backward_back_to_back")
 
@@ -111,5 +113,9 @@ def tables(record: dict) -> list[str]:
     lines = []
     for group in dict.fromkeys(row["group"] for row in record["benchmarks"]):
         rows = rows_of(record, group)
-        lines += ["", group, *(layer_table(rows) if group == "layer" else plain_table(rows))]
+        if group == "accuracy":
+            body = aligned(accuracy_report.text_rows(record), 2)
+        else:
+            body = layer_table(rows) if group == "layer" else plain_table(rows)
+        lines += ["", group, *body]
     return lines[1:]

@@ -1,36 +1,49 @@
 """Command line: `python -m moeblaze_cupy train|info|compile|plan|bench`."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Callable
 
+from moeblaze_cupy import __version__
 from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
 
-SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation")
-DTYPES = ("float32", "bfloat16", "float16")
+SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
+DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
+MAX_WIDTH = 2**24  # of d and h: wider than any model's, and `plan` lists the panels of d at once
 
 
-def positive_integer(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An option's type: whole numbers from `least` to `most`."""
+    expected = f"a whole number from {least} {'on' if most is None else f'to {most}'}"
 
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            value = int(text)
+            if least <= value and (most is None or value <= most):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
-def non_negative_integer(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
-    return value
+    return parse
 
 
 def positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if 0 < value < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+
+
+def orders(text: str) -> str:
+    """Comma-separated memory orders, as the suites of bench/ take them."""
+    unknown = [name for name in text.split(",") if name not in ORDERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(ORDERS)}, comma-separated, got {unknown[0]!r}")
+    return text
 
 
 class _Choices(argparse.Action):
@@ -48,16 +61,16 @@ class _Choices(argparse.Action):
 
 def _add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """--tokens or --batch, --d-model, --d-hidden, --experts, --k: required where there is no default."""
-    for option, letter, meaning in (
-        ("--d-model", "d", "model width"),
-        ("--d-hidden", "h", "hidden width of one expert"),
-        ("--experts", "E", "number of experts"),
-        ("--k", "k", "experts per token"),
+    for option, letter, meaning, most in (
+        ("--d-model", "d", "model width", MAX_WIDTH),
+        ("--d-hidden", "h", "hidden width of one expert", MAX_WIDTH),
+        ("--experts", "E", "number of experts", None),
+        ("--k", "k", "experts per token", None),
     ):
         default = defaults.get(letter)
         shown = meaning if default is None else f"{meaning} (%(default)s)"
         parser.add_argument(
-            option, type=positive_integer, metavar=letter, default=default, required=default is None, help=shown
+            option, type=integer(1, most), metavar=letter, default=default, required=default is None, help=shown
         )
 
 
@@ -65,11 +78,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moeblaze_cupy", description="Mixture-of-Experts training kernels without routed buffers."
     )
+    parser.add_argument("--version", action="version", version=f"moeblaze_cupy {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    train = commands.add_parser("train", help="train a byte-level language model with an MoE hidden layer")
-    train.add_argument("--steps", type=positive_integer, default=500, help="training steps (%(default)s)")
-    train.add_argument("--batch", type=positive_integer, default=2048, metavar="L", help="bytes per step (%(default)s)")
+    train = commands.add_parser(
+        "train",
+        help="train a byte-level language model with an MoE hidden layer",
+        description="Trains a byte-level language model with an MoE hidden layer; reports its loss, speed and memory. "
+        "The default run takes two to five minutes on two CPU cores. Its progress line says how long is left.",
+    )
+    train.add_argument("--steps", type=integer(1), default=500, metavar="N", help="training steps (%(default)s)")
+    train.add_argument("--batch", type=integer(1), default=2048, metavar="L", help="bytes per step (%(default)s)")
     _add_sizes(train, d=256, h=128, E=8, k=2)
     train.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
     train.add_argument(
@@ -78,10 +97,13 @@ def build_parser() -> argparse.ArgumentParser:
         default="minimal",
         help="what the layer keeps for backward (%(default)s)",
     )
-    train.add_argument("--dtype", choices=DTYPES, help="of the expert layer (float32 on the CPU, bfloat16 on a GPU)")
+    train.add_argument(
+        "--dtype", choices=(*DTYPES, "float64"),
+        help="of the expert layer (float32 on the CPU, bfloat16 on a GPU); float64 on the CPU only",
+    )  # fmt: skip
     train.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="(%(default)s)")
     train.add_argument("--lr", type=positive_number, default=3e-3, help="peak learning rate of Adam (%(default)s)")
-    train.add_argument("--seed", type=non_negative_integer, default=0, help="(%(default)s)")
+    train.add_argument("--seed", type=integer(0), default=0, metavar="N", help="(%(default)s)")
     train.add_argument("--text", metavar="FILE", help="train on this file instead of Python's documentation topics")
     train.add_argument("--plot", metavar="FILE.png", help="write the loss curve (needs matplotlib)")
 
@@ -104,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     plan = commands.add_parser("plan", help="the memory a layer will use, per save policy, by formula")
-    plan.add_argument("--tokens", type=positive_integer, required=True, metavar="L", help="tokens per step")
+    plan.add_argument("--tokens", type=integer(1), required=True, metavar="L", help="tokens per step")
     _add_sizes(plan)
     plan.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
     plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
@@ -122,9 +144,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--case", metavar="A,B", help="cases or groups of bench/cases.py")
     bench.add_argument("--provider", metavar="A,B", help="providers or groups of bench/providers.py")
     bench.add_argument(
-        "--order", metavar="A,B", help="memory orders of the weights: transposed, row (differs by suite)"
+        "--order", type=orders, metavar="A,B", help="memory orders of the weights: transposed, row (differs by suite)"
     )
-    bench.add_argument("--rounds", type=positive_integer, metavar="N", help="timed repetitions of each row (12)")
+    bench.add_argument("--rounds", type=integer(1), metavar="N", help="timed repetitions of each row (12)")
     bench.add_argument("--minutes", type=positive_number, metavar="T", help="start no row later than this into the run")
     bench.add_argument("--commit", metavar="ID", help="commit to write into the records (git's)")
     bench.add_argument("--out", metavar="DIR", help="write one JSON record per suite there")
@@ -133,24 +155,45 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit code. argparse raises SystemExit for options it cannot read."""
-    args = build_parser().parse_args(argv)
-    # Only the subcommand's module is imported: `info` must work where what the others need does not.
-    command = importlib.import_module(f"moeblaze_cupy.cli.{args.command}")
-    from moeblaze_cupy.cli.progress import CommandError
+    """Runs one subcommand; returns its exit code. argparse raises SystemExit for options it cannot read.
 
+    0: done. 1: it ran and failed. 2: it cannot run as asked. 130: Ctrl-C. 141: the reader of stdout left.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller: what goes there is not wanted
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    from moeblaze_cupy.cli.progress import CommandError, one_line
+
+    prefix = "moeblaze_cupy"
     try:
-        code = command.run(args)
-        sys.stdout.flush()
-        return code
+        try:
+            args = build_parser().parse_args(argv)
+            prefix += f" {args.command}"
+            # Only the subcommand's module is imported: `info` must work where what the others need does not.
+            return importlib.import_module(f"moeblaze_cupy.cli.{args.command}").run(args)
+        finally:
+            sys.stdout.flush()
     except CommandError as error:
-        print(f"moeblaze_cupy {args.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        code, message = error.code, str(error)
+    except KeyboardInterrupt as error:
+        code, message = 130, str(error) or "interrupted"
+    except MemoryError as error:  # also CuPy's
+        code, message = 1, f"out of memory: {one_line(error)}"
     except BrokenPipeError:  # the reader, `head` for instance, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its exit
+        _discard_output()
         return 141
+    except OSError as error:
+        code, message = 1, one_line(error)
+        _discard_output()
+    with contextlib.suppress(OSError):
+        print(f"{prefix}: {message}", file=sys.stderr)
+    return code
+
+
+def _discard_output() -> None:
+    """Python flushes stdout once more at its exit, which would fail again."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a stdout without a file descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -318,15 +317,16 @@ def moe_backward(
         given[0], export = d["grad_out"].owner, call.export
         described = [call.framework.describe(array) for array in given]
         pointers = [array.ptr for array in described]
-        layouts = _backward_values(saved, accumulate, [array.layout for array in described], None)
-        del layouts["lists"]
-        totals = tuple(layouts.pop("accumulate").items())
-        options = {"activation": saved.activation, "needs": needs, "keep_saved": bool(keep_saved)}
-        steps = experts.configure_backward(**layouts, accumulate=totals, **options, limits=call.limits)
+        layouts = [array.layout for array in described]
+        *inputs, w1, _, first_layer, y_swi, totals = _backward_values(saved, accumulate, layouts, None)
+        options = saved.activation, needs, bool(keep_saved)
+        steps = experts.configure_backward(
+            *inputs, w1, first_layer, y_swi, tuple(totals.items()), *options, call.limits
+        )
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        grads = experts.moe_backward(run, found.steps, saved, **_backward_values(saved, accumulate, pointers, 0))
+        grads = experts.moe_backward(run, found.steps, saved, *_backward_values(saved, accumulate, pointers, 0))
         return _export_gradients(
             export,
             accumulate,
@@ -355,15 +355,20 @@ def _backward_key(
     return key, given, pointers
 
 
-def _backward_values(saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: Sequence, absent: Any):
-    """What `values` says of each array of `_backward_key`, by the names of experts.moe_backward."""
-    values = iter(values)
-    named = dict(zip(("grad_out", "x", "weights", "w2", "lists"), values))  # noqa: B905
-    named["w1"] = tuple(islice(values, len(pair(saved.w1))))
-    named["first_layer"] = absent if saved.first_layer is None else next(values)
-    named["y_swi"] = absent if saved.y_swi is None else next(values)
-    named["accumulate"] = {name: tuple(islice(values, len(pair(t)))) for name, t in (accumulate or {}).items()}
-    return named
+def _backward_values(saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: list, absent: Any) -> tuple:
+    """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
+    end = 5 + len(pair(saved.w1))
+    w1 = tuple(values[5:end])
+    first_layer = y_swi = absent
+    if saved.first_layer is not None:
+        first_layer, end = values[end], end + 1
+    if saved.y_swi is not None:
+        y_swi, end = values[end], end + 1
+    totals = {}
+    for name, total in (accumulate or {}).items():
+        start, end = end, end + len(pair(total))
+        totals[name] = tuple(values[start:end])
+    return *values[:4], w1, values[4], first_layer, y_swi, totals
 
 
 def _export_gradients(

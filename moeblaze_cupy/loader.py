@@ -218,7 +218,7 @@ def import_cupy():
     except ImportError as error:
         raise RuntimeError(
             "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays "
-            f'(pip install "moeblaze-cupy[cuda13]" or "[cuda12]"), got {error!r}'
+            f'(in a checkout: pip install -e ".[cuda13]" or ".[cuda12]"), got {error!r}'
         ) from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -281,6 +281,7 @@ class _Kernel:
         self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
         self.pointer = self.loaded.ptr
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
+        self.driver_launch = sys.modules["cupy"].cuda.driver.launchKernel
 
     def launch(self, geometry: tuple[int, ...], stream: int, arguments: int) -> None:
         """By CuPy's binding of the driver: a call of its RawKernel makes a NumPy scalar of every argument.
@@ -289,7 +290,7 @@ class _Kernel:
         This thread must have the device's context. Raises RuntimeError with the kernel's name if the driver refuses.
         """
         try:
-            sys.modules["cupy"].cuda.driver.launchKernel(self.pointer, *geometry, stream, arguments, 0)
+            self.driver_launch(self.pointer, *geometry, stream, arguments, 0)
         except RuntimeError as error:
             raise RuntimeError(
                 f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry[:3]}, {geometry[3]} threads and "

@@ -28,13 +28,15 @@ from moeblaze_cupy.tensor_map import TensorMap
 class Launch:
     """One kernel launch without its addresses.
 
-    scalars: the integers of the kernel's struct. maps: its tensor maps, without their addresses. why: what decided for
-    this variant and grid, for `explain`.
+    addresses: the names, in the kernel's struct, of what `Runtime.launch` is given, in that order. Names that the
+    struct does not have are left out, as the tiers' kernels differ in a few. scalars: the struct's integers. maps: its
+    tensor maps, without their addresses. why: what decided for this variant and grid, for `explain`.
     """
 
     variant: Variant
     grid: tuple[int, ...]
     threads: int
+    addresses: tuple[str, ...]
     scalars: Mapping[str, int]
     shared_bytes: int = 0
     maps: Mapping[str, TensorMap] = field(default_factory=dict)
@@ -81,33 +83,36 @@ class _Bound:
     A launch in progress has a struct to itself, so threads do not share one. The driver copies it while it launches.
     """
 
-    __slots__ = ("addresses", "first_pointer", "free", "geometry", "kernel", "launch", "maps", "pack")
+    __slots__ = ("first_pointer", "free", "geometry", "kernel", "maps", "pack", "params", "pointers", "scalars")
 
     def __init__(self, device: int, launch: Launch):
-        params, threads = launch.params, launch.threads
-        self.launch = launch
+        params = self.params = launch.params
+        self.scalars = launch.scalars
+        place = {name: i for i, name in enumerate(launch.addresses)}  # among the values of a launch
         self.kernel = loader.kernel(device, launch.variant, launch.shared_bytes)
-        self.geometry = (*launch.blocks, threads, 1, 1, launch.shared_bytes)
-        self.maps = [(i, 128 * i, name, launch.maps[name]) for i, name in enumerate(params.maps)]
+        self.geometry = (*launch.blocks, launch.threads, 1, 1, launch.shared_bytes)
+        self.maps = [(i, 128 * i, place[name], launch.maps[name]) for i, name in enumerate(params.maps)]
         self.first_pointer = 128 * len(params.maps)
-        self.addresses: Callable[[Mapping[str, int]], tuple[int, ...]] = itemgetter(*params.pointers)
+        self.pointers: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*(place[n] for n in params.pointers))
         self.pack = struct.Struct(f"={len(params.pointers)}Q").pack_into
         self.free: list[_Arguments] = []
         if os.environ.get("MOEBLAZE_LOG", "0") not in ("", "0"):
             print(f"moeblaze_cupy: device {device}: {launch}", *launch.why, sep="\n  ", file=sys.stderr)
 
-    def __call__(self, stream: int, addresses: Mapping[str, int]) -> None:
+    def run(self, stream: int, values: tuple[int, ...]) -> None:
         try:
             arguments = self.free.pop()
         except IndexError:
-            arguments = _Arguments(self.launch.params, self.launch.scalars)
-        memory, encoded = arguments.memory, arguments.encoded
-        for index, offset, name, spec in self.maps:
-            address = addresses[name]
-            if encoded[index] != address:
-                memory[offset : offset + 128] = tensor_map.encode(address, spec)
-                encoded[index] = address
-        self.pack(memory, self.first_pointer, *self.addresses(addresses))
+            arguments = _Arguments(self.params, self.scalars)
+        memory = arguments.memory
+        if self.maps:
+            encoded = arguments.encoded
+            for index, offset, place, spec in self.maps:
+                address = values[place]
+                if encoded[index] != address:
+                    memory[offset : offset + 128] = tensor_map.encode(address, spec)
+                    encoded[index] = address
+        self.pack(memory, self.first_pointer, *self.pointers(values))
         self.kernel.launch(self.geometry, stream, arguments.pointer)
         self.free.append(arguments)
 
@@ -134,15 +139,12 @@ class Runtime:
         """Zeroes memory, in the stream's order."""
         loader.clear(address, nbytes, self.stream)
 
-    def launch(self, launch: Launch, **addresses: int) -> None:
-        """Launches with these addresses, by the names of the kernel's struct; 0 for an absent array.
-
-        Names that the struct does not have are left out, as the two tiers' kernels differ in a few.
-        """
+    def launch(self, launch: Launch, *values: int) -> None:
+        """Launches with these addresses, in the order of `launch.addresses`; 0 for an absent array."""
         bound = launch.bound.get(self.device)
         if bound is None:
             bound = launch.bound[self.device] = _Bound(self.device, launch)
-        bound(self.stream, addresses)
+        bound.run(self.stream, values)
 
 
 def current_device(device: int):

@@ -179,11 +179,11 @@ def test_float64_layer_agrees_with_the_numpy_reference(case):
     grads = reference.moe_backward(grad_out, saved)
     named = {name: torch.from_numpy(np.asarray(getattr(grads, name))) for name in ("x", "weights", "w1", "w2")}
     errors = verify.relative_errors(case, made, torch.from_numpy(out), named)
-    assert set(errors) == set(verify.RESULTS)
+    assert set(errors) == set(cases.RESULTS)
     assert max(errors.values()) < 1e-12
 
 
-@pytest.mark.parametrize("name", verify.RESULTS)
+@pytest.mark.parametrize("name", cases.RESULTS)
 @pytest.mark.parametrize("damage", ["scale", "nan", "one_expert"])
 def test_a_wrong_result_is_named(name, damage):
     """The check is there to fail: 5% off, one NaN, one expert's part missing."""
@@ -213,7 +213,7 @@ def test_a_sample_of_many_tokens_finds_what_is_wrong(monkeypatch):
     case, made = cases.TINY, inputs.layer_inputs(cases.TINY)
     layer = providers.PROVIDERS["torch_routed"].build(case, made)
     results = {"out": layer.forward().detach(), **layer.named(layer.forward_backward())}
-    for name in (None, *verify.RESULTS):
+    for name in (None, *cases.RESULTS):
         for place, is_compared in ((0, True), (1, False)):  # tokens 0, 3, .. and experts 0, 2, 4
             tried = dict(results)
             if name:
@@ -509,7 +509,7 @@ def test_suites_run_and_their_record_says_what_it_is_of(record_path):
     rows = {(r["group"], r["extra_info"]["provider"], r["extra_info"].get("pass")): r for r in written["benchmarks"]}
     layer = rows["layer", "moeblaze", "forward_backward"]["extra_info"]
     assert layer["saved_mib"] > 0 and layer["times_bound"] > 0 and layer["tflops"] > 0
-    assert layer["back_to_back_ms"] > 0 and set(layer["errors"]) == set(verify.RESULTS)
+    assert layer["back_to_back_ms"] > 0 and set(layer["errors"]) == set(cases.RESULTS)
     assert rows["small_batch", "moeblaze", "forward"]["extra_info"]["touched_experts"] == 6
     assert rows["dispatch", "moeblaze", None]["extra_info"]["gb_per_s"] > 0
     assert not [row for row in written["benchmarks"] if row["extra_info"]["provider"] == "sonicmoe"]

@@ -625,7 +625,7 @@ def fake_cupy(device_count):
 
 
 def test_no_cupy(no_cupy):
-    with pytest.raises(RuntimeError, match=r'pip install "moeblaze-cupy\[cuda13\]" or "\[cuda12\]"\), got .*Error'):
+    with pytest.raises(RuntimeError, match=r'pip install -e "\.\[cuda13\]" or "\.\[cuda12\]"\), got .*Error'):
         loader.import_cupy()
 
 

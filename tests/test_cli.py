@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import moeblaze_cupy
 from moeblaze_cupy import launch_config, loader, memory
-from moeblaze_cupy.__main__ import build_parser, main
+from moeblaze_cupy.__main__ import MAX_WIDTH, build_parser, main
 from moeblaze_cupy.cli import compile as compile_command
+from moeblaze_cupy.cli import plan as plan_command
 from moeblaze_cupy.cli import train
 from moeblaze_cupy.cli.progress import Progress
 
@@ -37,7 +40,7 @@ def run_module(*argv, stdout=subprocess.PIPE, **environment):
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=1800,  # against a hang; the default run takes minutes, more on a busy machine
     )
 
 
@@ -51,6 +54,57 @@ def test_a_reader_that_leaves_is_no_error(argv):
     result = run_module(*argv, stdout=write)
     os.close(write)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("argv", [["info"], SMALL_PLAN, ["--version"], ["plan", "--help"]], ids=" ".join)
+def test_a_full_disk_is_one_line(argv):
+    with open("/dev/full", "w") as full:
+        result = run_module(*argv, stdout=full, PYTHONUNBUFFERED="")  # unbuffered, argparse drops the error itself
+    assert result.returncode == 1
+    assert re.fullmatch(r"moeblaze_cupy( \w+)?: .*No space left on device\n", result.stderr)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2)], ids=str)
+def test_closed_streams(closed):
+    """What would go to a stream that the caller has closed is dropped."""
+    result = subprocess.run(
+        [sys.executable, "-m", "moeblaze_cupy", *TINY.split()],
+        cwd=ROOT,
+        env=os.environ | {"MOEBLAZE_COMPILE": "lazy", "MOEBLAZE_PROGRESS": "1"},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: [os.close(number) for number in closed],
+    )
+    assert result.returncode == 0, result.stderr
+    assert ("tokens/s" in result.stdout) == (1 not in closed)
+    assert ("train 2/2" in result.stderr) == (2 not in closed) and "Traceback" not in result.stderr
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"moeblaze_cupy {moeblaze_cupy.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError("Unable to allocate 58.2 TiB\nmore"), 1, "out of memory: Unable to allocate 58.2 TiB"),
+        (MemoryError(), 1, "out of memory: MemoryError"),
+        (OSError(5, "Input/output error"), 1, "[Errno 5] Input/output error"),
+    ],
+    ids=str,
+)
+def test_what_ends_a_command_is_one_line(monkeypatch, capsys, error, code, message):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(plan_command, "run", fail)
+    monkeypatch.setattr("moeblaze_cupy.__main__._discard_output", lambda: None)  # pytest's own stdout
+    assert main(SMALL_PLAN) == code
+    assert capsys.readouterr().err == f"moeblaze_cupy plan: {message}\n"
 
 
 def loss(name, output):
@@ -112,6 +166,35 @@ def test_unreadable_options(argv, capsys):
     assert argv[-2] in capsys.readouterr().err or argv[0] == "plan"
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train --steps abc", "argument --steps: expected a whole number from 1 on, got 'abc'"),
+        ("train --steps 1e3", "argument --steps: expected a whole number from 1 on, got '1e3'"),
+        ("train --seed x", "argument --seed: expected a whole number from 0 on, got 'x'"),
+        ("train --lr x", "argument --lr: expected a number above 0, got 'x'"),
+        ("train --lr inf", "argument --lr: expected a number above 0, got 'inf'"),
+        (
+            f"plan --d-model 1{'0' * 32}",
+            f"argument --d-model: expected a whole number from 1 to 16777216, got '1{'0' * 32}'",
+        ),
+        ("bench --order foo", "argument --order: expected row or transposed, comma-separated, got 'foo'"),
+        ("bench --order row,", "argument --order: expected row or transposed, comma-separated, got ''"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_unreadable_options_are_explained(line, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        run(line)
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f": error: {message}")
+
+
+@pytest.mark.parametrize("value", ["row", "transposed", "row,transposed"])
+def test_bench_orders(value):
+    assert build_parser().parse_args(["bench", "--order", value]).order == value
+
+
 def test_plan():
     sizes = {"--tokens": 32768, "--d-model": 2048, "--d-hidden": 768, "--experts": 128, "--k": 8}
     result = run_module("plan", *(str(word) for option in sizes.items() for word in option))
@@ -156,6 +239,15 @@ def test_plan_refuses_what_the_layer_refuses(capsys):
     assert_fails(
         capsys, [*plan, "--tokens", "8", "--experts", str(limit + 1)], "--experts", f"{limit}, got {limit + 1}"
     )
+    assert_fails(capsys, [*plan, "--tokens", "8", "--experts", "1"], "--k", "at most 1 for --experts 1, got 2")
+    assert_fails(capsys, [*plan, "--tokens", f"1{'0' * 32}", "--experts", "8"], "slots", str(2 * 10**32))
+
+
+def test_plan_of_the_widest_layer_lists_few_panels(capsys):
+    """`plan` makes the list of panels: at the largest --d-model it must still be short."""
+    assert run(f"plan --tokens 8 --d-model {MAX_WIDTH} --d-hidden {MAX_WIDTH} --experts 8 --k 2 --tier sm80") == 0
+    assert "portable kernels" in capsys.readouterr().out
+    assert len(launch_config.panels(MAX_WIDTH, 16, "sm80")) == 2**16
 
 
 def info_lines(output):
@@ -269,6 +361,28 @@ def test_compile_reports_a_failure_and_goes_on(compiled, capsys, monkeypatch):
     assert captured.out.startswith(f"{len(compiled) - 1} of {len(compiled)} kernels ready")
 
 
+def test_compile_can_be_interrupted(compiled, monkeypatch, capsys):
+    """What has not begun when Ctrl-C comes is not compiled."""
+    release = threading.Event()
+
+    def precompile(variant):
+        compiled.append(variant)
+        if len(compiled) > 1:
+            release.wait(60)
+        return 0.1
+
+    def interrupt(*_):
+        threading.Timer(0.2, release.set).start()  # the one under way ends after the interrupt
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loader, "precompile", precompile)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(compile_command.Progress, "update", interrupt)
+    assert main(["compile"]) == 130
+    assert len(compiled) <= 2
+    assert capsys.readouterr().err == "moeblaze_cupy compile: interrupted\n"
+
+
 @pytest.mark.gpu
 def test_compile_on_the_gpu(tmp_path):
     result = run_module("compile", CUPY_CACHE_DIR=str(tmp_path))
@@ -300,7 +414,15 @@ def test_train_is_deterministic(capsys):
 
 @pytest.mark.parametrize(
     "options",
-    ["--save paper", "--save recompute", "--activation relu", "--dtype bfloat16", "--dtype float16", "--k 1"],
+    [
+        "--save paper",
+        "--save recompute",
+        "--activation relu",
+        "--dtype bfloat16",
+        "--dtype float16",
+        "--dtype float64",
+        "--k 1",
+    ],
 )
 def test_train_options(options, capsys):
     assert run(TINY, *options.split()) == 0
@@ -326,17 +448,123 @@ def test_train_errors(tmp_path, capsys, monkeypatch):
     assert_fails(capsys, ["train", "--d-model", "100"], "--d-model", "16")
     assert_fails(capsys, ["train", "--k", "9"], "--k", "8")
     assert_fails(capsys, ["train", "--experts", "2000"], "--experts", "1024")
+    assert_fails(capsys, ["train", "--batch", "100000000000"], "--batch times --k", "got 200000000000")
+    assert_fails(capsys, ["train", "--device", "gpu", "--dtype", "float64"], "--device gpu", "float64", "CPU only")
     monkeypatch.setattr(loader, "import_cupy", lambda: 1 / 0)
     assert_fails(capsys, ["train", "--device", "gpu"], "--device gpu", "division by zero")
 
 
-def test_train_without_a_gpu_says_why(capsys, monkeypatch):
+def test_train_says_first_what_it_will_do(capsys, monkeypatch, tmp_path):
+    """On stderr, before the first loss: why there is no GPU, the backend, the text, the model."""
+    text = tmp_path / "text"
+    text.write_bytes(b"abcdefgh" * 1000)
+    said = []
+
     def fail():
         raise RuntimeError("moeblaze_cupy: CuPy: expected an importable cupy")
 
+    def held_out_loss(*_):
+        said.append(capsys.readouterr())
+        return 1.0
+
     monkeypatch.setattr(loader, "import_cupy", fail)
-    assert run(TINY, "--device", "auto") == 0
-    assert capsys.readouterr().out.startswith("GPU not used: CuPy: expected an importable cupy\n")
+    monkeypatch.setattr(train, "held_out_loss", held_out_loss)
+    assert run(TINY, "--device", "auto", "--text", str(text)) == 0
+    assert said[0].out == ""
+    reason, backend, name, model = said[0].err.splitlines()
+    assert reason == "GPU not used: CuPy: expected an importable cupy"
+    assert re.match(r"backend +numpy on CPU .*float32", backend)
+    assert re.match(rf"text +{re.escape(str(text))}: 7,200 bytes to train on, 800 held out", name)
+    assert re.match(r"model +[\d,]+ parameters, d 32, h 24, 4 experts, 2 per token, swiglu", model)
+
+
+def test_train_in_float64_takes_the_cpu(capsys):
+    assert run(TINY, "--device", "auto", "--dtype", "float64") == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("GPU not used: --dtype float64 is for the CPU only\n")
+    assert re.search(r"backend +numpy on CPU .*float64", captured.out)
+
+
+def test_train_help_says_how_long_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        run("train --help")
+    assert re.search(r"takes\s+two\s+to\s+five\s+minutes", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("steps", "where"), [("5", "loss at step [2-5] of 5"), ("1", "held-out loss after step 1 of 1")]
+)
+def test_train_stops_at_a_loss_that_is_not_finite(capsys, recwarn, tmp_path, steps, where):
+    text = tmp_path / "text"
+    text.write_bytes(b"abcdefgh" * 1000)
+    assert run(TINY, "--steps", steps, "--lr", "1e30", "--text", str(text)) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and not recwarn.list
+    last = captured.err.splitlines()[-1]
+    assert re.fullmatch(rf"moeblaze_cupy train: {where}: .*got (nan|inf); is --lr 1e\+30 too high\?", last)
+
+
+def test_a_nan_that_is_found_late_has_the_right_step(capsys, monkeypatch):
+    """On a GPU losses are read every few steps. A copy of NumPy's namespace stands for CuPy."""
+    steps = []
+    plain = train.Adam.update
+    monkeypatch.setattr(train.Adam, "update", lambda *args: steps.append(args) or plain(*args))
+    backend = train.Backend(SimpleNamespace(**vars(np)), "stand-in", "float32")
+    monkeypatch.setattr(train, "choose_backend", lambda *_: backend)
+    monkeypatch.setenv("MOEBLAZE_PROGRESS", "0")
+    assert run(TINY, "--steps", "25", "--lr", "1e30") == 1
+    late = capsys.readouterr().err
+    assert len(steps) == train.GPU_CHECK_STEPS
+    monkeypatch.undo()
+    assert run(TINY, "--steps", "25", "--lr", "1e30") == 1
+    assert late.splitlines()[-1] == capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("stops_at", "message"),
+    [
+        (3, r"interrupted after 2 of 5 steps, loss \d\.\d{3} at the first, \d\.\d{3} nats/byte at the last"),
+        (1, "interrupted after 0 of 5 steps"),
+    ],
+)
+def test_ctrl_c_leaves_a_summary(capsys, monkeypatch, stops_at, message):
+    plain, calls = train.Adam.update, []
+
+    def update(*args):
+        calls.append(args)
+        if len(calls) == stops_at:
+            raise KeyboardInterrupt
+        plain(*args)
+
+    monkeypatch.setattr(train.Adam, "update", update)
+    assert run(TINY, "--steps", "5") == 130
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(f"moeblaze_cupy train: {message}", captured.err.splitlines()[-1])
+
+
+def test_evaluation_has_pieces_of_its_own_size(capsys, monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_PROGRESS", raising=False)
+    monkeypatch.setattr("moeblaze_cupy.cli.progress.EARLY_SECONDS", math.inf)
+    sizes = []
+    plain = train.Model.loss
+    monkeypatch.setattr(train.Model, "loss", lambda model, *of: sizes.append(len(of[1])) or plain(model, *of))
+    assert run(TINY, "--steps", "1", "--batch", "1") == 0
+    assert set(sizes[:-1]) == {train.EVALUATION_TOKENS, sizes[-1]}
+    evaluated = sum(sizes) // 2
+    assert evaluated == len(train.load_text(None).held_out) - train.CONTEXT_BYTES
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("evaluate ")]
+    assert len(lines) == 2 * train.EVALUATION_LINES  # before and after
+    assert lines[-1].startswith(f"evaluate {evaluated}/{evaluated} (")
+
+
+def test_train_that_does_not_fit_is_one_line(capsys):
+    """Parameters of 2^61 bytes, which no address space has room for."""
+    widest = str(2**24)
+    assert run("train --device cpu --experts 1024", "--d-model", widest, "--d-hidden", widest) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"moeblaze_cupy train: out of memory: Unable to allocate .*\n", captured.err)
 
 
 def test_train_plot(tmp_path, capsys):
@@ -349,10 +577,28 @@ def test_train_plot(tmp_path, capsys):
     assert_fails(capsys, ["train", "--plot", str(tmp_path / "loss.xyz")], "--plot", ".png")
 
 
+def test_train_plot_target_is_tried_first(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    assert_fails(capsys, ["train", "--plot", str(tmp_path / "folder.png")], "--plot", "got a folder")
+    os.mkfifo(tmp_path / "fifo.png")
+    assert_fails(capsys, ["train", "--plot", str(tmp_path / "fifo.png")], "--plot", "got a device")
+    assert_fails(capsys, ["train", "--plot", "/proc/a.png"], "--plot", "can be written", "/proc/a.png")
+    assert_fails(capsys, ["train", "--plot", f"{tmp_path}/{'a' * 300}.png"], "--plot", "can be written", "too long")
+    older = tmp_path / "older.png"
+    older.write_bytes(b"an older plot")
+    link = tmp_path / "link.png"
+    link.symlink_to(tmp_path / "not_yet.png")
+    for path in (older, link, tmp_path / "new.png"):  # the check itself leaves everything as it was
+        assert_fails(capsys, ["train", "--plot", str(path), "--text", "/nowhere"], "--text")
+    assert older.read_bytes() == b"an older plot"
+    assert link.is_symlink() and not link.exists() and not (tmp_path / "new.png").exists()
+
+
 def test_train_plot_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert_fails(capsys, ["train", "--plot", "loss.png"], "--plot", "[plot]")
+    assert_fails(capsys, ["train", "--plot", "loss.png"], "--plot", 'pip install -e ".[plot]"')
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -426,7 +672,8 @@ def test_held_out_text_shares_no_paragraph_with_training():
 def test_default_run_learns():
     """What `python -m moeblaze_cupy train` is for: on the CPU, clearly below what byte frequencies alone allow."""
     result = run_module("train", "--device", "cpu", MOEBLAZE_PROGRESS="0")
-    assert result.returncode == 0 and result.stderr == ""
+    assert result.returncode == 0
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["backend", "text", "model"]
     entropy = float(re.search(r"unigram entropy +([\d.]+)", result.stdout).group(1))
     assert 2.8 < entropy < 3.6
     assert loss("after", result.stdout) < 2.2 < entropy - 0.5
@@ -459,6 +706,16 @@ def test_progress_in_a_log_is_sparse(monkeypatch):
     assert len(lines) == len(asked) == 10
     assert lines[0].startswith("train 100/1000 (") and lines[-1].startswith("train 1000/1000 (")
     assert "\r" not in stream.getvalue() and lines[0].endswith("note")
+
+
+def test_progress_of_a_slow_run_is_in_the_log_early(monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_PROGRESS", raising=False)
+    monkeypatch.setattr("moeblaze_cupy.cli.progress.EARLY_SECONDS", 0)
+    stream = io.StringIO()
+    with Progress(1000, "train", stream) as progress:
+        for step in range(200):
+            progress.update(step)
+    assert [line.partition(" (")[0] for line in stream.getvalue().splitlines()] == ["train 1/1000", "train 100/1000"]
 
 
 def test_progress_on_a_terminal_is_one_line(monkeypatch):
@@ -530,6 +787,27 @@ def test_bench_refuses_what_it_does_not_know(capsys, option, fragment):
     pytest.importorskip("torch")
     assert main(["bench", option]) == 2
     assert fragment in capsys.readouterr().err
+
+
+def test_bench_that_measured_nothing_fails(capsys):
+    pytest.importorskip("torch")
+    assert run("bench --suite dispatch --minutes 1e-9") == 1
+    output = capsys.readouterr().out
+    assert "dispatch: nothing was measured" in output and "skipped: later than --minutes" in output
+
+
+def test_bench_can_be_interrupted(capsys, monkeypatch):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("would measure on the GPU")
+    from bench import kernels
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "sorted_lists", interrupt)
+    assert run("bench --suite dispatch") == 130
+    assert capsys.readouterr().err.endswith("moeblaze_cupy bench: interrupted\n")
 
 
 def test_bench_needs_a_checkout(monkeypatch, capsys, tmp_path):

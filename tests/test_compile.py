@@ -1,6 +1,5 @@
 """Every kernel and variant compiles to a cubin with NVRTC, without a GPU, within recorded registers and spills."""
 
-import ctypes
 import functools
 import os
 import re
@@ -9,11 +8,11 @@ import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from bench import nvrtc
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.structures import ACTIVATIONS
 
@@ -48,30 +47,7 @@ def spill_cap(variant) -> int:
     return UNALIGNED_SPILL_CAP if dict(variant.macros).get("ALIGNED") == "0" else ALIGNED_SPILL_CAP
 
 
-def wheel_files(*packages) -> dict[str, str]:
-    """Paths of the files of the first of the wheels that is installed, by name."""
-    for package in packages:
-        try:
-            return {file.name: str(file.locate()) for file in metadata.files(package) or ()}
-        except metadata.PackageNotFoundError:
-            continue
-    return {}
-
-
-def find_nvrtc():
-    """NVRTC of the installed wheel, or None."""
-    paths = wheel_files("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
-    for name, path in paths.items():
-        if name.startswith("libnvrtc-builtins"):  # NVRTC looks for it by name, which finds it only if it is loaded
-            ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
-    for name, path in paths.items():
-        if re.fullmatch(r"libnvrtc\.so\.\d+", name):
-            return ctypes.CDLL(path)
-    return None
-
-
-NVRTC = find_nvrtc()
-pytestmark = pytest.mark.skipif(NVRTC is None, reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
+pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.INSTALL)
 
 
 @dataclass(frozen=True)
@@ -85,53 +61,30 @@ class Entry:
     static_shared: int
 
 
-@dataclass(frozen=True)
-class Compiled:
-    log: str
-    cubin: bytes
-
-    def entries(self) -> list[Entry]:
-        found = []
-        for text in self.log.split("Compiling entry function ")[1:]:
-            stack, stores = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", text).groups()
-            registers = re.search(r"Used (\d+) registers", text)[1]
-            shared = re.search(r"(\d+) bytes smem", text)
-            numbers = (registers, stack, stores, shared[1] if shared else 0)
-            found.append(Entry(re.match(r"'(\w+)'", text)[1], *map(int, numbers)))
-        return found
+def entries_of(log: str) -> list[Entry]:
+    found = []
+    for text in log.split("Compiling entry function ")[1:]:
+        stack, stores = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", text).groups()
+        registers = re.search(r"Used (\d+) registers", text)[1]
+        shared = re.search(r"(\d+) bytes smem", text)
+        numbers = (registers, stack, stores, shared[1] if shared else 0)
+        found.append(Entry(re.match(r"'(\w+)'", text)[1], *map(int, numbers)))
+    return found
 
 
 @functools.cache
-def compiled(variant, arch: str) -> Compiled:
-    """Raises AssertionError with the compiler's log if compilation fails."""
+def compiled(variant, arch: str) -> nvrtc.Compiled:
+    """Raises RuntimeError with the compiler's log if compilation fails."""
     source = loader.source(variant).encode()
     options = [o for o in loader.options(variant) if not o.startswith("-arch")]
-    options += [f"-arch=sm_{arch}", "--ptxas-options=-v"]
-    options += ["-ftz=true", "--device-as-default-execution-space"]  # as CuPy does
-    encoded = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
-    program = ctypes.c_void_p()
-    assert NVRTC.nvrtcCreateProgram(ctypes.byref(program), source, variant.source.encode(), 0, None, None) == 0
-    status = NVRTC.nvrtcCompileProgram(program, len(options), encoded)
-
-    def result(kind: str) -> bytes:
-        size = ctypes.c_size_t()
-        assert getattr(NVRTC, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)) == 0
-        data = ctypes.create_string_buffer(size.value)
-        assert getattr(NVRTC, f"nvrtcGet{kind}")(program, data) == 0
-        return data.raw
-
-    log = result("ProgramLog").rstrip(b"\0").decode()
-    assert status == 0, f"{variant.name} for sm_{arch}:\n{log}"
-    cubin = result("CUBIN")
-    NVRTC.nvrtcDestroyProgram(ctypes.byref(program))
-    return Compiled(log, cubin)
+    return nvrtc.compile_source(source, variant.source, [*options, f"-arch=sm_{arch}", "--ptxas-options=-v"])
 
 
 def problems(variant, arch: str) -> list[str]:
     """What is wrong with the compiled entries: warnings, registers, local and shared memory."""
     done, limits = compiled(variant, arch), LIMITS[arch]
     found = [line for line in done.log.splitlines() if re.search(r"warning|C75\d\d|C76\d\d", line)]
-    entries = done.entries()
+    entries = entries_of(done.log)
     if not done.cubin.startswith(b"\x7fELF"):
         found.append("no cubin")
     if (names := {entry.name for entry in entries}) != entry_names(variant):
@@ -212,7 +165,7 @@ def test_hopper_takes_hoppers_kernels():
 def find_disassembler():
     """cuobjdump, and the environment in which it finds nvdisasm; None without them."""
     folders = [
-        str(Path(path).parent) for path in wheel_files("nvidia-cuda-cuobjdump").values() if path.endswith("dump")
+        str(Path(path).parent) for path in nvrtc.wheel_files("nvidia-cuda-cuobjdump").values() if path.endswith("dump")
     ]
     path = os.pathsep.join([*folders, os.environ.get("PATH", "")])
     tool = shutil.which("cuobjdump", path=path)
@@ -261,7 +214,7 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
     return [f"{variant.name} for sm_{arch}: {problem}" for problem in found]
 
 
-@pytest.mark.skipif(not DISASSEMBLER, reason="needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump")
+@pytest.mark.skipif(not DISASSEMBLER, reason='needs cuobjdump and nvdisasm: pip install -e ".[compile]"')
 @pytest.mark.parametrize("arch", ["80", "90a"])
 def test_machine_code_has_the_tensor_cores_and_neither_spills_nor_fences_among_the_products(
     arch, tmp_path, monkeypatch

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from bench import cases, report, verify
+from bench import cases, report
 from bench.recorded import Records, routed_mib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -230,7 +230,7 @@ def full_record() -> dict:
             keeps = provider != "cublas_bound" and what == "forward_backward"
             kept = {"saved_mib": next(figures), "peak_mib": next(figures)} if keeps else {}
             if keeps:
-                kept["errors"] = {name: next(figures) / 1e3 for name in verify.RESULTS}
+                kept["errors"] = {name: next(figures) / 1e3 for name in cases.RESULTS}
             calls = {"back_to_back_ms": 2000 + next(figures), "back_to_back_w": 3000 + next(figures)}
             more = {**calls, "busy_s": 0.4, **kept, "pass": what}
             add("layer", case="conf3", order="transposed", provider=provider, **more)

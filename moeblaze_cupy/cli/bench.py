@@ -13,7 +13,7 @@ from moeblaze_cupy.cli.progress import CommandError, Progress
 
 
 def run(args) -> int:
-    """0 if every row was measured or skipped for a stated reason, 1 if a provider was wrong or failed."""
+    """0 if every row was measured or skipped for a stated reason, 1 if one failed or was wrong, or all were skipped."""
     folder = _folder()
     pytest, torch = _needed()
     has_gpu = torch.cuda.is_available()
@@ -27,18 +27,19 @@ def run(args) -> int:
         except OSError as error:
             raise CommandError(f"--out: {error}") from error
     _check_names(args)
-    failed = False
+    failed, measured = False, False
     for suite in suites:
         options = [str(folder / f"bench_{suite}.py"), "-m", "gpu" if has_gpu else "not gpu"]
         options += _options(args, suite)
         record, report = _run_suite(pytest, folder, suite, options, out)
         failed |= bool(report.failed)
+        measured |= bool(record["benchmarks"])
         print("\n".join(importlib.import_module("bench.table").tables(record)) or f"{suite}: nothing was measured")
         for kind, notes in (("skipped", report.skipped), ("failed", report.failed)):
             for note in dict.fromkeys(notes):
                 print(f"{kind}: {note}")
         print()
-    return 1 if failed else 0
+    return 1 if failed or not measured else 0
 
 
 def _folder() -> Path:
@@ -125,6 +126,8 @@ def _run_suite(pytest, folder: Path, suite: str, options: list[str], out: Path |
                 ],
                 plugins=[report],
             )
+        if code == pytest.ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt
         if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             last = [line for line in text.getvalue().splitlines() if line.strip()][-1:]
             raise CommandError(f"{suite}: pytest ended with {code!r}: {' '.join(last)}")

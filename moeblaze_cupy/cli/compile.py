@@ -28,16 +28,20 @@ def run(args) -> int:
     # NVRTC releases the GIL, so threads compile in parallel.
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, Progress(len(variants), "compile") as progress:
         pending = {pool.submit(loader.precompile, variant): variant for variant in variants}
-        for done, future in enumerate(as_completed(pending), start=1):
-            name = pending[future].name or pending[future].source  # modules with many entries have no name
-            try:
-                took = future.result()
-            except Exception as error:
-                failures += 1
-                print(f"{name}: {error}", file=sys.stderr)
-                continue
-            seconds += took
-            progress.update(done, f"{took:.1f} s {name}")
+        try:
+            for done, future in enumerate(as_completed(pending), start=1):
+                name = pending[future].name or pending[future].source  # modules with many entries have no name
+                try:
+                    took = future.result()
+                except Exception as error:
+                    failures += 1
+                    print(f"{name}: {error}", file=sys.stderr)
+                    continue
+                seconds += took
+                progress.update(done, f"{took:.1f} s {name}")
+        except BaseException:  # Ctrl-C: leaving the pool would compile all the rest first
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     print(f"{len(variants) - failures} of {len(variants)} kernels ready, {seconds:.1f} s of compiler time")
     return 1 if failures else 0
 

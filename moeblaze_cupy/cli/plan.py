@@ -21,6 +21,8 @@ def run(args) -> int:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:
         raise CommandError(f"--experts: expected at most {launch_config.MAX_EXPERTS}, got {s.E}")
+    if s.k > s.E:
+        raise CommandError(f"--k: expected at most {s.E} for --experts {s.E}, got {s.k}")
     plans = {save or "inference": memory.layer(s, save) for save in memory.POLICIES}
     plans["routed buffers"] = memory.routed_layer(s)
     print("\n".join(report(s, plans)))

@@ -1,5 +1,6 @@
 """What the subcommands tell the user as they run: a progress bar on stderr, and errors in one line."""
 
+import math
 import os
 import shutil
 import sys
@@ -8,11 +9,16 @@ from collections.abc import Callable
 from typing import TextIO
 
 REDRAW_SECONDS = 0.1  # on a terminal
-PLAIN_LINES = 10  # about how many lines a whole run leaves in a log
+PLAIN_LINES = 10  # about how many lines a log gets
+EARLY_SECONDS = 5  # after which a log gets its first line, so that it says early how long is left
 
 
 class CommandError(Exception):
-    """Ends a subcommand: its one-line message goes to stderr, the exit code is 2."""
+    """Ends a subcommand: its one-line message goes to stderr. `code`: 2 if it cannot run as asked, 1 if it failed."""
+
+    def __init__(self, message: str, code: int = 2):
+        super().__init__(message)
+        self.code = code
 
 
 def one_line(error: BaseException) -> str:
@@ -22,13 +28,13 @@ def one_line(error: BaseException) -> str:
 
 
 class Progress:
-    """Progress of `total` steps: one redrawn line on a terminal, else about ten plain lines.
+    """Progress of `total` steps: one redrawn line on a terminal, else about `plain_lines` lines.
 
     Silent where the environment has MOEBLAZE_PROGRESS=0. Use as a context manager.
     """
 
-    def __init__(self, total: int, label: str, stream: TextIO | None = None):
-        self.total, self.label = total, label
+    def __init__(self, total: int, label: str, stream: TextIO | None = None, plain_lines: int = PLAIN_LINES):
+        self.total, self.label, self.plain_lines = total, label, plain_lines
         self.stream = sys.stderr if stream is None else stream
         self.silent = os.environ.get("MOEBLAZE_PROGRESS") == "0"
         self.is_terminal = self.stream.isatty()
@@ -36,6 +42,7 @@ class Progress:
         self.next_redraw = self.start
         self.drawn_width = 0
         self.next_plain = 1
+        self.early = self.start + EARLY_SECONDS
 
     def __enter__(self) -> "Progress":
         return self
@@ -76,7 +83,9 @@ class Progress:
                 return False
             self.next_redraw = now + REDRAW_SECONDS
             return True
-        if done * PLAIN_LINES < self.next_plain * self.total and done < self.total:
+        is_early = done > 0 and time.perf_counter() >= self.early
+        if not is_early and done * self.plain_lines < self.next_plain * self.total and done < self.total:
             return False
-        self.next_plain = done * PLAIN_LINES // max(self.total, 1) + 1
+        self.early = math.inf
+        self.next_plain = done * self.plain_lines // max(self.total, 1) + 1
         return True

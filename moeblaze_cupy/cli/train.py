@@ -15,10 +15,11 @@ Nothing here needs atomics, so a seed gives the same run on the same machine.
 
 import math
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +35,9 @@ VOCABULARY = 256
 MIN_TEXT_BYTES = 4096
 HELD_OUT_SHARE = 0.1
 MAX_HELD_OUT_BYTES = 1 << 16  # so that evaluating stays short beside training, whatever the text
+EVALUATION_TOKENS = 2048  # per piece of the held-out text, whatever --batch is
+EVALUATION_LINES = 3  # of its progress in a log
+GPU_CHECK_STEPS = 10  # reading a loss waits for the GPU, so that a NaN is found up to this many steps late
 WARMUP_SHARE = 0.05
 BALANCE_WEIGHT = 0.01  # of the load-balancing loss, as in the Switch Transformer
 ADAM_BETAS, ADAM_EPSILON = (0.9, 0.99), 1e-8
@@ -94,6 +98,8 @@ def choose_backend(device: str, dtype: str | None) -> Backend:
     reason = ""
     if device != "cpu":
         try:
+            if dtype == "float64":
+                raise RuntimeError("--dtype float64 is for the CPU only")
             cupy = loader.import_cupy()
             loader.device_limits(0)
             name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
@@ -122,13 +128,16 @@ class Model:
             "w_out": ((d, VOCABULARY), 0.0),  # the first prediction is uniform: ln 256 nats per byte
             "bias": ((VOCABULARY,), 0.0),
         }
-        drawn = [scale * rng.standard_normal(shape, np.float32).ravel() for shape, scale in shapes_and_scales.values()]
-        self.theta = xp.asarray(np.concatenate(drawn))
-        self.parameters, start = {}, 0
-        for name, (shape, _) in shapes_and_scales.items():
-            size = math.prod(shape)
-            self.parameters[name] = self.theta[start : start + size].reshape(shape)
-            start += size
+        # One allocation, before anything is drawn: sizes that do not fit fail at once.
+        drawn = np.empty(sum(math.prod(shape) for shape, _ in shapes_and_scales.values()), np.float32)
+        places, start = {}, 0
+        for name, (shape, scale) in shapes_and_scales.items():
+            places[name] = slice(start, start + math.prod(shape))
+            start = places[name].stop
+            rng.standard_normal(dtype=np.float32, out=drawn[places[name]])
+            drawn[places[name]] *= scale
+        self.theta = xp.asarray(drawn)
+        self.parameters = {n: self.theta[places[n]].reshape(shape) for n, (shape, _) in shapes_and_scales.items()}
 
     def _forward(self, contexts, save: str | None):
         """contexts (L, c) -> x, router logits, weights, ids, y, logits (L, V), what the layer saved."""
@@ -252,13 +261,15 @@ def _windows(xp, values, starts):
     return contexts.astype(np.int32), values[starts + CONTEXT_BYTES].astype(np.int32)
 
 
-def held_out_loss(model: Model, held_out, batch: int) -> float:
+def held_out_loss(model: Model, held_out) -> float:
     """Mean nats per byte over every byte of held_out (m,) that has a full context."""
-    count = len(held_out) - CONTEXT_BYTES
-    total = sum(
-        float(model.loss(*_windows(model.xp, held_out, np.arange(first, min(first + batch, count)))))
-        for first in range(0, count, batch)
-    )
+    count, total = len(held_out) - CONTEXT_BYTES, 0.0
+    with Progress(count, "evaluate", plain_lines=EVALUATION_LINES) as progress:
+        for first in range(0, count, EVALUATION_TOKENS):
+            progress.update(first)
+            end = min(first + EVALUATION_TOKENS, count)
+            total += float(model.loss(*_windows(model.xp, held_out, np.arange(first, end))))
+        progress.update(count)
     return total / count
 
 
@@ -278,6 +289,9 @@ def _check(args) -> None:
     largest_k = min(args.experts, launch_config.MAX_ROUTER_K)
     if args.k > largest_k:
         raise CommandError(f"--k: expected at most {largest_k} for --experts {args.experts}, got {args.k}")
+    slots = args.batch * args.k
+    if slots > launch_config.MAX_SLOTS:
+        raise CommandError(f"--batch times --k: expected at most {launch_config.MAX_SLOTS} slots, got {slots}")
     if args.plot is not None:
         _check_plot(args.plot)
 
@@ -287,13 +301,24 @@ def _check_plot(path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise CommandError(f'--plot: expected matplotlib (pip install "moeblaze-cupy[plot]"), got {error}') from error
+        hint = 'in a checkout: pip install -e ".[plot]"'
+        raise CommandError(f"--plot: expected matplotlib ({hint}), got {error}") from error
     formats = Figure().canvas.get_supported_filetypes()
     suffix = Path(path).suffix
     if suffix[1:].lower() not in formats:
         raise CommandError(f"--plot: expected a file ending in .png or another of {', '.join(formats)}, got {path}")
-    if not Path(path).absolute().parent.is_dir():
-        raise CommandError(f"--plot: expected a file in an existing folder, got {path}")
+    target = Path(os.path.realpath(path))
+    try:
+        if not target.parent.is_dir():
+            raise CommandError(f"--plot: expected a file in an existing folder, got {path}")
+        is_new = not target.exists()
+        if not is_new and not target.is_file():
+            raise CommandError(f"--plot: expected a file, got a {'folder' if target.is_dir() else 'device'}: {path}")
+        target.open("ab").close()  # permissions alone do not tell, in /proc for instance
+        if is_new:
+            target.unlink()
+    except OSError as error:
+        raise CommandError(f"--plot: expected a file that can be written, got {path}: {error.strerror}") from error
 
 
 def _plot(path: str, losses: list[float], before: float, after: float, entropy: float) -> None:
@@ -310,45 +335,43 @@ def _plot(path: str, losses: list[float], before: float, after: float, entropy: 
 
 
 def run(args) -> int:
+    """0, or 1 if the loss became NaN or infinite. Ctrl-C raises KeyboardInterrupt with a summary."""
     _check(args)
     text = load_text(args.text)
     backend = choose_backend(args.device, args.dtype)
     xp = backend.xp
+    if backend.note:
+        print(f"GPU not used: {backend.note}", file=sys.stderr)
     rng = np.random.default_rng(args.seed)
     model = Model(xp, args, backend.dtype, rng)
-    adam = Adam(xp, model.theta)
+    setting = [
+        ("backend", f"{backend.name}, expert layer in {backend.dtype}"),
+        ("text", f"{text.name}: {len(text.training):,} bytes to train on, {len(text.held_out):,} held out"),
+        (
+            "model",
+            f"{model.theta.size:,} parameters, d {args.d_model}, h {args.d_hidden}, {args.experts} experts, "
+            f"{args.k} per token, {args.activation}",
+        ),
+    ]
+    _print_facts(setting, sys.stderr)
     training, held_out = xp.asarray(text.training), xp.asarray(text.held_out)
 
-    before = held_out_loss(model, held_out, args.batch)
-    model.loss_and_gradient(*_windows(xp, training, np.arange(args.batch) % CONTEXT_BYTES))  # compiles, untimed
-    losses = []  # 0-d arrays: reading one waits for the GPU
-    start = time.perf_counter()
-    with Progress(args.steps, "train") as progress:
-        for step in range(args.steps):
-            starts = rng.integers(0, len(text.training) - CONTEXT_BYTES, args.batch)
-            loss, gradient, saved = model.loss_and_gradient(*_windows(xp, training, starts))
-            adam.update(gradient, learning_rate(step, args.steps, args.lr))
-            losses.append(loss)
-            progress.update(step + 1, lambda: f"loss {float(losses[-1]):.3f} nats/byte")
-    losses = [float(loss) for loss in losses]
-    seconds = time.perf_counter() - start
-    after = held_out_loss(model, held_out, args.batch)
+    losses: list = []
+    try:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # a loss that is not finite ends the run
+            before = held_out_loss(model, held_out)
+            seconds, saved = _train(model, training, args, rng, losses)
+            after = held_out_loss(model, held_out)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_summary(losses, args.steps)) from None
+    _check_finite([after], "held-out loss after step", args)
 
     busiest = float(_slot_shares(xp, saved.index).max())
     shape = memory.LayerShape(
         args.batch, args.d_model, args.d_hidden, args.experts, args.k, args.activation, backend.dtype
     )
     routed = memory.routed_layer(shape).saved_bytes
-    if backend.note:
-        print(f"GPU not used: {backend.note}")
-    for name, value in (
-        ("backend", f"{backend.name}, expert layer in {backend.dtype}"),
-        ("text", f"{text.name}: {len(training):,} bytes to train on, {len(held_out):,} held out"),
-        (
-            "model",
-            f"{model.theta.size:,} parameters, d {args.d_model}, h {args.d_hidden}, {args.experts} experts, "
-            f"{args.k} per token, {args.activation}",
-        ),
+    results = [
         ("held-out loss before", _nats_and_bits(before)),
         ("held-out loss after", _nats_and_bits(after)),
         ("unigram entropy", f"{_nats_and_bits(text.unigram_entropy)}, of the held-out text"),
@@ -360,12 +383,61 @@ def run(args) -> int:
         ("busiest expert", f"{busiest:.1%} of the last batch's slots, an even share is {1 / args.experts:.1%}"),
         ("saved for backward", f"{format_bytes(saved.nbytes + saved.x.nbytes)} (x and save={args.save!r})"),
         ("with routed buffers", f"{format_bytes(routed)} (by formula, see `plan`)"),
-    ):
-        print(f"{name:<22}{value}")
+    ]
+    _print_facts([*setting, *results], sys.stdout)
     if args.plot is not None:
         _plot(args.plot, losses, before, after, text.unigram_entropy)
-        print(f"{'plot':<22}{args.plot}")
+        _print_facts([("plot", args.plot)], sys.stdout)
     return 0
+
+
+def _train(model: Model, training, args, rng: np.random.Generator, losses: list) -> tuple[float, Any]:
+    """Seconds of all steps, and what the layer saved in the last one.
+
+    training: (n,) uint8. losses: gets the mean loss of each step in nats per byte; the last ones may still be 0-d
+    arrays if this raises. Raises CommandError at a loss that is not finite.
+    """
+    xp, read = model.xp, 0
+    check_steps = 1 if xp is np else GPU_CHECK_STEPS
+    adam = Adam(xp, model.theta)
+    model.loss_and_gradient(*_windows(xp, training, np.arange(args.batch) % CONTEXT_BYTES))  # compiles, untimed
+    start = time.perf_counter()
+    with Progress(args.steps, "train") as progress:
+        progress.update(0)
+        for step in range(args.steps):
+            starts = rng.integers(0, len(training) - CONTEXT_BYTES, args.batch)
+            loss, gradient, saved = model.loss_and_gradient(*_windows(xp, training, starts))
+            adam.update(gradient, learning_rate(step, args.steps, args.lr))
+            losses.append(loss)
+            if len(losses) - read == check_steps or len(losses) == args.steps:
+                losses[read:] = map(float, losses[read:])
+                _check_finite(losses[read:], "loss at step", args, read + 1)
+                read = len(losses)
+            progress.update(step + 1, lambda: f"loss {float(losses[-1]):.3f} nats/byte")
+    return time.perf_counter() - start, saved
+
+
+def _check_finite(losses: list[float], what: str, args, first_step: int | None = None) -> None:
+    """Of consecutive steps, from `first_step` on; by default of the last step."""
+    for step, loss in enumerate(losses, start=first_step or args.steps):
+        if not math.isfinite(loss):
+            raise CommandError(
+                f"{what} {step} of {args.steps}: expected a finite number, got {loss}; is --lr {args.lr:g} too high?",
+                code=1,
+            )
+
+
+def _summary(losses: list, steps: int) -> str:
+    """What Ctrl-C leaves of a run."""
+    text = f"interrupted after {len(losses)} of {steps} steps"
+    if not losses:
+        return text
+    return f"{text}, loss {float(losses[0]):.3f} at the first, {float(losses[-1]):.3f} nats/byte at the last"
+
+
+def _print_facts(facts: list[tuple[str, str]], stream: TextIO) -> None:
+    for name, value in facts:
+        print(f"{name:<22}{value}", file=stream)
 
 
 def _nats_and_bits(nats: float) -> str:

@@ -21,6 +21,7 @@ def aggregate(
             launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS),
         ),
         32 * launch_config.AGGREGATE_TOKENS,
+        ("panel", "token_index_map", "weights", "out"),
         {
             "L": index.num_tokens,
             "k": index.k,
@@ -37,7 +38,8 @@ def weights_bwd(index: IndexLayout, dtype: str, parts: int) -> Launch:
 
     Addresses: partial_sums (parts, L*k), token_index_map, grad_weights.
     """
-    return _per_slot(index, f"weights_bwd_{dtype}", {"parts": parts})
+    addresses = ("partial_sums", "token_index_map", "grad_weights")
+    return _per_slot(index, f"weights_bwd_{dtype}", addresses, {"parts": parts})
 
 
 def weights_by_row(index: IndexLayout, dtype: str) -> Launch:
@@ -45,10 +47,10 @@ def weights_by_row(index: IndexLayout, dtype: str) -> Launch:
 
     Addresses: weights, token_index_map, row_weights.
     """
-    return _per_slot(index, f"weights_by_row_{dtype}", {})
+    return _per_slot(index, f"weights_by_row_{dtype}", ("weights", "token_index_map", "row_weights"), {})
 
 
-def _per_slot(index: IndexLayout, entry: str, scalars: dict[str, int]) -> Launch:
+def _per_slot(index: IndexLayout, entry: str, addresses: tuple[str, ...], scalars: dict[str, int]) -> Launch:
     grid = (launch_config.ceil_div(index.num_slots, launch_config.SLOTS_PER_BLOCK),)
     variant = loader.entry("aggregation.cu", entry)
-    return Launch(variant, grid, launch_config.SLOTS_PER_BLOCK, {"num_slots": index.num_slots, **scalars})
+    return Launch(variant, grid, launch_config.SLOTS_PER_BLOCK, addresses, {"num_slots": index.num_slots, **scalars})

@@ -9,6 +9,11 @@ from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 
+LISTS = ("token_index_map", "expert_token_indices", "row_tiles", "expert_token_offsets", "experts_by_load")
+EXPERT_TOKEN_OFFSETS = LISTS.index("expert_token_offsets")
+TOKEN_INDEX_MAP = LISTS.index("token_index_map")
+Lists = tuple[int, int, int, int, int]  # their addresses, in this order
+
 
 @dataclass(frozen=True)
 class IndexLayout:
@@ -37,12 +42,14 @@ class IndexLayout:
         return launch_config.index_lists(self.num_tokens, self.k, self.num_experts)[1]
 
     @functools.cached_property
-    def _offsets(self) -> tuple[tuple[str, int], ...]:
-        return tuple((name, 4 * first) for name, (first, _) in self.places.items())
+    def _offsets(self) -> Lists:
+        a, b, c, d, e = (4 * self.places[name][0] for name in LISTS)
+        return a, b, c, d, e
 
-    def addresses(self, lists: int) -> dict[str, int]:
-        """The address of each list in a buffer at `lists`."""
-        return {name: lists + offset for name, offset in self._offsets}
+    def addresses(self, lists: int) -> Lists:
+        """The addresses of LISTS in a buffer at `lists`."""
+        a, b, c, d, e = self._offsets
+        return lists + a, lists + b, lists + c, lists + d, lists + e
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +75,7 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
             loader.entry("dispatch.cu", f"dispatch_count_{ids.dtype}"),
             (config.count_blocks,),
             config.count_threads,
+            ("ids", "token_expert_indices", "block_counts"),
             {
                 "num_slots": num_slots,
                 "num_experts": num_experts,
@@ -82,6 +90,7 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
         loader.entry("dispatch.cu", f"dispatch_route_{dtype}"),
         (config.blocks,),
         config.route_threads,
+        ("ids", "token_expert_indices", "block_counts", *LISTS),
         {
             "num_slots": num_slots,
             "k": k,
@@ -97,17 +106,17 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
     return Dispatch(index, copies_ids, counts, count, route)
 
 
-def dispatch(run: Runtime, steps: Dispatch, ids: int) -> tuple[Buffer, Buffer | None, dict[str, int]]:
+def dispatch(run: Runtime, steps: Dispatch, ids: int) -> tuple[Buffer, Buffer | None, Lists]:
     """The index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`), and each list's address."""
     index = steps.index
     counts = run.empty((steps.counts,), "int32") if steps.counts else None
     copy = run.empty((index.num_tokens, index.k), "int32") if steps.copies_ids else None
     counts_ptr, copy_ptr = counts.ptr if counts else 0, copy.ptr if copy else 0
     if steps.count:
-        run.launch(steps.count, ids=ids, token_expert_indices=copy_ptr, block_counts=counts_ptr)
+        run.launch(steps.count, ids, copy_ptr, counts_ptr)
         if copy:
             ids, copy_ptr = copy_ptr, 0
     lists = run.empty((index.size,), "int32")
     addresses = index.addresses(lists.ptr)
-    run.launch(steps.route, ids=ids, token_expert_indices=copy_ptr, block_counts=counts_ptr, **addresses)
+    run.launch(steps.route, ids, copy_ptr, counts_ptr, *addresses)
     return lists, copy, addresses

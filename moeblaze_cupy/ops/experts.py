@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels
-from moeblaze_cupy.ops.dispatch import Dispatch, IndexLayout
+from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, Dispatch, IndexLayout
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
@@ -273,7 +273,7 @@ def moe_backward(
     that gradients of weights are added to. `saved` is told when it is about to be overwritten.
     """
     index = steps.index.addresses(lists)
-    token_index_map, up = index["token_index_map"], steps.up.halves(w1)
+    token_index_map, up = index[TOKEN_INDEX_MAP], steps.up.halves(w1)
 
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
     grad_weights = run.empty(steps.weights, steps.weights_dtype) if "weights" in steps.needs else None
@@ -290,7 +290,7 @@ def moe_backward(
 
     if steps.down_bwd and steps.weights_by_row:
         row_weights = run.empty((steps.index.num_slots,), "float32")
-        run.launch(steps.weights_by_row, weights=weights, token_index_map=token_index_map, row_weights=row_weights.ptr)
+        run.launch(steps.weights_by_row, weights, token_index_map, row_weights.ptr)
         partial_sums = grouped_gemm.gemm(
             run,
             steps.down_bwd,
@@ -305,12 +305,7 @@ def moe_backward(
         )
         del row_weights
         if partial_sums and steps.weights_bwd and grad_weights:
-            run.launch(
-                steps.weights_bwd,
-                partial_sums=partial_sums.ptr,
-                token_index_map=token_index_map,
-                grad_weights=grad_weights.ptr,
-            )
+            run.launch(steps.weights_bwd, partial_sums.ptr, token_index_map, grad_weights.ptr)
         del partial_sums
     grad_w2 = None
     if steps.down_wgrad:

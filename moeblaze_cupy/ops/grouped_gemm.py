@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moeblaze_cupy import checks, launch_config, loader
 from moeblaze_cupy.arrays import ALIGNMENT, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
 from moeblaze_cupy.runtime import Launch, Runtime
 from moeblaze_cupy.structures import is_gated
 from moeblaze_cupy.tensor_map import TensorMap
@@ -86,6 +86,14 @@ class Operand:
     dtype: str
     ld: int
     misalignment: int = 0
+
+
+# What `gemm` and `wgrad` pass to a launch. The portable kernel knows the rows' weights by another name than Hopper's.
+GEMM_ADDRESSES = (
+    *("a", "b0", "b1", "first_layer", "first_layer_grad", "product", "stored_product", "weights", "row_weights"),
+    *("partial_sums", "claims", *LISTS),
+)
+WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", *LISTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +202,7 @@ def configure(
         _variant(entry, a.dtype, weight, config, aligned, activation, **options),
         (config.blocks(N, index.max_row_tiles, limits, paired),),
         config.threads,
+        GEMM_ADDRESSES,
         sizes,
         config.shared_bytes,
         maps,
@@ -214,7 +223,7 @@ def _why_tier(config: launch_config.GemmConfig, aligned: bool, dtype: str, limit
 def gemm(
     run: Runtime,
     step: Gemm,
-    lists: dict[str, int],
+    lists: Lists,
     a: int,
     halves: tuple[int, int],
     *,
@@ -226,7 +235,7 @@ def gemm(
 ) -> Buffer | None:
     """One launch, on addresses; 0 stands for what is not read or written.
 
-    lists: of the index lists, by name. halves: where the weight's gate and up begin. weights: of each row (down_bwd),
+    lists: of the index lists. halves: where the weight's gate and up begin. weights: of each row (down_bwd),
     or of each token if rows go to tokens. Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
@@ -235,18 +244,18 @@ def gemm(
         run.clear(claims.ptr, 4)
     run.launch(
         step.launch,
-        a=a,
-        b0=halves[0] + step.offset,
-        b1=halves[1] + step.offset,
-        first_layer=first_layer,
-        first_layer_grad=first_layer_grad,
-        product=product,
-        stored_product=stored_product,
-        weights=weights,
-        row_weights=weights,  # the portable kernel's name
-        partial_sums=partial_sums.ptr if partial_sums else 0,
-        claims=claims.ptr if claims else 0,
-        **lists,
+        a,
+        halves[0] + step.offset,
+        halves[1] + step.offset,
+        first_layer,
+        first_layer_grad,
+        product,
+        stored_product,
+        weights,
+        weights,
+        partial_sums.ptr if partial_sums else 0,
+        claims.ptr if claims else 0,
+        *lists,
     )
     return partial_sums
 
@@ -296,7 +305,7 @@ def configure_wgrad(
 
     def launch(grid: tuple[int, ...], scalars: dict[str, int], maps: dict, why: tuple[str, ...], **options) -> Launch:
         variant = _variant(entry, p.dtype, gradient, config, aligned, activation, **options)
-        return Launch(variant, grid, config.threads, scalars, config.shared_bytes, maps, why)
+        return Launch(variant, grid, config.threads, WGRAD_ADDRESSES, scalars, config.shared_bytes, maps, why)
 
     if config.tier == "sm80":
         tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N)
@@ -318,12 +327,13 @@ def configure_wgrad(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
         (launch_config.ceil_div(M * N // 8, launch_config.PARTS_GROUPS), E, halves),
         launch_config.PARTS_GROUPS,
+        ("sums", "expert_token_offsets", "out0", "out1"),
         {"rows": M, "columns": N, **result, "halves": halves, "parts": parts, "accumulate": int(accumulate)},
     )
     return Wgrad(product, swapped, routed_is_q, (E * parts, halves, M, N), add)
 
 
-def wgrad(run: Runtime, step: Wgrad, lists: dict[str, int], rows: int, columns: int, gradient: tuple[int, int]) -> None:
+def wgrad(run: Runtime, step: Wgrad, lists: Lists, rows: int, columns: int, gradient: tuple[int, int]) -> None:
     """`rows`, `columns`: addresses of these operands; `gradient`: where the result's gate and up begin."""
     p, q = (columns, rows) if step.swapped else (rows, columns)
     out0, out1 = gradient
@@ -331,6 +341,6 @@ def wgrad(run: Runtime, step: Wgrad, lists: dict[str, int], rows: int, columns: 
     if sums:
         out0 = sums.ptr
         out1 = out0 + 4 * math.prod(step.sums[2:])
-    run.launch(step.product, p=p, q=q, routed=q if step.routed_is_q else p, out0=out0, out1=out1, **lists)
+    run.launch(step.product, p, q, q if step.routed_is_q else p, out0, out1, *lists)
     if step.add:
-        run.launch(step.add, sums=out0, out0=gradient[0], out1=gradient[1], **lists)
+        run.launch(step.add, out0, lists[EXPERT_TOKEN_OFFSETS], *gradient)

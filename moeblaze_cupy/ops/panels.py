@@ -8,7 +8,7 @@ from moeblaze_cupy import launch_config
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import grouped_gemm
 from moeblaze_cupy.ops.aggregation import aggregate
-from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, IndexLayout, Lists
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight
 from moeblaze_cupy.runtime import Launch, Runtime
 
@@ -63,7 +63,7 @@ def configure(
 
 
 def sum_of_rows(
-    run: Runtime, step: Panels, lists: dict[str, int], a: int, halves: tuple[int, int], weights: int, out: int
+    run: Runtime, step: Panels, lists: Lists, a: int, halves: tuple[int, int], weights: int, out: int
 ) -> None:
     """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights: 0 for none."""
     if not step.sums:
@@ -71,7 +71,7 @@ def sum_of_rows(
         return
     memory = run.empty(step.panel, step.dtype) if step.panel else None
     panel = memory.ptr if memory else a
-    token_index_map = lists["token_index_map"]
+    token_index_map = lists[TOKEN_INDEX_MAP]
     for product, sums in zip(step.products, step.sums, strict=True):
         grouped_gemm.gemm(run, product, lists, a, halves, product=panel)
-        run.launch(sums, panel=panel, token_index_map=token_index_map, weights=weights, out=out)
+        run.launch(sums, panel, token_index_map, weights, out)

@@ -4,6 +4,11 @@ from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 
+ADDRESSES = {
+    "router_fwd": ("logits", "weights", "ids"),
+    "router_bwd": ("grad_weights", "logits", "weights", "ids", "grad_logits"),
+}
+
 
 @cached
 def configure(entry: str, logits: Layout, k: int, kind: str, renormalize: bool) -> Launch | None:
@@ -19,6 +24,7 @@ def configure(entry: str, logits: Layout, k: int, kind: str, renormalize: bool) 
         loader.entry("router.cu", f"{entry}_{logits.dtype}"),
         (launch_config.ceil_div(L, launch_config.ROUTER_TOKENS),),
         32 * launch_config.ROUTER_TOKENS,
+        ADDRESSES[entry],
         {"L": L, "num_experts": E, "k": k, "over_selected": over_selected},
         4 * launch_config.ROUTER_TOKENS * E,
     )
@@ -28,7 +34,7 @@ def route(run: Runtime, step: Launch | None, logits: int, shape: tuple[int, int]
     """weights (L, k) float32 and ids (L, k) int32, both of `shape`, from logits (L, E)."""
     weights, ids = run.empty(shape, "float32"), run.empty(shape, "int32")
     if step:
-        run.launch(step, logits=logits, weights=weights.ptr, ids=ids.ptr)
+        run.launch(step, logits, weights.ptr, ids.ptr)
     return weights, ids
 
 
@@ -38,7 +44,5 @@ def route_backward(
     """Gradient of the logits (L, E), in their layout."""
     grad_logits = run.empty(layout.shape, layout.dtype)
     if step:
-        run.launch(
-            step, grad_weights=grad_weights, logits=logits, weights=weights, ids=ids, grad_logits=grad_logits.ptr
-        )
+        run.launch(step, grad_weights, logits, weights, ids, grad_logits.ptr)
     return grad_logits

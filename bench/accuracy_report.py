@@ -1,0 +1,144 @@
+"""The accuracy suite's records as text and as a section of docs/results.md: errors, and how they compare with torch's.
+
+All numbers of a case are of the newest record that has it.
+"""
+
+from collections.abc import Iterable
+from math import isfinite
+from statistics import mean
+
+from bench.accuracy import RESULTS
+
+BASELINE = "torch_eager"
+OTHER_COMPOSITIONS = ("torch_eager_fp32", "torch_grouped_fp32")
+MEASURES = {"norm": "norm", "row": "largest row", "row_p999": "row, 99.9%"}
+TITLES = {
+    "torch_eager": "torch loop with bf16 sums",
+    "torch_eager_fp32": "torch loop with fp32 sums",
+    "torch_grouped_fp32": "torch grouped_mm with fp32 sums",
+    "sonicmoe": "SonicMoE",
+}
+HEADING = "### Errors against float64, plain and trained-like data"
+INTRODUCTION = """Out and every gradient beside the layer in float64 from the same bf16 inputs and float32 logits, all
+tokens and experts. `gaussian`: unit scale. `trained`: some channels of x are 20 to 60 times larger, gate inputs follow
+Student's t, gradients of tokens have log-normal scales, and experts are drawn by Zipf's law, one of them never."""
+RATIOS = """The largest error among this package's policies and tiers over that of plain bf16 torch as transformers'
+experts have it (a loop over the experts, results added in bf16), each the mean over the seeds. Norm: of the difference
+over the norm of the reference. Largest row: the largest such quotient of a row (a token, an input channel of w1, a
+hidden unit of w2) whose reference is not zero; gradients of router weights and logits have rows that nearly cancel, of
+which the largest quotient says little and the one that 99.9% of rows stay below says more. An error counts as larger
+where its mean is above the largest of torch's over the seeds."""
+ERRORS = """Thousandths: the norm's mean over the seeds, and after ± half of its range over them; then the largest row's
+mean. Providers with the same numbers share a row."""
+
+Errors = dict[str, dict[str, list[float]]]  # by tensor and measure, a value per seed
+
+
+def is_ours(provider: str) -> bool:
+    return provider.startswith("moeblaze")
+
+
+def errors_by_provider(records: Iterable[dict]) -> dict[tuple[str, str], dict[str, Errors]]:
+    """Errors by (case, data), then provider, from pytest-benchmark records, the oldest first.
+
+    A case of a later record takes the place of all that earlier ones say of it.
+    """
+    newest: dict[str, list[dict]] = {}
+    for record in records:
+        rows = [row["extra_info"] for row in record["benchmarks"] if row["group"] == "accuracy"]
+        by_case: dict[str, list[dict]] = {}
+        for row in rows:
+            if "accuracy" in row:  # a provider that failed has none
+                by_case.setdefault(row["case"], []).append(row)
+        newest |= by_case
+    found: dict[tuple[str, str], dict[str, Errors]] = {}
+    for rows in newest.values():
+        for row in sorted(rows, key=lambda row: row["seed"]):
+            entry = found.setdefault((row["case"], row["data"]), {})
+            errors = entry.setdefault(row["provider"], {t: {m: [] for m in MEASURES} for t in RESULTS})
+            for tensor in RESULTS:
+                for measure in MEASURES:
+                    errors[tensor][measure].append(row["accuracy"][tensor][measure])
+    return found
+
+
+def compare(providers: dict[str, Errors], tensor: str, measure: str, beside: str = BASELINE):
+    """(ratio, whether it is no larger): the largest of this package's means over `beside`'s, None without both."""
+    ours = [mean(errors[tensor][measure]) for name, errors in providers.items() if is_ours(name)]
+    if not ours or beside not in providers:
+        return None
+    theirs = providers[beside][tensor][measure]
+    worst = max(ours, key=lambda value: (value != value, value))  # a NaN is the largest
+    ratio = worst / mean(theirs) if mean(theirs) else float("nan" if worst else 1)
+    return ratio, worst <= max(theirs)
+
+
+def ratio_rows(found: dict[tuple[str, str], dict[str, Errors]]) -> list[list[str]]:
+    """A row per case, data and measure: the ratio of every tensor, and what is larger than torch's."""
+    lines = []
+    for (case, data), providers in found.items():
+        for measure, words in MEASURES.items():
+            compared = {tensor: compare(providers, tensor, measure) for tensor in RESULTS}
+            if None in compared.values():
+                continue
+            larger = [tensor for tensor, (_, holds) in compared.items() if not holds]
+            verdict = f"larger: {', '.join(larger)}" if larger else "no larger"
+            ratios = [f"{ratio:.3f}" for ratio, _ in compared.values()]
+            lines.append([f"{case}, {data}", words, *ratios, verdict])
+    return lines
+
+
+def error_rows(found: dict[tuple[str, str], dict[str, Errors]]) -> list[list[str]]:
+    """A row per case, data and provider: the errors of every tensor in thousandths."""
+    lines = []
+    for (case, data), providers in found.items():
+        names_by_cells: dict[tuple[str, ...], list[str]] = {}
+        for name, errors in providers.items():
+            cells = []
+            for tensor in RESULTS:
+                norms, rows = (errors[tensor][measure] for measure in ("norm", "row"))
+                half = 500 * (max(norms) - min(norms))
+                cells.append(f"{1e3 * mean(norms):.2f} ±{half:.2f}; {1e3 * mean(rows):.1f}")
+            names_by_cells.setdefault(tuple(cells), []).append(TITLES.get(name, f"`{name}`"))
+        lines += [[f"{case}, {data}", ", ".join(names), *cells] for cells, names in names_by_cells.items()]
+    return lines
+
+
+RATIO_HEAD = ["case, data", "measure", *RESULTS, "beside torch"]
+ERROR_HEAD = ["case, data", "provider", *RESULTS]
+
+
+def text_rows(record: dict) -> list[list[str]]:
+    """Head and lines of a table, two text columns first: ratios to torch where the record has both, else errors."""
+    found = errors_by_provider([record])
+    if ratios := ratio_rows(found):
+        return [["over torch_eager", *RATIO_HEAD[1:]], *ratios]
+    return [["thousandths", *ERROR_HEAD[1:]], *error_rows(found)]
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    align = ["---", "---", *["---:"] * (len(head) - 2)]
+    return ["", *("| " + " | ".join(cells) + " |" for cells in (head, align, *rows)), ""]
+
+
+def beside_others(found: dict[tuple[str, str], dict[str, Errors]]) -> list[str]:
+    """A sentence for each other composition: the least and the largest finite ratio of norms."""
+    lines = []
+    for name in OTHER_COMPOSITIONS:
+        compared = [compare(p, tensor, "norm", name) for p in found.values() for tensor in RESULTS]
+        ratios = [each[0] for each in compared if each is not None and isfinite(each[0])]
+        if ratios:
+            spans = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            lines.append(f"Ratio of norms beside {TITLES[name]}: {spans} over all cases, data and tensors.")
+    return lines
+
+
+def section(records: Iterable[dict]) -> list[str]:
+    """Markdown lines with their heading, from records, the oldest first; [] where none has this suite."""
+    found = errors_by_provider(records)
+    if not found:
+        return []
+    lines = ["", HEADING, "", INTRODUCTION]
+    if ratios := ratio_rows(found):
+        lines += ["", RATIOS, *_markdown(RATIO_HEAD, ratios), *beside_others(found)]
+    return [*lines, "", ERRORS, *_markdown(ERROR_HEAD, error_rows(found))]

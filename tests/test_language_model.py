@@ -1,0 +1,168 @@
+"""examples/: its text, its arms beside one another, a run that is cut and goes on, the plot of its losses."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from examples import corpus, plot_losses  # noqa: E402
+from examples import language_model as lm  # noqa: E402
+
+TOY = replace(lm.SIZES["toy"], steps=6, B=4, T=16, evaluate_every=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu():
+    """Also where there is a GPU: arms are compared in float32, which no grouped product there takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """400 files of words, some twice, and some that are no text."""
+    folder, words = tmp_path_factory.mktemp("text"), random.Random(0)
+    for number in range(400):
+        lines = [f"{words.choice(('read', 'write', 'scale'))}(x{words.randrange(50)})" for _ in range(60)]
+        (folder / f"f{number}.py").write_text("\n".join(lines))
+    (folder / "again.py").write_bytes((folder / "f0.py").read_bytes())
+    (folder / "binary.py").write_bytes(b"\xff\xfe" * 500)
+    (folder / "short.py").write_text("x")
+    (folder / "other.bin").write_text("no text by its name " * 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return corpus.load([folder], 1 << 30)
+
+
+def files_of(part) -> set[bytes]:
+    return set(bytes(part.tolist()).split(b"\0")[:-1])
+
+
+def test_whole_files_are_held_out_and_none_is_there_twice(folder, data):
+    training, held_out = files_of(data.training), files_of(data.held_out)
+    texts = {path.read_bytes() for path in folder.glob("f*.py")}
+    assert training | held_out == texts and not training & held_out
+    assert data.files == len(texts) and 2 <= len(held_out) <= 25
+    assert len(data.training) + len(data.held_out) == sum(len(text) + 1 for text in texts)
+
+
+def test_less_text_holds_out_no_file_that_is_trained_on_with_more(folder, data):
+    less = corpus.load([folder, folder], len(data.training) // 2)
+    assert less.digest != data.digest and len(less.training) + len(less.held_out) <= len(data.training) // 2
+    assert files_of(less.held_out) <= files_of(data.held_out) and files_of(less.training) <= files_of(data.training)
+    with pytest.raises(ValueError, match="expected text to train on and to hold out, got 0 files"):
+        corpus.load([folder / "none"], 1000)
+
+
+def test_unigram_loss():
+    as_, b = torch.tensor([97] * 30000 + [98] * 10000, dtype=torch.uint8), torch.tensor([98], dtype=torch.uint8)
+    assert corpus.Corpus(as_, b, 2, "").unigram_loss() == pytest.approx(math.log(4), rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    return out, {arm: lm.train(arm, 0, TOY, data, out) for arm in lm.ARMS}
+
+
+def test_arms_train_alike(runs):
+    """The same weights and batches: losses differ by the rounding of bfloat16."""
+    _, results = runs
+    for arm, result in results.items():
+        losses = [(entry["training"], entry["held_out"]) for entry in result["history"]]
+        wanted = [(entry["training"], entry["held_out"]) for entry in results["fp32"]["history"]]
+        assert losses == [pytest.approx(pair, abs=0.02) for pair in wanted], arm
+        assert result["held_out_loss"] < result["history"][0]["held_out"] - 0.1
+        assert result["tokens_per_second"] > 0 and [entry["step"] for entry in result["history"]] == [3, 6]
+    assert results["minimal"]["history"] == results["recompute"]["history"]
+    assert results["minimal"]["history"] != results["grouped_mm"]["history"] != results["fp32"]["history"]
+
+
+def test_gradients_of_the_arms_agree(data):
+    """In float32, where arms differ by the order of sums alone."""
+    windows = lm.batch(data.training, 5, 7, TOY)
+    gradients = {}
+    for arm in lm.ARMS:
+        model = lm.Model(TOY, arm, 3)
+        nats, balance = model.loss(windows)
+        (nats + balance).backward()
+        gradients[arm] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for arm in lm.ARMS[1:]:
+        for name, wanted in gradients["fp32"].items():
+            error = (gradients[arm][name] - wanted).norm() / wanted.norm()
+            assert error < 1e-4, (arm, name)
+
+
+def test_a_run_that_is_cut_goes_on_to_the_same_bits(runs, data, tmp_path):
+    _, results = runs
+    assert lm.train("minimal", 0, TOY, data, tmp_path, deadline=0.0) is None
+    assert (tmp_path / "minimal-0.pt").is_file() and not (tmp_path / "minimal-0.json").exists()
+    with pytest.raises(ValueError, match="expected a checkpoint of these settings and text, got others"):
+        lm.train("minimal", 0, replace(TOY, lr=1.0), data, tmp_path)
+    resumed = lm.train("minimal", 0, TOY, data, tmp_path)
+    assert resumed["history"] == results["minimal"]["history"]
+    assert not (tmp_path / "minimal-0.pt").exists()
+    assert lm.train("minimal", 0, TOY, data, tmp_path) == resumed == json.loads(
+        (tmp_path / "minimal-0.json").read_text()
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="expected a result of these settings and text, got others"):
+        lm.train("minimal", 0, replace(TOY, lr=1.0), data, tmp_path)
+
+
+def test_main_weights_keep_what_bfloat16_loses(data):
+    """Steps far below bfloat16's spacing add up."""
+    model = lm.Model(TOY, "minimal", 0)
+    weights = lm.MainWeights(model, torch.bfloat16)
+    before, rounded = weights.main[0].clone(), model.embedding.weight.detach().clone()
+    for step in range(3):
+        model.loss(lm.batch(data.training, 0, step, TOY))[0].backward()
+        weights.step(1e-5)
+    moved = (weights.main[0] - before).abs()
+    assert 0 < moved.max() < 1e-4 and moved[before.abs() > 0.5].max() > 0
+    assert model.embedding.weight.dtype == torch.bfloat16
+    assert torch.equal(model.embedding.weight, weights.main[0].bfloat16())
+    assert (model.embedding.weight == rounded)[before.abs() > 0.5].float().mean() > 0.9
+
+
+def test_batches_and_learning_rates():
+    data = torch.arange(250, dtype=torch.uint8)
+    windows = lm.batch(data, 1, 2, TOY)
+    assert windows.shape == (TOY.B, TOY.T + 1) and torch.equal(windows[:, 1:], windows[:, :-1] + 1)
+    assert torch.equal(windows, lm.batch(data, 1, 2, TOY)) and not torch.equal(windows, lm.batch(data, 1, 3, TOY))
+    s = replace(TOY, steps=100, lr=2.0)
+    rates = [lm.learning_rate(step, s) for step in range(100)]
+    assert (
+        rates[0] == pytest.approx(0.4) and max(rates) == rates[5] == 2.0 and rates[-1] == pytest.approx(0.2, abs=0.01)
+    )
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+
+
+def test_the_models_sizes():
+    with torch.device("meta"):
+        model = torch.nn.ModuleList(lm.Block(lm.SIZES["base"], "minimal") for _ in range(8))
+    assert lm.SIZES["base"].layers == 8 and 150e6 < sum(p.numel() for p in model.parameters()) < 200e6
+
+
+def test_the_command_and_its_plot(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    command = ["--arm", "minimal", "--seed", "0,1", "--size", "toy", "--steps", "2", "--batch", "2"]
+    assert lm.main(*command, "--text", str(folder), "--minutes", "5", "--out", str(tmp_path)) == 0
+    told = capsys.readouterr().out
+    assert "minimal, seed 1: held-out loss" in told and "tokens/s" in told
+    plot_losses.main(str(tmp_path))
+    assert capsys.readouterr().out.startswith("minimal: ") and (tmp_path / "losses.svg").read_text().endswith(
+        "</svg>\n"
+    )
+    other = json.loads((tmp_path / "minimal-0.json").read_text())
+    other["settings"]["lr"] = 5.0
+    (tmp_path / "minimal-2.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="expected runs of the same settings and text"):
+        plot_losses.load(tmp_path)
