@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench import cases
+from bench import accuracy_report, cases
 from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, span, title
 from bench.table import PASSES, number
 
@@ -339,6 +339,7 @@ def results(records: Records) -> str:
         lines += ["", "### Power of calls back to back, forward / forward and backward, W", "", POWER, *power]
     if errors := error_section(records):
         lines += ["", "### Errors against float64, thousandths", "", ERRORS, *errors]
+    lines += accuracy_report.section(records.by_name.values())
     if skewed := skewed_section(records):
         lines += ["", "### Skewed routing", "", SKEWED, *skewed]
     if "small_batch" in groups:
