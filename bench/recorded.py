@@ -5,7 +5,6 @@ runs do not compare well. Where two records hold the same row, the newer one spe
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,9 +89,3 @@ def routed_mib(case: cases.LayerCase) -> float:
     """What a layer with routed buffers would keep, by formula."""
     shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
     return memory.routed_layer(shape).saved_bytes / MIB
-
-
-def span(values: Iterable[float]) -> str | None:
-    """The least and the greatest."""
-    found = sorted(values)
-    return f"{found[0]:.2f} to {found[-1]:.2f}" if found else None

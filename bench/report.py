@@ -1,19 +1,21 @@
-"""Saved records to docs/results.md, its plots, and the README's block of results: `python -m bench.report`."""
+"""Saved records to docs/results.md, the plots, and the figures of README and docs/performance.md.
+
+`python -m bench.report` writes them all.
+"""
 
 import argparse
 import re
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench import accuracy_report, cases
-from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, span, title
+from bench import accuracy_report, cases, summary
+from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, title
 from bench.table import PASSES, number
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
-START, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
@@ -361,55 +363,14 @@ def speedups() -> str:
     return "; ".join(f"{a}: {least} to {most} ({where})" for a, (where, least, most) in cases.SPEEDUPS.items()) + "."
 
 
-def summary(records: Records) -> str:
-    """The README's block: the front figure, and the least, greatest and median ratios of the default policy.
-
-    All are of calls back to back, which is what a training step sees.
-    """
-    ours = [entry for (_, _, provider), entry in records.entries().items() if provider == "moeblaze"]
-    shapes = {entry["case"] for entry in ours}
-    bound = span(e["forward_backward_back_to_back_ratio"] for e in ours if "forward_backward_back_to_back_ratio" in e)
-    beside = [f for (case, name), f in beside_peers(records).items() if name == "sonicmoe" and case in shapes]
-    layers = (r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
-    gpu, peer = next(layers)["machine_info"]["gpu"], []
-    if beside:
-        times, peaks = ([f[name] for f in beside] for name in ("forward_backward_back_to_back", "peak"))
-        peer = [
-            f"**A training pass needs {statistics.median(peaks):.2f} of SonicMoE's peak memory and is "
-            f"{statistics.median(times):.2f} times as fast**:",
-            f"medians over {len(beside)} layers in bf16 on one {gpu}, calls back to back, weights as transformers",
-            f"stores them (memory {span(peaks)}, speed {span(times)}).",
-        ]
-    return "\n".join(
-        [
-            START,
-            *peer,
-            f"In either memory order it takes {bound} times as long as the layer's matrix products alone in cuBLAS.",
-            "",
-            "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
-            "",
-            "[docs/results.md](docs/results.md) has every shape, the paper's numbers and other layers.",
-            END,
-        ]
-    )
-
-
-def with_summary(readme: str, block: str) -> str:
-    """The README's text with its block replaced. Raises ValueError if it has no such block."""
-    before, start, rest = readme.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"report: README.md: expected a block between {START!r} and {END!r}, got none")
-    return before + block + after
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.splitlines()[0])
     parser.add_argument("--no-plots", action="store_true", help="text only; the plots need matplotlib")
     options = parser.parse_args()
     records = Records.load()
     RESULTS.write_text(results(records))
-    README.write_text(with_summary(README.read_text(), summary(records)))
+    for page, block in ((README, summary.readme), (PERFORMANCE, summary.performance)):
+        page.write_text(summary.put(page.read_text(), block(records), page.name))
     if not options.no_plots:
         from bench import plots
 

@@ -8,13 +8,13 @@ from statistics import median
 
 import pytest
 
-from bench import cases, report
+from bench import cases, report, summary
 from bench.recorded import Records, routed_mib
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 README = (ROOT / "README.md").read_text()
-BLOCK = README[README.index(report.START) : README.index(report.END) + len(report.END)]
+BLOCK = README[README.index(summary.START) : README.index(summary.END) + len(summary.END)]
 NUMBER = re.compile(r"(?<![\w.`-])\d[\d,]*(?:\.\d+)?(?![\w-])")
 
 
@@ -112,7 +112,25 @@ def test_results_are_what_the_records_give(records):
 
 
 def test_readme_is_what_the_records_give(records):
-    assert report.summary(records) == BLOCK, "run python -m bench.report"
+    assert summary.readme(records) == BLOCK, "run python -m bench.report"
+
+
+def test_performance_is_what_the_records_give(records):
+    assert summary.performance(records) in (ROOT / "docs" / "performance.md").read_text(), "run python -m bench.report"
+
+
+def test_performance_has_the_least_and_greatest_ratios():
+    """By another way than the summary's."""
+    text = summary.performance(Records.load())
+    ours: dict[str, float] = {}
+    for rows in layer_rows():
+        for (case, order, provider), row in rows.items():
+            if provider == "moeblaze" and (case, order, "cublas_bound") in rows:
+                ratio = row["back_to_back_ms"] / rows[case, order, "cublas_bound"]["back_to_back_ms"]
+                ours[case] = max(ours.get(case, 0), ratio)
+    large = [ratio for case, ratio in ours.items() if not case.startswith("tab2")]
+    assert f"| times the bound, {len(large)} shapes | " in text
+    assert f" | {min(large):.2f} to {max(large):.2f} |\n" in text
 
 
 def test_every_number_of_the_tables_is_in_a_record():
@@ -211,7 +229,7 @@ def test_a_newer_record_takes_a_rows_place_with_its_own_bound(tmp_path):
 
 def test_a_readme_without_its_block_is_refused():
     with pytest.raises(ValueError, match=r"README\.md: expected a block"):
-        report.with_summary("no block", "block")
+        summary.put("no block", "block", "README.md")
 
 
 def full_record() -> dict:
