@@ -5,13 +5,60 @@ backward too, which autograd runs on another thread. Everything kept for backwar
 save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy backend.
 """
 
+import functools
+import warnings
+from collections.abc import Callable
 from itertools import compress
 
 import torch
-from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
-from moeblaze_cupy.structures import GRADIENTS, SavedForBackward, is_gated
+from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy.structures import (
+    ACTIVATIONS,
+    GRADIENTS,
+    ROUTER_KINDS,
+    SAVE_POLICIES,
+    SavedForBackward,
+    is_gated,
+    pair,
+)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """First derivatives as they are. Their graph ends here, in an error."""
+
+    @staticmethod
+    def forward(ctx, function, *grads):
+        ctx.function = function
+        return grads
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(f"{ctx.function}: no second derivatives")
+
+
+def _first_derivatives_only(function: str) -> Callable:
+    """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
+
+    torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
+    """
+
+    def decorate(backward: Callable) -> Callable:
+        @torch.compiler.disable  # compiled autograd would trace into it
+        @functools.wraps(backward)
+        def wrapped(ctx, *grad_outputs):
+            with torch.no_grad():
+                grads = backward(ctx, *grad_outputs)
+            present = [grad for grad in grads if grad is not None]
+            if not (present and torch.is_grad_enabled()):
+                return grads
+            raising = iter(_NoSecondDerivative.apply(function, *(grad.requires_grad_() for grad in present)))
+            return tuple(None if grad is None else next(raising) for grad in grads)
+
+        return wrapped
+
+    return decorate
 
 
 class _MainGrad:
@@ -24,21 +71,29 @@ class _MainGrad:
         self.buffer()  # raises now what backward would raise
 
     def buffer(self) -> torch.Tensor:
-        main_grad = getattr(self.parameter, "main_grad", None)
-        if not isinstance(main_grad, torch.Tensor):
+        parameter, main_grad = self.parameter, getattr(self.parameter, "main_grad", None)
+        if parameter is None or not isinstance(main_grad, torch.Tensor):
             expected = "a parameter, or a view of one, whose main_grad is a tensor"
             raise TypeError(f"moe: {self.name}: expected {expected}, got {type(main_grad)}")
-        got, wanted = ((tuple(t.shape), t.stride()) for t in (main_grad, self.parameter))
+        got, wanted = ((tuple(t.shape), t.stride()) for t in (main_grad, parameter))
         if got != wanted:
             raise ValueError(
                 f"moe: {self.name}: expected main_grad with the parameter's shape and strides {wanted}, got {got}"
             )
+        if main_grad.dtype not in (torch.float32, parameter.dtype):
+            dtypes = " or ".join(dict.fromkeys(str(dtype) for dtype in (torch.float32, parameter.dtype)))
+            raise TypeError(f"moe: {self.name}: expected main_grad with dtype {dtypes}, got {main_grad.dtype}")
+        if main_grad.device != parameter.device:
+            expected = f"main_grad on the parameter's device {parameter.device}"
+            raise TypeError(f"moe: {self.name}: expected {expected}, got {main_grad.device}")
+        if main_grad.data_ptr() == parameter.data_ptr() and main_grad.numel():
+            raise ValueError(f"moe: {self.name}: expected main_grad with memory of its own, got the parameter's")
         shape, strides, first = self.view
         return main_grad.detach().as_strided(shape, strides, main_grad.storage_offset() + first)
 
     def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         """What autograd gets in place of the gradient, as in Megatron: its hooks wait for a tensor, of any contents."""
-        if not hasattr(self.parameter, "grad_added_to_main_grad"):
+        if self.parameter is None or not hasattr(self.parameter, "grad_added_to_main_grad"):
             return None
         self.parameter.grad_added_to_main_grad = True
         zeros = getattr(self.parameter, "zero_out_wgrad", False)
@@ -60,7 +115,7 @@ class _MoE(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_first_derivatives_only("moe")
     def backward(ctx, grad_out):
         if grad_out is None:
             return (None,) * 10
@@ -122,23 +177,34 @@ def moe(
     """The MoE layer (L, d), differentiable in x, weights, w1 and w2; arguments as `moeblaze_cupy.moe_forward`.
 
     Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
-    their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`.
+    their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`, on the CPU
+    too, where nothing is overwritten; with save="recompute" it is allowed. gradcheck is such a case.
+    Backward computes the gradients of all tensors that required one in forward, also where torch.autograd.grad asks
+    for some of them only, and adds to every main_grad.
     accumulate_into_main_grad: Megatron's contract for w1 and w2, which then are parameters, or views of parameters
     such as transposed ones. Backward adds their gradients to `main_grad` of the parameter, a tensor of the
     parameter's shape and strides in float32 or its dtype, as `accumulate` of `moeblaze_cupy.moe_backward` does, and
-    .grad stays None. A parameter with the attribute `grad_added_to_main_grad` has it set to True and gets a .grad of
-    no meaning (zeros if its `zero_out_wgrad` is true), for hooks that wait for one.
+    .grad stays None. main_grad shares no memory with the parameter. A parameter with the attribute
+    `grad_added_to_main_grad` has it set to True and gets a .grad of no meaning (zeros if its `zero_out_wgrad` is true),
+    for hooks that wait for one.
+    There are no second derivatives: a graph made by create_graph=True raises RuntimeError where it is used.
+    Forward-mode differentiation, torch.func, vmap, is_grads_batched, make_fx, torch.export and torch.jit.trace are
+    refused, and torch.compile runs the layer outside of its graphs.
+    Under torch.autocast nothing is cast: x, w1 and w2 come in one dtype.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
-    gate, up = w1, None
-    if isinstance(w1, (tuple, list)):
-        if len(w1) != 2:
-            raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(w1)} tensors")
-        gate, up = w1
+    parts = pair(w1)
+    if len(parts) not in (1, 2):
+        raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(parts)} tensors")
+    gate, up = (*parts, None)[:2]
     tensors = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w2": w2} | ({} if gate is w1 else {"w1[1]": up})
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
+    checks.untransformed("moe", tensors)
+    if gate.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
+        expected = f"x's dtype {x.dtype}, as torch.autocast casts other layers' outputs but not these weights"
+        raise TypeError(f"moe: w1: expected {expected}, got {gate.dtype}; pass x.to(w1.dtype), or all in one dtype")
     differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
     if not (torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))):
         return mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
@@ -165,7 +231,7 @@ class _Route(torch.autograd.Function):
         return weights, ids
 
     @staticmethod
-    @once_differentiable
+    @_first_derivatives_only("route")
     def backward(ctx, grad_weights, _):
         logits, weights, ids = ctx.saved_tensors
         return mb.route_backward(grad_weights.contiguous(), logits, weights, ids, **ctx.options), None, None, None
@@ -173,10 +239,26 @@ class _Route(torch.autograd.Function):
 
 @torch.compiler.disable
 def route(
-    logits: torch.Tensor, k: int, kind: str = "softmax_topk", renormalize: bool = True
+    logits: torch.Tensor, k: int, kind: str = "softmax_topk", renormalize: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`moeblaze_cupy.route` on tensors: weights (L, k), differentiable in logits (L, E), and ids (L, k) int32."""
+    """`moeblaze_cupy.route` on tensors: weights (L, k), differentiable in logits (L, E), and ids (L, k) int32.
+
+    renormalize: None means k > 1. Where k = 1, True or kind "topk_softmax" make every weight 1 and its gradient 0.
+    Backward needs the ids as they are: to drop tokens, pass torch.where(mask, -1, ids) on, and change none in place.
+    No second derivatives and no transforms, as for `moe`. Raises TypeError, ValueError or RuntimeError as
+    `moeblaze_cupy.route` does.
+    """
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"route: logits: expected a torch tensor, got {type(logits)}")
+    checks.untransformed("route", {"logits": logits})
     return _Route.apply(logits, k, kind, renormalize)
+
+
+def _size(argument: str, value: int, most: int | None = None) -> int:
+    size = checks.integer("MoE", argument, value)
+    if size < 1 or (most is not None and size > most):
+        raise checks.bad_value("MoE", argument, "at least 1" if most is None else f"1 to {most}", size)
+    return size
 
 
 class MoE(torch.nn.Module):
@@ -184,7 +266,10 @@ class MoE(torch.nn.Module):
 
     w1 is (E, d, 2h), or (E, d, h) without a gate, and w2 (E, h, d), each the transposed view of a parameter
     stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
-    logits are computed and normalised in fp32. accumulate_into_main_grad: as of `moe`, for these two parameters.
+    logits are computed and normalised in fp32 (fp64 of such x), under torch.autocast too. renormalize, kind: as of
+    `route`; a choice for k = 1 that makes every weight 1, so that the router is not trained, is warned of.
+    keep_saved, save, activation: as of `moe`; accumulate_into_main_grad too, for the parameters of the experts.
+    Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
     def __init__(
@@ -197,19 +282,34 @@ class MoE(torch.nn.Module):
         activation: str = "swiglu",
         save: str | None = "minimal",
         kind: str = "softmax_topk",
-        renormalize: bool = True,
+        renormalize: bool | None = None,
+        keep_saved: bool = False,
         accumulate_into_main_grad: bool = False,
-        device=None,
-        dtype=None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        d_model, d_hidden = _size("d_model", d_model), _size("d_hidden", d_hidden)
+        num_experts = _size("num_experts", num_experts, launch_config.MAX_ROUTER_EXPERTS)
+        k = _size("k", k, min(num_experts, launch_config.MAX_ROUTER_K))
+        checks.one_of("MoE", "activation", activation, ACTIVATIONS)
+        checks.one_of("MoE", "save", save, SAVE_POLICIES)
+        checks.one_of("MoE", "kind", kind, ROUTER_KINDS)
+        renormalize = checks.renormalized("MoE", renormalize, k)
+        if k == 1 and (renormalize or kind == "topk_softmax"):
+            made = "renormalize=True" if renormalize else f"kind={kind!r}"
+            advice = 'pass kind="softmax_topk" and leave renormalize out'
+            warnings.warn(f"MoE: k = 1 with {made} trains no router, as every weight is 1; {advice}", stacklevel=2)
         self.k, self.activation, self.save, self.kind, self.renormalize = k, activation, save, kind, renormalize
-        self.accumulate_into_main_grad = accumulate_into_main_grad
-        options = {"device": device, "dtype": dtype}
+        self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
         width = d_hidden * (2 if is_gated(activation) else 1)
-        self.router = torch.nn.Parameter(torch.empty(num_experts, d_model, **options))
-        self.w1_storage = torch.nn.Parameter(torch.empty(num_experts, width, d_model, **options))
-        self.w2_storage = torch.nn.Parameter(torch.empty(num_experts, d_model, d_hidden, **options))
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = parameter(num_experts, d_model)
+        self.w1_storage = parameter(num_experts, width, d_model)
+        self.w2_storage = parameter(num_experts, d_model, d_hidden)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -218,15 +318,30 @@ class MoE(torch.nn.Module):
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.reshape(-1, x.shape[-1]).contiguous()
-        logits = torch.nn.functional.linear(tokens.float(), self.router.float())
+        d = self.router.shape[1]
+        if x.dim() == 0 or x.shape[-1] != d:
+            raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
+        tokens = x.reshape(-1, d).contiguous()
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = torch.nn.functional.linear(tokens.to(wide), self.router.to(wide))
         weights, ids = route(logits, self.k, self.kind, self.renormalize)
         w1, w2 = self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
-        options = {"accumulate_into_main_grad": self.accumulate_into_main_grad}
-        out = moe(tokens, ids, weights, w1, w2, activation=self.activation, save=self.save, **options)
+        out = moe(
+            tokens,
+            ids,
+            weights,
+            w1,
+            w2,
+            activation=self.activation,
+            save=self.save,
+            keep_saved=self.keep_saved,
+            accumulate_into_main_grad=self.accumulate_into_main_grad,
+        )
         return out.reshape(x.shape)
 
     def extra_repr(self) -> str:
         E, d, h = self.w2_storage.shape
+        options = ("activation", "save", "kind", "renormalize", "keep_saved", "accumulate_into_main_grad")
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
-        return f"{sizes}, activation={self.activation!r}, save={self.save!r}"
+        return ", ".join([sizes, *(f"{name}={getattr(self, name)!r}" for name in options)])

@@ -6,7 +6,7 @@ imports CuPy or torch: an array can only exist if its framework is loaded.
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,6 +93,8 @@ class NumPy:
 
     @staticmethod
     def describe(array) -> Array:
+        if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"moeblaze_cupy: mask: expected an array without one, got {type(array)}")
         return describe_strided(array, array.ctypes.data, CPU)
 
     @staticmethod
@@ -144,10 +146,34 @@ class Torch:
             device = CPU
         else:
             raise TypeError(f"moeblaze_cupy: device: expected a tensor on cpu or cuda, got {array.device.type}")
-        pointer = array.data_ptr()
+        try:
+            pointer, shape, strides = array.data_ptr(), tuple(array.shape), array.stride()
+        except RuntimeError as error:
+            expected = "a dense tensor with memory of its own: none that is sparse, nested or batched by vmap"
+            raise TypeError(f"moeblaze_cupy: memory: expected {expected}, got {error}") from error
         if pointer == 0 and array.numel() > 0:  # distributed and fake tensors
             raise TypeError(f"moeblaze_cupy: memory: expected a tensor with memory of its own, got {type(array)}")
-        return Array(array, pointer, tuple(array.shape), array.stride(), _torch_name(array.dtype), device)
+        if array.is_neg():  # its memory holds the values with the other sign
+            raise TypeError("moeblaze_cupy: memory: expected a tensor's own values, got a lazy negation: resolve_neg()")
+        return Array(array, pointer, shape, strides, _torch_name(array.dtype), device)
+
+    @staticmethod
+    def transformed(given: Iterable) -> str | None:
+        """What transforms this call and would take its results for constants, or None."""
+        torch = sys.modules["torch"]
+        if torch._C._is_tracing():
+            return "torch.jit.trace"
+        if torch._C._are_functorch_transforms_active():
+            return "a transform of torch.func (functorch wrappers are not supported)"
+        # Every tracer of torch.fx works under a function mode; asking for the tracer itself takes four times as long.
+        if torch._C._len_torch_function_stack():
+            proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+            if proxies is not None and proxies.get_proxy_mode() is not None:
+                return "make_fx"
+        forward_ad = torch.autograd.forward_ad
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(a).tangent is not None for a in given):
+            return "forward-mode differentiation (a tensor with a tangent)"
+        return None
 
     @staticmethod
     def empty(shape, dtype: str, device: int) -> Buffer:
@@ -174,8 +200,9 @@ class Torch:
         torch = sys.modules["torch"]
         array = array.detach()
         if array.dtype == torch.bfloat16:
-            return array.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return array.numpy()
+            return Torch.to_numpy(array.view(torch.int16)).view(ml_dtypes.bfloat16)
+        host = np.from_dlpack(array)  # Tensor.numpy would leave the storage unable to be resized, which FSDP does
+        return host if host.flags.writeable else array.numpy()  # DLPack of older versions cannot say "writeable"
 
     @staticmethod
     def from_numpy(array):

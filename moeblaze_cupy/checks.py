@@ -5,9 +5,14 @@ devices raise TypeError; shapes, memory order and values ValueError.
 """
 
 import functools
-from collections.abc import Mapping
+import operator
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from moeblaze_cupy import launch_config
+import numpy as np
+
+from moeblaze_cupy import arrays, launch_config
 from moeblaze_cupy.arrays import CPU, Array
 from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, is_gated
 
@@ -34,6 +39,48 @@ def one_of(function: str, argument: str, value, allowed: tuple) -> None:
         raise bad_value(function, argument, f"one of {', '.join(map(repr, allowed))}", repr(value))
 
 
+def integer(function: str, argument: str, value: Any) -> int:
+    """`value` as an int: anything with __index__ but a bool, which a slip of arguments gives."""
+    if isinstance(value, bool):
+        raise bad_type(function, argument, "an int", repr(value))
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise bad_type(function, argument, "an int", repr(value)) from None
+
+
+def renormalized(function: str, value: Any, k: int) -> bool:
+    """What `renormalize` means: None is k > 1, as the only weight over itself is 1 and has no gradient."""
+    if value is None:
+        return k > 1
+    if not isinstance(value, (bool, np.bool_)):
+        raise bad_type(function, "renormalize", "True, False or None", repr(value))
+    return bool(value)
+
+
+def untransformed(function: str, given: Mapping[str, Any]) -> None:
+    """Of torch tensors: no tracer or transform is at work, which would take this call's results for constants."""
+    transform = arrays.Torch.transformed(given.values())
+    if transform is not None:
+        expected = "a call outside of all transforms of torch but torch.compile, which take its results for constants"
+        raise RuntimeError(_message(function, next(iter(given)), expected, transform))
+
+
+def untracked(function: str, given: Mapping[str, Any]) -> None:
+    """If the first is a torch tensor: neither autograd nor a transform is to follow this call, as it could not."""
+    first = next(iter(given.values()))
+    torch = sys.modules.get("torch")
+    if torch is None or arrays.framework_of(first) is not arrays.Torch:
+        return
+    if torch.is_grad_enabled():
+        for name, tensor in given.items():
+            if getattr(tensor, "requires_grad", False):
+                expected = "a tensor that requires no gradient, as none is recorded here"
+                advice = "use moe or route of moeblaze_cupy.interop.torch, or detach"
+                raise RuntimeError(_message(function, name, expected, f"one that requires it; {advice}"))
+    untransformed(function, given)
+
+
 def unreadable(function: str, argument: str, error: Exception) -> Exception:
     """The error of reading an array, with the names of the function and the argument."""
     own_name, text = "moeblaze_cupy: ", str(error)
@@ -43,14 +90,14 @@ def unreadable(function: str, argument: str, error: Exception) -> Exception:
     return kind(f"{function}: {argument}: {text}")
 
 
-def shape(function: str, argument: str, array: Array, letters: str, expected: tuple) -> None:
+def shape(function: str, argument: str, array: Array, letters: str, expected: tuple, hint: str = "") -> None:
     """`expected` has None where any size will do."""
     sizes_match = len(array.shape) == len(expected) and all(
         e is None or e == n for e, n in zip(expected, array.shape, strict=True)
     )
     if not sizes_match:
         wanted = ", ".join("any" if e is None else str(e) for e in expected)
-        raise bad_value(function, argument, f"shape ({letters}) = ({wanted})", array.shape)
+        raise bad_value(function, argument, f"shape ({letters}) = ({wanted})", f"{array.shape}{hint}")
 
 
 def dtype(function: str, argument: str, array: Array, allowed: tuple) -> None:
@@ -106,8 +153,6 @@ def router(function: str, logits: Array, k: int, kind: str) -> None:
     num_experts = logits.shape[1]
     if not 1 <= num_experts <= launch_config.MAX_ROUTER_EXPERTS:
         raise bad_value(function, "logits", f"1 to {launch_config.MAX_ROUTER_EXPERTS} experts", num_experts)
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise bad_type(function, "k", "an int", repr(k))
     limit = min(num_experts, launch_config.MAX_ROUTER_K)
     if not 1 <= k <= limit:
         raise bad_value(function, "k", f"1 to {limit} (E = {num_experts} experts, at most 32)", k)
@@ -153,6 +198,12 @@ def weight_order(function: str, argument: str, array: Array) -> bool:
     )
 
 
+def in_storage_order(array: Array, rows: int | None, columns: int) -> str:
+    """A hint, where a weight (E, rows, columns) arrives as (E, columns, rows), which transformers and vLLM store."""
+    fits = len(array.shape) == 3 and array.shape[1] == columns and rows in (None, array.shape[2])
+    return "; pass its transposed view, .swapaxes(1, 2)?" if fits else ""
+
+
 def strides_that_matter(array: Array) -> tuple:
     return tuple(stride for n, stride in zip(array.shape, array.strides, strict=True) if n != 1)
 
@@ -175,7 +226,7 @@ def _layer(function: str, activation: str, *layouts: tuple) -> None:
     L, d = x.shape
     if d < 1:
         raise bad_value(function, "x", "shape (L, d) with d >= 1", x.shape)
-    shape(function, "w2", w2, "E, h, d", (None, None, d))
+    shape(function, "w2", w2, "E, h, d", (None, None, d), in_storage_order(w2, None, d))
     E, h, _ = w2.shape
     if h < 1:
         raise bad_value(function, "w2", "shape (E, h, d) with h >= 1", w2.shape)
@@ -184,10 +235,8 @@ def _layer(function: str, activation: str, *layouts: tuple) -> None:
     if len(w1) == 2 and not is_gated(activation):
         raise bad_value(function, "w1", f"one array (E, d, h) for activation {activation!r}", "a pair")
     for name, array in zip(names, w1, strict=True):
-        if len(w1) == 1 and is_gated(activation):
-            shape(function, name, array, "E, d, 2h", (E, d, 2 * h))
-        else:
-            shape(function, name, array, "E, d, h", (E, d, h))
+        letters, columns = ("E, d, 2h", 2 * h) if len(w1) == 1 and is_gated(activation) else ("E, d, h", h)
+        shape(function, name, array, letters, (E, d, columns), in_storage_order(array, d, columns))
     for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
         dtype(function, name, array, (x.dtype,))
         weight_order(function, name, array)
@@ -238,6 +287,73 @@ def without_overlap(function: str, argument: str, array: Array) -> None:
                 function, argument, "an array without overlaps", f"strides {array.strides} for shape {array.shape}"
             )
         end += (n - 1) * stride
+
+
+def _extent(shape: tuple, strides: tuple, itemsize: int) -> tuple[int, int]:
+    """Bytes from an array's address to its first and to the end of its last; strides in bytes."""
+    if 0 in shape:
+        return 0, 0
+    reaches = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
+    return sum(r for r in reaches if r < 0), sum(r for r in reaches if r > 0) + itemsize
+
+
+@functools.lru_cache(maxsize=1024)
+def _extents(strides_in_bytes: bool, layouts: tuple) -> list[tuple[int, int]]:
+    units = ((1 if strides_in_bytes else dtype.itemsize) for _, _, dtype, *_ in layouts)
+    return [
+        _extent(shape, tuple(unit * stride for stride in strides), dtype.itemsize)
+        for unit, (shape, strides, dtype, *_) in zip(units, layouts, strict=True)
+    ]
+
+
+def ranges_meet(strides_in_bytes: bool, layouts: tuple, pointers: Sequence[int], written: int) -> bool:
+    """Whether the address range of one of the last `written` arrays meets that of any other.
+
+    layouts as `arrays.CuPy.layouts` gives them. Ranges of views of one buffer may meet where the views share no
+    element: `apart` tells.
+    """
+    ranges = [(p + low, p + high) for p, (low, high) in zip(pointers, _extents(strides_in_bytes, layouts), strict=True)]
+    for last in range(len(ranges) - written, len(ranges)):
+        low, high = ranges[last]
+        for other_low, other_high in ranges[:last]:
+            if low < other_high and other_low < high:
+                return True
+    return False
+
+
+class _Memory:
+    """An array's place, for NumPy to reason about: it reads nothing there."""
+
+    def __init__(self, array: Array):
+        strides = tuple(stride * array.itemsize for stride in array.strides)
+        data = {"data": (array.ptr, True), "shape": array.shape, "strides": strides}
+        self.__array_interface__ = {"version": 3, "typestr": f"|V{array.itemsize}", **data}
+
+
+def _share_memory(a: Array, b: Array) -> bool:
+    """Whether some byte belongs to elements of both, from addresses, shapes and strides alone."""
+    (low_a, high_a), (low_b, high_b) = (
+        (array.ptr + low, array.ptr + high)
+        for array in (a, b)
+        for low, high in [_extent(array.shape, tuple(s * array.itemsize for s in array.strides), array.itemsize)]
+    )
+    if low_a >= high_b or low_b >= high_a or not a.size or not b.size:
+        return False
+    try:
+        # NumPy's stubs know only two of the numbers that max_work may be.
+        return np.shares_memory(np.asarray(_Memory(a)), np.asarray(_Memory(b)), max_work=10**6)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True  # no halves, slices or columns of a buffer are that involved
+
+
+def apart(function: str, read: Mapping[str, Array], written: Mapping[str, Array]) -> None:
+    """No array that is written shares memory with one that is read, or with another that is written."""
+    others = dict(read)
+    for name, array in written.items():
+        for other, held in others.items():
+            if _share_memory(array, held):
+                raise bad_value(function, name, f"memory apart from {other}", "an array that overlaps it")
+        others[name] = array
 
 
 def gradient_names(function: str, needs) -> tuple:

@@ -10,7 +10,15 @@ from moeblaze_cupy import arrays, checks, launch_config, loader, reference, runt
 from moeblaze_cupy.interop import dlpack
 from moeblaze_cupy.ops import dispatch, experts, router
 from moeblaze_cupy.runtime import Prepared, Runtime, current_device
-from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward, one_or_pair, pair
+from moeblaze_cupy.structures import (
+    GRADIENTS,
+    DispatchIndices,
+    Gradients,
+    SavedForBackward,
+    is_consumed,
+    one_or_pair,
+    pair,
+)
 
 
 def _keep(array: Any) -> Any:
@@ -31,10 +39,10 @@ class _Call:
                 )
             try:
                 if framework is None:
+                    imported = dlpack.import_array(array)
                     if self.export is _keep:
                         self.export = dlpack.exporter(array)
-                    array = dlpack.import_array(array)
-                    framework = arrays.framework_of(array)
+                    array, framework = imported, arrays.framework_of(imported)
                 self.described[name] = framework.describe(array)
             except (TypeError, BufferError, RuntimeError) as error:
                 raise checks.unreadable(function, name, error) from error
@@ -119,16 +127,31 @@ def _buffers(function: str, accumulate: Any, needs: tuple, saved: SavedForBackwa
     return found
 
 
-def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = True) -> tuple[Any, Any]:
+def _check_apart(framework: Any, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]) -> None:
+    """What gradients are added to is no memory that backward reads; see `checks.apart`."""
+    read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+    read |= _named_pair("moe_backward", "saved.w1", saved.w1)
+    read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
+    read |= {"saved.index.lists": saved.index.lists, "saved.index.ids": saved.index.ids}
+    present = {name: framework.describe(array) for name, array in read.items() if array is not None}
+    checks.apart("moe_backward", present, {name: framework.describe(array) for name, array in buffers.items()})
+
+
+def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool | None = None) -> tuple[Any, Any]:
     """Softmax and top-k over the experts of each token (paper section 2.1).
 
     logits: (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 1024; k <= min(E, 32).
     kind: "softmax_topk" takes the softmax over all E, then the k largest, divided by their sum if
     `renormalize`; "topk_softmax" takes the softmax over the k largest logits.
+    renormalize: None means k > 1, as one weight over itself is 1 whatever the logits, which then get no gradient.
     Returns weights (L, k) float32 (float64 of such logits) and ids (L, k) int32, largest first, ties to the lower id.
     A NaN logit ranks first and makes its token's weights NaN.
-    Raises TypeError (dtype, device) or ValueError (shape, k, kind).
+    Raises TypeError (dtype, device), ValueError (shape, k, kind), or RuntimeError of tensors that autograd or a
+    transform of torch would have to follow.
     """
+    k = checks.integer("route", "k", k)
+    renormalize = checks.renormalized("route", renormalize, k)
+    checks.untracked("route", {"logits": logits})
     key, pointers = runtime.key_of("route", (k, kind, renormalize), (logits,))
     found, export = runtime.find(key), _keep
     if found is None:
@@ -138,7 +161,7 @@ def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = T
             weights, ids = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
             return call.export(weights), call.export(ids)
         (layout,), pointers, export = call.layout("logits"), call.pointers(), call.export
-        step = router.configure("router_fwd", layout, k, kind, bool(renormalize))
+        step = router.configure("router_fwd", layout, k, kind, renormalize)
         found = runtime.keep(key, call.prepared((step, (layout.shape[0], k))))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
@@ -148,25 +171,32 @@ def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool = T
 
 
 def route_backward(
-    grad_weights: Any, logits: Any, weights: Any, ids: Any, kind: str = "softmax_topk", renormalize: bool = True
+    grad_weights: Any,
+    logits: Any,
+    weights: Any,
+    ids: Any,
+    kind: str = "softmax_topk",
+    renormalize: bool | None = None,
 ) -> Any:
     """Gradient of `route`'s weights with respect to its logits, (L, E) in their dtype.
 
     grad_weights and weights (L, k) float32 (float64 of such logits), ids (L, k) int32 as `route` returned them; kind
-    and renormalize as given to `route`. Raises TypeError or ValueError as `route` does.
+    and renormalize as given to `route`. Raises TypeError, ValueError or RuntimeError as `route` does.
     """
     given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids}
+    checks.untracked("route_backward", given)
     key, pointers = runtime.key_of("route_backward", (kind, renormalize), tuple(given.values()))
     found, export = runtime.find(key), _keep
     if found is None:
         call = _Call("route_backward", **given)
         d = call.described
         checks.router_backward("route_backward", d["grad_weights"], d["logits"], d["weights"], d["ids"], kind)
+        renormalize = checks.renormalized("route_backward", renormalize, d["ids"].shape[1])
         if call.on_cpu:
             host = (call.host(name) for name in ("grad_weights", "logits", "weights", "ids"))
             return call.export(reference.route_backward(*host, kind=kind, renormalize=renormalize))
         layout, k, pointers, export = d["logits"].layout, d["ids"].shape[1], call.pointers(), call.export
-        step = router.configure("router_bwd", layout, k, kind, bool(renormalize))
+        step = router.configure("router_bwd", layout, k, kind, renormalize)
         found = runtime.keep(key, call.prepared((step, layout)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
@@ -184,12 +214,12 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     Returns DispatchIndices of int32 arrays of the caller's kind.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """
+    num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
+    checks.untracked("build_dispatch", {"ids": ids})
     key, pointers = runtime.key_of("build_dispatch", (num_experts,), (ids,))
     found, export, kept = runtime.find(key), _keep, ids
     if found is None:
         call = _Call("build_dispatch", ids=ids)
-        if isinstance(num_experts, bool) or not isinstance(num_experts, int):
-            raise checks.bad_type("build_dispatch", "num_experts", "an int", repr(num_experts))
         checks.ids("build_dispatch", call.described["ids"], num_experts)
         if call.on_cpu:
             return _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
@@ -218,20 +248,30 @@ def moe_forward(
     row-major or as the transposed view of (E, 2h, d) / (E, d, h) storage.
     save: "minimal" keeps a, b; "paper" also act(a) * b (Algorithm 1); "recompute" only x; None nothing.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
+    x, ids, weights, w1 and w2 are kept by reference: whoever changes one in place before backward, as by x += out,
+    gets wrong gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
+    A NaN in x reaches its token's output and its gradients of weights, w1, w2 and x, but for "relu" not that of x.
     Raises TypeError (dtype, device, framework), ValueError (shape, memory order, names), or RuntimeError
-    where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80.
+    where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
+    transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
     w1_by_name = _named_pair("moe_forward", "w1", w1)
-    given: Sequence[Any] = (x, ids, weights, w2, *w1_by_name.values())
+    named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name}
+    checks.untracked("moe_forward", named)
+    given: Sequence[Any] = tuple(named.values())
     key, pointers = runtime.key_of("moe_forward", (activation, save), given)
     found, export = runtime.find(key), _keep  # a record says that such arguments have passed all checks
     if found is None:
-        call = _Call("moe_forward", x=x, ids=ids, weights=weights, w2=w2, **w1_by_name)
+        call = _Call("moe_forward", **named)
         d = call.described
         w1_arrays = tuple(d[name] for name in w1_by_name)
         checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
         if call.on_cpu:
-            return _forward_on_cpu(call, tuple(w1_by_name), activation, save)
+            out, saved = _forward_on_cpu(call, tuple(w1_by_name), activation, save)
+            if saved is not None and call.framework is arrays.Torch:
+                own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2}
+                saved = dataclasses.replace(saved, **own)
+            return out, saved
         layouts, w1_layouts = call.layout("x", "ids", "weights", "w2"), tuple(call.layout(*w1_by_name))
         steps = experts.configure_forward(*layouts, w1_layouts, activation, save, call.limits)
         given, pointers, export = call.owners(), call.pointers(), call.export
@@ -278,39 +318,51 @@ def moe_backward(
     grad_out: (L, d), x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2" to compute; the
     others stay None and their kernels do not run.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
-    backward over them raises RuntimeError.
+    backward over them raises RuntimeError, on the CPU too. With save="recompute" there are none to overwrite.
     accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2 or both are added to, {"w2": total}, of the
     weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
     products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
     memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
-    nothing of experts without tokens is written. If backward fails, say for
-    want of memory, some may have been added.
+    nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
+    views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
     Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1 and w2 in the form, dtype and
     memory order of the weights, exactly zero for experts without tokens; or the very arrays of `accumulate`.
-    Raises TypeError or ValueError as `moe_forward` does.
+    Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(
             "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
         )
     needs = checks.gradient_names("moe_backward", needs)
+    tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+    checks.untracked("moe_backward", tracked | _named_pair("moe_backward", "saved.w1", saved.w1))
     key, given, pointers = _backward_key(grad_out, saved, needs, keep_saved, accumulate)
     found, export = runtime.find(key), _keep
     if found is not None:
         checks.not_consumed("moe_backward", saved)
+        totals_given = sum(len(pair(total)) for total in (accumulate or {}).values())
+        if totals_given and checks.ranges_meet(
+            found.framework is arrays.CuPy, key[-len(given) :], pointers, totals_given
+        ):
+            buffers = _buffers("moe_backward", accumulate, needs, saved)
+            parts = {part: array for parts in buffers.values() for part, array in parts.items()}
+            _check_apart(found.framework, grad_out, saved, parts)
     else:
         buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
         parts = {part: array for parts in buffers.values() for part, array in parts.items()}
-        call = _Call("moe_backward", grad_out=grad_out, **{"saved.x": saved.x}, **parts)
+        call = _Call("moe_backward", **{"saved.x": saved.x}, grad_out=grad_out, **parts)
         d = call.described
         checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
-        for name, parts in buffers.items():
+        for name, of_weight in buffers.items():
             shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
-            totals = tuple(d[part] for part in parts)
-            checks.accumulated("moe_backward", tuple(parts), totals, shapes, d["saved.x"].dtype)
+            totals = tuple(d[part] for part in of_weight)
+            checks.accumulated("moe_backward", tuple(of_weight), totals, shapes, d["saved.x"].dtype)
+        if parts:
+            _check_apart(call.framework, d["grad_out"].owner, saved, parts)
         if call.on_cpu:
+            saved.consumed = is_consumed(saved.first_layer is not None, saved.y_swi is not None, needs, keep_saved)
             host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
-            host_buffers = {name: one_or_pair(tuple(map(call.host, parts))) for name, parts in buffers.items()}
+            host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
             grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
             w1, w2 = (None if g is None else pair(g) for g in (grads.w1, grads.w2))
             return _export_gradients(call.export, accumulate, grads.x, grads.weights, w1, w2)

@@ -181,6 +181,11 @@ def source_folder() -> str:
     return str(resources.files("moeblaze_cupy.kernels_cu"))
 
 
+def sources() -> list[str]:
+    """Names of the kernel sources, without headers."""
+    return sorted(name for name in os.listdir(source_folder()) if name.endswith(".cu"))
+
+
 @functools.cache
 def source_digest() -> str:
     """Digest over every kernel source and header."""

@@ -70,12 +70,16 @@ class Params:
         )
 
     def assertions(self) -> str:
-        """C++ to follow the struct's definition and common.cuh: its size, and offset and size of each field."""
+        """C++ to follow the struct's definition and common.cuh: its size, its fields, their sizes and offsets."""
         checks = [(f"sizeof({self.struct})", self.size)]
         for name, size, offset in self.fields:
             checks += [(f"OFFSET_OF({name}, {self.struct})", offset), (f"sizeof({self.struct}::{name})", size)]
         text = '"moeblaze_cupy/params.py has another layout"'
-        return "".join(f"static_assert({what} == {number}, {text});\n" for what, number in checks)
+        # A binding has as many names as the struct has fields: one more field might lie in the padding at the end.
+        names = ", ".join(field.name for field in self.fields)
+        binding = f"[[maybe_unused]] const auto& [{names}] = all;"
+        count = f"inline __device__ void all_fields(const {self.struct}& all) {{ {binding} }}\n"
+        return count + "".join(f"static_assert({what} == {number}, {text});\n" for what, number in checks)
 
 
 _GEMM_INPUTS = ("expert_token_indices", "expert_token_offsets", "row_tiles")

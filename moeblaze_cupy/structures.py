@@ -1,7 +1,8 @@
 """What the layer hands back: index lists, what is kept for backward, gradients.
 
 Shapes use the paper's letters: L tokens, k experts per token, E experts, d model width, h expert
-hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torch, ...).
+hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torch, ...), but those of
+SavedForBackward are NumPy or CuPy arrays where the caller's are known by DLPack alone, as JAX's are.
 """
 
 import math
@@ -106,11 +107,22 @@ def one_or_pair(parts: tuple) -> Any:
     return parts if len(parts) == 2 else parts[0]
 
 
+def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], keep_saved: bool) -> bool:
+    """Whether a backward for the gradients `needs` overwrites what was saved.
+
+    The first layer makes room for its own gradient, y_swi for the operand of w2's; a recomputed first layer is no loss.
+    The CPU overwrites nothing, but counts the same backwards, so that code that runs there runs on CUDA too.
+    """
+    overwrites_first_layer = has_first_layer and ("x" in needs or "w1" in needs)
+    return not keep_saved and (overwrites_first_layer or (has_y_swi and "w2" in needs))
+
+
 @dataclass
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.
 
-    `nbytes` counts what is held beyond the caller's own x, ids, weights, w1 and w2.
+    x, weights, w1, w2 and int32 ids are the caller's own arrays, not copies: what changes in them before backward
+    changes the gradients. `nbytes` counts what is held beyond them.
     """
 
     x: Any  # (L, d)
@@ -122,7 +134,7 @@ class SavedForBackward:
     y_swi: Any  # (L*k, h): activation(a) * b; None unless save="paper"
     activation: str
     save: str
-    consumed: bool = field(default=False)  # first_layer now holds its own gradient
+    consumed: bool = field(default=False)  # a backward may have overwritten first_layer or y_swi
 
     @property
     def nbytes(self) -> int:

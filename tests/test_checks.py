@@ -5,25 +5,28 @@ strides, dtype and device, without memory behind it.
 """
 
 import itertools
+import re
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import fakes
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import relative_error
+from cases import Case, make_inputs, relative_error
 from conftest import MISSING_GPU
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, checks, launch_config, loader
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, SavedForBackward
+from moeblaze_cupy import arrays, checks, launch_config, loader, runtime
+from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, DispatchIndices, SavedForBackward
 
 L, K, E, D, H = 5, 2, 3, 4, 6
 BF16 = ml_dtypes.bfloat16
 ANY_ARRAY = "expected a NumPy, CuPy or torch array, or one with __dlpack__"
 INNER_ORDER = "expected the last dimension contiguous, or the transposed view of an array whose last dimension is"
 ONE_ACTIVATION = "expected one of " + ", ".join(map(repr, ACTIVATIONS))
+STORED = "; pass its transposed view, .swapaxes(1, 2)?"
 NO_CUPY = "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays"
 
 
@@ -61,6 +64,9 @@ class Tensor:
     def data_ptr(self):
         return 1 << 20
 
+    def is_neg(self):
+        return False
+
 
 def as_tensor(array):
     pytest.importorskip("torch")
@@ -82,10 +88,11 @@ def convert(value, to):
     return to(value) if isinstance(value, np.ndarray) else value
 
 
-def saved(x=None, consumed=False, w1=None):
+def saved(x=None, consumed=False, w1=None, to=lambda array: array):
+    index = DispatchIndices(to(ids(4 * L * K)), to(ids(L, K)), {}, E)
     return SavedForBackward(
-        x=zeros(L, D) if x is None else x, weights=None, w1=zeros(E, D, 2 * H) if w1 is None else w1,
-        w2=zeros(E, H, D), index=None, first_layer=None, y_swi=None,
+        x=to(zeros(L, D)) if x is None else x, weights=to(zeros(L, K)), w1=to(zeros(E, D, 2 * H)) if w1 is None else w1,
+        w2=to(zeros(E, H, D)), index=index, first_layer=None, y_swi=None,
         activation="swiglu", save="minimal", consumed=consumed,
     )  # fmt: skip
 
@@ -147,7 +154,7 @@ def call(function, to, changes):
     arguments = {name: convert(value, to) for name, value in {**GOOD[function], **changes}.items()}
     if isinstance(arguments.get("saved"), SavedForBackward):
         given = arguments["saved"]
-        arguments["saved"] = saved(convert(given.x, to), given.consumed, given.w1)
+        arguments["saved"] = saved(convert(given.x, to), given.consumed, convert(given.w1, to), to)
     return getattr(mb, function)(**arguments)
 
 
@@ -179,7 +186,7 @@ BAD = [
     forward(ValueError, "x: expected shape (L, d) with d >= 1, got (5, 0)", x=zeros(L, 0)),
     forward(ValueError, "w2: expected shape (E, h, d) = (any, any, 4), got (6, 4)", w2=zeros(H, D)),
     forward(ValueError, "w2: expected shape (E, h, d) = (any, any, 4), got (3, 6, 5)", w2=zeros(E, H, D + 1)),
-    forward(ValueError, "w2: expected shape (E, h, d) = (any, any, 4), got (3, 4, 6)", w2=zeros(E, D, H)),
+    forward(ValueError, f"w2: expected shape (E, h, d) = (any, any, 4), got (3, 4, 6){STORED}", w2=zeros(E, D, H)),
     forward(ValueError, "w2: expected shape (E, h, d) with h >= 1, got (3, 0, 4)", w2=zeros(E, 0, D)),
     forward(
         ValueError,
@@ -196,7 +203,12 @@ BAD = [
     forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (4, 12)", w1=zeros(D, 2 * H)),
     forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (2, 4, 12)", w1=zeros(2, D, 2 * H)),
     forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 5, 12)", w1=zeros(E, 5, 2 * H)),
-    forward(ValueError, "w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 12, 4)", w1=zeros(E, 2 * H, D)),
+    forward(ValueError, f"w1: expected shape (E, d, 2h) = (3, 4, 12), got (3, 12, 4){STORED}", w1=zeros(E, 2 * H, D)),
+    forward(
+        ValueError,
+        f"w1[1]: expected shape (E, d, h) = (3, 4, 6), got (3, 6, 4){STORED}",
+        w1=(PAIR[0], zeros(E, H, D)),
+    ),
     forward(ValueError, "w1: expected one array or a pair (gate, up), got 0 arrays", w1=()),
     forward(ValueError, "w1: expected one array or a pair (gate, up), got 3 arrays", w1=(zeros(E, D, H),) * 3),
     forward(ValueError, "w1[0]: expected shape (E, d, h) = (3, 4, 6), got (3, 4, 7)", w1=(zeros(E, D, 7), PAIR[1])),
@@ -446,6 +458,8 @@ BAD = [
     route_backward(
         TypeError, "logits: expected dtype bfloat16 or float16 or float32 or float64, got int32", logits=ids(L, E)
     ),
+    route(TypeError, "renormalize: expected True, False or None, got 'no'", renormalize="no"),
+    route_backward(TypeError, "renormalize: expected True, False or None, got 1", renormalize=1),
     route_backward(ValueError, "kind: expected one of 'softmax_topk', 'topk_softmax', got 'top1'", kind="top1"),
 ]
 
@@ -493,10 +507,204 @@ def test_accumulated_arrays_can_be_written():
     )
 
 
+def layer_arrays(order="row", xp=lambda array: array):
+    """Unit-scale inputs of a small layer, and what forward kept of them."""
+    case = Case(L=9, k=2, E=3, d=4, h=6, order=order)
+    x, chosen, weights, w1, w2, grad_out = (convert(a, xp) for a in make_inputs(case, 0, np.float32))
+    _, kept = mb.moe_forward(x, chosen, weights, w1, w2)
+    return kept, grad_out
+
+
+def end_to_end(first, second):
+    """The first's values and zeros in the second's shape, as views of one buffer that have one element in common."""
+    flat = np.zeros(first.size + second.size - 1, first.dtype)
+    flat[: first.size] = first.reshape(-1)
+    return flat[: first.size].reshape(first.shape), flat[first.size - 1 :].reshape(second.shape)
+
+
+@pytest.mark.parametrize("other", ["saved.w1", "saved.w2", "grad_out", "saved.x", "saved.first_layer", "w1"])
+def test_sums_do_not_lie_over_what_backward_reads(other):
+    kept, grad_out = layer_arrays()
+    name, total = "w2", None
+    if other in ("saved.w1", "saved.w2"):
+        name, total = other[-2:], getattr(kept, other[-2:])
+    elif other == "grad_out":
+        grad_out, total = end_to_end(grad_out, kept.w2)
+    elif other != "w1":
+        field = other.partition(".")[2]
+        moved, total = end_to_end(getattr(kept, field), kept.w2)
+        setattr(kept, field, moved)
+    totals = {name: total}
+    if other == "w1":
+        totals, other = dict(zip(("w1", "w2"), end_to_end(kept.w1, kept.w2), strict=True)), "accumulate['w1']"
+    before = {name: array.copy() for name, array in totals.items()}
+    with pytest.raises(ValueError) as caught:
+        mb.moe_backward(grad_out, kept, accumulate=totals)
+    assert str(caught.value) == (
+        f"moe_backward: accumulate[{name!r}]: expected memory apart from {other}, got an array that overlaps it"
+    )
+    assert all(np.array_equal(totals[name], array) for name, array in before.items())
+
+
+@pytest.mark.parametrize("xp", ["numpy", "torch"])
+@pytest.mark.parametrize("layout", ["slices", "column halves", "row halves", "experts in turn"])
+def test_sums_may_lie_among_each_other(layout, xp):
+    """Views of one buffer, as optimizers make them, also where their address ranges meet."""
+    kept, grad_out = layer_arrays("pair", BACKENDS[xp])
+    experts, d, h = 3, 4, 6
+    plain = mb.moe_backward(grad_out, kept, keep_saved=True)
+    if layout == "slices":
+        flat = BACKENDS[xp](np.zeros(3 * experts * d * h, np.float32))
+        gate, up, second = (flat[i * experts * d * h : (i + 1) * experts * d * h] for i in range(3))
+        gate, up, second = gate.reshape(experts, d, h), up.reshape(experts, d, h), second.reshape(experts, h, d)
+    else:
+        second = BACKENDS[xp](np.zeros((experts, h, d), np.float32))
+        if layout == "column halves":
+            both = BACKENDS[xp](np.zeros((experts, d, 2 * h), np.float32))
+            gate, up = both[:, :, :h], both[:, :, h:]
+        elif layout == "row halves":
+            both = BACKENDS[xp](np.zeros((experts, 2 * h, d), np.float32))
+            gate, up = both[:, :h].swapaxes(1, 2), both[:, h:].swapaxes(1, 2)
+        else:
+            both = BACKENDS[xp](np.zeros((2 * experts, d, h), np.float32))
+            gate, up = both[::2], both[1::2]
+    mb.moe_backward(grad_out, kept, accumulate={"w1": (gate, up), "w2": second})
+    for got, want in zip((gate, up, second), (*plain.w1, plain.w2), strict=True):
+        assert relative_error(np.asarray(got), np.asarray(want)) <= 1e-6
+
+
+@pytest.mark.parametrize("calls_before", [0, 3], ids=["first", "recorded"])
+def test_sums_over_what_backward_reads_are_refused_on_every_call(calls_before, monkeypatch, request):
+    """A record of such layouts says nothing of where arrays lie. Sums among each other are allowed there too."""
+    device = fakes.use(monkeypatch)
+    request.addfinalizer(runtime.forget)  # kernels of this device
+    x, chosen, weights, w1, w2 = fakes.Layer(30, 2, 5, 64, 32, order="pair").arguments(device)
+    grad_out = device.array(("grad_out",), (30, 64), BF16)
+
+    def fresh():
+        both = device.array(("sums",), (5, 64, 64), BF16)  # gate's columns, then up's
+        halves = tuple(fakes.DeviceArray(both.buffer, (5, 64, 32), both.strides, both.dtype, 64 * i) for i in range(2))
+        return {"w1": halves, "w2": device.array(("sum",), (5, 32, 64), BF16)}
+
+    def backward(totals):
+        _, kept = mb.moe_forward(x, chosen, weights, w1, w2)
+        device.restart()
+        return mb.moe_backward(grad_out, kept, accumulate=totals)
+
+    for _ in range(calls_before):
+        backward(fresh())
+    gate, up = fresh()["w1"]
+    one_column_on = fakes.DeviceArray(gate.buffer, gate.shape, gate.strides, gate.dtype, 62)
+    for other, totals in (
+        ("saved.w2", {"w2": w2}),
+        ("accumulate['w1'][0]", {"w1": (gate, gate)}),
+        ("accumulate['w1'][0]", {"w1": (gate, one_column_on)}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"expected memory apart from {other}, got an array")):
+            backward(fresh() | totals)
+        assert not fakes.launches(device)
+    assert backward({**fresh(), "w1": (gate, up)}).w1 == (gate, up)
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_address_ranges(in_bytes):
+    """The cheap question of repeated calls: the last two are written."""
+
+    def layout(shape, strides, dtype="float32"):
+        dtype = np.dtype(dtype)
+        return shape, tuple(s * dtype.itemsize for s in strides) if in_bytes else strides, dtype, 0, 0
+
+    read, written = layout((5, 4), (4, 1)), layout((3, 4), (8, 1))  # 80 bytes, and 80 with gaps
+    backward = layout((3,), (-2,), "float64")  # from 32 bytes before its address to 8 behind
+
+    def meet(*pointers, layouts=(read, written, written)):
+        return checks.ranges_meet(in_bytes, layouts, pointers, 2)
+
+    assert not meet(1000, 1080, 1160)
+    assert meet(1000, 1079, 1200) and meet(1079, 1000, 1200) and meet(1000, 1200, 1079) and meet(1000, 1200, 1201)
+    assert not checks.ranges_meet(in_bytes, (read, read, written), (1000, 1000, 1080), 1)
+    assert not meet(1000, 1080 + 32, 2000, layouts=(read, backward, written))
+    assert meet(1000, 1080 + 31, 2000, layouts=(read, backward, written))
+    assert not meet(1000, 1000, 2000, layouts=(read, layout((0, 4), (4, 1)), written))
+
+
+@pytest.fixture
+def followed():
+    """One call of each function of arrays, on torch tensors of which the named argument is to be changed."""
+    torch = pytest.importorskip("torch")
+    given = {name: convert(arguments, as_tensor) for name, arguments in GOOD.items()}
+    x, chosen, weights, w1, w2 = (convert(a, as_tensor) for a in make_inputs(Case(L, K, E, D, H), 0, np.float32)[:5])
+    given["moe_forward"] = {"x": x, "ids": chosen, "weights": weights, "w1": w1, "w2": w2}
+    out, kept = mb.moe_forward(**given["moe_forward"])
+    given["moe_backward"] = {"grad_out": torch.randn_like(out), "saved": kept, "keep_saved": True}
+    return torch, given
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        *(("moe_forward", name) for name in ("x", "weights", "w1", "w2")),
+        ("moe_backward", "grad_out"),
+        ("route", "logits"),
+        *(("route_backward", name) for name in ("grad_weights", "logits", "weights")),
+    ],
+)
+def test_autograd_is_not_left_behind_in_silence(followed, function, argument):
+    torch, given = followed
+    given[function][argument].requires_grad_()
+    with pytest.raises(RuntimeError) as caught:
+        getattr(mb, function)(**given[function])
+    assert str(caught.value) == (
+        f"{function}: {argument}: expected a tensor that requires no gradient, as none is recorded here, got one that "
+        "requires it; use moe or route of moeblaze_cupy.interop.torch, or detach"
+    )
+    with torch.no_grad():
+        getattr(mb, function)(**given[function])
+
+
+@pytest.mark.parametrize("function", GOOD)
+def test_transforms_of_torch_are_refused(followed, function):
+    """A tracer would keep what it sees as constants, a tangent would be lost."""
+    torch, given = followed
+    arguments = given[function]
+    name, first = next(
+        (n, a) for n, a in arguments.items() if n == "ids" or (torch.is_tensor(a) and a.is_floating_point())
+    )
+
+    def run(array):
+        result = getattr(mb, function)(**{**arguments, name: array})
+        return result[0] if isinstance(result, tuple) else first
+
+    run(first)
+    make_fx = torch.fx.experimental.proxy_tensor.make_fx
+    expected = rf"^{function}: \w+: expected a call outside of all transforms of torch but torch.compile, .*, got "
+    with pytest.raises(RuntimeError, match=expected + "make_fx"):
+        make_fx(run)(first)
+    with pytest.raises(RuntimeError, match=expected + "make_fx"):
+        make_fx(run, pre_dispatch=True)(first)
+    with pytest.warns(DeprecationWarning), pytest.raises(RuntimeError, match=expected + "torch.jit.trace"):
+        torch.jit.trace(run, (first,))
+    with pytest.raises(RuntimeError, match=expected + r"a transform of torch\.func \(functorch wrappers are not"):
+        torch.func.vmap(run)(first[None])
+    if first.is_floating_point():
+        dual_level = torch.autograd.forward_ad.dual_level()
+        with dual_level, pytest.raises(RuntimeError, match=expected + "forward-mode differentiation"):
+            run(torch.autograd.forward_ad.make_dual(first, first))
+        with torch.autograd.forward_ad.dual_level():
+            run(first)  # without a tangent
+    with pytest.importorskip("torch.utils.flop_counter").FlopCounterMode(display=False):  # which changes nothing
+        run(first)
+    torch.set_default_device("cpu")
+    try:
+        run(first)
+    finally:
+        torch.set_default_device(None)
+
+
 def test_accumulated_arrays_on_another_device():
     with pytest.raises(TypeError) as caught:
         call("moe_backward", as_cuda, {"accumulate": {"w2": as_cuda(zeros(E, H, D), device=1)}})
-    assert str(caught.value) == "moe_backward: accumulate['w2']: expected grad_out's device cuda:0, got cuda:1"
+    assert str(caught.value) == "moe_backward: accumulate['w2']: expected saved.x's device cuda:0, got cuda:1"
 
 
 @pytest.fixture
@@ -545,7 +753,7 @@ def test_arrays_on_two_devices(function, first):
     if function == "moe_backward":
         with pytest.raises(TypeError) as caught:
             mb.moe_backward(as_cuda(zeros(L, D)), saved(as_cuda(zeros(L, D), device=1)))
-        assert str(caught.value) == "moe_backward: saved.x: expected grad_out's device cuda:0, got cuda:1"
+        assert str(caught.value) == "moe_backward: grad_out: expected saved.x's device cuda:1, got cuda:0"
 
 
 def test_half_of_a_pair_on_another_device():
@@ -566,7 +774,7 @@ def test_arrays_of_two_frameworks(function, first):
     if function == "moe_backward":
         with pytest.raises(TypeError) as caught:
             mb.moe_backward(zeros(L, D), saved(torch.zeros(L, D)))
-        assert str(caught.value) == "moe_backward: saved.x: expected a numpy array like grad_out, got torch"
+        assert str(caught.value) == "moe_backward: grad_out: expected a torch array like saved.x, got numpy"
 
 
 def test_tensors_without_memory():
@@ -574,8 +782,84 @@ def test_tensors_without_memory():
     with pytest.raises(TypeError) as caught:
         mb.build_dispatch(torch.zeros(L, K, dtype=torch.int32, device="meta"), E)
     assert str(caught.value) == "build_dispatch: ids: device: expected a tensor on cpu or cuda, got meta"
-    with pytest.raises(RuntimeError, match=r"^route: logits: expected an array whose memory can be read, got "):
-        mb.route(torch.zeros(L, E).to_sparse(), K)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors", "ignore:.*quantiz")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("sparse_coo", "memory: expected a dense tensor"),
+        ("sparse_csr", "memory: expected a dense tensor"),
+        ("mkldnn", "memory: expected a dense tensor"),
+        ("nested", "memory: expected a dense tensor"),
+        ("jagged", "memory: expected a tensor with memory of its own"),
+        ("zero", "memory: expected a tensor with memory of its own"),
+        ("negated", "memory: expected a tensor's own values, got a lazy negation"),
+        ("quantized", "expected dtype bfloat16 or float16 or float32 or float64, got quint8"),
+        ("float8_e4m3fn", "expected dtype bfloat16 or float16 or float32 or float64, got float8_e4m3fn"),
+        ("complex64", "expected dtype bfloat16 or float16 or float32 or float64, got complex64"),
+    ],
+)
+def test_tensors_that_are_not_plain_floats(kind, message):
+    torch = pytest.importorskip("torch")
+    logits = torch.randn(L, E)
+    make = {
+        "sparse_coo": logits.to_sparse,
+        "sparse_csr": logits.to_sparse_csr,
+        "mkldnn": logits.to_mkldnn,
+        "nested": lambda: torch.nested.nested_tensor([logits, logits]),
+        "jagged": lambda: torch.nested.nested_tensor([logits, logits], layout=torch.jagged),
+        "zero": lambda: torch._efficientzerotensor(L, E),
+        "negated": lambda: torch._neg_view(logits),
+        "quantized": lambda: torch.quantize_per_tensor(logits, 0.1, 0, torch.quint8),
+    }
+    try:
+        given = make[kind]() if kind in make else logits.to(getattr(torch, kind))
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"this torch has no such tensors: {error}")
+    with pytest.raises(TypeError) as caught:
+        mb.route(given, K)
+    assert str(caught.value).startswith(f"route: logits: {message}")
+
+
+def test_masked_arrays_are_refused():
+    """Their mask would count for nothing: a masked id would be an expert like any other."""
+    masked = np.ma.masked_equal(np.array([[0, 1], [1, 0]], np.int32), 1)
+    with pytest.raises(TypeError) as caught:
+        mb.build_dispatch(masked, 2)
+    assert str(caught.value) == (
+        "build_dispatch: ids: mask: expected an array without one, got <class 'numpy.ma.MaskedArray'>"
+    )
+    with pytest.raises(TypeError, match=r"^moe_forward: weights: mask: expected"):
+        call("moe_forward", BACKENDS["numpy"], {"weights": np.ma.array(zeros(L, K))})
+
+
+class Index:
+    """What integers are read through, such as NumPy's scalars."""
+
+    def __index__(self):
+        return 2
+
+
+@pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), np.array(2), Index()], ids=lambda v: type(v).__name__)
+def test_whatever_has_an_index_is_an_integer(two):
+    logits = np.random.default_rng(0).standard_normal((L, E)).astype(np.float32)
+    assert all(map(np.array_equal, mb.route(logits, two), mb.route(logits, 2)))
+    index = mb.build_dispatch(ids(L, K), two)
+    assert index.num_experts == 2 and type(index.num_experts) is int
+
+
+def test_one_expert_per_token_is_not_renormalised_by_default():
+    """Its weight over itself would be 1, without a gradient."""
+    logits = np.random.default_rng(0).standard_normal((L, E)).astype(np.float32)
+    for k in (1, 2):
+        weights, chosen = mb.route(logits, k)
+        want, _ = mb.route(logits, k, renormalize=k > 1)
+        assert np.array_equal(weights, want)
+        grad = mb.route_backward(weights, logits, weights, chosen)
+        assert np.array_equal(grad, mb.route_backward(weights, logits, weights, chosen, renormalize=k > 1))
+        assert grad.any()
+    assert (mb.route(logits, 1, renormalize=True)[0] == 1).all()
 
 
 @pytest.mark.parametrize("slots", [(2**30, 2), (2**31, 1), (2**26, 32)])
@@ -654,27 +938,24 @@ def test_gpu_before_sm_80(capability, monkeypatch):
     message = rf"compute capability: expected 8.0 or later .*, got {capability // 10}\.{capability % 10}"
     with pytest.raises(RuntimeError, match=message):
         launch_config.tier(capability)
-    limits = launch_config.DeviceLimits(capability, 80, 48 * 1024, 64 * 1024)
-    monkeypatch.setattr(loader, "device_limits", lambda device: limits)
+    attributes = {75: capability // 10, 76: capability % 10, 16: 80, 97: 48 * 1024, 81: 64 * 1024}
+    runtime = SimpleNamespace(deviceGetAttribute=lambda number, device: attributes[number])
+    monkeypatch.setattr(loader, "import_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(RuntimeError, match=message):
-        loader.kernel(0, loader.Variant("router.cu", "router_fwd_float32"))
+        loader.device_limits(capability)  # a device that no other test has asked for
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-def test_gpu_from_sm_80_on(capability, monkeypatch):
-    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
+def test_gpu_from_sm_80_on(capability):
     assert launch_config.tier(capability) == ("sm90" if capability == 90 else "sm80")
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
-    assert launch_config.tier(capability) == "sm80"
+    assert launch_config.tier(capability, "sm80") == "sm80"
 
 
-def test_forcing_kernels_that_there_are_not(monkeypatch):
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm100")
+def test_forcing_kernels_that_there_are_not():
     with pytest.raises(ValueError, match=r"MOEBLAZE_TIER: expected sm80 or sm90, got 'sm100'"):
-        launch_config.tier(90)
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm90")
+        launch_config.tier(90, "sm100")
     with pytest.raises(RuntimeError, match=r"MOEBLAZE_TIER=sm90: expected compute capability 9.0, got 8.0"):
-        launch_config.tier(80)
+        launch_config.tier(80, "sm90")
 
 
 def odd_strides(array):

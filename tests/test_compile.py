@@ -75,9 +75,13 @@ def entries_of(log: str) -> list[Entry]:
 @functools.cache
 def compiled(variant, arch: str) -> nvrtc.Compiled:
     """Raises RuntimeError with the compiler's log if compilation fails."""
-    source = loader.source(variant).encode()
-    options = [o for o in loader.options(variant) if not o.startswith("-arch")]
-    return nvrtc.compile_source(source, variant.source, [*options, f"-arch=sm_{arch}", "--ptxas-options=-v"])
+    return attempt(loader.source(variant), variant.source, loader.options(variant), arch)
+
+
+def attempt(source: str, name: str, options: tuple[str, ...], arch: str) -> nvrtc.Compiled:
+    """Compiles with the options of `loader.options`."""
+    options = tuple(o for o in options if not o.startswith("-arch"))
+    return nvrtc.compile_source(source.encode(), name, [*options, f"-arch=sm_{arch}", "--ptxas-options=-v"])
 
 
 def problems(variant, arch: str) -> list[str]:
@@ -155,6 +159,66 @@ def test_every_variant_compiles_within_its_caps(arch):
     with ThreadPoolExecutor(2) as pool:  # NVRTC runs without the GIL
         found = [p for ps in pool.map(lambda v: problems(v, arch), variants_of(arch)) for p in ps]
     assert not found, "\n".join(found)
+
+
+def one_of_each_source() -> list:
+    """A variant per kernel source, for sm_90a."""
+    every = loader.variants(aligned=(True, False))
+    return [next(v for v in every if v.source == source) for source in loader.sources()]
+
+
+@pytest.mark.parametrize("variant", one_of_each_source(), ids=lambda variant: variant.source)
+def test_a_missing_macro_is_an_error_that_names_it(variant):
+    source, options = loader.source(variant), loader.options(variant)
+    given = [option for option in options if option.startswith("-D") and "SOURCE_DIGEST" not in option]
+    assert given
+    for option in given:
+        name = option[2:].partition("=")[0]
+        with pytest.raises(RuntimeError, match=rf"#error directive: .*\b{name}\b.* given by"):
+            attempt(source, variant.source, tuple(o for o in options if o != option), "90a")
+
+
+WRONG = [
+    ("aggregation.cu", "PANEL_COLUMNS", 512),
+    ("aggregation.cu", "TOKENS_PER_BLOCK", 64),
+    ("dispatch.cu", "MAX_EXPERTS", 16384),
+    ("dispatch.cu", "MAX_K", 65536),
+    ("dispatch.cu", "MIN_COLUMNS", 4),
+    ("dispatch.cu", "MIN_COUNT_COLUMNS", 2),
+    ("dispatch.cu", "EXPERT_LISTS", 4),
+    ("dispatch.cu", "MIN_GROUPS", 1),
+    ("grouped_gemm_sm80.cu", "BM", 64),
+    ("grouped_gemm_sm80.cu", "BN", 256),
+    ("grouped_gemm_sm80.cu", "THREADS", 256),
+    ("grouped_gemm_sm80.cu", "STAGE_BYTES", 48 * 1024),
+    ("grouped_gemm_sm80.cu", "STAGES", 1),
+    ("grouped_gemm_sm80.cu", "STATIC_BYTES", 1024),
+    ("grouped_gemm_sm80.cu", "TILE_COLUMNS", 256),
+    ("grouped_gemm_sm90.cu", "BM", 64),
+    ("grouped_gemm_sm90.cu", "BN", 128),
+    ("grouped_gemm_sm90.cu", "BK", 32),
+    ("grouped_gemm_sm90.cu", "THREADS", 256),
+    ("grouped_gemm_sm90.cu", "STAGES", 4),
+    ("grouped_gemm_sm90.cu", "STAGE_BYTES", 32 * 1024),
+    ("grouped_gemm_sm90.cu", "TILE_BYTES", 32 * 1024),
+    ("grouped_gemm_sm90.cu", "SPARE_BYTES", 8 * 1024),
+    ("grouped_gemm_sm90.cu", "TILE_COLUMNS", 192),
+    ("grouped_gemm_sm90.cu", "PRODUCER_REGISTERS", 80),
+    ("grouped_gemm_sm90.cu", "CONSUMER_REGISTERS", 220),
+    ("grouped_wgrad_sm90.cu", "SPARE_BYTES", 2 * 1024),
+    ("router.cu", "MAX_ROUTER_K", 64),
+    ("router.cu", "MAX_ROUTER_EXPERTS", 4096),
+    ("wgrad_parts.cu", "GROUPS_PER_BLOCK", 2048),
+]
+
+
+@pytest.mark.parametrize(("name", "macro", "value"), WRONG)
+def test_constants_that_a_kernel_does_not_work_with_do_not_compile(name, macro, value):
+    (variant,) = (v for v in one_of_each_source() if v.source == name)
+    options = [option for option in loader.options(variant) if not option.startswith(f"-D{macro}=")]
+    assert len(options) == len(loader.options(variant)) - 1
+    with pytest.raises(RuntimeError, match="static assertion failed"):
+        attempt(loader.source(variant), name, (*options, f"-D{macro}={value}"), "90a")
 
 
 def test_hopper_takes_hoppers_kernels():

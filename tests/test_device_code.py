@@ -22,12 +22,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import CASES, Case, is_marked, make_ids, make_inputs, mark, relative_error
-from emulator import COMPILER, KERNELS, build
+from emulator import COMPILER, KERNELS, EmulatedTensorMap, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, plans, reference
+from moeblaze_cupy import arrays, launch_config, loader, params, reference, runtime, tensor_map
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, pair
 
@@ -82,8 +82,8 @@ def _compilers():
 
 
 @functools.cache
-def _compiled(source: str, macros: tuple):
-    return _compilers().submit(build, source, dict(macros))
+def _compiled(source: str, code: str, macros: tuple):
+    return _compilers().submit(build, source, dict(macros), code)
 
 
 class Module:
@@ -91,9 +91,10 @@ class Module:
 
     def __init__(self, device, code: str, options: tuple):
         self.device = device
-        (source,) = (path.name for path in KERNELS.glob("*.cu") if path.read_text() == code)
+        (self.source,) = (path.name for path in KERNELS.glob("*.cu") if code.startswith(path.read_text()))
         macros = (option[2:].split("=") for option in options if option.startswith("-D"))
-        self.compiled = _compiled(source, tuple((name, value) for name, value in macros))
+        self.macros = tuple((name, value) for name, value in macros)
+        self.compiled = _compiled(self.source, code, self.macros)
 
     def get_function(self, name: str):
         return Function(self, name)
@@ -102,30 +103,30 @@ class Module:
 class Function:
     def __init__(self, module: Module, name: str):
         self.module, self.name = module, name
+        self.params = params.params_of(loader.Variant(module.source, name, module.macros))
         self.max_dynamic_shared_size_bytes = 48 * 1024
-        self.kernel = SimpleNamespace(ptr=0)
+        self.kernel = SimpleNamespace(ptr=id(self))
+        module.device.functions[id(self)] = self
 
-    def launch(self, grid, block, args, shared_mem, stream):
+    def launch(self, grid, block, shared_mem, stream, arguments):
         device = self.module.device
         assert stream == STREAM
         assert shared_mem <= min(self.max_dynamic_shared_size_bytes, device.limits.shared_bytes_per_block)
+        (address,) = (ctypes.c_uint64 * 1).from_address(arguments)
+        (packed,) = np.frombuffer(ctypes.string_at(address, self.params.size), self.params.dtype)
+        values = dict(zip(packed.dtype.names, packed.tolist(), strict=True))
         alive = [(allocation, allocation.memory()) for allocation in device.allocations]
-        device.queue.append((self, grid, block, args, shared_mem, [a for a in alive if a[1] is not None]))
-
-    def launch_at(self, arguments, *launch):
-        count = len(self.module.compiled.result().kernels[self.name])
-        addresses = (ctypes.c_uint64 * count).from_address(arguments)
-        grid, block, *rest = launch
-        self.launch(grid, block, [ctypes.c_int64.from_address(address).value for address in addresses], *rest)
+        device.queue.append((self, grid, block, values, shared_mem, [a for a in alive if a[1] is not None]))
 
 
 class Device:
-    def __init__(self, limits: DeviceLimits, seed: int = 0):
-        """A `seed` other than 0 shuffles the order of blocks and threads."""
-        self.limits, self.seed = limits, seed
+    def __init__(self, limits: DeviceLimits, seed: int = 0, clusters_at_once: int = 1):
+        """A `seed` other than 0 shuffles the order of blocks and threads; as of `Emulated.launch`."""
+        self.limits, self.seed, self.clusters_at_once = limits, seed, clusters_at_once
         self.allocations: list[Allocation] = []
         self.queue: list = []
         self.launched: list[str] = []
+        self.functions: dict[int, Function] = {}  # by the driver's pointer
 
     def allocate(self, shape, dtype, margin: int = 0, writable: bool = True) -> DeviceArray:
         """Floats are NaN, integers neither an index nor the -1 of an absent slot."""
@@ -147,19 +148,27 @@ class Device:
         flat[offset:] = array.ravel()
         return flat[offset:].reshape(array.shape)
 
+    def launch(self, pointer, x, y, z, block, block_y, block_z, shared_mem, stream, arguments, extra):
+        assert (block_y, block_z, extra) == (1, 1, 0)
+        self.functions[pointer].launch((x, y, z), block, shared_mem, stream, arguments)
+
     def synchronize(self):
-        for function, grid, block, args, shared_mem, alive in self.queue:
+        for function, grid, block, values, shared_mem, alive in self.queue:
             module = function.module.compiled.result()
 
-            def argument(value, is_pointer, alive=alive):
-                if not is_pointer or value == 0:
-                    return value or (None if is_pointer else 0)
-                found = [a for a, _ in alive if a.start <= value < a.start + a.nbytes]
-                assert len(found) == 1, f"{value:#x} is not in an allocation that is alive"
-                return found[0].argument(value)
+            def array_at(address, alive=alive):
+                if address == 0:
+                    return None
+                found = [a for a, _ in alive if a.start <= address < a.start + a.nbytes]
+                assert len(found) == 1, f"{address:#x} is not in an allocation that is alive"
+                return found[0].argument(address)
 
-            arguments = [argument(*pair) for pair in zip(args, module.kernels[function.name], strict=True)]
-            module.launch(function.name, grid, block, arguments, shared_mem, self.seed)
+            table = function.params
+            values |= {name: array_at(values[name]) for name in table.pointers}
+            for name in table.maps:
+                address, described = EmulatedTensorMap.unpack(values[name])
+                values[name] = replace(described, **dict(zip(("array", "offset"), array_at(address), strict=True)))
+            module.launch(function.name, grid, block, table, values, shared_mem, self.seed, self.clusters_at_once)
             self.launched.append(function.name)
         self.queue.clear()
 
@@ -178,34 +187,44 @@ class Device:
         cupy.cuda = SimpleNamespace(
             Device=lambda number: nullcontext(),
             get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
+            driver=SimpleNamespace(launchKernel=self.launch),
             runtime=SimpleNamespace(
                 getDevice=lambda: 0,
+                setDevice=lambda number: None,
+                memGetInfo=lambda: None,
                 getDeviceCount=lambda: 1,
                 deviceGetAttribute=lambda number, device: attributes[number],
+                memsetAsync=lambda pointer, value, nbytes, stream: ctypes.memset(pointer, value, nbytes),  # new memory
             ),
         )
         return cupy
 
 
+def encoded_map(pointer, tensor):
+    """tensor_map.encode."""
+    dtype, shape, strides, box = tensor
+    assert dtype in ("bfloat16", "float16")
+    return EmulatedTensorMap(None, shape, strides, box).pack(pointer)
+
+
 @contextmanager
-def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0):
-    device = Device(limits, seed)
-    caches = (loader._module, loader.device_limits)
+def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0, tier: str = "sm80", clusters_at_once: int = 1):
+    device = Device(limits, seed, clusters_at_once)
+    caches = (loader._module, loader._device_limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", device.cupy())
-        patch.setenv("MOEBLAZE_TIER", "sm80")  # the emulator has no wgmma
+        patch.setenv("MOEBLAZE_TIER", tier)
+        patch.setattr(tensor_map, "encode", encoded_map)
         patch.setattr(loader, "_kernels", {})
-        patch.setattr(loader._Kernel, "launch", lambda kernel, *launch: kernel.function.launch(*launch))
-        patch.setattr(loader._Kernel, "launch_at", lambda kernel, *launch: kernel.function.launch_at(*launch))
-        patch.setattr(loader, "bind_context", lambda: None)
-        plans.clear()  # kernels of other devices
         for cache in caches:
             cache.cache_clear()
+        runtime.forget()
         try:
             yield device
         finally:
             for cache in caches:
                 cache.cache_clear()
+            runtime.forget()
 
 
 @pytest.fixture
@@ -322,16 +341,6 @@ def test_layer_across_tile_boundaries(device, dtype, case):
     layer.assert_matches_reference(layer.run())
 
 
-@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
-@pytest.mark.parametrize("case", [ALIGNED, UNALIGNED], ids=str)
-def test_plans_compute_what_the_operations_do(device, case, save):
-    """Calls of equal layouts, each with other values and in other memory: direct, traced, and from plans alone."""
-    for seed in range(4):
-        layer = Layer(device, make_inputs(case, seed, DTYPES["float32"]))
-        layer.assert_matches_reference(layer.run(save))
-        assert len(plans._plans) == (2 if seed else 0)
-
-
 # Activations are the same code in every dtype: all of them in fp32, which shows the smallest error, two in bf16.
 @pytest.mark.parametrize("case", [c for c in CASES if not is_aligned(c) or c.activation in ("swiglu", "relu")], ids=str)
 def test_layer_on_the_shared_cases(device, case):
@@ -423,11 +432,17 @@ def test_parts_of_weight_gradients_are_added_up(device, dtype, accumulate):
         out[:] = values
     offsets = np.array([0, 4, 4, 9], np.int32)
     given = [device.put(array) for array in (sums, offsets)]
-    context = arrays.Context(arrays.framework_of(outs[0]), 0, STREAM)
     pointers = [array.ctypes.data for array in (*given, *outs)]
-    sizes = (rows * ld, ld, rows, columns, halves, parts, int(accumulate))
-    variant = loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}")
-    context.launch(variant, (-(-rows * columns // 8 // 256), E, halves), 256, (*pointers, *sizes))
+    sizes = {"expert_stride": rows * ld, "ldo": ld, "rows": rows, "columns": columns, "halves": halves, "parts": parts}
+    threads = launch_config.PARTS_GROUPS
+    launch = runtime.Launch(
+        loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
+        (-(-rows * columns // 8 // threads), E, halves),
+        threads,
+        ("sums", "expert_token_offsets", "out0", "out1"),
+        sizes | {"accumulate": int(accumulate)},
+    )
+    runtime.Runtime(arrays.framework_of(outs[0]), 0, STREAM).launch(launch, *pointers)
     device.synchronize()
     for half, out in enumerate(outs):
         total = np.zeros((E, rows, columns), np.float32)

@@ -29,6 +29,12 @@ class Plain:
     def __dlpack_device__(self):
         return self.device
 
+    def __getitem__(self, key):
+        return type(self)(self.values[key])
+
+    def reshape(self, *shape):
+        return type(self)(self.values.reshape(*shape))
+
 
 class WithNamespace(Plain):
     """An array that leads to its namespace, as the array API standard has it."""
@@ -172,8 +178,66 @@ def test_a_framework_must_take_dlpack_back():
 def test_what_dlpack_cannot_carry_is_refused():
     """NumPy has no bfloat16 of its own to exchange."""
     logits = WithNamespace(np.zeros((2, 3), ml_dtypes.bfloat16))
-    with pytest.raises(TypeError, match=r"^route: logits: expected an array whose memory can be read, got "):
+    expected = (
+        r"^route: logits: DLPack: expected an array whose memory can be read by NumPy \(no bfloat16: pass float32\)"
+    )
+    with pytest.raises(TypeError, match=expected):
         mb.route(logits, 1)
+    float8 = pytest.importorskip("torch").zeros(2, 3, dtype=pytest.importorskip("torch").float8_e4m3fn)
+    of_torch = SimpleNamespace(__dlpack__=float8.__dlpack__, __dlpack_device__=float8.__dlpack_device__)
+    with pytest.raises(TypeError, match=expected):
+        mb.route(of_torch, 1)
+
+
+def test_read_only_ids_are_handed_back():
+    """To a framework of the older protocol, which has no word for "read-only"."""
+
+    class Unversioned(WithNamespace):
+        def __array_namespace__(self, api_version=None):
+            return SimpleNamespace(from_dlpack=lambda array: array.__dlpack__() and Unversioned(array))
+
+    values = np.array([[1, 0], [0, 1]], np.int32)
+    values.flags.writeable = False
+    index = mb.build_dispatch(Unversioned(values), 2)
+    assert type(index.token_expert_indices) is Unversioned
+    assert index.token_expert_indices.values.tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_jax_of_every_dtype(dtype):
+    """NumPy's DLPack knows no bfloat16, and exports no read-only arrays, which JAX's are."""
+    jax = pytest.importorskip("jax")
+    x, ids, weights, w1, w2, grad_out = make_inputs(CASE, 0, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    out, kept = mb.moe_forward(x, ids, weights, w1, w2)
+    want = [out, *mb.moe_backward(grad_out, kept)]
+    *arguments, grad_out = map(jax.numpy.asarray, (x, ids, weights, w1, w2, grad_out))
+    out, kept = mb.moe_forward(*arguments)
+    for got, wanted in zip((out, *mb.moe_backward(grad_out, kept)), want, strict=True):
+        assert isinstance(got, jax.Array) and got.dtype == wanted.dtype
+        assert relative_error(np.asarray(got, np.float32), wanted.astype(np.float32)) <= 1e-6
+    index, want_index = mb.build_dispatch(arguments[1], CASE.E), mb.build_dispatch(ids, CASE.E)
+    for name in ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map"):
+        assert isinstance(getattr(index, name), jax.Array)
+        assert np.array_equal(getattr(index, name), getattr(want_index, name))
+    routed, chosen = mb.route(arguments[0], 2)
+    assert isinstance(routed, jax.Array) and routed.dtype == np.float32
+    assert mb.route_backward(routed, arguments[0], routed, chosen).dtype == x.dtype
+
+
+def test_jax_inside_its_transforms():
+    jax = pytest.importorskip("jax")
+    logits = jax.numpy.ones((5, 4))
+    expected = r"^route: logits: JAX: expected an array with contents: a call outside of jax.jit, .*, got .*Tracer"
+    for transform in (jax.jit, jax.vmap):
+        with pytest.raises(TypeError, match=expected):
+            transform(lambda logits: mb.route(logits, 2)[0])(logits[None] if transform is jax.vmap else logits)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float8_e4m3fn"])
+def test_jax_of_other_dtypes_is_refused(dtype):
+    jax = pytest.importorskip("jax")
+    with pytest.raises(TypeError, match=f"^route: logits: expected dtype bfloat16 .*, got {dtype}$"):
+        mb.route(jax.numpy.ones((5, 4), dtype), 2)
 
 
 def test_cpu_arrays_of_other_kinds_mix_with_numpy():

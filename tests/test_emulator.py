@@ -7,25 +7,49 @@ import numpy as np
 import pytest
 from emulator import COMPILER, EmulatorError, build
 
+from moeblaze_cupy.params import Params
+
 if COMPILER is None:
     pytest.skip("g++ is not installed", allow_module_level=True)
 if platform.system() != "Linux":
     pytest.skip("the emulator needs Linux", allow_module_level=True)
 
 PREAMBLE = """
-#include "ptx_sm80.cuh"
-typedef long long int64;
+#include "common.cuh"
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 """
 
 
-def compiled(text, **macros):
-    return build("selftest.cu", macros, source_text=PREAMBLE + text)
+class Kernels:
+    """Kernels of a source of their own: (parameters in C++, body) by name. A body has its parameters as variables."""
+
+    def __init__(self, kernels, **macros):
+        self.order, self.tables, text = {}, {}, PREAMBLE
+        for name, (parameters, body) in kernels.items():
+            declared = [parameter.rsplit(maxsplit=1) for parameter in parameters.split(", ")]
+            kinds = {"pointers": [], "int64": [], "int32": []}
+            for kind, parameter in declared:
+                kinds["pointers" if kind.endswith("*") else {"int": "int32"}.get(kind, kind)].append(parameter)
+            self.order[name] = [parameter for _, parameter in declared]
+            self.tables[name] = table = Params(f"{name}_params", **{k: tuple(names) for k, names in kinds.items()})
+            types = {parameter: kind for kind, parameter in declared}
+            fields = "".join(f"{types[field.name]} {field.name}; " for field in table.fields)
+            names = ", ".join(field.name for field in table.fields)
+            # Reported line numbers count from the body's first line.
+            text += (
+                f"struct {table.struct} {{ {fields} }};\n{table.assertions()}"
+                f'extern "C" __global__ void {name}(const __grid_constant__ {table.struct} params) {{\n'
+                f"const auto& [{names}] = params;\n#line 1\n{body}\n}}\n"
+            )
+        self.module = build("selftest.cu", macros, source_text=text)
+
+    def launch(self, name, grid, block, args, **options):
+        values = dict(zip(self.order[name], args, strict=True))
+        self.module.launch(name, grid, block, self.tables[name], values, **options)
 
 
 def one_kernel(parameters, body, **macros):
-    # Reported line numbers count from the body's first line.
-    return compiled(f'extern "C" __global__ void kernel({parameters}) {{\n#line 1\n{body}\n}}', **macros)
+    return Kernels({"kernel": (parameters, body)}, **macros)
 
 
 def to_bf16(values):
@@ -338,14 +362,14 @@ MISTAKES = [
     ("cp_async_16(0, out + 1, 16);", "cp_async_16: global address .* not 16-byte aligned.*selftest.cu:1"),
     ("load_global_16(out + 64);", "load_global_16: 16 bytes at .* outside every array argument.*selftest.cu:1"),
     ("store_global_16(out + 2, make_uint4(0, 0, 0, 0));", "store_global_16: global address .* not 16-byte"),
-    ("shared_address(out);", "shared_address: .* is not in dynamic_shared"),
+    ("shared_address(out);", "shared_address: .* is not in shared memory"),
     ("dynamic_shared[512] = 1;", "dynamic shared memory was written at byte 512, the launch gave 512"),
     ("if (threadIdx.x == 3) __trap();", r"thread \(3, 0, 0\): __trap at selftest.cu:1"),
     ("\n*reinterpret_cast<volatile int*>(64) = 1;", "invalid access to address 0x40 .*selftest.cu:2"),
     ("out[0] = reinterpret_cast<uint2*>(out + 1)->x;", "undefined behaviour.* selftest.cu:1"),
     ("__shared__ int few[4];\nfew[threadIdx.x] = 1;\nout[0] = few[out[1]];", "undefined behaviour.*selftest.cu:2"),
     ("out[0] = 5 / out[1];", "division by zero"),
-    ("out[64] = 1;", r"argument 0 \(int32 \(64,\)\): 4 guard bytes changed past its end, the nearest at byte 256"),
+    ("out[64] = 1;", r"out \(int32 \(64,\)\): 4 guard bytes changed past its end, the nearest at byte 256"),
     ("out[-2] = 1;", "4 guard bytes changed before its start, the nearest at byte -5"),
 ]
 
@@ -353,11 +377,7 @@ MISTAKES = [
 @pytest.mark.parametrize("number", range(len(MISTAKES)))
 def test_mistakes_are_reported(number):
     # All in one source: one compilation.
-    kernels = (
-        f'extern "C" __global__ void kernel{i}(int* out) {{\n#line 1\n{body}\n}}\n'
-        for i, (body, _) in enumerate(MISTAKES)
-    )
-    module = compiled("".join(kernels))
+    module = Kernels({f"kernel{i}": ("int* out", body) for i, (body, _) in enumerate(MISTAKES)})
     out = np.zeros(64, np.int32)
     with pytest.raises(EmulatorError, match=MISTAKES[number][1]):
         module.launch(f"kernel{number}", 1, 64, [out], shared_mem=512)
@@ -373,39 +393,65 @@ def test_a_launch_after_an_error_starts_clean():
     assert good.tolist() == [0, 7]
 
 
-def test_arguments():
-    text = """
-    extern "C" __global__ void __launch_bounds__(32) add(const float* x, float* y, const float* optional, int64 n) {
+def test_parameters():
+    add = """
         for (int64 i = threadIdx.x; i < n; i += 32) y[i] += x[i] + (optional ? optional[0] : 0.f);
-    }
-    extern "C" __global__ void many(int64* out, NUMBERS) { out[0] = a0 - a30; }
     """
-    module = compiled(text, NUMBERS=", ".join(f"int64 a{i}" for i in range(31)))
+    many = {f"a{i}": 2**40 - i for i in range(20)} | {f"b{i}": -i for i in range(11)}
+    parameters = ", ".join(["int64* out", *(f"int64 a{i}" for i in range(20)), *(f"int b{i}" for i in range(11))])
+    body = "".join(f"out[{i}] = {name};" for i, name in enumerate(many))
+    module = Kernels(
+        {"add": ("const float* x, float* y, const float* optional, int64 n", add), "many": (parameters, body)}
+    )
     x = np.arange(8, dtype=np.float32)
     module.launch("add", 1, 32, [x, x, None, 8])  # one array given twice is one array
     np.testing.assert_array_equal(x, 2 * np.arange(8))
     y = np.zeros(4, np.float32)
     module.launch("add", 1, 32, [(x, 16), y, x, np.int64(4)])
     np.testing.assert_array_equal(y, x[4:])
-    out = np.zeros(1, np.int64)
-    module.launch("many", 1, 1, [out, -(2**62), *range(29), 3])
-    assert out[0] == -(2**62) - 3
+    out = np.zeros(31, np.int64)
+    module.launch("many", 1, 1, [out, *many.values()])
+    assert out.tolist() == list(many.values())
     frozen = np.zeros(4, np.float32)
     frozen.flags.writeable = False
     for args, message in [
-        ([x, y, None], "3 arguments, expected 4"),
-        ([x, y, None, y], "argument 3 is an array or None, expected an int"),
-        ([x, 5, None, 4], "argument 1 is 5, expected an array or None"),
-        ([x[::2], y, None, 4], "argument 0 must be a C-contiguous array"),
-        ([x[:6], x[2:], None, 4], "arguments 0 and 1 overlap without being equal"),
-        ([x, frozen, None, 4], "is read-only and was written"),
+        ([x, y, None, y], "n is array.*, expected an int"),
+        ([x, 5, None, 4], "y is 5, expected an array or None"),
+        ([x, y, None, 2**63], "n is 9223372036854775808: "),
+        ([x[::2], y, None, 4], "x must be a C-contiguous array"),
+        ([x[:6], x[2:], None, 4], "x and y overlap without being equal"),
+        ([x, frozen, None, 4], "y .* is read-only and was written"),
     ]:
         with pytest.raises(EmulatorError, match=message):
             module.launch("add", 1, 32, args)
-    with pytest.raises(EmulatorError, match="parameter 'int n' is neither a pointer nor 64 bits wide"):
-        one_kernel("int n", "")
+    values = {"x": x, "y": y, "optional": None}
+    table = module.tables["add"]
+    for wrong, message in [(values, r"missing or unknown parameters \['n'\]"), (values | {"m": 1}, "['m', 'n']")]:
+        with pytest.raises(EmulatorError, match=message):
+            module.module.launch("add", 1, 32, table, wrong)
+    with pytest.raises(EmulatorError, match="its struct has 32 bytes, add_params 24"):
+        module.module.launch("add", 1, 32, Params("add_params", pointers=("x", "y", "optional")), values)
     with pytest.raises(EmulatorError, match=r"(?s)failed:.*selftest.cu:1"):
         one_kernel("int64 n", "undeclared();")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "const int* x; const int* y; int64 m; int n, o;",  # one more, where the padding was
+        "const int* x; const int* y; int64 m, l; int n;",
+        "const int* y; const int* x; int64 m; int n;",  # in another order
+        "const int* x; const int* y; int n; int64 m;",
+        "const int* x; const int* y; int64 m; short n; int rest;",  # narrower
+        "const int* x; const int* z; int64 m; int n;",  # of another name
+    ],
+)
+def test_a_table_of_another_layout_does_not_compile(fields):
+    table = Params("S", pointers=("x", "y"), int64=("m",), int32=("n",))
+    with pytest.raises(
+        EmulatorError, match=r"static assertion failed: moeblaze_cupy/params\.py|has no member|names provided"
+    ):
+        build("selftest.cu", source_text=f"{PREAMBLE}struct S {{ {fields} }};\n{table.assertions()}")
 
 
 def test_speed_of_a_gemm_tile():

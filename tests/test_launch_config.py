@@ -1,8 +1,6 @@
-"""Launch geometry: from device limits and problem sizes to grids and shared memory, and that the kernels agree."""
+"""Launch geometry: from device limits and problem sizes to grids and shared memory."""
 
 import math
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.launch_config import H200, DeviceLimits
-from moeblaze_cupy.ops import aggregation, grouped_gemm, router
 
 A100 = DeviceLimits(80, 108, 166912, 167936)
 RTX_3090 = DeviceLimits(86, 82, 101376, 102400)
@@ -289,73 +286,25 @@ def test_two_blocks_of_dispatch_fit_a_multiprocessor():
         assert 2 * (shared + 1024) <= H200.shared_bytes_per_multiprocessor
 
 
-KERNELS = Path(loader.source_folder())
+@pytest.mark.parametrize("source", loader.sources())
+def test_every_kernel_source_has_constants(source):
+    constants = launch_config.kernel_constants(source)
+    assert constants and all(isinstance(value, int) and value > 0 for value in constants.values())
 
 
-def source(name: str) -> str:
-    return (KERNELS / name).read_text()
-
-
-def constants(*names: str) -> dict[str, int]:
-    """The constants of kernel sources that are sums and products of numbers and of each other."""
-    known = {}
-    for name in names:
-        for statement in re.findall(r"^constexpr (?:int|unsigned) ([^;]+);", source(name), re.MULTILINE):
-            for constant, value in re.findall(r"(\w+) = ([^,]+)", statement):
-                terms = re.split(r"[ +*]+", value)
-                if all(term.isdigit() or term in known for term in terms):
-                    known[constant] = eval(value, {}, known)
-    return known
-
-
-def test_portable_gemms_have_the_tiles_of_the_launches():
-    found = constants("gemm_core_sm80.cuh")
-    assert (found["BM"], found["BN"]) == (launch_config.TILE_ROWS, launch_config.TILE_COLUMNS)
-    assert found["THREADS"] == launch_config.GEMM_THREADS
-    assert found["STAGE_BYTES"] == launch_config.STAGE_BYTES
-    assert "TILE_COLUMNS = SPLIT ? 64 : 128" in source("grouped_gemm_sm80.cu")
-    for name in ("grouped_gemm_sm80.cu", "grouped_wgrad_sm80.cu"):
-        assert re.search(r"__launch_bounds__\(THREADS, 2\)", source(name))
-    # the epilogue stages the rows of 4 warps where the stages were
-    assert 4 * 4 * constants("row_staging.cuh")["STAGED_FLOATS"] <= 2 * launch_config.STAGE_BYTES
-
-
-def test_hopper_gemms_have_the_tiles_of_the_launches():
-    found = constants("gemm_core_sm90.cuh")
-    config = launch_config.gemm("bfloat16", True, False, H200)
-    assert (found["BM"], found["BN"]) == (launch_config.TILE_ROWS, config.tile_columns)
-    assert found["BN"] == launch_config.PANEL_COLUMNS
-    assert found["STAGES"] == config.stages
-    # beside the stages a finished tile of 16-bit elements, and 16 KiB that each kernel has a use of its own for
-    tile_bytes = found["BM"] * found["BN"] * 2
-    assert config.shared_bytes == found["STAGES"] * found["STAGE_BYTES"] + tile_bytes + 16 * 1024
-    assert "TILE_COLUMNS = SPLIT ? 128 : 256" in source("epilogue_sm90.cuh")
-    for name in ("grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu"):
-        assert f"__launch_bounds__({config.threads}, 1)" in source(name)
-
-
-def test_aggregation_and_router_have_the_blocks_of_the_launches():
-    tokens, slots = aggregation.TOKENS_PER_BLOCK, aggregation.SLOTS_PER_BLOCK
-    text = source("aggregation.cu")
-    assert f"token = blockIdx.x * {tokens}LL + threadIdx.x / 32" in text
-    assert f"slot = blockIdx.x * {slots}LL + threadIdx.x" in text
-    assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * tokens)} == {str(slots)}
-    assert f"WARP_COLUMNS = {launch_config.PANEL_COLUMNS};" in text
-    assert launch_config.PANEL_COLUMNS == 8 * 32  # a lane of a warp takes 8
-    assert grouped_gemm.GROUPS_PER_BLOCK == 256
-    assert "index = blockIdx.x * 256 + threadIdx.x" in source("wgrad_parts.cu")
-    assert re.findall(r"__launch_bounds__\((\d+)\)", source("wgrad_parts.cu")) == ["256"]
-    text = source("router.cu")
-    assert set(re.findall(r"blockIdx\.x \* (\d+)LL", text)) == {str(router.TOKENS_PER_BLOCK)}
-    assert set(re.findall(r"__launch_bounds__\((\d+)\)", text)) == {str(32 * router.TOKENS_PER_BLOCK)}
-    assert 4 * router.TOKENS_PER_BLOCK * launch_config.MAX_ROUTER_EXPERTS <= launch_config.DEFAULT_SHARED_BYTES
-    assert launch_config.MAX_ROUTER_K == 32  # a lane holds a slot
-
-
-def test_dispatch_has_the_threads_of_the_launches():
-    found = re.findall(r"__launch_bounds__\((\d+)\)", source("dispatch.cu"))
-    assert found == ["1024", "1024"]
-    assert f"HELD = {launch_config.HELD_PIECES};" in source("dispatch.cu")
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+def test_gemms_are_compiled_for_the_tiles_of_the_launches(tier):
+    limits = H200 if tier == "sm90" else A100
+    for entry, split in (("up_fwd", True), ("down_fwd", False)):
+        config = launch_config.gemm("bfloat16", True, split, limits)
+        options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True}
+        variant = loader.gemm_variant(entry, **options, tier=config.tier, stages=config.stages)
+        given = launch_config.kernel_constants(variant.source) | dict(variant.macros)
+        assert int(given["TILE_COLUMNS"]) == config.tile_columns
+        assert given["THREADS"] == config.threads
+        assert int(given["STAGES"]) == config.stages
+        beside = given["TILE_BYTES"] + given["SPARE_BYTES"] if tier == "sm90" else 0
+        assert int(given["STAGES"]) * given["STAGE_BYTES"] + beside == config.shared_bytes
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 255, 641, 1000, 4097, 32767, launch_config.MAX_K])

@@ -488,6 +488,115 @@ def test_accumulation_into_main_grad():
     assert same_bits(layer.router.grad, plain.router.grad)
 
 
+@pytest.mark.parametrize("calls_before", [0, 3], ids=["first", "replayed"])
+@pytest.mark.parametrize("xp_name", ["cupy", "torch"])
+@pytest.mark.parametrize("order", ["row", "pair"])
+def test_sums_over_what_backward_reads_are_refused_on_every_call(order, xp_name, calls_before):
+    """Layouts do not tell of it; neither do address ranges of sums that lie among each other, which are allowed."""
+    if xp_name == "torch":
+        pytest.importorskip("torch")
+    case = Case(L=300, k=2, E=4, d=136, h=72, order=order)
+    gpu, host = inputs_of(case, "bfloat16", xp_name)
+    x, ids, weights, w1, w2, grad_out = gpu
+
+    def backward(totals):
+        _, saved = mb.moe_forward(x, ids, weights, w1, w2)
+        return mb.moe_backward(grad_out, saved, accumulate=totals)
+
+    def fresh():
+        both = on_gpu(xp_name, np.zeros((case.E, case.d, 2 * case.h), DTYPES["bfloat16"]))
+        w1_total = both if order == "row" else (both[:, :, : case.h], both[:, :, case.h :])
+        return {"w1": w1_total, "w2": on_gpu(xp_name, np.zeros(host[4].shape, DTYPES["bfloat16"]))}
+
+    for _ in range(calls_before):
+        backward(fresh())
+    got = backward(fresh())
+    want = reference_results(case, host)
+    assert_close({name: getattr(got, name) for name in ("w1", "w2")}, want, "bfloat16")
+    before = to_float64(w2)
+    with pytest.raises(ValueError, match=r"accumulate\['w2'\]: expected memory apart from saved.w2, got an array"):
+        backward(fresh() | {"w2": w2})
+    assert np.array_equal(to_float64(w2), before)
+    if order == "row":
+        with pytest.raises(ValueError, match=r"accumulate\['w1'\]: expected memory apart from saved.w1, got an array"):
+            backward(fresh() | {"w1": w1})
+    else:
+        gate = fresh()["w1"][0]
+        with pytest.raises(ValueError, match=r"\['w1'\]\[1\]: expected memory apart from accumulate\['w1'\]\[0\]"):
+            backward(fresh() | {"w1": (gate, gate)})
+    assert_close({"w2": backward(fresh()).w2}, want, "bfloat16")
+
+
+@pytest.mark.parametrize("calls_before", [0, 3], ids=["first", "replayed"])
+def test_what_torch_cannot_follow_is_refused_on_every_call(calls_before):
+    torch = pytest.importorskip("torch")
+    forward_ad, make_fx = torch.autograd.forward_ad, pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
+    (x, ids, weights, w1, w2, grad_out), _ = inputs_of(RAGGED, "bfloat16", "torch")
+
+    def forward(x, w1=w1):
+        return mb.moe_forward(x, ids, weights, w1, w2)[0]
+
+    def backward(grad_out):
+        _, saved = mb.moe_forward(x, ids, weights, w1, w2)
+        return mb.moe_backward(grad_out, saved).x
+
+    for _ in range(calls_before):
+        forward(x), backward(grad_out)
+    for function, given in ((forward, x), (backward, grad_out)):
+        with pytest.raises(RuntimeError, match="got one that requires it; use moe or route of"):
+            function(given.detach().clone().requires_grad_())
+        with pytest.raises(RuntimeError, match="got make_fx"):
+            make_fx(function)(given)
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="got forward-mode differentiation"):
+            function(forward_ad.make_dual(given, given))
+    with pytest.raises(RuntimeError, match=r"^moe_forward: w1: expected a tensor that requires no gradient"):
+        forward(x, torch.nn.Parameter(w1))
+    with torch.no_grad():
+        assert torch.equal(forward(x, torch.nn.Parameter(w1)), forward(x))
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+@pytest.mark.parametrize("needs", [("x",), ("weights",), ("w1",), ("w2",), ("weights", "w2"), ()], ids=" ".join)
+def test_what_counts_as_consumed_is_what_was_overwritten(needs, save):
+    """Of every backward, also of replayed ones: the saved arrays differ afterwards just where the mark says so."""
+    gpu, _ = inputs_of(RAGGED, "bfloat16")
+    x, ids, weights, w1, w2, grad_out = gpu
+    for _ in range(3):
+        _, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save)
+        kept = [array for array in (saved.first_layer, saved.y_swi) if array is not None]
+        before = [to_float64(array) for array in kept]
+        mb.moe_backward(grad_out, saved, needs=needs)
+        changed = any(not np.array_equal(to_float64(a), b) for a, b in zip(kept, before, strict=True))
+        assert saved.consumed == changed
+
+
+def test_no_second_derivative_on_a_gpu():
+    torch = pytest.importorskip("torch")
+    from moeblaze_cupy.interop.torch import MoE
+
+    torch.manual_seed(0)
+    layer = MoE(128, 64, 8, 2, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3):
+        (want,) = torch.autograd.grad(layer(x).sum(), x)
+        (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+        assert torch.equal(grad, want)
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            grad.float().square().sum().backward()
+
+
+def test_autocast_leaves_the_router_in_fp32_on_a_gpu():
+    torch = pytest.importorskip("torch")
+    from moeblaze_cupy.interop.torch import MoE
+
+    torch.manual_seed(0)
+    layer = MoE(256, 16, 64, 2, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)
+    want = layer(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(layer(x), want)
+
+
 def test_frozen_experts_run_no_weight_kernel(monkeypatch):
     from moeblaze_cupy.ops import grouped_gemm
 

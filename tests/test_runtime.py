@@ -436,6 +436,14 @@ def test_a_record_lists_why_and_its_first_launch_is_printed_on_request(device, m
     assert "up_fwd" in first and "Hopper tier: " in first and "dispatch_route_int32" in first
 
 
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_a_size_beyond_32_bits_is_refused(device, value):
+    scalars = {"L": 4, "num_experts": value, "k": 1, "over_selected": 0}
+    launch = Launch(loader.entry("router.cu", "router_fwd_float32"), (1,), 32, ("logits", "weights", "ids"), scalars)
+    with pytest.raises(OverflowError):
+        runtime.Runtime(arrays.CuPy, 0, STREAM).launch(launch, 1, 2, 3)
+
+
 def test_records_are_made_without_a_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     runtime.forget()

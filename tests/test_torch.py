@@ -73,7 +73,7 @@ def test_gradients_equal_finite_differences(case, save):
     def layer(x, weights, *experts):
         *w1, w2 = experts
         w1 = w1[0] if len(w1) == 1 else tuple(w1)
-        return moe(x, ids, weights, w1, w2, activation=case.activation, save=save)
+        return moe(x, ids, weights, w1, w2, activation=case.activation, save=save, keep_saved=True)
 
     assert torch.autograd.gradcheck(layer, tuple(leaves.values()))
 
@@ -189,25 +189,20 @@ def test_saved_tensor_hooks_see_everything_that_is_kept(order, save):
     assert inputs <= {tensor.data_ptr() for tensor in packed}
 
     kept = [tensor for tensor in packed if tensor.data_ptr() not in inputs]
-    _, saved = mb.moe_forward(x.detach(), ids, weights.detach(), w1, w2, save=save)
+    with torch.no_grad():
+        _, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save)
     slots, lists = case.L * case.k, saved.index
     first_layer, y_swi = {"minimal": (1, 0), "paper": (1, 1), "recompute": (0, 0)}[save]
     assert [tuple(tensor.shape) for tensor in kept] == [
         *[(slots, 2 * case.h)] * first_layer,
         *[(slots, case.h)] * y_swi,
-        (slots,),
-        (case.E + 1,),
-        (slots,),
+        tuple(lists.lists.shape),
         (case.L, case.k),
-        (case.E,),
     ]
     own_ids = [tensor for tensor in kept if tensor.data_ptr() == ids.data_ptr()]
     assert len(own_ids) == 1  # int32 ids are kept in place
     assert sum(tensor.nbytes for tensor in kept) - own_ids[0].nbytes == saved.nbytes
-    wanted = (saved.first_layer, saved.y_swi, lists.expert_token_indices, lists.expert_token_offsets)
-    wanted = [
-        t for t in (*wanted, lists.token_expert_indices, lists.token_index_map, lists.experts_by_load) if t is not None
-    ]
+    wanted = [t for t in (saved.first_layer, saved.y_swi, lists.lists, lists.ids) if t is not None]
     assert all(map(torch.equal, kept, wanted))
 
     # What the node itself holds are names and numbers.
@@ -247,19 +242,70 @@ def test_gradients_that_are_not_contiguous():
     """Of a sum torch hands over an expanded scalar, of a transposed use a transposed gradient."""
     x, ids, weights, w1, w2, grad_out = tensors(SMALL)
     leaves = list(leaves_of(x, weights, w1, w2).values())
-    out = moe(x, ids, weights, w1, w2)
+    out = moe(x, ids, weights, w1, w2, keep_saved=True)
     got = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
     assert all(map(torch.equal, got, torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)))
     got = torch.autograd.grad((out.T * grad_out.T.contiguous()).sum(), leaves, retain_graph=True)
     assert all(map(torch.equal, got, torch.autograd.grad(out, leaves, grad_out)))
 
 
+def consuming(save, needs):
+    """Whether a backward overwrites what was saved, by what `ops.experts.moe_backward` writes into."""
+    return {
+        "minimal": "x" in needs or "w1" in needs,
+        "paper": "x" in needs or "w1" in needs or "w2" in needs,
+        "recompute": False,
+    }[save]
+
+
+@pytest.mark.parametrize("keep_saved", [False, True])
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize(
+    "needs", [("x",), ("weights",), ("w1",), ("w2",), ("weights", "w2"), GRADIENTS, ()], ids=" ".join
+)
+def test_backward_over_arrays_consumes_as_on_cuda(needs, save, keep_saved):
+    x, ids, weights, w1, w2, grad_out = make_inputs(SMALL, 0)
+    _, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save)
+    first = mb.moe_backward(grad_out, saved, needs=needs, keep_saved=keep_saved)
+    assert saved.consumed == (not keep_saved and consuming(save, needs))
+    if saved.consumed:
+        with pytest.raises(RuntimeError, match=r"^moe_backward: saved: expected activations that are still there"):
+            mb.moe_backward(grad_out, saved, needs=needs)
+    else:
+        again = mb.moe_backward(grad_out, saved, needs=needs)
+        assert all(a is b is None or np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("save", POLICIES)
+def test_second_backward(save):
+    """`keep_saved` allows it, with the same result."""
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    leaves = list(leaves_of(x, weights, w1, w2).values())
+    out = moe(x, ids, weights, w1, w2, save=save, keep_saved=True)
+    first, second = (torch.autograd.grad(out, leaves, grad_out, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    out = moe(x, ids, weights, w1, w2, save=save)
+    assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, grad_out, retain_graph=True)))
+    if save == "recompute":
+        assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, grad_out)))
+    else:
+        with pytest.raises(RuntimeError, match="an earlier backward overwrote"):
+            torch.autograd.grad(out, leaves, grad_out)
+
+
+def test_an_output_used_twice_has_one_backward():
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    leaves = list(leaves_of(x, weights, w1, w2).values())
+    want = torch.autograd.grad(moe(x, ids, weights, w1, w2), leaves, 3 * grad_out)
+    out = moe(x, ids, weights, w1, w2)
+    for got, wanted in zip(torch.autograd.grad([out, 2 * out], leaves, [grad_out] * 2), want, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_second_backward_over_consumed_activations():
-    """The NumPy backend overwrites nothing, so the mark is set by hand."""
     x, ids, weights, w1, w2, grad_out = tensors(SMALL)
     out = moe(x.requires_grad_(), ids, weights, w1, w2)
     out.backward(grad_out, retain_graph=True)
-    out.grad_fn.saved.consumed = True
     with pytest.raises(RuntimeError) as caught:
         out.backward(grad_out)
     assert str(caught.value) == (
@@ -397,23 +443,123 @@ def test_errors_of_main_grad():
         "moe: w2: expected main_grad with the parameter's shape and strides ((3, 2, 3), (6, 3, 1)), got ((1,), (1,))"
     )
     w2.main_grad = torch.zeros_like(w2, dtype=torch.float16)
-    out = moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True)
-    with pytest.raises(
-        TypeError, match=r"^moe_backward: accumulate\['w2'\]: expected dtype float32 or float64, got float16"
-    ):
-        out.sum().backward()
+    with pytest.raises(TypeError) as caught:
+        moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True)
+    assert str(caught.value) == (
+        "moe: w2: expected main_grad with dtype torch.float32 or torch.float64, got torch.float16"
+    )
+    w2.main_grad = torch.zeros_like(w2, device="meta")
+    with pytest.raises(TypeError) as caught:
+        moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True)
+    assert str(caught.value) == "moe: w2: expected main_grad on the parameter's device cpu, got meta"
+    for own in (w2, w2.detach()):
+        w2.main_grad = own
+        with pytest.raises(ValueError) as caught:
+            moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True)
+        assert str(caught.value) == "moe: w2: expected main_grad with memory of its own, got the parameter's"
+    del w2.main_grad
     with pytest.raises(ValueError) as caught:
         gate, up = w1.detach().chunk(2, dim=2)
         moe(x, ids, weights, (gate.requires_grad_(), up), w2, accumulate_into_main_grad=True)
     assert str(caught.value) == "moe: w1: expected a pair of which both or none require gradients, got one of each"
 
 
-def test_no_second_derivative():
-    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
-    out = moe(x.requires_grad_(), ids, weights, w1, w2)
-    (grad,) = torch.autograd.grad(out, x, grad_out.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+REDUCTIONS = {
+    "sum": lambda out: out.sum(),  # an incoming gradient that requires none
+    "mean": lambda out: out.mean(),
+    "squares": lambda out: out.square().sum(),
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("of", ["x", "weights", "w1", "w2"])
+def test_no_second_derivative(of, reduction):
+    """A gradient penalty raises; the first derivatives that it is made of are as without a graph."""
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    leaves = leaves_of(x, weights, w1, w2)
+    reduced = REDUCTIONS[reduction]
+    want = torch.autograd.grad(reduced(moe(x, ids, weights, w1, w2)), list(leaves.values()))
+    out = reduced(moe(x, ids, weights, w1, w2))
+    grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), create_graph=True), strict=True))
+    assert all(map(torch.equal, grads.values(), want))
+    with pytest.raises(RuntimeError, match=r"^moe: no second derivatives$"):
+        grads[of].square().sum().backward()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_second_derivative_with_other_leaves(reduction):
+    """Where the penalty's leaf is another one than that of the loss."""
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    x.requires_grad_(), w1.requires_grad_()
+    out = moe(x, ids, weights, w1, w2)
+    (grad,) = torch.autograd.grad(REDUCTIONS[reduction](out), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^moe: no second derivatives$"):
+        grad.square().sum().backward()
+    assert w1.grad is None
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_second_derivative_of_the_router(reduction):
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    reduced = REDUCTIONS[reduction]
+    (want,) = torch.autograd.grad(reduced(route(logits, 2)[0]), logits)
+    (grad,) = torch.autograd.grad(reduced(route(logits, 2)[0]), logits, create_graph=True)
+    assert torch.equal(grad, want)
+    with pytest.raises(RuntimeError, match=r"^route: no second derivatives$"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_with_a_graph_can_be_used_without_it():
+    """As optimizers do that ask for graphs throughout; also into .grad and main_grad."""
+    layer = MoE(8, 6, 5, 2, accumulate_into_main_grad=True)
+    for parameter in (layer.w1_storage, layer.w2_storage):
+        parameter.main_grad = torch.zeros_like(parameter)
+    layer(torch.randn(7, 8)).square().sum().backward(create_graph=True)
+    assert layer.router.grad.detach().abs().sum() > 0 and layer.w1_storage.main_grad.abs().sum() > 0
+    layer.router.grad = None  # else a cycle that only the garbage collector ends
+
+
+def test_transforms_are_refused():
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    expected = ": expected a call outside of all transforms of torch but torch.compile, .*, got "
+    for leaf in (x, x.clone().requires_grad_()):
+        with pytest.raises(RuntimeError, match="^moe: x" + expected + "a transform of torch.func"):
+            torch.func.grad(lambda x: moe(x, ids, weights, w1, w2).sum())(leaf)
+        with pytest.raises(RuntimeError, match="^route: logits" + expected + "make_fx"):
+            torch.fx.experimental.proxy_tensor.make_fx(lambda x: route(x, 2)[0])(leaf)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        for call in (lambda: route(dual, 2), lambda: moe(dual, ids, weights, w1, w2)):
+            with pytest.raises(RuntimeError, match=expected + "forward-mode differentiation"):
+                call()
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=expected + "forward-mode differentiation"):
+        torch.autograd.gradcheck(lambda x: moe(x, ids, weights, w1, w2, keep_saved=True), leaf, check_forward_ad=True)
+    out = moe(leaf, ids, weights, w1, w2, keep_saved=True)
+    with pytest.raises(TypeError, match=r"^moe_backward: grad_out: memory: expected .* batched by vmap"):
+        torch.autograd.grad(out, leaf, torch.ones(2, *out.shape, dtype=out.dtype), is_grads_batched=True)
+
+
+def test_arguments_of_the_router_are_tensors():
+    with pytest.raises(TypeError) as caught:
+        route(np.zeros((5, 4), np.float32), 2)
+    assert str(caught.value) == "route: logits: expected a torch tensor, got <class 'numpy.ndarray'>"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_storages_of_the_caller_can_still_be_resized(dtype):
+    """As FSDP does with parameters."""
+    x, ids, weights, w1, w2, grad_out = tensors(replace(SMALL, order="transposed"), np.float32)
+    x, w1, w2, grad_out = (t.to(dtype).clone() for t in (x, w1, w2, grad_out))
+    ids, weights = ids.clone(), weights.clone()
+    total = torch.zeros_like(w2)
+    _, saved = mb.moe_forward(x, ids, weights, w1, w2)
+    mb.moe_backward(grad_out, saved, accumulate={"w2": total})
+    assert total.abs().sum() > 0
+    mb.route(x, 2)
+    assert all(t.untyped_storage().resizable() for t in (x, ids, weights, w1, w2, grad_out, total))
+    assert saved.x is x and saved.weights is weights and saved.w1 is w1 and saved.w2 is w2
 
 
 def test_bad_input_raises_through_autograd():
@@ -433,7 +579,8 @@ def test_checkpointing_gives_the_same_gradients():
 def composed(layer, x):
     """`MoE` written in torch operations, in the dtypes that `MoE` promises."""
     tokens = x.reshape(-1, x.shape[-1])
-    logits = tokens.float() @ layer.router.float().T
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = tokens.to(wide) @ layer.router.to(wide).T
     if layer.kind == "topk_softmax":
         top, ids = logits.topk(layer.k)
         weights = top.softmax(-1)
@@ -468,11 +615,146 @@ def test_module_equals_torch_operations(kind, renormalize, activation):
     wanted = (x, *layer.parameters())
     out, want = layer(x), composed(layer, x)
     assert out.shape == x.shape and out.dtype == x.dtype
-    # the router is in fp32
-    assert relative_error(out.detach().numpy(), want.detach().numpy()) <= 1e-6
+    assert relative_error(out.detach().numpy(), want.detach().numpy()) <= 1e-12
     grads = torch.autograd.grad(out, wanted, grad_out)
     for got, expected in zip(grads, torch.autograd.grad(want, wanted, grad_out), strict=True):
-        assert relative_error(got.numpy(), expected.numpy()) <= 1e-6
+        assert relative_error(got.numpy(), expected.numpy()) <= 1e-12
+
+
+@pytest.mark.parametrize("options", [{"keep_saved": True}, {"save": "recompute"}], ids=str)
+def test_gradients_of_the_module_equal_finite_differences(options):
+    torch.manual_seed(0)
+    layer = MoE(4, 3, 5, 2, dtype=torch.float64, **options)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
+
+
+def test_top_1_trains_its_router():
+    torch.manual_seed(0)
+    layer = MoE(8, 6, 5, 1)
+    assert layer.renormalize is False and MoE(8, 6, 5, 2).renormalize is True
+    x = torch.randn(64, 8)
+    layer(x).square().mean().backward()
+    composed_layer = copy.deepcopy(layer)
+    composed_layer.zero_grad()
+    composed(composed_layer, x).square().mean().backward()
+    assert layer.router.grad.abs().max() > 0
+    assert relative_error(layer.router.grad.numpy(), composed_layer.router.grad.numpy()) <= 1e-5
+
+
+@pytest.mark.parametrize("options", [{"renormalize": True}, {"kind": "topk_softmax"}], ids=str)
+def test_a_router_that_cannot_train_is_warned_of(options):
+    with pytest.warns(UserWarning, match="MoE: k = 1 with .* trains no router"):
+        layer = MoE(8, 6, 5, 1, **options)
+    layer(torch.randn(64, 8)).square().mean().backward()
+    assert not layer.router.grad.any()
+
+
+@pytest.mark.parametrize("arrives", [torch.bfloat16, torch.float32])
+def test_autocast_leaves_the_router_in_fp32(arrives):
+    """Rounded logits would send some tokens to other experts."""
+    torch.manual_seed(0)
+    layer = MoE(256, 16, 64, 2, dtype=arrives)
+    x = torch.randn(512, 256, dtype=arrives, requires_grad=True)
+    grad_out = torch.randn_like(x)
+    want = layer(x)
+    want_grads = torch.autograd.grad(want, (x, *layer.parameters()), grad_out)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert torch.equal(out, want)
+    assert all(map(torch.equal, torch.autograd.grad(out, (x, *layer.parameters()), grad_out), want_grads))
+
+
+def test_autocast_is_named_where_it_made_the_dtypes_differ():
+    layer = MoE(8, 6, 5, 2)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError) as caught:
+        layer(torch.nn.Linear(8, 8)(torch.randn(3, 8)))
+    assert str(caught.value) == (
+        "moe: w1: expected x's dtype torch.bfloat16, as torch.autocast casts other layers' outputs but not these "
+        "weights, got torch.float32; pass x.to(w1.dtype), or all in one dtype"
+    )
+    with pytest.raises(TypeError, match=r"^moe_forward: w1: expected dtype bfloat16, got float32"):
+        layer(torch.randn(3, 8).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "error", "message"),
+    [
+        ((0, 6, 5, 2), {}, ValueError, "d_model: expected at least 1, got 0"),
+        ((8, 0, 5, 2), {}, ValueError, "d_hidden: expected at least 1, got 0"),
+        ((8, 6, 0, 2), {}, ValueError, "num_experts: expected 1 to 1024, got 0"),
+        ((8, 6, 2000, 2), {}, ValueError, "num_experts: expected 1 to 1024, got 2000"),
+        ((8, 6, 4, 5), {}, ValueError, "k: expected 1 to 4, got 5"),
+        ((8, 6, 64, 33), {}, ValueError, "k: expected 1 to 32, got 33"),
+        ((8, 6, 4, 0), {}, ValueError, "k: expected 1 to 4, got 0"),
+        ((8, 6, 4, True), {}, TypeError, "k: expected an int, got True"),
+        ((8.0, 6, 4, 2), {}, TypeError, "d_model: expected an int, got 8.0"),
+        ((8, 6, 4, 2), {"activation": "SwiGLU"}, ValueError, "activation: expected one of 'swiglu', "),
+        ((8, 6, 4, 2), {"save": "all"}, ValueError, "save: expected one of 'minimal', "),
+        ((8, 6, 4, 2), {"kind": "sigmoid"}, ValueError, "kind: expected one of 'softmax_topk', "),
+        ((8, 6, 4, 2), {"renormalize": "no"}, TypeError, "renormalize: expected True, False or None, got 'no'"),
+    ],
+)
+def test_errors_of_the_constructor(sizes, options, error, message):
+    with pytest.raises(error) as caught:
+        MoE(*sizes, **options)
+    assert str(caught.value).startswith(f"MoE: {message}")
+
+
+def test_sizes_read_by_numpy():
+    layer = MoE(*np.array([8, 6, 5, 2]))
+    assert layer(torch.randn(3, 8)).shape == (3, 8) and type(layer.k) is int
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (), (8, 3)], ids=str)
+def test_shape_of_the_modules_input(shape):
+    with pytest.raises(ValueError) as caught:
+        MoE(8, 6, 5, 2)(torch.zeros(shape))
+    assert str(caught.value) == f"MoE: x: expected shape (..., d) = (..., 8), got {shape}"
+
+
+def _train_sharded(rank, folder):
+    """One of two processes of FSDP2, each with half of the tokens; the first writes whole gradients and losses."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        layer = MoE(8, 6, 4, 2)
+        layer.load_state_dict(torch.load(f"{folder}/start.pt"))
+        fully_shard(layer, mesh=mesh)
+        x, target = torch.load(f"{folder}/data.pt").chunk(2, dim=1)[rank].unbind()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        written = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            (layer(x) - target).square().mean().backward()
+            written.append([p.grad.full_tensor() for p in layer.parameters()])
+            optimizer.step()
+        if rank == 0:
+            torch.save(written, f"{folder}/gradients.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fully_sharded_training_equals_that_of_one_process(tmp_path):
+    """FSDP frees and restores the storages of parameters, which must not have become NumPy's."""
+    pytest.importorskip("torch.distributed.fsdp")
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("needs torch with gloo")
+    torch.manual_seed(0)
+    layer, data = MoE(8, 6, 4, 2), torch.randn(2, 32, 8)
+    torch.save(layer.state_dict(), tmp_path / "start.pt")
+    torch.save(data, tmp_path / "data.pt")
+    torch.multiprocessing.spawn(_train_sharded, (str(tmp_path),), nprocs=2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for sharded in torch.load(tmp_path / "gradients.pt"):
+        optimizer.zero_grad()
+        (layer(data[0]) - data[1]).square().mean().backward()
+        for parameter, gradient in zip(layer.parameters(), sharded, strict=True):
+            assert relative_error(gradient.numpy(), parameter.grad.numpy()) <= 1e-5
+        optimizer.step()
 
 
 def test_module_parameters_and_memory_order():
@@ -482,7 +764,10 @@ def test_module_parameters_and_memory_order():
     assert dict(MoE(8, 6, 5, 2, activation="relu").named_parameters())["w1_storage"].shape == (5, 6, 8)
     layer(torch.randn(3, 8)).sum().backward()
     assert all(p.grad.stride() == p.stride() for p in layer.parameters())
-    assert "d_model=8, d_hidden=6, num_experts=5, k=2, activation='swiglu', save='minimal'" in repr(layer)
+    assert repr(layer) == (
+        "MoE(d_model=8, d_hidden=6, num_experts=5, k=2, activation='swiglu', save='minimal', kind='softmax_topk', "
+        "renormalize=True, keep_saved=False, accumulate_into_main_grad=False)"
+    )
 
 
 def test_module_state_dict_round_trip():

@@ -14,7 +14,7 @@ from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, Dispatch, IndexLayout
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
-from moeblaze_cupy.structures import SavedForBackward, is_gated
+from moeblaze_cupy.structures import SavedForBackward, is_consumed, is_gated
 
 Shape = tuple[int, ...]
 
@@ -163,8 +163,7 @@ def configure_backward(
     needs_first_layer_grad = "x" in needs or "w1" in needs
     in_place = first_layer is None or not keep_saved
     takes_y_swi = "w2" in needs and y_swi is not None and in_place
-    # A recomputed first layer is no loss; a y_swi turned into A' is.
-    consumes = not keep_saved and ((first_layer is not None and needs_first_layer_grad) or takes_y_swi)
+    consumes = is_consumed(first_layer is not None, y_swi is not None, needs, keep_saved)
 
     def misaligned(layout: Layout | None) -> int:
         return 0 if layout is None else layout.misalignment

@@ -1,7 +1,7 @@
 """Runs the CUDA sources of kernels_cu on the CPU: g++ compiles them against cuemu.h, one fibre per thread.
 
-Covers indexing, shared memory layout, fragments, barriers and cp.async waits. Does not cover what
-depends on blocks running at the same time, on memory fences, or on Hopper's instructions.
+Covers indexing, shared memory layout, fragments, barriers and cp.async waits, of Hopper mbarriers, bulk tensor copies,
+wgmma and clusters. Does not cover what depends on the order of writes to memory.
 """
 
 import ctypes
@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .tensor_map import EmulatedTensorMap as EmulatedTensorMap
+
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parent.parent / "kernels_cu"
 COMPILER = shutil.which("g++")
@@ -25,12 +27,16 @@ COMPILER = shutil.which("g++")
 FLAGS = shlex.split(
     "-std=c++17 -O2 -g1 -shared -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow -fsanitize-undefined-trap-on-error "
-    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE"
+    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE -Wno-attributes -Wno-psabi"
 )
+# Added to the preprocessed source for each of its kernels.
+ENTRY = """
+extern "C" __attribute__((visibility("default"))) const cuemu::Entry cuemu_entry_{name} =
+    {{cuemu::Call<{name}>::with, cuemu::bytes_of({name})}};
+"""
 GUARD_BYTES = 4096
 GUARD = 0xAB
 MAX_SHARED_BYTES = 227 * 1024  # what a block of an sm_90 device may ask for
-MAX_ARGUMENTS = 32
 
 _launch_lock = threading.Lock()  # the fault handlers belong to the process, the fibres to the library
 _stacks = None  # of the fibres: shared by all libraries, whose guard pages would exhaust the process's mappings
@@ -44,24 +50,31 @@ class _Launch(ctypes.Structure):
     """cuemu::Launch."""
 
     _fields_ = (
-        ("kernel", ctypes.c_void_p),
+        ("call", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
-        ("arguments", ctypes.POINTER(ctypes.c_int64)),
+        ("params", ctypes.c_void_p),
         ("arrays", ctypes.POINTER(ctypes.c_size_t)),
         ("stacks", ctypes.c_void_p),
-        ("num_arguments", ctypes.c_uint64),
         ("num_arrays", ctypes.c_uint64),
         ("shared_bytes", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
+        ("cluster_blocks", ctypes.c_uint64),
+        ("clusters_at_once", ctypes.c_uint64),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint * 3),
     )
 
 
-class Emulated:
-    """A compiled source. `kernels` maps each entry point to its parameters, True for a pointer."""
+class _Entry(ctypes.Structure):
+    """cuemu::Entry."""
 
-    def __init__(self, library: Path, kernels: dict[str, list[bool]]):
+    _fields_ = (("call", ctypes.c_void_p), ("params_bytes", ctypes.c_uint64))
+
+
+class Emulated:
+    """A compiled source. `kernels` maps each entry point to the number of blocks in its clusters."""
+
+    def __init__(self, library: Path, kernels: dict[str, int]):
         self.path = library
         self.kernels = kernels
         self._library = ctypes.CDLL(str(library))
@@ -70,13 +83,15 @@ class Emulated:
         self._launch.argtypes = [ctypes.POINTER(_Launch)]
         self._launch.restype = ctypes.c_char_p
 
-    def launch(self, name, grid, block, args, shared_mem=0, seed=0):
+    def launch(self, name, grid, block, table, values, shared_mem=0, seed=0, clusters_at_once=1):
         """Run kernel `name` to its end; arrays are updated in place.
 
-        `grid` and `block` are ints or up to three of them. An argument is a NumPy array, a pair
-        (array, byte offset), None for a null pointer, or an int. Every array runs as a copy between
-        guard bytes, so that a write outside it is reported; the same array given twice is one copy.
-        A `seed` other than 0 shuffles the order of blocks and threads, which brings out races.
+        `grid` and `block` are ints or up to three of them. `table` is the kernel's `params.Params`; `values` has one
+        for each of its fields, by name: for a pointer a NumPy array, a pair (array, byte offset) or None, for an
+        integer an int, for a tensor map an EmulatedTensorMap. Every array runs as a copy between guard bytes, so that a
+        write outside it is reported; the same array given twice is one copy. A `seed` other than 0 shuffles the order
+        of blocks and threads, which brings out races. As many clusters as `clusters_at_once` says (of one block each,
+        for a kernel without clusters) take turns.
         """
         if name not in self.kernels:
             raise EmulatorError(f"no kernel {name!r}, expected one of {sorted(self.kernels)}")
@@ -87,11 +102,16 @@ class Emulated:
             raise EmulatorError(f"kernel {name}: block {block} must have 1 to 1024 threads")
         if not 0 <= shared_mem <= MAX_SHARED_BYTES:
             raise EmulatorError(f"kernel {name}: {shared_mem} bytes of shared memory, at most {MAX_SHARED_BYTES}")
-        is_pointer = self.kernels[name]
-        if len(args) != len(is_pointer):
-            raise EmulatorError(f"kernel {name}: {len(args)} arguments, expected {len(is_pointer)}")
+        cluster = self.kernels[name]
+        if grid[0] % cluster:
+            raise EmulatorError(f"kernel {name}: grid {grid} is not of whole clusters of {cluster} blocks")
+        entry = _Entry.in_dll(self._library, f"cuemu_entry_{name}")
+        if entry.params_bytes != table.size:
+            raise EmulatorError(
+                f"kernel {name}: its struct has {entry.params_bytes} bytes, {table.struct} {table.size}"
+            )
         buffers = {}
-        values = [_marshal(name, i, arg, is_pointer[i], buffers) for i, arg in enumerate(args)]
+        packed = _pack(name, table, values, buffers)
         bounds = [bound for buffer in buffers.values() for bound in (buffer.start, buffer.start + buffer.array.nbytes)]
         global _stacks
         with _launch_lock:
@@ -99,15 +119,16 @@ class Emulated:
                 _stacks = self._library.cuemu_stacks()
             text = self._launch(
                 _Launch(
-                    ctypes.cast(getattr(self._library, name), ctypes.c_void_p),
+                    entry.call,
                     name.encode(),
-                    (ctypes.c_int64 * MAX_ARGUMENTS)(*values),
-                    (ctypes.c_size_t * (2 * MAX_ARGUMENTS))(*bounds),
+                    packed.ctypes.data,
+                    (ctypes.c_size_t * len(bounds))(*bounds),
                     _stacks,
-                    len(values),
                     len(buffers),
                     shared_mem,
                     seed,
+                    cluster,
+                    clusters_at_once,
                     grid,
                     block,
                 )
@@ -134,12 +155,16 @@ class Emulated:
         return re.sub(r" \[pc\+(0x[0-9a-f]+)\]", lines, text)
 
 
-def build(source_name, macros=None, source_text=None) -> Emulated:
-    """Compile `kernels_cu/<source_name>`, or `source_text` under that name, with macros as -D options."""
+def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
+    """Compile `kernels_cu/<source_name>`, or `source_text` under that name, with macros as -D options.
+
+    headers: texts by name, in place of those in kernels_cu.
+    """
     if COMPILER is None:
         raise EmulatorError("g++ not found")
     sources = {path.name: path.read_bytes() for path in sorted(KERNELS.glob("*.cu*"))}
-    sources |= {path.name: path.read_bytes() for path in (HERE / "ptx_sm80.cuh", HERE / "cuemu.h")}
+    sources |= {path.name: path.read_bytes() for path in HERE.glob("*.*h")}
+    sources |= {name: text.encode() for name, text in (headers or {}).items()}
     if source_text is not None:
         sources[source_name] = source_text.encode()
     if source_name not in sources:
@@ -157,9 +182,11 @@ def build(source_name, macros=None, source_text=None) -> Emulated:
                 (Path(directory) / name).write_bytes(content)
             preprocess = ["-E", "-include", "cuemu.h", "-x", "c++", *defines, source_name, "-o", "unit.ii"]
             _compile(preprocess, directory)
+            kernels = _entry_points((Path(directory) / "unit.ii").read_text())
+            with (Path(directory) / "unit.ii").open("a") as unit:
+                unit.writelines(ENTRY.format(name=name) for name in kernels)
             _compile(["unit.ii", "-o", "unit.so"], directory)
-            text = (Path(directory) / "unit.ii").read_text()
-            (Path(directory) / "unit.json").write_text(json.dumps(_entry_points(text)))
+            (Path(directory) / "unit.json").write_text(json.dumps(kernels))
             # The library last: where it is, its signatures are.
             os.replace(Path(directory) / "unit.json", signatures)
             os.replace(Path(directory) / "unit.so", library)
@@ -176,22 +203,13 @@ def _literal(value) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _entry_points(text: str) -> dict[str, list[bool]]:
-    """Kernels of preprocessed source: name -> is each parameter a pointer."""
+def _entry_points(text: str) -> dict[str, int]:
+    """Kernels of preprocessed source, and the blocks of their clusters."""
     text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
     attribute = r"__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*"
-    pattern = rf'extern\s+"C"\s+{attribute}void\s+(?:{attribute})*(\w+)\s*\(([^(){{}};]*)\)\s*{{'
-    kernels = {}
-    for name, parameters in re.findall(pattern, text):
-        kernels[name] = []
-        for parameter in filter(None, (" ".join(p.split()) for p in parameters.split(","))):
-            pointer = "*" in parameter
-            if not pointer and not re.search(r"\blong\b|\bu?int64(_t)?\b|\bsize_t\b", parameter):
-                raise EmulatorError(f"kernel {name}: parameter '{parameter}' is neither a pointer nor 64 bits wide")
-            kernels[name].append(pointer)
-        if len(kernels[name]) > MAX_ARGUMENTS:
-            raise EmulatorError(f"kernel {name}: {len(kernels[name])} parameters, at most {MAX_ARGUMENTS}")
-    return kernels
+    pattern = rf'extern\s+"C"\s+{attribute}void\s+((?:{attribute})*)(\w+)\s*\([^(){{}};]*\)\s*{{'
+    sizes = {name: re.search(r"cuemu_cluster\((\d+)\)", attributes) for attributes, name in re.findall(pattern, text)}
+    return {name: int(size[1]) if size else 1 for name, size in sizes.items()}
 
 
 def _cache_directory() -> Path:
@@ -212,8 +230,8 @@ def _three(size) -> tuple[int, int, int]:
 class _Guarded:
     """A copy of `array` on a 4 KiB boundary between two guards."""
 
-    def __init__(self, index: int, array: np.ndarray):
-        self.index = index
+    def __init__(self, name: str, array: np.ndarray):
+        self.name = name
         self.array = array
         memory = np.full(array.nbytes + 3 * GUARD_BYTES, GUARD, np.uint8)
         skip = -memory.ctypes.data % GUARD_BYTES
@@ -224,7 +242,7 @@ class _Guarded:
         self.data[:] = self.bytes
 
     def check(self) -> str | None:
-        which = f"argument {self.index} ({self.array.dtype} {self.array.shape})"
+        which = f"{self.name} ({self.array.dtype} {self.array.shape})"
         before, after = self.memory[:GUARD_BYTES], self.memory[GUARD_BYTES + self.data.size :]
         for name, guard in (("before its start", before), ("past its end", after)):
             changed = np.flatnonzero(guard != GUARD)
@@ -240,23 +258,40 @@ class _Guarded:
             self.bytes[:] = self.data
 
 
-def _marshal(kernel, index, arg, is_pointer, buffers) -> int:
-    """The 64 bits of one argument, which may add a guarded copy to `buffers`."""
-    array, offset = arg if isinstance(arg, tuple) else (arg, 0)
-    if isinstance(array, np.ndarray) or array is None:
-        if not is_pointer:
-            raise EmulatorError(f"kernel {kernel}: argument {index} is an array or None, expected an int")
-        if array is None:
-            return 0
-        if not array.flags.c_contiguous or array.dtype.hasobject:
-            raise EmulatorError(f"kernel {kernel}: argument {index} must be a C-contiguous array of numbers")
-        span = (array.ctypes.data if array.nbytes else index, array.nbytes)  # empty arrays may share an address
-        for (start, size), other in buffers.items():
-            if (start, size) != span and start < sum(span) and span[0] < start + size:
-                raise EmulatorError(f"kernel {kernel}: arguments {other.index} and {index} overlap without being equal")
-        if span not in buffers:
-            buffers[span] = _Guarded(index, array)
-        return buffers[span].start + offset
-    if is_pointer:
-        raise EmulatorError(f"kernel {kernel}: argument {index} is {array!r}, expected an array or None")
-    return ((int(array) + 2**63) % 2**64) - 2**63
+def _pack(kernel, table, values, buffers) -> np.ndarray:
+    """The bytes of a kernel's struct, which may add guarded copies to `buffers`."""
+    if set(values) != {field.name for field in table.fields}:
+        odd = sorted(set(values) ^ {field.name for field in table.fields})
+        raise EmulatorError(f"kernel {kernel}: missing or unknown parameters {odd}")
+    memory = np.zeros(table.size + 64, np.uint8)
+    skip = -memory.ctypes.data % 64
+    packed = memory[skip : skip + table.size]
+    record = packed.view(table.dtype)[0]
+    for name in table.maps:
+        record[name] = np.void(values[name].pack(_address(kernel, name, values[name].array, buffers)))
+    for name in table.pointers:
+        array, offset = values[name] if isinstance(values[name], tuple) else (values[name], 0)
+        record[name] = 0 if array is None else _address(kernel, name, array, buffers) + offset
+    for name in (*table.int64, *table.int32):
+        if not isinstance(values[name], (int, np.integer)):
+            raise EmulatorError(f"kernel {kernel}: {name} is {values[name]!r}, expected an int")
+        try:
+            record[name] = int(values[name])
+        except OverflowError as error:
+            raise EmulatorError(f"kernel {kernel}: {name} is {values[name]}: {error}") from error
+    return packed
+
+
+def _address(kernel, name, array, buffers) -> int:
+    """Where the guarded copy of an array starts."""
+    if not isinstance(array, np.ndarray):
+        raise EmulatorError(f"kernel {kernel}: {name} is {array!r}, expected an array or None")
+    if not array.flags.c_contiguous or array.dtype.hasobject:
+        raise EmulatorError(f"kernel {kernel}: {name} must be a C-contiguous array of numbers")
+    span = (array.ctypes.data if array.nbytes else -1 - len(buffers), array.nbytes)  # empty arrays may share an address
+    for (start, size), other in buffers.items():
+        if (start, size) != span and start < sum(span) and span[0] < start + size:
+            raise EmulatorError(f"kernel {kernel}: {other.name} and {name} overlap without being equal")
+    if span not in buffers:
+        buffers[span] = _Guarded(name, array)
+    return buffers[span].start

@@ -1,6 +1,6 @@
 // CPU stand-in for the CUDA device environment: g++ compiles a kernel source with this file forced in
-// front, and cuemu_launch runs it block after block with one fibre per thread. A fibre runs until it
-// reaches a barrier or a warp collective that other threads have not reached; races between two such
+// front, and cuemu_launch runs it with one fibre per thread, a cluster of blocks after the other or several in turns.
+// A fibre runs until it reaches a barrier or a collective that other threads have not reached; races between two such
 // points show only under some thread orders, which the launch seed varies.
 #pragma once
 #include <dlfcn.h>
@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -28,6 +29,8 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define __cluster_dims__(blocks) __attribute__((cuemu_cluster(blocks)))  // read by the Python driver
 #define __align__(n) __attribute__((aligned(n)))
 // thread_local is the one storage class that is legal after `extern` and means static inside a function.
 // All fibres share an OS thread, and the library's TLS block then holds shared memory and nothing else.
@@ -47,7 +50,7 @@ CUEMU_VECTOR(float, float)
 namespace cuemu {
 
 constexpr size_t STACK_BYTES = 64 * 1024, PAGE = 4096;
-constexpr unsigned MAX_THREADS = 1024, MAX_ARGS = 32;
+constexpr unsigned MAX_THREADS = 1024, MAX_FIBRES = 2 * MAX_THREADS, MAX_BLOCKS = 8;
 constexpr uint16_t OUTSIDE = 0x7fc1;  // shared memory past the launch's size: NaN as fp32, bf16 and fp16
 
 #if defined(__x86_64__) && !defined(CUEMU_UCONTEXT)
@@ -88,27 +91,30 @@ struct Context {
 
 struct Index { unsigned x, y, z; };
 struct Range { unsigned char *begin, *end; };
-struct Copy { unsigned group, dst; unsigned char data[16]; };  // a cp.async that no wait has retired
+struct Copy { unsigned group; unsigned char *dst, data[16]; };  // a cp.async that no wait has retired
 using Complete = void (*)(void* const* operands, unsigned lanes);
 
 struct Launch {  // mirrored by the Python driver
-    void* kernel;
+    void (*call)(const void* params);
     const char* name;
-    const long long* arguments;
+    const void* params;  // the struct that the kernel takes
     const Range* arrays;
     unsigned char* stacks;
-    uint64_t num_arguments, num_arrays, shared_bytes, seed;
+    uint64_t num_arrays, shared_bytes, seed, cluster_blocks, clusters_at_once;
     Index grid, block;
 };
 
-enum State { READY, AT_COLLECTIVE, AT_BARRIER, EXITED };
+enum State { READY, AT_COLLECTIVE, AT_BARRIER, AT_EVENT, EXITED };
+struct Block;
 struct Fibre {
     Context context;
     Index index;
-    unsigned id, commits, mask;
+    unsigned id, commits, mask, landed;  // landed: how many of its copies
     State state;
     const char* at;  // what it waits for (under `mask`), called from `pc`
     void* pc;
+    Block* block;
+    void (*describe)(const Fibre&, char* text, size_t size);  // AT_EVENT: more of what it waits for
     std::vector<Copy> copies;
 };
 // Lanes that arrived at a collective under one mask. Lanes under disjoint or nested masks may wait in
@@ -116,13 +122,39 @@ struct Fibre {
 struct Group { unsigned mask, arrived; const char* name; Complete complete; };
 struct Warp { unsigned alive, num_groups; Group groups[32]; void* operands[32]; };
 
-static Fibre fibres[MAX_THREADS];
+// A block that runs, in one of MAX_BLOCKS places. Its shared memory lies in `saved` while another block has its turn.
+struct Block {
+    Index index;
+    unsigned place, rank, alive, at_barrier;  // rank: in its cluster
+    Fibre* fibres;
+    Warp warps[MAX_THREADS / 32];
+    std::vector<unsigned char> saved;
+    Block* cluster;  // the first of the cluster's blocks, which have neighbouring places
+};
+
+// Work that goes on beside the threads: copies, products of the tensor cores. It completes as late as can be, when no
+// thread can go on; under a seed sometimes earlier.
+struct Async {
+    Block* of;  // whose shared memory it reads or writes
+    virtual ~Async() = default;
+    virtual bool awaited() const = 0;  // by some thread
+    virtual bool yields() const { return false; }  // without a seed, to all that do not
+    virtual void complete() = 0;
+};
+
+static Fibre fibres[MAX_FIBRES];
 static Fibre* current;  // null while the scheduler runs
-static Warp warps[MAX_THREADS / 32];
+static Block blocks[MAX_BLOCKS];
+static Block* block;  // whose turn it is
+static std::vector<std::unique_ptr<Async>> under_way;
+static void (*on_block_start)(Block&);  // of the Hopper tier
+static void (*on_block_end)(Block&);
+static void (*on_thread_end)(Fibre&);
 static Context scheduler;
 static Launch launch;
-static Index block_dim, grid_dim, block_index;
-static unsigned threads, alive, at_barrier;
+static Index block_dim, grid_dim;
+static Range shared_range;
+static unsigned threads;
 static uint64_t random_state;
 static bool failed;
 static char error[4096];
@@ -138,12 +170,28 @@ static size_t append_pc(char* text, size_t size, const void* pc) {
 static size_t begin_report() {
     failed = true;
     size_t n = 0;
-    CUEMU_APPEND("kernel %s, block (%u, %u, %u)", launch.name, block_index.x, block_index.y, block_index.z);
+    CUEMU_APPEND("kernel %s, block (%u, %u, %u)", launch.name, block->index.x, block->index.y, block->index.z);
     if (current) CUEMU_APPEND(", thread (%u, %u, %u)", current->index.x, current->index.y, current->index.z);
     return CUEMU_APPEND(": ");
 }
 
-// Ends the launch with an error; the fibre is never resumed.
+// Ends the launch with an error, from the scheduler or from a fibre, which then has to leave. The first error is kept.
+static __attribute__((noinline, format(printf, 2, 3))) void complain(const void* pc, const char* format, ...) {
+    if (failed) return;
+    size_t n = begin_report();
+    va_list list;
+    va_start(list, format);
+    n += vsnprintf(error + n, sizeof error / 2 - n, format, list);
+    va_end(list);
+    append_pc(error + n, sizeof error - n, pc);
+}
+
+[[noreturn]] static void leave() {  // a fibre, never to be resumed
+    current->context.switch_to(scheduler);
+    __builtin_unreachable();
+}
+
+// As complain(), from a fibre.
 [[noreturn]] static __attribute__((noinline, format(printf, 2, 3))) void fail_at(const void* pc, const char* format, ...) {
     size_t n = begin_report();
     va_list list;
@@ -151,8 +199,7 @@ static size_t begin_report() {
     n += vsnprintf(error + n, sizeof error / 2 - n, format, list);
     va_end(list);
     append_pc(error + n, sizeof error - n, pc);
-    current->context.switch_to(scheduler);
-    __builtin_unreachable();
+    leave();
 }
 // A return address may belong to the line after the call.
 static inline const void* before(const void* return_address) { return static_cast<const char*>(return_address) - 1; }
@@ -172,13 +219,13 @@ static void finish_group(Warp& warp, unsigned base, unsigned g) {
     const Group group = warp.groups[g];
     warp.groups[g] = warp.groups[--warp.num_groups];
     group.complete(warp.operands, group.arrived);
-    for (unsigned m = group.arrived; m; m &= m - 1) fibres[base + __builtin_ctz(m)].state = READY;
+    for (unsigned m = group.arrived; m; m &= m - 1) block->fibres[base + __builtin_ctz(m)].state = READY;
 }
 
 static void release_barrier() {
-    at_barrier = 0;
+    block->at_barrier = 0;
     for (unsigned i = 0; i < threads; ++i)
-        if (fibres[i].state == AT_BARRIER) fibres[i].state = READY;
+        if (block->fibres[i].state == AT_BARRIER) block->fibres[i].state = READY;
 }
 
 // Posts `operand` and returns once all lanes of `mask` that have not exited arrived under that mask; the
@@ -186,7 +233,7 @@ static void release_barrier() {
 static __attribute__((noinline)) void collective(const char* name, unsigned mask, void* operand, Complete complete) {
     void* pc = __builtin_return_address(0);
     const unsigned id = current->id, lane = id & 31;
-    Warp& warp = warps[id / 32];
+    Warp& warp = block->warps[id / 32];
     if (!(mask >> lane & 1)) fail_at(before(pc), "%s: mask 0x%08x lacks the calling lane %u", name, mask, lane);
     unsigned g = 0;
     while (g < warp.num_groups && warp.groups[g].mask != mask) ++g;
@@ -205,29 +252,28 @@ static __attribute__((noinline)) void collective(const char* name, unsigned mask
 }
 
 static __attribute__((noinline)) void barrier() {
-    if (++at_barrier == alive)
+    if (++block->at_barrier == block->alive)
         release_barrier();
     else
         wait_as(AT_BARRIER, "__syncthreads", ~0u, __builtin_return_address(0));
 }
 
-template <size_t... I>
-static void call(std::index_sequence<I...>) {  // all parameters of a kernel are 64-bit integers or pointers
-    reinterpret_cast<void (*)(decltype(static_cast<void>(I), 0LL)...)>(launch.kernel)(launch.arguments[I]...);
-}
-template <size_t N>
-static void call_with() { call(std::make_index_sequence<N>()); }
-template <size_t... N>
-static void call_kernel(std::index_sequence<N...>) {
-    static void (*const by_arity[])() = {call_with<N>...};
-    by_arity[launch.num_arguments]();
-}
+// A kernel, which takes one struct by value. The Python driver adds an Entry for each to the preprocessed source.
+struct Entry { void (*call)(const void* params); uint64_t params_bytes; };
+template <class Params>
+constexpr uint64_t bytes_of(void (*)(Params)) { return sizeof(Params); }
+template <auto KERNEL>
+struct Call;
+template <class Params, void (*KERNEL)(Params)>
+struct Call<KERNEL> {
+    static void with(const void* params) { KERNEL(*static_cast<const Params*>(params)); }
+};
 
 // Since sm_70 nobody waits for exited threads, so an exit may complete what the others wait for.
 static void fibre_main() {
-    call_kernel(std::make_index_sequence<MAX_ARGS + 1>());
+    launch.call(launch.params);
     Fibre& me = *current;
-    Warp& warp = warps[me.id / 32];
+    Warp& warp = block->warps[me.id / 32];
     me.state = EXITED;
     warp.alive &= ~(1u << (me.id & 31));
     for (unsigned g = 0; g < warp.num_groups;)
@@ -235,25 +281,38 @@ static void fibre_main() {
             finish_group(warp, me.id & ~31u, g);
         else
             ++g;
-    if (--alive && at_barrier == alive) release_barrier();
+    if (--block->alive && block->at_barrier == block->alive) release_barrier();
+    if (on_thread_end) on_thread_end(me);
     me.context.switch_to(scheduler);
 }
 
-static void report_deadlock() {
-    size_t n = begin_report();
-    CUEMU_APPEND("deadlock, no thread can go on:");
+static size_t describe_threads(const Block& of, size_t n) {
     std::vector<char> told(threads, 0);
     for (unsigned i = 0; i < threads; ++i) {
-        const Fibre& f = fibres[i];
+        const Fibre& f = of.fibres[i];
         if (told[i] || f.state == EXITED || n > sizeof error / 2) continue;
         unsigned count = 0;
-        for (unsigned j = i; j < threads; ++j)
-            if (fibres[j].state == f.state && fibres[j].pc == f.pc && fibres[j].mask == f.mask) told[j] = 1, ++count;
+        for (unsigned j = i; j < threads; ++j) {
+            const Fibre& other = of.fibres[j];
+            if (other.state == f.state && other.pc == f.pc && other.mask == f.mask) told[j] = 1, ++count;
+        }
         CUEMU_APPEND("\n  %u thread(s), the first is (%u, %u, %u), at %s", count, f.index.x, f.index.y, f.index.z, f.at);
         if (f.state == AT_COLLECTIVE) CUEMU_APPEND(" of mask 0x%08x", f.mask);
         n += append_pc(error + n, sizeof error - n, before(f.pc));
+        if (f.state == AT_EVENT) f.describe(f, error + n, sizeof error - n), n += strlen(error + n);
     }
-    if (alive < threads) CUEMU_APPEND("\n  %u thread(s) have exited", threads - alive);
+    if (of.alive < threads) CUEMU_APPEND("\n  %u thread(s) have exited", threads - of.alive);
+    return n;
+}
+
+static void report_deadlock(const std::vector<Block*>& running) {
+    block = running.front();
+    size_t n = begin_report();
+    CUEMU_APPEND("deadlock, no thread can go on:");
+    for (const Block* of : running) {
+        if (of != block) CUEMU_APPEND("\n  and in block (%u, %u, %u):", of->index.x, of->index.y, of->index.z);
+        n = describe_threads(*of, n);
+    }
 }
 
 // Runs on the signal stack and leaves it by switching to the scheduler, hence SA_NODEFER.
@@ -321,63 +380,160 @@ static void shuffle(std::vector<unsigned>& order) {
     for (size_t i = order.size(); i > 1 && launch.seed; --i) std::swap(order[i - 1], order[random_number() % i]);
 }
 
-static void run_block() {
-    alive = threads, at_barrier = 0;
+// The parts of `shared_range` that belong to a block: all but what lies past the launch's dynamic shared memory.
+static void swap_shared(Block& with, bool out) {
+    unsigned char* const past = dynamic_shared + launch.shared_bytes;
+    unsigned char* const end = dynamic_shared + sizeof dynamic_shared;
+    const size_t first = past - shared_range.begin, second = shared_range.end - end;
+    with.saved.resize(first + second);
+    unsigned char *const one = with.saved.data(), *const two = one + first;
+    memcpy(out ? one : shared_range.begin, out ? shared_range.begin : one, first);
+    memcpy(out ? two : end, out ? end : two, second);
+}
+
+static void give_turn(Block& to) {
+    if (block == &to) return;
+    if (block) swap_shared(*block, true);
+    swap_shared(to, false);
+    block = &to;
+}
+
+// Where a byte of a block's shared memory is now, by its address in shared_range.
+static unsigned char* in_block(const Block& of, unsigned char* p) {
+    if (&of == block) return p;
+    unsigned char* const past = dynamic_shared + launch.shared_bytes;
+    unsigned char* const saved = const_cast<unsigned char*>(of.saved.data());
+    if (p < past) return saved + (p - shared_range.begin);
+    return saved + (past - shared_range.begin) + (p - (dynamic_shared + sizeof dynamic_shared));
+}
+
+static void start_block(Block& b, unsigned number, Block* cluster) {
+    b.index = {number % grid_dim.x, number / grid_dim.x % grid_dim.y, number / grid_dim.x / grid_dim.y};
+    b.cluster = cluster, b.rank = &b - cluster;
+    b.alive = threads, b.at_barrier = 0;
+    b.place = &b - blocks, b.fibres = fibres + b.place * threads;
+    give_turn(b);
+    memset(shared_range.begin, 0xff, dynamic_shared + launch.shared_bytes - shared_range.begin);
+    unsigned char* const end = dynamic_shared + sizeof dynamic_shared;
+    memset(end, 0xff, shared_range.end - end);
     for (unsigned first = 0; first < threads; first += 32)
-        warps[first / 32].alive = ~0u >> (32 - std::min(32u, threads - first)), warps[first / 32].num_groups = 0;
+        b.warps[first / 32].alive = ~0u >> (32 - std::min(32u, threads - first)), b.warps[first / 32].num_groups = 0;
     for (unsigned i = 0; i < threads; ++i) {
-        Fibre& f = fibres[i];
+        Fibre& f = b.fibres[i];
         f.index = {i % block_dim.x, i / block_dim.x % block_dim.y, i / block_dim.x / block_dim.y};
-        f.id = i, f.state = READY, f.commits = 0;
+        f.id = i, f.state = READY, f.commits = f.landed = 0, f.block = &b;
         f.copies.clear();
         // Equal stack offsets would put all fibres' hot lines into the same cache sets.
-        f.context.start(launch.stacks + i * STACK_BYTES + PAGE, STACK_BYTES - PAGE - i % 32 * 512, fibre_main);
+        f.context.start(launch.stacks + (&f - fibres) * STACK_BYTES + PAGE, STACK_BYTES - PAGE - i % 32 * 512, fibre_main);
     }
-    std::vector<unsigned> warp_order = numbers((threads + 31) / 32), lane_order = numbers(32);
-    while (alive) {
-        bool progress = false, ran;
-        shuffle(warp_order);
-        shuffle(lane_order);
-        // Without a seed warps go in step. With one, some passes let a warp run as far as it can, which shows
-        // a missing barrier that lockstep hides.
-        const bool ahead = launch.seed && random_number() % 4 == 0;
-        for (const unsigned w : warp_order) {
-            do {
-                ran = false;
-                for (unsigned i : lane_order) {
-                    i += 32 * w;
-                    if (i >= threads || fibres[i].state != READY) continue;
-                    ran = progress = true;
-                    current = &fibres[i];
-                    scheduler.switch_to(current->context);
-                    current = nullptr;
-                    if (failed) return;
-                }
-            } while (ran && ahead);
-        }
-        if (!progress) return report_deadlock();
+    if (on_block_start) on_block_start(b);
+}
+
+// Without a seed warps go in step. With one, some passes let a warp run as far as it can, which shows a missing barrier
+// that lockstep hides.
+static bool run_pass(Block& b) {
+    static std::vector<unsigned> warp_order, lane_order;
+    warp_order = numbers((threads + 31) / 32), lane_order = numbers(32);
+    shuffle(warp_order);
+    shuffle(lane_order);
+    bool progress = false, ran;
+    const bool ahead = launch.seed && random_number() % 4 == 0;
+    for (const unsigned w : warp_order) {
+        do {
+            ran = false;
+            for (unsigned i : lane_order) {
+                i += 32 * w;
+                if (i >= threads || b.fibres[i].state != READY) continue;
+                ran = progress = true;
+                current = &b.fibres[i];
+                scheduler.switch_to(current->context);
+                current = nullptr;
+                if (failed) return true;
+            }
+        } while (ran && ahead);
     }
+    return progress;
+}
+
+// Completes all the work that threads wait for, or under a seed some of it. Returns whether there was any.
+static bool complete_awaited() {
+    std::vector<unsigned> found;
+    bool all_yield = true;
+    for (unsigned i = 0; i < under_way.size(); ++i)
+        if (under_way[i]->awaited()) found.push_back(i), all_yield = all_yield && under_way[i]->yields();
+    if (found.empty()) return false;
+    shuffle(found);
+    if (launch.seed) found.resize(1 + random_number() % found.size());
+    std::vector<std::unique_ptr<Async>> chosen;
+    for (const unsigned i : found)
+        if (launch.seed || all_yield || !under_way[i]->yields()) chosen.push_back(std::move(under_way[i]));
+    under_way.erase(std::remove(under_way.begin(), under_way.end(), nullptr), under_way.end());
+    for (const auto& work : chosen)
+        if (!failed) work->complete();
+    return true;
+}
+
+static bool written_outside() {
+    unsigned char* const end = dynamic_shared + sizeof dynamic_shared;
+    unsigned char* outside = dynamic_shared + (launch.shared_bytes + 1) / 2 * 2;
+    if (!memcmp(outside, &OUTSIDE, 2) && !memcmp(outside, outside + 2, end - outside - 2)) return false;
+    while (!memcmp(outside, &OUTSIDE, 2)) outside += 2;
+    snprintf(error + begin_report(), 200, "dynamic shared memory was written at byte %td, the launch gave %zu",
+             outside - dynamic_shared, size_t(launch.shared_bytes));
+    return true;
+}
+
+// A block's turn: until none of its threads can go on, or under a seed for some passes.
+static bool take_turn(Block& b) {
+    give_turn(b);
+    bool progress = false;
+    while (b.alive && run_pass(b)) {
+        progress = true;
+        if (failed || (launch.seed && random_number() % 8 == 0)) break;
+    }
+    if (!failed && !b.alive && progress && !written_outside() && on_block_end) on_block_end(b);
+    return progress;
 }
 
 static void run_grid() {
     const FaultHandlers handlers;
-    const Range block = shared_block();
     unsigned char* const end = dynamic_shared + sizeof dynamic_shared;
-    unsigned char* outside = dynamic_shared + (launch.shared_bytes + 1) / 2 * 2;
+    unsigned char* const outside = dynamic_shared + (launch.shared_bytes + 1) / 2 * 2;
     std::fill(reinterpret_cast<uint16_t*>(outside), reinterpret_cast<uint16_t*>(end), OUTSIDE);
-    std::vector<unsigned> blocks = numbers(size_t(grid_dim.x) * grid_dim.y * grid_dim.z);
-    shuffle(blocks);
-    for (const unsigned b : blocks) {
-        block_index = {b % grid_dim.x, b / grid_dim.x % grid_dim.y, b / grid_dim.x / grid_dim.y};
-        memset(block.begin, 0xff, dynamic_shared + launch.shared_bytes - block.begin);
-        memset(end, 0xff, block.end - end);
-        run_block();
+    block = nullptr;
+    under_way.clear();
+    const unsigned of_cluster = launch.cluster_blocks;
+    std::vector<unsigned> clusters = numbers(size_t(grid_dim.x) * grid_dim.y * grid_dim.z / of_cluster);
+    shuffle(clusters);
+    std::reverse(clusters.begin(), clusters.end());
+    const size_t room = std::min(MAX_BLOCKS, MAX_FIBRES / threads) / of_cluster;
+    std::vector<Block*> free_places, running;  // a cluster's first block; blocks
+    for (size_t i = 0; i < std::min<size_t>(room, launch.clusters_at_once); ++i) free_places.push_back(blocks + i * of_cluster);
+    while (!clusters.empty() || !running.empty()) {
+        while (!clusters.empty() && !free_places.empty()) {
+            for (unsigned rank = 0; rank < of_cluster; ++rank) {
+                start_block(free_places.back()[rank], clusters.back() * of_cluster + rank, free_places.back());
+                running.push_back(free_places.back() + rank);
+            }
+            clusters.pop_back(), free_places.pop_back();
+        }
+        std::vector<unsigned> order = numbers(running.size());
+        shuffle(order);
+        bool progress = false;
+        for (const unsigned i : order) {
+            progress |= take_turn(*running[i]);
+            if (failed) return;
+        }
+        if (!progress || (launch.seed && random_number() % 4 == 0)) progress |= complete_awaited();
         if (failed) return;
-        if (!memcmp(outside, &OUTSIDE, 2) && !memcmp(outside, outside + 2, end - outside - 2)) continue;
-        while (!memcmp(outside, &OUTSIDE, 2)) outside += 2;
-        snprintf(error + begin_report(), 200, "dynamic shared memory was written at byte %td, the launch gave %zu",
-                 outside - dynamic_shared, size_t(launch.shared_bytes));
-        return;
+        if (!progress) return report_deadlock(running);
+        for (size_t i = 0; i < running.size(); i += of_cluster) {
+            const auto first = running.begin() + i;
+            if (std::any_of(first, first + of_cluster, [](const Block* b) { return b->alive; })) continue;
+            free_places.push_back(*first);
+            running.erase(first, first + of_cluster);
+            i -= of_cluster;
+        }
     }
 }
 
@@ -386,9 +542,9 @@ static void run_grid() {
 // The stacks of a block, each over a page without access; null where memory is short.
 CUEMU_EXPORT unsigned char* cuemu_stacks() {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* p = mmap(nullptr, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
+    void* p = mmap(nullptr, MAX_FIBRES * STACK_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (p == MAP_FAILED) return nullptr;
-    for (unsigned i = 0; i < MAX_THREADS; ++i) mprotect(static_cast<unsigned char*>(p) + i * STACK_BYTES, PAGE, PROT_NONE);
+    for (unsigned i = 0; i < MAX_FIBRES; ++i) mprotect(static_cast<unsigned char*>(p) + i * STACK_BYTES, PAGE, PROT_NONE);
     return static_cast<unsigned char*>(p);
 }
 
@@ -399,6 +555,7 @@ CUEMU_EXPORT const char* cuemu_launch(const Launch* description) {
     threads = block_dim.x * block_dim.y * block_dim.z;
     random_state = launch.seed;
     failed = false;
+    shared_range = shared_block();
     if (!launch.stacks || reinterpret_cast<uintptr_t>(dynamic_shared) % 1024)
         return "the emulator got no stacks, or shared memory off its 1024-byte alignment";
     run_grid();
@@ -438,7 +595,7 @@ static __forceinline__ T exchange(const char* name, unsigned mask, T value, unsi
 }  // namespace cuemu
 
 #define threadIdx (cuemu::current->index)
-#define blockIdx (cuemu::block_index)
+#define blockIdx (cuemu::block->index)
 #define blockDim (cuemu::block_dim)
 #define gridDim (cuemu::grid_dim)
 #define warpSize 32
@@ -467,6 +624,7 @@ CUEMU_SHUFFLE(__shfl_xor_sync, int, (lane ^ by) <= (lane | inner) ? lane ^ by : 
         return cuemu::fold<T>(#NAME, mask, VALUE, [](T a, T b) { return static_cast<T>(COMBINED); }); \
     }
 CUEMU_FOLD(__ballot_sync, unsigned, (v != 0) * (1u << (cuemu::current->id & 31)), a | b)
+CUEMU_FOLD(__reduce_or_sync, unsigned, v, a | b)
 CUEMU_FOLD(__any_sync, int, v != 0, a | b)
 CUEMU_FOLD(__all_sync, int, v != 0, a & b)
 CUEMU_FOLD(__reduce_add_sync, unsigned, v, a + b)

@@ -1,59 +1,79 @@
 // The emulator's version of kernels_cu/ptx_sm80.cuh: the same functions in plain C++. Fragment layouts
-// follow the PTX ISA; shared addresses are byte offsets into dynamic_shared.
+// follow the PTX ISA. Shared addresses are byte offsets into dynamic_shared, or of static arrays those from STATIC on.
 #pragma once
 
 namespace cuemu {
 // The access lies inside one array argument; reads past an end would pass unseen otherwise.
-static __forceinline__ void check_global(const void* p, unsigned bytes, unsigned alignment, const char* what) {
+static inline bool check_global_at(const void* pc, const void* p, unsigned bytes, unsigned alignment, const char* what) {
     const unsigned char* a = static_cast<const unsigned char*>(p);
     bool inside = bytes == 0;
     for (const Range* r = launch.arrays; r < launch.arrays + launch.num_arrays && !inside; ++r)
         inside = a >= r->begin && a + bytes <= r->end;
     if (reinterpret_cast<uintptr_t>(p) % alignment)
-        CUEMU_FAIL("%s: global address %p is not %u-byte aligned", what, p, alignment);
-    if (!inside) CUEMU_FAIL("%s: %u bytes at %p lie outside every array argument", what, bytes, p);
+        complain(pc, "%s: global address %p is not %u-byte aligned", what, p, alignment);
+    else if (!inside)
+        complain(pc, "%s: %u bytes at %p lie outside every array argument", what, bytes, p);
+    return !failed;
 }
 
-static __forceinline__ void check_shared(unsigned address, const char* what) {
-    if (address % 16) CUEMU_FAIL("%s: shared address %u is not 16-byte aligned", what, address);
-    if (address + 16ull > launch.shared_bytes)
-        CUEMU_FAIL("%s: 16 bytes at shared address %u, the launch gave %zu", what, address, size_t(launch.shared_bytes));
+static __forceinline__ void check_global(const void* p, unsigned bytes, unsigned alignment, const char* what) {
+    if (!check_global_at(here(), p, bytes, alignment, what)) leave();
+}
+
+constexpr unsigned STATIC = 1 << 20;
+
+// `bytes` of the running block's shared memory.
+static inline unsigned char* shared_at(unsigned address, unsigned bytes, const char* what, const void* pc = here()) {
+    if (address % bytes) fail_at(pc, "%s: shared address %u is not %u-byte aligned", what, address, bytes);
+    if (address >= STATIC && address - STATIC + bytes <= size_t(shared_range.end - shared_range.begin))
+        return shared_range.begin + (address - STATIC);
+    if (address + 0ull + bytes > launch.shared_bytes)
+        fail_at(pc, "%s: %u bytes at shared address %u, the launch gave %zu", what, bytes, address, size_t(launch.shared_bytes));
+    return dynamic_shared + address;
 }
 }  // namespace cuemu
 
 __device__ __forceinline__ unsigned shared_address(const void* p) {
-    const ptrdiff_t offset = static_cast<const unsigned char*>(p) - dynamic_shared;
-    if (offset < 0 || offset > static_cast<ptrdiff_t>(sizeof dynamic_shared))
-        CUEMU_FAIL("shared_address: %p is not in dynamic_shared", p);
-    return static_cast<unsigned>(offset);
+    unsigned char* const byte = static_cast<unsigned char*>(const_cast<void*>(p));
+    if (byte >= dynamic_shared && byte <= dynamic_shared + sizeof dynamic_shared) return static_cast<unsigned>(byte - dynamic_shared);
+    if (byte < cuemu::shared_range.begin || byte >= cuemu::shared_range.end)
+        CUEMU_FAIL("shared_address: %p is not in shared memory", p);
+    return cuemu::STATIC + static_cast<unsigned>(byte - cuemu::shared_range.begin);
 }
 
 // The destination holds poison from issue to wait: reading it early shows, and so does overwriting a
 // buffer that another warp still reads.
 __device__ __forceinline__ void cp_async_16(unsigned dst_shared, const void* src, unsigned src_bytes) {
     if (src_bytes > 16) CUEMU_FAIL("cp_async_16: src_bytes is %u", src_bytes);
-    cuemu::check_shared(dst_shared, "cp_async_16");
+    unsigned char* const dst = cuemu::shared_at(dst_shared, 16, "cp_async_16");
     cuemu::check_global(src, src_bytes, 16, "cp_async_16");
     cuemu::Fibre& me = *cuemu::current;
-    cuemu::Copy copy = {me.commits, dst_shared, {}};
+    cuemu::Copy copy = {me.commits, dst, {}};
     if (src_bytes) memcpy(copy.data, src, src_bytes);
-    memset(dynamic_shared + dst_shared, 0xff, 16);
+    memset(dst, 0xff, 16);
     me.copies.push_back(copy);
 }
 
 __device__ __forceinline__ void cp_async_commit() { ++cuemu::current->commits; }
 
+namespace cuemu {
+static inline void land(Fibre& thread, size_t count) {  // its first copies
+    for (size_t i = 0; i < count; ++i) memcpy(in_block(*thread.block, thread.copies[i].dst), thread.copies[i].data, 16);
+    thread.copies.erase(thread.copies.begin(), thread.copies.begin() + count);
+    thread.landed += count;
+}
+}  // namespace cuemu
+
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     cuemu::Fibre& me = *cuemu::current;
     size_t done = 0;
-    for (; done < me.copies.size() && me.copies[done].group + N < me.commits; ++done)
-        memcpy(dynamic_shared + me.copies[done].dst, me.copies[done].data, 16);
-    me.copies.erase(me.copies.begin(), me.copies.begin() + done);
+    while (done < me.copies.size() && me.copies[done].group + N < me.commits) ++done;
+    cuemu::land(me, done);
 }
 
 namespace cuemu {
-struct MatrixOperand { unsigned* r; unsigned address; };
+struct MatrixOperand { unsigned* r; const unsigned char* row; };
 
 template <bool TRANS>
 void load_matrices(void* const* operands, unsigned lanes) {
@@ -61,7 +81,7 @@ void load_matrices(void* const* operands, unsigned lanes) {
     for (unsigned matrix = 0; matrix < 4; ++matrix) {
         unsigned short rows[8][8];
         for (unsigned row = 0; row < 8; ++row)
-            memcpy(rows[row], dynamic_shared + static_cast<MatrixOperand*>(operands[8 * matrix + row])->address, 16);
+            memcpy(rows[row], static_cast<MatrixOperand*>(operands[8 * matrix + row])->row, 16);
         for (unsigned lane = 0; lane < 32; ++lane) {
             const unsigned i = lane / 4, j = lane % 4 * 2;
             const unsigned low = TRANS ? rows[j][i] : rows[i][j], high = TRANS ? rows[j + 1][i] : rows[i][j + 1];
@@ -72,14 +92,12 @@ void load_matrices(void* const* operands, unsigned lanes) {
 }  // namespace cuemu
 
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], unsigned address) {
-    cuemu::check_shared(address, "ldmatrix_x4");
-    cuemu::MatrixOperand mine = {r, address};
+    cuemu::MatrixOperand mine = {r, cuemu::shared_at(address, 16, "ldmatrix_x4")};
     cuemu::collective("ldmatrix_x4", ~0u, &mine, cuemu::load_matrices<false>);
 }
 
 __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned address) {
-    cuemu::check_shared(address, "ldmatrix_x4_trans");
-    cuemu::MatrixOperand mine = {r, address};
+    cuemu::MatrixOperand mine = {r, cuemu::shared_at(address, 16, "ldmatrix_x4_trans")};
     cuemu::collective("ldmatrix_x4_trans", ~0u, &mine, cuemu::load_matrices<true>);
 }
 
