@@ -1,4 +1,8 @@
-"""The two plots of the README: time over the bound and memory, per configuration. SVG, through matplotlib."""
+"""The plots of the README and of docs/results.md, drawn from the records. SVG, through matplotlib.
+
+`front` is the README's: five layers, three systems, every bar with its figure. `times` and `memory` show all fifteen
+shapes and every system that was measured.
+"""
 
 from pathlib import Path
 
@@ -7,81 +11,159 @@ import matplotlib
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "moeblaze"  # the same file for the same records
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
-from bench import cases, report  # noqa: E402
+from bench import cases  # noqa: E402
+from bench.recorded import Records, title  # noqa: E402
 
-COLORS = ("#1f4e79", "#7fb2e5", "#c55a11", "#7f7f7f", "#548235", "#bf9000", "#7030a0", "#a6a6a6", "#c00000", "#00b0a0")
-
-
-def bars(figures: dict[str, dict[str, float]], ylabel: str, heading: str, path: Path, *, line=None, log=False) -> None:
-    """Grouped bars: `figures[series][case]`; a series has gaps where it has no case."""
-    names = [name for name in cases.LAYERS if any(name in series for series in figures.values())]
-    width = 0.84 / len(figures)
-    figure, axes = plt.subplots(figsize=(max(7.0, 0.62 * len(names)), 4.0), layout="constrained")
-    for number, (label, series) in enumerate(figures.items()):
-        places = [i + (number - (len(figures) - 1) / 2) * width for i, name in enumerate(names) if name in series]
-        heights = [series[name] for name in names if name in series]
-        axes.bar(places, heights, width, label=label, color=COLORS[number % len(COLORS)])
-    if line is not None:
-        axes.axhline(line, color="black", linewidth=0.8)
-    if log:
-        axes.set_yscale("log")
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
-    axes.set_ylabel(ylabel)
-    axes.set_title(heading, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=4)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+OURS = "moeblaze-cupy"
+FRONT_CASES = {
+    "mixtral": "Mixtral 8x7B",
+    "olmoe": "OLMoE",
+    "qwen30b": "Qwen3-30B-A3B",
+    "dsv3": "DeepSeek-V3",
+    "conf3": "paper's conf3",
+}
+# color, and the marker of the plots with all shapes
+STYLES = {
+    "moeblaze": ("#0b5394", "o"),
+    "sonicmoe": ("#e69138", "D"),
+    "torch_grouped_mm": ("#a3a3a3", "s"),
+    "liger": ("#38761d", "^"),
+    "moeblaze_sm80": ("#6fa8dc", "v"),
+}
+FRONT_PROVIDERS = ("moeblaze", "sonicmoe", "torch_grouped_mm")
+INK, FAINT = "#222222", "#cfcfcf"
 
 
-def time_series(records) -> dict[str, dict[str, float]]:
-    """Times the bound per case: ours forward and with backward, the others with backward."""
-    series: dict[str, dict[str, float]] = {}
-    for entry in records.layers():
-        name = entry["provider"]
-        if entry["order"] != "transposed" or name == "cublas_bound":
-            continue
-        for what, label in (("forward", "forward"), ("forward_backward", "forward + backward")):
-            if f"{what}_ratio" in entry and (name == "moeblaze" or what == "forward_backward"):
-                series.setdefault(f"{report.title(name)}, {label}", {})[entry["case"]] = entry[f"{what}_ratio"]
-    return series
+def label(provider: str) -> str:
+    """A provider's name in a plot."""
+    return {"moeblaze": OURS, "moeblaze_sm80": f"{OURS}, portable kernels"}.get(provider, title(provider))
 
 
-def memory_series(records) -> dict[str, dict[str, float]]:
-    """MiB saved for backward per case, of every provider that was measured, of routed buffers by formula, and what the
-    paper prints."""
-    series: dict[str, dict[str, float]] = {}
-    for entry in records.layers():
-        if entry["order"] == "transposed" and entry.get("saved_mib") and entry["provider"] != "moeblaze_sm80":
-            series.setdefault(report.title(entry["provider"]), {})[entry["case"]] = entry["saved_mib"]
-    table2 = {name for name in cases.GROUPS["table2"] if cases.LAYERS[name].paper}  # its shapes with SwiGLU
-    for row in records.rows("memory"):
-        if row["case"] in table2 and row.get("saved_mib"):
-            series.setdefault(report.title(row["provider"]), {})[row["case"]] = row["saved_mib"]
-    measured = {name for values in series.values() for name in values}
-    series["routed buffers, by formula"] = {name: report.routed_mib(cases.LAYERS[name]) for name in measured}
-    for system in ("MoEBlaze", "MegaBlocks"):
-        printed = {n: p.memory_mb for n in measured for p in cases.LAYERS[n].paper if p.system == system}
-        if printed := {name: value for name, value in printed.items() if value}:
-            series[f"paper's {system}, as printed"] = printed
-    return series
+def gpu_of(records: Records) -> str:
+    """The GPU of the newest record of layers."""
+    layers = (r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
+    return next(layers)["machine_info"]["gpu"]
 
 
-def write(records, folder: Path) -> None:
-    newest = next(r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
-    gpu = newest["machine_info"]["gpu"]
-    bars(
-        time_series(records),
+def figures(records: Records, name: str) -> dict[str, dict[str, float]]:
+    """A figure of the layer's rows by provider and case, weights as transformers stores them."""
+    found: dict[str, dict[str, float]] = {}
+    for (case, order, provider), entry in records.entries().items():
+        if order == "transposed" and provider in STYLES and entry.get(name):
+            found.setdefault(provider, {})[case] = entry[name]
+    return {provider: found[provider] for provider in STYLES if provider in found}
+
+
+def front(records: Records) -> Figure:
+    """Forward and backward of five layers, calls back to back: time over cuBLAS's products, and peak memory."""
+    times_bound = figures(records, "forward_backward_back_to_back_ratio")
+    panels = (
+        (times_bound, 1.0, "Time, in units of its matrix products in cuBLAS"),
+        (figures(records, "peak_mib"), 1024.0, "Peak memory beyond weights and gradients, GiB"),
+    )
+    figure, both = plt.subplots(1, 2, figsize=(9.0, 5.2), sharey=True, layout="constrained")
+    height = 0.27
+    for number, (axes, (series, unit, heading)) in enumerate(zip(both, panels, strict=True)):
+        for row, case in enumerate(FRONT_CASES):
+            for bar, provider in enumerate(FRONT_PROVIDERS):
+                value, y = series[provider][case] / unit, row + (bar - 1) * height
+                ours = provider == "moeblaze"
+                axes.barh(y, value, height * 0.92, color=STYLES[provider][0])
+                text = f" {value:.2f}" + (f"  {label(provider)}" if row == 0 else "")
+                axes.text(value, y, text, va="center", color=INK, fontsize=9, fontweight="bold" if ours else "normal")
+        axes.set_title(heading, fontsize=10, loc="left", color=INK)
+        axes.set_xlim(0, 1.16 * max(max(series[p][c] for c in FRONT_CASES) for p in FRONT_PROVIDERS) / unit)
+        axes.set_xticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(axis="y", length=0, pad=6)
+        if number == 0:
+            axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+            axes.annotate("cuBLAS = 1", (1, len(FRONT_CASES) - 0.52), (1.05, len(FRONT_CASES) - 0.52), fontsize=8,
+                          color=INK, va="center")  # fmt: skip
+    shapes = [cases.LAYERS[case] for case in FRONT_CASES]
+    names = [f"{FRONT_CASES[s.name]}\n{s.E} experts, top {s.k}\nd {s.d}, h {s.h}" for s in shapes]
+    both[0].set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
+    both[0].set_ylim(len(names) - 0.35, -0.55)
+    figure.suptitle(
+        "A training pass of one MoE layer: faster than SonicMoE and torch, in less memory",
+        fontsize=12.5, fontweight="bold", color=INK,
+    )  # fmt: skip
+    figure.supxlabel(
+        f"One {gpu_of(records)}, bf16, SwiGLU, forward and backward, calls back to back. Shorter is better.",
+        fontsize=8.5, color=INK,
+    )  # fmt: skip
+    return figure
+
+
+def dots(panels: dict[str, dict[str, dict[str, float]]], heading: str, xlabel: str, ticks: tuple[float, ...]) -> Figure:
+    """A row per case and a panel per heading; panels[heading][provider][case] is where a dot goes, on a log scale."""
+    names = [n for n in cases.LAYERS if any(n in series for panel in panels.values() for series in panel.values())]
+    figure, drawn = plt.subplots(
+        1, len(panels), figsize=(9.6, 1.5 + 0.32 * len(names)), sharey=True, sharex=True, layout="constrained"
+    )
+    for axes, (panel, series) in zip(drawn, panels.items(), strict=True):
+        axes.hlines(range(len(names)), 0, 1, transform=axes.get_yaxis_transform(), color=FAINT, linewidth=0.6, zorder=0)
+        for provider, values in series.items():
+            color, marker = STYLES[provider]
+            rows = [i for i, name in enumerate(names) if name in values]
+            size = 34 if provider == "moeblaze" else 56  # a smaller dot on top, where two are at one place
+            order = 3 if provider == "moeblaze" else 2
+            places = [values[names[i]] for i in rows]
+            axes.scatter(places, rows, size, color=color, marker=marker, zorder=order, label=label(provider))
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_title(panel, fontsize=10, loc="left", color=INK)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel(xlabel, fontsize=9, color=INK)
+    drawn[0].set_yticks(range(len(names)), names, color=INK)
+    drawn[0].set_ylim(len(names) - 0.5, -0.5)
+    by_label = {}
+    for axes in drawn:
+        by_label |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(by_label.values(), by_label, loc="outside lower center", fontsize=9, frameon=False, ncols=3)
+    figure.suptitle(heading, fontsize=12, fontweight="bold", color=INK)
+    return figure
+
+
+def times(records: Records) -> Figure:
+    """Times the cuBLAS bound of all shapes and systems, calls back to back."""
+    figure = dots(
+        {
+            "forward": figures(records, "forward_back_to_back_ratio"),
+            "forward and backward": figures(records, "forward_backward_back_to_back_ratio"),
+        },
+        f"Time over the layer's matrix products in cuBLAS ({gpu_of(records)}, bf16, SwiGLU, back to back)",
         "times the cuBLAS bound",
-        f"Time of one layer over its dense products alone ({gpu}, bf16, SwiGLU)",
-        folder / "time_over_bound.svg",
-        line=1,
+        (1, 1.2, 1.5, 2, 3, 4),
     )
-    bars(
-        memory_series(records),
+    for axes in figure.axes:
+        axes.axvline(1, color=INK, linewidth=0.8)
+    return figure
+
+
+def memory(records: Records) -> Figure:
+    """MiB kept for backward and at the peak, of all shapes and systems."""
+    return dots(
+        {
+            "kept for backward": figures(records, "saved_mib"),
+            "peak of forward and backward": figures(records, "peak_mib"),
+        },
+        f"Memory beyond parameters, gradients and x ({gpu_of(records)}, bf16, SwiGLU)",
         "MiB",
-        f"Saved for backward, parameters and x excluded ({gpu}, bf16, SwiGLU)",
-        folder / "memory.svg",
-        log=True,
+        (200, 500, 1000, 2000, 5000, 10000),
     )
+
+
+DRAWN = {"front.svg": front, "time_over_bound.svg": times, "memory.svg": memory}
+
+
+def write(records: Records, folder: Path) -> None:
+    """Every plot as an SVG file of its name."""
+    for name, draw in DRAWN.items():
+        figure = draw(records)
+        figure.savefig(folder / name, metadata={"Date": None})
+        plt.close(figure)

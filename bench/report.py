@@ -1,68 +1,21 @@
-"""Saved records to docs/results.md, its plots, and the README's block of results: `python -m bench.report`.
+"""Saved records to docs/results.md, the plots, and the figures of README and docs/performance.md.
 
-Ratios are of rows of one record, measured in one run: the GPU's clocks move with its power limit, so times of two
-runs do not compare well. Where two records hold the same row, the newer one speaks.
+`python -m bench.report` writes them all.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-from bench import cases
-from bench.table import PASSES, merged_layers, number, rows_of
-from moeblaze_cupy import memory
+from bench import accuracy_report, cases, summary
+from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, title
+from bench.table import PASSES, number
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORDS = ROOT / "bench" / "records"
 RESULTS = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
-START, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
-MIB = 2**20
-OURS = ("moeblaze", "moeblaze_recompute", "moeblaze_paper", "moeblaze_sm80")
-POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_paper": "paper"}
-# how others are called in tables; ours keep their names
-TITLES = {
-    "cublas_bound": "cuBLAS bound",
-    "cublas_and_traffic": "cuBLAS, a layer's other traffic copied beside",
-    "torch_grouped_mm": "torch grouped_mm",
-    "torch_routed": "torch, loop over experts",
-    "torch_sort": "torch.sort",
-    "sonicmoe": "SonicMoE",
-    "liger": "Liger",
-    "scattermoe": "ScatterMoE",
-    "momoe_100": "MoMoE 100%",
-    "momoe_0": "MoMoE 0%",
-    "megablocks": "MegaBlocks",
-}
-
-
-@dataclass(frozen=True)
-class Records:
-    """All committed records, oldest first, by file name."""
-
-    by_name: dict[str, dict]
-
-    @classmethod
-    def load(cls, folder: Path = RECORDS) -> "Records":
-        found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-        return cls(dict(sorted(found.items(), key=lambda item: (item[1]["datetime"], item[0]))))
-
-    def rows(self, group: str) -> list[dict]:
-        """Rows of a group, each of the newest record that has it, with ratios to that record's own bound."""
-        newest: dict[tuple, dict] = {}
-        for record in self.by_name.values():
-            rows = merged_layers(rows_of(record, group)) if group == "layer" else rows_of(record, group)
-            for row in rows:
-                names = ("case", "order", "provider", "pass", "kernel", "rows")
-                newest[tuple(row.get(name) for name in names)] = row
-        return list(newest.values())
-
-    def layers(self) -> list[dict]:
-        """Layer rows with random routing: others stand beside these in a table of their own."""
-        return [row for row in self.rows("layer") if row["routing"] == "random"]
+PERFORMANCE = ROOT / "docs" / "performance.md"
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
@@ -92,10 +45,6 @@ def printed_ms(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
-def title(name: str) -> str:
-    return TITLES.get(name, name)
-
-
 def sources(records: Records) -> list[str]:
     rows = []
     for name, record in records.by_name.items():
@@ -114,21 +63,19 @@ def sources(records: Records) -> list[str]:
     return [*lines, *notes]
 
 
-def _entries(records: Records) -> dict[tuple, dict]:
-    return {(e["case"], e["order"], e["provider"]): e for e in records.layers()}
-
-
 def layer_section(records: Records, what: str, heading: str) -> list[str]:
     """Cases by providers: ms, and in brackets times the bound of the same run. The bound shown is moeblaze's.
     [] where no record has this."""
-    entries = {key: entry for key, entry in _entries(records).items() if what in entry}
+    entries = {key: entry for key, entry in records.entries().items() if what in entry}
     if not entries:
         return []
     columns = [
         (name, order)
         for name in (*OURS, *TITLES)
         for order in ("transposed", "row")
-        if name != "cublas_bound" and any(key[1:] == (order, name) for key in entries)
+        if name != "cublas_bound"
+        and (name, order) != ("cublas_and_traffic", "row")
+        and any(key[1:] == (order, name) for key in entries)
     ]
     head = ["case", "shape", "cuBLAS bound"]
     head += [title(name) + (", row-major" if order == "row" else "") for name, order in columns]
@@ -141,24 +88,6 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
             cells.append(f"{ms(entry[what])} ({ratio(entry.get(f'{what}_ratio'))})" if entry else "-")
         rows.append(cells)
     return ["", f"### {heading}, ms (times the bound)", *table(head, rows)]
-
-
-def beside_peers(records: Records) -> dict[tuple[str, str], dict[str, float]]:
-    """By case and other layer, of the newest record that holds both: its times over this package's, by the names of
-    PASSES, and "peak", this package's over its."""
-    found = {}
-    for record in records.by_name.values():
-        entries = merged_layers(rows_of(record, "layer"))
-        rows = {(e["case"], e["provider"]): e for e in entries if e["order"] == "transposed"}
-        for (case, name), entry in rows.items():
-            ours = rows.get((case, "moeblaze"), {})
-            times = {what: entry[what] / ours[what] for what in PASSES if what in entry and what in ours}
-            if name in (*OURS, "cublas_bound", "cublas_and_traffic") or not times:
-                continue
-            if "peak_mib" in entry and "peak_mib" in ours:
-                times["peak"] = ours["peak_mib"] / entry["peak_mib"]
-            found[case, name] = times
-    return found
 
 
 def peer_section(records: Records) -> list[str]:
@@ -178,7 +107,7 @@ def _with(records: Records, figure: str) -> tuple[dict[tuple[str, str], dict], l
     their cases in the tables' order."""
     entries = {
         (case, provider): entry
-        for (case, order, provider), entry in _entries(records).items()
+        for (case, order, provider), entry in records.entries().items()
         if order == "transposed" and entry.get(figure) is not None
     }
     providers = [name for name in (*OURS, *TITLES) if any(key[1] == name for key in entries)]
@@ -248,12 +177,6 @@ def layer_memory(records: Records) -> list[str]:
     return ["", "### Memory of one forward and backward, MiB", *table(head, rows)]
 
 
-def routed_mib(case) -> float:
-    """What a layer with routed buffers would keep, by formula."""
-    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
-    return memory.routed_layer(shape).saved_bytes / MIB
-
-
 def memory_section(records: Records) -> list[str]:
     by_case: dict[str, dict] = {}
     for row in records.rows("memory"):
@@ -278,7 +201,7 @@ def memory_section(records: Records) -> list[str]:
 
 def table2_section(records: Records) -> list[str]:
     """Time and memory of the default policy beside what the paper prints."""
-    entries = _entries(records)
+    entries = records.entries()
     memory_rows = {(r["case"], r["provider"]): r for r in records.rows("memory")}
     rows = []
     for name in (*cases.GROUPS["table2"], *cases.GROUPS["table2_silu"]):
@@ -361,19 +284,22 @@ def ablation_section(records: Records) -> list[str]:
 INTRODUCTION = """# Results
 
 Written by `python -m bench.report` from the records in `bench/records/`; do not edit. How they were measured is in
-[bench/README.md](../bench/README.md).
+`bench/README.md`.
 
-The bound is the time of the layer's dense products alone through cuBLAS, tokens split evenly: no routing, no
-activation. It is no hard bound, as a fused layer reads and writes less. Times are medians of device time, ratios are of
-rows of one run: the bound that is shown is moeblaze's, one of another record has its own. A dash was not run, which for
-torch's layer with more than 2^31 elements in its first product means that it fails. Weights lie in memory as
-transformers stores them, unless a column says row-major. `moeblaze` is `save="minimal"`, `moeblaze_sm80` the portable
-kernels (`MOEBLAZE_TIER=sm80`).
+How to read the tables:
 
-A layer's call is timed between two events and waited for, so the host's share of one call is in it; "back to back" is
-the mean of calls enqueued without waiting. The column warm-up says what ran before a row was timed: 3 calls, or the
-timed call itself until the GPU had been busy for so long. A busy card runs at the clock of its power limit, as in
-training; one that was idle runs faster for a while.
+- The bound is the time of the layer's matrix products alone through cuBLAS, with equal tokens per expert, no routing
+  and no activation. It is no hard bound, as a fused layer reads and writes less.
+- "cuBLAS and copies" is the bound's products while another stream copies what a layer reads and writes beyond them.
+- `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`).
+- Weights lie in memory as transformers stores them, unless a column says row-major.
+- Times are medians of device time. Ratios are of rows of one run. The bound shown is that of moeblaze's run.
+- A layer's single call is timed between two events and waited for, so the host's share of the call is in it. "Back to
+  back" is the mean of calls that are enqueued without waiting.
+- The column warm-up says what ran before a row was timed: 3 calls, or the timed call itself until the GPU had been busy
+  for so long. A busy card runs at the clock of its power limit, as in training. One that was idle runs faster for a
+  while.
+- A dash means: not run. torch's layer fails where its first product has more than 2^31 elements.
 
 The paper's numbers are from an H100 with torch 2.0.1 and are printed for what they are: its GPU has two thirds of this
 one's memory bandwidth, its baselines are three years older, and its times and memory cannot be had again from the
@@ -415,6 +341,7 @@ def results(records: Records) -> str:
         lines += ["", "### Power of calls back to back, forward / forward and backward, W", "", POWER, *power]
     if errors := error_section(records):
         lines += ["", "### Errors against float64, thousandths", "", ERRORS, *errors]
+    lines += accuracy_report.section(records.by_name.values())
     if skewed := skewed_section(records):
         lines += ["", "### Skewed routing", "", SKEWED, *skewed]
     if "small_batch" in groups:
@@ -436,66 +363,14 @@ def speedups() -> str:
     return "; ".join(f"{a}: {least} to {most} ({where})" for a, (where, least, most) in cases.SPEEDUPS.items()) + "."
 
 
-def span(values: Iterable[float]) -> str | None:
-    """The least and the greatest."""
-    found = sorted(values)
-    return f"{found[0]:.2f} to {found[-1]:.2f}" if found else None
-
-
-def summary(records: Records) -> str:
-    """The README's block: the plots, and the least and greatest ratios of the default policy in both memory orders."""
-    entries = {key: entry for key, entry in _entries(records).items() if key[2] == "moeblaze"}
-    shapes = {case for case, *_ in entries}
-    forward, both = (
-        span(e[f"{what}_ratio"] for e in entries.values() if f"{what}_ratio" in e)
-        for what in ("forward", "forward_backward")
-    )
-    beside = [f for (case, name), f in beside_peers(records).items() if name == "sonicmoe" and case in shapes]
-    peers_forward, peers_both, peak = (
-        span(f[what] for f in beside if what in f) for what in ("forward", "forward_backward", "peak")
-    )
-    peer = [
-        "With weights as transformers stores them SonicMoE takes, in the same run,",
-        f"{peers_forward} times as long as this layer forward,",
-        f"{peers_both} times with backward; this layer's peak memory is",
-        f"{peak} of its.",
-    ]
-    record = next(r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
-    return "\n".join(
-        [
-            START,
-            "![Time over the cuBLAS bound, per configuration](docs/time_over_bound.svg)",
-            "![Saved for backward, per configuration](docs/memory.svg)",
-            "",
-            f"One layer on one {record['machine_info']['gpu']}, bfloat16, SwiGLU, {len(shapes)} shapes, weights in",
-            "both memory orders, single calls with the host's time in them: forward takes",
-            f"{forward} times as long as its dense products alone through cuBLAS, forward with backward",
-            f"{both} times.",
-            *(peer if peak else []),
-            "[docs/results.md](docs/results.md) has all tables, beside the paper's",
-            "numbers and the peers that could be run, and says at which commits they were measured. To measure again:",
-            "`python -m moeblaze_cupy bench --quick`, or everything as in [bench/README.md](bench/README.md).",
-            END,
-        ]
-    )
-
-
-def with_summary(readme: str, block: str) -> str:
-    """The README's text with its block replaced. Raises ValueError if it has no such block."""
-    before, start, rest = readme.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"report: README.md: expected a block between {START!r} and {END!r}, got none")
-    return before + block + after
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.splitlines()[0])
     parser.add_argument("--no-plots", action="store_true", help="text only; the plots need matplotlib")
     options = parser.parse_args()
     records = Records.load()
     RESULTS.write_text(results(records))
-    README.write_text(with_summary(README.read_text(), summary(records)))
+    for page, block in ((README, summary.readme), (PERFORMANCE, summary.performance)):
+        page.write_text(summary.put(page.read_text(), block(records), page.name))
     if not options.no_plots:
         from bench import plots
 

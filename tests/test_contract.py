@@ -202,33 +202,39 @@ def test_metadata_files_exist(name, setup_cfg):
 
 
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "bench" / "README.md"])
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.split()[1])
-def test_readme_examples_run(example):
-    if "import torch" in example:
-        pytest.importorskip("torch")
-    exec(compile(example, "README.md", "exec"), {})
+def test_examples_run(example):
+    for package in ("torch", "transformers"):
+        if re.search(rf"^(?:import|from) {package}\b|interop\.{package}\b", example, re.MULTILINE):
+            pytest.importorskip(package)
+    exec(compile(example, "an example of the documentation", "exec"), {})
 
 
-def test_readme_index_lists():
-    ids = ast.literal_eval(re.search(r"With the ids (\[\[.*?\]\])", README).group(1))
+def test_guide_index_lists():
+    ids = ast.literal_eval(re.search(r"With the ids (\[\[.*?\]\])", GUIDE).group(1))
     index = mb.build_dispatch(np.array(ids, np.int32), 4)
-    assert str(index.expert_token_indices.tolist()) in README
-    assert str(index.expert_token_offsets.tolist()) in README
-    assert str(index.token_index_map[0].tolist()) in README
+    assert str(index.expert_token_indices.tolist()) in GUIDE
+    assert str(index.expert_token_offsets.tolist()) in GUIDE
+    assert str(index.token_index_map[0].tolist()) in GUIDE
 
 
-def test_readme_maps_every_file():
-    section = README.partition("## Where things are")[2].partition("\n## ")[0]
-    named = re.findall(r"^ +(\S+\.(?:py|cuh|cu|cfg|toml))  ", section, re.MULTILINE)
-    folders = ("moeblaze_cupy", "interop", "kernels_cu", "bench")
-    on_disk = [
-        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")
-    ]
-    on_disk += [*(ROOT / "tests").glob("*.py"), *ROOT.glob("*.cfg"), *ROOT.glob("*.toml")]
-    assert sorted(named) == sorted(path.name for path in on_disk if path.stat().st_size)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page):
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_architecture_names_files_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/.]+\.(?:py|cuh|cu))`", text))
+    on_disk = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.*")]
+    assert len(named) > 30
+    assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in on_disk)] == []
 
 
 def test_limits_are_told_as_they_are():

@@ -4,21 +4,23 @@ import functools
 import json
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
-from bench import cases, report
+from bench import cases, report, summary
+from bench.recorded import Records, routed_mib
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 README = (ROOT / "README.md").read_text()
-BLOCK = README[README.index(report.START) : README.index(report.END) + len(report.END)]
+BLOCK = README[README.index(summary.START) : README.index(summary.END) + len(summary.END)]
 NUMBER = re.compile(r"(?<![\w.`-])\d[\d,]*(?:\.\d+)?(?![\w-])")
 
 
 @pytest.fixture(scope="module")
 def records():
-    return report.Records.load()
+    return Records.load()
 
 
 SAID = (
@@ -59,7 +61,7 @@ def measured(case: str) -> set[float]:
         if case_ is not None:
             values |= {v for p in case_.paper for v in (p.time_ms, p.memory_mb) if v is not None}
     if case in cases.LAYERS:
-        values.add(report.routed_mib(cases.LAYERS[case]))
+        values.add(routed_mib(cases.LAYERS[case]))
     return values
 
 
@@ -110,7 +112,25 @@ def test_results_are_what_the_records_give(records):
 
 
 def test_readme_is_what_the_records_give(records):
-    assert report.summary(records) == BLOCK, "run python -m bench.report"
+    assert summary.readme(records) == BLOCK, "run python -m bench.report"
+
+
+def test_performance_is_what_the_records_give(records):
+    assert summary.performance(records) in (ROOT / "docs" / "performance.md").read_text(), "run python -m bench.report"
+
+
+def test_performance_has_the_least_and_greatest_ratios():
+    """By another way than the summary's."""
+    text = summary.performance(Records.load())
+    ours: dict[str, float] = {}
+    for rows in layer_rows():
+        for (case, order, provider), row in rows.items():
+            if provider == "moeblaze" and (case, order, "cublas_bound") in rows:
+                ratio = row["back_to_back_ms"] / rows[case, order, "cublas_bound"]["back_to_back_ms"]
+                ours[case] = max(ours.get(case, 0), ratio)
+    large = [ratio for case, ratio in ours.items() if not case.startswith("tab2")]
+    assert f"| times the bound, {len(large)} shapes | " in text
+    assert f" | {min(large):.2f} to {max(large):.2f} |\n" in text
 
 
 def test_every_number_of_the_tables_is_in_a_record():
@@ -139,40 +159,38 @@ def test_an_altered_number_is_found(records):
 
 
 def layer_rows() -> list[dict[tuple, dict]]:
-    """The layers of each record, oldest first, with random routing: by case, order, pass and provider."""
+    """The training passes of each record, oldest first, with random routing: by case, order and provider."""
     found = []
     for path in (ROOT / "bench" / "records").glob("*.json"):
         record = json.loads(path.read_text())
         rows = {}
         for row in record["benchmarks"]:
             extra = row["extra_info"]
-            if row["group"] == "layer" and cases.LAYERS[extra["case"]].routing == "random":
-                about = tuple(extra[name] for name in ("case", "order", "pass", "provider"))
-                rows[about] = {"seconds": row["stats"]["median"], "peak": extra.get("peak_mib")}
+            is_pass = row["group"] == "layer" and extra["pass"] == "forward_backward" and "back_to_back_ms" in extra
+            if is_pass and cases.LAYERS[extra["case"]].routing == "random":
+                rows[extra["case"], extra["order"], extra["provider"]] = extra
         found.append((record["datetime"], rows))
     return [rows for _, rows in sorted(found, key=lambda item: item[0])]
 
 
-def test_readme_has_the_least_and_greatest_ratios():
+def test_readme_has_the_least_greatest_and_median_ratios():
     bound: dict[tuple, float] = {}
-    sonicmoe: dict[tuple, float] = {}
+    sonicmoe: dict[str, float] = {}
     peak: dict[str, float] = {}
     for rows in layer_rows():
-        for (case, order, what, provider), row in rows.items():
-            ours = rows.get((case, order, what, "moeblaze"))
+        for (case, order, provider), row in rows.items():
+            ours = rows.get((case, order, "moeblaze"))
             if provider == "cublas_bound" and ours:
-                bound[what, case, order] = ours["seconds"] / row["seconds"]
+                bound[case, order] = ours["back_to_back_ms"] / row["back_to_back_ms"]
             if provider == "sonicmoe" and ours:
-                sonicmoe[what, case] = row["seconds"] / ours["seconds"]
-                if row["peak"]:
-                    peak[case] = ours["peak"] / row["peak"]
-    spans = [
-        [ratio for (name, *_), ratio in ratios.items() if name == what]
-        for ratios in (bound, sonicmoe)
-        for what in ("forward", "forward_backward")
-    ]
-    stated = re.findall(r"(\d+\.\d+) to (\d+\.\d+) (?:times|of)", " ".join(BLOCK.split()))
-    assert stated == [(f"{min(s):.2f}", f"{max(s):.2f}") for s in (*spans, peak.values())]
+                sonicmoe[case] = row["back_to_back_ms"] / ours["back_to_back_ms"]
+                peak[case] = ours["peak_mib"] / row["peak_mib"]
+    text = " ".join(BLOCK.split())
+    spans = [(f"{min(r.values()):.2f}", f"{max(r.values()):.2f}") for r in (peak, sonicmoe, bound)]
+    assert re.findall(r"(\d+\.\d+) to (\d+\.\d+)", text) == spans
+    stated = re.search(r"(\d+\.\d+) of SonicMoE's peak memory and is (\d+\.\d+) times as fast", text)
+    assert list(stated.groups()) == [f"{median(r.values()):.2f}" for r in (peak, sonicmoe)]
+    assert f"{len(sonicmoe)} layers" in text and len(peak) == len(sonicmoe)
 
 
 def test_readme_states_no_other_measurement():
@@ -182,20 +200,9 @@ def test_readme_states_no_other_measurement():
 
 
 def test_plots_are_there():
+    assert "](docs/front.svg)" in BLOCK
     for name in ("time_over_bound.svg", "memory.svg"):
-        assert f"]({name})" in RESULTS and f"](docs/{name})" in BLOCK
-        assert (ROOT / "docs" / name).read_text().rstrip().endswith("</svg>")
-
-
-def test_plots_are_drawn_from_the_records(records, tmp_path):
-    pytest.importorskip("matplotlib")
-    from bench import plots
-
-    series = plots.time_series(records)["moeblaze, forward + backward"]
-    entries = {e["case"]: e for e in records.layers() if (e["provider"], e["order"]) == ("moeblaze", "transposed")}
-    assert series == {case: e["forward_backward"] / e["forward_backward_bound"] for case, e in entries.items()}
-    plots.write(records, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"time_over_bound.svg", "memory.svg"}
+        assert f"]({name})" in RESULTS
 
 
 def test_a_newer_record_takes_a_rows_place_with_its_own_bound(tmp_path):
@@ -213,16 +220,16 @@ def test_a_newer_record_takes_a_rows_place_with_its_own_bound(tmp_path):
 
     written("a", "2026-01-02", 2.0, 3.0)
     written("b", "2026-01-01", 1.0, 9.0)
-    rows = {row["provider"]: row for row in report.Records.load(tmp_path).rows("layer")}
+    rows = {row["provider"]: row for row in Records.load(tmp_path).rows("layer")}
     assert rows["moeblaze"]["forward"] == 3.0 and rows["moeblaze"]["forward_ratio"] == 1.5
     written("c", "2026-01-03", 4.0, None)  # a bound alone must not change the ratio of the other run
-    rows = {row["provider"]: row for row in report.Records.load(tmp_path).rows("layer")}
+    rows = {row["provider"]: row for row in Records.load(tmp_path).rows("layer")}
     assert rows["moeblaze"]["forward_ratio"] == 1.5 and rows["cublas_bound"]["forward"] == 4.0
 
 
 def test_a_readme_without_its_block_is_refused():
     with pytest.raises(ValueError, match=r"README\.md: expected a block"):
-        report.with_summary("no block", "block")
+        summary.put("no block", "block", "README.md")
 
 
 def full_record() -> dict:
@@ -268,7 +275,7 @@ def full_record() -> dict:
 def test_every_suite_has_its_section():
     """And each of its figures stands there: a section that dropped rows would go unnoticed elsewhere."""
     record = full_record()
-    text = report.results(report.Records({"full": record}))
+    text = report.results(Records({"full": record}))
     for heading in ("Forward, ms", "Forward and backward, ms", "Figures 3 and 5", "Table 2:", "Products of", "7.3",
                     "Aggregation", "Router", "Tables 4 and 5", "back to back", "Errors against", "Skewed routing",
                     "Small batches", "Other layers", "Power of calls"):  # fmt: skip
