@@ -88,7 +88,7 @@ __device__ void weights_by_row(const WeightsByRowParams<W>& p) {
 
 #define AGGREGATE_ENTRY(NAME, ALIGNED_ROWS, T, W)                                                                             \
     extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                                                       \
-        NAME(const __grid_constant__ AggregateParams<T, W> p) {                                                               \
+        NAME(const AggregateParams<T, W> p) {                                                               \
         aggregate<ALIGNED_ROWS>(p);                                                                                           \
     }
 #define AGGREGATE_ENTRIES(SUFFIX, T, W)                                                                                       \
@@ -96,11 +96,11 @@ __device__ void weights_by_row(const WeightsByRowParams<W>& p) {
     AGGREGATE_ENTRY(aggregate_##SUFFIX##_unaligned, false, T, W)
 #define WEIGHTS_ENTRIES(SUFFIX, W)                                                                                            \
     extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK)                                                             \
-        weights_bwd_##SUFFIX(const __grid_constant__ WeightsBwdParams<W> p) {                                                 \
+        weights_bwd_##SUFFIX(const WeightsBwdParams<W> p) {                                                 \
         weights_bwd(p);                                                                                                       \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK)                                                             \
-        weights_by_row_##SUFFIX(const __grid_constant__ WeightsByRowParams<W> p) {                                            \
+        weights_by_row_##SUFFIX(const WeightsByRowParams<W> p) {                                            \
         weights_by_row(p);                                                                                                    \
     }
 AGGREGATE_ENTRIES(bfloat16_float32, bf16, float)

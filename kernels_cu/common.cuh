@@ -5,6 +5,9 @@
 
 typedef long long int64;
 
+// A kernel takes one struct by value, which moeblaze_cupy/params.py describes to the host. It is a __grid_constant__ where
+// it has tensor maps, whose addresses the kernel passes on; in most others that would only cost registers.
+
 // The offset of a field in bytes, the struct's name last (it may have commas). NVRTC has no offsetof.
 #ifdef __CUDACC_RTC__
 #define OFFSET_OF(FIELD, ...) __INTADDR__(&((__VA_ARGS__*)0)->FIELD)

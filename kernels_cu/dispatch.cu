@@ -465,12 +465,12 @@ __device__ void route(const Id* ids, int* token_expert_indices, const int* block
 
 #define DISPATCH(NAME, ID)                                                                                                    \
     extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS)                                                           \
-        dispatch_count_##NAME(const __grid_constant__ DispatchCountParams<ID> p) {                                            \
+        dispatch_count_##NAME(const DispatchCountParams<ID> p) {                                            \
         count(p.ids, p.token_expert_indices, p.block_counts, p.num_slots, p.num_experts, p.columns, p.block_slots,            \
               p.counted_together);                                                                                            \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS)                                                           \
-        dispatch_route_##NAME(const __grid_constant__ DispatchRouteParams<ID> p) {                                            \
+        dispatch_route_##NAME(const DispatchRouteParams<ID> p) {                                            \
         route(p.ids, p.token_expert_indices, p.block_counts, p.expert_token_indices, p.expert_token_offsets,                  \
               p.token_index_map, p.row_tiles, p.experts_by_load, p.num_slots, p.k, p.num_experts, p.columns, p.block_slots,   \
               p.part_slots, p.counted_together);                                                                              \

@@ -48,7 +48,7 @@ static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN), "columns of the result in a
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && EPILOGUE == STORE && !GATHER), "b1 is up, or the second K segment");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    ENTRY(const __grid_constant__ GroupedGemmParams p) {
+    ENTRY(const GroupedGemmParams p) {
     __shared__ int tile_rows[BM];  // row of A per tile row; past the expert's end its last row again, never stored
     __shared__ float tile_weights[BM];
     __shared__ float row_sums[2][BM];

@@ -29,7 +29,8 @@ struct GroupedWgradParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    ENTRY(const __grid_constant__ GroupedWgradParams p) {
+    ENTRY(const __grid_constant__ GroupedWgradParams params) {
+    const GroupedWgradParams p = params;  // read once: read where they are used, fields cost registers in the main loop
     constexpr int ROWS = BK / 16;  // distinct token rows a thread copies per stage; the rest repeats in other blocks
     const int M = p.rows, N = p.columns, expert = blockIdx.y;
     const Tile tile = raster(blockIdx.x, (M + BM - 1) / BM, (N + BN - 1) / BN);

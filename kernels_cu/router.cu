@@ -114,7 +114,7 @@ __device__ void route_token_bwd(const float* grad_weights, const T* logits, cons
 
 #define ROUTER_ENTRIES(SUFFIX, T)                                                                                             \
     extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                                                       \
-        router_fwd_##SUFFIX(const __grid_constant__ RouterFwdParams<T> p) {                                                   \
+        router_fwd_##SUFFIX(const RouterFwdParams<T> p) {                                                   \
         const int warp = threadIdx.x / 32;                                                                                    \
         const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + warp;                                                      \
         if (token < p.L)                                                                                                      \
@@ -122,7 +122,7 @@ __device__ void route_token_bwd(const float* grad_weights, const T* logits, cons
                         p.over_selected != 0, reinterpret_cast<unsigned*>(dynamic_shared) + warp * p.num_experts);            \
     }                                                                                                                         \
     extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                                                       \
-        router_bwd_##SUFFIX(const __grid_constant__ RouterBwdParams<T> p) {                                                   \
+        router_bwd_##SUFFIX(const RouterBwdParams<T> p) {                                                   \
         const int warp = threadIdx.x / 32;                                                                                    \
         const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + warp;                                                      \
         if (token < p.L)                                                                                                      \

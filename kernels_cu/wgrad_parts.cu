@@ -51,7 +51,7 @@ __device__ void add_parts(const float* sums, const int* expert_token_offsets, OU
 
 #define WGRAD_PARTS_ENTRY(SUFFIX, OUT)                                                                                        \
     extern "C" __global__ void __launch_bounds__(GROUPS_PER_BLOCK)                                                            \
-        wgrad_parts_##SUFFIX(const __grid_constant__ WgradPartsParams<OUT> p) {                                               \
+        wgrad_parts_##SUFFIX(const WgradPartsParams<OUT> p) {                                               \
         const int64 expert = blockIdx.y, half = blockIdx.z, size = int64(p.rows) * p.columns;                                 \
         add_parts(p.sums + (expert * p.parts * p.halves + half) * size, p.expert_token_offsets,                               \
                   (half ? p.out1 : p.out0) + expert * p.expert_stride, p.ldo, unsigned(p.rows), unsigned(p.columns),          \

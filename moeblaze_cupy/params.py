@@ -77,8 +77,8 @@ class Params:
         text = '"moeblaze_cupy/params.py has another layout"'
         # A binding has as many names as the struct has fields: one more field might lie in the padding at the end.
         names = ", ".join(field.name for field in self.fields)
-        binding = f"[[maybe_unused]] const auto& [{names}] = p;"
-        count = f"inline __device__ void all_fields(const {self.struct}& p) {{ {binding} }}\n"
+        binding = f"[[maybe_unused]] const auto& [{names}] = all;"
+        count = f"inline __device__ void all_fields(const {self.struct}& all) {{ {binding} }}\n"
         return count + "".join(f"static_assert({what} == {number}, {text});\n" for what, number in checks)
 
 

@@ -20,7 +20,7 @@ from moeblaze_cupy.arrays import Array, Context
 from moeblaze_cupy.ops import experts
 from moeblaze_cupy.structures import Gradients, PackedIndices, SavedForBackward, one_or_pair, pair
 
-MAX_PLANS = 256  # 0: none are made
+MAX_PLANS = 0  # none are made: a plan keeps an address for each argument, and kernels take one struct
 _ALIGNMENT = 16  # of which every allocation is a multiple
 _BITS, _MIDDLE = 44, 1 << 43  # of a stand-in's offset, which is negative if strides are
 _MAX_STRIDE = 1 << 40  # no argument but an address is as large as 1 << _BITS

@@ -254,18 +254,6 @@ def test_inline_assembly_stays_in_the_ptx_headers(kernel):
     assert kernel.name.startswith("ptx_") or not re.search(r"\b(asm|__asm__|__asm)\b", code)
 
 
-def own_header(kernel: Path) -> str:
-    lines = kernel.read_text().splitlines()
-    return "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("//"))])
-
-
-def header_comment(kernel: Path) -> str:
-    """The comment that opens a source, and those of the sources it refers to for the rest."""
-    header = own_header(kernel)
-    others = set(re.findall(r"\b\w+\.cu\b", header)) - {kernel.name}
-    return "\n".join([header, *(own_header(kernel.with_name(other)) for other in sorted(others))])
-
-
 def entries(text: str) -> dict[str, list[str]]:
     """Parameter declarations of every extern "C" entry, also of those that macros write."""
     code = re.sub(r"//.*", "", text).replace("\\\n", "\n")
@@ -277,16 +265,19 @@ def entries(text: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.suffix == ".cu"], ids=lambda path: path.name)
-def test_header_comment_names_every_parameter(kernel):
-    header, found = header_comment(kernel), entries(kernel.read_text())
+def test_kernels_take_one_struct_whose_fields_have_comments(kernel):
+    """Those of pointers and tensor maps say shape, dtype and direction."""
+    text = kernel.read_text()
+    found = entries(text)
     assert found
-    missing = {}
-    for entry, declarations in found.items():
-        names = [re.search(r"(\w+)$", declaration).group(1) for declaration in declarations]
-        absent = [name for name in names if not re.search(rf"\b{name}\b", header)]
-        if absent:
-            missing[entry] = absent
-    assert not missing
+    for declarations in found.values():
+        (declaration,) = declarations if "<" not in declarations[0] else [", ".join(declarations)]
+        assert re.fullmatch(r"const (__grid_constant__ )?\w+Params(<.*>)? (p|params)", declaration)
+        assert "__grid_constant__" in declaration or "TensorMap" not in text  # copies read a map at its address
+    structs = re.findall(r"^struct \w+Params \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
+    assert len(structs) == len(found) or "##" in "".join(found)
+    for field in re.findall(r"^    \w.*", "".join(structs), re.MULTILINE):
+        assert re.search(r"; +// ", field) or not re.search(r"\*|TensorMap", field), field
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.suffix == ".cuh"], ids=lambda path: path.name)

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, params, plans, reference, tensor_map
+from moeblaze_cupy import arrays, launch_config, loader, params, reference, tensor_map
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, pair
 
@@ -208,7 +208,6 @@ def emulated(limits: DeviceLimits = THREE_STAGES, seed: int = 0, tier: str = "sm
         patch.setattr(loader, "_kernels", {})
         patch.setattr(loader._Kernel, "launch_at", lambda kernel, *launch: kernel.function.launch_at(*launch))
         patch.setattr(loader, "bind_context", lambda: None)
-        patch.setattr(plans, "MAX_PLANS", 0)  # they know nothing of structs
         for cache in caches:
             cache.cache_clear()
         try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, memory, tensor_map
+from moeblaze_cupy import arrays, launch_config, loader, memory, params, tensor_map
 from moeblaze_cupy.ops import experts
 from moeblaze_cupy.structures import ACTIVATIONS
 
@@ -222,18 +222,24 @@ def test_few_large_experts_take_sums_of_parts(activation, transposed, no_launche
     assert counted.peak - before == plan.backward_peak_bytes
     sums = [term.nbytes for stage in plan.backward for term in stage if term.name.startswith("sums of ")]
     assert len(sums) == 2
-    products = [(v, grid, args) for v, (grid, _, args, *_) in launched if v.entry.endswith("_wgrad")]
-    added = [(v, grid, args) for v, (grid, _, args, *_) in launched if v.entry.startswith("wgrad_parts")]
+    products = [(v, by_field(v, args)) for v, (_, _, args, *_) in launched if v.entry.endswith("_wgrad")]
+    added = [(v, grid, by_field(v, args)) for v, (grid, _, args, *_) in launched if v.entry.startswith("wgrad_parts")]
     assert len(products) == len(added) == 2
-    for (product, _, args), (add, grid, add_args), nbytes in zip(products, added, sums, strict=True):
+    for (product, given), (add, grid, adding), nbytes in zip(products, added, sums, strict=True):
         assert {("PARTS", "1"), ("ACCUMULATE", "0"), ("OUT", "float")} <= set(product.macros)
-        halves, parts = args[15], args[17]
-        M, N = add_args[6:8]
-        # out0, out1, expert_stride, ldo, rows, columns: packed sums, an "expert" for every part
-        assert args[8:14] == (add_args[0], add_args[0] + 4 * M * N, halves * M * N, N, M, N)
-        assert add.entry == "wgrad_parts_float16" and add_args[8:] == (halves, parts, 0)
+        halves, parts, M, N = (adding[name] for name in ("halves", "parts", "rows", "columns"))
+        # packed sums, an "expert" for every part
+        packed = {"out0": adding["sums"], "out1": adding["sums"] + 4 * M * N, "expert_stride": halves * M * N, "ldo": N}
+        sizes = {"rows": M, "columns": N, "halves": halves, "parts": parts}
+        assert given.items() >= (packed | sizes).items()
+        assert add.entry == "wgrad_parts_float16" and adding["accumulate"] == 0
         assert grid == (-(-M * N // 8 // 256), s.E, halves)
         assert nbytes == 4 * parts * s.E * halves * M * N and parts > 1
+
+
+def by_field(variant, args):
+    """A launch's values by the names of its kernel's fields."""
+    return dict(zip((field.name for field in params.params_of(variant).fields), args, strict=True))
 
 
 def test_accumulated_gradients_take_no_memory(no_launches):
@@ -282,18 +288,22 @@ def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, inferenc
     L, k, E, h = 8000, 3, 5, 64
     s = memory.LayerShape(L, d, h, E, k, dtype="float16")
     launches, _, counted = inference_on_hopper(s, order)
-    products = [args for variant, args in launches if variant.entry == "down_fwd"]
-    sums = [args for variant, args in launches if variant.entry.startswith("aggregate")]
+    products = [by_field(v, args) for v, args in launches if v.entry == "down_fwd"]
+    sums = [by_field(v, args) for v, args in launches if v.entry.startswith("aggregate")]
     panels, in_place = launch_config.panels(d, L * k, "sm90"), d <= h
     assert [v.entry.split("_")[0] for v, _ in launches][-2 * len(panels) :] == ["down", "aggregate"] * len(panels)
-    first_a, first_b, panel = products[0][0], products[0][1], products[0][10]
+    first_a, first_b, panel = (products[0][name] for name in ("a", "b0", "product"))
     assert (panel == first_a) == in_place
     step = 2 if order == "row" else 2 * h
     for (column, width), product, summed in zip(panels, products, sums, strict=True):
         ld = h if in_place else width
-        assert product[:5] == (first_a, first_b + column * step, first_b + column * step, width, h)
-        assert product[8:15] == (0, 0, panel, ld, 0, 0, 0) and product[16:] == (L * k, 0)
-        assert summed[0] == panel and summed[4:] == (L, k, d, column, width, ld)
+        b = first_b + column * step
+        operands = {"a": first_a, "b0": b, "b1": b, "columns": width, "depth": h, "num_slots": L * k}
+        outputs = {"first_layer": 0, "first_layer_grad": 0, "product": panel, "product_ld": ld}
+        absent = dict.fromkeys(("stored_product", "weights", "partial_sums", "claims"), 0)
+        assert product.items() >= (operands | outputs | absent).items()
+        sizes = {"L": L, "k": k, "d": d, "first_column": column, "columns": width, "panel_ld": ld}
+        assert summed.items() >= ({"panel": panel} | sizes).items()
     lists = 4 * launch_config.index_lists(L, k, E)[1]
     workspace = 0 if in_place else L * k * panels[0][1] * 2
     assert counted.peak == lists + L * k * h * 2 + L * d * 2 + workspace
@@ -307,14 +317,16 @@ def test_one_expert_per_token_needs_no_panel_on_hopper(long, inference_on_hopper
     launches, _, counted = inference_on_hopper(memory.LayerShape(L, d, h, E, 1, dtype="float16"))
     (variant, args) = launches[-1]
     assert variant.entry == "down_fwd" and {("EPILOGUE", "StoreTokenRows"), ("PAIRED", "0")} <= set(variant.macros)
-    assert args[3:5] == (d, h) and args[11] == d and args[13] and args[16:] == (L, 0)
+    given = by_field(variant, args)
+    assert given["weights"]
+    assert given.items() >= {"columns": d, "depth": h, "product_ld": d, "num_slots": L, "claims": 0}.items()
     assert counted.peak == 4 * launch_config.index_lists(L, 1, E)[1] + L * h * 2 + L * d * 2
 
 
 def test_claims_start_as_zeros(monkeypatch, inference_on_hopper):
     monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: True)
     launches, cleared, _ = inference_on_hopper(memory.LayerShape(40, 600, 64, 5, 3, dtype="float16"))
-    claims = {variant.entry: args[-1] for variant, args in launches}
+    claims = {v.entry: by_field(v, args)["claims"] for v, args in launches if v.entry in ("up_fwd", "down_fwd")}
     assert claims["up_fwd"] and cleared == [(claims["up_fwd"], 4)] and claims["down_fwd"] == 0
 
 

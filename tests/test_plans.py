@@ -154,6 +154,7 @@ class Kernel:
 @pytest.fixture
 def device(monkeypatch):
     made = Device()
+    monkeypatch.setattr(plans, "MAX_PLANS", 256)
     cupy = made.cupy()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(loader, "import_cupy", lambda: cupy)
