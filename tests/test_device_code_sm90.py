@@ -5,9 +5,8 @@ Few multiprocessors make the grids persistent. Sums over K take two or three ste
 it wraps in both parities.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +25,8 @@ TWO_PAIRS = replace(ONE_PAIR, multiprocessors=4)
 GATED = Case(L=190, k=2, E=5, d=344, h=136, routing="empty_experts")
 # Weights that are contiguous the other way. An expert has more rows than a weight gradient looks up at once.
 PLAIN = Case(L=530, k=2, E=3, d=72, h=328, routing="one_expert", order="transposed", activation="gelu")
+# More tiles to a block than it keeps notes of.
+SHORT = Case(L=150, k=2, E=20, d=72, h=136)
 TO_TOKENS = Case(L=150, k=1, E=3, d=264, h=72, routing="absent")
 
 
@@ -71,25 +72,26 @@ def test_layer(case, dtype, save, seed):
             assert not in_float64(results[name])[idle].any()  # exact zeros
 
 
-def test_claims_pairs_and_orders_do_not_change_a_bit(choose):
+@pytest.mark.parametrize("case", [GATED, SHORT], ids=["few_tiles", "many_tiles"])
+def test_claims_pairs_and_orders_do_not_change_a_bit(choose, case):
     """Whichever block comes to a tile first, whichever fetches its weights, one after the other or in turns."""
-    inputs, found = make_inputs(GATED, 0, DTYPES["bfloat16"]), []
+    inputs, found = make_inputs(case, 0, DTYPES["bfloat16"]), []
     ways = [
         (ONE_PAIR, 0, 1, {}),
         (ONE_PAIR, 1, 2, {"claims": True}),
-        (ONE_PAIR, 0, 1, {"paired": True}),
-        (TWO_PAIRS, 2, 4, {"claims": True}),
+        (ONE_PAIR, 2, 1, {"claims": True, "paired": True}),
         (TWO_PAIRS, 0, 2, {"claims": True, "paired": True}),
         (TWO_PAIRS, 3, 2, {"claims": True, "paired": True}),
-        (TWO_PAIRS, 4, 1, {"claims": True, "paired": True}),
-        (replace(ONE_PAIR, multiprocessors=64), 5, 2, {"paired": True}),  # fewer tiles than blocks
+        (replace(ONE_PAIR, multiprocessors=64), 4, 2, {"paired": True}),  # fewer tiles than blocks
     ]
     for limits, seed, clusters_at_once, way in ways:
         choose(**way)
         with on_hopper(limits, seed=seed, clusters_at_once=clusters_at_once) as device:
-            found.append(Layer(device, inputs).run())
+            layer = Layer(device, inputs)
+            found.append(layer.run())
             paired = str(int(way.get("paired", False)))
             assert {("up_fwd", paired), ("up_bwd", paired)} < gemms_compiled()
+    layer.assert_matches_reference(found[-1])
     assert [differences(found[0], other) for other in found[1:]] == [[]] * (len(ways) - 1)
 
 
@@ -119,111 +121,100 @@ def test_weight_gradients_in_parts_and_accumulated(choose, seed):
 
 
 CORE, GEMM, WGRAD, EPILOGUE = "gemm_core_sm90.cuh", "grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "epilogue_sm90.cuh"
-FULL = "wait(barriers.full + 8 * ring.stage, ring.parity);"
-EMPTY = "wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);"
 
-# By name: the entry and whether in pairs, the file, a text in it, and what takes its place.
+
+class Mutation(NamedTuple):
+    """`text`, which is once in `file`, becomes `instead` in one kernel."""
+
+    entry: str
+    file: str
+    text: str
+    instead: str
+    paired: bool = False
+    case: Case = GATED
+
+
+FULL = "wait(barriers.full + 8 * ring.stage, ring.parity);\n        if (active) multiply(true);"
+EMPTY = "wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);\n                if (step =="
+
 MUTATIONS = {
-    "first wait for a stage dropped": (
-        "up_fwd",
-        False,
-        CORE,
-        f"        {FULL}\n        if (active) multiply(true);",
-        "multiply(true);",
+    "first wait for a stage dropped": Mutation("up_fwd", CORE, FULL, "if (active) multiply(true);"),
+    "parity never flipped": Mutation("up_fwd", CORE, "stage = 0, parity ^= 1", "stage = 0"),
+    "stage released before its products": Mutation("up_fwd", CORE, "if (!drains) wgmma_wait<1>();", ""),
+    "wait for a free stage with the other parity": Mutation("up_fwd", GEMM, EMPTY, EMPTY.replace(" ^ 1", "")),
+    "copies not awaited": Mutation("up_fwd", GEMM, "cp_async_mbarrier_arrive(full);", "mbarrier_arrive(full);"),
+    "claim not awaited": Mutation("up_fwd", GEMM, "wait(claim_full, number / FOUND & 1);", "", case=SHORT),
+    "bytes of A not announced": Mutation("down_fwd", GEMM, "B_BYTES + Rows::BYTES);", "B_BYTES);"),
+    "released to one's own block alone": Mutation(
+        "up_fwd", CORE, "threadIdx.x % 32 < BLOCKS", "threadIdx.x % 32 < 1", True
     ),
-    "later waits for stages dropped": ("up_fwd", False, CORE, f"if (!full) {FULL}", ""),
-    "parity never flipped": ("up_fwd", False, CORE, "stage = 0, parity ^= 1", "stage = 0"),
-    "stage released before its products": ("up_fwd", False, CORE, "if (!drains) wgmma_wait<1>();", ""),
-    "last products not awaited": (
-        "up_fwd",
-        False,
-        CORE,
-        "    wgmma_wait<0>();\n    if (steps > 0)",
-        "    if (steps > 0)",
+    "cluster not awaited": Mutation(
+        "up_fwd", CORE, "            cluster_arrive();\n            cluster_wait();", "", True
     ),
-    "no wgmma.fence": ("up_fwd", False, CORE, "        wgmma_fence();\n", ""),
-    "wait for a free stage dropped": (
-        "up_fwd",
-        False,
-        GEMM,
-        f"                {EMPTY}\n                if (step",
-        "if (step",
+    "exit before the other block's releases": Mutation(
+        "up_fwd", GEMM, "BLOCKS == 2 && stage < STAGES;", "false;", True
     ),
-    "wait for a free stage with the other parity": (
-        "up_fwd",
-        False,
-        GEMM,
-        f"                {EMPTY}\n                if (step",
-        "wait(barriers.empty + 8 * ring.stage, ring.parity);\nif (step",
-    ),
-    "copies' arrival not awaited": ("up_fwd", False, GEMM, "cp_async_mbarrier_arrive(full);", "mbarrier_arrive(full);"),
-    "one arrival too few": ("up_fwd", False, GEMM, "ARRIVALS = 128 + 1", "ARRIVALS = 128"),
-    "claim not awaited": ("up_fwd", False, GEMM, "wait(claim_full, number / FOUND & 1);", ""),
-    "claim awaited with the other parity": ("up_fwd", False, GEMM, "number / FOUND & 1", "~number / FOUND & 1"),
-    "bytes of A not announced": ("down_fwd", False, GEMM, "B_BYTES + Rows::BYTES);", "B_BYTES);"),
-    "too many bytes announced": ("down_fwd", False, GEMM, "B_BYTES + Rows::BYTES);", "B_BYTES + Rows::BYTES + 16);"),
-    "released to one's own block alone": ("up_fwd", True, CORE, "threadIdx.x % 32 < BLOCKS", "threadIdx.x % 32 < 1"),
-    "cluster not awaited": ("up_fwd", True, CORE, "            cluster_arrive();\n            cluster_wait();\n", ""),
-    "block does not wait for the other's releases": (
-        "up_fwd",
-        True,
-        GEMM,
-        "BLOCKS == 2 && stage < STAGES; ++stage",
-        "false; ++stage",
-    ),
-    "rows overwritten while read": ("down_bwd", False, EPILOGUE, "        cp_async_wait<1>();\n", ""),
-    "tokens not awaited": ("down_wgrad", False, WGRAD, "                named_barrier(1, 128);\n", ""),
-    "wait for a free stage of rows dropped": ("down_wgrad", False, WGRAD, f"                {EMPTY}\n", ""),
+    "rows of a and b not awaited": Mutation("down_bwd", EPILOGUE, "        cp_async_wait<1>();\n", ""),
+    "tokens not awaited": Mutation("down_wgrad", WGRAD, "                named_barrier(1, 128);\n", ""),
 }
 
 
-@cache
-def _pool():
-    return ThreadPoolExecutor(2)
+@pytest.fixture(scope="module")
+def mutated():
+    """The mutated kernels in compilation, all of them at once."""
+    recorded, plain = {}, portable._compiled
 
+    def compiled(source, code, macros):
+        recorded[dict(macros).get("ENTRY"), dict(macros).get("PAIRED") == "1"] = source, code, macros
+        return plain(source, code, macros)
 
-@cache
-def _mutated(name, source, code, macros):
-    _, _, file, text, instead = MUTATIONS[name]
-    if file == source:
-        assert code.count(text) == 1, f"{file} has {code.count(text)} times {text!r}"
-        return _pool().submit(build, source, dict(macros), code.replace(text, instead))
-    header = (KERNELS / file).read_text()
-    assert header.count(text) == 1, f"{file} has {header.count(text)} times {text!r}"
-    return _pool().submit(build, source, dict(macros), code, {file: header.replace(text, instead)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable, "_compiled", compiled)
+        for paired in (False, True):
+            patch.setattr(launch_config, "pairs_blocks", lambda *_, paired=paired: paired)
+            with on_hopper() as device:
+                Layer(device, make_inputs(GATED, 0, DTYPES["bfloat16"])).run()
 
+    def build_with(mutation):
+        source, code, macros = recorded[mutation.entry, mutation.paired]
+        text = code if mutation.file == source else (KERNELS / mutation.file).read_text()
+        assert text.count(mutation.text) == 1, (
+            f"{mutation.file} has {text.count(mutation.text)} times {mutation.text!r}"
+        )
+        text = text.replace(mutation.text, mutation.instead)
+        if mutation.file == source:
+            return build(source, dict(macros), text)
+        return build(source, dict(macros), code, {mutation.file: text})
 
-@cache
-def _right(paired):
-    """Results without mutations."""
-    with on_hopper() as device:
-        return Layer(device, make_inputs(GATED, 0, DTYPES["bfloat16"])).run()
+    return {name: portable._compilers().submit(build_with, mutation) for name, mutation in MUTATIONS.items()}
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_reported(monkeypatch, choose, name):
-    """An error or another result, under some order of threads."""
-    entry, paired, *_ = MUTATIONS[name]
-    plain = portable._compiled
-    choose(claims=True, paired=paired)
-    right = _right(paired)
+def test_mutations_are_reported(monkeypatch, choose, mutated, name):
+    """By an error or other results, under some order of threads."""
+    mutation, plain = MUTATIONS[name], portable._compiled
+    choose(claims=True, paired=mutation.paired)
+    inputs = make_inputs(mutation.case, 0, DTYPES["bfloat16"])
+
+    def results_of(seed):
+        with on_hopper(seed=seed) as device:
+            layer = Layer(device, inputs)
+            if not mutation.entry.endswith("_fwd"):
+                return layer.run()
+            results = {"out": layer.forward()[0]}
+            device.synchronize()
+            return results
 
     def compiled(source, code, macros):
-        return (
-            _mutated(name, source, code, macros) if dict(macros).get("ENTRY") == entry else plain(source, code, macros)
-        )
+        return mutated[name] if dict(macros).get("ENTRY") == mutation.entry else plain(source, code, macros)
 
+    right = results_of(0)
     monkeypatch.setattr(portable, "_compiled", compiled)
     for seed in range(4):
-        with on_hopper(seed=seed) as device:
-            layer = Layer(device, make_inputs(GATED, 0, DTYPES["bfloat16"]))
-            try:
-                results = {"out": layer.forward()[0]} if entry.endswith("_fwd") else layer.run()
-                device.synchronize()
-            except EmulatorError as error:
-                print(error)
+        try:
+            if differences(results_of(seed), right):
                 return
-            if differences(results, right):
-                print("other results:", differences(results, right))
-                return
+        except EmulatorError as error:
+            assert f"kernel {mutation.entry}, block" in str(error)  # not the compiler's
+            return
     pytest.fail("no order of threads shows it")

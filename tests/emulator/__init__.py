@@ -143,6 +143,8 @@ class Emulated:
     def _locate(self, text: str) -> str:
         """Replace code addresses by source lines, the innermost inlined call first."""
 
+        own = {path.name for path in HERE.glob("*.*h")}
+
         def lines(match):
             tool = shutil.which("addr2line")
             if tool is None:
@@ -150,7 +152,7 @@ class Emulated:
             command = [tool, "-i", "-e", str(self.path), match[1]]
             found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
             places = [Path(line.split(" ")[0]).name for line in found if line and not line.startswith("?")]
-            return " at " + " < ".join([p for p in places if not p.startswith("cuemu.h:")] or places or [match[1]])
+            return " at " + " < ".join([p for p in places if p.partition(":")[0] not in own] or places or [match[1]])
 
         return re.sub(r" \[pc\+(0x[0-9a-f]+)\]", lines, text)
 

@@ -126,6 +126,7 @@ struct Warp { unsigned alive, num_groups; Group groups[32]; void* operands[32]; 
 struct Block {
     Index index;
     unsigned place, rank, alive, at_barrier;  // rank: in its cluster
+    unsigned stalled, stall;  // a warp that does not run for so many passes more
     Fibre* fibres;
     Warp warps[MAX_THREADS / 32];
     std::vector<unsigned char> saved;
@@ -410,7 +411,7 @@ static unsigned char* in_block(const Block& of, unsigned char* p) {
 static void start_block(Block& b, unsigned number, Block* cluster) {
     b.index = {number % grid_dim.x, number / grid_dim.x % grid_dim.y, number / grid_dim.x / grid_dim.y};
     b.cluster = cluster, b.rank = &b - cluster;
-    b.alive = threads, b.at_barrier = 0;
+    b.alive = threads, b.at_barrier = b.stall = 0;
     b.place = &b - blocks, b.fibres = fibres + b.place * threads;
     give_turn(b);
     memset(shared_range.begin, 0xff, dynamic_shared + launch.shared_bytes - shared_range.begin);
@@ -429,8 +430,8 @@ static void start_block(Block& b, unsigned number, Block* cluster) {
     if (on_block_start) on_block_start(b);
 }
 
-// Without a seed warps go in step. With one, some passes let a warp run as far as it can, which shows a missing barrier
-// that lockstep hides.
+// Without a seed warps go in step. With one, some passes let a warp run as far as it can, and others leave a warp behind,
+// which shows missing barriers that lockstep hides.
 static bool run_pass(Block& b) {
     static std::vector<unsigned> warp_order, lane_order;
     warp_order = numbers((threads + 31) / 32), lane_order = numbers(32);
@@ -438,7 +439,12 @@ static bool run_pass(Block& b) {
     shuffle(lane_order);
     bool progress = false, ran;
     const bool ahead = launch.seed && random_number() % 4 == 0;
+    if (b.stall)
+        --b.stall;
+    else if (launch.seed && random_number() % 16 == 0)
+        b.stalled = random_number() % warp_order.size(), b.stall = random_number() % 64;
     for (const unsigned w : warp_order) {
+        if (b.stall && w == b.stalled) continue;
         do {
             ran = false;
             for (unsigned i : lane_order) {
@@ -526,6 +532,8 @@ static void run_grid() {
         }
         if (!progress || (launch.seed && random_number() % 4 == 0)) progress |= complete_awaited();
         if (failed) return;
+        for (Block* b : running)
+            if (!progress && b->stall) b->stall = 0, progress = true;
         if (!progress) return report_deadlock(running);
         for (size_t i = 0; i < running.size(); i += of_cluster) {
             const auto first = running.begin() + i;
