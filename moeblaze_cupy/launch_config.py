@@ -252,7 +252,8 @@ def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tu
     time, so an even number of elements goes before it.
     """
     slots = num_tokens * k
-    places, end = {}, 0
+    places: dict[str, tuple[int, tuple[int, ...]]] = {}
+    end = 0
     for name, shape in (
         ("token_index_map", (num_tokens, k)),
         ("expert_token_indices", (slots,)),

@@ -10,7 +10,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -72,7 +72,7 @@ class _Arguments:
         for name in (*params.int64, *params.int32):
             values[name] = scalars[name]
         addresses = np.array([raw.ctypes.data], np.uint64)
-        self.memory, self.pointer = memoryview(raw), addresses.ctypes.data
+        self.memory, self.pointer = raw.data, addresses.ctypes.data
         self.encoded: list[int | None] = [None] * len(params.maps)  # the address in each map
         self._keep = addresses
 
@@ -147,7 +147,7 @@ class Runtime:
         bound.run(self.stream, values)
 
 
-def current_device(device: int):
+def current_device(device: int) -> AbstractContextManager[Any]:
     """A context manager within which the device is current."""
     cuda = loader.import_cupy().cuda
     return _ALREADY_CURRENT if cuda.runtime.getDevice() == device else cuda.Device(device)
@@ -157,11 +157,12 @@ _ALREADY_CURRENT = nullcontext()
 
 
 MAX_RECORDS = 256  # of each cache: layouts that come once, such as those of varying numbers of tokens, push others out
-Function = TypeVar("Function", bound=Callable)
+Key = tuple[Any, ...]  # what two calls share if one record serves both
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _lock = threading.Lock()
-_prepared: dict[tuple, "Prepared"] = {}
-_caches: list = []
+_prepared: dict[Key, "Prepared"] = {}
+_caches: list[Any] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +181,7 @@ def cached(configure: Function) -> Function:
     return kept  # type: ignore[return-value]
 
 
-def key_of(function: str, options: tuple, given: Sequence[Any]) -> tuple[tuple | None, list[int]]:
+def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tuple[Key | None, list[int]]:
     """What tells a call's record from others, and the addresses of its arrays; None for calls that have no record.
 
     Those are calls on the CPU, and calls with arrays that neither CuPy nor torch made, or of more than one framework.
@@ -195,14 +196,14 @@ def key_of(function: str, options: tuple, given: Sequence[Any]) -> tuple[tuple |
     return (function, options, framework, os.environ.get("MOEBLAZE_TIER"), *layouts), pointers
 
 
-def find(key: tuple | None) -> Prepared | None:
+def find(key: Key | None) -> Prepared | None:
     try:
         return _prepared.get(key)  # type: ignore[arg-type]
     except TypeError:  # an option that is not hashable is not a valid one
         return None
 
 
-def keep(key: tuple | None, prepared: Prepared) -> Prepared:
+def keep(key: Key | None, prepared: Prepared) -> Prepared:
     """Beside the latest others."""
     if key is not None and (prepared.framework is not arrays.NumPy and prepared.device != arrays.CPU):
         with _lock:

@@ -3,6 +3,7 @@ kernels_cu/grouped_gemm_*.cu and aggregation.cu in turn.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.launch_config import DeviceLimits
@@ -47,7 +48,7 @@ def configure(
     call = entry, index, a, weight
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits)[0].tier
     if launch_config.rows_go_to_tokens(index.k, tier):
-        options = {"product_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
+        options: dict[str, Any] = {"product_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
         product = grouped_gemm.configure(*call, d, K, activation, limits, **options)
         return Panels((product,), (), None, a.dtype)
     panels = launch_config.panels(d, index.num_slots, tier)
