@@ -121,12 +121,12 @@ class _Bound:
 class Runtime:
     """Where one call runs: whose allocator (a framework of `arrays`), which device, which stream (a pointer)."""
 
-    framework: Any
+    framework: arrays.DeviceFramework
     device: int
     stream: int
 
     @classmethod
-    def current(cls, framework: Any, device: int) -> "Runtime":
+    def current(cls, framework: arrays.DeviceFramework, device: int) -> "Runtime":
         """On the framework's current stream of the device, which must be current."""
         loader.bind_context(device)
         return cls(framework, device, framework.stream(device))
@@ -169,9 +169,9 @@ _caches: list[Any] = []
 class Prepared:
     """A public call whose arguments have passed all checks: where it runs, and its launch records."""
 
-    framework: Any
+    framework: arrays.DeviceFramework
     device: int
-    steps: Any
+    steps: Any  # what the public function's operation was configured to
 
 
 def cached(configure: Function) -> Function:
@@ -186,8 +186,8 @@ def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tup
 
     Those are calls on the CPU, and calls with arrays that neither CuPy nor torch made, or of more than one framework.
     """
-    framework = arrays.framework_of_all(tuple(map(type, given)))
-    if framework is None or framework is arrays.NumPy:
+    framework = arrays.device_framework_of(tuple(map(type, given)))
+    if framework is None:
         return None, []
     try:
         layouts, pointers = framework.layouts(given)
@@ -205,7 +205,7 @@ def find(key: Key | None) -> Prepared | None:
 
 def keep(key: Key | None, prepared: Prepared) -> Prepared:
     """Beside the latest others."""
-    if key is not None and (prepared.framework is not arrays.NumPy and prepared.device != arrays.CPU):
+    if key is not None:
         with _lock:
             _prepared[key] = prepared
             if len(_prepared) > MAX_RECORDS:

@@ -6,7 +6,7 @@ SavedForBackward are NumPy or CuPy arrays where the caller's are known by DLPack
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -89,20 +89,21 @@ class DispatchIndices:
         """Bytes that these lists hold beyond the caller's ids."""
         return nbytes(self.lists) + (nbytes(self.ids) if self.ids_copied else 0)
 
-    def split(self) -> tuple[list, "DispatchIndices"]:
+    def split(self) -> tuple[list[Any], "DispatchIndices"]:
         """The arrays, and the rest, which `joined` puts together again."""
         return [self.lists, self.ids], self.joined([None, None])
 
-    def joined(self, arrays: list) -> "DispatchIndices":
-        return DispatchIndices(*arrays, self.places, self.num_experts, self.ids_copied)
+    def joined(self, arrays: Sequence[Any]) -> "DispatchIndices":
+        lists, ids = arrays
+        return DispatchIndices(lists, ids, self.places, self.num_experts, self.ids_copied)
 
 
-def pair(weight: Any) -> tuple:
+def pair(weight: Any) -> tuple[Any, ...]:
     """One weight's array, or its (gate, up), as a tuple."""
     return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
 
 
-def one_or_pair(parts: tuple) -> Any:
+def one_or_pair(parts: tuple[Any, ...]) -> Any:
     """What `pair` was given."""
     return parts if len(parts) == 2 else parts[0]
 
@@ -150,5 +151,5 @@ class Gradients:
     w1: Any = None  # as w1: one array, or a pair
     w2: Any = None  # (E, h, d)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return (getattr(self, f.name) for f in fields(self))
