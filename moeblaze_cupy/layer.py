@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -245,6 +245,18 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
 def _index(steps: dispatch.Dispatch, lists: arrays.Buffer, copy: arrays.Buffer | None, ids: Any) -> DispatchIndices:
     index = steps.index
     return DispatchIndices(lists.array, copy.array if copy else ids, index.places, index.num_experts, steps.copies_ids)
+
+
+@overload
+def moe_forward(
+    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: str = "minimal"
+) -> tuple[Any, SavedForBackward]: ...
+
+
+@overload
+def moe_forward(
+    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: None
+) -> tuple[Any, None]: ...
 
 
 def moe_forward(

@@ -32,7 +32,8 @@ def _cast(array: HostArray, dtype: Any) -> HostArray:
 def _softmax(scores: HostArray) -> HostArray:
     with np.errstate(invalid="ignore"):  # inf - inf: a row with an infinite or NaN maximum is NaN, as intended
         exp: HostArray = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return exp / exp.sum(axis=-1, keepdims=True)
+    total: HostArray = exp.sum(axis=-1, keepdims=True)
+    return exp / total
 
 
 def route(

@@ -1,11 +1,13 @@
 """`plan`: the memory a layer will use, per save policy, beside a layer with routed buffers."""
 
+import argparse
+
 from moeblaze_cupy import launch_config, memory
 from moeblaze_cupy.cli.progress import CommandError
 from moeblaze_cupy.memory import format_bytes
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     s = memory.LayerShape(
         L=args.tokens,
         d=args.d_model,

@@ -47,7 +47,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.drawn_width:
             self.stream.write("\n")  # leaves the last state of the bar, also where an error follows
             self.stream.flush()
