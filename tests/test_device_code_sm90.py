@@ -16,7 +16,7 @@ from cases import Case, make_inputs
 from emulator import KERNELS, EmulatorError, build
 from test_device_code import DTYPES, MARGIN, TOLERANCES, Layer, differences, emulated, in_float64
 
-from moeblaze_cupy import launch_config, loader, plans
+from moeblaze_cupy import launch_config, loader, runtime
 from moeblaze_cupy.launch_config import DeviceLimits
 
 ONE_PAIR = DeviceLimits(90, 2, 232448, 233472)
@@ -37,7 +37,7 @@ def choose(monkeypatch):
         monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: claims)
         monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_: paired)
         monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_: parts)
-        plans.clear()
+        runtime.forget()
 
     chosen()
     return chosen
