@@ -98,8 +98,9 @@ class Kernels:
         self.out = torch.empty_like(made["x"])
         self.row_weights = torch.empty(R, device=made["x"].device, dtype=torch.float32)
         ids = made["ids"]
-        steps = dispatch.configure(Torch.describe(ids).layout, case.E, self.limits)
-        lists, copy, self.addresses = dispatch.dispatch(self.run, steps, ids.data_ptr())
+        described = Torch.describe(ids)
+        steps = dispatch.configure(described.layout, case.E, self.limits)
+        lists, copy, self.addresses = dispatch.dispatch(self.run, steps, described.ptr)
         kept = copy.array if copy else ids
         self.index = DispatchIndices(lists.array, kept, steps.index.places, case.E, copy is not None)
         self.calls = self.configured()
@@ -126,6 +127,9 @@ class Kernels:
         def layout(array):
             return Torch.describe(array).layout
 
+        def address(array):
+            return Torch.describe(array).ptr
+
         run, index, d, activation = self.run, self.addresses, self.case.d, self.case.activation
         names = ("x", "ids", "weights", "w1", "w2", "grad_out")
         x, ids, weights, w1, w2, grad_out = (self.inputs[name] for name in names)
@@ -145,14 +149,14 @@ class Kernels:
             True,
             self.limits,
         )
-        token_index_map, row_weights = index[dispatch.TOKEN_INDEX_MAP], self.row_weights.data_ptr()
-        x, grad_out, weights, w1, w2 = (array.data_ptr() for array in (x, grad_out, weights, w1, w2))
+        token_index_map, row_weights = index[dispatch.TOKEN_INDEX_MAP], address(self.row_weights)
+        x, grad_out, weights, w1, w2 = map(address, (x, grad_out, weights, w1, w2))
         run.launch(backward.weights_by_row, weights, token_index_map, row_weights)
         up, down = backward.up.halves((w1,)), (w2, w2)
-        up_gradient = backward.up_gradient.halves((self.grad_w1.data_ptr(),))
-        down_gradient = backward.down_gradient.halves((self.grad_w2.data_ptr(),))
+        up_gradient = backward.up_gradient.halves((address(self.grad_w1),))
+        down_gradient = backward.down_gradient.halves((address(self.grad_w2),))
         buffers = (self.first, self.product, self.panel, self.first_grad, self.weighted, self.out)
-        first, product, panel, first_grad, weighted, out = (array.data_ptr() for array in buffers)
+        first, product, panel, first_grad, weighted, out = map(address, buffers)
 
         def down_bwd():
             self.partial_sums = gemm(
