@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
+from bench import cases, compare, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
 from bench.layer import Layer  # noqa: E402
 from moeblaze_cupy import arrays, launch_config, reference  # noqa: E402
 
@@ -410,6 +410,29 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     lines = capsys.readouterr().out.splitlines()
     assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2) + 2 * len(variants.PARTS)
     assert {"case": "tiny", "kernel": "up_bwd", "variant": "pairs"}.items() <= rows[7].items()
+
+
+class FakeSide:
+    """Of bench.compare: calls of 2 and 3 seconds, and one that the other side does not have."""
+
+    def __init__(self, factor, extra):
+        self.factor, self.names, self.asked = factor, ["up_fwd", "down_fwd", extra], []
+
+    def ask(self, what, name, *_):
+        self.asked.append((what, name))
+        return self.names if what == "kernels" else self.factor * {"up_fwd": 2.0, "down_fwd": 3.0}[name]
+
+
+def test_two_checkouts_are_compared_in_turn(capsys):
+    sides = {"before": FakeSide(1.0, "old"), "after": FakeSide(0.5, "new")}
+    rows = compare.compared(sides, ("kernels", "conf1", "row"), "window", 3)
+    assert [(row["name"], row["before"], row["after"], row["ratio"]) for row in rows] == [
+        ("up_fwd", 2.0, 1.0, 0.5),
+        ("down_fwd", 3.0, 1.5, 0.5),
+    ]
+    for side in sides.values():
+        assert side.asked == [("kernels", "conf1")] + 3 * [("window", "up_fwd")] + 3 * [("window", "down_fwd")]
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_runs_of_one_commit_are_merged(tmp_path):
