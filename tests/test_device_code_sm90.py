@@ -1,8 +1,8 @@
 """The Hopper kernels and the host code that launches them, without a GPU: as test_device_code.py, on the emulator's
 mbarriers, bulk tensor copies, wgmma and clusters.
 
-Few multiprocessors make the grids persistent. Sums over K take two or three steps more than the ring has stages, so that
-it wraps in both parities.
+Few multiprocessors make the grids persistent. Sums over K take more steps than the ring has stages, so that it wraps in
+both parities.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from cases import Case, make_inputs
 from emulator import KERNELS, EmulatorError, build
 from test_device_code import DTYPES, MARGIN, TOLERANCES, Layer, differences, emulated, in_float64
 
-from moeblaze_cupy import launch_config, loader, plans
+from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.launch_config import DeviceLimits
 
 ONE_PAIR = DeviceLimits(90, 2, 232448, 233472)
@@ -38,7 +38,6 @@ def choose(monkeypatch):
         monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: claims)
         monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_: paired)
         monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_: parts)
-        plans.clear()
 
     chosen()
     return chosen
