@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -115,7 +114,7 @@ static Fibre fibres[MAX_FIBRES];
 static Fibre* current;  // null while the scheduler runs
 static Block blocks[MAX_BLOCKS];
 static Block* block;  // whose turn it is
-static std::vector<std::unique_ptr<Async>> under_way;
+static std::vector<Async*> under_way;
 static void (*on_block_start)(Block&);  // of the Hopper tier
 static void (*on_block_end)(Block&);
 static void (*on_thread_end)(Fibre&);

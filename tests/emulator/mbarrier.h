@@ -252,8 +252,8 @@ struct BoxCopy : ToBarrier {
                          size_t(launch.shared_bytes));
         if (!barrier->fenced)
             CUEMU_REPORT(pc, "cp.async.bulk.tensor: no fence.mbarrier_init after that of mbarrier %u", barrier->number);
-        for (const auto& other : under_way) {
-            const BoxCopy* copy = dynamic_cast<const BoxCopy*>(other.get());
+        for (const Async* other : under_way) {
+            const BoxCopy* copy = dynamic_cast<const BoxCopy*>(other);
             if (copy && copy->of == of && copy->dst < dst + bytes() && dst < copy->dst + copy->bytes())
                 CUEMU_REPORT(pc, "cp.async.bulk.tensor: another copy to shared address %u is under way", dst);
         }
@@ -274,10 +274,10 @@ struct BoxCopy : ToBarrier {
 
 static void copy_box(Block& of, unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier, const void* pc) {
     if (!of.alive) CUEMU_REPORT(pc, "cp.async.bulk.tensor: block %u of the cluster has exited", of.rank);
-    auto copy = std::make_unique<BoxCopy>(find_barrier(of, barrier, "cp.async.bulk.tensor", pc), pc, dst, *map, c0, c1, c2);
+    auto* copy = new BoxCopy(find_barrier(of, barrier, "cp.async.bulk.tensor", pc), pc, dst, *map, c0, c1, c2);
     copy->issue();
     if (failed) leave();
-    under_way.push_back(std::move(copy));
+    under_way.push_back(copy);
 }
 
 }  // namespace cuemu

@@ -31,9 +31,9 @@ static void end_thread(Fibre& f) {
 }
 
 static void end_block(Block& b) {
-    for (const auto& work : under_way)
+    for (const Async* work : under_way)
         if (work->of == &b) {
-            const auto* copy = dynamic_cast<const ToBarrier*>(work.get());
+            const auto* copy = dynamic_cast<const ToBarrier*>(work);
             return complain(copy ? copy->pc : nullptr, "the block exits while a copy to its shared memory is under way, issued");
         }
     unsigned registers = 0;
@@ -126,7 +126,7 @@ __device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned pa
 }
 __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
     cuemu::Barrier* b = cuemu::find_barrier(*cuemu::block, barrier, "cp.async.mbarrier.arrive");
-    cuemu::under_way.push_back(std::make_unique<cuemu::CopiesArrive>(b, cuemu::here()));
+    cuemu::under_way.push_back(new cuemu::CopiesArrive(b, cuemu::here()));
 }
 __device__ __forceinline__ void tensor_load_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier) {
     cuemu::copy_box(*cuemu::block, dst, map, c0, c1, c2, barrier, cuemu::here());
@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_async(unsigned address, int v, unsigned ba
     cuemu::Block& of = cuemu::split_cluster_address(address, "st.async");
     if (&cuemu::split_cluster_address(barrier, "st.async") != &of) CUEMU_FAIL("st.async: data and mbarrier in different blocks");
     cuemu::Barrier* b = cuemu::find_barrier(of, barrier, "st.async");
-    cuemu::under_way.push_back(std::make_unique<cuemu::RemoteStore>(b, cuemu::here(), address, v));
+    cuemu::under_way.push_back(new cuemu::RemoteStore(b, cuemu::here(), address, v));
 }
 __device__ __forceinline__ void cluster_arrive() {
     cuemu::ThreadState& me = cuemu::state_of(*cuemu::current);

@@ -91,7 +91,7 @@ struct Products : Async {  // of a warpgroup, as far as its threads wait for the
 static void schedule(Warpgroup& group) {
     for (const Fibre* f : group.waiting)
         if (!group.scheduled && group.find(state_of(*f).needs)->issued == 128) {
-            under_way.push_back(std::make_unique<Products>(group));
+            under_way.push_back(new Products(group));
             group.scheduled = true;
         }
 }
