@@ -399,7 +399,7 @@ MISTAKES = [
     ("if (threadIdx.x < 96) setmaxnreg_dec<24>();", 1, 128, "only 96 threads of warpgroup 0 call setmaxnreg"),
     ("setmaxnreg_inc<256>();", 1, 384, "the warpgroups ask for 98304 registers"),
     (WGMMA.format("uint64(64) << 32"), 1, 128, "swizzle mode 0 of operand A, expected 1.*:3"),
-    (WGMMA.format(f"{GOOD} | 8"), 1, 128, "operand A starts at 128, which is within a 1024-byte pattern"),
+    (WGMMA.format(f"{GOOD} | 8"), 1, 128, "operand A starts at 128, within a 1024-byte pattern"),
     (WGMMA.format("uint64(1) << 62 | uint64(32) << 32"), 1, 128, "and 512 .stride. of operand A"),
     (WGMMA.format(f"{GOOD} | 6080") + AWAITED, 1, 128, "an operand at shared address .*, the launch gave 98304"),
     (WGMMA.format(GOOD), 1, 128, "exits with products in flight"),

@@ -116,8 +116,8 @@ static Barrier* find_barrier(Block& of, unsigned address, const char* what, cons
 static size_t describe_barrier(const Barrier& b, char* text, size_t size) {
     size_t n = snprintf(text, size, "mbarrier %u (shared address %u, initialised", b.number, b.address);
     n += append_pc(text + n, size - n, b.pc);
-    return n + snprintf(text + n, size - n, ") in phase %u, parity %u, lacks %u of %u arrivals and %ld bytes", b.phase, b.phase & 1,
-                        b.pending, b.count, b.tx);
+    return n + snprintf(text + n, size - n, ") in phase %u, parity %u, lacks %u of %u arrivals and %ld bytes", b.phase,
+                        b.phase & 1, b.pending, b.count, b.tx);
 }
 
 static void settle(Barrier& b, const void* pc) {
@@ -134,7 +134,8 @@ static void settle(Barrier& b, const void* pc) {
 
 static void arrive(Barrier& b, const void* pc) {
     if (!b.pending) {
-        CUEMU_REPORT(pc, "mbarrier %u (shared address %u), phase %u: an arrival beyond its %u", b.number, b.address, b.phase, b.count);
+        CUEMU_REPORT(pc, "mbarrier %u (shared address %u), phase %u: an arrival beyond its %u", b.number, b.address, b.phase,
+                     b.count);
         return;
     }
     --b.pending;
@@ -150,7 +151,8 @@ static void initialise_barrier(unsigned address, unsigned count, const void* pc)
     if (count < 1 || count >= 1u << 20) fail_at(pc, "mbarrier.init: a count of %u", count);
     auto& barriers = state_of(*block).barriers;
     for (const Barrier& b : barriers)
-        if (b.address == address) fail_at(pc, "mbarrier.init: the mbarrier at shared address %u is initialised already", address);
+        if (b.address == address)
+            fail_at(pc, "mbarrier.init: the mbarrier at shared address %u is initialised already", address);
     const unsigned number = barriers.size();
     const uint64 word = BARRIER_COOKIE + number;
     memcpy(shared_at(address, 8, "mbarrier.init", pc), &word, 8);
@@ -210,7 +212,8 @@ struct CopiesArrive : ToBarrier {
 struct RemoteStore : ToBarrier {
     unsigned address;
     int value;
-    RemoteStore(Barrier* barrier, const void* pc, unsigned address, int value) : ToBarrier(barrier, pc), address(address), value(value) {
+    RemoteStore(Barrier* barrier, const void* pc, unsigned address, int value)
+        : ToBarrier(barrier, pc), address(address), value(value) {
         memset(shared_of(*of, address, 4, "st.async", pc), 0xff, 4);
     }
     void complete() override {
@@ -234,7 +237,8 @@ struct BoxCopy : ToBarrier {
     std::vector<unsigned char> source() const {
         std::vector<unsigned char> box(bytes());
         for (unsigned line = 0; line < lines(); ++line) {
-            const long long y = at[1] + static_cast<long long>(line % map.box[1]), z = at[2] + static_cast<long long>(line / map.box[1]);
+            const long long y = at[1] + static_cast<long long>(line % map.box[1]);
+            const long long z = at[2] + static_cast<long long>(line / map.box[1]);
             const long long first = std::max(at[0], 0), last = std::min<long long>(at[0] + map.box[0], map.shape[0]);
             if (y < 0 || z < 0 || uint64(y) >= map.shape[1] || uint64(z) >= map.shape[2] || first >= last) continue;
             const char* from = reinterpret_cast<const char*>(map.pointer) + first * 2 + y * map.strides[0] + z * map.strides[1];

@@ -34,12 +34,14 @@ static void end_block(Block& b) {
     for (const Async* work : under_way)
         if (work->of == &b) {
             const auto* copy = dynamic_cast<const ToBarrier*>(work);
-            return complain(copy ? copy->pc : nullptr, "the block exits while a copy to its shared memory is under way, issued");
+            const void* pc = copy ? copy->pc : nullptr;
+            return complain(pc, "the block exits while a copy to its shared memory is under way, issued");
         }
     unsigned registers = 0;
     for (unsigned w = 0; w < threads / 128; ++w) {
         const Warpgroup& group = state_of(b).warpgroups[w];
-        if (group.called_setmaxnreg % 128) return complain(nullptr, "only %u threads of warpgroup %u call setmaxnreg", group.called_setmaxnreg, w);
+        if (group.called_setmaxnreg % 128)
+            return complain(nullptr, "only %u threads of warpgroup %u call setmaxnreg", group.called_setmaxnreg, w);
         registers += group.registers * 128;
     }
     if (registers > 65536) complain(nullptr, "setmaxnreg: the warpgroups ask for %u registers, there are 65536", registers);
@@ -118,7 +120,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsi
     cuemu::expect_tx(b, bytes, cuemu::here());
     cuemu::arrive(b, cuemu::here());
 }
-__device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned parity) { return cuemu::try_wait(barrier, parity); }
+__device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned parity) {
+    return cuemu::try_wait(barrier, parity);
+}
 __device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned parity) {
     const cuemu::Barrier& b = *cuemu::find_barrier(*cuemu::block, barrier, "mbarrier.test_wait");
     if (!cuemu::is_over(b, parity)) cuemu::yield();
@@ -131,8 +135,10 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
 __device__ __forceinline__ void tensor_load_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier) {
     cuemu::copy_box(*cuemu::block, dst, map, c0, c1, c2, barrier, cuemu::here());
 }
-__device__ __forceinline__ void tensor_multicast_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier) {
-    if (cuemu::launch.cluster_blocks != 2) CUEMU_FAIL("multicast to 2 blocks in clusters of %u", unsigned(cuemu::launch.cluster_blocks));
+__device__ __forceinline__ void tensor_multicast_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2,
+                                                    unsigned barrier) {
+    if (cuemu::launch.cluster_blocks != 2)
+        CUEMU_FAIL("multicast to 2 blocks in clusters of %u", unsigned(cuemu::launch.cluster_blocks));
     for (unsigned rank = 0; rank < 2; ++rank)
         cuemu::copy_box(cuemu::block->cluster[rank], dst, map, c0, c1, c2, barrier, cuemu::here());
 }
@@ -148,7 +154,8 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
 __device__ __forceinline__ void store_async(unsigned address, int v, unsigned barrier) {
     if (cuemu::launch.cluster_blocks < 2) CUEMU_FAIL("st.async in a kernel that has no clusters");
     cuemu::Block& of = cuemu::split_cluster_address(address, "st.async");
-    if (&cuemu::split_cluster_address(barrier, "st.async") != &of) CUEMU_FAIL("st.async: data and mbarrier in different blocks");
+    if (&cuemu::split_cluster_address(barrier, "st.async") != &of)
+        CUEMU_FAIL("st.async: data and mbarrier in different blocks");
     cuemu::Barrier* b = cuemu::find_barrier(of, barrier, "st.async");
     cuemu::under_way.push_back(new cuemu::RemoteStore(b, cuemu::here(), address, v));
 }

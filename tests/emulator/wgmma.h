@@ -5,17 +5,24 @@
 
 namespace cuemu {
 
+struct Descriptor {
+    const unsigned start, leading, stride;  // bytes
+    explicit Descriptor(uint64 d)
+        : start((d & 0x3fff) << 4), leading((d >> 16 & 0x3fff) << 4), stride((d >> 32 & 0x3fff) << 4) {}
+};
+
 // Eight elements along the contiguous dimension, at `row` of the other; descriptors of operands in the 128-byte swizzle. The
 // swizzle exchanges chunks of 16 bytes by bits 7 to 9 of the address.
 static unsigned element_chunk(uint64 descriptor, bool transposed, unsigned row, unsigned chunk) {
-    const unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
+    const Descriptor d(descriptor);
     // Transposed: lines of 64 elements of M or N, one for each k. Else: lines of k, of which 16 elements are read.
-    const unsigned offset = row / 8 * stride + row % 8 * 128 + chunk % 8 * 16 + (transposed ? chunk / 8 * leading : 0);
-    const unsigned address = start + offset;
+    const unsigned offset = row / 8 * d.stride + row % 8 * 128 + chunk % 8 * 16 + (transposed ? chunk / 8 * d.leading : 0);
+    const unsigned address = d.start + offset;
     return address ^ (address >> 3 & 0x70);
 }
 
-static void read_operand(const Block& of, uint64 descriptor, bool transposed, unsigned extent, unsigned short* to, const void* pc) {
+static void read_operand(const Block& of, uint64 descriptor, bool transposed, unsigned extent, unsigned short* to,
+                         const void* pc) {
     const unsigned rows = transposed ? 16 : extent, chunks = (transposed ? extent : 16) / 8;
     const unsigned char* const from = in_block(of, dynamic_shared);
     for (unsigned row = 0; row < rows; ++row)
@@ -29,13 +36,16 @@ static void read_operand(const Block& of, uint64 descriptor, bool transposed, un
 }
 
 static void check_descriptor(uint64 descriptor, bool transposed, char operand, const void* pc) {
-    const unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
-    if (descriptor >> 62 != 1) CUEMU_REPORT(pc, "wgmma: swizzle mode %u of operand %c, expected 1, 128 bytes", unsigned(descriptor >> 62), operand);
-    if (descriptor & 0x3fffc000c000c000ull) CUEMU_REPORT(pc, "wgmma: reserved bits or a base offset in the descriptor of operand %c", operand);
-    if (start % (transposed ? 1024 : 16) || start >> 7 & 7)
-        CUEMU_REPORT(pc, "wgmma: operand %c starts at %u, which is within a 1024-byte pattern of the swizzle", operand, start);
-    if (stride == 0 || stride % 1024 || (transposed && (leading == 0 || leading % 1024)))
-        CUEMU_REPORT(pc, "wgmma: byte offsets %u (leading) and %u (stride) of operand %c, expected multiples of 1024", leading, stride, operand);
+    const Descriptor d(descriptor);
+    const unsigned swizzle = descriptor >> 62;
+    if (swizzle != 1) CUEMU_REPORT(pc, "wgmma: swizzle mode %u of operand %c, expected 1, 128 bytes", swizzle, operand);
+    if (descriptor & 0x3fffc000c000c000ull)
+        CUEMU_REPORT(pc, "wgmma: reserved bits or a base offset in the descriptor of operand %c", operand);
+    if (d.start % (transposed ? 1024 : 16) || d.start >> 7 & 7)
+        CUEMU_REPORT(pc, "wgmma: operand %c starts at %u, within a 1024-byte pattern of the swizzle", operand, d.start);
+    if (d.stride == 0 || d.stride % 1024 || (transposed && (d.leading == 0 || d.leading % 1024)))
+        CUEMU_REPORT(pc, "wgmma: byte offsets %u (leading) and %u (stride) of operand %c, no multiples of 1024", d.leading,
+                     d.stride, operand);
 }
 
 static void check_unchanged(const Block& of, const Product& p) {
@@ -168,7 +178,8 @@ static __attribute__((noinline)) void wait_for_products(unsigned left) {
     while (!group.products.empty() && group.products.front().retired == 128) group.products.pop_front(), ++group.first;
     if (!me.pending.empty()) return;
     float(&d)[32][4] = *reinterpret_cast<float(*)[32][4]>(me.accumulators);
-    if (!is_poison(d)) CUEMU_REPORT(before(pc), "wgmma.wait_group: the accumulators were written while products were in flight");
+    if (!is_poison(d))
+        CUEMU_REPORT(before(pc), "wgmma.wait_group: the accumulators were written while products were in flight");
     memcpy(d, me.values, sizeof d);
     me.fenced = false;
 }
