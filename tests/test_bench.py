@@ -376,7 +376,7 @@ def record(*rows):
 
 def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tmp_path, capsys):
     """And nothing else has changed afterwards."""
-    before = {name: getattr(launch_config, name) for name in ("pairs_blocks", "claims_tiles", "wgrad_parts")}
+    before = {name: getattr(launch_config, name) for name in ("uses_clusters", "dynamic_schedule", "split_k")}
     by_load, seen = torch.tensor([2, 0, 1], dtype=torch.int32), {}
 
     class Kernels:
@@ -386,7 +386,7 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
 
         @staticmethod
         def configured():
-            rules = (launch_config.pairs_blocks, launch_config.claims_tiles, launch_config.wgrad_parts)
+            rules = (launch_config.uses_clusters, launch_config.dynamic_schedule, launch_config.split_k)
             answers = [rule() if rule not in before.values() else None for rule in rules]
             return {
                 name: lambda name=name: seen.setdefault(name, set()).add((*answers, *by_load.tolist()))
@@ -398,18 +398,18 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     monkeypatch.setitem(cases.LAYERS, "tiny", cases.TINY)
     variants.main("--case", "tiny", "--out", str(tmp_path / "record"))
     loaded, by_id = (2, 0, 1), (0, 1, 2)
-    claims = {(None, claimed, None, *loaded) for claimed in (False, True)}
-    pairs = {(paired, None, None, *loaded) for paired in (False, True)}
-    parts = {(None, None, n, *loaded) for n in variants.PARTS}
+    schedules = {(None, dynamic, None, *loaded) for dynamic in (False, True)}
+    clusters = {(answer, None, None, *loaded) for answer in (False, True)}
+    splits = {(None, None, n, *loaded) for n in variants.SPLITS}
     orders = {(None, None, None, *order) for order in (loaded, by_id)}
-    for entry, wanted in {"up_fwd": pairs | claims, "down_fwd": pairs, "up_wgrad": parts | orders}.items():
+    for entry, wanted in {"up_fwd": clusters | schedules, "down_fwd": clusters, "up_wgrad": splits | orders}.items():
         assert seen[entry] == wanted
     assert by_load.tolist() == [2, 0, 1]
     assert all(getattr(launch_config, name) is rule for name, rule in before.items())
     rows = json.loads((tmp_path / "record").read_text())["rows"]
     lines = capsys.readouterr().out.splitlines()
-    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2) + 2 * len(variants.PARTS)
-    assert {"case": "tiny", "kernel": "up_bwd", "variant": "pairs"}.items() <= rows[7].items()
+    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2) + 2 * len(variants.SPLITS)
+    assert {"case": "tiny", "kernel": "up_bwd", "variant": "clusters"}.items() <= rows[7].items()
 
 
 class FakeSide:

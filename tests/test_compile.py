@@ -258,8 +258,8 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
     elif "WGMMA" in macros:
         gathers = () if macros.get("GATHER") == "0" else ("LDGSTS",)
         expected, absent = ("HGMMA", "UTMALDG", *gathers), ("HMMA",)
-        assert (macros.get("PAIRED") == "1") == ("UTMALDG.3D.MULTICAST" in opcodes)
-        if macros.get("PAIRED") != "1":  # stores to a cluster's shared memory are illegal in a kernel without clusters
+        assert (macros.get("CLUSTER_CTAS") == "2") == ("UTMALDG.3D.MULTICAST" in opcodes)
+        if macros.get("CLUSTER_CTAS") != "2":  # stores to a cluster's shared memory are illegal here
             absent = (*absent, "STAS", "UCGABAR_ARV", "UCGABAR_WAIT")
     else:
         expected, absent = ("HMMA", "LDGSTS", "LDSM"), ("HGMMA",)

@@ -79,8 +79,8 @@ def test_gemm_configuration(limits, split, aligned, dtype):
     assert config.blocks(columns, 5, limits) == 15
     assert config.blocks(columns, 5000, limits) == (limits.multiprocessors if on_hopper else 15000)
     if on_hopper:
-        assert config.blocks(columns, 5, limits, paired=True) == 16  # an even number
-        assert config.blocks(columns, 5000, limits, paired=True) == limits.multiprocessors // 2 * 2
+        assert config.blocks(columns, 5, limits, clusters=True) == 16  # an even number
+        assert config.blocks(columns, 5000, limits, clusters=True) == limits.multiprocessors // 2 * 2
 
 
 def test_forcing_the_portable_tier_takes_its_configuration_on_hopper(monkeypatch):
@@ -154,13 +154,13 @@ def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "rows", "parts"),
+    ("tiles", "rows", "splits"),
     [
         (128, 16384, 1),  # conf1's: 0.97 of a turn of all multiprocessors
         (256, 16384, 1),  # and 1.94
         (32, 16384, 4),  # one expert of its sizes
         (8, 16384, 16),
-        (32, 2048, 1),  # too few rows for what parts cost
+        (32, 2048, 1),  # too few rows for what split-K costs
         (1, 1600, 1),
         (72, 16384, 3),  # two turns of a third, which take as long as three of a fifth
         (136, 16384, 3),  # a second turn of four tiles would take as long as the first
@@ -168,8 +168,8 @@ def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
         (114688, 512, 1),  # DeepSeek-V3
     ],
 )
-def test_weight_gradients_of_few_tiles_go_in_parts(tiles, rows, parts):
-    assert launch_config.wgrad_parts(tiles, 3 * rows, 3, H200) == parts
+def test_weight_gradients_of_few_tiles_take_split_k(tiles, rows, splits):
+    assert launch_config.split_k(tiles, 3 * rows, 3, H200) == splits
 
 
 @given(
@@ -178,8 +178,8 @@ def test_weight_gradients_of_few_tiles_go_in_parts(tiles, rows, parts):
     experts=st.integers(1, 4096),
 )
 def test_parts_of_weight_gradients_are_bounded(tiles, slots, experts):
-    parts = launch_config.wgrad_parts(tiles, slots, experts, H200)
-    assert parts == 1 or (parts * tiles <= 528 and slots // experts > 1024 and parts <= slots // experts / 63)
+    splits = launch_config.split_k(tiles, slots, experts, H200)
+    assert splits == 1 or (splits * tiles <= 528 and slots // experts > 1024 and splits <= slots // experts / 63)
 
 
 def test_tiles_of_weight_gradients():
