@@ -73,11 +73,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     const Rows a_matrix(p.a, p.lda), gate(p.b0 + expert * p.expert_stride, p.ldb), up(p.b1 + expert * p.expert_stride, p.ldb);
     const int steps_per_segment = (K + BK - 1) / BK;
     Accumulators acc;
-    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps_per_segment * K_SEGMENTS, [&](int stage, int step, int part) {
+    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps_per_segment * K_SEGMENTS, [&](int stage, int step, int quarter) {
         const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
         const int k0 = (step - segment * steps_per_segment) * BK, chunk_k = k0 + chunk_column();
 #pragma unroll
-        for (int i = 2 * part; i < 2 * part + 2; ++i) {
+        for (int i = QUARTER_LINES * quarter; i < QUARTER_LINES * (quarter + 1); ++i) {
             copy_chunk(stage, i, a_matrix.at(a_rows[i], segment * K + chunk_k), K - chunk_k);
             const Rows& b = (SPLIT ? i >= LINES_PER_THREAD / 2 : segment) ? up : gate;
             if (B_K_CONTIGUOUS) {
