@@ -1,5 +1,6 @@
 """Launch geometry: from device limits and problem sizes to grids and shared memory."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -20,11 +21,6 @@ DEVICES = [A100, RTX_3090, JETSON_ORIN, RTX_4090, H200, B200, RTX_5090]
 
 RESERVED_BYTES = 1024  # of shared memory, by the driver, for each resident block
 STATIC_BYTES = 2048  # of the portable down_bwd, which has the most
-
-
-@pytest.fixture(autouse=True)
-def no_forced_tier(monkeypatch):
-    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
 
 
 def resident_blocks(limits, shared_bytes):
@@ -83,9 +79,9 @@ def test_gemm_configuration(limits, split, aligned, dtype):
         assert config.blocks(columns, 5000, limits, clusters=True) == limits.multiprocessors // 2 * 2
 
 
-def test_forcing_the_portable_tier_takes_its_configuration_on_hopper(monkeypatch):
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
-    config = launch_config.gemm("bfloat16", True, False, H200)
+def test_forcing_the_portable_tier_takes_its_configuration_on_hopper():
+    limits = dataclasses.replace(H200, tier=launch_config.tier(90, "sm80"))
+    config = launch_config.gemm("bfloat16", True, False, limits)
     assert (config.tier, config.stages, config.shared_bytes) == ("sm80", 3, 3 * launch_config.STAGE_BYTES)
 
 
