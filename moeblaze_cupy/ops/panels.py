@@ -48,7 +48,7 @@ def configure(
     call = entry, index, a, weight
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits)[0].tier
     if launch_config.rows_go_to_tokens(index.k, tier):
-        options: dict[str, Any] = {"product_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
+        options: dict[str, Any] = {"result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
         product = grouped_gemm.configure(*call, d, K, activation, limits, **options)
         return Panels((product,), (), None, a.dtype)
     panels = launch_config.panels(d, index.num_slots, tier)
@@ -56,7 +56,7 @@ def configure(
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
-        options = {"first_column": first_column, "product_ld": ld}
+        options = {"first_column": first_column, "result_ld": ld}
         products.append(grouped_gemm.configure(*call, width, K, activation, limits, **options))
         sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld))
     panel = None if in_place else (index.num_slots, panels[0][1])
@@ -68,11 +68,11 @@ def sum_of_rows(
 ) -> None:
     """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights: 0 for none."""
     if not step.sums:
-        grouped_gemm.gemm(run, step.products[0], lists, a, halves, product=out, weights=weights)
+        grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, weights=weights)
         return
     memory = run.empty(step.panel, step.dtype) if step.panel else None
     panel = memory.ptr if memory else a
     token_index_map = lists[TOKEN_INDEX_MAP]
     for product, sums in zip(step.products, step.sums, strict=True):
-        grouped_gemm.gemm(run, product, lists, a, halves, product=panel)
+        grouped_gemm.gemm(run, product, lists, a, halves, result=panel)
         run.launch(sums, panel, token_index_map, weights, out)
