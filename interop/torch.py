@@ -320,7 +320,7 @@ class MoE(torch.nn.Module):
         accumulate_into_main_grad: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-    ):
+    ) -> None:
         super().__init__()
         d_model, d_hidden = _size("d_model", d_model), _size("d_hidden", d_hidden)
         num_experts = _size("num_experts", num_experts, launch_config.MAX_ROUTER_EXPERTS)

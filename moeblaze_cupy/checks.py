@@ -326,7 +326,7 @@ def ranges_meet(strides_in_bytes: bool, layouts: tuple[Any, ...], pointers: Sequ
 class _Memory:
     """An array's place, for NumPy to reason about: it reads nothing there."""
 
-    def __init__(self, array: Array):
+    def __init__(self, array: Array) -> None:
         strides = tuple(stride * array.itemsize for stride in array.strides)
         data = {"data": (array.ptr, True), "shape": array.shape, "strides": strides}
         self.__array_interface__ = {"version": 3, "typestr": f"|V{array.itemsize}", **data}

@@ -30,7 +30,7 @@ def _keep(array: Any) -> Any:
 class _Call:
     """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back."""
 
-    def __init__(self, function: str, **given: Any):
+    def __init__(self, function: str, **given: Any) -> None:
         self.export: Export = _keep
         self.described: dict[str, arrays.Array] = {}
         frameworks: dict[str, Framework] = {}

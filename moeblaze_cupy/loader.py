@@ -283,7 +283,7 @@ _thread = _Thread()
 class _Kernel:
     """A compiled entry on one device, and the dynamic shared memory it may be launched with."""
 
-    def __init__(self, device: int, variant: Variant):
+    def __init__(self, device: int, variant: Variant) -> None:
         device_limits(device)  # raises for a GPU that is too old
         self.name = variant.name
         self.function = _module(variant.source, variant.macros).get_function(variant.entry)

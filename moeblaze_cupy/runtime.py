@@ -65,7 +65,7 @@ class _Arguments:
 
     __slots__ = ("_keep", "encoded", "memory", "pointer")
 
-    def __init__(self, params: Params, scalars: Mapping[str, int]):
+    def __init__(self, params: Params, scalars: Mapping[str, int]) -> None:
         raw = np.zeros(params.size + 64, np.uint8)
         raw = raw[-raw.ctypes.data % 64 :][: params.size]  # tensor maps lie on multiples of 64
         values = raw.view(params.dtype)
@@ -85,7 +85,7 @@ class _Bound:
 
     __slots__ = ("first_pointer", "free", "geometry", "kernel", "maps", "pack", "params", "pointers", "scalars")
 
-    def __init__(self, device: int, launch: Launch):
+    def __init__(self, device: int, launch: Launch) -> None:
         params = self.params = launch.params
         self.scalars = launch.scalars
         place = {name: i for i, name in enumerate(launch.addresses)}  # among the values of a launch
