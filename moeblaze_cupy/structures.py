@@ -28,6 +28,13 @@ def nbytes(array: Any) -> int:
     return 0 if array is None else int(array.nbytes)
 
 
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """By the array's method, or by a function of its namespace, which is all that the array API standard asks for."""
+    if hasattr(array, "reshape"):
+        return array.reshape(shape)
+    return array.__array_namespace__().reshape(array, shape)
+
+
 @dataclass(frozen=True)
 class DispatchIndices:
     """The index lists of the paper's section 4.1, all int32, in the caller's kind of array.
@@ -44,7 +51,7 @@ class DispatchIndices:
 
     def _list(self, name: str) -> Any:
         start, shape = self.places[name]
-        return self.lists[start : start + math.prod(shape)].reshape(shape)
+        return reshaped(self.lists[start : start + math.prod(shape)], shape)
 
     @property
     def expert_token_indices(self) -> Any:
@@ -59,7 +66,7 @@ class DispatchIndices:
     @property
     def token_expert_indices(self) -> Any:
         """(L*k,): the expert of each slot, by token; the caller's ids if they are int32."""
-        return self.ids.reshape(-1)
+        return reshaped(self.ids, (-1,))
 
     @property
     def token_index_map(self) -> Any:
@@ -87,7 +94,8 @@ class DispatchIndices:
     @property
     def nbytes(self) -> int:
         """Bytes that these lists hold beyond the caller's ids."""
-        return nbytes(self.lists) + (nbytes(self.ids) if self.ids_copied else 0)
+        held = math.prod(self.lists.shape) + (math.prod(self.ids.shape) if self.ids_copied else 0)
+        return 4 * held
 
     def split(self) -> tuple[list[Any], "DispatchIndices"]:
         """The arrays, and the rest, which `joined` puts together again."""
