@@ -78,7 +78,7 @@ class Array:
         return True
 
 
-def describe_strided(array: Any, pointer: int, device: int) -> Array:
+def _describe_strided(array: Any, pointer: int, device: int) -> Array:
     """A NumPy or CuPy array, whose strides are in bytes."""
     itemsize = array.dtype.itemsize
     return Array(
@@ -118,7 +118,7 @@ class NumPy:
     def describe(array: Any) -> Array:
         if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"moeblaze_cupy: mask: expected an array without one, got {type(array)}")
-        return describe_strided(array, array.ctypes.data, CPU)
+        return _describe_strided(array, array.ctypes.data, CPU)
 
 
 class CuPy:
@@ -126,7 +126,7 @@ class CuPy:
 
     @staticmethod
     def describe(array: Any) -> Array:
-        return describe_strided(array, array.data.ptr, array.device.id)
+        return _describe_strided(array, array.data.ptr, array.device.id)
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int) -> Buffer:

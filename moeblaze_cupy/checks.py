@@ -164,7 +164,6 @@ def router_backward(
 ) -> None:
     shape(function, "weights", weights, "L, k", (logits.shape[0], None) if logits.shape else (None, None))
     router(function, logits, weights.shape[1], kind)
-    same_device(function, logits=logits, grad_weights=grad_weights, weights=weights, ids=chosen)
     expected = weights.shape
     wide = "float64" if logits.dtype == "float64" else "float32"
     for name, array, dtypes in (
@@ -223,7 +222,6 @@ def layer(
     one_of(function, "activation", activation, ACTIVATIONS)
     one_of(function, "save", save, SAVE_POLICIES)
     names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")
-    same_device(function, x=x, ids=chosen, weights=weights, **dict(zip(names, w1, strict=True)), w2=w2)
     shape(function, "x", x, "L, d", (None, None))
     dtype(function, "x", x, floats(x))
     contiguous(function, "x", x)
@@ -367,7 +365,6 @@ def gradient_names(function: str, needs: Any) -> tuple[str, ...]:
 
 
 def layer_backward(function: str, grad_out: Array, x: Array, saved: SavedForBackward) -> None:
-    same_device(function, x=x, grad_out=grad_out)
     shape(function, "grad_out", grad_out, "L, d", x.shape)
     dtype(function, "grad_out", grad_out, (x.dtype,))
     contiguous(function, "grad_out", grad_out)

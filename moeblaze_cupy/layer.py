@@ -57,8 +57,7 @@ class _Call:
             if framework is not self.framework:
                 raise checks.bad_type(function, name, f"a {self.framework.name} array like {first}", framework.name)
         self.device = self.described[first].device
-        if len({array.device for array in self.described.values()}) > 1:
-            checks.same_device(function, **self.described)
+        checks.same_device(function, **self.described)
         self.on_cpu = self.device == arrays.CPU
         if self.on_cpu and self.framework is arrays.Torch:
             self.export = arrays.Torch.from_numpy

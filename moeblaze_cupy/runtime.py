@@ -178,7 +178,7 @@ def cached(configure: Function) -> Function:
     """Keeps what a pure function of layouts, options and device limits returned."""
     kept = functools.lru_cache(maxsize=MAX_RECORDS)(configure)
     _caches.append(kept)
-    return kept  # type: ignore[return-value]
+    return kept  # type: ignore[return-value]  # it is called as `configure` is
 
 
 def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tuple[Key | None, list[int]]:
@@ -198,7 +198,7 @@ def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tup
 
 def find(key: Key | None) -> Prepared | None:
     try:
-        return _prepared.get(key)  # type: ignore[arg-type]
+        return _prepared.get(key)  # type: ignore[arg-type]  # None is no key of it
     except TypeError:  # an option that is not hashable is not a valid one
         return None
 

@@ -7,7 +7,7 @@ SavedForBackward are NumPy or CuPy arrays where the caller's are known by DLPack
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 SAVE_POLICIES = ("minimal", "paper", "recompute", None)
@@ -94,7 +94,7 @@ class DispatchIndices:
     @property
     def nbytes(self) -> int:
         """Bytes that these lists hold beyond the caller's ids."""
-        held = math.prod(self.lists.shape) + (math.prod(self.ids.shape) if self.ids_copied else 0)
+        held: int = math.prod(self.lists.shape) + (math.prod(self.ids.shape) if self.ids_copied else 0)
         return 4 * held
 
     def split(self) -> tuple[list[Any], "DispatchIndices"]:
@@ -143,7 +143,7 @@ class SavedForBackward:
     y_swi: Any  #: (L*k, h): activation(a) * b; None unless save="paper"
     activation: str
     save: str
-    consumed: bool = field(default=False)  #: a backward may have overwritten first_layer or y_swi
+    consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
 
     @property
     def nbytes(self) -> int:
