@@ -23,10 +23,10 @@ __device__ __forceinline__ Ids4<Id> load_ids(const Id* ids, bool exist, bool ali
 }
 
 // The row of the matrix for an id, times 4.
-__device__ __forceinline__ unsigned row_of(int id, int num_experts) {
+__device__ __forceinline__ unsigned row4_of(int id, int num_experts) {
     return 4 * min(static_cast<unsigned>(id), static_cast<unsigned>(num_experts));
 }
-__device__ __forceinline__ unsigned row_of(long long id, int num_experts) {
+__device__ __forceinline__ unsigned row4_of(long long id, int num_experts) {
     return 4 * (static_cast<unsigned long long>(id) < num_experts ? static_cast<unsigned>(id) : num_experts);
 }
 
