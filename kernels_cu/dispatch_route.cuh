@@ -1,4 +1,4 @@
-// The routing kernel of dispatch.cu, phase by phase. dispatch.cu tells the steps of the paper, words and launch.
+// The routing kernel of dispatch.cu, phase by phase. dispatch.cu lists the phases, the steps of the paper, and the launch.
 #pragma once
 #include "dispatch_matrix.cuh"
 
