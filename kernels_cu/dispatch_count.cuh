@@ -41,15 +41,17 @@ template <class Id>
 __device__ __forceinline__ void count(const DispatchCountParams<Id>& p) {
     constexpr int LOADS = COUNT_LOADS<Id>;
     const int num_experts = p.num_experts, columns = p.columns, counted_together = p.counted_together;
+    const int64 num_slots = p.num_slots, block_slots = p.block_slots;
     unsigned* matrix = reinterpret_cast<unsigned*>(dynamic_shared);  // (G, E+1, C)
     const int num_rows = num_experts + 1;
     // The threads are G groups, each with the slots of one block of the routing kernel and a matrix of its own.
     const unsigned threads = blockDim.x / counted_together, group = threadIdx.x / threads;  // powers of two
     const unsigned thread = threadIdx.x & (threads - 1), stride = 4 * threads;
-    const int64 first = (blockIdx.x * static_cast<int64>(counted_together) + group) * p.block_slots;
-    const unsigned slots = static_cast<unsigned>(max(min(first + p.block_slots, static_cast<int64>(p.num_slots)) - first, 0ll));
-    const bool aligned = reinterpret_cast<unsigned long long>(p.ids) % 16 == 0;
-    const Id* ids = p.ids + first;
+    const int64 first = (blockIdx.x * static_cast<int64>(counted_together) + group) * block_slots;
+    const unsigned slots = static_cast<unsigned>(max(min(first + block_slots, num_slots) - first, 0ll));
+    const Id* ids = p.ids;
+    const bool aligned = reinterpret_cast<unsigned long long>(ids) % 16 == 0;
+    ids += first;
     auto load = [&](Ids4<Id>(&loaded)[LOADS], unsigned base) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
