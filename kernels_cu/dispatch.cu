@@ -49,7 +49,8 @@
 
 #if !defined(TILE_ROWS) || !defined(MAX_EXPERTS) || !defined(MAX_K) || !defined(MAX_BLOCK_THREADS) || !defined(MIN_COLUMNS) || \
     !defined(MIN_COUNT_COLUMNS) || !defined(HELD_PIECES) || !defined(EXPERT_LISTS) || !defined(MIN_GROUPS)
-#error "TILE_ROWS, MAX_EXPERTS, MAX_K, MAX_BLOCK_THREADS, MIN_COLUMNS, MIN_COUNT_COLUMNS, HELD_PIECES, EXPERT_LISTS and \
+#error \
+    "TILE_ROWS, MAX_EXPERTS, MAX_K, MAX_BLOCK_THREADS, MIN_COLUMNS, MIN_COUNT_COLUMNS, HELD_PIECES, EXPERT_LISTS and \
 MIN_GROUPS are given by launch_config.py"
 #endif
 static_assert(4 * MAX_EXPERTS < 65536, "4 * the row of an expert is half a word, beside a rank, a place or a slot");
@@ -85,12 +86,12 @@ struct DispatchRouteParams {
 #include "dispatch_count.cuh"  // work on the parameters
 #include "dispatch_route.cuh"
 
-#define DISPATCH(NAME, ID)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS) dispatch_count_##NAME(const DispatchCountParams<ID> p) {  \
-        count(p);                                                                                                             \
-    }                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS) dispatch_route_##NAME(const DispatchRouteParams<ID> p) {  \
-        route(p);                                                                                                             \
+#define DISPATCH(NAME, ID)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS) dispatch_count_##NAME(const DispatchCountParams<ID> p) { \
+        count(p);                                                                                                            \
+    }                                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS) dispatch_route_##NAME(const DispatchRouteParams<ID> p) { \
+        route(p);                                                                                                            \
     }
 
 DISPATCH(int32, int)

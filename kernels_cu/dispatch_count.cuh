@@ -93,8 +93,7 @@ __device__ __forceinline__ void count(const DispatchCountParams<Id>& p) {
     if (thread < (slots & 3)) {  // the last slots % 4
         const unsigned slot = (slots & ~3u) + thread;
         count_slot(ids[slot]);
-        if (sizeof(Id) == 8)
-            p.token_expert_indices[first + slot] = expert_of(row4_of(ids[slot], num_experts), num_experts);
+        if (sizeof(Id) == 8) p.token_expert_indices[first + slot] = expert_of(row4_of(ids[slot], num_experts), num_experts);
     }
     __syncthreads();
     write_block_counts(p.block_counts, matrix, num_experts, columns, counted_together);

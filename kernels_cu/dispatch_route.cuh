@@ -14,16 +14,16 @@ static_assert(EXPERT_LISTS == 5, "counts (E), offsets, tiles, to_position (E+1 e
 
 // The lists and arrays of a block in dynamic shared memory, in the order of their addresses.
 struct RouteViews {
-    int* counts;        // (E,) slots of each expert in all blocks
-    int* offsets;       // (E+1,) expert_token_offsets
-    int* tiles;         // (E+1,) first row tile of each expert
-    int* to_position;   // (E+1,) of each matrix row: what is added to a place to give a position in expert_token_indices
-    int* starts;        // (E+2,) place of the first slot of each matrix row: exclusive prefix sums
-    unsigned* matrix;   // (E+1, C/2) words of two counters: columns c (low half) and c + C/2
-    int2* scratch;      // (groups, E') sums of each group of sum_blocks: (all blocks, blocks before this one)
-    unsigned* by_place; // (part_slots,) over matrix and scratch: (4 * matrix row) << 16 | slot within the part
-    unsigned* by_slot;  // (part_slots,) 4 * matrix row, then (4 * matrix row) << 16 | rank in its run, then .. | place
-    int matrix_offset;  // bytes before the matrix
+    int* counts;         // (E,) slots of each expert in all blocks
+    int* offsets;        // (E+1,) expert_token_offsets
+    int* tiles;          // (E+1,) first row tile of each expert
+    int* to_position;    // (E+1,) of each matrix row: what is added to a place to give a position in expert_token_indices
+    int* starts;         // (E+2,) place of the first slot of each matrix row: exclusive prefix sums
+    unsigned* matrix;    // (E+1, C/2) words of two counters: columns c (low half) and c + C/2
+    int2* scratch;       // (groups, E') sums of each group of sum_blocks: (all blocks, blocks before this one)
+    unsigned* by_place;  // (part_slots,) over matrix and scratch: (4 * matrix row) << 16 | slot within the part
+    unsigned* by_slot;   // (part_slots,) 4 * matrix row, then (4 * matrix row) << 16 | rank in its run, then .. | place
+    int matrix_offset;   // bytes before the matrix
 };
 
 // Consecutive slots that a block works on together.
