@@ -210,8 +210,8 @@ def has_line_info() -> bool:
 def source(variant: Variant) -> str:
     """What is compiled: the source file, and after it assertions on the layout of its parameters.
 
-    The compiler is given names of its own for both. That of the file is a path only where line information is asked
-    for: CuPy's cache goes by the text, and serves every place where the package lies.
+    Both have names for the compiler's messages. With line information that of the file is its path, by which Nsight
+    Compute and cuda-gdb find it.
     """
     path = os.path.join(source_folder(), variant.source)
     with open(path) as file:

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import CASES, Case, is_marked, make_ids, make_inputs, mark, relative_error
-from emulator import COMPILER, KERNELS, EmulatedTensorMap, build
+from emulator import COMPILER, EmulatedTensorMap, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
