@@ -13,7 +13,6 @@ from bench import verify
 
 KINDS = ("gaussian", "trained")
 SEEDS = (0, 1)
-RESULTS = ("out", "x", "weights", "logits", "w1", "w2")
 WRONG = 0.1  # relative norm; correct bf16 layers are an order of magnitude below on either kind of data
 OUTLIER_CHANNELS, OUTLIER_GAIN = 512, (20.0, 60.0)  # one channel of so many, and at least two; times unit scale
 DEGREES_OF_FREEDOM, MOST_SCALE = 3, 20.0  # of Student's t, and where the scale of a gate column is cut

@@ -6,7 +6,7 @@ A row's errors are in extra_info["accuracy"]. Its time is that of one cold call 
 import pytest
 import torch
 
-from bench import accuracy, cases, measure, providers
+from bench import accuracy, accuracy_report, cases, measure, providers
 from bench.conftest import parametrize
 
 pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="accuracy")
@@ -75,7 +75,7 @@ def test_accuracy(spec, problem, benchmark):
             found = None
     if found is None:
         pytest.skip(f"{provider.name}: out of memory on {case.name}")
-    errors = {name: accuracy.error(found[name], want[name]) for name in accuracy.RESULTS}
+    errors = {name: accuracy.error(found[name], want[name]) for name in accuracy_report.RESULTS}
     benchmark.extra_info["accuracy"] = errors
     if wrong := accuracy.problems(errors):
         told = f"{provider.name} on {case.name}, {kind} data, {seed}: recorded, but {wrong}"

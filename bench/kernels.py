@@ -35,7 +35,7 @@ def gemm_work(case, entry: str) -> Work:
     elements = {
         "up_fwd": x + w1 + first + hidden,
         "down_fwd": hidden + w2 + out,
-        "down_bwd": x + w2 + 2 * first + hidden,  # reads a, b, writes their gradients and A'
+        "down_bwd": x + w2 + 2 * first + hidden,  # reads a, b, writes their gradients and weighted_y_swi
         "down_wgrad": hidden + x + w2,
         "up_wgrad": x + first + w1,
         "up_bwd": first + w1 + out,
@@ -90,21 +90,22 @@ class Kernels:
 
         self.limits, self.run = loader.device_limits(device), Runtime.current(Torch, device)
         self.panels = launch_config.panels(d, R, self.limits.tier)
-        self.first, self.product, self.panel = new(R, n), new(R, h), new(R, self.panels[0][1])
-        self.first_grad, self.weighted = new(R, n), new(R, h)
+        self.first, self.y_swi, self.panel = new(R, n), new(R, h), new(R, self.panels[0][1])
+        self.first_grad, self.weighted_y_swi = new(R, n), new(R, h)
         self.grad_w1, self.grad_w2 = (
             torch.zeros_like(made[name], dtype=torch.float32 if accumulate else None) for name in ("w1", "w2")
         )
         self.out = torch.empty_like(made["x"])
         self.row_weights = torch.empty(R, device=made["x"].device, dtype=torch.float32)
         ids = made["ids"]
-        steps = dispatch.configure(Torch.describe(ids).layout, case.E, self.limits)
-        lists, copy, self.addresses = dispatch.dispatch(self.run, steps, ids.data_ptr())
+        described = Torch.describe(ids)
+        steps = dispatch.configure(described.layout, case.E, self.limits)
+        lists, copy, self.addresses = dispatch.dispatch(self.run, steps, described.ptr)
         kept = copy.array if copy else ids
         self.index = DispatchIndices(lists.array, kept, steps.index.places, case.E, copy is not None)
         self.calls = self.configured()
         self.results = {
-            "up_fwd": lambda: self.product,
+            "up_fwd": lambda: self.y_swi,
             "down_fwd": lambda: self.out,
             "down_bwd": lambda: self.first_grad,
             "down_wgrad": lambda: self.grad_w2,
@@ -126,6 +127,9 @@ class Kernels:
         def layout(array):
             return Torch.describe(array).layout
 
+        def address(array):
+            return Torch.describe(array).ptr
+
         run, index, d, activation = self.run, self.addresses, self.case.d, self.case.activation
         names = ("x", "ids", "weights", "w1", "w2", "grad_out")
         x, ids, weights, w1, w2, grad_out = (self.inputs[name] for name in names)
@@ -145,19 +149,19 @@ class Kernels:
             True,
             self.limits,
         )
-        token_index_map, row_weights = index[dispatch.TOKEN_INDEX_MAP], self.row_weights.data_ptr()
-        x, grad_out, weights, w1, w2 = (array.data_ptr() for array in (x, grad_out, weights, w1, w2))
+        token_index_map, row_weights = index[dispatch.TOKEN_INDEX_MAP], address(self.row_weights)
+        x, grad_out, weights, w1, w2 = map(address, (x, grad_out, weights, w1, w2))
         run.launch(backward.weights_by_row, weights, token_index_map, row_weights)
         up, down = backward.up.halves((w1,)), (w2, w2)
-        up_gradient = backward.up_gradient.halves((self.grad_w1.data_ptr(),))
-        down_gradient = backward.down_gradient.halves((self.grad_w2.data_ptr(),))
-        buffers = (self.first, self.product, self.panel, self.first_grad, self.weighted, self.out)
-        first, product, panel, first_grad, weighted, out = (array.data_ptr() for array in buffers)
+        up_gradient = backward.up_gradient.halves((address(self.grad_w1),))
+        down_gradient = backward.down_gradient.halves((address(self.grad_w2),))
+        buffers = (self.first, self.y_swi, self.panel, self.first_grad, self.weighted_y_swi, self.out)
+        first, y_swi, panel, first_grad, weighted_y_swi, out = map(address, buffers)
 
         def down_bwd():
             self.partial_sums = gemm(
                 run, backward.down_bwd, index, grad_out, down, first_layer=first, first_layer_grad=first_grad,
-                product=weighted, weights=row_weights,
+                result=weighted_y_swi, weights=row_weights,
             )  # fmt: skip
 
         def aggregate(weights_dtype, scale):
@@ -171,10 +175,10 @@ class Kernels:
             return call
 
         return {
-            "up_fwd": lambda: gemm(run, forward.up_fwd, index, x, up, first_layer=first, product=product),
-            "down_fwd": lambda: sum_of_rows(run, forward.down_fwd, index, product, down, weights, out),
+            "up_fwd": lambda: gemm(run, forward.up_fwd, index, x, up, first_layer=first, result=y_swi),
+            "down_fwd": lambda: sum_of_rows(run, forward.down_fwd, index, y_swi, down, weights, out),
             "down_bwd": down_bwd,
-            "down_wgrad": lambda: wgrad(run, backward.down_wgrad, index, weighted, grad_out, down_gradient),
+            "down_wgrad": lambda: wgrad(run, backward.down_wgrad, index, weighted_y_swi, grad_out, down_gradient),
             "up_wgrad": lambda: wgrad(run, backward.up_wgrad, index, x, first_grad, up_gradient),
             "up_bwd": lambda: sum_of_rows(run, backward.up_bwd, index, first_grad, up, 0, out),
             "aggregate_out": aggregate(str(self.inputs["weights"].dtype).removeprefix("torch."), weights),
@@ -224,7 +228,7 @@ class Kernels:
         if name == "up_bwd":
             return self.first_grad[rows].double() @ w1.T
         if name == "down_wgrad":
-            return self.weighted[rows].double().T @ grad_out
+            return self.weighted_y_swi[rows].double().T @ grad_out
         if name == "up_wgrad":
             return x.T @ self.first_grad[rows].double()
         # the weight of a row: the slot of its token whose place in expert order is this row
@@ -232,7 +236,7 @@ class Kernels:
         row_numbers = torch.arange(rows.start, rows.stop, device=places.device)[:, None]
         scale = (self.inputs["weights"][tokens].double() * (places == row_numbers)).sum(1, keepdim=True)
         if name == "down_fwd":
-            return scale * (self.product[rows].double() @ w2)
+            return scale * (self.y_swi[rows].double() @ w2)
         _, *slopes = activate(self.first[rows].double(), self.case.activation)
         grad_product = scale * (grad_out @ w2.T)
         return torch.cat([grad_product * slope for slope in slopes], dim=1)

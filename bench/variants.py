@@ -1,6 +1,6 @@
 """What the rules of launch_config choose between, timed in turn in one process, as the clock's swing asks for:
 
-python -m bench.variants --rule pairs --rule parts --case dsv3,one_expert --order row --out FILE.json
+python -m bench.variants --rule clusters --rule split_k --case dsv3,one_expert --order row --out FILE.json
 """
 
 import argparse
@@ -17,7 +17,7 @@ from bench import cases, inputs, kernels, measure, table
 from moeblaze_cupy import launch_config, runtime
 
 WINDOW_SECONDS, ROUNDS = 0.15, 8  # of a variant's calls back to back; the median is of all rounds but the first
-PARTS = (1, 2, 3, 4, 6, 8, 16)
+SPLITS = (1, 2, 3, 4, 6, 8, 16)
 
 
 def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callable]:
@@ -26,16 +26,16 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
         lists = kernel.index.experts_by_load
         orders = {"by id": torch.arange(len(lists), dtype=lists.dtype, device=lists.device), "by load": lists.clone()}
         return {name: _listed(lists, experts, kernel.calls[entry]) for name, experts in orders.items()}
-    if rule == "pairs":
-        function, answers = "pairs_blocks", {"single": False, "pairs": True}
-    elif rule == "claims":
-        function, answers = "claims_tiles", {"in turn": False, "claimed": True}
+    if rule == "clusters":
+        function, answers = "uses_clusters", {"single CTAs": False, "clusters": True}
+    elif rule == "schedule":
+        function, answers = "dynamic_schedule", {"static": False, "dynamic": True}
     else:
         case, halves = kernel.case, kernel.case.first_columns // kernel.case.h if entry == "up_wgrad" else 1
         orders = (case.d, case.h), (case.h, case.d)
         tiles = max(launch_config.wgrad_tiles(*sizes, case.E * halves) for sizes in orders)
-        most = launch_config.MAX_TURNS * launch_config.H200.multiprocessors // tiles
-        function, answers = "wgrad_parts", {f"{n} parts": n for n in PARTS if n == 1 or n <= most}
+        most = launch_config.MAX_WAVES * launch_config.H200.multiprocessors // tiles
+        function, answers = "split_k", {f"split-K {n}": n for n in SPLITS if n == 1 or n <= most}
     return {name: _answered(function, answer, kernel, entry) for name, answer in answers.items()}
 
 
@@ -60,9 +60,9 @@ def _listed(lists: torch.Tensor, experts: torch.Tensor, call: Callable) -> Calla
 
 # The kernels that ask each rule.
 RULES = {
-    "pairs": ("up_fwd", "down_fwd", "down_bwd", "up_bwd"),
-    "claims": ("up_fwd", "down_bwd"),
-    "parts": kernels.WGRADS,
+    "clusters": ("up_fwd", "down_fwd", "down_bwd", "up_bwd"),
+    "schedule": ("up_fwd", "down_bwd"),
+    "split_k": kernels.WGRADS,
     "load": kernels.WGRADS,
 }
 
@@ -89,7 +89,7 @@ def run(rules: list[str], names: list[str], order: str) -> list[dict]:
         kernel = kernels.Kernels(case, inputs.layer_inputs(case, order))
         for rule in rules:
             for entry in RULES[rule]:
-                if rule == "pairs" and case.k == 1 and entry in kernels.SUMMED:  # rows that go to tokens have no pairs
+                if rule == "clusters" and case.k == 1 and entry in kernels.SUMMED:  # never in clusters
                     continue
                 by_load = kernel.index.experts_by_load.clone()
                 timed = in_turn(variants(rule, kernel, entry))

@@ -5,6 +5,9 @@
 
 typedef long long int64;
 
+// The dynamic shared memory of a launch. The 128-byte swizzle of TMA and wgmma repeats every 1024 bytes.
+extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+
 // A kernel takes one struct by value, which moeblaze_cupy/params.py describes to the host. It is a __grid_constant__ where
 // it has tensor maps, whose addresses the kernel passes on; in most others that would only cost registers.
 

@@ -4,8 +4,6 @@
 
 typedef unsigned short uint16;
 
-extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-
 template <class Id>
 struct alignas(16) Ids4 {
     Id of[4];

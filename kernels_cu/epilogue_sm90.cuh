@@ -16,12 +16,12 @@ struct StoreRows : EpilogueBase {
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
         const int column = n0 + (threadIdx.x & 31) * 8;
         rows = count, done = 0, inside = column < params.columns;
-        row = params.product + row0 * params.product_ld + column;
+        row = params.result + row0 * params.result_ld + column;
     }
     __device__ __forceinline__ void next() {
         const Row8<element> v = finished.get(done, threadIdx.x & 31);
         if (inside) v.store(row);
-        row += params.product_ld;
+        row += params.result_ld;
         ++done;
     }
 };
@@ -47,7 +47,7 @@ struct StoreTokenRows : EpilogueBase {
         finished.get(done, threadIdx.x & 31).unpack(v);
 #pragma unroll
         for (int c = 0; c < 8; ++c) v[c] *= scale;
-        if (column < params.columns) store_vector8(params.product + to * params.product_ld + column, v);
+        if (column < params.columns) store_vector8(params.result + to * params.result_ld + column, v);
         ++done;
     }
 
@@ -58,7 +58,7 @@ struct StoreTokenRows : EpilogueBase {
         for (int64 first = blockIdx.x * 32LL; first < L; first += gridDim.x * 32LL) {
             const bool without = first + lane < L && params.token_index_map[min(first + lane, L - 1)] < 0;
             for (unsigned left = __ballot_sync(0xffffffffu, without); left; left &= left - 1) {
-                element* row = params.product + (first + __ffs(left) - 1) * params.product_ld;
+                element* row = params.result + (first + __ffs(left) - 1) * params.result_ld;
                 for (int column = lane * 8; column < params.columns; column += 256)
                     store_global_16(row + column, make_uint4(0, 0, 0, 0));
             }
@@ -82,7 +82,7 @@ struct ActivateRows : EpilogueBase {
         rows = count, done = 0, inside = column < params.columns;
         const int64 r = row0 + lane / LANES;
         layer = params.first_layer + r * layer_ld() + column;
-        out = params.product + r * params.columns + column;
+        out = params.result + r * params.columns + column;
     }
     __device__ __forceinline__ void next() {
         const int lane = threadIdx.x & 31, row = done + lane / LANES, chunk = lane % LANES;
@@ -96,7 +96,7 @@ struct ActivateRows : EpilogueBase {
         const uint4 packed = pack8(element(), a);
         if (valid && params.first_layer) gate.store(layer);
         if (SPLIT && valid && params.first_layer) up.store(layer + params.columns);
-        if (valid && params.product) store_global_16(out, packed);
+        if (valid && params.result) store_global_16(out, packed);
         layer += ROWS * layer_ld();
         out += ROWS * params.columns;
         done += ROWS;
@@ -160,15 +160,15 @@ struct ActivateBwdRows : EpilogueBase {
         if (GATED) Row8<element>(load_shared_16(slot(done) + SLOT_BYTES / 2)).unpack(b);
         finished.get(done, lane).unpack(g);
         fetch(done + 2);
-        if (STORED_PRODUCT) {
+        if (STORED_Y_SWI) {
             Row8<element> row;
-            row.load<true>(place<1>(params.stored_product, done), inside());
+            row.load<true>(place<1>(params.y_swi, done), inside());
             row.unpack(p);
         }
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             const Activated s = activate<ACTIVATION>(a[c]);
-            if (!STORED_PRODUCT) p[c] = GATED ? s.value * b[c] : s.value;
+            if (!STORED_Y_SWI) p[c] = GATED ? s.value * b[c] : s.value;
             dot[c & 1] = fmaf(g[c], p[c], dot[c & 1]);
             p[c] *= w;
             const float wg = w * g[c];
@@ -179,7 +179,7 @@ struct ActivateBwdRows : EpilogueBase {
         element* grad = place<1 + GATED>(params.first_layer_grad, done);
         if (inside() && params.first_layer_grad) store_global_vector(grad, grad_a);
         if (GATED && inside() && params.first_layer_grad) store_global_vector(grad + params.columns, grad_b);
-        if (inside() && params.product) store_global_vector(place<1>(params.product, done), weighted);
+        if (inside() && params.result) store_global_vector(place<1>(params.result, done), weighted);
         __syncwarp();  // the row has been read by all lanes
         store_shared_4(finished.base + done * (BN * 2) + lane * 4, dot[0] + dot[1]);
         load_a(++done);

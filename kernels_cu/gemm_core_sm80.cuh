@@ -1,14 +1,19 @@
-// Main loop of the portable GEMMs: one 128 x 128 tile of C per block of 4 warps (2 x 2, 64 x 64 each),
-// fp32 accumulators in the layout of mma.m16n8k16, operands streamed by cp.async through STAGES buffers.
+// Pipeline and main loop of the portable products (compute capability 8.0 and later). A block (CTA) computes one
+// 128 x 128 tile of C with 4 warps, 2 x 2 warps of 64 x 64 each. Accumulators are fp32, in the layout of mma.m16n8k16.
+// Operands come by cp.async through a ring of STAGES pipeline stages.
 //
-// Shared memory holds an operand stage as 128 lines of 128 bytes (LINE elements), 16-byte chunk c of
-// line l stored at chunk c ^ (l & 7), which keeps cp.async writes and ldmatrix reads free of bank conflicts:
-//   K-contiguous (rows of x, weights stored N x K): line = row of the tile, along K
-//   MN-contiguous (weights stored K x N, token rows in weight gradients): line = block * BK + k, along M or N,
-//     in BLOCKS = 128 / LINE blocks of LINE columns
-// fp32 operands take the same path with plain FFMA in place of mma.sync, so that products are true fp32.
+// Shared memory: STAGES stages of STAGE_BYTES, each 128 lines of A, then 128 lines of B. A line is 128 bytes, LINE
+// elements along the contiguous dimension of the operand in global memory:
+//   K-contiguous (rows of x, weights stored N x K): line l is row l of the tile, BK = LINE elements along K.
+//   MN-contiguous (weights stored K x N, token rows in weight gradients): the tile's 128 columns are 128 / LINE slabs of
+//     LINE columns, and line slab * BK + k holds row k of that slab.
+// Swizzle: 16-byte chunk c of line l is stored at chunk c ^ (l & 7). It keeps the writes of cp.async and the reads of
+// ldmatrix free of bank conflicts. After the main loop the epilogue uses the same memory to stage rows.
+//
+// fp32 operands take the same path with FFMA in place of mma.sync: their products are fp32, not TF32.
 #pragma once
 #include "row_staging.cuh"
+#include "tile_raster.cuh"
 
 #if !defined(BM) || !defined(BN) || !defined(THREADS) || !defined(BLOCKS_PER_MULTIPROCESSOR) || !defined(STAGE_BYTES) || \
     !defined(STATIC_BYTES)
@@ -21,26 +26,28 @@
 typedef ELEMENT element;
 
 constexpr int LINE = 128 / sizeof(element);  // elements per line: 64 (16-bit) or 32 (fp32)
-constexpr int BK = LINE, BLOCKS = 128 / LINE;
-constexpr int VECTOR = 16 / sizeof(element);
+constexpr int BK = LINE;
+constexpr int VECTOR = 16 / sizeof(element);  // elements of a chunk
 constexpr int OPERAND_BYTES = 128 * 128;
-constexpr int LINES_PER_THREAD = 8;  // thread t copies chunk t % 8 of lines t / 8 + 16 i
+constexpr int LINES_PER_THREAD = 8;  // per operand and stage: thread t copies chunk t % 8 of lines t / 8 + 16 i
+constexpr int COPY_QUARTERS = 4;     // a stage is copied in quarters, each between the products of one k16 step
+constexpr int QUARTER_LINES = LINES_PER_THREAD / COPY_QUARTERS;
 constexpr bool FP32 = sizeof(element) == 4;
 
 static_assert(BM == 128 && BN == 128 && THREADS == 128, "4 warps of 64 x 64 each, a thread per row of the tile");
 static_assert(STAGE_BYTES == 2 * OPERAND_BYTES, "a stage is 128 lines of 128 bytes of A and as many of B");
 static_assert(STAGES >= 2, "one stage is filled while another is read");
-static_assert(THREADS / 32 * STAGED_FLOATS * sizeof(float) <= STAGES * STAGE_BYTES, "the epilogue stages rows where the stages were");
+static_assert(FP32 || BK / 16 == COPY_QUARTERS, "a quarter of the copies per k16 step");
+static_assert(THREADS / 32 * STAGED_FLOATS * sizeof(float) <= STAGES * STAGE_BYTES,
+              "the epilogue stages rows where the stages were");
 
-extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-
-// Line i of a thread: line t / 8 + 16 i, chunk t % 8. src is where the chunk starts in global memory, of which
-// the first `valid` elements exist; zeros beyond.
+// Copies this thread's chunk of its line i. src is the chunk's address in global memory. Its first `valid` elements exist,
+// and the rest is filled with zeros.
 __device__ __forceinline__ void copy_chunk(int operand_offset, int i, const char* src, int valid) {
     const int line = threadIdx.x / 8 + 16 * i, chunk = threadIdx.x & 7;
     const int offset = operand_offset + line * 128 + ((chunk ^ (line & 7)) * 16);
     if (ALIGNED) {
-        cp_async_16(shared_address(dynamic_shared) + offset, src, valid > 0 ? 16u : 0u);  // 0: src is not read
+        cp_async_16(shared_address(dynamic_shared) + offset, src, valid > 0 ? 16u : 0u);  // of 0 bytes nothing is read
     } else {
         element* dst = reinterpret_cast<element*>(dynamic_shared + offset);
         const element* from = reinterpret_cast<const element*>(src);
@@ -50,7 +57,8 @@ __device__ __forceinline__ void copy_chunk(int operand_offset, int i, const char
     }
 }
 
-// A matrix in global memory with contiguous rows. Rows are 32-bit, their byte offsets 64-bit: one multiply-add.
+// A matrix in global memory with contiguous rows. Row numbers have 32 bits and byte offsets 64, so that an address is one
+// multiply-add.
 struct Rows {
     const char* base;
     int row_bytes;
@@ -63,16 +71,16 @@ struct Rows {
 
 __device__ __forceinline__ int chunk_column() { return (threadIdx.x & 7) * VECTOR; }
 
-// First tile column of this warp's pair p (of four) of 8-column accumulator tiles. In a gated up
-// projection columns 0..63 of the tile are gate and 64..127 up: a warp takes 32 of each, so that the
-// activation finds a and b of one element in one thread.
+// First column of the tile of this warp's pair p (of four) of 8-column accumulators. In a gated up projection (SPLIT)
+// columns 0..63 of the tile are gate and 64..127 are up. A warp takes 32 of each, so that one thread has a and b of the
+// same element for the activation.
 template <bool SPLIT>
 __device__ __forceinline__ int pair_column(int warp_n, int p) {
     return SPLIT ? warp_n * 32 + (p & 1) * 16 + (p >> 1) * 64 : warp_n * 64 + p * 16;
 }
 
 struct Accumulators {
-    float v[4][8][4];  // [m16 tile][n8 tile][mma register]: rows lane/4 (+8), columns 2 (lane%4) (+1)
+    float v[4][8][4];  // [m16 tile][n8 tile][mma register]: rows lane / 4 (+ 8), columns 2 (lane % 4) (+ 1)
     __device__ __forceinline__ void zero() {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -83,18 +91,19 @@ struct Accumulators {
     }
 };
 
-// Shared addresses of one operand's ldmatrix rows. A K-contiguous tile moves along K within its 128-byte lines,
-// where the swizzle turns a step into an exclusive or, and along M or N by whole lines; an MN-contiguous tile
-// the other way round. `first` is the lane's address in the tile at M or N 0 and k 0.
+// Shared address of a lane's row for ldmatrix, of one operand at column `mn` of M or N and k16 step kk. `first` is the
+// lane's address at mn = 0 and kk = 0. In a K-contiguous tile a step along K stays within the 128-byte line, where the
+// swizzle makes it an exclusive or, and a step along M or N moves by whole lines. In an MN-contiguous tile it is the other
+// way round.
 template <bool K_CONTIGUOUS>
 __device__ __forceinline__ unsigned fragment_address(unsigned first, unsigned mn, unsigned kk) {
     if (K_CONTIGUOUS) return (first ^ (kk * 32)) + mn * 128;
     return (first ^ ((mn % LINE) * 2)) + (mn / LINE) * BK * 128 + kk * 2048;
 }
 
-// One stage. `copy_part(kk)` issues a quarter of the copies of a later stage between the products.
+// The products of one stage. copy_quarter(kk) issues a quarter of the copies of a later stage between them.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT, class Copy>
-__device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage, int warp_m, int warp_n, Copy copy_part) {
+__device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage, int warp_m, int warp_n, Copy copy_quarter) {
     const int lane = threadIdx.x & 31, r = lane & 7, low = (lane >> 3) & 1, high = lane >> 4;
     const unsigned a_first = shared_address(dynamic_shared) + stage +
                              (A_K_CONTIGUOUS ? (low * 8 + r) * 128 + (high ^ r) * 16 : (high * 8 + r) * 128 + (low ^ r) * 16) +
@@ -124,7 +133,7 @@ __device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage,
 #pragma unroll
     for (int kk = 0; kk < BK / 16; ++kk) {
         if (kk + 1 < BK / 16) load(kk + 1);
-        copy_part(kk);
+        copy_quarter(kk);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -163,11 +172,9 @@ __device__ __forceinline__ void multiply_stage_fma(Accumulators& acc, int a_offs
     }
 }
 
-constexpr int PARTS = 4;  // a stage is copied in quarters of 2 lines per thread and operand
-
-// C tile = sum over `steps` stages. copy(stage_offset, step, part) issues a quarter of the copies of one stage;
-// it is called for steps and parts in order, and past the last step, where it must give zeros: a branch around
-// it would keep the copies from being scheduled among the products.
+// acc = sum of the products of `steps` stages. copy(stage_offset, step, quarter) issues a quarter of the copies of a
+// stage. It is called for steps and quarters in order. It is also called for steps past the last, where it must fill in
+// zeros: a branch around it would keep the compiler from scheduling the copies among the products.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT, class Copy>
 __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy copy) {
     const int warp_m = (threadIdx.x / 32) & 1, warp_n = threadIdx.x / 64;
@@ -175,7 +182,7 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) copy(s * STAGE_BYTES, s, part);
+        for (int quarter = 0; quarter < COPY_QUARTERS; ++quarter) copy(s * STAGE_BYTES, s, quarter);
         cp_async_commit();
     }
     int read = 0, write = (STAGES - 1) * STAGE_BYTES;
@@ -185,11 +192,11 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
         const int ahead = step + STAGES - 1;
         if constexpr (FP32) {
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) copy(write, ahead, part);
+            for (int quarter = 0; quarter < COPY_QUARTERS; ++quarter) copy(write, ahead, quarter);
             multiply_stage_fma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read, read + OPERAND_BYTES, warp_m, warp_n);
         } else {
             multiply_stage_mma<A_K_CONTIGUOUS, B_K_CONTIGUOUS_, SPLIT>(acc, read, warp_m, warp_n,
-                                                                       [&](int part) { copy(write, ahead, part); });
+                                                                       [&](int quarter) { copy(write, ahead, quarter); });
         }
         cp_async_commit();
         read = read == (STAGES - 1) * STAGE_BYTES ? 0 : read + STAGE_BYTES;
@@ -199,14 +206,14 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
     __syncthreads();  // the epilogue reuses the stages
 }
 
-// Where a warp stages 16 rows of its accumulators: the pipeline's memory, which is free by then.
+// Where a warp stages 16 rows of its accumulators: in the memory of the pipeline stages, which is free after the main loop.
 __device__ __forceinline__ float* warp_staging() {
     return reinterpret_cast<float*>(dynamic_shared) + threadIdx.x / 32 * STAGED_FLOATS;
 }
-// The first row of m16 tile i of this warp.
+// The first row of this warp's accumulators acc.v[i] in the tile.
 __device__ __forceinline__ int warp_row(int i) { return (threadIdx.x / 32 & 1) * 64 + i * 16; }
 
-// consume(row, v) for every row of the tile, v[g] being the lane's 8 columns of group g.
+// Calls consume(row, v) for every row of the tile. v[g] holds the lane's 8 columns of group g, see RowStaging.
 template <int GROUPS, class Consume>
 __device__ __forceinline__ void for_each_row(const Accumulators& acc, Consume consume) {
     using Staging = RowStaging<GROUPS>;

@@ -30,9 +30,9 @@ struct GroupedGemmParams {
     const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
     element* first_layer;             // (R, 2N) or (R, N) element, a then b: out of ACTIVATE (null: not kept), into ACTIVATE_BWD
     element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
-    element* product;                 // (R, N) element, out. ACTIVATE: act(a) * b; ACTIVATE_BWD: A' = weight * act(a) * b,
+    element* result;                  // (R, N) element, out. ACTIVATE: act(a) * b; ACTIVATE_BWD: A' = weight * act(a) * b,
                                       // null: not wanted; STORE: the panel
-    const element* stored_product;    // (R, N) element, in: ACTIVATE_BWD with save="paper": act(a) * b of forward, else null
+    const element* y_swi;    // (R, N) element, in: ACTIVATE_BWD with save="paper": act(a) * b of forward, else null
     const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD only
     float* partial_sums;              // (column tiles, num_slots) fp32, out: <dA, A> over each BN columns; null: not wanted
     int64 lda, expert_stride, ldb;    // in elements
@@ -73,11 +73,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     const Rows a_matrix(p.a, p.lda), gate(p.b0 + expert * p.expert_stride, p.ldb), up(p.b1 + expert * p.expert_stride, p.ldb);
     const int steps_per_segment = (K + BK - 1) / BK;
     Accumulators acc;
-    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps_per_segment * K_SEGMENTS, [&](int stage, int step, int part) {
+    main_loop<true, B_K_CONTIGUOUS, SPLIT>(acc, steps_per_segment * K_SEGMENTS, [&](int stage, int step, int quarter) {
         const int segment = K_SEGMENTS == 2 && step >= steps_per_segment;
         const int k0 = (step - segment * steps_per_segment) * BK, chunk_k = k0 + chunk_column();
 #pragma unroll
-        for (int i = 2 * part; i < 2 * part + 2; ++i) {
+        for (int i = QUARTER_LINES * quarter; i < QUARTER_LINES * (quarter + 1); ++i) {
             copy_chunk(stage, i, a_matrix.at(a_rows[i], segment * K + chunk_k), K - chunk_k);
             const Rows& b = (SPLIT ? i >= LINES_PER_THREAD / 2 : segment) ? up : gate;
             if (B_K_CONTIGUOUS) {
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     const int n = n0 + warp_n * (SPLIT ? 32 : 64) + Staging::column_group() * 8;
     if constexpr (EPILOGUE == STORE) {
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
-            if (row < rows) store_row8<ALIGNED>(p.product + static_cast<int64>(row0 + row) * N + n, v[0], N - n);
+            if (row < rows) store_row8<ALIGNED>(p.result + static_cast<int64>(row0 + row) * N + n, v[0], N - n);
         });
     } else if constexpr (EPILOGUE == ACTIVATE) {
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
@@ -107,11 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                 store_row8<ALIGNED>(p.first_layer + r * layer_ld + n, v[0], N - n);
                 if (SPLIT) store_row8<ALIGNED>(p.first_layer + r * layer_ld + N + n, v[SPLIT], N - n);
             }
-            if (!p.product) return;
+            if (!p.result) return;
             float out[8];
 #pragma unroll
             for (int c = 0; c < 8; ++c) out[c] = activate<ACTIVATION>(v[0][c]).value * (SPLIT ? v[SPLIT][c] : 1.f);
-            store_row8<ALIGNED>(p.product + r * N + n, out, N - n);
+            store_row8<ALIGNED>(p.result + r * N + n, out, N - n);
         });
     } else {
         // a and b of the next 16 rows are loaded while these are worked on; fp32 has no registers for that.
@@ -143,16 +143,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                 Staging::get(v, warp_staging(), pass);
                 a_loaded[i % BUFFERS][pass].unpack(a_row);
                 if (GATED) b_loaded[i % BUFFERS][pass].unpack(b_row);
-                if (p.stored_product) {
+                if (p.y_swi) {
                     Row8<element> stored;
-                    stored.template load<ALIGNED>(p.stored_product + r * N + n, valid);
+                    stored.template load<ALIGNED>(p.y_swi + r * N + n, valid);
                     stored.unpack(out);
                 }
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
                     const Activated s = activate<ACTIVATION>(a_row[c]);
                     const float b = GATED ? b_row[c] : 1.f;
-                    if (!p.stored_product) out[c] = s.value * b;
+                    if (!p.y_swi) out[c] = s.value * b;
                     dot = fmaf(v[0][c], out[c], dot);
                     const float grad = weight * v[0][c];
                     grad_a[c] = grad * b * s.derivative;
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                     store_row8<ALIGNED>(p.first_layer_grad + r * layer_ld + n, grad_a, valid);
                     if (GATED) store_row8<ALIGNED>(p.first_layer_grad + r * layer_ld + N + n, grad_b, valid);
                 }
-                if (p.product) store_row8<ALIGNED>(p.product + r * N + n, out, valid);
+                if (p.result) store_row8<ALIGNED>(p.result + r * N + n, out, valid);
 #pragma unroll
                 for (int step = 1; step < 8; step <<= 1) dot += __shfl_xor_sync(0xffffffffu, dot, step);
                 if (Staging::column_group() == 0) row_sums[warp_n][row] = dot;

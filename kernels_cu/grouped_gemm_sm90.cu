@@ -1,7 +1,7 @@
 // Grouped GEMMs over the rows of each expert, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): the steps of
 // grouped_gemm_sm80.cu, with its results, on wgmma and the bulk copy engine. (Paper sections 3.1, 3.2, 5.2.)
 //
-// Launch: a persistent grid of at most one block per multiprocessor, THREADS threads, dynamic shared memory as below. PAIRED:
+// Launch: a persistent grid of at most one block per multiprocessor, THREADS threads, dynamic shared memory as below. CLUSTER_CTAS:
 // blocks work in pairs, clusters of two, and their number is even.
 // Tile: BM = 128 rows x BN = 256 columns (of them 128 gate beside 128 up), K in steps of BK = 64. Shared memory: STAGES = 3
 // buffers of STAGE_BYTES = 48 KiB, TILE_BYTES = 64 KiB of the finished tile, and SPARE_BYTES = 16 KiB for the a and b that
@@ -19,8 +19,8 @@
 #include "gemm_core_sm90.cuh"
 
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_PRODUCT) || !defined(PAIRED) || !defined(WEIGHT)
-#error "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_PRODUCT, PAIRED and WEIGHT are \
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_Y_SWI) || !defined(CLUSTER_CTAS) || !defined(WEIGHT)
+#error "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_Y_SWI, CLUSTER_CTAS and WEIGHT are \
 given by loader.gemm_variant"
 #endif
 
@@ -41,22 +41,22 @@ struct GroupedGemmParams {
     element* first_layer;             // (R, 2N) or (R, N) element, a then b: out of ActivateRows (null: not kept), into
                                       // ActivateBwdRows
     element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
-    element* product;                 // element, out. ActivateRows: (R, N) act(a) * b, null: not wanted; ActivateBwdRows: (R, N)
-                                      // A' = weight * act(a) * b, null: not wanted; StoreRows: the panel (R, product_ld), which
+    element* result;                  // element, out. ActivateRows: (R, N) act(a) * b, null: not wanted; ActivateBwdRows: (R, N)
+                                      // A' = weight * act(a) * b, null: not wanted; StoreRows: the panel (R, result_ld), which
                                       // may be A's own, of up to BN columns: the tile that is stored was their last reader;
-                                      // StoreTokenRows (k = 1): (L, product_ld), a row its token's, times the token's weight,
+                                      // StoreTokenRows (k = 1): (L, result_ld), a row its token's, times the token's weight,
                                       // and zeros for tokens without an expert
-    const element* stored_product;    // (R, N) element, in: ActivateBwdRows with STORED_PRODUCT, act(a) * b of forward
+    const element* y_swi;    // (R, N) element, in: ActivateBwdRows with STORED_Y_SWI, act(a) * b of forward
     const weight_t* weights;          // ActivateBwdRows: (R,) fp32, in: the router weight of each row; StoreTokenRows: (L,)
                                       // weight_t, in: of each token, or null
     float* partial_sums;              // (column tiles, num_slots) fp32, out: ActivateBwdRows, <dA, A> over each BN columns; null:
                                       // not wanted
     const int* token_index_map;       // (L,) int32, in: StoreTokenRows, -1 of tokens without an expert
-    int* claims;                      // (1,) int32, zeroed: blocks claim their tiles; null: each takes every gridDim.x-th
+    int* tile_counter;                // (1,) int32, zeroed: blocks claim their tiles; null: each takes every gridDim.x-th
 #if GATHER
     int64 lda;                        // elements from row to row of a
 #endif
-    int64 product_ld;                 // elements from row to row of product, StoreRows and StoreTokenRows only
+    int64 result_ld;                 // elements from row to row of product, StoreRows and StoreTokenRows only
     int columns, depth;               // N, and K of one segment
     int num_slots;                    // L*k
 };
@@ -65,7 +65,7 @@ struct GroupedGemmParams {
 
 typedef EPILOGUE Epilogue;
 constexpr bool SPLIT = Epilogue::SPLIT;  // gate beside up
-constexpr int BLOCKS = PAIRED ? 2 : 1;
+constexpr int BLOCKS = CLUSTER_CTAS;
 static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN), "columns of the result in a tile");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
 
@@ -159,7 +159,7 @@ typedef GatheredRows Rows;
 typedef OwnRows Rows;
 #define A_ROWS {p.a}
 #endif
-#if PAIRED
+#if CLUSTER_CTAS == 2
 #define CLUSTERS __cluster_dims__(2)
 #else
 #define CLUSTERS
@@ -196,7 +196,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1)
         for (int number = 0; schedule.valid(); ++number) {
             const unsigned claim_to = shared_address(&claimed[number % FOUND]), claim_full = claim_barriers + 8 * (number % FOUND);
             const bool claims_here = threadIdx.x == 0 && block == 0;
-            const int claim = claims_here ? schedule.claim(p.claims) : 0;
+            const int claim = claims_here ? schedule.claim(p.tile_counter) : 0;
             if (BLOCKS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(claim_full, sizeof(int));
             const Place place = schedule.own.place;
             rows.begin(schedule.own);

@@ -50,16 +50,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     };
     load_tokens(0);
     Accumulators acc;
-    main_loop<false, false, false>(acc, (last - first + BK - 1) / BK, [&](int stage, int step, int part) {
+    main_loop<false, false, false>(acc, (last - first + BK - 1) / BK, [&](int stage, int step, int quarter) {
 #pragma unroll
-        for (int i = 2 * part; i < 2 * part + 2; ++i) {
+        for (int i = QUARTER_LINES * quarter; i < QUARTER_LINES * (quarter + 1); ++i) {
             const int row = first + step * BK + threadIdx.x / 8 + 16 * (i % ROWS), token = tokens[i % ROWS];
             const int column = i / ROWS * LINE + chunk_column();
             copy_chunk(stage, i, p_matrix.at(GATHER_P ? token : row, m0 + column), row < last ? M - m0 - column : 0);
             copy_chunk(stage + OPERAND_BYTES, i, q_matrix.at(GATHER_Q ? token : row, n0 + column),
                        row < last ? N - n0 - column : 0);
         }
-        if (part == PARTS - 1) load_tokens(step + 1);
+        if (quarter == COPY_QUARTERS - 1) load_tokens(step + 1);
     });
 
     OUT* out = (blockIdx.z ? p.out1 : p.out0) + expert * p.expert_stride;

@@ -12,18 +12,18 @@
 //   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh; both operands are MN-contiguous.
 #include "gemm_core_sm90.cuh"
 
-#if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT) || !defined(PARTS)
-#error "GATHER_P, GATHER_Q, ACCUMULATE, OUT and PARTS are given by loader.gemm_variant"
+#if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT) || !defined(SPLIT_K)
+#error "GATHER_P, GATHER_Q, ACCUMULATE, OUT and SPLIT_K are given by loader.gemm_variant"
 #endif
 static_assert(GATHER_P != GATHER_Q, "one operand is gathered, the other comes through a tensor map");
-static_assert(!(ACCUMULATE && PARTS), "wgrad_parts.cu adds the sums of parts");
+static_assert(!(ACCUMULATE && SPLIT_K), "wgrad_parts.cu adds the sums of parts");
 
 struct GroupedWgradParams {
     TensorMap routed;                 // the operand that is not gathered, (columns, R, 1) element, in, boxes of 64 x 64 x 1
     const element *p, *q;             // (L or R, ldp / ldq) element, in; gathered by token with GATHER_P / GATHER_Q, else by row
     const int* expert_token_indices;  // (L*k,) int32, in
     const int* expert_token_offsets;  // (E+1,) int32, in
-    OUT *out0, *out1;                 // (M, N) of each expert, OUT, out: gate's, and up's if gated. With PARTS fp32 sums of part
+    OUT *out0, *out1;                 // (M, N) of each expert, OUT, out: gate's, and up's if gated. With SPLIT_K fp32 sums of part
                                       // j of expert e, at (e * parts + j) * expert_stride, which wgrad_parts.cu adds up
     const int* experts_by_load;       // (E,) int32, in: the order in which experts are worked on, so that the last tiles are
                                       // short (qwen30b's down_wgrad with skewed routing 481 -> 599 TFLOP/s)
@@ -32,7 +32,7 @@ struct GroupedWgradParams {
     int p_half, q_half;               // elements from the gate's columns to the up's in P or Q, 0 in the other operand
     int rows, columns;                // M, N
     int num_experts, halves;          // E; 2 if gated, else 1
-    int parts;                        // with PARTS of an expert's rows, of which a tile takes one; else 1
+    int splits;                        // with SPLIT_K of an expert's rows, of which a tile takes one; else 1
 };
 
 struct Work {
@@ -47,9 +47,9 @@ struct Tiles {
     __device__ __forceinline__ Work work(int index) const {
         const int per_expert = m_tiles * n_tiles * halves, of = index / per_expert, within = index % per_expert;
         const Tile tile = raster(within % (m_tiles * n_tiles), m_tiles, n_tiles);
-        const int expert = experts_by_load[PARTS ? of / parts : of];
+        const int expert = experts_by_load[SPLIT_K ? of / parts : of];
         int first = expert_token_offsets[expert], last = expert_token_offsets[expert + 1], to = expert;
-#if PARTS
+#if SPLIT_K
         const unsigned part = of % parts, rows = last - first, of_a_part = ((rows + BK - 1) / BK + parts - 1) / parts * BK;
         to = expert * parts + part;
         first += min(part * of_a_part, rows);
@@ -143,7 +143,7 @@ struct UnroundedRows : EpilogueBase {
     __device__ __forceinline__ void next() {}  // nothing is left for the next tile's products
 };
 
-#if ACCUMULATE || PARTS
+#if ACCUMULATE || SPLIT_K
 typedef UnroundedRows Epilogue;
 #else
 typedef StoredRows Epilogue;
@@ -155,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Barriers<1> barriers(barrier_storage, 128 + 1);
     const unsigned shared = uniform(shared_address(dynamic_shared));
     const int M = p.rows, N = p.columns;
-    const Tiles order = {(M + BM - 1) / BM,      (N + BN - 1) / BN, p.halves, p.parts,
+    const Tiles order = {(M + BM - 1) / BM,      (N + BN - 1) / BN, p.halves, p.splits,
                          p.expert_token_offsets, p.experts_by_load};
-    const int tiles = p.num_experts * p.halves * p.parts * order.m_tiles * order.n_tiles;
+    const int tiles = p.num_experts * p.halves * p.splits * order.m_tiles * order.n_tiles;
 
     auto tile = [&](int t) { return t < tiles ? order.work(t) : Work{}; };
 

@@ -35,8 +35,6 @@ struct RouterBwdParams {
     int num_experts, k, over_selected;  // as in RouterFwdParams
 };
 
-extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-
 // Order-preserving map of a float to an unsigned; 0 is below every float, so it marks a taken expert.
 __device__ __forceinline__ unsigned sort_key(float v) {
     if (v != v) return 0xffffffffu;

@@ -1,24 +1,28 @@
-// What the expert kernels of every tier share: from accumulators to rows, the raster of tiles.
+// Epilogues of the portable products: accumulators of mma.m16n8k16 become rows of 8 consecutive columns, through shared
+// memory. Global accesses are then 16 bytes per lane.
 #pragma once
 #include "common.cuh"
+#include "tile_raster.cuh"
 
-constexpr int STAGED_FLOATS = 16 * 64;  // per warp
+constexpr int STAGED_FLOATS = 16 * 64;  // of shared memory per warp: 16 rows of 64 columns
 
-// 16 rows of 64 accumulator columns of a warp, through shared memory, as rows of 8 consecutive columns, so that global
-// accesses are 16 bytes. In pass p a lane has row p * ROWS + lane / LANES and column group lane % LANES of each of
-// GROUPS blocks of 64 / GROUPS columns; GROUPS = 2 pairs gate and up of one element.
+// 16 rows of 64 accumulator columns of one warp. They are read in PASSES passes. In pass p a lane reads row
+// p * ROWS + lane / LANES. The 64 columns are GROUPS groups of 64 / GROUPS columns, and the lane reads 8 columns of
+// each group, from column 8 * (lane % LANES) of the group on. With GROUPS = 2 the groups are gate and up, so that a lane
+// has both values of an element.
 template <int GROUPS>
 struct RowStaging {
     static constexpr int LANES = 8 / GROUPS, ROWS = 32 / LANES, PASSES = 16 / ROWS;
 
-    // Four neighbouring rows, and the two halves of a row (or its gate and up), meet all banks, in writes and in reads.
-    static __device__ __forceinline__ int place(int row, int column) {
+    // Index of an element in the staged floats, with a swizzle against bank conflicts: four neighbouring rows, and the two
+    // halves of a row (or its gate and up), lie in different banks. Neither writes nor reads conflict.
+    static __device__ __forceinline__ int index_of(int row, int column) {
         return row * 64 + (column ^ (row & 3) * 8 ^ (4 * (GROUPS == 2 ? row & 1 : column >> 5)));
     }
     static __device__ __forceinline__ int row(int pass) { return pass * ROWS + (threadIdx.x & 31) / LANES; }
     static __device__ __forceinline__ int column_group() { return (threadIdx.x & 31) % LANES; }
 
-    // tile[j] is an accumulator of mma.m16n8k16: rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
+    // tile[j] is an accumulator of mma.m16n8k16: rows lane / 4 and lane / 4 + 8, columns 8 j + 2 (lane % 4) and the next.
     static __device__ __forceinline__ void put(float* staged, const float (&tile)[8][4]) {
         const int lane = threadIdx.x & 31;
         __syncwarp();
@@ -26,7 +30,7 @@ struct RowStaging {
         for (int j = 0; j < 8; ++j)
 #pragma unroll
             for (int s = 0; s < 2; ++s)
-                *reinterpret_cast<float2*>(staged + place(lane / 4 + s * 8, j * 8 + (lane & 3) * 2)) =
+                *reinterpret_cast<float2*>(staged + index_of(lane / 4 + s * 8, j * 8 + (lane & 3) * 2)) =
                     make_float2(tile[j][2 * s], tile[j][2 * s + 1]);
         __syncwarp();
     }
@@ -36,21 +40,8 @@ struct RowStaging {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int column = g * 32 + column_group() * 8 + h * 4;
-                const float4 q = *reinterpret_cast<const float4*>(staged + place(row(pass), column));
+                const float4 q = *reinterpret_cast<const float4*>(staged + index_of(row(pass), column));
                 v[g][4 * h] = q.x, v[g][4 * h + 1] = q.y, v[g][4 * h + 2] = q.z, v[g][4 * h + 3] = q.w;
             }
     }
 };
-
-struct Tile {
-    int m, n;
-};
-
-// Rasters a grid of tiles in groups of 16 m-tiles by all n-tiles: what runs at one time (264 blocks on
-// an H200) is near a square, which reads the fewest operand bytes.
-__device__ __forceinline__ Tile raster(unsigned block, unsigned m_tiles, unsigned n_tiles) {
-    constexpr unsigned GROUP = 16;
-    const unsigned first = block / (GROUP * n_tiles) * GROUP, within = block % (GROUP * n_tiles);
-    const unsigned height = min(GROUP, m_tiles - first);
-    return {static_cast<int>(first + within % height), static_cast<int>(within / height)};
-}

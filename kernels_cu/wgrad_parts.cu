@@ -12,17 +12,17 @@ static_assert(GROUPS_PER_BLOCK <= 1024, "threads of a block");
 
 template <class OUT>
 struct WgradPartsParams {
-    const float* sums;                // (E, parts, halves, rows, columns) fp32, in
+    const float* sums;                // (E, splits, halves, rows, columns) fp32, in
     const int* expert_token_offsets;  // (E+1,) int32, in
     OUT *out0, *out1;                 // (rows, columns) of each expert, element or fp32, out: gate's, and up's if gated
     int64 expert_stride, ldo;         // elements of out0 and out1 from expert to expert, and from row to row
-    int rows, columns, halves, parts;
+    int rows, columns, halves, splits;
     int accumulate;  // not 0: added to what out0 and out1 hold, in fp32, rounded once; an expert without rows is left alone
 };
 
 template <class OUT>
 __device__ void add_parts(const float* sums, const int* expert_token_offsets, OUT* out, int64 ldo, unsigned rows, unsigned columns,
-                          int64 stride, int parts, bool accumulate) {
+                          int64 stride, int splits, bool accumulate) {
     const unsigned index = blockIdx.x * GROUPS_PER_BLOCK + threadIdx.x, row = index / (columns / 8), column = index % (columns / 8) * 8;
     const int expert = blockIdx.y;
     if (row >= rows || (accumulate && expert_token_offsets[expert] == expert_token_offsets[expert + 1])) return;
@@ -30,7 +30,7 @@ __device__ void add_parts(const float* sums, const int* expert_token_offsets, OU
     out += row * ldo + column;
     float total[8] = {};
 #pragma unroll 4
-    for (int part = 0; part < parts; ++part) {
+    for (int part = 0; part < splits; ++part) {
         Row8<float> held;
         float v[8];
         held.load<true>(sums + part * stride, 8);
@@ -53,9 +53,9 @@ __device__ void add_parts(const float* sums, const int* expert_token_offsets, OU
     extern "C" __global__ void __launch_bounds__(GROUPS_PER_BLOCK)                                                            \
         wgrad_parts_##SUFFIX(const WgradPartsParams<OUT> p) {                                               \
         const int64 expert = blockIdx.y, half = blockIdx.z, size = int64(p.rows) * p.columns;                                 \
-        add_parts(p.sums + (expert * p.parts * p.halves + half) * size, p.expert_token_offsets,                               \
+        add_parts(p.sums + (expert * p.splits * p.halves + half) * size, p.expert_token_offsets,                               \
                   (half ? p.out1 : p.out0) + expert * p.expert_stride, p.ldo, unsigned(p.rows), unsigned(p.columns),          \
-                  p.halves * size, p.parts, p.accumulate != 0);                                                               \
+                  p.halves * size, p.splits, p.accumulate != 0);                                                               \
     }
 WGRAD_PARTS_ENTRY(float32, float)
 WGRAD_PARTS_ENTRY(bfloat16, bf16)

@@ -24,7 +24,9 @@ STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step 
 HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
 HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead, or the tokens of a weight gradient
-MAX_TURNS = 4  # of tiles of parts, see wgrad_parts
+MAX_WAVES = 4  # of tiles of splits per launch, see split_k
+SPLIT_ROWS = 1024  # what a split's tile of float32 sums costs, in the time of a tile's rows
+ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # what adding the sums costs, likewise
 MAX_EXPERTS = 4096  # dispatch: counters and five lists per expert, beside the block's slots, in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
@@ -136,10 +138,10 @@ class GemmConfig:
     shared_bytes: int
     stages: int
 
-    def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits, paired: bool = False) -> int:
-        """The portable tier has a block per tile, Hopper's at most one per multiprocessor; of pairs an even number."""
+    def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits, clusters: bool = False) -> int:
+        """One CTA per tile; on Hopper at most one per multiprocessor, in clusters an even number."""
         tiles = column_tiles(columns, self.tile_columns) * max_row_tiles
-        if paired:
+        if clusters:
             return 2 * min(ceil_div(tiles, 2), limits.multiprocessors // 2)
         return tiles if self.tier == "sm80" else min(tiles, limits.multiprocessors)
 
@@ -166,8 +168,8 @@ def tile_columns(tier: str, split: bool) -> int:
 def gemm_stages(limits: DeviceLimits) -> int:
     """Pipeline depth of the portable GEMMs.
 
-    Two blocks per multiprocessor hide each other's epilogue, so depth yields to the second block: 3
-    stages where 2 blocks of 96 KiB fit (sm_90, sm_100), 2 on sm_80's 164 KiB, and 3 with one block where
+    Two CTAs per multiprocessor hide each other's epilogue, so depth yields to the second CTA: 3
+    stages where 2 CTAs of 96 KiB fit (sm_90, sm_100), 2 on sm_80's 164 KiB, and 3 with one CTA where
     even 2 x 64 KiB do not fit (sm_86, sm_89, sm_120).
     """
     static_and_reserved = STATIC_BYTES + RESERVED_BYTES
@@ -183,19 +185,19 @@ def max_row_tiles(num_slots: int, num_experts: int) -> int:
 
 
 def _share_weights(num_slots: int, num_experts: int) -> bool:
-    """Whether experts have two row tiles or more on average, so that blocks read the same weights."""
+    """Whether experts have two row tiles or more on average, so that CTAs read the same weights."""
     return num_slots // num_experts >= 2 * TILE_ROWS
 
 
 @functools.lru_cache(maxsize=1024)
-def claims_tiles(entry: str, column_tiles: int, K: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> bool:
-    """Whether blocks of up_fwd and down_bwd on Hopper claim their tiles as they come to them.
+def dynamic_schedule(
+    entry: str, column_tiles: int, K: int, num_slots: int, num_experts: int, limits: DeviceLimits
+) -> bool:
+    """Whether CTAs of up_fwd and down_bwd on Hopper take their tiles from a counter, in place of every n-th tile.
 
-    If each takes every n-th, blocks drift apart by whole tiles, and find that the L2 cache has lost what others have
-    read. Claims keep those that read the same weights together: DeepSeek-V3's down_bwd reads 15.5 GB from memory in
-    place of 22.3 (10.4 at least) and reaches 511 TFLOP/s in place of 462; up_fwd for d = 4096, h = 1024 goes from 603
-    to 618, for d = 1536, h = 256 from 492 to 512, down_bwd of conf5 from 383 to 398. They also make blocks finish their
-    tiles at one time, which up_fwd feels where its tiles are short and many to an expert (conf4 500 -> 474).
+    With the static schedule CTAs drift apart by whole tiles, and the L2 cache loses what others have read before they
+    need it. The dynamic schedule keeps CTAs together that read the same weights. It also makes CTAs finish their tiles
+    at one time, which slows up_fwd where its tiles are short and many to an expert. Figures: docs/decisions/003.
     """
     if not _share_weights(num_slots, num_experts):
         return False
@@ -203,17 +205,15 @@ def claims_tiles(entry: str, column_tiles: int, K: int, num_slots: int, num_expe
     return entry == "down_bwd" or K >= 2048 or tiles <= 2 * limits.multiprocessors
 
 
-def pairs_blocks(gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int) -> bool:
-    """Whether blocks of a product on Hopper work in pairs, each fetching half of the weight's tile for both.
+def uses_clusters(gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int) -> bool:
+    """Whether a product on Hopper runs in 2-CTA clusters, where each CTA fetches half of the weight's tile for both.
 
-    depth: what an element of the result sums over. gathers: up_fwd and down_bwd. It takes a third off what the L2 cache
-    gives, and with it some of the power that limits long products; but a block then waits for the other's consumers
-    too, at every step. TFLOP/s without and with, up_fwd and down_bwd: DeepSeek-V3 (depth 7168) 544 and 587, 499 and
-    540; d = 4096, h = 1024 633 and 649, 573 and 573; Mixtral (4096) 658 and 660, 584 and 596; at 2048 qwen30b 614 and
-    614, 504 and 499, olmoe 622 and 630, 519 and 507; conf1 (512) 522 and 486.
-    Of the products that are summed only those of experts with few rows gain, whose weights are most of what is read:
-    up_bwd of DeepSeek-V3 484 and 537, of Mixtral 678 and 668. With an odd number of column tiles half of the pairs
-    would have tiles of different columns there, as row tiles come in twos.
+    depth: what an element of the result sums over. gathers: up_fwd and down_bwd. TMA multicast takes a third off what
+    the L2 cache gives, and with it some of the power that limits long products. But a CTA then waits for the consumers
+    of the other CTA too, at every k-step. So clusters pay where the sum is long and experts have two row tiles or more.
+    Of the products that are summed over slots only those of experts with few rows gain, whose weights are most of what
+    is read. There an odd number of column tiles would give half of the clusters tiles of different columns, as row
+    tiles come in twos. Figures: docs/decisions/004.
     """
     long = depth >= 4096 and _share_weights(num_slots, num_experts)
     return long and (gathers or (num_slots <= 1024 * num_experts and column_tiles % 2 == 0))
@@ -225,21 +225,22 @@ def wgrad_tiles(rows: int, columns: int, gradients: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def wgrad_parts(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> int:
-    """Into how many parts a weight gradient on Hopper divides each expert's rows: 1 but for few tiles of many rows.
+def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> int:
+    """Into how many splits a weight gradient on Hopper divides each expert's rows: 1 but for few tiles of many rows.
 
-    A tile takes one block, so fewer tiles than multiprocessors leave some idle, and so do a few more. Parts fill them,
-    but each ends with a tile of float32 sums, 128 KiB, to be written and read again, and their addition is one more
-    launch. One expert of conf1's widths and 65,536 rows: down_wgrad 725 us whole, 209 in 4 parts; 4,096 rows: 44 and 38
-    (two launches from Python); 2,048 rows: 24 and 37. At most MAX_TURNS tiles per multiprocessor: 66 MiB on an H200.
+    A tile takes one CTA. So fewer tiles than multiprocessors leave some idle, and so do a few more. Splits fill them.
+    But each split ends with a tile of float32 sums, 128 KiB, to be written and read again, and adding them is one more
+    launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds the memory of the sums: 66 MiB on an
+    H200. Figures: docs/decisions/008.
     """
     steps = ceil_div(num_slots // num_experts, STEP_ROWS)
-    full_turns = (turns * limits.multiprocessors // tiles for turns in range(1, MAX_TURNS + 1))
-    candidates = {1, *(min(parts, steps) for parts in full_turns if parts > 1)} - {0}
+    full_waves = (waves * limits.multiprocessors // tiles for waves in range(1, MAX_WAVES + 1))
+    candidates = {1, *(min(splits, steps) for splits in full_waves if splits > 1)} - {0}
 
-    def time(parts: int) -> int:  # in rows of a tile, about 13 ns; the rest from the runs above
-        of_a_part = ceil_div(steps, parts) * STEP_ROWS + (1024 if parts > 1 else 0)
-        return ceil_div(tiles * parts, limits.multiprocessors) * of_a_part + (512 + 16 * parts if parts > 1 else 0)
+    def time(splits: int) -> int:  # in rows of a tile
+        rows_per_split = ceil_div(steps, splits) * STEP_ROWS + (SPLIT_ROWS if splits > 1 else 0)
+        addition = ADDITION_ROWS + ADDITION_ROWS_PER_SPLIT * splits if splits > 1 else 0
+        return ceil_div(tiles * splits, limits.multiprocessors) * rows_per_split + addition
 
     return min(sorted(candidates), key=time)
 
@@ -273,9 +274,9 @@ def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:
 def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[int, int], ...]:
     """(first column, width) of each panel of a product that is summed over slots.
 
-    On Hopper the left operand comes from memory once per panel, so that wide ones are faster (d = 4096, h = 1024,
-    up_bwd: 1024 columns 582 TFLOP/s, 2048 595). Up to 512 columns are one panel, as are few rows, for which the last
-    wave of a launch's blocks counts; others are two or more, of half the columns in whole tiles, 2048 at most.
+    On Hopper the left operand comes from memory once per panel, so that wide panels are faster. Up to 512 columns are
+    one panel, as are few rows, for which the last wave of a launch's CTAs counts. Others are two or more panels, of
+    half the columns in whole tiles, 2048 columns at most. Figures: docs/decisions/006.
     """
     widest = PANEL_COLUMNS
     if tier == "sm90" and (columns <= 2 * PANEL_COLUMNS or num_slots * columns <= ONE_PANEL_ELEMENTS):

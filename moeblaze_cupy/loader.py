@@ -86,17 +86,18 @@ def gemm_variant(
     weights_dtype: str = "float32",
     stages: int = 3,
     tier: str = "sm80",
-    stored_product: bool = False,
-    paired: bool = False,
+    stored_y_swi: bool = False,
+    clusters: bool = False,
     to_tokens: bool = False,
     accumulate: str | None = None,
-    in_parts: bool = False,
+    split_k: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
-    paired: two of Hopper's blocks share a weight's tile. to_tokens: rows of its down_fwd and up_bwd go to their tokens,
-    where k = 1, and never in pairs. accumulate: the dtype of the buffer that a weight gradient is added to, if it is.
-    in_parts: its weight gradients are float32 sums over parts of the rows, whatever these are added to later.
+    stored_y_swi: down_bwd reads the y_swi of forward. clusters: 2-CTA clusters with TMA multicast of the weight, on
+    Hopper. to_tokens: rows of Hopper's down_fwd and up_bwd go to their tokens, where k = 1, and never in clusters.
+    accumulate: the dtype of the buffer that a weight gradient is added to, if it is. split_k: a weight gradient of
+    Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later.
     """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
@@ -111,9 +112,9 @@ def gemm_variant(
         gathers_p = (entry == "up_wgrad") != transposed  # x is P of up_wgrad, grad_out is Q of down_wgrad
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
         if tier == "sm90":
-            accumulate = None if in_parts else accumulate
-            macros |= {"PARTS": int(in_parts)}
-        out = "float32" if macros.get("PARTS") else accumulate or dtype
+            accumulate = None if split_k else accumulate
+            macros |= {"SPLIT_K": int(split_k)}
+        out = "float32" if macros.get("SPLIT_K") else accumulate or dtype
         macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[out]}
         return _variant(f"grouped_wgrad_{tier}.cu", entry, macros)
     macros |= {
@@ -129,8 +130,8 @@ def gemm_variant(
         to_tokens = to_tokens and epilogue == "STORE"
         macros |= {
             "EPILOGUE": "StoreTokenRows" if to_tokens else EPILOGUES_SM90[epilogue],
-            "STORED_PRODUCT": int(stored_product and epilogue == "ACTIVATE_BWD"),
-            "PAIRED": int(paired and not to_tokens),
+            "STORED_Y_SWI": int(stored_y_swi and epilogue == "ACTIVATE_BWD"),
+            "CLUSTER_CTAS": 2 if clusters and not to_tokens else 1,
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
@@ -160,7 +161,7 @@ def variants(
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         either = (False, True)
-        for weights_dtype, accumulate, stored_product, paired, to_tokens, in_parts in itertools.product(
+        for weights_dtype, accumulate, stored_y_swi, clusters, to_tokens, split_k in itertools.product(
             weights_dtypes, totals, either, either, either, either
         ):
             variant = gemm_variant(
@@ -172,11 +173,11 @@ def variants(
                 weights_dtype=weights_dtype,
                 stages=config.stages,
                 tier=config.tier,
-                stored_product=stored_product,
-                paired=paired,
+                stored_y_swi=stored_y_swi,
+                clusters=clusters,
                 to_tokens=to_tokens,
                 accumulate=accumulate,
-                in_parts=in_parts,
+                split_k=split_k,
             )
             found[variant] = None
     return list(found)

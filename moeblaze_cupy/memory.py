@@ -7,7 +7,7 @@ Each term carries its formula as text, written so that Python can evaluate it ov
 `ceil`; the tests do, so the text and the number cannot drift apart.
 
 The buffers are those that `ops.experts` allocates. Left out are dispatch's counters, which are small and free again
-before the first expert product, and the 4 bytes by which blocks of up_fwd and down_bwd claim their tiles.
+before the first expert product, and the 4-byte tile counter of up_fwd and down_bwd.
 """
 
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def _first_layer(s: LayerShape, name: str) -> Term:
     return Term(name, "g*L*k*h*b", s.g * s.slots * s.h * s.b)
 
 
-def _hidden(s: LayerShape, name: str) -> Term:
+def _per_slot(s: LayerShape, name: str) -> Term:
     return Term(name, "L*k*h*b", s.slots * s.h * s.b)
 
 
@@ -116,7 +116,7 @@ def _routed(s: LayerShape, name: str) -> Term:
 def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
     """Expert outputs, or token gradients, pass through a buffer of one panel's columns.
 
-    On Hopper k = 1 needs none, nor a panel that takes the place of the product, which `overwrites` says is no longer
+    On Hopper k = 1 needs none, nor a panel that takes the place of y_swi, which `overwrites` says is no longer
     needed.
     """
     tier = "sm90" if s.on_hopper else "sm80"
@@ -128,16 +128,16 @@ def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
     return (Term("one panel of the routed rows", f"L*k*{width}*b", s.slots * width * s.b),)
 
 
-def _wgrad_parts(s: LayerShape, name: str, rows: int, columns: int, halves: int) -> tuple[Term, ...]:
-    """Sums over parts of the rows, by which a weight gradient of few tiles fills Hopper's multiprocessors."""
+def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int) -> tuple[Term, ...]:
+    """The float32 sums of split-K, by which a weight gradient of few tiles fills Hopper's multiprocessors."""
     if not s.on_hopper or s.slots == 0:
         return ()
     M, N = (columns, rows) if s.transposed else (rows, columns)
     tiles = launch_config.wgrad_tiles(M, N, s.E * halves)
-    parts = launch_config.wgrad_parts(tiles, s.slots, s.E, launch_config.H200)
-    formula = f"4*{parts}*{'g*' if halves == 2 else ''}E*d*h"
-    sums = Term(f"sums of {name} by parts", formula, 4 * parts * s.E * halves * M * N)
-    return () if parts == 1 else (sums,)
+    splits = launch_config.split_k(tiles, s.slots, s.E, launch_config.H200)
+    formula = f"4*{splits}*{'g*' if halves == 2 else ''}E*d*h"
+    sums = Term(f"split-K sums of {name}", formula, 4 * splits * s.E * halves * M * N)
+    return () if splits == 1 else (sums,)
 
 
 def layer(s: LayerShape, save: str | None) -> Plan:
@@ -145,10 +145,10 @@ def layer(s: LayerShape, save: str | None) -> Plan:
 
     saved: x and the index lists, with the GEMMs' row tiles and order of experts; "minimal" adds the first layer
     (a, b), "paper" also y_swi = act(a) * b.
-    forward: the product act(a) * b, unless it is the saved y_swi, and a panel of expert outputs.
+    forward: y_swi, unless it is saved, and a panel of expert outputs.
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
-    weighted product (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
-    w1 are allocated. The parts of a weight gradient are for an H200's multiprocessors.
+    weighted y_swi (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
+    w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them, not their parts.
     """
     tiles = Term(
@@ -159,28 +159,28 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     order = Term("experts_by_load", "4*E", INDEX_BYTES * s.E)
     index = (*_index_lists(s), tiles, order)
     first_layer = (_first_layer(s, "first layer a, b" if s.g == 2 else "first layer a"),)
-    product = (_hidden(s, "product y_swi" if s.g == 2 else "activation y_swi"),)
+    y_swi = (_per_slot(s, "y_swi = act(a) * b" if s.g == 2 else "y_swi = act(a)"),)
     kept_first_layer = first_layer if save in ("minimal", "paper") else ()
-    kept_product = product if save == "paper" else ()
-    new_product = () if kept_product else product
+    kept_y_swi = y_swi if save == "paper" else ()
+    new_y_swi = () if kept_y_swi else y_swi
 
     if save is None:
-        return Plan(saved=(), forward=((*index, *new_product, *_panels(s, True)),), backward=())
+        return Plan(saved=(), forward=((*index, *new_y_swi, *_panels(s, True)),), backward=())
     columns = 256 if s.on_hopper else 128
     sums = 4 * s.slots * launch_config.column_tiles(s.h, columns)
     partial_sums = Term("partial sums of dweights", f"4*L*k*ceil(h/{columns})", sums)
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
-    weighted = () if kept_product else (_hidden(s, "product, weighted, for dw2"),)
+    weighted = () if kept_y_swi else (_per_slot(s, "weighted y_swi, for dw2"),)
     row_weights = Term("router weights by row", "4*L*k", 4 * s.slots)
     dx, dweights, dw1, dw2 = gradients(s)
     return Plan(
-        saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_product),
-        forward=((*new_product, *_panels(s, not kept_product)),),
+        saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_y_swi),
+        forward=((*new_y_swi, *_panels(s, not kept_y_swi)),),
         backward=(
             (*recomputed, *weighted, row_weights, partial_sums, dweights),
-            (*recomputed, *weighted, dweights, dw2, *_wgrad_parts(s, "dw2", s.h, s.d, 1)),
+            (*recomputed, *weighted, dweights, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
             (*recomputed, *_panels(s, False), dweights, dw2, dx),
-            (*recomputed, dweights, dw2, dx, dw1, *_wgrad_parts(s, "dw1", s.d, s.h, s.g)),
+            (*recomputed, dweights, dw2, dx, dw1, *_split_k_sums(s, "dw1", s.d, s.h, s.g)),
         ),
     )
 
@@ -194,19 +194,19 @@ def routed_layer(s: LayerShape) -> Plan:
     backward: the stages of a layer that frees each gradient after its last use. The saved buffers count as held
     throughout, as for `layer`.
     """
-    gated = (_hidden(s, "act(a)"),) if s.g == 2 else ()
+    gated = (_per_slot(s, "act(a)"),) if s.g == 2 else ()
     first_layer = _first_layer(s, "a, b" if s.g == 2 else "a")
-    product = _hidden(s, "act(a) * b" if s.g == 2 else "act(a)")
+    y_swi = _per_slot(s, "y_swi = act(a) * b" if s.g == 2 else "y_swi = act(a)")
     grad_first_layer = _first_layer(s, "gradient of a, b" if s.g == 2 else "gradient of a")
-    grad_product = _hidden(s, "gradient of the product")
+    grad_y_swi = _per_slot(s, "gradient of y_swi")
     dx, dweights, dw1, dw2 = gradients(s)
-    experts = (_routed(s, "routed tokens"), first_layer, *gated, product, _routed(s, "expert outputs"))
+    experts = (_routed(s, "routed tokens"), first_layer, *gated, y_swi, _routed(s, "expert outputs"))
     return Plan(
         saved=(*experts, *_index_lists(s)),
         forward=((),),
         backward=(
-            (_routed(s, "routed output gradient"), grad_product, dweights, dw2),
-            (grad_product, grad_first_layer, dweights, dw2),
+            (_routed(s, "routed output gradient"), grad_y_swi, dweights, dw2),
+            (grad_y_swi, grad_first_layer, dweights, dw2),
             (grad_first_layer, _routed(s, "routed token gradient"), dweights, dw2, dw1, dx),
         ),
     )

@@ -83,7 +83,7 @@ class Params:
 
 
 _GEMM_INPUTS = ("expert_token_indices", "expert_token_offsets", "row_tiles")
-_GEMM_OUTPUTS = ("first_layer", "first_layer_grad", "product", "stored_product")
+_GEMM_OUTPUTS = ("first_layer", "first_layer_grad", "result", "y_swi")
 
 _GEMM_SM80 = Params(
     "GroupedGemmParams",
@@ -91,20 +91,20 @@ _GEMM_SM80 = Params(
     int64=("lda", "expert_stride", "ldb"),
     int32=("columns", "depth", "num_slots"),
 )
-_GEMM_SM90_POINTERS = (*_GEMM_INPUTS, *_GEMM_OUTPUTS, "weights", "partial_sums", "token_index_map", "claims")
+_GEMM_SM90_POINTERS = (*_GEMM_INPUTS, *_GEMM_OUTPUTS, "weights", "partial_sums", "token_index_map", "tile_counter")
 _GEMM_SM90 = {
     "0": Params(
         "GroupedGemmParams",
         maps=("a", "b0", "b1"),
         pointers=_GEMM_SM90_POINTERS,
-        int64=("product_ld",),
+        int64=("result_ld",),
         int32=("columns", "depth", "num_slots"),
     ),
     "1": Params(
         "GroupedGemmParams",
         maps=("b0", "b1"),
         pointers=("a", *_GEMM_SM90_POINTERS),
-        int64=("lda", "product_ld"),
+        int64=("lda", "result_ld"),
         int32=("columns", "depth", "num_slots"),
     ),
 }
@@ -168,7 +168,7 @@ _TABLES = {
             "WgradPartsParams<float>",
             pointers=("sums", "expert_token_offsets", "out0", "out1"),
             int64=("expert_stride", "ldo"),
-            int32=("rows", "columns", "halves", "parts", "accumulate"),
+            int32=("rows", "columns", "halves", "splits", "accumulate"),
         ),
     },
     "grouped_gemm_sm80.cu": {"": _GEMM_SM80},
@@ -181,7 +181,7 @@ _TABLES = {
             maps=("routed",),
             pointers=(*_WGRAD_POINTERS, "experts_by_load"),
             int64=_WGRAD_INT64,
-            int32=(*_WGRAD_INT32, "num_experts", "halves", "parts"),
+            int32=(*_WGRAD_INT32, "num_experts", "halves", "splits"),
         ),
     },
 }

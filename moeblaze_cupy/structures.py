@@ -36,11 +36,11 @@ class DispatchIndices:
     An id < 0 or >= E is "no expert in this slot": such slots are not listed, and their `token_index_map` entry is -1.
     """
 
-    lists: Any  # (n,) int32
-    ids: Any  # (L, k) int32: the caller's, or what dispatch made of int64 ids
-    places: Mapping[str, tuple[int, tuple[int, ...]]]  # first element and shape of each list in `lists`
+    lists: Any  #: (n,) int32
+    ids: Any  #: (L, k) int32: the caller's, or what dispatch made of int64 ids
+    places: Mapping[str, tuple[int, tuple[int, ...]]]  #: first element and shape of each list in `lists`
     num_experts: int
-    ids_copied: bool = False  # `ids` is not the caller's array (that was int64)
+    ids_copied: bool = False  #: `ids` is not the caller's array (that was int64)
 
     def _list(self, name: str) -> Any:
         start, shape = self.places[name]
@@ -125,16 +125,16 @@ class SavedForBackward:
     changes the gradients. `nbytes` counts what is held beyond them.
     """
 
-    x: Any  # (L, d)
-    weights: Any  # (L, k)
-    w1: Any  # (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
-    w2: Any  # (E, h, d)
+    x: Any  #: (L, d)
+    weights: Any  #: (L, k)
+    w1: Any  #: (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
+    w2: Any  #: (E, h, d)
     index: DispatchIndices
-    first_layer: Any  # (L*k, 2h): a then b, or (L*k, h) if not gated; None if recomputed
-    y_swi: Any  # (L*k, h): activation(a) * b; None unless save="paper"
+    first_layer: Any  #: (L*k, 2h): a then b, or (L*k, h) if not gated; None if recomputed
+    y_swi: Any  #: (L*k, h): activation(a) * b; None unless save="paper"
     activation: str
     save: str
-    consumed: bool = field(default=False)  # a backward may have overwritten first_layer or y_swi
+    consumed: bool = field(default=False)  #: a backward may have overwritten first_layer or y_swi
 
     @property
     def nbytes(self) -> int:
@@ -145,10 +145,10 @@ class SavedForBackward:
 class Gradients:
     """Gradients of one layer, None where not asked for. Each in the form, dtype and memory order of its input."""
 
-    x: Any = None  # (L, d)
-    weights: Any = None  # (L, k)
-    w1: Any = None  # as w1: one array, or a pair
-    w2: Any = None  # (E, h, d)
+    x: Any = None  #: (L, d)
+    weights: Any = None  #: (L, k)
+    w1: Any = None  #: as w1: one array, or a pair
+    w2: Any = None  #: (E, h, d)
 
     def __iter__(self):
         return (getattr(self, f.name) for f in fields(self))

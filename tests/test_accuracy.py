@@ -36,7 +36,7 @@ def errors_of(case, inputs, provider) -> dict[str, dict]:
     want = accuracy.reference(case, inputs)
     with provider.active():
         found = accuracy.results(case, inputs, provider)
-    return {name: accuracy.error(found[name], want[name]) for name in accuracy.RESULTS}
+    return {name: accuracy.error(found[name], want[name]) for name in accuracy_report.RESULTS}
 
 
 @pytest.mark.parametrize("kind", accuracy.KINDS)
@@ -54,7 +54,7 @@ def test_reference_is_the_packages_own_in_float64(kind, activation):
     independent = {"out": out, **{name: getattr(grads, name) for name in ("x", "weights", "w1", "w2")}}
     independent["logits"] = reference.route_backward(grads.weights, logits, weights, ids)
     assert np.array_equal(ids, inputs["ids"].numpy())
-    assert set(want) == set(accuracy.RESULTS)
+    assert set(want) == set(accuracy_report.RESULTS)
     for name, value in independent.items():
         scale = np.abs(value).max()
         np.testing.assert_allclose(want[name].numpy(), value, rtol=1e-9, atol=1e-12 * scale, err_msg=name)
@@ -245,7 +245,7 @@ def test_the_record_has_every_provider_kind_and_seed(record):
     }
     for row in rows:
         assert row["case"] == "tiny" and row["shape"] == cases.TINY.shape
-        assert set(row["accuracy"]) == set(accuracy.RESULTS)
+        assert set(row["accuracy"]) == set(accuracy_report.RESULTS)
         assert all(0 < found["norm"] < 0.02 for found in row["accuracy"].values()), row
     assert any(row["accuracy"]["w1"]["zero_rows"] for row in rows if row["data"] == "trained")
 
@@ -269,7 +269,7 @@ def test_what_is_told_is_in_the_record(record):
     for line in ratios:
         about, measure, *numbers, _ = (cell.strip() for cell in line.strip("|").split("|"))
         data = about.removeprefix("tiny, ")
-        for tensor, number in zip(accuracy.RESULTS, numbers, strict=True):
+        for tensor, number in zip(accuracy_report.RESULTS, numbers, strict=True):
             key = data, tensor, titles[measure]
             assert float(number) == pytest.approx(
                 by_hand(record, *key, *ours) / by_hand(record, *key, "torch_eager"), abs=6e-4
@@ -280,7 +280,7 @@ def test_what_is_told_is_in_the_record(record):
         for kind in accuracy.KINDS:
             (line,) = (each for each in shown if words in each and f"| tiny, {kind} |" in each)
             cells = [cell.strip() for cell in line.strip("|").split("|")][2:]
-            for tensor, cell in zip(accuracy.RESULTS, cells, strict=True):
+            for tensor, cell in zip(accuracy_report.RESULTS, cells, strict=True):
                 norm, _, row = re.split(" ±|; ", cell)
                 assert float(norm) == pytest.approx(1e3 * by_hand(record, kind, tensor, "norm", name), abs=6e-3)
                 assert float(row) == pytest.approx(1e3 * by_hand(record, kind, tensor, "row", name), abs=6e-2)
@@ -297,7 +297,8 @@ def test_the_table_of_a_run(record):
 
 def row_of(case, provider, seed, value, **changed):
     accuracy_ = {
-        tensor: dict.fromkeys(accuracy_report.MEASURES, changed.get(tensor, value)) for tensor in accuracy.RESULTS
+        tensor: dict.fromkeys(accuracy_report.MEASURES, changed.get(tensor, value))
+        for tensor in accuracy_report.RESULTS
     }
     info = {"case": case, "data": "trained", "seed": seed, "provider": provider, "accuracy": accuracy_}
     return {"group": "accuracy", "extra_info": info}

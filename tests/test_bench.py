@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
+from bench import cases, compare, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
 from bench.layer import Layer  # noqa: E402
 from moeblaze_cupy import arrays, launch_config, reference  # noqa: E402
 
@@ -376,7 +376,7 @@ def record(*rows):
 
 def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tmp_path, capsys):
     """And nothing else has changed afterwards."""
-    before = {name: getattr(launch_config, name) for name in ("pairs_blocks", "claims_tiles", "wgrad_parts")}
+    before = {name: getattr(launch_config, name) for name in ("uses_clusters", "dynamic_schedule", "split_k")}
     by_load, seen = torch.tensor([2, 0, 1], dtype=torch.int32), {}
 
     class Kernels:
@@ -386,7 +386,7 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
 
         @staticmethod
         def configured():
-            rules = (launch_config.pairs_blocks, launch_config.claims_tiles, launch_config.wgrad_parts)
+            rules = (launch_config.uses_clusters, launch_config.dynamic_schedule, launch_config.split_k)
             answers = [rule() if rule not in before.values() else None for rule in rules]
             return {
                 name: lambda name=name: seen.setdefault(name, set()).add((*answers, *by_load.tolist()))
@@ -398,18 +398,41 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     monkeypatch.setitem(cases.LAYERS, "tiny", cases.TINY)
     variants.main("--case", "tiny", "--out", str(tmp_path / "record"))
     loaded, by_id = (2, 0, 1), (0, 1, 2)
-    claims = {(None, claimed, None, *loaded) for claimed in (False, True)}
-    pairs = {(paired, None, None, *loaded) for paired in (False, True)}
-    parts = {(None, None, n, *loaded) for n in variants.PARTS}
+    schedules = {(None, dynamic, None, *loaded) for dynamic in (False, True)}
+    clusters = {(answer, None, None, *loaded) for answer in (False, True)}
+    splits = {(None, None, n, *loaded) for n in variants.SPLITS}
     orders = {(None, None, None, *order) for order in (loaded, by_id)}
-    for entry, wanted in {"up_fwd": pairs | claims, "down_fwd": pairs, "up_wgrad": parts | orders}.items():
+    for entry, wanted in {"up_fwd": clusters | schedules, "down_fwd": clusters, "up_wgrad": splits | orders}.items():
         assert seen[entry] == wanted
     assert by_load.tolist() == [2, 0, 1]
     assert all(getattr(launch_config, name) is rule for name, rule in before.items())
     rows = json.loads((tmp_path / "record").read_text())["rows"]
     lines = capsys.readouterr().out.splitlines()
-    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2) + 2 * len(variants.PARTS)
-    assert {"case": "tiny", "kernel": "up_bwd", "variant": "pairs"}.items() <= rows[7].items()
+    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2) + 2 * len(variants.SPLITS)
+    assert {"case": "tiny", "kernel": "up_bwd", "variant": "clusters"}.items() <= rows[7].items()
+
+
+class FakeSide:
+    """Of bench.compare: calls of 2 and 3 seconds, and one that the other side does not have."""
+
+    def __init__(self, factor, extra):
+        self.factor, self.names, self.asked = factor, ["up_fwd", "down_fwd", extra], []
+
+    def ask(self, what, name, *_):
+        self.asked.append((what, name))
+        return self.names if what == "kernels" else self.factor * {"up_fwd": 2.0, "down_fwd": 3.0}[name]
+
+
+def test_two_checkouts_are_compared_in_turn(capsys):
+    sides = {"before": FakeSide(1.0, "old"), "after": FakeSide(0.5, "new")}
+    rows = compare.compared(sides, ("kernels", "conf1", "row"), "window", 3)
+    assert [(row["name"], row["before"], row["after"], row["ratio"]) for row in rows] == [
+        ("up_fwd", 2.0, 1.0, 0.5),
+        ("down_fwd", 3.0, 1.5, 0.5),
+    ]
+    for side in sides.values():
+        assert side.asked == [("kernels", "conf1")] + 3 * [("window", "up_fwd")] + 3 * [("window", "down_fwd")]
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_runs_of_one_commit_are_merged(tmp_path):
@@ -488,7 +511,9 @@ def test_number(value, digits, text):
 
 def run_pytest(*options):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    # pytest-benchmark measures nothing where it sees xdist
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -566,12 +591,12 @@ def test_single_kernels_on_the_emulator(case, order, options, monkeypatch):
 
         def empty(shape, dtype, _):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            return describe(tensor.fill_(-(2**30) if dtype.startswith("int") else float("nan")))
+            made = describe(tensor.fill_(-(2**30) if dtype.startswith("int") else float("nan")))
+            return arrays.Buffer(tensor, made.ptr)
 
         monkeypatch.setattr(arrays.Torch, "describe", staticmethod(describe))
         monkeypatch.setattr(arrays.Torch, "empty", staticmethod(empty))
-        stream = types.SimpleNamespace(cuda_stream=emulation.STREAM)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+        monkeypatch.setattr(arrays.Torch, "stream", staticmethod(lambda device: emulation.STREAM))
         single = kernels.Kernels(case, inputs.layer_inputs(case, order), **options)
         for name, call in single.calls.items():
             result = single.results[name]()

@@ -223,7 +223,7 @@ def test_plan_of_the_portable_kernels(option, capsys):
     ("sizes", "order"),
     [
         ({"L": 100, "d": 64, "h": 32, "E": 4, "k": 2}, ()),
-        ({"L": 8192, "d": 128, "h": 1024, "E": 4, "k": 1}, ()),  # weight gradients in parts, fewer in the other order
+        ({"L": 8192, "d": 128, "h": 1024, "E": 4, "k": 1}, ()),  # weight gradients by split-K, fewer in the other order
         ({"L": 8192, "d": 128, "h": 1024, "E": 4, "k": 1}, ("--order", "row")),
     ],
 )

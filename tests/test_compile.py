@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -290,8 +290,8 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
     elif "WGMMA" in macros:
         gathers = () if macros.get("GATHER") == "0" else ("LDGSTS",)
         expected, absent = ("HGMMA", "UTMALDG", *gathers), ("HMMA",)
-        assert (macros.get("PAIRED") == "1") == ("UTMALDG.3D.MULTICAST" in opcodes)
-        if macros.get("PAIRED") != "1":  # stores to a cluster's shared memory are illegal in a kernel without clusters
+        assert (macros.get("CLUSTER_CTAS") == "2") == ("UTMALDG.3D.MULTICAST" in opcodes)
+        if macros.get("CLUSTER_CTAS") != "2":  # stores to a cluster's shared memory are illegal here
             absent = (*absent, "STAS", "UCGABAR_ARV", "UCGABAR_WAIT")
     else:
         expected, absent = ("HMMA", "LDGSTS", "LDSM"), ("HGMMA",)
@@ -312,19 +312,16 @@ def machine_code_problems(variant, arch: str, folder: Path) -> list[str]:
 
 @pytest.mark.skipif(not DISASSEMBLER, reason='needs cuobjdump and nvdisasm: pip install -e ".[compile]"')
 @pytest.mark.parametrize("arch", ["80", "90a"])
-def test_machine_code_has_the_tensor_cores_and_neither_spills_nor_fences_among_the_products(
-    arch, tmp_path, monkeypatch
-):
-    def gemms(dtypes, orders):
-        return [v for v in loader.variants(dtypes, orders, limits=LIMITS[arch]) if v.entry and v.macros]
+def test_machine_code_has_the_tensor_cores_and_neither_spills_nor_fences_among_the_products(arch, tmp_path):
+    def gemms(dtypes, orders, limits=LIMITS[arch]):
+        return [v for v in loader.variants(dtypes, orders, limits=limits) if v.entry and v.macros]
 
     variants = gemms(("bfloat16",), ("row", "transposed")) + gemms(("float32",), ("row",))
     variants += [
         v for v in accumulating(arch) if dict(v.macros)["ELEMENT"] == "bf16" and ("ALIGNED", "0") not in v.macros
     ]
     if arch == "90a":
-        monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
-        variants += gemms(("bfloat16",), ("row",))
+        variants += gemms(("bfloat16",), ("row",), replace(LIMITS[arch], tier="sm80"))
     with ThreadPoolExecutor(2) as pool:
         checked = pool.map(lambda v: machine_code_problems(v, arch, tmp_path), dict.fromkeys(variants))
         found = [problem for problems in checked for problem in problems]

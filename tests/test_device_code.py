@@ -423,9 +423,9 @@ def test_accumulated_weight_gradients(device, case, dtype, order):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_weight_gradients_are_added_up(device, dtype, accumulate):
     """In order and in float32, into a gradient within a larger array; of an expert without rows to zeros, or not."""
-    E, parts, halves, rows, columns, ld = 3, 5, 2, 70, 24, 32
+    E, splits, halves, rows, columns, ld = 3, 5, 2, 70, 24, 32
     rng = np.random.default_rng(0)
-    sums = rng.standard_normal((E, parts, halves, rows, columns)).astype(np.float32)
+    sums = rng.standard_normal((E, splits, halves, rows, columns)).astype(np.float32)
     sums[1] = 0
     start = rng.standard_normal((halves, E, rows, ld)).astype(DTYPES[dtype])
     outs = [device.allocate(start.shape[1:], start.dtype) for _ in range(halves)]
@@ -434,7 +434,14 @@ def test_parts_of_weight_gradients_are_added_up(device, dtype, accumulate):
     offsets = np.array([0, 4, 4, 9], np.int32)
     given = [device.put(array) for array in (sums, offsets)]
     pointers = [array.ctypes.data for array in (*given, *outs)]
-    sizes = {"expert_stride": rows * ld, "ldo": ld, "rows": rows, "columns": columns, "halves": halves, "parts": parts}
+    sizes = {
+        "expert_stride": rows * ld,
+        "ldo": ld,
+        "rows": rows,
+        "columns": columns,
+        "halves": halves,
+        "splits": splits,
+    }
     threads = launch_config.PARTS_GROUPS
     launch = runtime.Launch(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
@@ -447,7 +454,7 @@ def test_parts_of_weight_gradients_are_added_up(device, dtype, accumulate):
     device.synchronize()
     for half, out in enumerate(outs):
         total = np.zeros((E, rows, columns), np.float32)
-        for part in range(parts):
+        for part in range(splits):
             total += sums[:, part, half]
         if accumulate:
             total += start[half][..., :columns].astype(np.float32)

@@ -1,8 +1,8 @@
 """The Hopper kernels and the host code that launches them, without a GPU: as test_device_code.py, on the emulator's
-mbarriers, bulk tensor copies, wgmma and clusters.
+mbarriers, TMA, wgmma and clusters.
 
-Few multiprocessors make the grids persistent. Sums over K take two or three steps more than the ring has stages, so that
-it wraps in both parities.
+Few multiprocessors make the grids persistent. Sums over K take two or three steps more than the pipeline has
+stages, so that it wraps with both phases.
 """
 
 from dataclasses import replace
@@ -18,41 +18,41 @@ from test_device_code import DTYPES, MARGIN, TOLERANCES, Layer, differences, emu
 from moeblaze_cupy import launch_config, loader, runtime
 from moeblaze_cupy.launch_config import DeviceLimits
 
-ONE_PAIR = DeviceLimits(90, 2, 232448, 233472)
-TWO_PAIRS = replace(ONE_PAIR, multiprocessors=4)
+ONE_CLUSTER = DeviceLimits(90, 2, 232448, 233472)
+TWO_CLUSTERS = replace(ONE_CLUSTER, multiprocessors=4)
 
 # Two experts of 190 rows, the others without any; a last tile of rows, of columns and of K that is not full.
 GATED = Case(L=190, k=2, E=5, d=344, h=136, routing="empty_experts")
 # Weights that are contiguous the other way. An expert has more rows than a weight gradient looks up at once.
 PLAIN = Case(L=530, k=2, E=3, d=72, h=328, routing="one_expert", order="transposed", activation="gelu")
-# More tiles to a block than it keeps notes of.
+# More tiles to a CTA than the queue of tiles has entries.
 SHORT = Case(L=150, k=2, E=20, d=72, h=136)
 TO_TOKENS = Case(L=150, k=1, E=3, d=264, h=72, routing="absent")
 
 
 @pytest.fixture(autouse=True)
 def choose(monkeypatch):
-    """Sets how blocks share the work, whatever the sizes: by claims, in pairs, an expert's rows in parts."""
+    """Sets how CTAs share the work, whatever the sizes: by the dynamic schedule, in clusters, by split-K."""
 
-    def chosen(claims=False, paired=False, parts=1):
-        monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: claims)
-        monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_: paired)
-        monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_: parts)
+    def chosen(dynamic=False, clusters=False, splits=1):
+        monkeypatch.setattr(launch_config, "dynamic_schedule", lambda *_: dynamic)
+        monkeypatch.setattr(launch_config, "uses_clusters", lambda *_: clusters)
+        monkeypatch.setattr(launch_config, "split_k", lambda *_: splits)
         runtime.forget()
 
     chosen()
     return chosen
 
 
-def on_hopper(limits=ONE_PAIR, **options):
+def on_hopper(limits=ONE_CLUSTER, **options):
     return emulated(limits, tier="sm90", **options)
 
 
 def gemms_compiled():
-    """(entry, PAIRED or None) of the GEMM kernels that were launched. All are Hopper's."""
+    """(entry, CLUSTER_CTAS or None) of the GEMM kernels that were launched. All are Hopper's."""
     variants = [variant for _, variant in loader._kernels if variant.source.startswith("grouped_")]
     assert all(variant.source.endswith("_sm90.cu") for variant in variants)
-    return {(variant.entry, dict(variant.macros).get("PAIRED")) for variant in variants}
+    return {(variant.entry, dict(variant.macros).get("CLUSTER_CTAS")) for variant in variants}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -73,38 +73,38 @@ def test_layer(case, dtype, save, seed):
 
 
 @pytest.mark.parametrize("case", [GATED, SHORT], ids=["few_tiles", "many_tiles"])
-def test_claims_pairs_and_orders_do_not_change_a_bit(choose, case):
-    """Whichever block comes to a tile first, whichever fetches its weights, one after the other or in turns."""
+def test_schedules_clusters_and_orders_do_not_change_a_bit(choose, case):
+    """Whichever CTA comes to a tile first, whichever fetches its weights, one after the other or in turns."""
     inputs, found = make_inputs(case, 0, DTYPES["bfloat16"]), []
     ways = [
-        (ONE_PAIR, 0, 1, {}),
-        (ONE_PAIR, 1, 2, {"claims": True}),
-        (ONE_PAIR, 2, 1, {"claims": True, "paired": True}),
-        (TWO_PAIRS, 0, 2, {"claims": True, "paired": True}),
-        (TWO_PAIRS, 3, 2, {"claims": True, "paired": True}),
-        (replace(ONE_PAIR, multiprocessors=64), 4, 2, {"paired": True}),  # fewer tiles than blocks
+        (ONE_CLUSTER, 0, 1, {}),
+        (ONE_CLUSTER, 1, 2, {"dynamic": True}),
+        (ONE_CLUSTER, 2, 1, {"dynamic": True, "clusters": True}),
+        (TWO_CLUSTERS, 0, 2, {"dynamic": True, "clusters": True}),
+        (TWO_CLUSTERS, 3, 2, {"dynamic": True, "clusters": True}),
+        (replace(ONE_CLUSTER, multiprocessors=64), 4, 2, {"clusters": True}),  # fewer tiles than blocks
     ]
     for limits, seed, clusters_at_once, way in ways:
         choose(**way)
         with on_hopper(limits, seed=seed, clusters_at_once=clusters_at_once) as device:
             layer = Layer(device, inputs)
             found.append(layer.run())
-            paired = str(int(way.get("paired", False)))
-            assert {("up_fwd", paired), ("up_bwd", paired)} < gemms_compiled()
+            clusters = "2" if way.get("clusters") else "1"
+            assert {("up_fwd", clusters), ("up_bwd", clusters)} < gemms_compiled()
     layer.assert_matches_reference(found[-1])
     assert [differences(found[0], other) for other in found[1:]] == [[]] * (len(ways) - 1)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_weight_gradients_in_parts_and_accumulated(choose, seed):
-    """The gradient of w1 from parts of each expert's rows; that of w2 added to numbers that are there."""
+def test_weight_gradients_by_split_k_and_accumulated(choose, seed):
+    """The gradient of w1 by split-K; that of w2 added to numbers that are there."""
     inputs = make_inputs(GATED, 0, DTYPES["bfloat16"])
     with on_hopper(seed=seed) as device:
         layer = Layer(device, inputs)
         want = layer.run(keep_saved=True)
         _, saved = layer.forward()
-        choose(parts=3)
-        in_parts = layer.backward(saved, keep_saved=True, needs=("w1",))
+        choose(splits=3)
+        by_split_k = layer.backward(saved, keep_saved=True, needs=("w1",))
         choose()
         total = device.allocate(inputs[4].shape, np.float32, MARGIN)
         start = np.random.default_rng(1).standard_normal(total.shape).astype(np.float32)
@@ -112,7 +112,7 @@ def test_weight_gradients_in_parts_and_accumulated(choose, seed):
         layer.backward(saved, needs=("w2",), accumulate={"w2": total})
         device.synchronize()
         assert "wgrad_parts_bfloat16" in device.launched
-        layer.assert_matches_reference(in_parts)
+        layer.assert_matches_reference(by_split_k)
     added = np.asarray(total) - start
     exact = in_float64(want["w2"])
     assert np.linalg.norm(added - exact) <= TOLERANCES["bfloat16"] * np.linalg.norm(exact)
@@ -130,7 +130,7 @@ class Mutation(NamedTuple):
     file: str
     text: str
     instead: str
-    paired: bool = False
+    clusters: bool = False
     case: Case = GATED
 
 
@@ -165,18 +165,18 @@ def mutated():
     recorded, plain = {}, portable._compiled
 
     def compiled(source, code, macros):
-        recorded[dict(macros).get("ENTRY"), dict(macros).get("PAIRED") == "1"] = source, code, macros
+        recorded[dict(macros).get("ENTRY"), dict(macros).get("CLUSTER_CTAS") == "2"] = source, code, macros
         return plain(source, code, macros)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portable, "_compiled", compiled)
-        for paired in (False, True):
-            patch.setattr(launch_config, "pairs_blocks", lambda *_, paired=paired: paired)
+        for clusters in (False, True):
+            patch.setattr(launch_config, "uses_clusters", lambda *_, clusters=clusters: clusters)
             with on_hopper() as device:
                 Layer(device, make_inputs(GATED, 0, DTYPES["bfloat16"])).run()
 
     def build_with(mutation):
-        source, code, macros = recorded[mutation.entry, mutation.paired]
+        source, code, macros = recorded[mutation.entry, mutation.clusters]
         text = code if mutation.file == source else (KERNELS / mutation.file).read_text()
         assert text.count(mutation.text) == 1, (
             f"{mutation.file} has {text.count(mutation.text)} times {mutation.text!r}"
@@ -193,7 +193,7 @@ def mutated():
 def test_mutations_are_reported(monkeypatch, choose, mutated, name):
     """By an error or other results, under some order of threads."""
     mutation, plain = MUTATIONS[name], portable._compiled
-    choose(claims=True, paired=mutation.paired)
+    choose(dynamic=True, clusters=mutation.clusters)
     inputs = make_inputs(mutation.case, 0, DTYPES["bfloat16"])
 
     def results_of(seed):

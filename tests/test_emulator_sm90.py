@@ -1,6 +1,7 @@
 """Self-tests of the emulator's Hopper instructions: what they compute, and which mistakes are reported."""
 
 import platform
+from dataclasses import replace
 from functools import cache
 
 import ml_dtypes
@@ -301,7 +302,11 @@ def test_products(dtype, a_t, b_t):
         np.testing.assert_allclose(sums, exact, rtol=1e-5, atol=1e-4)
 
 
-INIT = "__shared__ uint64 s[2];\nconst unsigned bar = shared_address(s);\nif (threadIdx.x) return;\nmbarrier_init(bar, 1);\n"
+INIT = """__shared__ uint64 s[2];
+const unsigned bar = shared_address(s);
+if (threadIdx.x) return;
+mbarrier_init(bar, 1);
+"""
 FENCED = INIT + "fence_mbarrier_init();\n"
 WGMMA = "float d[32][4];\nwgmma_fence();\nwgmma_bf16<0, 0>(d, {}, uint64(1) << 62 | uint64(64) << 32, 0);"
 GOOD = "uint64(1) << 62 | uint64(64) << 32"
@@ -327,7 +332,7 @@ MISTAKES = [
         INIT + "mbarrier_arrive(bar);\nwait(bar, 0);\nwait(bar, 1);",
         1,
         64,
-        r"deadlock(.|\n)*mbarrier.try_wait.*parity 1 of mbarrier 0 .*initialised.*:4\) in phase 1, parity 1, lacks 1 of 1 arr",
+        r"deadlock(.|\n)*try_wait.*parity 1 of mbarrier 0 .*initialised.*:4\) in phase 1, parity 1, lacks 1 of 1 arr",
     ),
     (
         FENCED + "mbarrier_arrive_expect_tx(bar, 12296);\ntensor_load_3d(0, &box, 0, 0, 0, bar);\nwait(bar, 0);",
@@ -394,7 +399,7 @@ MISTAKES = [
     ("if (threadIdx.x < 96) setmaxnreg_dec<24>();", 1, 128, "only 96 threads of warpgroup 0 call setmaxnreg"),
     ("setmaxnreg_inc<256>();", 1, 384, "the warpgroups ask for 98304 registers"),
     (WGMMA.format("uint64(64) << 32"), 1, 128, "swizzle mode 0 of operand A, expected 1.*:3"),
-    (WGMMA.format(f"{GOOD} | 8"), 1, 128, "operand A starts at 128, which is within a 1024-byte pattern"),
+    (WGMMA.format(f"{GOOD} | 8"), 1, 128, "operand A starts at 128, within a 1024-byte pattern"),
     (WGMMA.format("uint64(1) << 62 | uint64(32) << 32"), 1, 128, "and 512 .stride. of operand A"),
     (WGMMA.format(f"{GOOD} | 6080") + AWAITED, 1, 128, "an operand at shared address .*, the launch gave 98304"),
     (WGMMA.format(GOOD), 1, 128, "exits with products in flight"),
@@ -432,3 +437,28 @@ def test_mistakes_are_reported(number):
         launch(
             f"mistake{number}", grid=cluster, threads=threads, a=a, b=b, box=box, n=3, sums=np.zeros(2**14, np.float32)
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "report"),
+    [
+        ({"strides": (132, 132 * 120)}, "expected strides of multiples of 16 bytes"),
+        ({"strides": (136, 0)}, "expected strides of multiples of 16 bytes"),
+        ({"shape": (128, 0, 3)}, "expected sizes up to 2"),
+        ({"box": (64, 257, 1)}, "boxes up to 256"),
+        ({"box": (128, 8, 1)}, "lines of at most 128 bytes"),
+        ({"box": (64, 8)}, "expected 3 dimensions"),
+    ],
+)
+def test_maps_that_the_driver_refuses(change, report):
+    _, box = tensor(np.random.default_rng(0))
+    with pytest.raises(ValueError, match=report):
+        replace(box, **change)
+
+
+def test_a_map_off_16_bytes_is_refused():
+    _, box = tensor(np.random.default_rng(0))
+    address, unpacked = EmulatedTensorMap.unpack(replace(box, offset=32).pack(4096))
+    assert address == 4128 and (unpacked.shape, unpacked.strides, unpacked.box) == (box.shape, box.strides, box.box)
+    with pytest.raises(ValueError, match="expected an address on 16 bytes"):
+        replace(box, offset=8).pack(4096)

@@ -183,7 +183,9 @@ def decisions(passes):
             names = [of_pass.contents(a) for a in alive_at(of_pass, number)]
             decided = {}
             if launch.variant.source == "grouped_gemm_sm90.cu":
-                decided["2-CTA clusters with TMA multicast" if macros["PAIRED"] == "1" else "no 2-CTA clusters"] = True
+                decided[
+                    "2-CTA clusters with TMA multicast" if macros["CLUSTER_CTAS"] == "2" else "no 2-CTA clusters"
+                ] = True
                 decided[f"{'dynamic' if 'tile counter' in names else 'static'} tile scheduling"] = True
             if launch.variant.source == "grouped_wgrad_sm90.cu":
                 decided["split-K, " if "split-K sums" in names else "no split-K"] = True

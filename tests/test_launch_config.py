@@ -1,5 +1,6 @@
 """Launch geometry: from device limits and problem sizes to grids and shared memory."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -20,11 +21,6 @@ DEVICES = [A100, RTX_3090, JETSON_ORIN, RTX_4090, H200, B200, RTX_5090]
 
 RESERVED_BYTES = 1024  # of shared memory, by the driver, for each resident block
 STATIC_BYTES = 2048  # of the portable down_bwd, which has the most
-
-
-@pytest.fixture(autouse=True)
-def no_forced_tier(monkeypatch):
-    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
 
 
 def resident_blocks(limits, shared_bytes):
@@ -79,13 +75,13 @@ def test_gemm_configuration(limits, split, aligned, dtype):
     assert config.blocks(columns, 5, limits) == 15
     assert config.blocks(columns, 5000, limits) == (limits.multiprocessors if on_hopper else 15000)
     if on_hopper:
-        assert config.blocks(columns, 5, limits, paired=True) == 16  # an even number
-        assert config.blocks(columns, 5000, limits, paired=True) == limits.multiprocessors // 2 * 2
+        assert config.blocks(columns, 5, limits, clusters=True) == 16  # an even number
+        assert config.blocks(columns, 5000, limits, clusters=True) == limits.multiprocessors // 2 * 2
 
 
-def test_forcing_the_portable_tier_takes_its_configuration_on_hopper(monkeypatch):
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
-    config = launch_config.gemm("bfloat16", True, False, H200)
+def test_forcing_the_portable_tier_takes_its_configuration_on_hopper():
+    limits = dataclasses.replace(H200, tier=launch_config.tier(90, "sm80"))
+    config = launch_config.gemm("bfloat16", True, False, limits)
     assert (config.tier, config.stages, config.shared_bytes) == ("sm80", 3, 3 * launch_config.STAGE_BYTES)
 
 
@@ -154,13 +150,13 @@ def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "rows", "parts"),
+    ("tiles", "rows", "splits"),
     [
         (128, 16384, 1),  # conf1's: 0.97 of a turn of all multiprocessors
         (256, 16384, 1),  # and 1.94
         (32, 16384, 4),  # one expert of its sizes
         (8, 16384, 16),
-        (32, 2048, 1),  # too few rows for what parts cost
+        (32, 2048, 1),  # too few rows for what split-K costs
         (1, 1600, 1),
         (72, 16384, 3),  # two turns of a third, which take as long as three of a fifth
         (136, 16384, 3),  # a second turn of four tiles would take as long as the first
@@ -168,8 +164,8 @@ def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
         (114688, 512, 1),  # DeepSeek-V3
     ],
 )
-def test_weight_gradients_of_few_tiles_go_in_parts(tiles, rows, parts):
-    assert launch_config.wgrad_parts(tiles, 3 * rows, 3, H200) == parts
+def test_weight_gradients_of_few_tiles_take_split_k(tiles, rows, splits):
+    assert launch_config.split_k(tiles, 3 * rows, 3, H200) == splits
 
 
 @given(
@@ -178,8 +174,8 @@ def test_weight_gradients_of_few_tiles_go_in_parts(tiles, rows, parts):
     experts=st.integers(1, 4096),
 )
 def test_parts_of_weight_gradients_are_bounded(tiles, slots, experts):
-    parts = launch_config.wgrad_parts(tiles, slots, experts, H200)
-    assert parts == 1 or (parts * tiles <= 528 and slots // experts > 1024 and parts <= slots // experts / 63)
+    splits = launch_config.split_k(tiles, slots, experts, H200)
+    assert splits == 1 or (splits * tiles <= 528 and slots // experts > 1024 and splits <= slots // experts / 63)
 
 
 def test_tiles_of_weight_gradients():

@@ -34,7 +34,7 @@ PANELS = Case(L=4100, k=4, E=7, d=1032, h=136, routing="empty_experts", order="t
 PAIRS_OF_BLOCKS = Case(L=1400, k=3, E=7, d=4096, h=136, routing="empty_experts", order="transposed")
 THREE_PANELS = Case(L=920, k=4, E=5, d=4616, h=64, routing="absent", order="transposed")
 MANY_TOKENS = Case(L=3000, k=4, E=8, d=512, h=512)
-# weight gradients in parts of the rows, some of them empty, some of an expert that has none
+# weight gradients by split-K, some of them empty, some of an expert that has none
 FEW_EXPERTS = Case(L=9001, k=2, E=4, d=264, h=136, routing="skewed", order="transposed")
 ONE_OF_THREE = Case(L=9000, k=1, E=3, d=520, h=264, routing="empty_experts", order="pair")
 ONE_EXPERT = Case(L=6000, k=1, E=1, d=136, h=72, activation="silu")
@@ -63,7 +63,7 @@ LARGER = [
     Case(L=300, k=2, E=3, d=1004, h=64),
     # the epilogue of dA beside so many k-steps that most have no row of it
     Case(L=1024, k=4, E=4, d=4168, h=1160, routing="skewed"),
-    # blocks in pairs: a last tile that only one of them has, experts of an odd number of tiles
+    # 2-CTA clusters: a last tile that only one CTA has, experts of an odd number of tiles
     PAIRS_OF_BLOCKS,
     Case(L=2100, k=2, E=5, d=4104, h=264, routing="absent", order="pair", activation="geglu"),
     # the epilogue of dA beside several k-steps of the next tile
@@ -186,11 +186,11 @@ def test_parts_of_the_rows_add_up(monkeypatch, order):
     case = Case(L=1500, k=2, E=5, d=328, h=264, activation="reglu", order=order, routing="skewed")
     made = small_integers(case, "bfloat16")
     gpu, results = [on_gpu("cupy", a) for a in made], []
-    for parts in (1, 2, 7, 33):
-        monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_, made=parts: made)
+    for splits in (1, 2, 7, 33):
+        monkeypatch.setattr(launch_config, "split_k", lambda *_, made=splits: made)
         runtime.forget()
         results.append(run(case, gpu))
-        assert same_bits(results[0], results[-1]), parts
+        assert same_bits(results[0], results[-1]), splits
     assert_close(results[-1], reference_results(case, in_float64(made)), "bfloat16")
 
 
@@ -268,7 +268,7 @@ def test_tokens_without_an_expert(case, without):
     [
         Case(L=4096, k=8, E=32, d=1536, h=776, routing="skewed"),
         Case(L=4096, k=8, E=32, d=256, h=264, routing="skewed"),  # rows that take the place of what they are made of
-        Case(L=4096, k=4, E=8, d=4096, h=776, routing="skewed"),  # blocks in pairs
+        Case(L=4096, k=4, E=8, d=4096, h=776, routing="skewed"),  # 2-CTA clusters
         FEW_EXPERTS,
     ],
     ids=str,
@@ -297,12 +297,12 @@ def test_claimed_tiles_and_pairs_of_blocks_give_the_same_bits(monkeypatch, case,
     """Whichever block comes to a tile first, and whichever fetches its weights."""
     gpu, host = inputs_of(case, dtype)
     results = []
-    for claims, paired in ((False, False), (True, False), (False, True), *3 * ((True, True),)):
-        monkeypatch.setattr(launch_config, "claims_tiles", lambda *_, made=claims: made)
-        monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_, made=paired: made)
+    for dynamic, clusters in ((False, False), (True, False), (False, True), *3 * ((True, True),)):
+        monkeypatch.setattr(launch_config, "dynamic_schedule", lambda *_, made=dynamic: made)
+        monkeypatch.setattr(launch_config, "uses_clusters", lambda *_, made=clusters: made)
         runtime.forget()
         results.append(run(case, gpu))
-        assert same_bits(results[0], results[-1]), (claims, paired)
+        assert same_bits(results[0], results[-1]), (dynamic, clusters)
     assert_close(results[-1], reference_results(case, host), dtype)
 
 
@@ -313,7 +313,7 @@ def test_claimed_tiles_and_pairs_of_blocks_give_the_same_bits(monkeypatch, case,
         Case(L=4096, k=8, E=32, d=3080, h=392),
         Case(L=900, k=3, E=4, d=1608, h=392, routing="skewed"),  # fewer tiles than blocks
         Case(L=900, k=1, E=4, d=1032, h=776, routing="absent"),
-        Case(L=2100, k=2, E=7, d=4104, h=392),  # in pairs
+        Case(L=2100, k=2, E=7, d=4104, h=392),  # 2-CTA clusters
     ],
     ids=str,
 )

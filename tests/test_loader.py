@@ -101,9 +101,9 @@ def test_tiers_have_their_own_sources_and_constants(entry):
     family = "grouped_wgrad" if entry in WGRADS else "grouped_gemm"
     options = {"dtype": "float16", "activation": "swiglu", "transposed": False, "aligned": True, "stages": 2}
     portable, hopper = (gemm_variant(entry, **options, tier=tier) for tier in ("sm80", "sm90"))
-    constants = {("PARTS", "0")}
+    constants = {("SPLIT_K", "0")}
     if entry in GEMMS:
-        plain = {"STORED_PRODUCT": "0", "PAIRED": "0", "WEIGHT": "float"}
+        plain = {"STORED_Y_SWI": "0", "CLUSTER_CTAS": "1", "WEIGHT": "float"}
         columns = {"TILE_COLUMNS": "128" if entry == "up_fwd" else "256"}
         constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items(), *columns.items()}
     assert (portable.source, hopper.source) == (f"{family}_sm80.cu", f"{family}_sm90.cu")
@@ -115,12 +115,12 @@ def test_tiers_have_their_own_sources_and_constants(entry):
 @pytest.mark.parametrize("entry", GEMMS)
 def test_options_reach_the_steps_that_have_them(entry):
     """So that a step has no two variants that are the same."""
-    options = {"paired": True, "stored_product": True, "to_tokens": True, "weights_dtype": "float16"}
+    options = {"clusters": True, "stored_y_swi": True, "to_tokens": True, "weights_dtype": "float16"}
     found = macros(entry, dtype="float16", tier="sm90", **options)
     gathers = entry in ("up_fwd", "down_bwd")
-    assert (found["PAIRED"], found["GATHER"]) == (("1", "1") if gathers else ("0", "0"))  # rows to tokens: no pairs
-    assert macros(entry, dtype="float16", tier="sm90", paired=True)["PAIRED"] == "1"
-    assert found["STORED_PRODUCT"] == str(int(entry == "down_bwd"))
+    assert (found["CLUSTER_CTAS"], found["GATHER"]) == (("2", "1") if gathers else ("1", "0"))
+    assert macros(entry, dtype="float16", tier="sm90", clusters=True)["CLUSTER_CTAS"] == "2"
+    assert found["STORED_Y_SWI"] == str(int(entry == "down_bwd"))
     stores = entry in ("down_fwd", "up_bwd")
     assert found["EPILOGUE"] == ("StoreTokenRows" if stores else HOPPER_EPILOGUES[entry])
     assert found["WEIGHT"] == ("fp16" if entry == "down_fwd" else "float")
@@ -130,9 +130,9 @@ def test_options_reach_the_steps_that_have_them(entry):
 @pytest.mark.parametrize("entry", WGRADS)
 def test_parts_of_weight_gradients_are_unrounded_sums_on_hopper(entry):
     for accumulate in (None, "float32", "bfloat16"):
-        found = macros(entry, tier="sm90", accumulate=accumulate, in_parts=True)
-        assert (found["PARTS"], found["ACCUMULATE"], found["OUT"]) == ("1", "0", "float")
-        assert macros(entry, accumulate=accumulate, in_parts=True) == macros(entry, accumulate=accumulate)
+        found = macros(entry, tier="sm90", accumulate=accumulate, split_k=True)
+        assert (found["SPLIT_K"], found["ACCUMULATE"], found["OUT"]) == ("1", "0", "float")
+        assert macros(entry, accumulate=accumulate, split_k=True) == macros(entry, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("dtype", loader.ELEMENTS)
@@ -178,11 +178,11 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     device = use(monkeypatch, limits)
     launched, accumulating = set(), set()
     element = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype).type
-    for weights_dtype, k, save, paired in itertools.product(
+    for weights_dtype, k, save, clusters in itertools.product(
         (np.float32, element), (1, 2, 9), ("minimal", "paper"), (False, True)
     ):
-        monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_, made=paired: made)
-        monkeypatch.setattr(launch_config, "wgrad_parts", lambda *_, made=1 + 2 * paired: made)
+        monkeypatch.setattr(launch_config, "uses_clusters", lambda *_, made=clusters: made)
+        monkeypatch.setattr(launch_config, "split_k", lambda *_, made=1 + 2 * clusters: made)
         runtime.forget()
         layer = Layer(5, k, 9, d, h, order, activation, save, element, weights=weights_dtype, keep_saved=True)
         device.restart()

@@ -20,7 +20,7 @@ SHAPES = (
     memory.LayerShape(L=4096, d=256, h=129, E=8, k=2, activation="relu"),
     memory.LayerShape(L=100, d=4360, h=64, E=2, k=2),  # on Hopper one panel, as rows are few
     memory.LayerShape(L=2000, d=4360, h=64, E=2, k=2),  # three
-    memory.LayerShape(L=20000, d=264, h=136, E=2, k=1, activation="silu"),  # weight gradients in parts
+    memory.LayerShape(L=20000, d=264, h=136, E=2, k=1, activation="silu"),  # weight gradients by split-K
 )
 
 
@@ -144,8 +144,8 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, E, activat
     out, saved = layer.forward(device)
     x_bytes = s.L * s.d * s.b
     saved_beyond_x = max(plan.saved_bytes - x_bytes, 0)
-    claims = 4 if tier == "sm90" and launched_claims(device) else 0
-    assert device.peak - claims <= saved_beyond_x + memory.output(s).nbytes + plan.forward_peak_bytes <= device.peak
+    counter = 4 if tier == "sm90" and takes_tile_counter(device) else 0
+    assert device.peak - counter <= saved_beyond_x + memory.output(s).nbytes + plan.forward_peak_bytes <= device.peak
     assert device.used == saved_beyond_x + memory.output(s).nbytes
     if save is None:
         return
@@ -162,14 +162,14 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, E, activat
     runtime.forget()
 
 
-def launched_claims(device):
-    return any(values.get("claims") for _, _, values in launches(device))
+def takes_tile_counter(device):
+    return any(values.get("tile_counter") for _, _, values in launches(device))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
-def test_few_large_experts_take_sums_of_parts(activation, transposed, monkeypatch):
-    """A gradient of 3 tiles in one memory order has 4 in the other, and other parts: dw2 3 and transposed 4, each half
+def test_few_large_experts_take_split_k(activation, transposed, monkeypatch):
+    """A gradient of 3 tiles in one memory order has 4 in the other, and other splits: dw2 3 and transposed 4, each half
     of dw1 4 and 3. Launches and memory are those of the order at hand."""
     device = use(monkeypatch)
     s = memory.LayerShape(
@@ -182,21 +182,21 @@ def test_few_large_experts_take_sums_of_parts(activation, transposed, monkeypatc
     gradients = layer.backward(device, saved)
     plan = memory.layer(s, "minimal")
     assert device.peak - before == plan.backward_peak_bytes
-    sums = [term.nbytes for stage in plan.backward for term in stage if term.name.startswith("sums of ")]
+    sums = [term.nbytes for stage in plan.backward for term in stage if term.name.startswith("split-K sums of ")]
     assert len(sums) == 2
     launched = launches(device)
     products = [launch for launch in launched if launch[0].entry.endswith("_wgrad")]
     added = [launch for launch in launched if launch[0].entry.startswith("wgrad_parts")]
     assert len(products) == len(added) == 2
     for (product, _, values), (add, grid, add_values), nbytes in zip(products, added, sums, strict=True):
-        assert {("PARTS", "1"), ("ACCUMULATE", "0"), ("OUT", "float")} <= set(product.macros)
-        halves, parts, M, N = (add_values[name] for name in ("halves", "parts", "rows", "columns"))
+        assert {("SPLIT_K", "1"), ("ACCUMULATE", "0"), ("OUT", "float")} <= set(product.macros)
+        halves, splits, M, N = (add_values[name] for name in ("halves", "splits", "rows", "columns"))
         label, offset = add_values["sums"]
         assert values["out0"] == (label, offset) and values["out1"] == (label, offset + 4 * M * N)  # packed
         assert {"expert_stride": halves * M * N, "ldo": N, "rows": M, "columns": N}.items() <= values.items()
-        assert (values["halves"], values["parts"]) == (halves, parts) and add_values["accumulate"] == 0
+        assert (values["halves"], values["splits"]) == (halves, splits) and add_values["accumulate"] == 0
         assert add.entry == "wgrad_parts_float16" and grid == (-(-M * N // 8 // 256), s.E, halves)
-        assert nbytes == 4 * parts * s.E * halves * M * N and parts > 1
+        assert nbytes == 4 * splits * s.E * halves * M * N and splits > 1
     del out, saved, gradients
     runtime.forget()
 
@@ -234,44 +234,45 @@ def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, hopper):
     assert names[-2 * len(panels) :] == ["down", "aggregate"] * len(panels)
     _, first_a, _ = products[0]["a"]
     _, (weight, first_b), _ = products[0]["b0"]
-    panel = products[0]["product"]
+    panel = products[0]["result"]
     assert (panel == first_a) == in_place
     step = 2 if order == "row" else 2 * h
     for (column, width), product, summed in zip(panels, products, sums, strict=True):
         ld = h if in_place else width
         assert product["a"][1] == first_a
         assert product["b0"][1] == product["b1"][1] == (weight, first_b + column * step)
-        expected = {"columns": width, "depth": h, "product": panel, "product_ld": ld, "num_slots": L * k}
-        absent = ("first_layer", "first_layer_grad", "stored_product", "weights", "partial_sums", "claims")
+        expected = {"columns": width, "depth": h, "result": panel, "result_ld": ld, "num_slots": L * k}
+        absent = ("first_layer", "first_layer_grad", "y_swi", "weights", "partial_sums", "tile_counter")
         assert expected.items() <= product.items() and not any(product[name] for name in absent)
         sizes = {"L": L, "k": k, "d": d, "first_column": column, "columns": width, "panel_ld": ld}
         assert summed["panel"] == panel and sizes.items() <= summed.items()
     lists = 4 * launch_config.index_lists(L, k, E)[1]
     workspace = 0 if in_place else L * k * panels[0][1] * 2
-    claims = 4 if launched_claims(hopper) else 0
+    counter = 4 if takes_tile_counter(hopper) else 0
     want = lists + L * k * h * 2 + L * d * 2 + workspace
-    assert want <= hopper.peak <= want + claims
+    assert want <= hopper.peak <= want + counter
 
 
 @pytest.mark.parametrize("long", [False, True])
 def test_one_expert_per_token_needs_no_panel_on_hopper(long, hopper, monkeypatch):
-    """Nor do blocks then work in pairs, however long the product is."""
-    monkeypatch.setattr(launch_config, "pairs_blocks", lambda *_: long)
+    """Nor do its CTAs then form clusters, however long the product is."""
+    monkeypatch.setattr(launch_config, "uses_clusters", lambda *_: long)
     L, d, h, E = 40, 600, 64, 5
     Layer(L, 1, E, d, h, save=None, dtype=np.float16).forward(hopper)
     variant, _, values = launches(hopper)[-1]
-    assert variant.entry == "down_fwd" and {("EPILOGUE", "StoreTokenRows"), ("PAIRED", "0")} <= set(variant.macros)
-    assert {"columns": d, "depth": h, "product_ld": d, "num_slots": L, "claims": 0}.items() <= values.items()
+    assert variant.entry == "down_fwd"
+    assert {("EPILOGUE", "StoreTokenRows"), ("CLUSTER_CTAS", "1")} <= set(variant.macros)
+    assert {"columns": d, "depth": h, "result_ld": d, "num_slots": L, "tile_counter": 0}.items() <= values.items()
     assert values["weights"] == (("w",), 0)
     assert hopper.peak == 4 * launch_config.index_lists(L, 1, E)[1] + L * h * 2 + L * d * 2
 
 
-def test_claims_start_as_zeros(monkeypatch, hopper):
-    monkeypatch.setattr(launch_config, "claims_tiles", lambda *_: True)
+def test_tile_counters_start_as_zeros(monkeypatch, hopper):
+    monkeypatch.setattr(launch_config, "dynamic_schedule", lambda *_: True)
     Layer(40, 3, 5, 600, 64, save=None, dtype=np.float16).forward(hopper)
-    claims = {variant.entry: values.get("claims") for variant, _, values in launches(hopper)}
+    counters = {variant.entry: values.get("tile_counter") for variant, _, values in launches(hopper)}
     cleared = [entry[1:] for entry in hopper.log if entry[0] == "clear"]
-    assert claims["up_fwd"] and cleared == [(claims["up_fwd"], 0, 4)] and claims["down_fwd"] == 0
+    assert counters["up_fwd"] and cleared == [(counters["up_fwd"], 0, 4)] and counters["down_fwd"] == 0
 
 
 @pytest.mark.parametrize(

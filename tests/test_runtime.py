@@ -162,14 +162,14 @@ def test_kernels_are_given_the_arrays_of_their_names(monkeypatch, tier, order):
     (fwd,) = of(forward, "up_fwd")
     assert address(fwd["a"]) == place(saved.x)
     assert (address(fwd["b0"]), address(fwd["b1"])) == (gate, up)
-    assert (fwd["first_layer"], fwd["product"]) == (place(saved.first_layer), place(saved.y_swi))
+    assert (fwd["first_layer"], fwd["result"]) == (place(saved.first_layer), place(saved.y_swi))
     for name in ("expert_token_indices", "expert_token_offsets", "row_tiles"):
         assert fwd[name] == (lists, 4 * saved.index.places[name][0])
     products, sums = of(forward, "down_fwd"), of(forward, "aggregate")
     assert len(products) == len(sums) > 1
     column = 0
     for product, summed in zip(products, sums, strict=True):
-        assert address(product["a"]) == place(saved.y_swi) and product["product"] == summed["panel"]
+        assert address(product["a"]) == place(saved.y_swi) and product["result"] == summed["panel"]
         step = itemsize * (layer.h if order.endswith("transposed") else 1)
         assert address(product["b0"]) == address(product["b1"]) == (("w2",), column * step)
         assert (summed["weights"], summed["out"]) == (place(saved.weights), place(out))
@@ -179,7 +179,7 @@ def test_kernels_are_given_the_arrays_of_their_names(monkeypatch, tier, order):
     (bwd,) = of(backward, "down_bwd")
     assert address(bwd["a"]) == (("grad_out",), 0) and address(bwd["b0"]) == (("w2",), 0)
     assert bwd["first_layer"] == bwd["first_layer_grad"] == place(saved.first_layer)
-    assert bwd["product"] == bwd["stored_product"] == place(saved.y_swi)
+    assert bwd["result"] == bwd["y_swi"] == place(saved.y_swi)
     (by_row,), (weights_bwd,) = of(backward, "weights_by_row"), of(backward, "weights_bwd")
     assert by_row["weights"] == place(saved.weights)
     assert by_row["row_weights"] == bwd["row_weights" if tier == "sm80" else "weights"]
@@ -196,7 +196,7 @@ def test_kernels_are_given_the_arrays_of_their_names(monkeypatch, tier, order):
     if tier == "sm90":
         assert address(down["routed"]) == place(saved.y_swi) and address(ups["routed"]) == place(saved.first_layer)
     for product, summed in zip(of(backward, "up_bwd"), of(backward, "aggregate"), strict=True):
-        assert address(product["a"]) == place(saved.first_layer) and product["product"] == summed["panel"]
+        assert address(product["a"]) == place(saved.first_layer) and product["result"] == summed["panel"]
         assert address(product["b1"])[0] == up[0] and (summed["weights"], summed["out"]) == (0, place(grads.x))
     del out, result, saved, grads
     runtime.forget()

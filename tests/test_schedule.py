@@ -73,10 +73,10 @@ namespace own {
 constexpr bool GATHER = false;
 %s
 }
-extern "C" int work_on(const int* row_tiles, const int* offsets, int n_tiles, int gathers, int claims, int paired,
+extern "C" int work_on(const int* row_tiles, const int* offsets, int n_tiles, int gathers, int claims, int clusters,
                        int blocks, const int* turns, int num_turns, int* found, int* shared) {
-    const auto on_gathered = paired ? work<2, gathered::Order> : work<1, gathered::Order>;
-    const auto on_own = paired ? work<2, own::Order> : work<1, own::Order>;
+    const auto on_gathered = clusters ? work<2, gathered::Order> : work<1, gathered::Order>;
+    const auto on_own = clusters ? work<2, own::Order> : work<1, own::Order>;
     const auto on = gathers ? on_gathered : on_own;
     return on(row_tiles, offsets, n_tiles, claims, gathers, blocks, turns, num_turns, found, shared);
 }
@@ -99,7 +99,7 @@ def kernels(tmp_path_factory):
 COUNTS = [(512,) * 6, (1, 0, 128, 129, 0, 700), (0, 0, 5000, 64, 0), (2049, 2048, 4100), (3,), (0, 0), (100,) * 40]
 
 
-def worked_tiles(kernels, counts, n_tiles, *, gathers=True, claims=False, paired=False, blocks=BLOCKS):
+def worked_tiles(kernels, counts, n_tiles, *, gathers=True, claims=False, clusters=False, blocks=BLOCKS):
     """Tiles (expert, first row, column tile, rows) in the order of work, the tiles of rows, and how many tiles share
     their weights with that of the block's pair."""
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -111,7 +111,7 @@ def worked_tiles(kernels, counts, n_tiles, *, gathers=True, claims=False, paired
     row_tiles, offsets_, turns_, found_ = (
         a.ctypes.data_as(ctypes.c_void_p) for a in (row_tiles, offsets, turns, found)
     )
-    shared, how = ctypes.c_int(0), (n_tiles, gathers, claims, paired, blocks)
+    shared, how = ctypes.c_int(0), (n_tiles, gathers, claims, clusters, blocks)
     count = kernels.work_on(row_tiles, offsets_, *how, turns_, len(turns), found_, ctypes.byref(shared))
     assert count == most
     tiles = {(e, row, min(128, offsets[e + 1] - row)) for e, row in entries}
@@ -119,20 +119,20 @@ def worked_tiles(kernels, counts, n_tiles, *, gathers=True, claims=False, paired
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-@pytest.mark.parametrize("paired", [True, False])
-@pytest.mark.parametrize("claims", [False, True])
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("tile_counter", [False, True])
 @pytest.mark.parametrize("n_tiles", [1, 3, 8, 11])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_every_tile_once(kernels, counts, n_tiles, claims, gathers, paired):
+def test_every_tile_once(kernels, counts, n_tiles, claims, gathers, clusters):
     """And of large experts most share their weights: a pair spans two columns once in an expert's row tiles or, of more
     than 24, in 8 to 24 of them. In a panel of one or three columns, an expert with an odd number of row tiles puts the
     pairs of the next one across columns."""
-    found, tiles, shared = worked_tiles(kernels, counts, n_tiles, gathers=gathers, claims=claims, paired=paired)
+    found, tiles, shared = worked_tiles(kernels, counts, n_tiles, gathers=gathers, claims=claims, clusters=clusters)
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(n_tiles)}
     large = sum(n_tiles * -(-count // 128) for count in counts if count >= 1024)
     if not gathers and n_tiles in (1, 3):
         large = 0
-    assert shared >= large * 3 // 4 if paired else shared == 0
+    assert shared >= large * 3 // 4 if clusters else shared == 0
 
 
 @pytest.mark.parametrize("n_tiles", [1, 3, 8])
@@ -146,18 +146,18 @@ def test_tiles_of_the_same_rows_run_side_by_side_in_panels(kernels, counts, n_ti
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_blocks_work_in_pairs_where_products_are_long(gathers):
-    assert launch_config.pairs_blocks(gathers, 8, 7168, 16384 * 8, 256)  # DeepSeek-V3
-    assert launch_config.pairs_blocks(gathers, 8, 4096, 512, 2)
-    assert not launch_config.pairs_blocks(gathers, 8, 4096, 511, 2)  # hardly two tiles of an expert's rows
-    assert not launch_config.pairs_blocks(gathers, 8, 4088, 16384 * 8, 256)
-    assert not launch_config.pairs_blocks(gathers, 8, 7168, 0, 256)
-    assert launch_config.pairs_blocks(gathers, 8, 28672, 8192 * 2, 8) == gathers  # Mixtral's rows are many
-    assert launch_config.pairs_blocks(gathers, 7, 7168, 16384 * 8, 256) == gathers  # see test_every_tile_once
+    assert launch_config.uses_clusters(gathers, 8, 7168, 16384 * 8, 256)  # DeepSeek-V3
+    assert launch_config.uses_clusters(gathers, 8, 4096, 512, 2)
+    assert not launch_config.uses_clusters(gathers, 8, 4096, 511, 2)  # hardly two tiles of an expert's rows
+    assert not launch_config.uses_clusters(gathers, 8, 4088, 16384 * 8, 256)
+    assert not launch_config.uses_clusters(gathers, 8, 7168, 0, 256)
+    assert launch_config.uses_clusters(gathers, 8, 28672, 8192 * 2, 8) == gathers  # Mixtral's rows are many
+    assert launch_config.uses_clusters(gathers, 7, 7168, 16384 * 8, 256) == gathers  # see test_every_tile_once
 
 
 def test_tiles_are_claimed_where_blocks_share_weights():
     def claims(entry, L, k, E, d, h):
-        return launch_config.claims_tiles(
+        return launch_config.dynamic_schedule(
             entry, h // (128 if entry == "up_fwd" else 256), d, L * k, E, launch_config.H200
         )
 

@@ -29,8 +29,8 @@ GPUS = {
 CONTENTS: dict[str, str | dict[str, str]] = {
     "block_counts": "slots per CTA and expert",
     "token_index_map": "index lists",
-    "claims": "tile counter",
-    "product": {"up_fwd": "y_swi", "down_bwd": "weighted y_swi"},
+    "tile_counter": "tile counter",
+    "result": {"up_fwd": "y_swi", "down_bwd": "weighted y_swi"},
     "first_layer": "first layer, computed again",
     "row_weights": "router weights by row",
     "partial_sums": "partial sums for the router weights",

@@ -58,7 +58,7 @@ def configure_forward(
     up_fwd = down_fwd = None
     if L:
         a = Operand(dtype, d, x.misalignment)
-        up_fwd = grouped_gemm.configure("up_fwd", steps.index, a, up, h, d, activation, limits, product_ld=h)
+        up_fwd = grouped_gemm.configure("up_fwd", steps.index, a, up, h, d, activation, limits, result_ld=h)
         down_fwd = panels.configure(
             "down_fwd",
             steps.index,
@@ -95,7 +95,7 @@ def moe_forward(
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
         up = steps.up.halves(w1)
-        grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer_ptr, product=y_swi.ptr)
+        grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer_ptr, result=y_swi.ptr)
     out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
         panels.sum_of_rows(run, steps.down_fwd, index, y_swi.ptr, (w2, w2), weights, out.ptr)
@@ -150,7 +150,7 @@ def configure_backward(
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 
-    Unless `keep_saved`, the gradients of a, b (and A' in place of y_swi) overwrite the saved activations.
+    Unless `keep_saved`, the gradients of a, b (and weighted_y_swi in place of y_swi) overwrite the saved activations.
     accumulate: by name, the layouts of the buffers that gradients of weights are added to, in place of new ones.
     """
     (L, d), k, (E, h, _), dtype = x.shape, weights.shape[1], w2.shape, x.dtype
@@ -175,7 +175,7 @@ def configure_backward(
     if L and needs:
         if first_layer is None:
             launches["up_fwd"] = grouped_gemm.configure(
-                "up_fwd", index, x_rows, up, h, d, activation, limits, product_ld=0
+                "up_fwd", index, x_rows, up, h, d, activation, limits, result_ld=0
             )
         launches["weights_by_row"] = aggregation.weights_by_row(index, weights.dtype)
         down_bwd = grouped_gemm.configure(
@@ -187,8 +187,8 @@ def configure_backward(
             d,
             activation,
             limits,
-            product_ld=h if "w2" in needs else 0,
-            stored_product=y_swi is not None,
+            result_ld=h if "w2" in needs else 0,
+            stored_y_swi=y_swi is not None,
             wants_partial_sums="weights" in needs,
         )
         launches["down_bwd"] = down_bwd
@@ -298,8 +298,8 @@ def moe_backward(
             (w2, w2),
             first_layer=first_layer,
             first_layer_grad=first_layer_grad if steps.needs_first_layer_grad else 0,
-            product=weighted_ptr if "w2" in steps.needs else 0,
-            stored_product=y_swi,
+            result=weighted_ptr if "w2" in steps.needs else 0,
+            y_swi=y_swi,
             weights=row_weights.ptr,
         )
         del row_weights

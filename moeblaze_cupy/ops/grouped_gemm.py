@@ -90,8 +90,8 @@ class Operand:
 
 # What `gemm` and `wgrad` pass to a launch. The portable kernel knows the rows' weights by another name than Hopper's.
 GEMM_ADDRESSES = (
-    *("a", "b0", "b1", "first_layer", "first_layer_grad", "product", "stored_product", "weights", "row_weights"),
-    *("partial_sums", "claims", *LISTS),
+    *("a", "b0", "b1", "first_layer", "first_layer_grad", "result", "y_swi", "weights", "row_weights"),
+    *("partial_sums", "tile_counter", *LISTS),
 )
 WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", *LISTS)
 
@@ -102,7 +102,7 @@ class Gemm:
 
     launch: Launch
     offset: int  # bytes from the weight's halves to the first column
-    claims: bool  # a counter by which CTAs claim tiles
+    dynamic_schedule: bool  # CTAs take tiles from a counter
     partial_sums: tuple[int, int] | None  # shape: column tiles, R
 
     @property
@@ -163,8 +163,8 @@ def configure(
     limits: DeviceLimits,
     *,
     first_column: int = 0,
-    product_ld: int = 0,
-    stored_product: bool = False,
+    result_ld: int = 0,
+    stored_y_swi: bool = False,
     wants_partial_sums: bool = False,
     to_tokens: bool = False,
     weights_dtype: str | None = None,
@@ -172,11 +172,11 @@ def configure(
 ) -> Gemm:
     """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
 
-    product_ld: elements between the rows of `product`. to_tokens: rows go to their tokens, which is Hopper's alone and
+    result_ld: elements between the rows of `result`. to_tokens: rows go to their tokens, which is Hopper's alone and
     for k = 1, scaled by weights of `weights_dtype` if that is given. why_panels: sentences for `Launch.why`.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits)
-    slots, claims, paired = index.num_slots, False, False
+    slots, dynamic, clusters = index.num_slots, False, False
     why = (*why_panels, *reasons.tier(config, a.dtype, aligned, slots, limits))
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
     sizes = {"columns": N, "depth": K, "num_slots": slots, "lda": a.ld}
@@ -185,23 +185,23 @@ def configure(
         sizes |= {"expert_stride": weight.expert_stride, "ldb": weight.ld}
     else:
         gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation))
-        long = launch_config.pairs_blocks(gathers, column_tiles, segments * K, slots, index.num_experts)
-        paired = long and not to_tokens
+        depth = segments * K
+        clusters = not to_tokens and launch_config.uses_clusters(gathers, column_tiles, depth, slots, index.num_experts)
         if gathers:
-            claims = launch_config.claims_tiles(entry, column_tiles, K, slots, index.num_experts, limits)
+            dynamic = launch_config.dynamic_schedule(entry, column_tiles, K, slots, index.num_experts, limits)
         else:
             maps["a"] = _rows_map(a, slots, launch_config.TILE_ROWS)
         maps["b0"] = maps["b1"] = _weight_map(weight, entry, N, K)
-        sizes |= {"product_ld": product_ld}
-        rule = column_tiles, segments * K, slots, index.num_experts
-        why += (reasons.clusters(paired, to_tokens, gathers, *rule), reasons.schedule(claims, entry, *rule, limits))
-    options: dict[str, object] = {"stored_product": stored_product, "paired": paired, "to_tokens": to_tokens}
+        sizes |= {"result_ld": result_ld}
+        rule = column_tiles, depth, slots, index.num_experts
+        why += (reasons.clusters(clusters, to_tokens, gathers, *rule), reasons.schedule(dynamic, entry, *rule, limits))
+    options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     if to_tokens and weights_dtype is not None:
         options["weights_dtype"] = weights_dtype
     tiles = Tiles(launch_config.TILE_ROWS, config.tile_columns, column_tiles * index.max_row_tiles, at_most=True)
     launch = Launch(
         _variant(entry, a.dtype, weight, config, aligned, activation, **options),
-        (config.blocks(N, index.max_row_tiles, limits, paired),),
+        (config.blocks(N, index.max_row_tiles, limits, clusters),),
         config.threads,
         GEMM_ADDRESSES,
         sizes,
@@ -211,7 +211,7 @@ def configure(
         tiles,
     )
     offset = first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
-    return Gemm(launch, offset, claims, (column_tiles, slots) if wants_partial_sums else None)
+    return Gemm(launch, offset, dynamic, (column_tiles, slots) if wants_partial_sums else None)
 
 
 def gemm(
@@ -223,8 +223,8 @@ def gemm(
     *,
     first_layer: int = 0,
     first_layer_grad: int = 0,
-    product: int = 0,
-    stored_product: int = 0,
+    result: int = 0,
+    y_swi: int = 0,
     weights: int = 0,
 ) -> Buffer | None:
     """One launch, on addresses; 0 stands for what is not read or written.
@@ -233,9 +233,9 @@ def gemm(
     or of each token if rows go to tokens. Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
-    claims = run.empty((1,), "int32") if step.claims else None
-    if claims:
-        run.clear(claims.ptr, 4)
+    tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None
+    if tile_counter:
+        run.clear(tile_counter.ptr, 4)
     run.launch(
         step.launch,
         a,
@@ -243,12 +243,12 @@ def gemm(
         halves[1] + step.offset,
         first_layer,
         first_layer_grad,
-        product,
-        stored_product,
+        result,
+        y_swi,
         weights,
         weights,
         partial_sums.ptr if partial_sums else 0,
-        claims.ptr if claims else 0,
+        tile_counter.ptr if tile_counter else 0,
         *lists,
     )
     return partial_sums
@@ -256,12 +256,12 @@ def gemm(
 
 @dataclass(frozen=True, eq=False)
 class Wgrad:
-    """A weight gradient: one launch of grouped_wgrad_*.cu, or with split-K one more that adds up the parts."""
+    """A weight gradient: one launch of grouped_wgrad_*.cu, or with split-K one more that adds up the splits."""
 
     product: Launch
     swapped: bool  # the gradient is stored transposed: its columns come first
     routed_is_q: bool  # of the two operands p and q, which one is not gathered
-    sums: tuple[int, int, int, int] | None  # shape of the parts' float32 sums: E * parts, halves, M, N
+    sums: tuple[int, int, int, int] | None  # shape of the splits' float32 sums: E * splits, halves, M, N
     add: Launch | None
 
 
@@ -282,7 +282,7 @@ def configure_wgrad(
 
     `rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half in elements.
     `accumulate` adds to what the gradient holds, in the operands' dtype or float32; experts without rows are then left
-    alone. On Hopper few large experts take split-K: float32 sums of parts of their rows, and a launch that adds them.
+    alone. On Hopper few large experts take split-K: float32 sums over parts of their rows, and a launch that adds them.
     """
     swapped = gradient.transposed
     (p, p_half), (q, q_half) = (columns, rows) if swapped else (rows, columns)
@@ -308,27 +308,27 @@ def configure_wgrad(
         product = launch((tiles, E, halves), {**operands, **result}, {}, why, accumulate=added_to)
         return Wgrad(product, swapped, True, None, None)
     tiles = launch_config.wgrad_tiles(M, N, E * halves)
-    parts = launch_config.wgrad_parts(tiles, index.num_slots, E, limits)
-    grid = (min(tiles * parts, limits.multiprocessors),)
+    splits = launch_config.split_k(tiles, index.num_slots, E, limits)
+    grid = (min(tiles * splits, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped
     maps = {"routed": _rows_map(q if routed_is_q else p, index.num_slots, launch_config.STEP_ROWS)}
-    schedule = {"num_experts": E, "halves": halves, "parts": parts}
-    number = tiles * parts
-    why += (reasons.split_k(parts, tiles, index.num_slots, E, limits),)
-    if parts == 1:
+    schedule = {"num_experts": E, "halves": halves, "splits": splits}
+    number = tiles * splits
+    why += (reasons.split_k(splits, tiles, index.num_slots, E, limits),)
+    if splits == 1:
         product = launch(grid, {**operands, **result, **schedule}, maps, why, accumulate=added_to)
         return Wgrad(product, swapped, routed_is_q, None, None)
     packed = {"expert_stride": halves * M * N, "ldo": N}
-    product = launch(grid, {**operands, **packed, **schedule}, maps, why, in_parts=True)
+    product = launch(grid, {**operands, **packed, **schedule}, maps, why, split_k=True)
     add = Launch(
         loader.entry("wgrad_parts.cu", f"wgrad_parts_{dtype}"),
         (launch_config.ceil_div(M * N // 8, launch_config.PARTS_GROUPS), E, halves),
         launch_config.PARTS_GROUPS,
         ("sums", "expert_token_offsets", "out0", "out1"),
-        {"rows": M, "columns": N, **result, "halves": halves, "parts": parts, "accumulate": int(accumulate)},
+        {"rows": M, "columns": N, **result, "halves": halves, "splits": splits, "accumulate": int(accumulate)},
         why=("adds the float32 sums of split-K in a fixed order",),
     )
-    return Wgrad(product, swapped, routed_is_q, (E * parts, halves, M, N), add)
+    return Wgrad(product, swapped, routed_is_q, (E * splits, halves, M, N), add)
 
 
 def wgrad(run: Runtime, step: Wgrad, lists: Lists, rows: int, columns: int, gradient: tuple[int, int]) -> None:

@@ -47,7 +47,7 @@ def configure(
     call = entry, index, a, weight
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits)[0].tier
     if launch_config.rows_go_to_tokens(index.k, tier):
-        options = {"product_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
+        options = {"result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
         why = (reasons.panels((), d, index.num_slots, tier, False),)
         product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
         return Panels((product,), (), None, a.dtype)
@@ -57,7 +57,7 @@ def configure(
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
-        options = {"first_column": first_column, "product_ld": ld}
+        options = {"first_column": first_column, "result_ld": ld}
         products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
         sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld))
     panel = None if in_place else (index.num_slots, panels[0][1])
@@ -69,11 +69,11 @@ def sum_of_rows(
 ) -> None:
     """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights: 0 for none."""
     if not step.sums:
-        grouped_gemm.gemm(run, step.products[0], lists, a, halves, product=out, weights=weights)
+        grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, weights=weights)
         return
     memory = run.empty(step.panel, step.dtype) if step.panel else None
     panel = memory.ptr if memory else a
     token_index_map = lists[TOKEN_INDEX_MAP]
     for product, sums in zip(step.products, step.sums, strict=True):
-        grouped_gemm.gemm(run, product, lists, a, halves, product=panel)
+        grouped_gemm.gemm(run, product, lists, a, halves, result=panel)
         run.launch(sums, panel, token_index_map, weights, out)

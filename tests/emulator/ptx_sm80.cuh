@@ -28,14 +28,16 @@ static inline unsigned char* shared_at(unsigned address, unsigned bytes, const c
     if (address >= STATIC && address - STATIC + bytes <= size_t(shared_range.end - shared_range.begin))
         return shared_range.begin + (address - STATIC);
     if (address + 0ull + bytes > launch.shared_bytes)
-        fail_at(pc, "%s: %u bytes at shared address %u, the launch gave %zu", what, bytes, address, size_t(launch.shared_bytes));
+        fail_at(pc, "%s: %u bytes at shared address %u, the launch gave %zu", what, bytes, address,
+                size_t(launch.shared_bytes));
     return dynamic_shared + address;
 }
 }  // namespace cuemu
 
 __device__ __forceinline__ unsigned shared_address(const void* p) {
     unsigned char* const byte = static_cast<unsigned char*>(const_cast<void*>(p));
-    if (byte >= dynamic_shared && byte <= dynamic_shared + sizeof dynamic_shared) return static_cast<unsigned>(byte - dynamic_shared);
+    if (byte >= dynamic_shared && byte <= dynamic_shared + sizeof dynamic_shared)
+        return static_cast<unsigned>(byte - dynamic_shared);
     if (byte < cuemu::shared_range.begin || byte >= cuemu::shared_range.end)
         CUEMU_FAIL("shared_address: %p is not in shared memory", p);
     return cuemu::STATIC + static_cast<unsigned>(byte - cuemu::shared_range.begin);

@@ -14,8 +14,8 @@ ITEMSIZE = 2
 class EmulatedTensorMap:
     """A 3-D tensor of 16-bit elements, the contiguous dimension first, with the 128-byte swizzle.
 
-    array, offset: the memory, and the tensor's first byte in it. shape, strides (elements, all but the first) and box as
-    of `tensor_map.encode`. Raises ValueError where the driver would refuse the map.
+    array, offset: the memory, and the tensor's first byte in it. shape, strides (elements, all but the first) and box
+    as of `tensor_map.encode`. Raises ValueError where the driver would refuse the map.
     """
 
     array: np.ndarray | None
@@ -50,4 +50,4 @@ class EmulatedTensorMap:
         magic, address, *words = _WORDS.unpack(packed)
         if magic != MAGIC:
             raise ValueError("tensor map: expected what EmulatedTensorMap.pack returns")
-        return address, cls(None, words[:3], [step // ITEMSIZE for step in words[3:5]], words[5:])
+        return address, cls(None, tuple(words[:3]), tuple(step // ITEMSIZE for step in words[3:5]), tuple(words[5:]))

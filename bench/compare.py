@@ -1,0 +1,198 @@
+"""Two checkouts side by side on one GPU, in turn: layers, their single kernels and host times, as ratios.
+
+python -m bench.compare BEFORE [--case CASES] [--kernels CASES] [--host] --out FILE.json
+
+BEFORE is the folder of another checkout; the other side is this one. Each side runs in a process of its own that holds
+the inputs of one case, and both make the same bits. Windows of calls back to back follow one another in random order,
+as the power limit lets the clock swing once a second. A ratio is that of the medians over all windows but the first.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WINDOW_SECONDS = 0.3
+ROUNDS = 7
+HOST_CALLS = 100
+
+
+class Side:
+    """A checkout's process, which answers one line of JSON for each line of JSON that it gets."""
+
+    def __init__(self, folder: Path):
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(folder)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, *what):
+        """Raises RuntimeError with what the process said of its failure."""
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline() or '{"error": "the process ended"}')
+        if "error" in answer:
+            raise RuntimeError(f"compare: {what}: {answer['error']}")
+        return answer["value"]
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+class Worker:
+    """What the process of a side does: answers of its methods by name."""
+
+    def __init__(self):
+        from bench import measure
+
+        self.measure, self.calls, self.once = measure, {}, {}
+
+    def layer(self, name: str, order: str) -> list[str]:
+        """Loads a layer; returns the names of its passes."""
+        import torch
+
+        from bench import cases, inputs
+        from moeblaze_cupy.interop.torch import moe
+
+        self.free()
+        case = cases.LAYERS[name]
+        made = inputs.layer_inputs(case, order)
+        leaves = [made[n].detach().requires_grad_() for n in ("x", "weights", "w1", "w2")]
+
+        def forward():
+            x, weights, w1, w2 = leaves
+            return moe(x, made["ids"], weights, w1, w2, activation=case.activation)
+
+        self.calls = {
+            "forward": forward,
+            "forward_backward": lambda: torch.autograd.grad(forward(), leaves, made["grad_out"]),
+        }
+        return list(self.calls)
+
+    def kernels(self, name: str, order: str) -> list[str]:
+        """Loads the single kernels of a layer; returns their names."""
+        from bench import cases, inputs, kernels
+
+        self.free()
+        case = cases.LAYERS[name]
+        self.calls = dict(kernels.Kernels(case, inputs.layer_inputs(case, order)).calls)
+        return list(self.calls)
+
+    def host(self) -> list[str]:
+        """Loads the small calls of bench.host_time; returns their names."""
+        from bench import host_time
+
+        self.free()
+        self.calls = host_time.functions("cuda")
+        for call in self.calls.values():
+            for _ in range(20):
+                call()
+        return list(self.calls)
+
+    def window(self, name: str) -> float:
+        """Device seconds of a call among calls back to back."""
+        call, before = self.calls[name], self.once.get(name)
+        if before is None:
+            _, before = self.measure.keep_busy(call, 0.05)
+        self.once[name] = self.measure.back_to_back_seconds(call, before, WINDOW_SECONDS)
+        return self.once[name]
+
+    def host_window(self, name: str) -> float:
+        """Host seconds of a call that does not wait for the GPU."""
+        import time
+
+        import torch
+
+        torch.cuda.synchronize()
+        call, start = self.calls[name], time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        seconds = (time.perf_counter() - start) / HOST_CALLS
+        torch.cuda.synchronize()
+        return seconds
+
+    def environment(self) -> dict:
+        return {"machine_info": self.measure.environment(), "commit": self.measure.commit()}
+
+    def free(self) -> None:
+        self.calls, self.once = {}, {}
+        self.measure.release()
+
+
+def serve(folder: str) -> None:
+    """Answers on standard output; whatever else is printed goes to standard error."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    sys.path[0] = folder
+    worker = Worker()
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            answer = {"value": getattr(worker, name)(*arguments)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def in_turn(sides: dict[str, Side], window: str, name: str, rounds: int) -> dict[str, float]:
+    """Median seconds of a call on each side."""
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side in random.sample(list(sides), len(sides)):
+            found[side].append(sides[side].ask(window, name))
+    return {side: statistics.median(seconds[1:]) for side, seconds in found.items()}
+
+
+def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int) -> list[dict]:
+    """A row for each call that both sides have."""
+    names = [side.ask(*load) for side in sides.values()]
+    rows = []
+    for name in names[0]:
+        if name in names[1]:
+            seconds = in_turn(sides, window, name, rounds)
+            row = {"what": load[0], "case": load[1] if len(load) > 1 else "", "name": name, **seconds}
+            rows.append({**row, "ratio": seconds["after"] / seconds["before"]})
+            print(
+                f"{row['what']:8} {row['case']:12} {name:30} {_microseconds(seconds)} {rows[-1]['ratio']:.3f}",
+                flush=True,
+            )
+    return rows
+
+
+def _microseconds(seconds: dict[str, float]) -> str:
+    return " ".join(f"{value * 1e6:10.1f}" for value in seconds.values())
+
+
+def main(*argv: str) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__.splitlines()[0])
+    parser.add_argument("before", help="the folder of another checkout")
+    parser.add_argument("--case", default="", help="layers to compare, cases or groups of bench/cases.py")
+    parser.add_argument("--kernels", default="", help="cases whose single kernels are compared")
+    parser.add_argument("--host", action="store_true", help="host time of small calls too")
+    parser.add_argument("--order", choices=("transposed", "row"), default="transposed")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
+    args = parser.parse_args(argv or None)
+    from bench import cases
+
+    loads: list[tuple[tuple, str, int]] = [(("host",), "host_window", 3 * args.rounds)] if args.host else []
+    for what, names in (("layer", args.case), ("kernels", args.kernels)):
+        chosen = cases.select(names, "") if names else []
+        loads += [((what, name, args.order), "window", args.rounds) for name in chosen]
+    sides = {"before": Side(Path(args.before).resolve()), "after": Side(ROOT)}
+    record: dict = {"rows": [], "sides": {name: side.ask("environment") for name, side in sides.items()}}
+    for load, window, rounds in loads:
+        record["rows"] += compared(sides, load, window, rounds)
+        if args.out:  # what there is, should a later one fail
+            Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    for side in sides.values():
+        side.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        serve(sys.argv[2])
+    else:
+        main()

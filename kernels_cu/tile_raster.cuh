@@ -1,0 +1,15 @@
+// The order in which the tiles of a matrix are given to blocks (CTAs).
+#pragma once
+
+struct Tile {
+    int m, n;  // row tile and column tile
+};
+
+// The tile of a block. Groups of 16 row tiles by all column tiles follow each other, and within a group row tiles come
+// first. So the tiles that run at one time form nearly a square, and a square reads the fewest bytes of both operands.
+__device__ __forceinline__ Tile raster(unsigned block, unsigned m_tiles, unsigned n_tiles) {
+    constexpr unsigned GROUP = 16;
+    const unsigned first = block / (GROUP * n_tiles) * GROUP, within = block % (GROUP * n_tiles);
+    const unsigned height = min(GROUP, m_tiles - first);
+    return {static_cast<int>(first + within % height), static_cast<int>(within / height)};
+}
