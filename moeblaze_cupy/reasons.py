@@ -32,7 +32,7 @@ def tier(config: GemmConfig, dtype: str, aligned: bool, num_slots: int, limits: 
         return (
             f"Hopper's kernels: compute capability {capability}, {dtype}, 16-byte-aligned addresses and strides, "
             "sizes that are multiples of 8",
-            f"{config.stages} stages of {HOPPER_STAGE_BYTES // 1024} KiB; a persistent grid with one CTA per "
+            f"{config.stages} stages of {HOPPER_STAGE_BYTES // 1024} KiB; a persistent grid with at most one CTA per "
             "multiprocessor",
         )
     if limits.tier != "sm90" and limits.compute_capability == 90:
@@ -116,7 +116,7 @@ def panels(widths: tuple[int, ...], d: int, num_slots: int, tier: str, in_place:
     elif num_slots * d <= ONE_PANEL_ELEMENTS:
         text = f"{number}: L*k*d = {num_slots * d} elements, at most {ONE_PANEL_ELEMENTS}, stay in the L2 cache"
     else:
-        text = f"{number} of {widths[0]} columns: half of d = {d} in whole 256s, or {MAX_PANEL_COLUMNS}"
+        text = f"{number} of {widths[0]} columns: half of d = {d} in whole 256s, but no wider than {MAX_PANEL_COLUMNS}"
     return f"{text}; it lies in the rows of the left operand, which nothing reads again" if in_place else text
 
 

@@ -4,6 +4,7 @@ import operator
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -272,7 +273,7 @@ def test_sentences_change_where_decisions_do(entry, layer, sentence, change, oth
         ("a100", "2 stages of 32 KiB, with which two CTAs fit in the 164 KiB of a multiprocessor"),
         ("l40s", "3 stages of 32 KiB, with which one CTA fits in the 100 KiB of a multiprocessor"),
         ("b200", "3 stages of 32 KiB, with which two CTAs fit in the 228 KiB of a multiprocessor"),
-        ("h100", "3 stages of 48 KiB; a persistent grid with one CTA per multiprocessor"),
+        ("h100", "3 stages of 48 KiB; a persistent grid with at most one CTA per multiprocessor"),
     ],
 )
 def test_sentences_of_gpus(gpu, told):
@@ -427,6 +428,16 @@ def test_presets_are_those_that_the_parser_offers():
     for limits in explain.GPUS.values():
         assert limits.tier == launch_config.tier(limits.compute_capability)
         assert limits.shared_bytes_per_block + launch_config.RESERVED_BYTES == limits.shared_bytes_per_multiprocessor
+
+
+def test_the_guide_quotes_what_is_printed(capsys):
+    text = (Path(__file__).parent.parent / "docs" / "guide.md").read_text()
+    section = text.partition("## See what a layer launches\n")[2].partition("\n## ")[0]
+    command, quoted = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    assert main(" ".join(command.split()[3:]).replace("\\ ", "").split()) == 0
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    parts = [re.sub(r"\s+", " ", part).strip() for part in quoted.split("...\n")]
+    assert len(parts) > 1 and all(part in printed for part in parts)
 
 
 def test_many_panels_are_told_in_few_lines(capsys):
