@@ -47,9 +47,18 @@ def configure(
     call = entry, index, a, weight
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits)[0].tier
     if launch_config.rows_go_to_tokens(index.k, tier):
-        options = {"result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
         why = (reasons.panels((), d, index.num_slots, tier, False),)
-        product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
+        product = grouped_gemm.configure(
+            *call,
+            d,
+            K,
+            activation,
+            limits,
+            result_ld=d,
+            to_tokens=True,
+            weights_dtype=weights_dtype,
+            why_panels=why,
+        )
         return Panels((product,), (), None, a.dtype)
     panels = launch_config.panels(d, index.num_slots, tier)
     in_place = launch_config.panel_takes_left_operands_rows(d, a.ld if overwrites else 0, tier)
@@ -57,8 +66,10 @@ def configure(
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
-        options = {"first_column": first_column, "result_ld": ld}
-        products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
+        options = width, K, activation, limits
+        products.append(
+            grouped_gemm.configure(*call, *options, first_column=first_column, result_ld=ld, why_panels=why)
+        )
         sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld))
     panel = None if in_place else (index.num_slots, panels[0][1])
     return Panels(tuple(products), tuple(sums), panel, a.dtype)
