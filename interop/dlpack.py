@@ -24,7 +24,7 @@ def _is_jax_tracer(array: Any) -> bool:
     return _is_jax(array) and isinstance(array, sys.modules["jax"].core.Tracer)
 
 
-def import_array(array: Any):
+def import_array(array: Any) -> Any:
     """A CuPy array (CUDA) or NumPy array (CPU) over the same memory.
 
     The producer orders its work before CuPy's current stream of that device, as DLPack asks. Raises

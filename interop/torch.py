@@ -9,6 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from itertools import compress
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,36 +25,47 @@ from moeblaze_cupy.structures import (
     pair,
 )
 
+Grads = tuple[torch.Tensor | None, ...]
+Backward = Callable[..., Grads]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _outside_of_graphs(function: Function) -> Function:
+    """`torch.compiler.disable`, which has no types, with the function's own."""
+    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch gives it none
+    return disabled
+
 
 class _NoSecondDerivative(torch.autograd.Function):
     """First derivatives as they are. Their graph ends here, in an error."""
 
     @staticmethod
-    def forward(ctx, function, *grads):
+    def forward(ctx: Any, function: str, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.function = function
         return grads
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: Any, *_: Any) -> None:
         raise RuntimeError(f"{ctx.function}: no second derivatives")
 
 
-def _first_derivatives_only(function: str) -> Callable:
+def _first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
     """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
 
     torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
     """
 
-    def decorate(backward: Callable) -> Callable:
-        @torch.compiler.disable  # compiled autograd would trace into it
+    def decorate(backward: Backward) -> Backward:
+        @_outside_of_graphs  # compiled autograd would trace into it
         @functools.wraps(backward)
-        def wrapped(ctx, *grad_outputs):
+        def wrapped(ctx: Any, *grad_outputs: torch.Tensor | None) -> Grads:
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
             present = [grad for grad in grads if grad is not None]
             if not (present and torch.is_grad_enabled()):
                 return grads
-            raising = iter(_NoSecondDerivative.apply(function, *(grad.requires_grad_() for grad in present)))
+            tracked = (grad.requires_grad_() for grad in present)
+            raising = iter(_NoSecondDerivative.apply(function, *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
             return tuple(None if grad is None else next(raising) for grad in grads)
 
         return wrapped
@@ -64,7 +76,7 @@ def _first_derivatives_only(function: str) -> Callable:
 class _MainGrad:
     """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
 
-    def __init__(self, name: str, weight: torch.Tensor):
+    def __init__(self, name: str, weight: torch.Tensor) -> None:
         self.name, self.parameter = name, weight if weight.is_leaf else weight._base
         first = weight.storage_offset() - (0 if self.parameter is None else self.parameter.storage_offset())
         self.view = weight.shape, weight.stride(), first
@@ -104,8 +116,21 @@ class _MoE(torch.autograd.Function):
     """w1 arrives as gate and up; up is None where w1 is one tensor. main_grads: by name, of gate, up and w2."""
 
     @staticmethod
-    def forward(ctx, x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor | None,
+        w2: torch.Tensor,
+        activation: str,
+        save: str,
+        keep_saved: bool,
+        main_grads: dict[str, _MainGrad],
+    ) -> torch.Tensor:
         w1 = gate if up is None else (gate, up)
+        out: torch.Tensor
         out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
         lists, index = saved.index.split()
         ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
@@ -116,7 +141,7 @@ class _MoE(torch.autograd.Function):
 
     @staticmethod
     @_first_derivatives_only("moe")
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: torch.Tensor | None) -> Grads:
         if grad_out is None:
             return (None,) * 10
         x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
@@ -161,7 +186,7 @@ class _MoE(torch.autograd.Function):
         )
 
 
-@torch.compiler.disable
+@_outside_of_graphs
 def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -207,7 +232,8 @@ def moe(
         raise TypeError(f"moe: w1: expected {expected}, got {gate.dtype}; pass x.to(w1.dtype), or all in one dtype")
     differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
     if not (torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))):
-        return mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
+        out: torch.Tensor = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
+        return out
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
     main_grads = {}
@@ -218,12 +244,17 @@ def moe(
         main_grads = {
             n: _MainGrad(*weight) for n, weight in by_name.items() if getattr(weight[1], "requires_grad", False)
         }
-    return _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)
+    out = _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return out
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, k, kind, renormalize):
+    def forward(
+        ctx: Any, logits: torch.Tensor, k: int, kind: str, renormalize: bool | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights: torch.Tensor
+        ids: torch.Tensor
         weights, ids = mb.route(logits, k, kind=kind, renormalize=renormalize)
         ctx.save_for_backward(logits, weights, ids)
         ctx.options = {"kind": kind, "renormalize": renormalize}
@@ -232,12 +263,12 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @_first_derivatives_only("route")
-    def backward(ctx, grad_weights, _):
+    def backward(ctx: Any, grad_weights: torch.Tensor, _: None) -> Grads:
         logits, weights, ids = ctx.saved_tensors
         return mb.route_backward(grad_weights.contiguous(), logits, weights, ids, **ctx.options), None, None, None
 
 
-@torch.compiler.disable
+@_outside_of_graphs
 def route(
     logits: torch.Tensor, k: int, kind: str = "softmax_topk", renormalize: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,7 +282,9 @@ def route(
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"route: logits: expected a torch tensor, got {type(logits)}")
     checks.untransformed("route", {"logits": logits})
-    return _Route.apply(logits, k, kind, renormalize)
+    routed: tuple[torch.Tensor, torch.Tensor]
+    routed = _Route.apply(logits, k, kind, renormalize)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return routed
 
 
 def _size(argument: str, value: int, most: int | None = None) -> int:
@@ -287,7 +320,7 @@ class MoE(torch.nn.Module):
         accumulate_into_main_grad: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-    ):
+    ) -> None:
         super().__init__()
         d_model, d_hidden = _size("d_model", d_model), _size("d_hidden", d_hidden)
         num_experts = _size("num_experts", num_experts, launch_config.MAX_ROUTER_EXPERTS)

@@ -5,7 +5,8 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from moeblaze_cupy import __version__
 from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
@@ -51,11 +52,17 @@ def orders(text: str) -> str:
 class _Choices(argparse.Action):
     """A repeatable option; "all" stands for every choice. The first use replaces the default."""
 
-    def __init__(self, option_strings, dest, *, every, **rest):
+    def __init__(self, option_strings: Sequence[str], dest: str, *, every: Sequence[str], **rest: Any) -> None:
         super().__init__(option_strings, dest, choices=(*every, "all"), **rest)
         self.every = every
 
-    def __call__(self, parser, namespace, value, option_string=None):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        value: Any,
+        option_string: str | None = None,
+    ) -> None:
         given = getattr(namespace, self.dest)
         earlier = () if given is self.default else given
         setattr(namespace, self.dest, tuple(dict.fromkeys((*earlier, *(self.every if value == "all" else (value,))))))
@@ -196,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
             args = build_parser().parse_args(argv)
             prefix += f" {args.command}"
             # Only the subcommand's module is imported: `info` must work where what the others need does not.
-            return importlib.import_module(f"moeblaze_cupy.cli.{args.command}").run(args)
+            return int(importlib.import_module(f"moeblaze_cupy.cli.{args.command}").run(args))
         finally:
             sys.stdout.flush()
     except CommandError as error:

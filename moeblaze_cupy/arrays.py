@@ -6,9 +6,9 @@ imports CuPy or torch: an array can only exist if its framework is loaded.
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +37,7 @@ class Buffer:
 
     __slots__ = ("array", "ptr")
 
-    def __init__(self, array: Any, ptr: int):
+    def __init__(self, array: Any, ptr: int) -> None:
         self.array, self.ptr = array, ptr
 
 
@@ -78,7 +78,7 @@ class Array:
         return True
 
 
-def describe_strided(array: Any, pointer: int, device: int) -> Array:
+def _describe_strided(array: Any, pointer: int, device: int) -> Array:
     """A NumPy or CuPy array, whose strides are in bytes."""
     itemsize = array.dtype.itemsize
     return Array(
@@ -86,41 +86,55 @@ def describe_strided(array: Any, pointer: int, device: int) -> Array:
     )
 
 
+class Framework(Protocol):
+    """Whose arrays these are. The classes below serve as they are, without instances."""
+
+    @property
+    def name(self) -> str: ...
+
+    def describe(self, array: Any, /) -> Array:
+        """Raises TypeError or RuntimeError for an array whose memory kernels and NumPy cannot read."""
+
+
+class DeviceFramework(Framework, Protocol):
+    """One with arrays on CUDA devices, memory for them, and a stream."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int, /) -> Buffer:
+        """New memory on the device, row-major, without contents."""
+
+    def layouts(self, given: Sequence[Any], /) -> tuple[tuple[Any, ...], list[int]]:
+        """A key of all that `describe` tells of these arrays, but of their addresses the remainders; the addresses."""
+
+    def stream(self, device: int, /) -> int:
+        """The current stream of the device, which must be current."""
+
+
 class NumPy:
     """Host arrays: NumPy's own."""
 
-    name = "numpy"
+    name: ClassVar[str] = "numpy"
 
     @staticmethod
-    def describe(array) -> Array:
+    def describe(array: Any) -> Array:
         if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"moeblaze_cupy: mask: expected an array without one, got {type(array)}")
-        return describe_strided(array, array.ctypes.data, CPU)
-
-    @staticmethod
-    def to_numpy(array):
-        return array
-
-    @staticmethod
-    def from_numpy(array):
-        return array
+        return _describe_strided(array, array.ctypes.data, CPU)
 
 
 class CuPy:
-    name = "cupy"
+    name: ClassVar[str] = "cupy"
 
     @staticmethod
-    def describe(array) -> Array:
-        return describe_strided(array, array.data.ptr, array.device.id)
+    def describe(array: Any) -> Array:
+        return _describe_strided(array, array.data.ptr, array.device.id)
 
     @staticmethod
-    def empty(shape, dtype: str, device: int) -> Buffer:
+    def empty(shape: tuple[int, ...], dtype: str, device: int) -> Buffer:
         array = sys.modules["cupy"].empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         return Buffer(array, array.data.ptr)
 
     @staticmethod
-    def layouts(given: Sequence) -> tuple[tuple, list[int]]:
-        """A key of all that `describe` tells of these arrays, but of their addresses the remainders; the addresses."""
+    def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
         pointers = [a.data.ptr for a in given]
         layouts = [
             (a.shape, a.strides, a.dtype, a.device.id, pointer % ALIGNMENT)
@@ -130,16 +144,17 @@ class CuPy:
 
     @staticmethod
     def stream(device: int) -> int:
-        return sys.modules["cupy"].cuda.get_current_stream().ptr
+        pointer: int = sys.modules["cupy"].cuda.get_current_stream().ptr
+        return pointer
 
 
 class Torch:
     """CUDA tensors by pointer, memory from torch's allocator, torch's current stream; CPU tensors through NumPy."""
 
-    name = "torch"
+    name: ClassVar[str] = "torch"
 
     @staticmethod
-    def describe(array) -> Array:
+    def describe(array: Any) -> Array:
         if array.is_cuda:
             device = array.get_device()
         elif array.is_cpu:
@@ -158,7 +173,7 @@ class Torch:
         return Array(array, pointer, shape, strides, _torch_name(array.dtype), device)
 
     @staticmethod
-    def transformed(given: Iterable) -> str | None:
+    def transformed(given: Iterable[Any]) -> str | None:
         """What transforms this call and would take its results for constants, or None."""
         torch = sys.modules["torch"]
         if torch._C._is_tracing():
@@ -176,14 +191,13 @@ class Torch:
         return None
 
     @staticmethod
-    def empty(shape, dtype: str, device: int) -> Buffer:
+    def empty(shape: tuple[int, ...], dtype: str, device: int) -> Buffer:
         dtype_, device_ = _torch_place(dtype, device)
         array = sys.modules["torch"].empty(shape, dtype=dtype_, device=device_)
         return Buffer(array, array.data_ptr())
 
     @staticmethod
-    def layouts(given: Sequence) -> tuple[tuple, list[int]]:
-        """As CuPy's."""
+    def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
         pointers = [a.data_ptr() for a in given]
         layouts = [
             (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT)
@@ -193,10 +207,11 @@ class Torch:
 
     @staticmethod
     def stream(device: int) -> int:
-        return sys.modules["torch"]._C._cuda_getCurrentRawStream(device)  # without a Stream object around it
+        pointer: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)  # without a Stream object around it
+        return pointer
 
     @staticmethod
-    def to_numpy(array):
+    def to_numpy(array: Any) -> "np.ndarray[Any, Any]":
         torch = sys.modules["torch"]
         array = array.detach()
         if array.dtype == torch.bfloat16:
@@ -205,7 +220,7 @@ class Torch:
         return host if host.flags.writeable else array.numpy()  # DLPack of older versions cannot say "writeable"
 
     @staticmethod
-    def from_numpy(array):
+    def from_numpy(array: "np.ndarray[Any, Any]") -> Any:
         torch = sys.modules["torch"]
         if array.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -213,27 +228,28 @@ class Torch:
 
 
 @functools.cache
-def _torch_name(dtype) -> str:
+def _torch_name(dtype: Any) -> str:
     return str(dtype)[6:]
 
 
 @functools.cache
-def _torch_place(dtype: str, device: int):
+def _torch_place(dtype: str, device: int) -> tuple[Any, Any]:
     """Objects that torch would take several microseconds to parse from text, once per buffer of a call."""
     torch = sys.modules["torch"]
     return getattr(torch, dtype), torch.device("cuda", device)
 
 
-_FRAMEWORKS = {"numpy": NumPy, "cupy": CuPy, "torch": Torch}
+_DEVICE_FRAMEWORKS: dict[str, DeviceFramework] = {"cupy": CuPy, "torch": Torch}
+_FRAMEWORKS: Mapping[str, Framework] = {"numpy": NumPy, **_DEVICE_FRAMEWORKS}
 
 
-def framework_of(array: Any):
+def framework_of(array: Any) -> Framework | None:
     """NumPy, CuPy or Torch by the array's type (or a base of it); None for anything else."""
-    return _framework_of_type(type(array))
+    return _framework_of_type(type(array))  # type: ignore[arg-type]  # mypy takes classes for unhashable
 
 
 @functools.cache
-def _framework_of_type(kind: type):
+def _framework_of_type(kind: type) -> Framework | None:
     for base in kind.__mro__:
         found = _FRAMEWORKS.get(base.__module__.partition(".")[0])
         if found is not None and base.__name__ in ("ndarray", "Tensor", "Parameter"):
@@ -242,10 +258,11 @@ def _framework_of_type(kind: type):
 
 
 @functools.cache
-def framework_of_all(kinds: tuple[type, ...]):
-    """The one framework of arrays of these types; None where there is no such."""
+def device_framework_of(kinds: tuple[type, ...]) -> DeviceFramework | None:
+    """CuPy or Torch, if arrays of all these types are of this one; else None."""
     found = {_framework_of_type(kind) for kind in kinds}
-    return found.pop() if len(found) == 1 else None
+    framework = found.pop() if len(found) == 1 else None
+    return None if framework is None else _DEVICE_FRAMEWORKS.get(framework.name)
 
 
 Export = Callable[[Any], Any]  # working array -> the caller's kind of array

@@ -14,26 +14,26 @@ import numpy as np
 
 from moeblaze_cupy import arrays, launch_config
 from moeblaze_cupy.arrays import CPU, Array
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, is_gated
+from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, SavedForBackward, is_gated
 
 GPU_DTYPES = ("bfloat16", "float16", "float32")
 CPU_DTYPES = (*GPU_DTYPES, "float64")
 ID_DTYPES = ("int32", "int64")
 
 
-def _message(function: str, argument: str, expected: str, got) -> str:
+def _message(function: str, argument: str, expected: str, got: object) -> str:
     return f"{function}: {argument}: expected {expected}, got {got}"
 
 
-def bad_value(function: str, argument: str, expected: str, got) -> ValueError:
+def bad_value(function: str, argument: str, expected: str, got: object) -> ValueError:
     return ValueError(_message(function, argument, expected, got))
 
 
-def bad_type(function: str, argument: str, expected: str, got) -> TypeError:
+def bad_type(function: str, argument: str, expected: str, got: object) -> TypeError:
     return TypeError(_message(function, argument, expected, got))
 
 
-def one_of(function: str, argument: str, value, allowed: tuple) -> None:
+def one_of(function: str, argument: str, value: Any, allowed: Sequence[str | None]) -> None:
     is_name = value is None or isinstance(value, str)  # `in` would compare an array element by element
     if not is_name or value not in allowed:
         raise bad_value(function, argument, f"one of {', '.join(map(repr, allowed))}", repr(value))
@@ -90,7 +90,9 @@ def unreadable(function: str, argument: str, error: Exception) -> Exception:
     return kind(f"{function}: {argument}: {text}")
 
 
-def shape(function: str, argument: str, array: Array, letters: str, expected: tuple, hint: str = "") -> None:
+def shape(
+    function: str, argument: str, array: Array, letters: str, expected: tuple[int | None, ...], hint: str = ""
+) -> None:
     """`expected` has None where any size will do."""
     sizes_match = len(array.shape) == len(expected) and all(
         e is None or e == n for e, n in zip(expected, array.shape, strict=True)
@@ -100,7 +102,7 @@ def shape(function: str, argument: str, array: Array, letters: str, expected: tu
         raise bad_value(function, argument, f"shape ({letters}) = ({wanted})", f"{array.shape}{hint}")
 
 
-def dtype(function: str, argument: str, array: Array, allowed: tuple) -> None:
+def dtype(function: str, argument: str, array: Array, allowed: tuple[str, ...]) -> None:
     if array.dtype not in allowed:
         raise bad_type(function, argument, f"dtype {' or '.join(allowed)}", array.dtype)
 
@@ -110,16 +112,15 @@ def contiguous(function: str, argument: str, array: Array) -> None:
         raise bad_value(function, argument, "a C-contiguous array", f"strides {array.strides} for shape {array.shape}")
 
 
-def floats(array: Array) -> tuple:
+def floats(array: Array) -> tuple[str, ...]:
     return CPU_DTYPES if array.device == CPU else GPU_DTYPES
 
 
-def same_device(function: str, **arrays: Array | None) -> None:
-    present = {name: array for name, array in arrays.items() if array is not None}
-    first = next(iter(present))
-    for name, array in present.items():
-        if array.device != present[first].device:
-            raise bad_type(function, name, f"{first}'s device {device_name(present[first])}", device_name(array))
+def same_device(function: str, **given: Array) -> None:
+    first = next(iter(given))
+    for name, array in given.items():
+        if array.device != given[first].device:
+            raise bad_type(function, name, f"{first}'s device {device_name(given[first])}", device_name(array))
 
 
 def device_name(array: Array) -> str:
@@ -163,7 +164,6 @@ def router_backward(
 ) -> None:
     shape(function, "weights", weights, "L, k", (logits.shape[0], None) if logits.shape else (None, None))
     router(function, logits, weights.shape[1], kind)
-    same_device(function, logits=logits, grad_weights=grad_weights, weights=weights, ids=chosen)
     expected = weights.shape
     wide = "float64" if logits.dtype == "float64" else "float32"
     for name, array, dtypes in (
@@ -204,22 +204,24 @@ def in_storage_order(array: Array, rows: int | None, columns: int) -> str:
     return "; pass its transposed view, .swapaxes(1, 2)?" if fits else ""
 
 
-def strides_that_matter(array: Array) -> tuple:
+def strides_that_matter(array: Array) -> tuple[int, ...]:
     return tuple(stride for n, stride in zip(array.shape, array.strides, strict=True) if n != 1)
 
 
-def layer(function, x, chosen, weights, w1: tuple, w2, activation: str, save) -> None:
+def layer(
+    function: str,
+    x: Array,
+    chosen: Array,
+    weights: Array,
+    w1: tuple[Array, ...],
+    w2: Array,
+    activation: str,
+    save: str | None,
+) -> None:
     """`w1` as a tuple: one array, or a pair (gate, up)."""
     one_of(function, "activation", activation, ACTIVATIONS)
     one_of(function, "save", save, SAVE_POLICIES)
-    _layer(function, activation, *(array.layout for array in (x, chosen, weights, w2, *w1)))
-
-
-@functools.lru_cache(maxsize=1024)  # of what passed: an error is raised anew
-def _layer(function: str, activation: str, *layouts: tuple) -> None:
-    x, chosen, weights, w2, *w1 = (Array(None, 0, *layout[:4]) for layout in layouts)
     names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")
-    same_device(function, x=x, ids=chosen, weights=weights, **dict(zip(names, w1, strict=True)), w2=w2)
     shape(function, "x", x, "L, d", (None, None))
     dtype(function, "x", x, floats(x))
     contiguous(function, "x", x)
@@ -249,7 +251,7 @@ def _layer(function: str, activation: str, *layouts: tuple) -> None:
     contiguous(function, "weights", weights)
 
 
-def accumulated_names(function: str, accumulate, needs: tuple) -> None:
+def accumulated_names(function: str, accumulate: Any, needs: tuple[str, ...]) -> None:
     if not isinstance(accumulate, Mapping):
         raise bad_type(function, "accumulate", "a mapping from 'w1' and 'w2' to arrays", type(accumulate))
     for name in accumulate:
@@ -258,24 +260,22 @@ def accumulated_names(function: str, accumulate, needs: tuple) -> None:
             raise bad_value(function, "accumulate", f"names that are in needs, {needs}", repr(name))
 
 
-def accumulated(function: str, names: tuple, buffers: tuple, weight_shapes: tuple, x_dtype: str) -> None:
+def accumulated(
+    function: str, buffers: Mapping[str, Array], weight_shapes: Sequence[tuple[int, ...]], x_dtype: str
+) -> None:
     """`buffers`, by their argument names: one weight's accumulated gradient, or those of its (gate, up) pair."""
-    _accumulated(function, names, weight_shapes, x_dtype, *(array.layout for array in buffers))
-
-
-@functools.lru_cache(maxsize=1024)
-def _accumulated(function: str, names: tuple, weight_shapes: tuple, x_dtype: str, *layouts: tuple) -> None:
-    arrays = [Array(None, 0, *layout[:4]) for layout in layouts]
-    for name, array, weight_shape in zip(names, arrays, weight_shapes, strict=True):
+    for (name, array), weight_shape in zip(buffers.items(), weight_shapes, strict=True):
         if array.shape != weight_shape:
             raise bad_value(function, name, f"the weight's shape {weight_shape}", array.shape)
         dtype(function, name, array, tuple(dict.fromkeys(("float32", x_dtype))))
         weight_order(function, name, array)
         without_overlap(function, name, array)
-    if strides_that_matter(arrays[0]) != strides_that_matter(arrays[-1]):
-        got = f"{arrays[0].strides} and {arrays[1].strides}"
+    names = tuple(buffers)
+    gate, up = buffers[names[0]], buffers[names[-1]]
+    if strides_that_matter(gate) != strides_that_matter(up):
+        got = f"{gate.strides} and {up.strides}"
         raise bad_value(function, names[0].removesuffix("[0]"), "gate and up with equal strides", got)
-    dtype(function, names[-1], arrays[-1], (arrays[0].dtype,))
+    dtype(function, names[-1], up, (gate.dtype,))
 
 
 def without_overlap(function: str, argument: str, array: Array) -> None:
@@ -289,7 +289,7 @@ def without_overlap(function: str, argument: str, array: Array) -> None:
         end += (n - 1) * stride
 
 
-def _extent(shape: tuple, strides: tuple, itemsize: int) -> tuple[int, int]:
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     """Bytes from an array's address to its first and to the end of its last; strides in bytes."""
     if 0 in shape:
         return 0, 0
@@ -298,7 +298,7 @@ def _extent(shape: tuple, strides: tuple, itemsize: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _extents(strides_in_bytes: bool, layouts: tuple) -> list[tuple[int, int]]:
+def _extents(strides_in_bytes: bool, layouts: tuple[Any, ...]) -> list[tuple[int, int]]:
     units = ((1 if strides_in_bytes else dtype.itemsize) for _, _, dtype, *_ in layouts)
     return [
         _extent(shape, tuple(unit * stride for stride in strides), dtype.itemsize)
@@ -306,7 +306,7 @@ def _extents(strides_in_bytes: bool, layouts: tuple) -> list[tuple[int, int]]:
     ]
 
 
-def ranges_meet(strides_in_bytes: bool, layouts: tuple, pointers: Sequence[int], written: int) -> bool:
+def ranges_meet(strides_in_bytes: bool, layouts: tuple[Any, ...], pointers: Sequence[int], written: int) -> bool:
     """Whether the address range of one of the last `written` arrays meets that of any other.
 
     layouts as `arrays.CuPy.layouts` gives them. Ranges of views of one buffer may meet where the views share no
@@ -324,7 +324,7 @@ def ranges_meet(strides_in_bytes: bool, layouts: tuple, pointers: Sequence[int],
 class _Memory:
     """An array's place, for NumPy to reason about: it reads nothing there."""
 
-    def __init__(self, array: Array):
+    def __init__(self, array: Array) -> None:
         strides = tuple(stride * array.itemsize for stride in array.strides)
         data = {"data": (array.ptr, True), "shape": array.shape, "strides": strides}
         self.__array_interface__ = {"version": 3, "typestr": f"|V{array.itemsize}", **data}
@@ -356,7 +356,7 @@ def apart(function: str, read: Mapping[str, Array], written: Mapping[str, Array]
         others[name] = array
 
 
-def gradient_names(function: str, needs) -> tuple:
+def gradient_names(function: str, needs: Any) -> tuple[str, ...]:
     if not isinstance(needs, (tuple, list, set, frozenset)):
         raise bad_type(function, "needs", f"a tuple of names from {', '.join(map(repr, GRADIENTS))}", repr(needs))
     for name in needs:
@@ -364,21 +364,14 @@ def gradient_names(function: str, needs) -> tuple:
     return tuple(needs)
 
 
-@functools.lru_cache(maxsize=1024)
-def _layer_backward(function: str, *layouts: tuple) -> None:
-    grad_out, x = (Array(None, 0, *layout[:4]) for layout in layouts)
-    same_device(function, x=x, grad_out=grad_out)
+def layer_backward(function: str, grad_out: Array, x: Array, saved: SavedForBackward) -> None:
     shape(function, "grad_out", grad_out, "L, d", x.shape)
     dtype(function, "grad_out", grad_out, (x.dtype,))
     contiguous(function, "grad_out", grad_out)
-
-
-def layer_backward(function: str, grad_out: Array, x: Array, saved) -> None:
-    _layer_backward(function, grad_out.layout, x.layout)
     not_consumed(function, saved)
 
 
-def not_consumed(function: str, saved) -> None:
+def not_consumed(function: str, saved: SavedForBackward) -> None:
     if saved.consumed:
         raise RuntimeError(
             f"{function}: saved: expected activations that are still there, got ones that an earlier backward "

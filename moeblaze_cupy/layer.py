@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast, overload
 
 import numpy as np
 
 from moeblaze_cupy import arrays, checks, launch_config, loader, reference, runtime
+from moeblaze_cupy.arrays import DeviceFramework, Export, Framework
 from moeblaze_cupy.interop import dlpack
 from moeblaze_cupy.ops import dispatch, experts, router
-from moeblaze_cupy.runtime import Prepared, Runtime, current_device
+from moeblaze_cupy.reference import HostArray
+from moeblaze_cupy.runtime import Key, Prepared, Runtime, current_device
 from moeblaze_cupy.structures import (
     GRADIENTS,
     DispatchIndices,
@@ -28,9 +30,10 @@ def _keep(array: Any) -> Any:
 class _Call:
     """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back."""
 
-    def __init__(self, function: str, **given: Any):
-        self.export, self.described = _keep, {}
-        frameworks = {}
+    def __init__(self, function: str, **given: Any) -> None:
+        self.export: Export = _keep
+        self.described: dict[str, arrays.Array] = {}
+        frameworks: dict[str, Framework] = {}
         for name, array in given.items():
             framework = arrays.framework_of(array)
             if framework is None and not dlpack.is_dlpack(array):
@@ -43,6 +46,7 @@ class _Call:
                     if self.export is _keep:
                         self.export = dlpack.exporter(array)
                     array, framework = imported, arrays.framework_of(imported)
+                    assert framework is not None  # NumPy or CuPy
                 self.described[name] = framework.describe(array)
             except (TypeError, BufferError, RuntimeError) as error:
                 raise checks.unreadable(function, name, error) from error
@@ -53,18 +57,19 @@ class _Call:
             if framework is not self.framework:
                 raise checks.bad_type(function, name, f"a {self.framework.name} array like {first}", framework.name)
         self.device = self.described[first].device
-        if len({array.device for array in self.described.values()}) > 1:
-            checks.same_device(function, **self.described)
+        checks.same_device(function, **self.described)
         self.on_cpu = self.device == arrays.CPU
         if self.on_cpu and self.framework is arrays.Torch:
             self.export = arrays.Torch.from_numpy
 
-    def host(self, name: str):
+    def host(self, name: str) -> HostArray:
         """A working array as NumPy, on the CPU; subclasses such as np.matrix have their own idea of arithmetic."""
-        return np.asarray(self.framework.to_numpy(self.described[name].owner))
+        owner = self.described[name].owner
+        return np.asarray(arrays.Torch.to_numpy(owner) if self.framework is arrays.Torch else owner)
 
     def prepared(self, steps: Any) -> Prepared:
-        return Prepared(self.framework, self.device, steps)
+        # CUDA arrays are CuPy's or torch's.
+        return Prepared(cast(DeviceFramework, self.framework), self.device, steps)
 
     @property
     def limits(self) -> launch_config.DeviceLimits:
@@ -81,10 +86,10 @@ class _Call:
         return [array.owner for array in self.described.values()]
 
 
-def _map_saved(saved: SavedForBackward, convert) -> SavedForBackward:
+def _map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
     """The same, with every array passed through `convert`."""
 
-    def each(value):
+    def each(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return tuple(each(v) for v in value)
         return None if value is None else convert(value)
@@ -96,7 +101,7 @@ def _map_saved(saved: SavedForBackward, convert) -> SavedForBackward:
     )
 
 
-def _map_index(index: DispatchIndices, convert) -> DispatchIndices:
+def _map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
     lists, rest = index.split()
     return rest.joined([None if array is None else convert(array) for array in lists])
 
@@ -108,10 +113,12 @@ def _named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
     return {name: parts[0]} if len(parts) == 1 else {f"{name}[0]": parts[0], f"{name}[1]": parts[1]}
 
 
-def _buffers(function: str, accumulate: Any, needs: tuple, saved: SavedForBackward) -> dict[str, dict[str, Any]]:
+def _buffers(
+    function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward
+) -> dict[str, dict[str, Any]]:
     """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
     checks.accumulated_names(function, accumulate, needs)
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, given in accumulate.items():
         argument, wanted = f"accumulate[{name!r}]", len(pair(getattr(saved, name)))
         found[name] = _named_pair(function, argument, given)
@@ -127,7 +134,7 @@ def _buffers(function: str, accumulate: Any, needs: tuple, saved: SavedForBackwa
     return found
 
 
-def _check_apart(framework: Any, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]) -> None:
+def _check_apart(framework: Framework, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]) -> None:
     """What gradients are added to is no memory that backward reads; see `checks.apart`."""
     read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     read |= _named_pair("moe_backward", "saved.w1", saved.w1)
@@ -153,13 +160,14 @@ def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool | N
     renormalize = checks.renormalized("route", renormalize, k)
     checks.untracked("route", {"logits": logits})
     key, pointers = runtime.key_of("route", (k, kind, renormalize), (logits,))
-    found, export = runtime.find(key), _keep
+    export: Export = _keep
+    found = runtime.find(key)
     if found is None:
         call = _Call("route", logits=logits)
         checks.router("route", call.described["logits"], k, kind)
         if call.on_cpu:
-            weights, ids = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
-            return call.export(weights), call.export(ids)
+            on_host = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
+            return call.export(on_host[0]), call.export(on_host[1])
         (layout,), pointers, export = call.layout("logits"), call.pointers(), call.export
         step = router.configure("router_fwd", layout, k, kind, renormalize)
         found = runtime.keep(key, call.prepared((step, (layout.shape[0], k))))
@@ -186,7 +194,8 @@ def route_backward(
     given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids}
     checks.untracked("route_backward", given)
     key, pointers = runtime.key_of("route_backward", (kind, renormalize), tuple(given.values()))
-    found, export = runtime.find(key), _keep
+    export: Export = _keep
+    found = runtime.find(key)
     if found is None:
         call = _Call("route_backward", **given)
         d = call.described
@@ -217,7 +226,8 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
     checks.untracked("build_dispatch", {"ids": ids})
     key, pointers = runtime.key_of("build_dispatch", (num_experts,), (ids,))
-    found, export, kept = runtime.find(key), _keep, ids
+    export: Export = _keep
+    found, kept = runtime.find(key), ids
     if found is None:
         call = _Call("build_dispatch", ids=ids)
         checks.ids("build_dispatch", call.described["ids"], num_experts)
@@ -234,6 +244,18 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
 def _index(steps: dispatch.Dispatch, lists: arrays.Buffer, copy: arrays.Buffer | None, ids: Any) -> DispatchIndices:
     index = steps.index
     return DispatchIndices(lists.array, copy.array if copy else ids, index.places, index.num_experts, steps.copies_ids)
+
+
+@overload
+def moe_forward(
+    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: str = "minimal"
+) -> tuple[Any, SavedForBackward]: ...
+
+
+@overload
+def moe_forward(
+    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: None
+) -> tuple[Any, None]: ...
 
 
 def moe_forward(
@@ -260,7 +282,8 @@ def moe_forward(
     checks.untracked("moe_forward", named)
     given: Sequence[Any] = tuple(named.values())
     key, pointers = runtime.key_of("moe_forward", (activation, save), given)
-    found, export = runtime.find(key), _keep  # a record says that such arguments have passed all checks
+    export: Export = _keep
+    found = runtime.find(key)  # a record says that such arguments have passed all checks
     if found is None:
         call = _Call("moe_forward", **named)
         d = call.described
@@ -272,8 +295,9 @@ def moe_forward(
                 own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2}
                 saved = dataclasses.replace(saved, **own)
             return out, saved
-        layouts, w1_layouts = call.layout("x", "ids", "weights", "w2"), tuple(call.layout(*w1_by_name))
-        steps = experts.configure_forward(*layouts, w1_layouts, activation, save, call.limits)
+        x_layout, ids_layout, weights_layout, w2_layout, *w1_layouts = call.layout(*named)
+        layouts = x_layout, ids_layout, weights_layout, w2_layout, tuple(w1_layouts)
+        steps = experts.configure_forward(*layouts, activation, save, call.limits)
         given, pointers, export = call.owners(), call.pointers(), call.export
         found = runtime.keep(key, call.prepared(steps))
     steps = found.steps
@@ -337,13 +361,13 @@ def moe_backward(
     tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     checks.untracked("moe_backward", tracked | _named_pair("moe_backward", "saved.w1", saved.w1))
     key, given, pointers = _backward_key(grad_out, saved, needs, keep_saved, accumulate)
-    found, export = runtime.find(key), _keep
+    export: Export = _keep
+    found = runtime.find(key)
     if found is not None:
         checks.not_consumed("moe_backward", saved)
         totals_given = sum(len(pair(total)) for total in (accumulate or {}).values())
-        if totals_given and checks.ranges_meet(
-            found.framework is arrays.CuPy, key[-len(given) :], pointers, totals_given
-        ):
+        strides_in_bytes = found.framework is arrays.CuPy
+        if totals_given and key and checks.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals_given):
             buffers = _buffers("moe_backward", accumulate, needs, saved)
             parts = {part: array for parts in buffers.values() for part, array in parts.items()}
             _check_apart(found.framework, grad_out, saved, parts)
@@ -355,25 +379,35 @@ def moe_backward(
         checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
         for name, of_weight in buffers.items():
             shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
-            totals = tuple(d[part] for part in of_weight)
-            checks.accumulated("moe_backward", tuple(of_weight), totals, shapes, d["saved.x"].dtype)
+            checks.accumulated("moe_backward", {part: d[part] for part in of_weight}, shapes, d["saved.x"].dtype)
         if parts:
             _check_apart(call.framework, d["grad_out"].owner, saved, parts)
         if call.on_cpu:
             saved.consumed = is_consumed(saved.first_layer is not None, saved.y_swi is not None, needs, keep_saved)
             host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
             host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
-            grads = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
-            w1, w2 = (None if g is None else pair(g) for g in (grads.w1, grads.w2))
-            return _export_gradients(call.export, accumulate, grads.x, grads.weights, w1, w2)
+            on_host = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
+            w1, w2 = (None if g is None else pair(g) for g in (on_host.w1, on_host.w2))
+            return _export_gradients(call.export, accumulate, on_host.x, on_host.weights, w1, w2)
         given[0], export = d["grad_out"].owner, call.export
         described = [call.framework.describe(array) for array in given]
         pointers = [array.ptr for array in described]
         layouts = [array.layout for array in described]
-        *inputs, w1, _, first_layer, y_swi, totals = _backward_values(saved, accumulate, layouts, None)
-        options = saved.activation, needs, bool(keep_saved)
+        *inputs, _, first_layer, y_swi, totals = _backward_values(saved, accumulate, layouts, None)
+        grad_layout, x_layout, weights_layout, w2_layout, w1_layouts = inputs
         steps = experts.configure_backward(
-            *inputs, w1, first_layer, y_swi, tuple(totals.items()), *options, call.limits
+            grad_layout,
+            x_layout,
+            weights_layout,
+            w2_layout,
+            w1_layouts,
+            first_layer,
+            y_swi,
+            tuple(totals.items()),
+            saved.activation,
+            needs,
+            bool(keep_saved),
+            call.limits,
         )
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
@@ -390,8 +424,8 @@ def moe_backward(
 
 
 def _backward_key(
-    grad_out: Any, saved: SavedForBackward, needs: tuple, keep_saved: Any, accumulate: Any
-) -> tuple[tuple | None, list, list[int]]:
+    grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], keep_saved: Any, accumulate: Any
+) -> tuple[Key | None, list[Any], list[int]]:
     """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
     totals = {} if accumulate is None else accumulate
     if not isinstance(totals, Mapping):
@@ -407,7 +441,9 @@ def _backward_key(
     return key, given, pointers
 
 
-def _backward_values(saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: list, absent: Any) -> tuple:
+def _backward_values(
+    saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: Sequence[Any], absent: Any
+) -> tuple[Any, ...]:
     """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
     end = 5 + len(pair(saved.w1))
     w1 = tuple(values[5:end])
@@ -424,7 +460,12 @@ def _backward_values(saved: SavedForBackward, accumulate: Mapping[str, Any] | No
 
 
 def _export_gradients(
-    export, accumulate: Mapping[str, Any] | None, x: Any, weights: Any, w1: tuple | None, w2: tuple | None
+    export: Export,
+    accumulate: Mapping[str, Any] | None,
+    x: Any,
+    weights: Any,
+    w1: tuple[Any, ...] | None,
+    w2: tuple[Any, ...] | None,
 ) -> Gradients:
     """In the caller's kind; what was accumulated is the caller's own."""
     own = accumulate or {}
@@ -432,7 +473,7 @@ def _export_gradients(
     def one(array: Any) -> Any:
         return None if array is None else export(array)
 
-    def parts(name: str, arrays: tuple | None) -> Any:
-        return own[name] if name in own else None if arrays is None else one_or_pair(tuple(map(export, arrays)))
+    def parts(name: str, given: tuple[Any, ...] | None) -> Any:
+        return own[name] if name in own else None if given is None else one_or_pair(tuple(map(export, given)))
 
     return Gradients(one(x), one(weights), parts("w1", w1), parts("w2", w2))

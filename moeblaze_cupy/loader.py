@@ -12,8 +12,10 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
 from moeblaze_cupy import launch_config, params
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
@@ -26,8 +28,8 @@ IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
 _lock = threading.Lock()
-_kernels: dict = {}
-_usable = None  # CuPy, from when it has found a device
+_kernels: dict[tuple[int, "Variant"], "_Kernel"] = {}
+_usable: Any = None  # CuPy, from when it has found a device
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Variant:
     source: str
     entry: str
     macros: tuple[tuple[str, str], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):  # every launch looks its kernel up
+    def __post_init__(self) -> None:  # every launch looks its kernel up
         object.__setattr__(self, "_hash", hash((self.source, self.entry, self.macros)))
 
     def __hash__(self) -> int:
@@ -101,7 +104,7 @@ def gemm_variant(
     """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
-    macros = {"ENTRY": entry, "ELEMENT": ELEMENTS[dtype]}
+    macros: dict[str, str | int] = {"ENTRY": entry, "ELEMENT": ELEMENTS[dtype]}
     if tier == "sm80":
         macros |= {"MMA": f"mma_{half}", "ALIGNED": int(aligned), "STAGES": stages}
     else:
@@ -137,15 +140,15 @@ def gemm_variant(
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
 
 
-def _variant(source: str, entry: str, macros: dict) -> Variant:
+def _variant(source: str, entry: str, macros: Mapping[str, str | int]) -> Variant:
     return Variant(source, entry, tuple((k, str(v)) for k, v in macros.items()))
 
 
 def variants(
-    dtypes=("bfloat16",),
-    orders=("row", "transposed"),
-    activations=("swiglu",),
-    aligned=(True,),
+    dtypes: Sequence[str] = ("bfloat16",),
+    orders: Sequence[str] = ("row", "transposed"),
+    activations: Sequence[str] = ("swiglu",),
+    aligned: Sequence[bool] = (True,),
     limits: launch_config.DeviceLimits = launch_config.H200,
     accumulates: bool = False,
 ) -> list[Variant]:
@@ -232,7 +235,7 @@ def options(variant: Variant) -> tuple[str, ...]:
     return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch, *line_info)
 
 
-def import_cupy():
+def import_cupy() -> Any:
     """CuPy with a usable device. Raises RuntimeError saying what is missing and what to install or update."""
     global _usable
     if _usable is not None and sys.modules.get("cupy") is _usable:
@@ -267,7 +270,7 @@ def _device_limits(device: int, forced_tier: str | None) -> launch_config.Device
     runtime = import_cupy().cuda.runtime
 
     def attribute(number: int) -> int:  # a cudaDeviceAttr
-        return runtime.deviceGetAttribute(number, device)
+        return int(runtime.deviceGetAttribute(number, device))
 
     compute_capability = 10 * attribute(75) + attribute(76)
     return launch_config.DeviceLimits(
@@ -280,7 +283,7 @@ def _device_limits(device: int, forced_tier: str | None) -> launch_config.Device
 
 
 @functools.cache
-def _module(name: str, macros: tuple):
+def _module(name: str, macros: tuple[tuple[str, str], ...]) -> Any:
     variant = Variant(name, "", macros)
     return import_cupy().RawModule(code=source(variant), options=options(variant))
 
@@ -288,7 +291,7 @@ def _module(name: str, macros: tuple):
 class _Thread(threading.local):
     """What one thread keeps: the devices whose contexts it has."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.bound: set[int] = set()
 
 
@@ -298,7 +301,7 @@ _thread = _Thread()
 class _Kernel:
     """A compiled entry on one device, and the dynamic shared memory it may be launched with."""
 
-    def __init__(self, device: int, variant: Variant):
+    def __init__(self, device: int, variant: Variant) -> None:
         device_limits(device)  # raises for a GPU that is too old
         self.name = variant.name
         self.function = _module(variant.source, variant.macros).get_function(variant.entry)

@@ -9,12 +9,25 @@ Tensor maps come first, then pointers, 64-bit and 32-bit integers, so that only 
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 _KINDS = (("maps", MAP_BYTES, f"V{MAP_BYTES}"), ("pointers", 8, "u8"), ("int64", 8, "i8"), ("int32", 4, "i4"))
+
+
+class Variant(Protocol):
+    """What `params_of` reads of a `loader.Variant`."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def entry(self) -> str: ...
+
+    @property
+    def macros(self) -> tuple[tuple[str, str], ...]: ...
 
 
 class Field(NamedTuple):
@@ -57,7 +70,7 @@ class Params:
         return -(-end // alignment) * alignment
 
     @cached_property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> np.dtype[Any]:
         """A structured dtype with the struct's offsets and size."""
         formats = [form for kind, _, form in _KINDS for _ in getattr(self, kind)]
         return np.dtype(
@@ -194,7 +207,7 @@ def tables(source: str, macros: tuple[tuple[str, str], ...] = ()) -> dict[str, P
     return _TABLES[source]
 
 
-def params_of(variant) -> Params:
+def params_of(variant: Variant) -> Params:
     """The table of a kernel, given as a `loader.Variant` with an entry. Raises KeyError for one that does not exist."""
     for start, found in tables(variant.source, variant.macros).items():
         if variant.entry.startswith(start) and variant.entry:

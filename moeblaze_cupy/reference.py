@@ -10,27 +10,35 @@ so all save policies give the same gradients.
 No function here checks its arguments: the package's public functions do that before they call this module.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward, is_gated
 
+HostArray = np.ndarray[Any, Any]
 
-def _compute_dtype(array):
+
+def _compute_dtype(array: HostArray) -> np.dtype[Any]:
     return np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
 
 
-def _cast(array, dtype):
+def _cast(array: HostArray, dtype: Any) -> HostArray:
     return array.astype(dtype, copy=False)
 
 
-def _softmax(scores):
+def _softmax(scores: HostArray) -> HostArray:
     with np.errstate(invalid="ignore"):  # inf - inf: a row with an infinite or NaN maximum is NaN, as intended
-        exp = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return exp / exp.sum(axis=-1, keepdims=True)
+        exp: HostArray = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    total: HostArray = exp.sum(axis=-1, keepdims=True)
+    return exp / total
 
 
-def route(logits, k, *, kind="softmax_topk", renormalize=True):
+def route(
+    logits: HostArray, k: int, *, kind: str = "softmax_topk", renormalize: bool = True
+) -> tuple[HostArray, HostArray]:
     """Choose k experts per token and their weights (Section 2.1: TopK(softmax(W_g x))).
 
     logits (L, E), any float dtype. Selection is on the logits themselves, largest first, ties to the lower id; -0.0
@@ -52,7 +60,15 @@ def route(logits, k, *, kind="softmax_topk", renormalize=True):
     return weights, ids
 
 
-def route_backward(grad_weights, logits, weights, ids, *, kind="softmax_topk", renormalize=True):
+def route_backward(
+    grad_weights: HostArray,
+    logits: HostArray,
+    weights: HostArray,
+    ids: HostArray,
+    *,
+    kind: str = "softmax_topk",
+    renormalize: bool = True,
+) -> HostArray:
     """Gradient of `route` with respect to the logits.
 
     grad_weights (L, k) any float dtype; logits (L, E), weights (L, k) and ids (L, k) as `route` took and gave them. The
@@ -74,7 +90,7 @@ def route_backward(grad_weights, logits, weights, ids, *, kind="softmax_topk", r
     return _cast(grad, logits.dtype)
 
 
-def dispatch(ids, num_experts):
+def dispatch(ids: HostArray, num_experts: int) -> DispatchIndices:
     """Build the index lists of Section 4.1 in the three steps of Section 4.2.
 
     ids (L, k) int32 or int64, contiguous: the experts of each token. An id < 0 or >= E is "no expert in this slot": its
@@ -138,7 +154,7 @@ _ERFC_LARGE = (
 # fmt: on
 
 
-def _polynomial(coefficients, x):
+def _polynomial(coefficients: Sequence[float], x: HostArray) -> HostArray:
     total = np.full_like(x, coefficients[0])
     for c in coefficients[1:]:
         total *= x  # in place: fresh temporaries would take most of the time
@@ -146,7 +162,7 @@ def _polynomial(coefficients, x):
     return total
 
 
-def erf(x):
+def erf(x: HostArray) -> HostArray:
     """Error function of a float32 or float64 array, in its dtype; absolute error < 1e-15 in float64.
 
     Cody's second formula is for |x| <= 4. It serves up to 6 here, where erfc < 2e-8 no longer needs all its digits,
@@ -161,7 +177,7 @@ def erf(x):
     return np.where(magnitude <= 0.46875, near, np.copysign(1 - tail, x))
 
 
-def _activate(u, activation):
+def _activate(u: HostArray, activation: str) -> tuple[HostArray, HostArray]:
     """act(u) and act'(u), elementwise; gelu is the exact erf form, relu'(0) = 0."""
     if activation in ("silu", "swiglu"):
         small = np.exp(-np.abs(u))  # never overflows
@@ -173,14 +189,14 @@ def _activate(u, activation):
     return np.maximum(u, 0), _cast(u > 0, u.dtype)
 
 
-def _parts(w1, activation):
+def _parts(w1: Any, activation: str) -> tuple[HostArray, ...]:
     """The (E, d, h) blocks of w1 as views: (gate, up) if gated, else (w1,)."""
     if isinstance(w1, (tuple, list)):
         return tuple(w1)
     return tuple(np.split(w1, 2, axis=2)) if is_gated(activation) else (w1,)
 
 
-def _zeros_like(w):
+def _zeros_like(w: Any) -> Any:
     """Zeros of w's form, dtype and memory order: row-major, or the transposed view if w is one."""
     if isinstance(w, (tuple, list)):
         return tuple(_zeros_like(part) for part in w)
@@ -189,12 +205,12 @@ def _zeros_like(w):
     return np.zeros(w.shape, w.dtype)
 
 
-def _add(total, expert, term):
+def _add(total: HostArray, expert: int, term: HostArray) -> None:
     """total[expert] += term, in term's dtype and rounded once."""
     total[expert] = _cast(total[expert], term.dtype) + term
 
 
-def _experts_with_tokens(index):
+def _experts_with_tokens(index: DispatchIndices) -> Iterator[tuple[int, slice, HostArray]]:
     """Yields (expert, its rows in the lists of length L*k as a slice, its tokens (n,)); skips experts with none."""
     for expert in range(index.num_experts):
         start, stop = index.expert_token_offsets[expert : expert + 2]
@@ -202,18 +218,18 @@ def _experts_with_tokens(index):
             yield expert, slice(start, stop), index.expert_token_indices[start:stop]
 
 
-def _first_layer(x_rows, w1_parts, expert, store):
+def _first_layer(x_rows: HostArray, w1_parts: Sequence[HostArray], expert: int, store: np.dtype[Any]) -> HostArray:
     """x w1 of one expert's tokens: x_rows (n, d) -> [a | b] (n, 2h), or a (n, h) if not gated; rounded to `store`."""
     blocks = [x_rows @ _cast(part[expert], x_rows.dtype) for part in w1_parts]  # each (n, h)
     return _cast(_cast(np.concatenate(blocks, axis=1), store), x_rows.dtype)  # (n, 2h) or (n, h)
 
 
-def _halves(ab, activation):
+def _halves(ab: HostArray, activation: str) -> Sequence[Any]:
     """a, b of y_swi = act(a) * b; without a gate b is 1."""
     return np.split(ab, 2, axis=1) if is_gated(activation) else (ab, 1)
 
 
-def _sum_over_slots(rows, index, scale=None):
+def _sum_over_slots(rows: HostArray, index: DispatchIndices, scale: HostArray | None = None) -> HostArray:
     """out[t] = sum over present slots j, in slot order, of scale[t, j] * rows[token_index_map[t, j]].
 
     rows (L*k, d), scale (L, k) or None for 1 -> (L, d).
@@ -226,7 +242,16 @@ def _sum_over_slots(rows, index, scale=None):
     return out
 
 
-def moe_forward(x, ids, weights, w1, w2, *, activation="swiglu", save="minimal"):
+def moe_forward(
+    x: HostArray,
+    ids: HostArray,
+    weights: HostArray,
+    w1: HostArray | tuple[HostArray, HostArray],
+    w2: HostArray,
+    *,
+    activation: str = "swiglu",
+    save: str | None = "minimal",
+) -> tuple[HostArray, SavedForBackward | None]:
     """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
     E_e(x) = (act(x w1_gate[e]) * (x w1_up[e])) w2[e] if gated, else act(x w1[e]) w2[e] (Sections 2.2 and 5.1).
@@ -273,7 +298,14 @@ def moe_forward(x, ids, weights, w1, w2, *, activation="swiglu", save="minimal")
     return out, SavedForBackward(x, weights, w1, w2, index, first_layer, y_swi, activation, save)
 
 
-def moe_backward(grad_out, saved, *, needs=GRADIENTS, keep_saved=True, accumulate=None):
+def moe_backward(
+    grad_out: HostArray,
+    saved: SavedForBackward,
+    *,
+    needs: Sequence[str] = GRADIENTS,
+    keep_saved: bool = True,
+    accumulate: Mapping[str, Any] | None = None,
+) -> Gradients:
     """Gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
 
     grad_out    (L, d) any float dtype
@@ -292,13 +324,14 @@ def moe_backward(grad_out, saved, *, needs=GRADIENTS, keep_saved=True, accumulat
     num_slots = index.token_expert_indices.size
     w1_parts = _parts(saved.w1, activation)  # each (E, d, h)
     buffers = accumulate or {}
-    grad_w1 = grad_w2 = None
+    grad_w1: Any = None
+    grad_w2: Any = None
     if "w1" in needs:
         grad_w1 = buffers["w1"] if "w1" in buffers else _zeros_like(saved.w1)  # as w1
     if "w2" in needs:
         grad_w2 = buffers["w2"] if "w2" in buffers else _zeros_like(w2)  # (E, h, d)
     grad_w1_parts = _parts(grad_w1, activation) if "w1" in needs else ()  # views of grad_w1, each (E, d, h)
-    grad_x_rows = np.empty((num_slots, x.shape[1]), compute) if "x" in needs else None  # (L*k, d)
+    grad_x_rows: Any = np.empty((num_slots, x.shape[1]), compute) if "x" in needs else None  # (L*k, d)
     grad_row_weights = np.empty(num_slots, compute)  # (L*k,)
     present = index.token_index_map >= 0  # (L, k)
     position = index.token_index_map[present]  # (offsets[E],)

@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from moeblaze_cupy.arrays import ITEMSIZE, Buffer
+from moeblaze_cupy.arrays import ITEMSIZE, Buffer, CuPy
 from moeblaze_cupy.runtime import Launch, Runtime
 
 GAP = 1 << 12  # bytes between buffers
@@ -40,7 +40,7 @@ class Allocation:
 class _Memory:
     """Stands for an array. The allocation is free when the last reference to it goes."""
 
-    def __init__(self, rehearsal: "Rehearsal", allocation: Allocation):
+    def __init__(self, rehearsal: "Rehearsal", allocation: Allocation) -> None:
         self.rehearsal, self.allocation = rehearsal, allocation
 
     def swapaxes(self, first: int, second: int) -> "_Memory":
@@ -58,7 +58,7 @@ class Rehearsal(Runtime):
     allocations: list[Allocation]
 
     def __init__(self) -> None:
-        super().__init__(None, 0, 0)
+        super().__init__(CuPy, 0, 0)  # of which nothing is asked
         self.launches, self.allocations = [], []
         self.used = self.peak = 0
         self._starts: list[int] = []

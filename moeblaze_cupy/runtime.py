@@ -10,7 +10,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -81,14 +81,14 @@ class _Arguments:
 
     __slots__ = ("_keep", "encoded", "memory", "pointer")
 
-    def __init__(self, params: Params, scalars: Mapping[str, int]):
+    def __init__(self, params: Params, scalars: Mapping[str, int]) -> None:
         raw = np.zeros(params.size + 64, np.uint8)
         raw = raw[-raw.ctypes.data % 64 :][: params.size]  # tensor maps lie on multiples of 64
         values = raw.view(params.dtype)
         for name in (*params.int64, *params.int32):
             values[name] = scalars[name]
         addresses = np.array([raw.ctypes.data], np.uint64)
-        self.memory, self.pointer = memoryview(raw), addresses.ctypes.data
+        self.memory, self.pointer = raw.data, addresses.ctypes.data
         self.encoded: list[int | None] = [None] * len(params.maps)  # the address in each map
         self._keep = addresses
 
@@ -101,7 +101,7 @@ class _Bound:
 
     __slots__ = ("first_pointer", "free", "geometry", "kernel", "maps", "pack", "params", "pointers", "scalars")
 
-    def __init__(self, device: int, launch: Launch):
+    def __init__(self, device: int, launch: Launch) -> None:
         params = self.params = launch.params
         self.scalars = launch.scalars
         place = {name: i for i, name in enumerate(launch.addresses)}  # among the values of a launch
@@ -140,12 +140,12 @@ class _Bound:
 class Runtime:
     """Where one call runs: whose allocator (a framework of `arrays`), which device, which stream (a pointer)."""
 
-    framework: Any
+    framework: arrays.DeviceFramework
     device: int
     stream: int
 
     @classmethod
-    def current(cls, framework: Any, device: int) -> "Runtime":
+    def current(cls, framework: arrays.DeviceFramework, device: int) -> "Runtime":
         """On the framework's current stream of the device, which must be current."""
         loader.bind_context(device)
         return cls(framework, device, framework.stream(device))
@@ -166,7 +166,7 @@ class Runtime:
         bound.run(self.stream, values)
 
 
-def current_device(device: int):
+def current_device(device: int) -> AbstractContextManager[Any]:
     """A context manager within which the device is current."""
     cuda = loader.import_cupy().cuda
     return _ALREADY_CURRENT if cuda.runtime.getDevice() == device else cuda.Device(device)
@@ -176,36 +176,37 @@ _ALREADY_CURRENT = nullcontext()
 
 
 MAX_RECORDS = 256  # of each cache: layouts that come once, such as those of varying numbers of tokens, push others out
-Function = TypeVar("Function", bound=Callable)
+Key = tuple[Any, ...]  # what two calls share if one record serves both
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _lock = threading.Lock()
-_prepared: dict[tuple, "Prepared"] = {}
-_caches: list = []
+_prepared: dict[Key, "Prepared"] = {}
+_caches: list[Any] = []
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A public call whose arguments have passed all checks: where it runs, and its launch records."""
 
-    framework: Any
+    framework: arrays.DeviceFramework
     device: int
-    steps: Any
+    steps: Any  # what the public function's operation was configured to
 
 
 def cached(configure: Function) -> Function:
     """Keeps what a pure function of layouts, options and device limits returned."""
     kept = functools.lru_cache(maxsize=MAX_RECORDS)(configure)
     _caches.append(kept)
-    return kept  # type: ignore[return-value]
+    return kept  # type: ignore[return-value]  # it is called as `configure` is
 
 
-def key_of(function: str, options: tuple, given: Sequence[Any]) -> tuple[tuple | None, list[int]]:
+def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tuple[Key | None, list[int]]:
     """What tells a call's record from others, and the addresses of its arrays; None for calls that have no record.
 
     Those are calls on the CPU, and calls with arrays that neither CuPy nor torch made, or of more than one framework.
     """
-    framework = arrays.framework_of_all(tuple(map(type, given)))
-    if framework is None or framework is arrays.NumPy:
+    framework = arrays.device_framework_of(tuple(map(type, given)))
+    if framework is None:
         return None, []
     try:
         layouts, pointers = framework.layouts(given)
@@ -214,16 +215,16 @@ def key_of(function: str, options: tuple, given: Sequence[Any]) -> tuple[tuple |
     return (function, options, framework, os.environ.get("MOEBLAZE_TIER"), *layouts), pointers
 
 
-def find(key: tuple | None) -> Prepared | None:
+def find(key: Key | None) -> Prepared | None:
     try:
-        return _prepared.get(key)  # type: ignore[arg-type]
+        return _prepared.get(key)  # type: ignore[arg-type]  # None is no key of it
     except TypeError:  # an option that is not hashable is not a valid one
         return None
 
 
-def keep(key: tuple | None, prepared: Prepared) -> Prepared:
+def keep(key: Key | None, prepared: Prepared) -> Prepared:
     """Beside the latest others."""
-    if key is not None and (prepared.framework is not arrays.NumPy and prepared.device != arrays.CPU):
+    if key is not None:
         with _lock:
             _prepared[key] = prepared
             if len(_prepared) > MAX_RECORDS:

@@ -6,8 +6,8 @@ SavedForBackward are NumPy or CuPy arrays where the caller's are known by DLPack
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 SAVE_POLICIES = ("minimal", "paper", "recompute", None)
@@ -28,6 +28,13 @@ def nbytes(array: Any) -> int:
     return 0 if array is None else int(array.nbytes)
 
 
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """By the array's method, or by a function of its namespace, which is all that the array API standard asks for."""
+    if hasattr(array, "reshape"):
+        return array.reshape(shape)
+    return array.__array_namespace__().reshape(array, shape)
+
+
 @dataclass(frozen=True)
 class DispatchIndices:
     """The index lists of the paper's section 4.1, all int32, in the caller's kind of array.
@@ -44,7 +51,7 @@ class DispatchIndices:
 
     def _list(self, name: str) -> Any:
         start, shape = self.places[name]
-        return self.lists[start : start + math.prod(shape)].reshape(shape)
+        return reshaped(self.lists[start : start + math.prod(shape)], shape)
 
     @property
     def expert_token_indices(self) -> Any:
@@ -59,7 +66,7 @@ class DispatchIndices:
     @property
     def token_expert_indices(self) -> Any:
         """(L*k,): the expert of each slot, by token; the caller's ids if they are int32."""
-        return self.ids.reshape(-1)
+        return reshaped(self.ids, (-1,))
 
     @property
     def token_index_map(self) -> Any:
@@ -87,22 +94,24 @@ class DispatchIndices:
     @property
     def nbytes(self) -> int:
         """Bytes that these lists hold beyond the caller's ids."""
-        return nbytes(self.lists) + (nbytes(self.ids) if self.ids_copied else 0)
+        held: int = math.prod(self.lists.shape) + (math.prod(self.ids.shape) if self.ids_copied else 0)
+        return 4 * held
 
-    def split(self) -> tuple[list, "DispatchIndices"]:
+    def split(self) -> tuple[list[Any], "DispatchIndices"]:
         """The arrays, and the rest, which `joined` puts together again."""
         return [self.lists, self.ids], self.joined([None, None])
 
-    def joined(self, arrays: list) -> "DispatchIndices":
-        return DispatchIndices(*arrays, self.places, self.num_experts, self.ids_copied)
+    def joined(self, arrays: Sequence[Any]) -> "DispatchIndices":
+        lists, ids = arrays
+        return DispatchIndices(lists, ids, self.places, self.num_experts, self.ids_copied)
 
 
-def pair(weight: Any) -> tuple:
+def pair(weight: Any) -> tuple[Any, ...]:
     """One weight's array, or its (gate, up), as a tuple."""
     return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
 
 
-def one_or_pair(parts: tuple) -> Any:
+def one_or_pair(parts: tuple[Any, ...]) -> Any:
     """What `pair` was given."""
     return parts if len(parts) == 2 else parts[0]
 
@@ -134,7 +143,7 @@ class SavedForBackward:
     y_swi: Any  #: (L*k, h): activation(a) * b; None unless save="paper"
     activation: str
     save: str
-    consumed: bool = field(default=False)  #: a backward may have overwritten first_layer or y_swi
+    consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
 
     @property
     def nbytes(self) -> int:
@@ -150,5 +159,5 @@ class Gradients:
     w1: Any = None  #: as w1: one array, or a pair
     w2: Any = None  #: (E, h, d)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return (getattr(self, f.name) for f in fields(self))

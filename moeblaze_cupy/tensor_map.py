@@ -24,7 +24,7 @@ class TensorMap(NamedTuple):
 
 
 @functools.cache
-def _driver():
+def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuTensorMapEncodeTiled.restype = ctypes.c_int
     return driver

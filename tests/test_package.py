@@ -130,7 +130,7 @@ def test_forges_run_the_same_checks():
 def test_typed_files_exist(setup_cfg):
     """A file that was renamed would silently leave the list, or stop every check."""
     listed = re.split(r"[,\s]+", setup_cfg["mypy"]["files"].strip())
-    assert "moeblaze_cupy/__init__.py" in listed
-    assert not [name for name in listed if not (ROOT / name).is_file()]
+    assert "moeblaze_cupy/" in listed
+    assert not [name for name in listed if not (ROOT / name).exists()]
     assert (ROOT / "moeblaze_cupy" / "py.typed").is_file()
     assert not {"ignore_errors", "ignore_missing_imports"} & set(setup_cfg["mypy"])

@@ -1,5 +1,6 @@
 """`bench`: runs the suites of a checkout's bench/ folder, with a progress bar, and prints their tables."""
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -7,12 +8,13 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import moeblaze_cupy
 from moeblaze_cupy.cli.progress import CommandError, Progress
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     """0 if every row was measured or skipped for a stated reason, 1 if one failed or was wrong, or all were skipped."""
     folder = _folder()
     pytest, torch = _needed()
@@ -52,7 +54,7 @@ def _folder() -> Path:
     return folder
 
 
-def _needed():
+def _needed() -> tuple[Any, Any]:
     """pytest and torch, with pytest-benchmark there too."""
     try:
         importlib.import_module("pytest_benchmark")
@@ -61,7 +63,7 @@ def _needed():
         raise CommandError(f"needs pytest, pytest-benchmark and torch: {error}") from error
 
 
-def _check_names(args) -> None:
+def _check_names(args: argparse.Namespace) -> None:
     """Unknown cases and providers end the run before anything is measured."""
     try:
         importlib.import_module("bench.cases").select(args.case, "quick")
@@ -70,8 +72,8 @@ def _check_names(args) -> None:
         raise CommandError(str(error).removeprefix("bench: ")) from error
 
 
-def _options(args, suite: str) -> list[str]:
-    options = []
+def _options(args: argparse.Namespace, suite: str) -> list[str]:
+    options: list[str] = []
     case = args.case or ("quick" if args.quick and suite == "layer" else None)
     provider = args.provider or ("quick" if args.quick and suite == "layer" else None)
     for name, value in (
@@ -89,13 +91,15 @@ def _options(args, suite: str) -> list[str]:
 class _Report:
     """Follows pytest's reports with the progress bar, and keeps why rows are missing."""
 
-    def __init__(self, suite: str):
-        self.suite, self.done, self.skipped, self.failed = suite, 0, [], []
+    def __init__(self, suite: str) -> None:
+        self.suite, self.done = suite, 0
+        self.skipped: list[str] = []
+        self.failed: list[str] = []
 
-    def pytest_collection_finish(self, session):
+    def pytest_collection_finish(self, session: Any) -> None:
         self.progress = Progress(len(session.items), f"bench {self.suite}")
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid.partition("[")[2].rstrip("]") or report.nodeid
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -109,7 +113,9 @@ class _Report:
             self.progress.update(self.done, name)
 
 
-def _run_suite(pytest, folder: Path, suite: str, options: list[str], out: Path | None) -> tuple[dict, _Report]:
+def _run_suite(
+    pytest: Any, folder: Path, suite: str, options: list[str], out: Path | None
+) -> tuple[dict[str, Any], _Report]:
     """The suite's record, written to OUT/<suite>.json as well, and what became of its rows."""
     report, text = _Report(suite), io.StringIO()
     with tempfile.TemporaryDirectory() as scratch:

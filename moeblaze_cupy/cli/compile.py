@@ -3,6 +3,7 @@
 Of sizes that are multiples of 8, that is; others have kernels of their own, which their first step compiles.
 """
 
+import argparse
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -11,7 +12,7 @@ from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.cli.progress import CommandError, Progress, one_line
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     """0 if every kernel compiled, 1 if some did not."""
     try:
         limits = _device_limits()

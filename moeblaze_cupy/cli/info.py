@@ -3,12 +3,15 @@
 CuPy is imported inside the probes only: importing it may be what is broken.
 """
 
+import argparse
 import ctypes
+import functools
 import os
 import platform
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.cli.progress import one_line
@@ -17,7 +20,7 @@ from moeblaze_cupy.memory import format_bytes
 WIDTH = 22
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     for name, probe in _facts():
         print(f"{name:<{WIDTH}}{_guarded(probe)}")
     return 0
@@ -27,9 +30,10 @@ def _guarded(probe: Callable[[], str]) -> str:
     try:
         return probe()
     except Exception as error:
-        while error.__cause__ is not None:  # CuPy hides the dynamic loader's message under a page of advice
-            error = error.__cause__
-        return f"unavailable: {one_line(error)}"
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # CuPy hides the dynamic loader's message under a page of advice
+            cause = cause.__cause__
+        return f"unavailable: {one_line(cause)}"
 
 
 def _facts() -> list[tuple[str, Callable[[], str]]]:
@@ -50,15 +54,15 @@ def _facts() -> list[tuple[str, Callable[[], str]]]:
         count = 0
     for device in range(max(count, 1)):  # without a GPU, the same lines say why
         facts += [
-            (f"GPU {device} name", lambda i=device: _properties(i)["name"].decode()),
-            (f"GPU {device} capability", lambda i=device: "{}.{}".format(*divmod(_capability(i), 10))),
-            (f"GPU {device} memory", lambda i=device: format_bytes(_properties(i)["totalGlobalMem"])),
-            (f"GPU {device} kernels", lambda i=device: launch_config.tier(_capability(i))),
+            (f"GPU {device} name", functools.partial(_device_name, device)),
+            (f"GPU {device} capability", functools.partial(_device_capability, device)),
+            (f"GPU {device} memory", functools.partial(_device_memory, device)),
+            (f"GPU {device} kernels", functools.partial(_device_tier, device)),
         ]
     return [*facts, ("kernel cache", _kernel_cache), ("MOEBLAZE_COMPILE", _compile_mode)]
 
 
-def _cupy():
+def _cupy() -> Any:
     import cupy
 
     return cupy
@@ -85,14 +89,31 @@ def _driver_version() -> str:
     return f"supports CUDA {_cuda_version(version.value)}"
 
 
-def _properties(device: int) -> dict:
-    return _cupy().cuda.runtime.getDeviceProperties(device)
+def _properties(device: int) -> dict[str, Any]:
+    properties: dict[str, Any] = _cupy().cuda.runtime.getDeviceProperties(device)
+    return properties
 
 
 def _capability(device: int) -> int:
     """90 for compute capability 9.0."""
     properties = _properties(device)
-    return 10 * properties["major"] + properties["minor"]
+    return 10 * int(properties["major"]) + int(properties["minor"])
+
+
+def _device_name(device: int) -> str:
+    return str(_properties(device)["name"].decode())
+
+
+def _device_capability(device: int) -> str:
+    return "{}.{}".format(*divmod(_capability(device), 10))
+
+
+def _device_memory(device: int) -> str:
+    return format_bytes(_properties(device)["totalGlobalMem"])
+
+
+def _device_tier(device: int) -> str:
+    return launch_config.tier(_capability(device))
 
 
 def _kernel_cache() -> str:

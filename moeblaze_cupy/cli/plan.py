@@ -1,11 +1,13 @@
 """`plan`: the memory a layer will use, per save policy, beside a layer with routed buffers."""
 
+import argparse
+
 from moeblaze_cupy import memory
 from moeblaze_cupy.cli.sizes import layer_shape
 from moeblaze_cupy.memory import format_bytes
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     s = layer_shape(args, args.tier)
     plans = {save or "inference": memory.layer(s, save) for save in memory.POLICIES}
     plans["routed buffers"] = memory.routed_layer(s)

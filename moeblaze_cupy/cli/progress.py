@@ -16,7 +16,7 @@ EARLY_SECONDS = 5  # after which a log gets its first line, so that it says earl
 class CommandError(Exception):
     """Ends a subcommand: its one-line message goes to stderr. `code`: 2 if it cannot run as asked, 1 if it failed."""
 
-    def __init__(self, message: str, code: int = 2):
+    def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
         self.code = code
 
@@ -33,7 +33,7 @@ class Progress:
     Silent where the environment has MOEBLAZE_PROGRESS=0. Use as a context manager.
     """
 
-    def __init__(self, total: int, label: str, stream: TextIO | None = None, plain_lines: int = PLAIN_LINES):
+    def __init__(self, total: int, label: str, stream: TextIO | None = None, plain_lines: int = PLAIN_LINES) -> None:
         self.total, self.label, self.plain_lines = total, label, plain_lines
         self.stream = sys.stderr if stream is None else stream
         self.silent = os.environ.get("MOEBLAZE_PROGRESS") == "0"
@@ -47,7 +47,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.drawn_width:
             self.stream.write("\n")  # leaves the last state of the bar, also where an error follows
             self.stream.flush()

@@ -13,6 +13,7 @@ a few experts get most of the tokens.
 Nothing here needs atomics, so a seed gives the same run on the same machine.
 """
 
+import argparse
 import math
 import os
 import sys
@@ -114,7 +115,7 @@ def choose_backend(device: str, dtype: str | None) -> Backend:
 class Model:
     """Parameters as float32 views into one vector, `theta`: one Adam update serves all of them."""
 
-    def __init__(self, xp, args, dtype: str, rng: np.random.Generator):
+    def __init__(self, xp: Any, args: argparse.Namespace, dtype: str, rng: np.random.Generator) -> None:
         d, h, E = args.d_model, args.d_hidden, args.experts
         self.xp, self.args = xp, args
         # The only weight of a token with one expert, divided by itself, would teach the router nothing.
@@ -139,7 +140,7 @@ class Model:
         self.theta = xp.asarray(drawn)
         self.parameters = {n: self.theta[places[n]].reshape(shape) for n, (shape, _) in shapes_and_scales.items()}
 
-    def _forward(self, contexts, save: str | None):
+    def _forward(self, contexts: Any, save: str | None) -> tuple[Any, ...]:
         """contexts (L, c) -> x, router logits, weights, ids, y, logits (L, V), what the layer saved."""
         p = self.parameters
         x = p["embedding"][contexts].reshape(len(contexts), -1)  # (L, d)
@@ -152,15 +153,15 @@ class Model:
         y = x + out.astype(np.float32)  # (L, d)
         return x, router_logits, weights, ids, y, y @ p["w_out"] + p["bias"], saved
 
-    def _layer(self, array):
+    def _layer(self, array: Any) -> Any:
         return array.astype(self.dtype, copy=False)
 
-    def loss(self, contexts, targets):
+    def loss(self, contexts: Any, targets: Any) -> Any:
         """Summed cross-entropy in nats, a 0-d array: contexts (L, c), targets (L,)."""
         logits = self._forward(contexts, save=None)[-2]
         return _cross_entropy(self.xp, logits, targets)[0].sum()
 
-    def loss_and_gradient(self, contexts, targets):
+    def loss_and_gradient(self, contexts: Any, targets: Any) -> tuple[Any, Any, Any]:
         """Mean cross-entropy, a 0-d array; its gradient, as one vector like `theta`; what the layer saved."""
         xp, p = self.xp, self.parameters
         x, router_logits, weights, ids, y, logits, saved = self._forward(contexts, self.args.save)
@@ -190,7 +191,7 @@ class Model:
         return losses.mean(), gradient, saved
 
 
-def _cross_entropy(xp, logits, targets):
+def _cross_entropy(xp: Any, logits: Any, targets: Any) -> tuple[Any, Any]:
     """Per-row loss (L,) and the gradient of its sum (L, V) of logits (L, V), which are overwritten."""
     logits -= logits.max(axis=1, keepdims=True)
     rows = xp.arange(len(targets))
@@ -202,12 +203,12 @@ def _cross_entropy(xp, logits, targets):
     return xp.log(sums[:, 0]) - chosen, probabilities
 
 
-def _slot_shares(xp, index):
+def _slot_shares(xp: Any, index: mb.DispatchIndices) -> Any:
     """Each expert's share of the routed slots (E,), by the dispatch's offsets."""
     return xp.diff(index.expert_token_offsets).astype(np.float32) / index.expert_token_indices.size
 
 
-def _balance_gradient(xp, router_logits, index):
+def _balance_gradient(xp: Any, router_logits: Any, index: mb.DispatchIndices) -> Any:
     """Gradient (L, E), summed over the batch as all of them, of BALANCE_WEIGHT * E * sum_e share_e * mean_e.
 
     mean_e is the batch mean of softmax(router_logits) (L, E); the shares have no gradient.
@@ -219,7 +220,7 @@ def _balance_gradient(xp, router_logits, index):
     return weight * probabilities * (shares - (probabilities @ shares)[:, None])
 
 
-def _embedding_gradient(xp, contexts, dx):
+def _embedding_gradient(xp: Any, contexts: Any, dx: Any) -> Any:
     """Sum of dx (L, d) over the uses of each byte -> (V, e); a one-hot product, where scattering needs atomics."""
     values = xp.arange(VOCABULARY, dtype=contexts.dtype)[:, None]
     dx = dx.reshape(*contexts.shape, -1)  # (L, c, e)
@@ -230,11 +231,11 @@ def _embedding_gradient(xp, contexts, dx):
 class Adam:
     """Adam over one vector, in place."""
 
-    def __init__(self, xp, theta):
+    def __init__(self, xp: Any, theta: Any) -> None:
         self.xp, self.theta, self.steps = xp, theta, 0
         self.mean, self.square = xp.zeros_like(theta), xp.zeros_like(theta)
 
-    def update(self, gradient, learning_rate: float) -> None:
+    def update(self, gradient: Any, learning_rate: float) -> None:
         """Overwrites `gradient`."""
         self.steps += 1
         beta1, beta2 = ADAM_BETAS
@@ -253,7 +254,7 @@ class Adam:
         self.theta -= step
 
 
-def _windows(xp, values, starts):
+def _windows(xp: Any, values: Any, starts: Any) -> tuple[Any, Any]:
     """contexts (n, c) and targets (n,), both int32, of the predictions that begin reading `values` at `starts`."""
     starts = xp.asarray(starts)
     contexts = values[starts[:, None] + xp.arange(CONTEXT_BYTES)]
@@ -261,7 +262,7 @@ def _windows(xp, values, starts):
     return contexts.astype(np.int32), values[starts + CONTEXT_BYTES].astype(np.int32)
 
 
-def held_out_loss(model: Model, held_out) -> float:
+def held_out_loss(model: Model, held_out: Any) -> float:
     """Mean nats per byte over every byte of held_out (m,) that has a full context."""
     count, total = len(held_out) - CONTEXT_BYTES, 0.0
     with Progress(count, "evaluate", plain_lines=EVALUATION_LINES) as progress:
@@ -281,7 +282,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _check(args) -> None:
+def _check(args: argparse.Namespace) -> None:
     if args.d_model % CONTEXT_BYTES:
         raise CommandError(f"--d-model: expected a multiple of {CONTEXT_BYTES}, got {args.d_model}")
     if args.experts > launch_config.MAX_ROUTER_EXPERTS:
@@ -334,7 +335,7 @@ def _plot(path: str, losses: list[float], before: float, after: float, entropy: 
     figure.savefig(path, dpi=150)
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
     """0, or 1 if the loss became NaN or infinite. Ctrl-C raises KeyboardInterrupt with a summary."""
     _check(args)
     text = load_text(args.text)
@@ -356,7 +357,7 @@ def run(args) -> int:
     _print_facts(setting, sys.stderr)
     training, held_out = xp.asarray(text.training), xp.asarray(text.held_out)
 
-    losses: list = []
+    losses: list[Any] = []
     try:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # a loss that is not finite ends the run
             before = held_out_loss(model, held_out)
@@ -391,7 +392,9 @@ def run(args) -> int:
     return 0
 
 
-def _train(model: Model, training, args, rng: np.random.Generator, losses: list) -> tuple[float, Any]:
+def _train(
+    model: Model, training: Any, args: argparse.Namespace, rng: np.random.Generator, losses: list[Any]
+) -> tuple[float, Any]:
     """Seconds of all steps, and what the layer saved in the last one.
 
     training: (n,) uint8. losses: gets the mean loss of each step in nats per byte; the last ones may still be 0-d
@@ -417,7 +420,7 @@ def _train(model: Model, training, args, rng: np.random.Generator, losses: list)
     return time.perf_counter() - start, saved
 
 
-def _check_finite(losses: list[float], what: str, args, first_step: int | None = None) -> None:
+def _check_finite(losses: list[float], what: str, args: argparse.Namespace, first_step: int | None = None) -> None:
     """Of consecutive steps, from `first_step` on; by default of the last step."""
     for step, loss in enumerate(losses, start=first_step or args.steps):
         if not math.isfinite(loss):
@@ -427,7 +430,7 @@ def _check_finite(losses: list[float], what: str, args, first_step: int | None =
             )
 
 
-def _summary(losses: list, steps: int) -> str:
+def _summary(losses: list[Any], steps: int) -> str:
     """What Ctrl-C leaves of a run."""
     text = f"interrupted after {len(losses)} of {steps} steps"
     if not losses:

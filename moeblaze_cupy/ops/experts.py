@@ -6,6 +6,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
@@ -171,7 +172,7 @@ def configure_backward(
     x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
     first_rows = Operand(dtype, first_layer_shape[1], misaligned(first_layer) if in_place else 0)
     y_rows = Operand(dtype, h, misaligned(y_swi) if takes_y_swi else 0)
-    launches: dict = {}
+    launches: dict[str, Any] = {}
     if L and needs:
         if first_layer is None:
             launches["up_fwd"] = grouped_gemm.configure(
@@ -203,7 +204,6 @@ def configure_backward(
         gated = is_gated(activation)
         columns = first_rows, h if gated else 0
         launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), columns, up_gradient, d, h, 1 + gated, buffers)
-    names = ("up_fwd", "weights_by_row", "down_bwd", "weights_bwd", "down_wgrad", "up_bwd", "up_wgrad")
     return Backward(
         index,
         dtype,
@@ -218,7 +218,13 @@ def configure_backward(
         first_layer_shape if needs_first_layer_grad and not in_place else None,
         (R, h) if "w2" in needs and not takes_y_swi else None,
         consumes,
-        *map(launches.get, names),
+        launches.get("up_fwd"),
+        launches.get("weights_by_row"),
+        launches.get("down_bwd"),
+        launches.get("weights_bwd"),
+        launches.get("down_wgrad"),
+        launches.get("up_bwd"),
+        launches.get("up_wgrad"),
         needs,
     )
 
@@ -234,7 +240,7 @@ def _configure_wgrad(
     M: int,
     N: int,
     halves: int,
-    buffers: dict,
+    buffers: dict[str, tuple[Layout, ...]],
 ) -> Wgrad:
     accumulate = {"down_wgrad": "w2", "up_wgrad": "w1"}[entry] in buffers
     return grouped_gemm.configure_wgrad(

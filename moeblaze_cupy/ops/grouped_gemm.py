@@ -6,6 +6,7 @@ R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers a
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from moeblaze_cupy import checks, launch_config, loader, reasons
 from moeblaze_cupy.arrays import ALIGNMENT, Array, Buffer, Layout
@@ -115,7 +116,9 @@ def is_aligned(misalignments: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     return not any(misalignments) and math.gcd(8, *sizes) == 8
 
 
-def config_of(entry: str, a: Operand, weight: Weight, N: int, K: int, activation: str, limits: DeviceLimits):
+def config_of(
+    entry: str, a: Operand, weight: Weight, N: int, K: int, activation: str, limits: DeviceLimits
+) -> tuple[launch_config.GemmConfig, bool]:
     """The kernel's geometry, and whether 16-byte accesses are possible."""
     sizes = (N, K, a.ld, weight.ld, weight.expert_stride)
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
@@ -125,7 +128,13 @@ def config_of(entry: str, a: Operand, weight: Weight, N: int, K: int, activation
 
 
 def _variant(
-    entry: str, dtype: str, weight: Weight, config: launch_config.GemmConfig, aligned: bool, activation: str, **options
+    entry: str,
+    dtype: str,
+    weight: Weight,
+    config: launch_config.GemmConfig,
+    aligned: bool,
+    activation: str,
+    **options: Any,
 ) -> loader.Variant:
     """The kernel of a step; `options` as of `loader.gemm_variant`."""
     return loader.gemm_variant(
@@ -295,9 +304,15 @@ def configure_wgrad(
     added_to = dtype if accumulate else None
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
-    why = reasons.tier(config, p.dtype, aligned, index.num_slots, limits)
+    why: tuple[str, ...] = reasons.tier(config, p.dtype, aligned, index.num_slots, limits)
 
-    def launch(grid: tuple[int, ...], scalars: dict[str, int], maps: dict, why: tuple[str, ...], **options) -> Launch:
+    def launch(
+        grid: tuple[int, ...],
+        scalars: dict[str, int],
+        maps: dict[str, TensorMap],
+        why: tuple[str, ...],
+        **options: Any,
+    ) -> Launch:
         variant = _variant(entry, p.dtype, gradient, config, aligned, activation, **options)
         shape = Tiles(launch_config.TILE_ROWS, config.tile_columns, number)
         return Launch(variant, grid, config.threads, WGRAD_ADDRESSES, scalars, config.shared_bytes, maps, why, shape)
@@ -335,8 +350,8 @@ def wgrad(run: Runtime, step: Wgrad, lists: Lists, rows: int, columns: int, grad
     """`rows`, `columns`: addresses of these operands; `gradient`: where the result's gate and up begin."""
     p, q = (columns, rows) if step.swapped else (rows, columns)
     out0, out1 = gradient
-    sums = run.empty(step.sums, "float32") if step.sums else None
-    if sums:
+    if step.sums:
+        sums = run.empty(step.sums, "float32")
         out0 = sums.ptr
         out1 = out0 + 4 * math.prod(step.sums[2:])
     run.launch(step.product, p, q, q if step.routed_is_q else p, out0, out1, *lists)
