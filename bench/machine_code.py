@@ -106,7 +106,7 @@ def checkout(place: str, stack: ExitStack) -> Path:
 
 def variants(folder: Path, arch: str) -> list[Variant]:
     """All that the checkout's loader can ask for on an H200 (90a) or an A100 (80)."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MOEBLAZE_TIER")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MOEBLAZE_TIER", "MOEBLAZE_LINEINFO")}
     environment["MOEBLAZE_COMPILE"] = "lazy"
     command = [sys.executable, "-c", LIST, arch]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

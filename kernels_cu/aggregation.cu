@@ -1,10 +1,14 @@
-// Output aggregation (paper section 2.3 and 3.1) and token gradient accumulation (section 3.2, step 3):
-// each token sums the rows of its k slots, found through token_index_map, over the columns of a panel.
+// Output aggregation (paper sections 2.3 and 3.1), token gradient accumulation (section 3.2, step 3), and the router weights
+// of rows and their gradient.
+//   aggregate       each token sums the rows of its k slots, found by token_index_map, over the columns of a panel
+//   weights_bwd     the gradient of each router weight is the sum of its row's partial sums
+//   weights_by_row  router weights in the order of the experts' rows
+// Sums are fp32 and in the order of slots or parts, so two runs give the same bits.
 //
-// Launch: aggregate: one warp per token, TOKENS_PER_BLOCK warps per block, a grid row per PANEL_COLUMNS columns; lane c
-// takes columns 8c .. 8c+7 of them, one 16-byte load per row. weights_bwd and weights_by_row: one thread per slot,
-// SLOTS_PER_BLOCK per block.
-// Sums run in fp32 in slot order: two runs give the same bits.
+// Launch:
+//   aggregate       grid (L / TOKENS_PER_BLOCK, columns / PANEL_COLUMNS), rounded up; a warp per token, TOKENS_PER_BLOCK
+//                   warps per block. Lane c takes columns 8c to 8c+7 of the PANEL_COLUMNS, a 16-byte load per row.
+//   the others      a thread per slot, SLOTS_PER_BLOCK threads per block
 #include "common.cuh"
 
 #if !defined(TOKENS_PER_BLOCK) || !defined(SLOTS_PER_BLOCK) || !defined(PANEL_COLUMNS)
@@ -26,7 +30,7 @@ struct AggregateParams {
 
 template <class W>
 struct WeightsBwdParams {
-    const float* partial_sums;   // (parts, num_slots) fp32, in: <dA, A> of each slot by column part
+    const float* partial_sums;   // (parts, num_slots) fp32, in: <dA, A> of each row over the columns of each part
     const int* token_index_map;  // (num_slots,) int32, in
     W* grad_weights;             // (num_slots,) as weights, out
     int num_slots, parts;        // L*k slots
@@ -49,7 +53,7 @@ __device__ void aggregate(const AggregateParams<T, W>& p) {
     const T* panel = p.panel + column;
     float sum[8] = {};
     for (int j0 = 0; j0 < p.k; j0 += 4) {
-        Row8<T> rows[4];  // four in flight before the first is used
+        Row8<T> rows[4];  // four loads in flight before the first is used
         float scale[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -82,26 +86,22 @@ __device__ void weights_bwd(const WeightsBwdParams<W>& p) {
 template <class W>
 __device__ void weights_by_row(const WeightsByRowParams<W>& p) {
     const int64 slot = blockIdx.x * int64(SLOTS_PER_BLOCK) + threadIdx.x;
-    if (slot < p.num_slots && p.token_index_map[slot] >= 0)
-        p.row_weights[p.token_index_map[slot]] = to_float(p.weights[slot]);
+    if (slot < p.num_slots && p.token_index_map[slot] >= 0) p.row_weights[p.token_index_map[slot]] = to_float(p.weights[slot]);
 }
 
-#define AGGREGATE_ENTRY(NAME, ALIGNED_ROWS, T, W)                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                                                       \
-        NAME(const AggregateParams<T, W> p) {                                                               \
-        aggregate<ALIGNED_ROWS>(p);                                                                                           \
+#define AGGREGATE_ENTRY(NAME, ALIGNED_ROWS, T, W)                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) NAME(const AggregateParams<T, W> p) { \
+        aggregate<ALIGNED_ROWS>(p);                                                                           \
     }
-#define AGGREGATE_ENTRIES(SUFFIX, T, W)                                                                                       \
-    AGGREGATE_ENTRY(aggregate_##SUFFIX, true, T, W)                                                                           \
+#define AGGREGATE_ENTRIES(SUFFIX, T, W)             \
+    AGGREGATE_ENTRY(aggregate_##SUFFIX, true, T, W) \
     AGGREGATE_ENTRY(aggregate_##SUFFIX##_unaligned, false, T, W)
-#define WEIGHTS_ENTRIES(SUFFIX, W)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK)                                                             \
-        weights_bwd_##SUFFIX(const WeightsBwdParams<W> p) {                                                 \
-        weights_bwd(p);                                                                                                       \
-    }                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK)                                                             \
-        weights_by_row_##SUFFIX(const WeightsByRowParams<W> p) {                                            \
-        weights_by_row(p);                                                                                                    \
+#define WEIGHTS_ENTRIES(SUFFIX, W)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK) weights_bwd_##SUFFIX(const WeightsBwdParams<W> p) {      \
+        weights_bwd(p);                                                                                                    \
+    }                                                                                                                      \
+    extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK) weights_by_row_##SUFFIX(const WeightsByRowParams<W> p) { \
+        weights_by_row(p);                                                                                                 \
     }
 AGGREGATE_ENTRIES(bfloat16_float32, bf16, float)
 AGGREGATE_ENTRIES(bfloat16_bfloat16, bf16, bf16)

@@ -1,5 +1,5 @@
-// Element types, 8-element pieces of rows, warp reductions. Row offsets are 64-bit throughout:
-// L * k * 2h passes 2^31 elements at two million tokens.
+// Element types, rows in vectors of 8 elements, warp reductions. Offsets of rows have 64 bits everywhere: L * k * 2h exceeds
+// 2^31 elements in large layers.
 #pragma once
 #include "ptx_sm80.cuh"
 
@@ -8,10 +8,11 @@ typedef long long int64;
 // The dynamic shared memory of a launch. The 128-byte swizzle of TMA and wgmma repeats every 1024 bytes.
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 
-// A kernel takes one struct by value, which moeblaze_cupy/params.py describes to the host. It is a __grid_constant__ where
-// it has tensor maps, whose addresses the kernel passes on; in most others that would only cost registers.
+// A kernel takes one struct by value. moeblaze_cupy/params.py describes its fields to the host. The struct is a
+// __grid_constant__ where it holds tensor maps, as the kernel passes their addresses on. In most other kernels that would
+// cost registers.
 
-// The offset of a field in bytes, the struct's name last (it may have commas). NVRTC has no offsetof.
+// The offset of a field in bytes. The struct's name is the last argument, as it may have commas. NVRTC has no offsetof.
 #ifdef __CUDACC_RTC__
 #define OFFSET_OF(FIELD, ...) __INTADDR__(&((__VA_ARGS__*)0)->FIELD)
 #else
@@ -36,8 +37,9 @@ __device__ __forceinline__ void store_one(bf16* p, float v) { p->bits = static_c
 __device__ __forceinline__ void store_one(fp16* p, float v) { p->bits = static_cast<unsigned short>(cvt_fp16x2(v, 0.f)); }
 __device__ __forceinline__ void store_one(float* p, float v) { *p = v; }
 
-// Eight consecutive elements of a row as loaded, of which the first `valid` exist, zeros beyond. With
-// ALIGNED_ROWS rows start on 16 bytes and have a multiple of 8 elements: the eight exist together or not at all.
+// Eight consecutive elements of a row, as they are in memory. The first `valid` of them exist, and load gives zeros for the
+// others. With ALIGNED_ROWS rows start at multiples of 16 bytes and have a multiple of 8 elements, so that all eight exist
+// or none.
 template <class T>
 struct Row8 {
     static constexpr int WORDS = 2 * sizeof(T);

@@ -1,15 +1,18 @@
-// What the steps of dispatch.cu share: ids to rows of the matrix of counters in shared memory, sums over lanes and lists.
+// What the kernels of dispatch.cu share: loads of ids, rows of the matrix of counters, prefix sums.
 #pragma once
 #include "common.cuh"
 
 typedef unsigned short uint16;
+
+// Integers of a row of block_counts: E rounded up to a multiple of 4, as rows are read 16 bytes at a time.
+__device__ __forceinline__ int stride_of(int num_experts) { return (num_experts + 3) & ~3; }
 
 template <class Id>
 struct alignas(16) Ids4 {
     Id of[4];
 };
 
-// Four consecutive ids, or -1 if not all of them exist.
+// Four consecutive ids, or four times -1 if not all of them exist.
 template <class Id>
 __device__ __forceinline__ Ids4<Id> load_ids(const Id* ids, bool exist, bool aligned) {
     Ids4<Id> loaded = {{-1, -1, -1, -1}};
@@ -22,23 +25,23 @@ __device__ __forceinline__ Ids4<Id> load_ids(const Id* ids, bool exist, bool ali
     return loaded;
 }
 
-// The row of the matrix for an id, times 4.
-__device__ __forceinline__ unsigned row_of(int id, int num_experts) {
+// 4 * the matrix row for an id, which is its expert, or E for "none". Times the words of a row it is an offset in bytes.
+__device__ __forceinline__ unsigned row4_of(int id, int num_experts) {
     return 4 * min(static_cast<unsigned>(id), static_cast<unsigned>(num_experts));
 }
-__device__ __forceinline__ unsigned row_of(long long id, int num_experts) {
+__device__ __forceinline__ unsigned row4_of(long long id, int num_experts) {
     return 4 * (static_cast<unsigned long long>(id) < num_experts ? static_cast<unsigned>(id) : num_experts);
 }
 
-__device__ __forceinline__ int expert_of(unsigned row, int num_experts) {
-    return row < 4 * num_experts ? static_cast<int>(row / 4) : -1;
+__device__ __forceinline__ int expert_of(unsigned row4, int num_experts) {
+    return row4 < 4 * num_experts ? static_cast<int>(row4 / 4) : -1;
 }
 
 __device__ __forceinline__ void clear(unsigned* matrix, int words) {
     for (int i = threadIdx.x; i < words / 4; i += blockDim.x) reinterpret_cast<uint4*>(matrix)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Inclusive sums over each `width` lanes, a power of two.
+// Inclusive prefix sums within each group of `width` lanes, a power of two.
 template <class T>
 __device__ __forceinline__ T warp_scan(T value, int width) {
     const int lane = threadIdx.x & (width - 1);
@@ -52,7 +55,7 @@ __device__ __forceinline__ T warp_scan(T value, int width) {
 
 __device__ __forceinline__ int log2_of(int power) { return __popc(power - 1); }
 
-// sums[i] = value(0) + ... + value(i - 1) for i <= n; by one warp. value(i) may be sums[i].
+// Exclusive prefix sums by one warp: sums[i] = value(0) + ... + value(i - 1) for i <= n. value(i) may read sums[i].
 template <class Value>
 __device__ __forceinline__ void exclusive_sums(int* sums, int n, Value value) {
     constexpr int EACH = 4;  // consecutive values of a lane
@@ -77,7 +80,7 @@ __device__ __forceinline__ void exclusive_sums(int* sums, int n, Value value) {
     if (lane == 0) sums[n] = before;
 }
 
-// The i with starts[i] <= value < starts[i + 1]; starts[0] = 0 <= value < starts[n].
+// The i with starts[i] <= value < starts[i + 1], by binary search. Expects starts[0] = 0 <= value < starts[n].
 __device__ __forceinline__ int find_run(const int* starts, int n, int value) {
     int low = 0, high = n;
     while (high - low > 1) {

@@ -137,7 +137,8 @@ __device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage,
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) MMA(acc.v[i][j], a[kk & 1][i], b[kk & 1][j / 2][(j & 1) * 2], b[kk & 1][j / 2][(j & 1) * 2 + 1]);
+            for (int j = 0; j < 8; ++j)
+                MMA(acc.v[i][j], a[kk & 1][i], b[kk & 1][j / 2][(j & 1) * 2], b[kk & 1][j / 2][(j & 1) * 2 + 1]);
     }
 }
 
@@ -162,7 +163,8 @@ __device__ __forceinline__ void multiply_stage_fma(Accumulators& acc, int a_offs
         for (int j = 0; j < 8; ++j)
 #pragma unroll
             for (int s = 0; s < 2; ++s)
-                b[j][s] = shared_element<B_K_CONTIGUOUS_>(b_offset, pair_column<SPLIT>(warp_n, j / 2) + (j & 1) * 8 + column + s, k);
+                b[j][s] =
+                    shared_element<B_K_CONTIGUOUS_>(b_offset, pair_column<SPLIT>(warp_n, j / 2) + (j & 1) * 8 + column + s, k);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll

@@ -1,5 +1,5 @@
-// Grouped GEMMs over the rows of each expert (paper sections 3.1, 3.2, 5.2), portable tier: sm_80 and later.
-// One source, compiled once per step of the layer; ENTRY is the step's name:
+// Grouped GEMMs over the rows of each expert (paper sections 3.1, 3.2 and 5.2), portable tier: compute capability 8.0 and
+// later. The source is compiled once per step of the layer. ENTRY is the step's name:
 //
 //   ENTRY       A (rows)                B             K segments  EPILOGUE
 //   up_fwd      x, gathered by token    w1            1           ACTIVATE: a, b -> act(a) * b
@@ -7,11 +7,12 @@
 //   down_bwd    grad_out, gathered      w2 transposed 1           ACTIVATE_BWD: -> first-layer gradient, A', <dA, A>
 //   up_bwd      first-layer gradient    w1 transposed 2 if gated  STORE: one column panel of the slot input gradients
 //
-// R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, or of the panel), K depth of one segment.
+// R = expert_token_offsets[E] is the number of routed rows, at most num_slots = L*k. N is the number of columns, of h or of
+// the panel. K is the depth of one segment. A block (CTA) computes one tile of BM rows of one expert.
 //
-// Launch: grid = column tiles (N / TILE_COLUMNS, rounded up) times an upper bound of the row tiles, num_slots / BM +
-// min(E, num_slots): no host sync; surplus blocks return at once. THREADS threads, dynamic shared memory
-// STAGES * STAGE_BYTES.
+// Launch: THREADS threads per block, STAGES * STAGE_BYTES bytes of dynamic shared memory. The grid has a block per column
+// tile (N / TILE_COLUMNS, rounded up) and row tile. The number of row tiles is known on the device only, so the grid is
+// made for an upper bound, num_slots / BM + min(E, num_slots), and surplus blocks return at once.
 #include "gemm_core_sm80.cuh"
 #include "activation.cuh"
 
@@ -47,9 +48,8 @@ constexpr int GROUPS = SPLIT ? 2 : 1;
 static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN), "columns of the result in a tile");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && EPILOGUE == STORE && !GATHER), "b1 is up, or the second K segment");
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    ENTRY(const GroupedGemmParams p) {
-    __shared__ int tile_rows[BM];  // row of A per tile row; past the expert's end its last row again, never stored
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR) ENTRY(const GroupedGemmParams p) {
+    __shared__ int tile_rows[BM];  // row of A of each tile row; past the expert's last row that row again, which is never stored
     __shared__ float tile_weights[BM];
     __shared__ float row_sums[2][BM];
     static_assert(sizeof tile_rows + sizeof tile_weights + sizeof row_sums <= STATIC_BYTES, "shared memory beside the stages");
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             store_row8<ALIGNED>(p.result + r * N + n, out, N - n);
         });
     } else {
-        // a and b of the next 16 rows are loaded while these are worked on; fp32 has no registers for that.
+        // a and b of the next 16 rows are loaded while these are worked on. In fp32 there are no registers for that.
         constexpr int BUFFERS = FP32 ? 1 : 2;
         Row8<element> a_loaded[BUFFERS][Staging::PASSES], b_loaded[BUFFERS][Staging::PASSES];
         auto load = [&](int i) {
@@ -122,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
                 const int row = warp_row(i) + Staging::row(pass);
                 const element* from = p.first_layer + (row0 + min(row, rows - 1)) * layer_ld + n;
-                const int64 valid = row < rows ? N - n : 0;  // the last row may be overwritten meanwhile
+                const int64 valid =
+                    row < rows ? N - n : 0;  // first_layer_grad may be first_layer: another warp may overwrite the last row
                 a_loaded[i % BUFFERS][pass].template load<ALIGNED>(from, valid);
                 if (GATED) b_loaded[i % BUFFERS][pass].template load<ALIGNED>(from + N, valid);
             }
@@ -172,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         }
         __syncthreads();
         if (p.partial_sums && threadIdx.x < rows)
-            p.partial_sums[static_cast<int64>(tile.n) * p.num_slots + row0 + threadIdx.x] = row_sums[0][threadIdx.x] + row_sums[1][threadIdx.x];
+            p.partial_sums[static_cast<int64>(tile.n) * p.num_slots + row0 + threadIdx.x] =
+                row_sums[0][threadIdx.x] + row_sums[1][threadIdx.x];
     }
 }

@@ -1,16 +1,17 @@
-// Weight gradients (paper section 3.2, Algorithm 1 lines 18 and 29), portable tier: sm_80 and later. For each
-// expert, dW = P^T Q summed over the expert's routed rows; ENTRY is the step's name:
+// Weight gradients (paper section 3.2, Algorithm 1 lines 18 and 29), portable tier: compute capability 8.0 and later. For
+// each expert dW = P^T Q, summed over the expert's routed rows. The source is compiled once per step of the layer. ENTRY
+// is the step's name:
 //
 //   ENTRY       P (columns M)               Q (columns N)
 //   down_wgrad  A' = weight * act(a) * b    grad_out, gathered by token   dW2 (h, d)
 //   up_wgrad    x, gathered by token        first-layer gradient          dW1 (d, h) per half: gate, up
-// and with P and Q exchanged where the weight is stored transposed, so that rows of dW are always contiguous.
+// Where the weight is stored transposed, P and Q are exchanged, so that rows of dW are always contiguous.
 //
-// With ACCUMULATE dW is added to what out0 and out1 hold (in fp32, rounded to OUT once), else OUT is element.
+// With ACCUMULATE dW is added in fp32 to what out0 and out1 hold, and the sum is rounded to OUT once. Without it OUT is
+// element. An expert without tokens gets exact zeros, and with ACCUMULATE it is left alone. One block (CTA) sums a tile
+// over all rows of its expert, in their order, so two runs give the same bits.
 //
-// Launch: grid (tiles of M x N, E, halves), THREADS threads, dynamic shared memory STAGES * STAGE_BYTES.
-// An expert without tokens gets exact zeros, or with ACCUMULATE is left alone. One block owns a tile over all its tokens,
-// in order: deterministic.
+// Launch: grid (tiles of M x N, E, halves), THREADS threads per block, STAGES * STAGE_BYTES bytes of dynamic shared memory.
 #include "gemm_core_sm80.cuh"
 
 #if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT)
@@ -18,20 +19,20 @@
 #endif
 
 struct GroupedWgradParams {
-    const element *p, *q;               // (L or R, ldp / ldq) element, in; gathered by token with GATHER_P / GATHER_Q, else by row
-    const int* expert_token_indices;    // (L*k,) int32, in
-    const int* expert_token_offsets;    // (E+1,) int32, in
-    OUT *out0, *out1;                   // (M, N) of each expert, OUT, out: gate's, and up's if gated
-    int64 ldp, ldq;                     // elements from row to row
-    int64 expert_stride, ldo;           // elements of out0 and out1 from expert to expert, and from row to row
-    int p_half, q_half;                 // elements from the gate's columns to the up's in P or Q, 0 in the other operand
-    int rows, columns;                  // M, N
+    const element *p, *q;             // (L or R, ldp / ldq) element, in; gathered by token with GATHER_P / GATHER_Q, else by row
+    const int* expert_token_indices;  // (L*k,) int32, in
+    const int* expert_token_offsets;  // (E+1,) int32, in
+    OUT *out0, *out1;                 // (M, N) of each expert, OUT, out: gate's, and up's if gated
+    int64 ldp, ldq;                   // elements from row to row
+    int64 expert_stride, ldo;         // elements of out0 and out1 from expert to expert, and from row to row
+    int p_half, q_half;               // elements from the gate's columns to the up's in P or Q, 0 in the other operand
+    int rows, columns;                // M, N
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     ENTRY(const __grid_constant__ GroupedWgradParams params) {
-    const GroupedWgradParams p = params;  // read once: read where they are used, fields cost registers in the main loop
-    constexpr int ROWS = BK / 16;  // distinct token rows a thread copies per stage; the rest repeats in other blocks
+    const GroupedWgradParams p = params;  // a copy: fields that are read in the main loop cost registers there
+    constexpr int ROWS = BK / 16;  // token rows that a thread copies per stage; its other lines are other slabs of the same rows
     const int M = p.rows, N = p.columns, expert = blockIdx.y;
     const Tile tile = raster(blockIdx.x, (M + BM - 1) / BM, (N + BN - 1) / BN);
     const int m0 = tile.m * BM, n0 = tile.n * BN;
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     if (ACCUMULATE && first == last) return;
     const Rows p_matrix(p.p + blockIdx.z * p.p_half, p.ldp), q_matrix(p.q + blockIdx.z * p.q_half, p.ldq);
 
-    // The tokens of the next stage are loaded one stage ahead of their use as addresses.
+    // Tokens are loaded one stage before they are used as addresses.
     int tokens[ROWS];
     auto load_tokens = [&](int step) {
 #pragma unroll

@@ -1,26 +1,23 @@
-// PTX of sm_80 and later, one instruction per function. The CPU emulator of the tests replaces this
-// file by plain C++, so no other file holds inline assembly of the portable tier.
+// PTX of sm_80 and later, one instruction per function. The CPU emulator of the tests replaces this file by plain C++.
+// Therefore no other file holds inline assembly of the portable tier.
 #pragma once
 
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
+__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes global -> shared; bytes from src_bytes on are written as zeros.
+// Copies 16 bytes from global to shared memory, asynchronously. Only the first src_bytes are read; the rest becomes zeros.
 __device__ __forceinline__ void cp_async_16(unsigned dst_shared, const void* src, unsigned src_bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_shared), "l"(src), "r"(src_bytes)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_shared), "l"(src), "r"(src_bytes) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most N of this thread's newest groups are still in flight.
+// Waits until at most N of this thread's groups are in flight, the newest.
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Lane i gives the address of row i % 8 of 8x8 matrix i / 8.
+// Loads four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -35,20 +32,20 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned add
                  : "memory");
 }
 
-// d (16x8, fp32) += a (16x16, row) * b (16x8, column).
+// d (16x8, fp32) += a (16x16, row-major) * b (16x8, column-major), by the warp.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void mma_fp16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats rounded to nearest even, `low` in the low half.
+// Two floats, rounded to nearest even, `low` in the low half.
 __device__ __forceinline__ unsigned cvt_bf16x2(float low, float high) {
     unsigned r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -78,7 +75,7 @@ __device__ __forceinline__ float reciprocal(float v) {
     return r;
 }
 
-// Plain accesses, so that the compiler may order and overlap them; the emulator checks their alignment.
+// Plain accesses, which the compiler may reorder and overlap. The emulator checks their alignment.
 __device__ __forceinline__ uint4 load_global_16(const void* p) { return *static_cast<const uint4*>(p); }
 
 __device__ __forceinline__ void store_global_16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }

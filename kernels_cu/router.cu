@@ -1,8 +1,9 @@
 // Router: softmax and top-k over the experts of each token (paper section 2.1), forward and backward.
 //
-// Launch: one warp per token, TOKENS_PER_BLOCK warps per block, dynamic shared memory 4 bytes per warp and expert;
-// E <= MAX_ROUTER_EXPERTS, k <= MAX_ROUTER_K.
-// All arithmetic is fp32. A NaN logit ranks first and makes the token's weights NaN.
+// All arithmetic is fp32. A NaN logit ranks first and makes the token's weights NaN. Equal logits rank by rising id.
+//
+// Launch: a warp per token, TOKENS_PER_BLOCK warps per block. Dynamic shared memory (TOKENS_PER_BLOCK, E) of 4 bytes: the
+// sort keys of each token forward, the gradient of its logits backward. E <= MAX_ROUTER_EXPERTS, k <= MAX_ROUTER_K.
 #include "common.cuh"
 
 #if !defined(TOKENS_PER_BLOCK) || !defined(MAX_ROUTER_EXPERTS) || !defined(MAX_ROUTER_K) || !defined(DEFAULT_SHARED_BYTES)
@@ -35,7 +36,7 @@ struct RouterBwdParams {
     int num_experts, k, over_selected;  // as in RouterFwdParams
 };
 
-// Order-preserving map of a float to an unsigned; 0 is below every float, so it marks a taken expert.
+// Maps a float to an unsigned with the same order. 0 is below every float and marks an expert that is already chosen.
 __device__ __forceinline__ unsigned sort_key(float v) {
     if (v != v) return 0xffffffffu;
     const unsigned bits = __float_as_uint(v);
@@ -43,9 +44,11 @@ __device__ __forceinline__ unsigned sort_key(float v) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float from_sort_key(unsigned key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // the NaN key maps to a NaN
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // the key of NaN gives a NaN
 }
 
+// One token by one warp. Each lane keeps the best key of its experts lane, lane + 32, ...; the warp takes the best of all k
+// times, and the lane that held it looks for its next best.
 template <class T>
 __device__ void route_token(const T* logits, float* weights, int* ids, int E, int k, bool over_selected, unsigned* keys) {
     const int lane = threadIdx.x & 31;
@@ -66,7 +69,8 @@ __device__ void route_token(const T* logits, float* weights, int* ids, int E, in
     int my_id = 0;
     for (int j = 0; j < k; ++j) {
         const unsigned top = __reduce_max_sync(0xffffffffu, best);
-        const int id = static_cast<int>(__reduce_min_sync(0xffffffffu, best == top ? static_cast<unsigned>(best_id) : 0xffffffffu));
+        const int id =
+            static_cast<int>(__reduce_min_sync(0xffffffffu, best == top ? static_cast<unsigned>(best_id) : 0xffffffffu));
         if (lane == j) my_key = top, my_id = id;
         if ((id & 31) == lane) {
             keys[id] = 0;
@@ -83,6 +87,8 @@ __device__ void route_token(const T* logits, float* weights, int* ids, int E, in
     }
 }
 
+// One token by one warp. The gradient of softmax is p (g - <p, g>), over the chosen logits or over all. `row` (E,) is shared
+// memory for the gradients of the chosen experts among zeros.
 template <class T>
 __device__ void route_token_bwd(const float* grad_weights, const T* logits, const float* weights, const int* ids, T* grad_logits,
                                 int E, int k, bool over_selected, float* row) {
@@ -110,23 +116,21 @@ __device__ void route_token_bwd(const float* grad_weights, const T* logits, cons
     }
 }
 
-#define ROUTER_ENTRIES(SUFFIX, T)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                                                       \
-        router_fwd_##SUFFIX(const RouterFwdParams<T> p) {                                                   \
-        const int warp = threadIdx.x / 32;                                                                                    \
-        const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + warp;                                                      \
-        if (token < p.L)                                                                                                      \
-            route_token(p.logits + token * p.num_experts, p.weights + token * p.k, p.ids + token * p.k, p.num_experts, p.k,   \
-                        p.over_selected != 0, reinterpret_cast<unsigned*>(dynamic_shared) + warp * p.num_experts);            \
-    }                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                                                       \
-        router_bwd_##SUFFIX(const RouterBwdParams<T> p) {                                                   \
-        const int warp = threadIdx.x / 32;                                                                                    \
-        const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + warp;                                                      \
-        if (token < p.L)                                                                                                      \
-            route_token_bwd(p.grad_weights + token * p.k, p.logits + token * p.num_experts, p.weights + token * p.k,          \
-                            p.ids + token * p.k, p.grad_logits + token * p.num_experts, p.num_experts, p.k,                   \
-                            p.over_selected != 0, reinterpret_cast<float*>(dynamic_shared) + warp * p.num_experts);           \
+#define ROUTER_ENTRIES(SUFFIX, T)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) router_fwd_##SUFFIX(const RouterFwdParams<T> p) {   \
+        const int warp = threadIdx.x / 32;                                                                                  \
+        const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + warp;                                                    \
+        if (token < p.L)                                                                                                    \
+            route_token(p.logits + token * p.num_experts, p.weights + token * p.k, p.ids + token * p.k, p.num_experts, p.k, \
+                        p.over_selected != 0, reinterpret_cast<unsigned*>(dynamic_shared) + warp * p.num_experts);          \
+    }                                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) router_bwd_##SUFFIX(const RouterBwdParams<T> p) {   \
+        const int warp = threadIdx.x / 32;                                                                                  \
+        const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + warp;                                                    \
+        if (token < p.L)                                                                                                    \
+            route_token_bwd(p.grad_weights + token * p.k, p.logits + token * p.num_experts, p.weights + token * p.k,        \
+                            p.ids + token * p.k, p.grad_logits + token * p.num_experts, p.num_experts, p.k,                 \
+                            p.over_selected != 0, reinterpret_cast<float*>(dynamic_shared) + warp * p.num_experts);         \
     }
 ROUTER_ENTRIES(bfloat16, bf16)
 ROUTER_ENTRIES(float16, fp16)

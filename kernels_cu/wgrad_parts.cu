@@ -1,8 +1,10 @@
-// Weight gradients of few large experts, second step (paper section 3.2, Algorithm 1 lines 18 and 29): the sums that
-// grouped_wgrad_sm90.cu made of parts of each expert's rows are added up, in their order: two runs give the same bits.
+// Second step of split-K for the weight gradients of few large experts (paper section 3.2, Algorithm 1 lines 18 and 29).
+// grouped_wgrad_sm90.cu divides the rows of each expert (the K dimension) into parts and writes an fp32 sum of each. Here
+// the sums are added in the order of the parts, so two runs give the same bits.
 //
-// Launch: grid (groups of 8 columns of all rows, GROUPS_PER_BLOCK to a block; E; halves), a thread to a group. Sizes, strides and
-// pointers are those of grouped_wgrad_sm90.cu: multiples of 8 elements, of 16 bytes.
+// Launch: a thread per 8 columns of a row, GROUPS_PER_BLOCK threads per block; grid (rows * columns / 8 / GROUPS_PER_BLOCK,
+// rounded up; E; halves). As in grouped_wgrad_sm90.cu, sizes and strides are multiples of 8 elements and pointers of 16
+// bytes.
 #include "common.cuh"
 
 #ifndef GROUPS_PER_BLOCK
@@ -17,13 +19,14 @@ struct WgradPartsParams {
     OUT *out0, *out1;                 // (rows, columns) of each expert, element or fp32, out: gate's, and up's if gated
     int64 expert_stride, ldo;         // elements of out0 and out1 from expert to expert, and from row to row
     int rows, columns, halves, splits;
-    int accumulate;  // not 0: added to what out0 and out1 hold, in fp32, rounded once; an expert without rows is left alone
+    int accumulate;  // not 0: adds to what out0 and out1 hold, in fp32, rounded once; leaves an expert without rows alone
 };
 
 template <class OUT>
-__device__ void add_parts(const float* sums, const int* expert_token_offsets, OUT* out, int64 ldo, unsigned rows, unsigned columns,
-                          int64 stride, int splits, bool accumulate) {
-    const unsigned index = blockIdx.x * GROUPS_PER_BLOCK + threadIdx.x, row = index / (columns / 8), column = index % (columns / 8) * 8;
+__device__ void add_parts(const float* sums, const int* expert_token_offsets, OUT* out, int64 ldo, unsigned rows,
+                          unsigned columns, int64 stride, int splits, bool accumulate) {
+    const unsigned index = blockIdx.x * GROUPS_PER_BLOCK + threadIdx.x, row = index / (columns / 8),
+                   column = index % (columns / 8) * 8;
     const int expert = blockIdx.y;
     if (row >= rows || (accumulate && expert_token_offsets[expert] == expert_token_offsets[expert + 1])) return;
     sums += int64(row) * columns + column;
@@ -49,13 +52,12 @@ __device__ void add_parts(const float* sums, const int* expert_token_offsets, OU
     store_vector8(out, total);
 }
 
-#define WGRAD_PARTS_ENTRY(SUFFIX, OUT)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(GROUPS_PER_BLOCK)                                                            \
-        wgrad_parts_##SUFFIX(const WgradPartsParams<OUT> p) {                                               \
-        const int64 expert = blockIdx.y, half = blockIdx.z, size = int64(p.rows) * p.columns;                                 \
-        add_parts(p.sums + (expert * p.splits * p.halves + half) * size, p.expert_token_offsets,                               \
-                  (half ? p.out1 : p.out0) + expert * p.expert_stride, p.ldo, unsigned(p.rows), unsigned(p.columns),          \
-                  p.halves * size, p.splits, p.accumulate != 0);                                                               \
+#define WGRAD_PARTS_ENTRY(SUFFIX, OUT)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(GROUPS_PER_BLOCK) wgrad_parts_##SUFFIX(const WgradPartsParams<OUT> p) { \
+        const int64 expert = blockIdx.y, half = blockIdx.z, size = int64(p.rows) * p.columns;                            \
+        add_parts(p.sums + (expert * p.splits * p.halves + half) * size, p.expert_token_offsets,                          \
+                  (half ? p.out1 : p.out0) + expert * p.expert_stride, p.ldo, unsigned(p.rows), unsigned(p.columns),     \
+                  p.halves * size, p.splits, p.accumulate != 0);                                                          \
     }
 WGRAD_PARTS_ENTRY(float32, float)
 WGRAD_PARTS_ENTRY(bfloat16, bf16)

@@ -1,4 +1,4 @@
-"""Command line: `python -m moeblaze_cupy train|info|compile|plan|bench`."""
+"""Command line: `python -m moeblaze_cupy train|info|compile|explain|plan|bench`."""
 
 import argparse
 import contextlib
@@ -14,6 +14,8 @@ from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
 SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
+GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # whose limits `explain` knows
+TIERS = ("sm80", "sm90")
 MAX_WIDTH = 2**24  # of d and h: wider than any model's, and `plan` lists the panels of d at once
 
 
@@ -81,6 +83,17 @@ def _add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
         )
 
 
+def _add_layer(parser: argparse.ArgumentParser) -> None:
+    """A layer and its tokens: sizes, activation, dtype, memory order."""
+    parser.add_argument("--tokens", type=integer(1), required=True, metavar="L", help="tokens per step")
+    _add_sizes(parser)
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
+    parser.add_argument(
+        "--order", choices=ORDERS, default="transposed", help="memory order of the weights (%(default)s)"
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moeblaze_cupy", description="Mixture-of-Experts training kernels without routed buffers."
@@ -132,14 +145,27 @@ def build_parser() -> argparse.ArgumentParser:
         help="also what adds weight gradients to a caller's sums, in float32 or the weights' dtype",
     )  # fmt: skip
 
+    explain = commands.add_parser(
+        "explain",
+        help="which kernels a layer launches on a GPU, with what geometry and memory, and why",
+        description="Lists the launches of a layer in their order: kernel, constants, grid, tiles, buffers, and what "
+        "decided for them. Arrays are packed, ids int32, router weights float32. No GPU is needed.",
+    )
+    _add_layer(explain)
+    explain.add_argument(
+        "--save",
+        choices=[policy or "inference" for policy in SAVE_POLICIES],
+        default="minimal",
+        help="what forward keeps for backward; inference has no backward (%(default)s)",
+    )
+    explain.add_argument("--accumulate", action="store_true", help="add weight gradients to a caller's sums in float32")
+    explain.add_argument("--gpu", choices=GPUS, help="a GPU by name (the one here, or h200 where there is none)")
+    explain.add_argument("--tier", choices=TIERS, help="force the portable kernels, or Hopper's (what the GPU has)")
+
     plan = commands.add_parser("plan", help="the memory a layer will use, per save policy, by formula")
-    plan.add_argument("--tokens", type=integer(1), required=True, metavar="L", help="tokens per step")
-    _add_sizes(plan)
-    plan.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
-    plan.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
-    plan.add_argument("--order", choices=ORDERS, default="transposed", help="memory order of the weights (%(default)s)")
+    _add_layer(plan)
     plan.add_argument(
-        "--tier", choices=("sm80", "sm90"), default="sm90",
+        "--tier", choices=TIERS, default="sm90",
         help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",
     )  # fmt: skip
 

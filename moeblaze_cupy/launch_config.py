@@ -27,7 +27,7 @@ HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead, or the tokens of
 MAX_WAVES = 4  # of tiles of splits per launch, see split_k
 SPLIT_ROWS = 1024  # what a split's tile of float32 sums costs, in the time of a tile's rows
 ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # what adding the sums costs, likewise
-MAX_EXPERTS = 4096  # dispatch: counters and five lists per expert, beside the block's slots, in shared memory
+MAX_EXPERTS = 4096  # of dispatch, which keeps counters and lists of all experts in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
 MAX_ROUTER_EXPERTS = 1024
@@ -247,10 +247,11 @@ def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) 
 
 @functools.lru_cache(maxsize=1024)
 def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
-    """First element and shape of each of dispatch's lists in their one buffer, without gaps, and its size.
+    """Where dispatch's lists lie in their one int32 buffer, in elements, and the size of the buffer.
 
-    token_index_map is written 16 bytes at a time, so it comes first; the pairs of row_tiles are read 8 bytes at a
-    time, so an even number of elements goes before it.
+    The first value gives the first element and the shape of each list. Lists follow each other without gaps.
+    token_index_map is written 16 bytes at a time, so it comes first. The pairs of row_tiles are read 8 bytes at a
+    time, so an even number of elements comes before it.
     """
     slots = num_tokens * k
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -302,65 +303,80 @@ def panel_takes_left_operands_rows(columns: int, spare_columns: int, tier: str) 
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """Geometry of the dispatch kernels: `blocks` of dispatch_route, each of `parts` parts of `part_slots` slots."""
+    """Launch geometry of the two kernels of dispatch.cu.
 
-    blocks: int
-    parts: int
+    A block of dispatch_route takes block_slots consecutive slots, in parts of part_slots slots, one part after the
+    other. The matrix of counters in its shared memory has a row per expert and a column per counting thread.
+    """
+
+    blocks: int  # of dispatch_route
+    parts: int  # of each of these blocks
     part_slots: int
-    counted_together: int  # blocks of dispatch_route whose slots a block of dispatch_count counts
-    count_columns: int
-    count_threads: int
+    counted_together: int  # blocks of dispatch_route whose slots one block of dispatch_count counts, 1 or 2
+    count_columns: int  # of a matrix of dispatch_count
+    count_threads: int  # per block of dispatch_count
     count_shared_bytes: int
-    columns: int  # threads of dispatch_route that count
-    route_threads: int
+    columns: int  # of the matrix of dispatch_route, and its threads that count
+    route_threads: int  # per block of dispatch_route
     route_shared_bytes: int
 
     @property
     def block_slots(self) -> int:
+        """Slots of a block of dispatch_route. The last block may have fewer."""
         return self.parts * self.part_slots
 
     @property
     def counts(self) -> bool:
-        """Whether dispatch_count runs: a block that takes all slots in one part knows their counts itself."""
+        """Whether dispatch_count runs. One block that takes all slots in one part counts them itself."""
         return self.blocks > 1 or self.parts > 1
 
     @property
     def count_blocks(self) -> int:
+        """Blocks of dispatch_count."""
         return ceil_div(self.blocks, self.counted_together)
 
     def workspace_bytes(self, num_experts: int) -> int:
-        """An int32 per block and expert, of which there are a multiple of 4 to a block."""
+        """Bytes of block_counts: an int32 per block and expert, with E rounded up to a multiple of 4."""
         return 4 * self.count_blocks * self.counted_together * ceil_div(num_experts, 4) * 4 if self.counts else 0
 
 
-MIN_COLUMNS = 8  # of dispatch_route: a lane reads 8 counters at a time
-MIN_COUNT_COLUMNS = 4  # of dispatch_count: likewise
-HELD_PIECES = 5  # likewise: 16-byte pieces of the matrix that a thread works on
+MIN_COLUMNS = 8  # of dispatch_route's matrix: a lane reads 8 counters of 16 bits at a time
+MIN_COUNT_COLUMNS = 4  # of dispatch_count's matrix: a lane reads 4 counters of 32 bits at a time
+HELD_PIECES = 5  # 16-byte pieces of dispatch_route's matrix per thread, which keeps their prefix sums in registers
 DISPATCH_THREADS = (512, 1024)  # per block of both kernels
-EXPERT_LISTS = 5  # of dispatch_route in shared memory: ints per expert, and as many more
-MIN_GROUPS = 3  # of threads that each sum up all experts over blocks; fewer work as one, which needs no memory
+EXPERT_LISTS = 5  # lists of dispatch_route in shared memory, of E + 1 int32 on average
+MIN_GROUPS = 3  # groups of threads that sum the counts over blocks; fewer work as one group, without scratch memory
 
 
 def _power_of_two(most: int, least: int) -> int:
+    """The largest power of two up to `most`, or `least` if that is more."""
     return max(least, 1 << max(most, 1).bit_length() - 1)
 
 
 def _route_shared_bytes(num_experts: int, columns: int, part_slots: int, threads: int, alone: bool) -> int:
-    """Lists; then the matrix with the sums over blocks, or 4 bytes per slot if that is more; then 4 per slot."""
+    """Dynamic shared memory of dispatch_route, see the map in dispatch.cu.
+
+    First the lists. Then the matrix and the scratch memory of the sums over blocks, or 4 bytes per slot of a part if
+    that is more. Then 4 bytes per slot of a part. `alone`: one block takes all slots in one part, and sums nothing.
+    """
     lists = ceil_div(4 * EXPERT_LISTS * (num_experts + 1), 16) * 16
     matrix = 2 * columns * (num_experts + 1)
     experts = ceil_div(num_experts, 4) * 4
-    groups = 4 * (threads - max(columns, 32)) // experts  # of threads that sum up all experts
+    groups = 4 * (threads - max(columns, 32)) // experts  # of threads; a group sums four experts per thread
     sums = 0 if alone or groups < MIN_GROUPS else 8 * groups * experts
     return lists + max(matrix + sums, 4 * part_slots) + 4 * part_slots
 
 
 @functools.lru_cache(maxsize=1024)
 def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> DispatchConfig:
-    """One block and one launch up to 2048 slots, then a block per 768 slots.
+    """Blocks, parts, columns and shared memory of the dispatch kernels.
 
-    A multiprocessor has room for two blocks of 128 columns while their matrices take a third of its shared memory,
-    else for one, of more threads. Few slots get few columns: a block clears and sums up its matrix whatever they are.
+    Up to 2048 slots there is one block and one launch. Above, there is a block per 768 slots, at most as many as are
+    resident at one time. A multiprocessor holds two blocks while matrices of 128 columns take at most a third of its
+    shared memory. Else it holds one block of more threads. A block clears and sums its matrix however many slots it
+    has, so few slots get few columns.
+
+    Raises ValueError for more experts than the shared memory of a block has room for.
     """
     row_bytes = 2 * (num_experts + 1)
     resident, available = 2, limits.shared_bytes_per_multiprocessor // 2 - RESERVED_BYTES
@@ -381,7 +397,7 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
         return part_slots < 65536 and _route_shared_bytes(num_experts, columns, part_slots, threads, alone) <= available
 
     def slots_per_column(slots: int) -> int:
-        """Of a part of that many, rounded up to 2 more than a multiple of 4."""
+        """Of a part of that many slots, rounded up to 2 more than a multiple of 4."""
         return ceil_div(max(ceil_div(slots, columns) - 2, 0), 4) * 4 + 2
 
     alone = blocks == 1 and fits(slots_per_column(block_slots), True)

@@ -49,7 +49,12 @@ class Variant:
 
     @property
     def name(self) -> str:
-        return " ".join([self.entry, *(f"{k.lower()}={v}" for k, v in self.macros if k not in IMPLIED_MACROS)])
+        return f"{self.entry} {self.constants}".rstrip()
+
+    @property
+    def constants(self) -> str:
+        """The JIT constants as text, but for those that others imply."""
+        return " ".join(f"{k.lower()}={v}" for k, v in self.macros if k not in IMPLIED_MACROS)
 
 
 @functools.cache
@@ -201,11 +206,23 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def has_line_info() -> bool:
+    """Whether kernels are compiled for Nsight Compute's source view, which MOEBLAZE_LINEINFO asks for."""
+    return os.environ.get("MOEBLAZE_LINEINFO", "0") not in ("", "0")
+
+
 def source(variant: Variant) -> str:
-    """What is compiled: the source file, and after it assertions on the layout of its parameters."""
-    with open(os.path.join(source_folder(), variant.source)) as file:
+    """What is compiled: the source file, and after it assertions on the layout of its parameters.
+
+    Both have names for the compiler's messages. With line information that of the file is its path, by which Nsight
+    Compute and cuda-gdb find it.
+    """
+    path = os.path.join(source_folder(), variant.source)
+    with open(path) as file:
         code = file.read()
-    return code + "".join(table.assertions() for table in params.tables(variant.source, variant.macros).values())
+    name = path.replace("\\", "/") if has_line_info() else variant.source
+    checks = "".join(table.assertions() for table in params.tables(variant.source, variant.macros).values())
+    return f'#line 1 "{name}"\n{code}\n#line 1 "<parameters of {variant.source}>"\n{checks}'
 
 
 def options(variant: Variant) -> tuple[str, ...]:
@@ -214,7 +231,8 @@ def options(variant: Variant) -> tuple[str, ...]:
     defines = tuple(f"-D{key}={value}" for key, value in (*constants.items(), *variant.macros))
     # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
     arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
-    return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch)
+    line_info = ("-lineinfo",) if has_line_info() else ()
+    return ("-std=c++17", "-I" + source_folder(), "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch, *line_info)
 
 
 def import_cupy() -> Any:

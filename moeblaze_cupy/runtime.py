@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,15 @@ from moeblaze_cupy.arrays import Buffer
 from moeblaze_cupy.loader import Variant
 from moeblaze_cupy.params import Params, params_of
 from moeblaze_cupy.tensor_map import TensorMap
+
+
+class Tiles(NamedTuple):
+    """The tiles of a product: rows and columns of each, and how many there are; `at_most`: the routing decides."""
+
+    rows: int
+    columns: int
+    number: int
+    at_most: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +50,7 @@ class Launch:
     shared_bytes: int = 0
     maps: Mapping[str, TensorMap] = field(default_factory=dict)
     why: tuple[str, ...] = ()
+    tiles: Tiles | None = None
     bound: dict[int, "_Bound"] = field(default_factory=dict, repr=False)  # by device
 
     @property
@@ -52,12 +62,18 @@ class Launch:
         x, y, z = (*self.grid, 1, 1)[:3]
         return x, y, z
 
-    def __str__(self) -> str:
-        scalars = ", ".join(f"{name}={value}" for name, value in self.scalars.items())
-        return (
-            f"{self.variant.name} ({self.variant.source}): grid {self.blocks}, {self.threads} threads, "
-            f"{self.shared_bytes} bytes of shared memory; {scalars}"
-        )
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What `explain` and MOEBLAZE_LOG print: kernel and geometry, then the variant's constants, tiles, reasons."""
+        grid = " x ".join(map(str, self.grid))
+        shared = f", {self.shared_bytes:,} bytes of dynamic shared memory" if self.shared_bytes else ""
+        found = [f"{self.variant.source}:{self.variant.entry}, grid {grid}, {self.threads} threads{shared}"]
+        if constants := self.variant.constants:
+            found.append(f"constants: {constants}")
+        if self.tiles:
+            rows, columns, number, at_most = self.tiles
+            found.append(f"tiles: {rows} rows x {columns} columns, {'at most ' if at_most else ''}{number:,}")
+        return (*found, *self.why)
 
 
 class _Arguments:
@@ -97,7 +113,10 @@ class _Bound:
         self.pack = struct.Struct(f"={len(params.pointers)}Q").pack_into
         self.free: list[_Arguments] = []
         if os.environ.get("MOEBLAZE_LOG", "0") not in ("", "0"):
-            print(f"moeblaze_cupy: device {device}: {launch}", *launch.why, sep="\n  ", file=sys.stderr)
+            print(
+                "\n    ".join((f"moeblaze_cupy: device {device}: {launch.lines[0]}", *launch.lines[1:])),
+                file=sys.stderr,
+            )
 
     def run(self, stream: int, values: tuple[int, ...]) -> None:
         try:

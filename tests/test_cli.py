@@ -47,7 +47,10 @@ def run_module(*argv, stdout=subprocess.PIPE, **environment):
 SMALL_PLAN = ["plan", "--tokens", "9", "--d-model", "8", "--d-hidden", "8", "--experts", "4", "--k", "2"]
 
 
-@pytest.mark.parametrize("argv", [["info"], SMALL_PLAN], ids=["info", "plan"])
+SMALL_EXPLAIN = ["explain", "--gpu", "h200", *SMALL_PLAN[1:]]
+
+
+@pytest.mark.parametrize("argv", [["info"], SMALL_PLAN, SMALL_EXPLAIN], ids=["info", "plan", "explain"])
 def test_a_reader_that_leaves_is_no_error(argv):
     read, write = os.pipe()
     os.close(read)
@@ -56,7 +59,9 @@ def test_a_reader_that_leaves_is_no_error(argv):
     assert (result.returncode, result.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("argv", [["info"], SMALL_PLAN, ["--version"], ["plan", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["info"], SMALL_PLAN, SMALL_EXPLAIN, ["--version"], ["explain", "--help"]], ids=" ".join
+)
 def test_a_full_disk_is_one_line(argv):
     with open("/dev/full", "w") as full:
         result = run_module(*argv, stdout=full, PYTHONUNBUFFERED="")  # unbuffered, argparse drops the error itself
@@ -124,7 +129,7 @@ def assert_fails(capsys, argv, *fragments):
 
 def test_help_names_every_command():
     output = run_module("--help").stdout
-    for command in ("train", "info", "compile", "plan", "bench"):
+    for command in ("train", "info", "compile", "explain", "plan", "bench"):
         assert re.search(rf"^ +{command} ", output, re.MULTILINE)
 
 
@@ -156,6 +161,7 @@ def test_parsing_imports_no_subcommand():
         ["train", "--seed", "-1"],
         ["train", "--activation", "tanh"],
         ["plan", "--tokens", "8"],
+        ["explain", "--gpu", "h300"],
     ],
     ids=" ".join,
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench import nvrtc
+from bench.machine_code import code_sections
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.structures import ACTIVATIONS
 
@@ -219,6 +220,37 @@ def test_constants_that_a_kernel_does_not_work_with_do_not_compile(name, macro, 
     assert len(options) == len(loader.options(variant)) - 1
     with pytest.raises(RuntimeError, match="static assertion failed"):
         attempt(loader.source(variant), name, (*options, f"-D{macro}={value}"), "90a")
+
+
+@pytest.mark.parametrize("variant", one_of_each_source(), ids=lambda variant: variant.source)
+def test_line_information_names_files_and_leaves_the_machine_code_as_it_is(variant, monkeypatch):
+    monkeypatch.delenv("MOEBLAZE_LINEINFO", raising=False)
+    plain = compiled(variant, "90a").cubin
+    monkeypatch.setenv("MOEBLAZE_LINEINFO", "1")
+    with_lines = attempt(loader.source(variant), "a name of CuPy's", loader.options(variant), "90a").cubin
+    assert list(code_sections(with_lines)) == list(code_sections(plain))
+    assert b".debug_line" not in plain and b".debug_line" in with_lines
+    folder = loader.source_folder().encode()
+    assert folder in with_lines and variant.source.encode() in with_lines and folder not in plain
+    assert b"a name of CuPy's" not in with_lines
+
+
+def test_errors_name_the_file_and_its_line_or_the_table_of_parameters():
+    variant = next(v for v in one_of_each_source() if v.source == "router.cu")
+    source, options = loader.source(variant), loader.options(variant)
+    with open(Path(loader.source_folder()) / variant.source) as file:
+        line = next(number for number, text in enumerate(file, start=1) if "__syncwarp()" in text)
+    for text, mistaken, place in (
+        ("__syncwarp()", "__syncwrp()", rf"\nrouter\.cu\({line}\): error"),
+        (
+            "(sizeof(RouterFwdParams<float>) ==",
+            "(1 + sizeof(RouterFwdParams<float>) ==",
+            r"\n<parameters of router\.cu>\(2\)",
+        ),
+    ):
+        assert text in source
+        with pytest.raises(RuntimeError, match=place):
+            attempt(source.replace(text, mistaken), "router.cu", options, "90a")
 
 
 def test_hopper_takes_hoppers_kernels():

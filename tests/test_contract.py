@@ -20,15 +20,16 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 # Imports go down only: from a line to lines above it. A name stands for the module and all within it.
 LEVELS = [
     ["launch_config", "params", "structures"],
-    ["arrays", "loader", "tensor_map"],
+    ["arrays", "loader", "reasons", "tensor_map"],
     ["interop.dlpack", "checks", "memory", "runtime"],
-    ["reference", "ops.dispatch", "ops.router"],
+    ["reference", "rehearsal", "ops.dispatch", "ops.router"],
     ["ops.aggregation", "ops.grouped_gemm"],
     ["ops.panels"],
     ["ops.experts"],
     ["layer"],
     ["__init__"],
     ["interop.torch", "cli.progress"],
+    ["cli.sizes"],
     ["cli"],
     ["__main__"],
 ]

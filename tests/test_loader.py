@@ -257,6 +257,20 @@ def test_only_hoppers_kernels_name_an_architecture():
         assert not [o for o in loader.options(gemm_variant(entry, **options)) if "arch" in o]
 
 
+@pytest.mark.parametrize("value", [None, "", "0", "1"])
+def test_line_information_is_for_those_who_ask(monkeypatch, value):
+    """With it the source's name is its path, by which a profiler finds it."""
+    if value is None:
+        monkeypatch.delenv("MOEBLAZE_LINEINFO", raising=False)
+    else:
+        monkeypatch.setenv("MOEBLAZE_LINEINFO", value)
+    variant = Variant("router.cu", "")
+    path = Path(loader.source_folder()) / "router.cu"
+    name, asked = loader.source(variant).partition("\n")[0], value == "1"
+    assert name == (f'#line 1 "{path.as_posix()}"' if asked else '#line 1 "router.cu"')
+    assert ("-lineinfo" in loader.options(variant)) == asked
+
+
 class FakeModule:
     """cupy.RawModule; counts what is made."""
 
@@ -338,7 +352,8 @@ def test_entries_of_one_source_share_a_module(cupy):
     loader.kernel(0, Variant("router.cu", "router_bwd_float32"))
     loader.kernel(0, ROUTER)
     (module,) = FakeModule.made
-    assert module.code.startswith((Path(loader.source_folder()) / "router.cu").read_text())
+    text = (Path(loader.source_folder()) / "router.cu").read_text()
+    assert module.code.startswith(f'#line 1 "router.cu"\n{text}')
     assert module.code == loader.source(ROUTER)
     assert module.options == loader.options(ROUTER)
 

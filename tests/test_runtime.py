@@ -433,7 +433,7 @@ def test_a_record_lists_why_and_its_first_launch_is_printed_on_request(device, m
     first = capsys.readouterr().err
     BASE.forward(device)
     assert not capsys.readouterr().err
-    assert "up_fwd" in first and "Hopper tier: " in first and "dispatch_route_int32" in first
+    assert "up_fwd" in first and "Hopper's kernels: " in first and "dispatch_route_int32" in first
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1])

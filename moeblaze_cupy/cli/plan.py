@@ -2,29 +2,13 @@
 
 import argparse
 
-from moeblaze_cupy import launch_config, memory
-from moeblaze_cupy.cli.progress import CommandError
+from moeblaze_cupy import memory
+from moeblaze_cupy.cli.sizes import layer_shape
 from moeblaze_cupy.memory import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
-    s = memory.LayerShape(
-        L=args.tokens,
-        d=args.d_model,
-        h=args.d_hidden,
-        E=args.experts,
-        k=args.k,
-        activation=args.activation,
-        dtype=args.dtype,
-        tier=args.tier,
-        transposed=args.order == "transposed",
-    )
-    if s.slots > launch_config.MAX_SLOTS:
-        raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
-    if s.E > launch_config.MAX_EXPERTS:
-        raise CommandError(f"--experts: expected at most {launch_config.MAX_EXPERTS}, got {s.E}")
-    if s.k > s.E:
-        raise CommandError(f"--k: expected at most {s.E} for --experts {s.E}, got {s.k}")
+    s = layer_shape(args, args.tier)
     plans = {save or "inference": memory.layer(s, save) for save in memory.POLICIES}
     plans["routed buffers"] = memory.routed_layer(s)
     print("\n".join(report(s, plans)))

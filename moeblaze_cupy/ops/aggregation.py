@@ -1,6 +1,6 @@
 """Sums over the k slots of each token: kernels_cu/aggregation.cu. Each function makes the record of one launch."""
 
-from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy import launch_config, loader, reasons
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Launch
 
@@ -13,7 +13,8 @@ def aggregate(
     Addresses: panel, token_index_map (L, k) that names a row for each slot, weights (L, k) that scale the slots, and
     out (L, d). weights_dtype None leaves slots unscaled, as the gradient of x does.
     """
-    suffix = "" if d % 8 == 0 and first_column % 8 == 0 else "_unaligned"
+    aligned = d % 8 == 0 and first_column % 8 == 0
+    suffix = "" if aligned else "_unaligned"
     return Launch(
         loader.entry("aggregation.cu", f"aggregate_{dtype}_{weights_dtype or 'float32'}{suffix}"),
         (
@@ -30,6 +31,7 @@ def aggregate(
             "columns": columns,
             "panel_ld": panel_ld,
         },
+        why=(reasons.accesses(aligned),),
     )
 
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy import launch_config, loader, reasons
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.runtime import Launch, Runtime, cached
@@ -69,7 +69,7 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
     L, k = ids.shape
     index, num_slots, copies_ids = IndexLayout(L, k, num_experts), L * k, ids.dtype == "int64"
     config = launch_config.dispatch(num_slots, num_experts, limits)
-    count, dtype = None, ids.dtype
+    count, dtype, why = None, ids.dtype, reasons.dispatch(config, num_slots, num_experts)
     if config.counts:
         count = Launch(
             loader.entry("dispatch.cu", f"dispatch_count_{ids.dtype}"),
@@ -84,6 +84,7 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
                 "counted_together": config.counted_together,
             },
             config.count_shared_bytes,
+            why=why[:1],
         )
         dtype = "int32"  # it has copied the ids
     route = Launch(
@@ -101,6 +102,7 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
             "counted_together": config.counted_together,
         },
         config.route_shared_bytes,
+        why=why[-1:],
     )
     counts = config.workspace_bytes(num_experts) // 4 if config.counts else 0
     return Dispatch(index, copies_ids, counts, count, route)

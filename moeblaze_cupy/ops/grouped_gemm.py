@@ -8,11 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_cupy import checks, launch_config, loader
+from moeblaze_cupy import checks, launch_config, loader, reasons
 from moeblaze_cupy.arrays import ALIGNMENT, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
-from moeblaze_cupy.runtime import Launch, Runtime
+from moeblaze_cupy.runtime import Launch, Runtime, Tiles
 from moeblaze_cupy.structures import is_gated
 from moeblaze_cupy.tensor_map import TensorMap
 
@@ -177,14 +177,16 @@ def configure(
     wants_partial_sums: bool = False,
     to_tokens: bool = False,
     weights_dtype: str | None = None,
+    why_panels: tuple[str, ...] = (),
 ) -> Gemm:
     """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
 
     result_ld: elements between the rows of `result`. to_tokens: rows go to their tokens, which is Hopper's alone and
-    for k = 1, scaled by weights of `weights_dtype` if that is given.
+    for k = 1, scaled by weights of `weights_dtype` if that is given. why_panels: sentences for `Launch.why`.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits)
-    slots, dynamic, clusters, why = index.num_slots, False, False, [_why_tier(config, aligned, a.dtype, limits)]
+    slots, dynamic, clusters = index.num_slots, False, False
+    why = (*why_panels, *reasons.tier(config, a.dtype, aligned, slots, limits))
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
     sizes = {"columns": N, "depth": K, "num_slots": slots, "lda": a.ld}
     maps: dict[str, TensorMap] = {}
@@ -200,13 +202,12 @@ def configure(
             maps["a"] = _rows_map(a, slots, launch_config.TILE_ROWS)
         maps["b0"] = maps["b1"] = _weight_map(weight, entry, N, K)
         sizes |= {"result_ld": result_ld}
-        rows = f"sum over {depth}, {slots / index.num_experts:.0f} rows per expert on average"
-        why.append(f"2-CTA clusters with multicast of the weight: {'yes' if clusters else 'no'} ({rows})")
-        why.append(f"dynamic tile scheduling: {'yes' if dynamic else 'no'}")
+        rule = column_tiles, depth, slots, index.num_experts
+        why += (reasons.clusters(clusters, to_tokens, gathers, *rule), reasons.schedule(dynamic, entry, *rule, limits))
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     if to_tokens and weights_dtype is not None:
         options["weights_dtype"] = weights_dtype
-    why.append(f"tiles of {launch_config.TILE_ROWS} rows x {config.tile_columns} columns, {config.stages} stages")
+    tiles = Tiles(launch_config.TILE_ROWS, config.tile_columns, column_tiles * index.max_row_tiles, at_most=True)
     launch = Launch(
         _variant(entry, a.dtype, weight, config, aligned, activation, **options),
         (config.blocks(N, index.max_row_tiles, limits, clusters),),
@@ -215,18 +216,11 @@ def configure(
         sizes,
         config.shared_bytes,
         maps,
-        tuple(why),
+        why,
+        tiles,
     )
     offset = first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
     return Gemm(launch, offset, dynamic, (column_tiles, slots) if wants_partial_sums else None)
-
-
-def _why_tier(config: launch_config.GemmConfig, aligned: bool, dtype: str, limits: DeviceLimits) -> str:
-    if config.tier == "sm90":
-        return "Hopper tier: 16-bit elements, 16-byte aligned, sizes that are multiples of 8"
-    if limits.tier != "sm90":
-        return f"portable tier: compute capability {limits.compute_capability / 10}, or MOEBLAZE_TIER=sm80"
-    return f"portable tier: {dtype if aligned else 'addresses, sizes or strides that 16-byte accesses cannot take'}"
 
 
 def gemm(
@@ -310,7 +304,7 @@ def configure_wgrad(
     added_to = dtype if accumulate else None
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
-    why: tuple[str, ...] = (_why_tier(config, aligned, p.dtype, limits),)
+    why: tuple[str, ...] = reasons.tier(config, p.dtype, aligned, index.num_slots, limits)
 
     def launch(
         grid: tuple[int, ...],
@@ -320,10 +314,12 @@ def configure_wgrad(
         **options: Any,
     ) -> Launch:
         variant = _variant(entry, p.dtype, gradient, config, aligned, activation, **options)
-        return Launch(variant, grid, config.threads, WGRAD_ADDRESSES, scalars, config.shared_bytes, maps, why)
+        shape = Tiles(launch_config.TILE_ROWS, config.tile_columns, number)
+        return Launch(variant, grid, config.threads, WGRAD_ADDRESSES, scalars, config.shared_bytes, maps, why, shape)
 
     if config.tier == "sm80":
         tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N)
+        number = tiles * E * halves
         product = launch((tiles, E, halves), {**operands, **result}, {}, why, accumulate=added_to)
         return Wgrad(product, swapped, True, None, None)
     tiles = launch_config.wgrad_tiles(M, N, E * halves)
@@ -332,7 +328,8 @@ def configure_wgrad(
     routed_is_q = (entry == "up_wgrad") != swapped
     maps = {"routed": _rows_map(q if routed_is_q else p, index.num_slots, launch_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "splits": splits}
-    why += (f"{tiles} tiles of 128 x 256 for {limits.multiprocessors} multiprocessors: split-K in {splits}",)
+    number = tiles * splits
+    why += (reasons.split_k(splits, tiles, index.num_slots, E, limits),)
     if splits == 1:
         product = launch(grid, {**operands, **result, **schedule}, maps, why, accumulate=added_to)
         return Wgrad(product, swapped, routed_is_q, None, None)
@@ -344,6 +341,7 @@ def configure_wgrad(
         launch_config.PARTS_GROUPS,
         ("sums", "expert_token_offsets", "out0", "out1"),
         {"rows": M, "columns": N, **result, "halves": halves, "splits": splits, "accumulate": int(accumulate)},
+        why=("adds the float32 sums of split-K in a fixed order",),
     )
     return Wgrad(product, swapped, routed_is_q, (E * splits, halves, M, N), add)
 

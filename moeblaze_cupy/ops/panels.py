@@ -5,7 +5,7 @@ kernels_cu/grouped_gemm_*.cu and aggregation.cu in turn.
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_cupy import launch_config
+from moeblaze_cupy import launch_config, reasons
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import grouped_gemm
 from moeblaze_cupy.ops.aggregation import aggregate
@@ -49,15 +49,17 @@ def configure(
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits)[0].tier
     if launch_config.rows_go_to_tokens(index.k, tier):
         options: dict[str, Any] = {"result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
-        product = grouped_gemm.configure(*call, d, K, activation, limits, **options)
+        why = (reasons.panels((), d, index.num_slots, tier, False),)
+        product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
         return Panels((product,), (), None, a.dtype)
     panels = launch_config.panels(d, index.num_slots, tier)
     in_place = launch_config.panel_takes_left_operands_rows(d, a.ld if overwrites else 0, tier)
+    why = (reasons.panels(tuple(width for _, width in panels), d, index.num_slots, tier, in_place),)
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
         options = {"first_column": first_column, "result_ld": ld}
-        products.append(grouped_gemm.configure(*call, width, K, activation, limits, **options))
+        products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
         sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld))
     panel = None if in_place else (index.num_slots, panels[0][1])
     return Panels(tuple(products), tuple(sums), panel, a.dtype)

@@ -1,0 +1,210 @@
+"""`explain`: which kernels a layer launches on a GPU, with what geometry and memory, and why. It needs no GPU."""
+
+import dataclasses
+from argparse import Namespace
+from types import SimpleNamespace
+
+from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy.arrays import Buffer, Layout
+from moeblaze_cupy.cli.progress import CommandError, one_line
+from moeblaze_cupy.cli.sizes import layer_shape
+from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.memory import LayerShape, format_bytes
+from moeblaze_cupy.ops import experts
+from moeblaze_cupy.rehearsal import Allocation, Rehearsal, allocation_of
+from moeblaze_cupy.structures import GRADIENTS
+
+# Multiprocessors from NVIDIA's data sheets; shared memory per CTA and per multiprocessor from the table of compute
+# capabilities in NVIDIA's CUDA programming guide.
+GPUS = {
+    "h200": launch_config.H200,
+    "h100": DeviceLimits(90, 132, 232448, 233472, "sm90"),  # SXM
+    "a100": DeviceLimits(80, 108, 166912, 167936),
+    "l40s": DeviceLimits(89, 142, 101376, 102400),
+    "rtx4090": DeviceLimits(89, 128, 101376, 102400),
+    "b200": DeviceLimits(100, 148, 232448, 233472),
+}
+
+# What an allocation is, by the name of a field in a kernel's struct: the first of its uses that is listed here tells.
+CONTENTS: dict[str, str | dict[str, str]] = {
+    "block_counts": "slots per CTA and expert",
+    "token_index_map": "index lists",
+    "tile_counter": "tile counter",
+    "result": {"up_fwd": "y_swi", "down_bwd": "weighted y_swi"},
+    "first_layer": "first layer, computed again",
+    "row_weights": "router weights by row",
+    "partial_sums": "partial sums for the router weights",
+    "panel": "column panel",
+    "sums": "split-K sums",
+}
+LISTED = 3  # of the numbers of launches that are alike
+
+
+def run(args: Namespace) -> int:
+    name, limits = _gpu(args.gpu, args.tier)
+    s = layer_shape(args, limits.tier)
+    save = None if args.save == "inference" else args.save
+    try:
+        passes = rehearse(s, save, limits, args.accumulate)
+    except ValueError as error:  # what this GPU's dispatch cannot take
+        raise CommandError(one_line(error)) from error
+    print("\n".join(report(s, save, name, limits, passes)))
+    return 0
+
+
+def _gpu(preset: str | None, tier: str | None) -> tuple[str, DeviceLimits]:
+    """Name and limits of the preset, else of the current GPU, else of an H200. tier: one to force."""
+    if preset is not None:
+        name, limits = preset, GPUS[preset]
+    else:
+        try:
+            device = loader.import_cupy().cuda.runtime.getDevice()
+        except Exception:  # a broken CuPy can fail in any way
+            name, limits = "h200, as no GPU is here", launch_config.H200
+        else:
+            try:
+                name, limits = "the GPU here", loader.device_limits(device)
+            except (RuntimeError, ValueError) as error:
+                raise CommandError(one_line(error)) from error
+    if tier is None:
+        return name, limits
+    capability = limits.compute_capability
+    if tier == "sm90" and capability != 90:
+        got = f"{capability // 10}.{capability % 10} ({name})"
+        raise CommandError(f"--tier sm90: expected a GPU of compute capability 9.0, got {got}")
+    return name, dataclasses.replace(limits, tier=tier)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A pass as it was rehearsed. kept: what the caller has when it ends, by name; not free while this lives."""
+
+    name: str
+    rehearsal: Rehearsal
+    kept: dict[str, Buffer]
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(allocation_of(buffer).nbytes for buffer in self.kept.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at one time, kept buffers included, those of an earlier pass not."""
+        return self.rehearsal.peak
+
+    def contents(self, allocation: Allocation) -> str:
+        """What it holds."""
+        for name, kept in self.kept.items():
+            if allocation_of(kept) is allocation:
+                return name
+        for launch, field in allocation.uses:
+            found = CONTENTS.get(field)
+            if isinstance(found, dict):
+                found = found.get(launch.variant.entry)
+            if found:
+                return found
+        return "memory"
+
+
+def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: bool = False) -> list[Pass]:
+    """Forward, and backward unless `save` is None, of packed arrays: int32 ids, float32 router weights.
+
+    accumulate: the gradients of both weights are added to sums in float32. Raises ValueError for more experts than the
+    GPU's shared memory has room for.
+    """
+    x, ids, weights = (_rows(s.L, *rest) for rest in ((s.d, s.dtype), (s.k, "int32"), (s.k, "float32")))
+    w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
+    forward_steps = experts.configure_forward(x, ids, weights, w2, (w1,), s.activation, save, limits)
+    run = Rehearsal()
+    result = experts.moe_forward(run, forward_steps, 0, 0, 0, 0, (0,))
+    buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
+    buffers |= {"y_swi": result.y_swi, "index lists": result.lists if save else None}
+    forward = Pass("forward", run, _present(buffers))
+    if save is None:
+        return [forward]
+    first_layer = _rows(s.slots, s.g * s.h, s.dtype) if result.first_layer else None
+    y_swi = _rows(s.slots, s.h, s.dtype) if result.y_swi else None
+    sums: dict[str, tuple[Layout, ...]] = {}
+    if accumulate:
+        sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
+    saved_layouts = first_layer, y_swi, tuple(sums.items())
+    backward_steps = experts.configure_backward(
+        x, x, weights, w2, (w1,), *saved_layouts, s.activation, GRADIENTS, False, limits
+    )
+    run, saved = Rehearsal(), SimpleNamespace(consumed=False)
+    given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
+    gradients = experts.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, (0,), 0, 0, 0, given)  # type: ignore[arg-type]
+    (w1_gradient,), (w2_gradient,) = gradients.w1 or (None,), gradients.w2 or (None,)
+    found = {"x": gradients.x, "weights": gradients.weights, "w1": w1_gradient, "w2": w2_gradient}
+    named = {f"gradient of {name}": buffer for name, buffer in found.items()}
+    return [forward, Pass("backward", run, _present(named))]
+
+
+def _rows(rows: int, columns: int, dtype: str) -> Layout:
+    return Layout((rows, columns), (columns, 1), dtype, 0)
+
+
+def _weight(s: LayerShape, rows: int, columns: int, dtype: str) -> Layout:
+    strides = (rows * columns, 1, rows) if s.transposed else (rows * columns, columns, 1)
+    return Layout((s.E, rows, columns), strides, dtype, 0)
+
+
+def _present(buffers: dict[str, Buffer | None]) -> dict[str, Buffer]:
+    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+
+
+def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, passes: list[Pass]) -> list[str]:
+    """Lines of text."""
+    capability = f"{limits.compute_capability // 10}.{limits.compute_capability % 10}"
+    lines = [
+        f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}, "
+        f"weights {'transposed' if s.transposed else 'row-major'}, {f'save={save!r}' if save else 'inference'}",
+        f"GPU: {gpu} (compute capability {capability}, {limits.multiprocessors} multiprocessors, "
+        f"{limits.shared_bytes_per_block // 1024} KiB of shared memory per CTA)",
+        "+ allocates, - frees; launches by number",
+    ]
+    for of_pass in passes:
+        lines += ["", of_pass.name, *_steps(of_pass), *_totals(of_pass)]
+    return lines
+
+
+def _steps(of_pass: Pass) -> list[str]:
+    """Allocations and launches in their order. Launches that are alike are described once."""
+    texts = [launch.lines for launch in of_pass.rehearsal.launches]
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for number, text in enumerate(texts, start=1):
+        alike.setdefault(text, []).append(number)
+    lines: list[str] = []
+    for number, text in enumerate(texts):
+        for allocation in of_pass.rehearsal.allocations:
+            if allocation.made == number:
+                stays = ", kept" if allocation.freed is None else ""
+                lines.append(f"  + {_described(of_pass, allocation)}{stays}")
+        if alike[text][0] == number + 1:
+            lines += [f"  {_numbers(alike[text])}  {text[0]}", *(f"       {line}" for line in text[1:])]
+        for allocation in of_pass.rehearsal.allocations:
+            if allocation.freed == number + 1:
+                lines.append(f"  - {of_pass.contents(allocation)}")
+    return lines
+
+
+def _numbers(numbers: list[int]) -> str:
+    """1 -> "1"; many: the first, the last, and how many there are."""
+    if len(numbers) <= LISTED:
+        return ", ".join(map(str, numbers))
+    return f"{numbers[0]}, {numbers[1]} .. {numbers[-1]} ({len(numbers)} launches)"
+
+
+def _described(of_pass: Pass, allocation: Allocation) -> str:
+    shape = " x ".join(map(str, allocation.shape))
+    return f"{of_pass.contents(allocation)}: {shape} {allocation.dtype}, {format_bytes(allocation.nbytes)}"
+
+
+def _totals(of_pass: Pass) -> list[str]:
+    allocated, kept = of_pass.peak_bytes, of_pass.kept_bytes
+    names = ", ".join(of_pass.kept)
+    return [
+        f"  {len(of_pass.rehearsal.launches)} launches; at the peak {format_bytes(allocated)} allocated "
+        f"({allocated} bytes)",
+        f"  kept: {format_bytes(kept)} ({kept} bytes): {names}",
+    ]

@@ -1,0 +1,29 @@
+"""The sizes of a layer among a subcommand's options, checked as the layer checks them."""
+
+from argparse import Namespace
+
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.cli.progress import CommandError
+from moeblaze_cupy.memory import LayerShape
+
+
+def layer_shape(args: Namespace, tier: str) -> LayerShape:
+    """Raises CommandError for sizes that the layer refuses."""
+    s = LayerShape(
+        L=args.tokens,
+        d=args.d_model,
+        h=args.d_hidden,
+        E=args.experts,
+        k=args.k,
+        activation=args.activation,
+        dtype=args.dtype,
+        tier=tier,
+        transposed=args.order == "transposed",
+    )
+    if s.slots > launch_config.MAX_SLOTS:
+        raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
+    if s.E > launch_config.MAX_EXPERTS:
+        raise CommandError(f"--experts: expected at most {launch_config.MAX_EXPERTS}, got {s.E}")
+    if s.k > s.E:
+        raise CommandError(f"--k: expected at most {s.E} for --experts {s.E}, got {s.k}")
+    return s

@@ -1,0 +1,91 @@
+"""A `Runtime` that carries nothing out: it notes what a pass launches and allocates, and when memory is free again.
+
+The passes of `ops` run on it as they run on a GPU, so what it notes is what they do.
+"""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from moeblaze_cupy.arrays import ITEMSIZE, Buffer
+from moeblaze_cupy.runtime import Launch, Runtime
+
+GAP = 1 << 12  # bytes between buffers
+FIRST_ADDRESS = 1 << 60  # of buffers: far from the addresses that inputs are given
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Memory that a pass took. It is alive during the launches made .. freed - 1, which count from 0.
+
+    freed: None until it is free. uses: each launch that was given an address in it, and the name of that address in the
+    kernel's struct.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    made: int
+    freed: int | None = None
+    uses: list[tuple[Launch, str]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def is_alive(self, launch: int) -> bool:
+        return self.made <= launch and (self.freed is None or launch < self.freed)
+
+
+class _Memory:
+    """Stands for an array. The allocation is free when the last reference to it goes."""
+
+    def __init__(self, rehearsal: "Rehearsal", allocation: Allocation) -> None:
+        self.rehearsal, self.allocation = rehearsal, allocation
+
+    def swapaxes(self, first: int, second: int) -> "_Memory":
+        return self
+
+    def __del__(self) -> None:
+        self.allocation.freed = len(self.rehearsal.launches)
+        self.rehearsal.used -= self.allocation.nbytes
+
+
+class Rehearsal(Runtime):
+    """Notes launches, allocations, and the most bytes that were allocated at one time."""
+
+    launches: list[Launch]
+    allocations: list[Allocation]
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, 0)  # type: ignore[arg-type]  # it asks no framework for memory
+        self.launches, self.allocations = [], []
+        self.used = self.peak = 0
+        self._starts: list[int] = []
+        self._end = FIRST_ADDRESS
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Buffer:
+        made = Allocation(shape, dtype, self._end, len(self.launches))
+        self.allocations.append(made)
+        self._starts.append(made.start)
+        self._end += made.nbytes + GAP
+        self.used += made.nbytes
+        self.peak = max(self.peak, self.used)
+        return Buffer(_Memory(self, made), made.start)
+
+    def clear(self, address: int, nbytes: int) -> None:
+        pass
+
+    def launch(self, launch: Launch, *values: int) -> None:
+        self.launches.append(launch)
+        fields = {*launch.params.maps, *launch.params.pointers}
+        for name, address in zip(launch.addresses, values, strict=True):
+            if name in fields and address >= FIRST_ADDRESS:
+                place = bisect_right(self._starts, address) - 1
+                self.allocations[place].uses.append((launch, name))
+
+
+def allocation_of(buffer: Buffer) -> Allocation:
+    """Of a buffer that a rehearsal gave."""
+    memory: _Memory = buffer.array
+    return memory.allocation
