@@ -2,7 +2,8 @@
 
 Shapes use the paper's letters: L tokens, k experts per token, E experts, d model width, h expert
 hidden width. The fields hold arrays of the caller's own kind (NumPy, CuPy, torch, ...), but those of
-SavedForBackward are NumPy or CuPy arrays where the caller's are known by DLPack alone, as JAX's are.
+SavedForBackward are NumPy or CuPy arrays where the caller's are known by DLPack alone, as JAX's are. No type is common
+to all these kinds, so the fields are annotated as Any.
 """
 
 import math
