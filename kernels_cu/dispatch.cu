@@ -1,6 +1,12 @@
 // Dispatch: from the chosen experts of every token to the index lists of the paper's section 4.1, in the three steps of
 // its section 4.2. It needs no sort, and equal inputs give equal lists: an expert's tokens are in the order of slots.
-// A slot is one of a token's k choices, num_slots = L*k in all.
+//
+//   slot       one of a token's k choices, num_slots = L*k in all
+//   part       part_slots consecutive slots, which a block of dispatch_route works on together
+//   run        the consecutive slots of a part that one thread counts, in a column of counters of its own
+//   rank       how many slots of the run before this one have the same expert
+//   place      index of a slot among the slots of the part, sorted by expert
+//   position   index of a slot in expert_token_indices
 //
 //   step of the paper            here
 //   1 dense token-expert map     Not in memory: it has L*E cells. A matrix of counters in shared memory takes its place.
@@ -10,30 +16,32 @@
 //                                matrix into block_counts. dispatch_route: every block sums block_counts over all blocks,
 //                                which gives the lengths, and over the blocks before it. The exclusive prefix sums of the
 //                                lengths are expert_token_offsets.
-//   3 route indices to gates     dispatch_route builds the location map: the rank of a slot in its run (what it finds in
-//                                its counter), the exclusive prefix sums of the counters along a row, those of the block's
-//                                counts over experts, the blocks before, and the expert's offset add up to the slot's
-//                                position in expert_token_indices. Positions go to token_index_map, tokens to
-//                                expert_token_indices.
+//   3 route indices to gates     dispatch_route. The paper's location map is token_index_map. A slot's position is the sum
+//                                of the expert's offset, the expert's slots in earlier blocks and parts, its slots in
+//                                earlier runs of the part (the exclusive prefix sum along its matrix row), and the rank.
+//                                Each thread finds ranks by counting its run in the order of slots: the rank is what the
+//                                counter held before. Then tokens go to their positions in expert_token_indices.
 //
 // dispatch_route works on its block_slots slots in parts of part_slots. Its phases, with a barrier of the block between:
 //   store_rows          loads ids and stores the matrix row of every slot; clears the matrix
-//   rank_run            C threads rank the slots of their runs; meanwhile, in the first part, other threads sum_blocks
-//   sum_matrix_rows     add_groups completes the sums over blocks; the counters of each row are summed and scanned
-//   scan_lists          prefix sums over experts, by one warp each
-//   add_starts          counters become places: positions in the part's slots sorted by expert
-//   place_slots         a slot's place is its cell plus its rank, for all threads at once
-//   write_map           token_index_map, and the slots sorted by place; write_schedule in the first part
-//   write_tokens        expert_token_indices. In the order of places stores are consecutive: single 4-byte stores would
-//                       each cost a 32-byte sector of the L2 cache.
-// Slots without an expert have places after all others and are not written.
+//   rank_run            C threads count their runs and rank their slots. In the first part other threads run sum_blocks.
+//   sum_matrix_rows     the prefix sums of the counters along each row. In the first part add_groups adds up what the
+//                       groups of threads of sum_blocks have found.
+//   scan_lists          prefix sums over experts, each by one warp
+//   add_starts          every counter becomes the place of the first slot that its run has of its expert
+//   place_slots         all threads add the counters to the ranks, which gives the places
+//   write_map           token_index_map, and the slots in the order of places. In the first part write_schedule writes the
+//                       lists that depend on the lengths alone.
+//   write_tokens        expert_token_indices, in the order of places, so that neighbouring threads mostly write neighbouring
+//                       elements. A single 4-byte store would cost a 32-byte sector of the L2 cache.
+// Slots without an expert have the last places and are not written.
 //
 // Atomics act on integers in shared memory only. In dispatch_count they are sums, the same in any order. In dispatch_route
 // each half word belongs to one thread, which adds to it in the order of its slots.
 //
 // Shared memory, E' = E rounded up to a multiple of 4, G = counted_together, C = columns:
 //   dispatch_count    matrix (G, E+1, C) uint32
-//   dispatch_route    lists counts (E), offsets, tiles, to_position (E+1 each), starts (E+2) int32; up to 16 bytes
+//   dispatch_route    lists counts (E), offsets, tiles, to_position (E+1 each), starts (E+2) int32; padding to 16 bytes
 //                     matrix (E+1, C/2) uint32 of two 16-bit counters; scratch (groups, E', 2) int32, none for one group
 //                       over both, once they have been read: by_place (part_slots) uint32
 //                     by_slot (part_slots) uint32

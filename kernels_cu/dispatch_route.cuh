@@ -8,7 +8,7 @@ constexpr int RANKED_PAIRS = 4;     // pairs of slots on their way through the c
 constexpr int PLACED_PAIRS = 4;     // pairs of slots whose places are looked up together
 constexpr int WRITTEN_SLOTS = 4;    // slots of a thread that are read together when tokens are written
 constexpr int SUMMED_ROWS = 6;      // rows of block_counts of a thread on their way from global memory
-constexpr int SORTING_THREADS = 8;  // threads that find the place of one expert in experts_by_load
+constexpr int SORTING_THREADS = 8;  // threads that find the rank of one expert in experts_by_load
 constexpr int BEYOND_ANY_PLACE = 65536;
 static_assert(EXPERT_LISTS == 5, "counts (E), offsets, tiles, to_position (E+1 each), starts (E+2)");
 
@@ -17,8 +17,8 @@ struct RouteViews {
     int* counts;         // (E,) slots of each expert in all blocks
     int* offsets;        // (E+1,) expert_token_offsets
     int* tiles;          // (E+1,) first row tile of each expert
-    int* to_position;    // (E+1,) of each matrix row: what is added to a place to give a position in expert_token_indices
-    int* starts;         // (E+2,) place of the first slot of each matrix row: exclusive prefix sums
+    int* to_position;    // (E+1,) position less place, of the slots of each matrix row in this part
+    int* starts;         // (E+2,) place of the first slot of each matrix row; starts[E+1] is part_slots
     unsigned* matrix;    // (E+1, C/2) words of two counters: columns c (low half) and c + C/2
     int2* scratch;       // (groups, E') sums of each group of sum_blocks: (all blocks, blocks before this one)
     unsigned* by_place;  // (part_slots,) over matrix and scratch: (4 * matrix row) << 16 | slot within the part
@@ -179,6 +179,7 @@ __device__ __forceinline__ void sum_blocks(const int* block_counts, const RouteV
         const int group = static_cast<unsigned>(i) / static_cast<unsigned>(fours);
         const int4* of_experts = reinterpret_cast<const int4*>(block_counts) + (i - group * fours);
         int4 total = make_int4(0, 0, 0, 0), before = total;
+        // With G = 2 the second block of a row comes after the first, whose counts are stored beside the row's sum.
         if (group == 0 && blockIdx.x != this_row * counted_together) before = of_experts[(2 * this_row + 1) * fours];
         for (int row0 = group; row0 < rows; row0 += SUMMED_ROWS * groups) {
             int4 n[SUMMED_ROWS];
@@ -345,34 +346,34 @@ __device__ __forceinline__ void write_tokens(int* expert_token_indices, const Ro
     for (; place < routed; place += blockDim.x) write(place, views.by_place[place]);
 }
 
-// experts_by_load: SORTING_THREADS threads find an expert's place, which is how many experts have more slots, or as many
-// and a lower id. `thread` and `threads` count the threads of all blocks.
+// experts_by_load: SORTING_THREADS threads find the rank of an expert, which is how many experts have more slots, or as many
+// and a lower id. `thread` of `threads` is this thread's number among the threads of all blocks.
 __device__ __forceinline__ void write_experts_by_load(int* experts_by_load, const int* counts, int num_experts, unsigned thread,
                                                       unsigned threads) {
 #pragma unroll 1
     for (int i = static_cast<int>(thread); i - static_cast<int>(thread & 31) < num_experts * SORTING_THREADS; i += threads) {
         const int e = i / SORTING_THREADS, which = i % SORTING_THREADS, n = e < num_experts ? counts[e] : 0;
-        unsigned place = 0;
+        unsigned rank = 0;
 #pragma unroll 4
         for (int first = 4 * which; first < (num_experts & ~3); first += 4 * SORTING_THREADS) {
             const int4 four = *reinterpret_cast<const int4*>(counts + first);
             const int limit = n - (first < (e & ~3));  // the four that e is one of are compared below
-            place += (static_cast<unsigned>(limit - four.x) >> 31) + (static_cast<unsigned>(limit - four.y) >> 31);
-            place += (static_cast<unsigned>(limit - four.z) >> 31) + (static_cast<unsigned>(limit - four.w) >> 31);
+            rank += (static_cast<unsigned>(limit - four.x) >> 31) + (static_cast<unsigned>(limit - four.y) >> 31);
+            rank += (static_cast<unsigned>(limit - four.z) >> 31) + (static_cast<unsigned>(limit - four.w) >> 31);
         }
         const int last = (num_experts & ~3) + which, next = (e & ~3) + which;
-        if (last < num_experts) place += counts[last] > n;
-        if (next < e && e < num_experts) place += counts[next] == n;
+        if (last < num_experts) rank += counts[last] > n;
+        if (next < e && e < num_experts) rank += counts[next] == n;
 #pragma unroll
-        for (int step = 1; step < SORTING_THREADS; step <<= 1) place += __shfl_xor_sync(0xffffffffu, place, step);
-        if (e < num_experts && which == 0) experts_by_load[place] = e;
+        for (int step = 1; step < SORTING_THREADS; step <<= 1) rank += __shfl_xor_sync(0xffffffffu, rank, step);
+        if (e < num_experts && which == 0) experts_by_load[rank] = e;
     }
 }
 
 // The outputs that depend on the counts of the experts alone, shared among the threads of all blocks.
 template <class Id>
 __device__ __forceinline__ void write_schedule(const DispatchRouteParams<Id>& p, const RouteViews& views) {
-    // warps of all blocks in turn
+    // Warps of all blocks take turns, so that few elements are still spread over the blocks.
     const unsigned thread = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + (threadIdx.x & 31);
     const unsigned threads = gridDim.x * blockDim.x;
     const unsigned num_tiles = views.tiles[p.num_experts], routed = views.offsets[p.num_experts];
@@ -391,6 +392,7 @@ __device__ __forceinline__ void write_schedule(const DispatchRouteParams<Id>& p,
     if (thread == 0) p.row_tiles[0] = num_tiles, p.row_tiles[1] = TILE_ROWS;
 }
 
+// All phases. Those that read what others have written have a barrier before them.
 template <class Id>
 __device__ __forceinline__ void route(const DispatchRouteParams<Id>& p) {
     const int num_experts = p.num_experts, k = p.k, columns = p.columns, part_slots = p.part_slots, half_columns = columns / 2;
