@@ -100,6 +100,10 @@ class Worker:
         self.once[name] = self.measure.back_to_back_seconds(call, before, WINDOW_SECONDS)
         return self.once[name]
 
+    def peak(self, name: str) -> float | None:
+        """MiB of torch's allocator in a call, without its results; the call has run before."""
+        return self.measure.peak_mib(lambda: _tensors(self.calls[name]()))
+
     def host_window(self, name: str) -> float:
         """Host seconds of a call that does not wait for the GPU."""
         import time
@@ -120,6 +124,10 @@ class Worker:
     def free(self) -> None:
         self.calls, self.once = {}, {}
         self.measure.release()
+
+
+def _tensors(results) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def serve(folder: str) -> None:
@@ -153,6 +161,8 @@ def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int) -> l
         if name in names[1]:
             seconds = in_turn(sides, window, name, rounds)
             row = {"what": load[0], "case": load[1] if len(load) > 1 else "", "name": name, **seconds}
+            if load[0] == "layer":
+                row["peak_mib"] = {side: process.ask("peak", name) for side, process in sides.items()}
             rows.append({**row, "ratio": seconds["after"] / seconds["before"]})
             print(
                 f"{row['what']:8} {row['case']:12} {name:30} {_microseconds(seconds)} {rows[-1]['ratio']:.3f}",
