@@ -3,6 +3,7 @@
 import dataclasses
 from argparse import Namespace
 from types import SimpleNamespace
+from typing import Any
 
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Buffer, Layout
@@ -131,9 +132,10 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     backward_steps = experts.configure_backward(
         x, x, weights, w2, (w1,), *saved_layouts, s.activation, GRADIENTS, False, limits
     )
-    run, saved = Rehearsal(), SimpleNamespace(consumed=False)
+    run = Rehearsal()
+    saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    gradients = experts.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, (0,), 0, 0, 0, given)  # type: ignore[arg-type]
+    gradients = experts.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, (0,), 0, 0, 0, given)
     (w1_gradient,), (w2_gradient,) = gradients.w1 or (None,), gradients.w2 or (None,)
     found = {"x": gradients.x, "weights": gradients.weights, "w1": w1_gradient, "w2": w2_gradient}
     named = {f"gradient of {name}": buffer for name, buffer in found.items()}
