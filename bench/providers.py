@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from bench import inputs as make
 from bench import peers
 from bench.layer import Layer
+from moeblaze_cupy import runtime
 
 
 class _Ours(Layer):
@@ -215,6 +216,7 @@ class Provider:
     def active(self):
         before = {name: os.environ.get(name) for name in self.environment}
         os.environ.update(self.environment)
+        self._forget()
         try:
             yield
         finally:
@@ -223,6 +225,12 @@ class Provider:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+            self._forget()
+
+    def _forget(self) -> None:
+        """A layout's launches are those of the tier that was forced when it was new."""
+        if "MOEBLAZE_TIER" in self.environment:
+            runtime.forget()
 
 
 def _lacks_grouped_mm() -> str | None:

@@ -192,18 +192,23 @@ class Torch:
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int) -> Buffer:
-        dtype_, device_ = _torch_place(dtype, device)
-        array = sys.modules["torch"].empty(shape, dtype=dtype_, device=device_)
+        array = _torch_empty(dtype, device)(shape)
         return Buffer(array, array.data_ptr())
 
     @staticmethod
     def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
+        """As of `DeviceFramework`, with what `checks.untracked` looks at: a call that has a record passes it.
+
+        Raises RuntimeError where a transform of torch would have to follow the call.
+        """
+        if Torch.transformed(given) is not None:
+            raise RuntimeError
         pointers = [a.data_ptr() for a in given]
         layouts = [
-            (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT)
+            (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT, a.requires_grad)
             for a, pointer in zip(given, pointers, strict=True)
         ]
-        return tuple(layouts), pointers
+        return (sys.modules["torch"].is_grad_enabled(), *layouts), pointers
 
     @staticmethod
     def stream(device: int) -> int:
@@ -233,10 +238,10 @@ def _torch_name(dtype: Any) -> str:
 
 
 @functools.cache
-def _torch_place(dtype: str, device: int) -> tuple[Any, Any]:
-    """Objects that torch would take several microseconds to parse from text, once per buffer of a call."""
+def _torch_empty(dtype: str, device: int) -> Callable[[tuple[int, ...]], Any]:
+    """torch.empty with the objects that it would take several microseconds to parse from text, once per buffer."""
     torch = sys.modules["torch"]
-    return getattr(torch, dtype), torch.device("cuda", device)
+    return functools.partial(torch.empty, dtype=getattr(torch, dtype), device=torch.device("cuda", device))
 
 
 _DEVICE_FRAMEWORKS: dict[str, DeviceFramework] = {"cupy": CuPy, "torch": Torch}

@@ -357,6 +357,8 @@ def apart(function: str, read: Mapping[str, Array], written: Mapping[str, Array]
 
 
 def gradient_names(function: str, needs: Any) -> tuple[str, ...]:
+    if type(needs) is tuple and needs == GRADIENTS:
+        return GRADIENTS
     if not isinstance(needs, (tuple, list, set, frozenset)):
         raise bad_type(function, "needs", f"a tuple of names from {', '.join(map(repr, GRADIENTS))}", repr(needs))
     for name in needs:

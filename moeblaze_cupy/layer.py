@@ -158,11 +158,11 @@ def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool | N
     """
     k = checks.integer("route", "k", k)
     renormalize = checks.renormalized("route", renormalize, k)
-    checks.untracked("route", {"logits": logits})
     key, pointers = runtime.key_of("route", (k, kind, renormalize), (logits,))
     export: Export = _keep
     found = runtime.find(key)
     if found is None:
+        checks.untracked("route", {"logits": logits})
         call = _Call("route", logits=logits)
         checks.router("route", call.described["logits"], k, kind)
         if call.on_cpu:
@@ -192,11 +192,11 @@ def route_backward(
     and renormalize as given to `route`. Raises TypeError, ValueError or RuntimeError as `route` does.
     """
     given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids}
-    checks.untracked("route_backward", given)
     key, pointers = runtime.key_of("route_backward", (kind, renormalize), tuple(given.values()))
     export: Export = _keep
     found = runtime.find(key)
     if found is None:
+        checks.untracked("route_backward", given)
         call = _Call("route_backward", **given)
         d = call.described
         checks.router_backward("route_backward", d["grad_weights"], d["logits"], d["weights"], d["ids"], kind)
@@ -224,11 +224,11 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """
     num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
-    checks.untracked("build_dispatch", {"ids": ids})
     key, pointers = runtime.key_of("build_dispatch", (num_experts,), (ids,))
     export: Export = _keep
     found, kept = runtime.find(key), ids
     if found is None:
+        checks.untracked("build_dispatch", {"ids": ids})
         call = _Call("build_dispatch", ids=ids)
         checks.ids("build_dispatch", call.described["ids"], num_experts)
         if call.on_cpu:
@@ -279,12 +279,12 @@ def moe_forward(
     """
     w1_by_name = _named_pair("moe_forward", "w1", w1)
     named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name}
-    checks.untracked("moe_forward", named)
     given: Sequence[Any] = tuple(named.values())
     key, pointers = runtime.key_of("moe_forward", (activation, save), given)
     export: Export = _keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
     if found is None:
+        checks.untracked("moe_forward", named)
         call = _Call("moe_forward", **named)
         d = call.described
         w1_arrays = tuple(d[name] for name in w1_by_name)
@@ -358,8 +358,6 @@ def moe_backward(
             "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
         )
     needs = checks.gradient_names("moe_backward", needs)
-    tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
-    checks.untracked("moe_backward", tracked | _named_pair("moe_backward", "saved.w1", saved.w1))
     key, given, pointers = _backward_key(grad_out, saved, needs, keep_saved, accumulate)
     export: Export = _keep
     found = runtime.find(key)
@@ -372,6 +370,8 @@ def moe_backward(
             parts = {part: array for parts in buffers.values() for part, array in parts.items()}
             _check_apart(found.framework, grad_out, saved, parts)
     else:
+        tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+        checks.untracked("moe_backward", tracked | _named_pair("moe_backward", "saved.w1", saved.w1))
         buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
         parts = {part: array for parts in buffers.values() for part, array in parts.items()}
         call = _Call("moe_backward", **{"saved.x": saved.x}, grad_out=grad_out, **parts)

@@ -261,7 +261,7 @@ def import_cupy() -> Any:
 
 
 def device_limits(device: int) -> launch_config.DeviceLimits:
-    """What launch configurations depend on; MOEBLAZE_TIER is read here and nowhere else."""
+    """What launch configurations depend on. MOEBLAZE_TIER is read here alone, where a layout is new."""
     return _device_limits(device, os.environ.get("MOEBLAZE_TIER"))
 
 

@@ -212,7 +212,7 @@ def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tup
         layouts, pointers = framework.layouts(given)
     except (AttributeError, RuntimeError, TypeError):  # arrays that cannot be read: checks say why
         return None, []
-    return (function, options, framework, os.environ.get("MOEBLAZE_TIER"), *layouts), pointers
+    return (function, options, framework, *layouts), pointers
 
 
 def find(key: Key | None) -> Prepared | None:
@@ -233,7 +233,7 @@ def keep(key: Key | None, prepared: Prepared) -> Prepared:
 
 
 def forget() -> None:
-    """Drops all records, for whoever changes what they are made from."""
+    """Drops all records, for whoever changes what they are made from, such as MOEBLAZE_TIER."""
     with _lock:
         _prepared.clear()
     for cache in _caches:

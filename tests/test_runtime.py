@@ -277,10 +277,10 @@ def test_sums_are_handed_back_as_they_came(device):
         assert grads.w1 is sums["w1"] and grads.w2 is sums["w2"]
 
 
-def test_the_tier_is_part_of_the_key(device, configured, monkeypatch):
+def test_records_are_those_of_another_tier_once_they_were_forgotten(device, configured, monkeypatch):
     step(device, BASE)
-    monkeypatch.setenv("MOEBLAZE_TIER", "sm80")
     monkeypatch.setattr(loader, "device_limits", lambda device: limits_of("sm80"))
+    runtime.forget()
     device.restart()
     BASE.forward(device)
     assert configured == ["forward", "backward", "forward"]
