@@ -468,6 +468,8 @@ def _export_gradients(
     w2: tuple[Any, ...] | None,
 ) -> Gradients:
     """In the caller's kind; what was accumulated is the caller's own."""
+    if export is _keep and not accumulate:
+        return Gradients(x, weights, w1 and one_or_pair(w1), w2 and one_or_pair(w2))
     own = accumulate or {}
 
     def one(array: Any) -> Any:

@@ -308,21 +308,16 @@ class _Kernel:
         self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
         self.pointer = self.loaded.ptr
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
+        # CuPy's binding of the driver, to be called in a thread with the device's context. A call of CuPy's RawKernel
+        # would make a NumPy scalar of every argument.
         self.driver_launch = sys.modules["cupy"].cuda.driver.launchKernel
 
-    def launch(self, geometry: tuple[int, ...], stream: int, arguments: int) -> None:
-        """By CuPy's binding of the driver: a call of its RawKernel makes a NumPy scalar of every argument.
-
-        geometry: grid, block and bytes of shared memory. arguments: where the list of the arguments' addresses lies.
-        This thread must have the device's context. Raises RuntimeError with the kernel's name if the driver refuses.
-        """
-        try:
-            self.driver_launch(self.pointer, *geometry, stream, arguments, 0)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry[:3]}, {geometry[3]} threads and "
-                f"{geometry[6]} bytes of shared memory to succeed, got {error}"
-            ) from error
+    def refused(self, geometry: tuple[int, ...], error: RuntimeError) -> RuntimeError:
+        """The driver's error with the kernel's name. geometry: grid, block and bytes of shared memory."""
+        return RuntimeError(
+            f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry[:3]}, {geometry[3]} threads and "
+            f"{geometry[6]} bytes of shared memory to succeed, got {error}"
+        )
 
     def allow(self, shared_bytes: int) -> None:
         """Raises the limit. It belongs to the function, not to a launch, so it must never go down again."""

@@ -99,13 +99,17 @@ class _Bound:
     A launch in progress has a struct to itself, so threads do not share one. The driver copies it while it launches.
     """
 
-    __slots__ = ("first_pointer", "free", "geometry", "kernel", "maps", "pack", "params", "pointers", "scalars")
+    __slots__ = (
+        *("driver_launch", "first_pointer", "free", "geometry", "kernel", "maps", "pack", "params", "pointer"),
+        *("pointers", "scalars"),
+    )
 
     def __init__(self, device: int, launch: Launch) -> None:
         params = self.params = launch.params
         self.scalars = launch.scalars
         place = {name: i for i, name in enumerate(launch.addresses)}  # among the values of a launch
         self.kernel = loader.kernel(device, launch.variant, launch.shared_bytes)
+        self.pointer, self.driver_launch = self.kernel.pointer, self.kernel.driver_launch
         self.geometry = (*launch.blocks, launch.threads, 1, 1, launch.shared_bytes)
         self.maps = [(i, 128 * i, place[name], launch.maps[name]) for i, name in enumerate(params.maps)]
         self.first_pointer = 128 * len(params.maps)
@@ -119,6 +123,7 @@ class _Bound:
             )
 
     def run(self, stream: int, values: tuple[int, ...]) -> None:
+        """Raises RuntimeError with the kernel's name if the driver refuses the launch."""
         try:
             arguments = self.free.pop()
         except IndexError:
@@ -132,7 +137,10 @@ class _Bound:
                     memory[offset : offset + 128] = tensor_map.encode(address, spec)
                     encoded[index] = address
         self.pack(memory, self.first_pointer, *self.pointers(values))
-        self.kernel.launch(self.geometry, stream, arguments.pointer)
+        try:
+            self.driver_launch(self.pointer, *self.geometry, stream, arguments.pointer, 0)
+        except RuntimeError as error:
+            raise self.kernel.refused(self.geometry, error) from error
         self.free.append(arguments)
 
 

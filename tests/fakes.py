@@ -151,14 +151,15 @@ class Kernel:
     device: Device
 
     def __init__(self, device, variant):
-        self.variant, self.shared_bytes = variant, 0
+        self.variant, self.shared_bytes, self.pointer = variant, 0, id(self)
 
     def allow(self, shared_bytes):
         self.shared_bytes = shared_bytes
 
-    def launch(self, geometry, stream, arguments):
-        assert geometry[6] <= self.shared_bytes
-        self.device.launched(self.variant, geometry, arguments, stream)
+    def driver_launch(self, pointer, *launch):
+        *geometry, stream, arguments, extra = launch
+        assert pointer == self.pointer and geometry[6] <= self.shared_bytes and extra == 0
+        self.device.launched(self.variant, tuple(geometry), arguments, stream)
 
 
 def use(monkeypatch, limits=launch_config.H200) -> Device:

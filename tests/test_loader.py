@@ -17,7 +17,7 @@ import pytest
 from cases import ORDERS
 from fakes import Layer, launches, use
 
-from moeblaze_cupy import launch_config, loader, runtime
+from moeblaze_cupy import arrays, launch_config, loader, runtime
 from moeblaze_cupy.loader import Variant, gemm_variant
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
@@ -380,18 +380,30 @@ def test_threads_get_one_kernel(cupy):
     assert FakeModule.made[0].limits == [64 * 1024]
 
 
+ROUTER_LAUNCH = runtime.Launch(
+    ROUTER,
+    (3, 2),
+    128,
+    ("logits", "weights", "ids"),
+    {"L": 1, "num_experts": 2, "k": 1, "over_selected": 0},
+    56 * 1024,
+)
+
+
 def test_launch_passes_geometry_arguments_and_the_stream(cupy):
-    kernel = loader.kernel(0, ROUTER, 56 * 1024)
-    kernel.launch((3, 2, 1, 128, 1, 1, 56 * 1024), 1234, 99)
-    assert cupy.cuda.driver.launches == [(100, 3, 2, 1, 128, 1, 1, 56 * 1024, 1234, 99, 0)]
+    ROUTER_LAUNCH.bound.clear()
+    runtime.Runtime(arrays.CuPy, 0, 1234).launch(ROUTER_LAUNCH, 16, 32, 48)
+    ((*geometry, arguments, extra),) = cupy.cuda.driver.launches
+    assert geometry == [100, 3, 2, 1, 128, 1, 1, 56 * 1024, 1234] and arguments and extra == 0
 
 
 def test_a_failed_launch_is_named(cupy):
+    ROUTER_LAUNCH.bound.clear()
     cupy.cuda.driver.error = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
     with pytest.raises(RuntimeError) as caught:
-        loader.kernel(0, ROUTER).launch((3, 2, 1, 128, 1, 1, 64), 0, 0)
+        runtime.Runtime(arrays.CuPy, 0, 0).launch(ROUTER_LAUNCH, 16, 32, 48)
     assert str(caught.value) == (
-        "moeblaze_cupy: router_fwd_float32: expected a launch of grid (3, 2, 1), 128 threads and 64 bytes of shared "
+        "moeblaze_cupy: router_fwd_float32: expected a launch of grid (3, 2, 1), 128 threads and 57344 bytes of shared "
         "memory to succeed, got CUDA_ERROR_INVALID_VALUE: invalid argument"
     )
 

@@ -129,7 +129,7 @@ class Backward:
     up_wgrad: Wgrad | None
     needs: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def needs_first_layer_grad(self) -> bool:
         return "x" in self.needs or "w1" in self.needs
 

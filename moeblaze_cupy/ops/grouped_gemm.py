@@ -6,6 +6,7 @@ R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers a
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from moeblaze_cupy import checks, launch_config, loader, reasons
@@ -70,14 +71,17 @@ class Weight:
 
     def empty_gradient(self, run: Runtime) -> tuple[Buffer, ...]:
         """New arrays of these layouts, without contents."""
-        buffers = []
-        for E, rows, columns in (layout.shape for layout in self.layouts):
-            if self.transposed:
-                base = run.empty((E, columns, rows), self.dtype)
-                buffers.append(Buffer(base.array.swapaxes(1, 2), base.ptr))
-            else:
-                buffers.append(run.empty((E, rows, columns), self.dtype))
+        dtype = self.layouts[0].dtype
+        buffers = [run.empty(shape, dtype) for shape in self._stored_shapes]
+        if self.transposed:
+            for buffer in buffers:
+                buffer.array = buffer.array.swapaxes(1, 2)
         return tuple(buffers)
+
+    @cached_property
+    def _stored_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        shapes = (layout.shape for layout in self.layouts)
+        return tuple((E, N, M) if self.transposed else (E, M, N) for E, M, N in shapes)
 
 
 @dataclass(frozen=True)
