@@ -2,15 +2,15 @@
 // expert, dW = P^T Q summed over the expert's routed rows; ENTRY is the step's name:
 //
 //   ENTRY       P (columns M)               Q (columns N)
-//   down_wgrad  A' = weight * act(a) * b    grad_out, gathered by token   dW2 (h, d)
-//   up_wgrad    x, gathered by token        first-layer gradient          dW1 (d, h) per half: gate, up
+//   down_wgrad  weighted_y_swi              grad_out, gathered by token   dW2 (h, d)
+//   up_wgrad    x, gathered by token        first_layer_grad              dW1 (d, h) per half: gate, up
 // and with P and Q exchanged where the weight is stored transposed, so that rows of dW are always contiguous.
 //
 // With ACCUMULATE dW is added to what out0 and out1 hold (in fp32, rounded to OUT once), else OUT is element.
 //
 // Launch: grid (tiles of M x N, E, halves), THREADS threads, dynamic shared memory STAGES * STAGE_BYTES.
-// An expert without tokens gets exact zeros, or with ACCUMULATE is left alone. One block owns a tile over all its tokens,
-// in order: deterministic.
+// An expert without tokens gets exact zeros, or with ACCUMULATE is left alone. One CTA sums a tile over all its tokens,
+// in order, so that results are deterministic.
 #include "gemm_core_sm80.cuh"
 
 #if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT)
