@@ -2,10 +2,11 @@
 // later. The source is compiled once per step of the layer. ENTRY is the step's name:
 //
 //   ENTRY       A (rows)                B             K segments  EPILOGUE
-//   up_fwd      x, gathered by token    w1            1           ACTIVATE: a, b -> act(a) * b
-//   down_fwd    act(a) * b              w2 panel      1           STORE: one column panel of the slot outputs
-//   down_bwd    grad_out, gathered      w2 transposed 1           ACTIVATE_BWD: -> first-layer gradient, A', <dA, A>
-//   up_bwd      first-layer gradient    w1 transposed 2 if gated  STORE: one column panel of the slot input gradients
+//   up_fwd      x, gathered by token    w1            1           ACTIVATE: first_layer (a, b), y_swi = act(a) * b
+//   down_fwd    y_swi                   w2 panel      1           STORE: a column panel of the slots' outputs
+//   down_bwd    grad_out, gathered      w2 transposed 1           ACTIVATE_BWD: first_layer_grad, weighted_y_swi, row sums of
+//                                                                 grad_y_swi * y_swi for the router weights' gradient
+//   up_bwd      first_layer_grad        w1 transposed 2 if gated  STORE: a column panel of the slots' input gradients
 //
 // R = expert_token_offsets[E] is the number of routed rows, at most num_slots = L*k. N is the number of columns, of h or of
 // the panel. K is the depth of one segment. A block (CTA) computes one tile of BM rows of one expert.
@@ -31,11 +32,12 @@ struct GroupedGemmParams {
     const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
     element* first_layer;             // (R, 2N) or (R, N) element, a then b: out of ACTIVATE (null: not kept), into ACTIVATE_BWD
     element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
-    element* result;                  // (R, N) element, out. ACTIVATE: act(a) * b; ACTIVATE_BWD: A' = weight * act(a) * b,
-                                      // null: not wanted; STORE: the panel
-    const element* y_swi;    // (R, N) element, in: ACTIVATE_BWD with save="paper": act(a) * b of forward, else null
+    element* result;                  // (R, N) element, out. ACTIVATE: y_swi, null: not wanted; ACTIVATE_BWD: weighted_y_swi =
+                                      // weight * y_swi, null: not wanted, may be y_swi itself; STORE: the panel
+    const element* y_swi;             // (R, N) element, in: ACTIVATE_BWD with save="paper", else null
     const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD only
-    float* partial_sums;              // (column tiles, num_slots) fp32, out: <dA, A> over each BN columns; null: not wanted
+    float* partial_sums;              // (column tiles, num_slots) fp32, out: sums of grad_y_swi * y_swi over each BN columns;
+                                      // null: not wanted
     int64 lda, expert_stride, ldb;    // in elements
     int columns, depth;               // N, and K of one segment
     int num_slots;                    // L*k
@@ -92,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     });
 
     const int warp_n = threadIdx.x / 64;
-    const int64 layer_ld = GATED ? 2LL * N : N;
+    const int64 first_layer_ld = GATED ? 2LL * N : N;
     using Staging = RowStaging<GROUPS>;
     const int n = n0 + warp_n * (SPLIT ? 32 : 64) + Staging::column_group() * 8;
     if constexpr (EPILOGUE == STORE) {
@@ -104,14 +106,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             if (row >= rows) return;
             const int64 r = row0 + row;
             if (p.first_layer) {
-                store_row8<ALIGNED>(p.first_layer + r * layer_ld + n, v[0], N - n);
-                if (SPLIT) store_row8<ALIGNED>(p.first_layer + r * layer_ld + N + n, v[SPLIT], N - n);
+                store_row8<ALIGNED>(p.first_layer + r * first_layer_ld + n, v[0], N - n);
+                if (SPLIT) store_row8<ALIGNED>(p.first_layer + r * first_layer_ld + N + n, v[SPLIT], N - n);
             }
             if (!p.result) return;
-            float out[8];
+            float y_swi[8];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) out[c] = activate<ACTIVATION>(v[0][c]).value * (SPLIT ? v[SPLIT][c] : 1.f);
-            store_row8<ALIGNED>(p.result + r * N + n, out, N - n);
+            for (int c = 0; c < 8; ++c) y_swi[c] = y_swi_of<ACTIVATION>(v[0][c], SPLIT ? v[SPLIT][c] : 1.f);
+            store_row8<ALIGNED>(p.result + r * N + n, y_swi, N - n);
         });
     } else {
         // a and b of the next 16 rows are loaded while these are worked on. In fp32 there are no registers for that.
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
 #pragma unroll
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
                 const int row = warp_row(i) + Staging::row(pass);
-                const element* from = p.first_layer + (row0 + min(row, rows - 1)) * layer_ld + n;
+                const element* from = p.first_layer + (row0 + min(row, rows - 1)) * first_layer_ld + n;
                 const int64 valid =
                     row < rows ? N - n : 0;  // first_layer_grad may be first_layer: another warp may overwrite the last row
                 a_loaded[i % BUFFERS][pass].template load<ALIGNED>(from, valid);
@@ -140,31 +142,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                 const int row = warp_row(i) + Staging::row(pass), valid = row < rows ? N - n : 0;
                 const int64 r = row0 + row;
                 const float weight = tile_weights[row];
-                float v[GROUPS][8], a_row[8], b_row[8], out[8], grad_a[8], grad_b[8], dot = 0.f;
+                float v[GROUPS][8], a_row[8], b_row[8], y_swi[8], grad_a[8], grad_b[8], dot = 0.f;
                 Staging::get(v, warp_staging(), pass);
                 a_loaded[i % BUFFERS][pass].unpack(a_row);
                 if (GATED) b_loaded[i % BUFFERS][pass].unpack(b_row);
                 if (p.y_swi) {
                     Row8<element> stored;
                     stored.template load<ALIGNED>(p.y_swi + r * N + n, valid);
-                    stored.unpack(out);
+                    stored.unpack(y_swi);
                 }
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
-                    const Activated s = activate<ACTIVATION>(a_row[c]);
-                    const float b = GATED ? b_row[c] : 1.f;
-                    if (!p.y_swi) out[c] = s.value * b;
-                    dot = fmaf(v[0][c], out[c], dot);
-                    const float grad = weight * v[0][c];
-                    grad_a[c] = grad * b * s.derivative;
-                    grad_b[c] = grad * s.value;
-                    out[c] *= weight;
+                    const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a_row[c], GATED ? b_row[c] : 1.f, weight * v[0][c]);
+                    if (!p.y_swi) y_swi[c] = bwd.y_swi;
+                    dot = fmaf(v[0][c], y_swi[c], dot);
+                    grad_a[c] = bwd.grad_a;
+                    grad_b[c] = bwd.grad_b;
+                    y_swi[c] *= weight;
                 }
                 if (p.first_layer_grad) {
-                    store_row8<ALIGNED>(p.first_layer_grad + r * layer_ld + n, grad_a, valid);
-                    if (GATED) store_row8<ALIGNED>(p.first_layer_grad + r * layer_ld + N + n, grad_b, valid);
+                    store_row8<ALIGNED>(p.first_layer_grad + r * first_layer_ld + n, grad_a, valid);
+                    if (GATED) store_row8<ALIGNED>(p.first_layer_grad + r * first_layer_ld + N + n, grad_b, valid);
                 }
-                if (p.result) store_row8<ALIGNED>(p.result + r * N + n, out, valid);
+                if (p.result) store_row8<ALIGNED>(p.result + r * N + n, y_swi, valid);
 #pragma unroll
                 for (int step = 1; step < 8; step <<= 1) dot += __shfl_xor_sync(0xffffffffu, dot, step);
                 if (Staging::column_group() == 0) row_sums[warp_n][row] = dot;

@@ -1,26 +1,45 @@
-// Grouped GEMMs over the rows of each expert, Hopper tier (sm_90a, bf16 and fp16, sizes that are multiples of 8): the steps of
-// grouped_gemm_sm80.cu, with its results, on wgmma and the bulk copy engine. (Paper sections 3.1, 3.2, 5.2.)
+// Grouped GEMMs over the rows of each expert, Hopper tier: sm_90a, bf16 and fp16, sizes that are multiples of 8
+// (paper sections 3.1, 3.2, 5.2). One source, compiled once per step of the layer; ENTRY is the step's name:
 //
-// Launch: a persistent grid of at most one block per multiprocessor, THREADS threads, dynamic shared memory as below. CLUSTER_CTAS:
-// blocks work in pairs, clusters of two, and their number is even.
-// Tile: BM = 128 rows x BN = 256 columns (of them 128 gate beside 128 up), K in steps of BK = 64. Shared memory: STAGES = 3
-// buffers of STAGE_BYTES = 48 KiB, TILE_BYTES = 64 KiB of the finished tile, and SPARE_BYTES = 16 KiB for the a and b that
-// ActivateBwdRows reads, two rows per warp.
-//   warpgroup 0, producer: thread 0 issues B's boxes, announces their bytes, claims tiles and says which comes next. A's rows
-//     it fetches as one box; with GATHER all 128 threads copy them by cp.async into the 128-byte swizzle. full[s] expects
-//     thread 0's arrival and with GATHER 128 more, and who has waited for a tile's last one may read on. A claim reaches the
-//     threads, of a pair those of both blocks, through claimed[] and the barrier of its place there, which expects thread 0's
-//     arrival, in a pair with 4 bytes. StoreTokenRows: warp 1 writes the zeros.
-//   warpgroups 1 and 2, consumers: see gemm_core_sm90.cuh.
-// A pair has two neighbouring tiles at a time. If they are of the same columns, as most are, each block fetches half of B for
-// both, and the L2 cache gives 32 KiB per block and step in place of 48; if not, each its own. Either way a stage is filled
-// when the consumers of both have released it. (DeepSeek-V3, up_fwd 544 -> 587 TFLOP/s, down_bwd 499 -> 540. A step's wait
-// for the other block costs more where tiles are short: conf2 610 -> 595 and 420 -> 406.)
+//   ENTRY       A (rows)                    B              K segments   EPILOGUE
+//   up_fwd      x, gathered by token        w1             1            ActivateRows: first_layer (a, b), y_swi = act(a) * b
+//   down_fwd    y_swi                       w2             1            StoreRows: a column panel; StoreTokenRows if k = 1
+//   down_bwd    grad_out, gathered          w2 transposed  1            ActivateBwdRows: first_layer_grad, weighted_y_swi, sums
+//   up_bwd      first_layer_grad            w1 transposed  2 if gated   StoreRows: a column panel; StoreTokenRows if k = 1
+//
+// R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, of the panel or of d), K depth of one segment.
+//
+// Launch: a persistent grid of at most one CTA per multiprocessor; THREADS threads; dynamic shared memory
+// SPARE + SPARE_BYTES. With CLUSTER_CTAS = 2 clusters of 2 CTAs, and an even number of CTAs.
+// A tile has BM = 128 rows and BN = 256 columns, in gated layers' up_fwd 128 of gate beside 128 of up.
+//
+// Warp roles               registers per thread       work
+//   warpgroup 0, producer  PRODUCER_REGISTERS = 72    thread 0: TMA of B, and of A where rows are not gathered; tile scheduler.
+//                                                     With GATHER all 128 threads: cp.async of A's rows, 16 bytes each.
+//                                                     StoreTokenRows: warp 1 writes zeros for tokens without an expert.
+//   warpgroups 1 and 2,    CONSUMER_REGISTERS = 216   wgmma of 64 rows of the tile each; between k-steps the epilogue of the
+//   consumers                                         previous tile, 16 rows per warp
+//
+// Barriers                 arrivals per phase                                      waited on by
+//   full[stage]            thread 0, with the bytes of TMA; with GATHER also       consumers, every k-step
+//                          the cp.async copies of 128 threads
+//   empty[stage]           8 consumer warps; in a 2-CTA cluster the 16 of both     producer threads, every k-step
+//   taken[entry]           thread 0; in a 2-CTA cluster with 4 bytes of st.async   producer threads, every tile
+//   PRODUCER_BARRIER       128 producer threads, with GATHER                       the same, every QUEUE tiles
+//
+// Dynamic shared memory: see pipeline_sm90.cuh. A is (BM, BK) element. B is (BN, BK) with B_K_CONTIGUOUS, else 4 blocks of
+// (BK, 64). The spare bytes are ActivateBwdRows'.
+//
+// TMA multicast: the two CTAs of a cluster have neighbouring tiles. If these have the same expert and columns, as most have, each
+// CTA fetches half of B for both. Else each fetches its own B. In both cases a stage is filled again when the consumers of both
+// CTAs have released it (docs/decisions/004).
 #include "gemm_core_sm90.cuh"
+#include "tile_scheduler_sm90.cuh"
 
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
     !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_Y_SWI) || !defined(CLUSTER_CTAS) || !defined(WEIGHT)
-#error "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_Y_SWI, CLUSTER_CTAS and WEIGHT are \
+#error \
+    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_Y_SWI, CLUSTER_CTAS and WEIGHT are \
 given by loader.gemm_variant"
 #endif
 
@@ -28,12 +47,12 @@ typedef WEIGHT weight_t;
 
 struct GroupedGemmParams {
 #if !GATHER
-    TensorMap a;  // (lda, R, 1) element, in, boxes of 64 x 128 x 1: K segment i from column i * depth on
+    TensorMap a;  // (lda, R, 1) element, in, boxes of 64 x 128 x 1; K segment i begins at column i * depth
 #endif
-    TensorMap b0, b1;                 // element, in: (k, n, expert) with B_K_CONTIGUOUS, else (n, k, expert), boxes of
-                                      // 64 x 128 x 1 or 64 x 64 x 1, 128-byte swizzle; gate and up, or K segments 0 and 1
+    TensorMap b0, b1;  // element, in: (k, n, expert) with B_K_CONTIGUOUS in boxes of 64 x 128 x 1, else
+                       // (n, k, expert) in boxes of 64 x 64 x 1; gate and up, or K segments 0 and 1
 #if GATHER
-    const element* a;                 // (L, lda) element, in: the rows of tokens
+    const element* a;  // (L, lda) element, in: the rows of tokens
 #endif
     const int* expert_token_indices;  // (num_slots,) int32, in
     const int* expert_token_offsets;  // (E+1,) int32, in
@@ -41,65 +60,59 @@ struct GroupedGemmParams {
     element* first_layer;             // (R, 2N) or (R, N) element, a then b: out of ActivateRows (null: not kept), into
                                       // ActivateBwdRows
     element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
-    element* result;                  // element, out. ActivateRows: (R, N) act(a) * b, null: not wanted; ActivateBwdRows: (R, N)
-                                      // A' = weight * act(a) * b, null: not wanted; StoreRows: the panel (R, result_ld), which
-                                      // may be A's own, of up to BN columns: the tile that is stored was their last reader;
-                                      // StoreTokenRows (k = 1): (L, result_ld), a row its token's, times the token's weight,
-                                      // and zeros for tokens without an expert
-    const element* y_swi;    // (R, N) element, in: ActivateBwdRows with STORED_Y_SWI, act(a) * b of forward
-    const weight_t* weights;          // ActivateBwdRows: (R,) fp32, in: the router weight of each row; StoreTokenRows: (L,)
-                                      // weight_t, in: of each token, or null
-    float* partial_sums;              // (column tiles, num_slots) fp32, out: ActivateBwdRows, <dA, A> over each BN columns; null:
-                                      // not wanted
-    const int* token_index_map;       // (L,) int32, in: StoreTokenRows, -1 of tokens without an expert
-    int* tile_counter;                // (1,) int32, zeroed: blocks claim their tiles; null: each takes every gridDim.x-th
+    element* result;                  // element, out.
+                                      // ActivateRows: (R, N) y_swi, null: not wanted
+                                      // ActivateBwdRows: (R, N) weighted_y_swi, may be y_swi itself, null: not wanted
+                                      // StoreRows: the panel (R, result_ld); may be A's memory if N <= BN: the tile that is
+                                      // stored was the last reader of its rows
+                                      // StoreTokenRows: (L, result_ld), zeros for tokens without an expert
+    const element* y_swi;             // (R, N) element, in: ActivateBwdRows with STORED_Y_SWI, act(a) * b of forward
+    const weight_t* weights;          // in: ActivateBwdRows: (R,) fp32, the router weight of each row; StoreTokenRows: (L,)
+                                      // weight_t, of each token, or null
+    float* partial_sums;              // (column tiles, num_slots) fp32, out of ActivateBwdRows: sums of grad_y_swi * y_swi over
+                                      // each BN columns; null: not wanted
+    const int* token_index_map;       // (L,) int32, in: StoreTokenRows, -1 for tokens without an expert
+    int* tile_counter;                // (1,) int32, in and out, zero at launch: of the dynamic schedule; null: static schedule
 #if GATHER
-    int64 lda;                        // elements from row to row of a
+    int64 lda;  // elements from row to row of a
 #endif
-    int64 result_ld;                 // elements from row to row of product, StoreRows and StoreTokenRows only
-    int columns, depth;               // N, and K of one segment
-    int num_slots;                    // L*k
+    int64 result_ld;     // elements from row to row of result, StoreRows and StoreTokenRows only
+    int columns, depth;  // N, and K of one segment
+    int num_slots;       // L*k
 };
 
 #include "epilogue_sm90.cuh"  // works on the parameters
 
 typedef EPILOGUE Epilogue;
 constexpr bool SPLIT = Epilogue::SPLIT;  // gate beside up
-constexpr int BLOCKS = CLUSTER_CTAS;
 static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN), "columns of the result in a tile");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
+static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");
 
-// An expert's row tiles, in even groups of about 16, by all column tiles: what runs at one time is near a square, which reads
-// the fewest bytes, and the weights of an expert with few tokens come from memory once. In groups of 2 where rows are not
-// gathered and the columns a panel's: tiles of the same rows run side by side (TFLOP/s of down_fwd and up_bwd in 16: conf3 612
-// and 634, in ones 620 and 641; conf4t 658 and 656, 660 and 682).
-struct Order {
-    unsigned n_tiles;
-    __device__ __forceinline__ int listed(int t) const { return unsigned(t) / n_tiles; }
-    struct Group {
-        unsigned start, rows, within;  // the expert's row tiles from start on, and which of the group's tiles t is
-    };
-    __device__ __forceinline__ Group group(int t, int2 entry, int first, int end) const {
-        const unsigned about = GATHER || n_tiles > 8 ? 16 : 2;
-        const unsigned tiles = max((end - first + BM - 1) / BM, 1), index = unsigned(entry.y - first) / BM;
-        const unsigned groups = max((tiles + about / 2) / about, 1u), height = (tiles + groups - 1) / groups;
-        const unsigned start = index / height * height;
-        return {start, min(height, tiles - start), t - (listed(t) - index + start) * n_tiles};
-    }
-    __device__ __forceinline__ Place place(int t, int2 entry, int first, int end) const {
-        const Group g = group(t, entry, first, end);
-        return {entry.x, first + static_cast<int>(g.start + g.within % g.rows) * BM, static_cast<int>(g.within / g.rows)};
-    }
-    __device__ __forceinline__ bool shares(int t, int2 entry, int first, int end) const {
-        const Group g = group(t, entry, first, end);  // another group's tile would be before the first, or past the last column
-        return (g.within + 1 - 2 * (t & 1)) / g.rows == g.within / g.rows;
-    }
-};
+typedef TileScheduler<TileOrder<GATHER>, CLUSTER_CTAS> Scheduler;
 
-// How A's rows come to a stage. look_up() is told a tile early what begin() then begins; load() adds ARRIVALS - 1 arrivals and
-// BYTES to what the stage's barrier is to see.
+// Entry i % QUEUE is of the CTA's i-th tile.
+constexpr int QUEUE = 8;
+static_assert(QUEUE > STAGES + 1, "an entry is read before it is written again");
+__shared__ uint64 barrier_storage[2 * STAGES];
+// Tiles for the consumers. Thread 0 writes the next tile before it announces the last stage of a tile. Consumers read it when
+// that stage is full. They are at most STAGES tiles behind.
+__shared__ WorkTile queue[QUEUE];
+// Indices that thread 0, of a cluster's first CTA, has taken for all producer threads while it fills the tile's stages.
+__shared__ int taken[QUEUE];
+__shared__ uint64 taken_storage[QUEUE];
+
+// K-steps of a tile, or its last one if it has fewer: the producer finds the next tile, and thread 0 passes on the index that it
+// has taken from the counter. By then the loads that were issued at the tile's start have arrived.
+constexpr int NEXT_TILE_STEP = 2, TAKEN_INDEX_STEP = 3;
+
+// How A's rows come to a stage. FULL_ARRIVALS: of the stage's full barrier. TMA_BYTES: that it expects of A. prepare() is given a
+// tile early; begin() makes it the current one; load() fills a stage, or in GatheredRows this thread's part of it.
 struct GatheredRows {
-    static constexpr int ARRIVALS = 128 + 1, BYTES = 0, LINES = 8;  // thread t copies chunk t % 8 of lines t / 8 + 16 i
+    // Thread t copies 16-byte chunk t % 8 of lines t / 8 + 16 i.
+    static constexpr int FULL_ARRIVALS = WARPGROUP + 1, TMA_BYTES = 0, LINES = 8, LINE_STEP = WARPGROUP / 8;
+    static_assert(LINES * LINE_STEP == BM, "the producer's threads copy all rows of a tile");
+    static_assert(!GATHER || K_SEGMENTS == 1, "load() tells from k0 where the pointers are");
     const element* const a;
     const int64 lda;
     const int* const expert_token_indices;
@@ -107,48 +120,48 @@ struct GatheredRows {
     int tokens[LINES], count;
     const element* rows[LINES];
 
-    __device__ __forceinline__ void look_up(const Found& tile) {  // past the expert's end its last row again
+    __device__ __forceinline__ void prepare(const WorkTile& tile) {  // past the expert's end its last row again
 #pragma unroll
         for (int i = 0; i < LINES; ++i)
-            tokens[i] = expert_token_indices[tile.place.row + min(line + 16 * i, max(tile.rows - 1, 0))];
+            tokens[i] = expert_token_indices[tile.row + min(line + LINE_STEP * i, max(tile.rows - 1, 0))];
     }
-    __device__ __forceinline__ void begin(const Found& tile) {
+    __device__ __forceinline__ void begin(const WorkTile& tile) {
         count = tile.rows;
 #pragma unroll
         for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
     }
-    static_assert(!GATHER || K_SEGMENTS == 1, "load() tells from k0 where the pointers are");
-    // A step's columns, `ahead` of the pointers. Lines past the expert's end are never stored: of few rows most are not fetched.
+    // A k-step's columns, `ahead` elements after the pointers. Lines past the expert's end are never stored, so most of them are
+    // not fetched; a nearly full tile takes all lines, without predicates.
     __device__ __forceinline__ void copy(unsigned to, int ahead, unsigned bytes) const {
-        if (count > BM - 16) {
+        if (count > BM - LINE_STEP) {
 #pragma unroll
-            for (int i = 0; i < LINES; ++i) cp_async_16(to + i * 16 * 128, rows[i] + ahead, bytes);
+            for (int i = 0; i < LINES; ++i) cp_async_16(to + i * LINE_STEP * LINE_BYTES, rows[i] + ahead, bytes);
         } else {
 #pragma unroll
             for (int i = 0; i < LINES; ++i)
-                if (i * 16 < count) cp_async_16(to + i * 16 * 128, rows[i] + ahead, bytes);
+                if (i * LINE_STEP < count) cp_async_16(to + i * LINE_STEP * LINE_BYTES, rows[i] + ahead, bytes);
         }
     }
     __device__ __forceinline__ void load(unsigned to, int k0, int K, unsigned full) {
-        to += line * 128 + (chunk ^ (line & 7)) * 16;
+        to += line * LINE_BYTES + (chunk ^ (line & 7)) * 16;
         const unsigned bytes = k0 + chunk * 8 < K ? 16 : 0;
         const bool odd = k0 & BK;  // the pointers move every other step
         odd ? copy(to, BK, bytes) : copy(to, 0, bytes);
         cp_async_mbarrier_arrive(full);
         if (odd)
 #pragma unroll
-            for (int i = 0; i < LINES; ++i) rows[i] += 2 * BK;  // here, as consumers wait for what follows a wait
+            for (int i = 0; i < LINES; ++i) rows[i] += 2 * BK;  // after the copies, for which the consumers wait
     }
 };
-struct OwnRows {
-    static constexpr int ARRIVALS = 1, BYTES = A_BYTES;
+struct ContiguousRows {
+    static constexpr int FULL_ARRIVALS = 1, TMA_BYTES = A_BYTES;
     const TensorMap& a;
     int row;
 
-    __device__ __forceinline__ void look_up(const Found&) {}
-    __device__ __forceinline__ void begin(const Found& tile) { row = tile.place.row; }
+    __device__ __forceinline__ void prepare(const WorkTile&) {}
+    __device__ __forceinline__ void begin(const WorkTile& tile) { row = tile.row; }
     __device__ __forceinline__ void load(unsigned to, int k, int, unsigned full) {  // rows past the expert's end are never stored
-        tensor_load_3d(to, &a, k, row, 0, full);
+        tma_load_3d(to, &a, k, row, 0, full);
     }
 };
 
@@ -156,117 +169,140 @@ struct OwnRows {
 typedef GatheredRows Rows;
 #define A_ROWS {p.a, p.lda, p.expert_token_indices}
 #else
-typedef OwnRows Rows;
+typedef ContiguousRows Rows;
 #define A_ROWS {p.a}
 #endif
 #if CLUSTER_CTAS == 2
-#define CLUSTERS __cluster_dims__(2)
+#define CLUSTER __cluster_dims__(CLUSTER_CTAS)
 #else
-#define CLUSTERS
+#define CLUSTER
 #endif
 
-extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1)
-    ENTRY(const __grid_constant__ GroupedGemmParams p) {
-    __shared__ uint64 barrier_storage[2 * STAGES];
-    __shared__ Found found[FOUND];  // by the number of the tile, as
-    __shared__ int claimed[FOUND];  // what thread 0, of a pair's first block, claims while it fills its stages
-    __shared__ uint64 claim_storage[FOUND];
-    const int block = BLOCKS == 2 ? blockIdx.x & 1 : 0;  // of the pair
-    const unsigned claim_barriers = shared_address(claim_storage);
-    const int N = p.columns, K = p.depth;
-    const int n_tiles = (N + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = p.row_tiles[0] * n_tiles;
-    Schedule<Order, BLOCKS> schedule({unsigned(n_tiles)}, p.row_tiles, p.expert_token_offsets, tiles);  // the producer's
-    if (threadIdx.x == 0) {
-        found[0] = schedule.own;
-        for (int i = 0; i < FOUND; ++i) mbarrier_init(claim_barriers + 8 * i, 1);
-    }
-    const Barriers<BLOCKS> barriers(barrier_storage, Rows::ARRIVALS);
-    const unsigned shared = uniform(shared_address(dynamic_shared));
-    const int steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
-
-    if (threadIdx.x < 128) {
-        Ring ring;
-        setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (!GATHER && threadIdx.x > 0) {
-            if (threadIdx.x / 32 == 1) Epilogue::beside(p);
-            return;
+// Thread 0 asks TMA for a stage's B, all of it or with multicast this CTA's half of it. b_to: shared address; k0: of the segment.
+__device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to, int segment, int expert, int n0, int k0,
+                                       unsigned full, bool multicast, int rank) {
+    constexpr int BOX_COLUMNS = B_K_CONTIGUOUS ? 128 : 64, HALF = BN / 2;
+    auto load_half = [&](int first_column, auto load_box) {
+#pragma unroll
+        for (int column = first_column; column < first_column + HALF; column += BOX_COLUMNS) {
+            const TensorMap* map = segment || (SPLIT && column >= HALF) ? &p.b1 : &p.b0;
+            const int n = n0 + (SPLIT ? column % HALF : column);
+            load_box(b_to + column * LINE_BYTES, map, B_K_CONTIGUOUS ? k0 : n, B_K_CONTIGUOUS ? n : k0);
         }
-        Rows rows = A_ROWS;
-        if (schedule.valid()) rows.look_up(schedule.own);
-        for (int number = 0; schedule.valid(); ++number) {
-            const unsigned claim_to = shared_address(&claimed[number % FOUND]), claim_full = claim_barriers + 8 * (number % FOUND);
-            const bool claims_here = threadIdx.x == 0 && block == 0;
-            const int claim = claims_here ? schedule.claim(p.tile_counter) : 0;
-            if (BLOCKS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(claim_full, sizeof(int));
-            const Place place = schedule.own.place;
-            rows.begin(schedule.own);
-            const int n0 = place.n * TILE_COLUMNS;
-            schedule.prefetch();
-            Found next;
-            for (int step = 0; step < steps; ++step) {
-                const int segment = K_SEGMENTS == 2 && step >= steps_per_segment, k0 = (step - segment * steps_per_segment) * BK;
-                const unsigned stage = shared + ring.stage * STAGE_BYTES, full = barriers.full + 8 * ring.stage;
-                wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
-                if (step == min(2, steps - 1)) next = schedule.next();
-                if (threadIdx.x == 0) {
-                    if (step == steps - 1) found[(number + 1) % FOUND] = next;
-                    mbarrier_arrive_expect_tx(full, B_BYTES + Rows::BYTES);
-                    if (!GATHER) rows.load(stage, segment * K + k0, K, full);  // before B: conf3's up_bwd 622 -> 634 TFLOP/s
-                    auto load = [&](int from, auto copy) {  // half of the tile's columns
-                        constexpr int BOX = B_K_CONTIGUOUS ? 128 : 64;
-#pragma unroll
-                        for (int column = from; column < from + BN / 2; column += BOX) {
-                            const TensorMap* map = segment || (SPLIT && column >= 128) ? &p.b1 : &p.b0;
-                            const int n = n0 + (SPLIT ? column % 128 : column);
-                            copy(stage + A_BYTES + column * 128, map, B_K_CONTIGUOUS ? k0 : n, B_K_CONTIGUOUS ? n : k0, place.expert,
-                                 full);
-                        }
-                    };
-                    if (schedule.shared) {
-                        load(block * (BN / 2), tensor_multicast_3d);
+    };
+    if (multicast) {
+        load_half(rank * HALF, [&](unsigned to, const TensorMap* map, int c0, int c1) {
+            tma_load_multicast_3d(to, map, c0, c1, expert, full, BOTH_CTAS);
+        });
+    } else {
+        auto load_box = [&](unsigned to, const TensorMap* map, int c0, int c1) { tma_load_3d(to, map, c0, c1, expert, full); };
+        load_half(0, load_box);
+        load_half(HALF, load_box);
+    }
+}
+
+// The producer's threads that have something to load. rank: of the CTA in its cluster. shared: the address of the stages.
+__device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& scheduler,
+                                        const PipelineBarriers<CLUSTER_CTAS>& barriers, int rank, unsigned shared,
+                                        int steps_per_segment) {
+    const unsigned taken_barriers = shared_address(taken_storage);
+    const int K = p.depth, steps = steps_per_segment * K_SEGMENTS;
+    PipelineState state;
+    Rows rows = A_ROWS;
+    if (scheduler.valid()) rows.prepare(scheduler.current);
+    for (int number = 0; scheduler.valid(); ++number) {
+        const unsigned taken_to = shared_address(&taken[number % QUEUE]), taken_full = taken_barriers + 8 * (number % QUEUE);
+        const bool takes = threadIdx.x == 0 && rank == 0;
+        const int index = takes ? scheduler.take_index(p.tile_counter) : 0;
+        if (CLUSTER_CTAS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(taken_full, sizeof(int));
+        const int expert = scheduler.current.expert, n0 = scheduler.current.column_tile * TILE_COLUMNS;
+        rows.begin(scheduler.current);
+        scheduler.prefetch();
+        WorkTile next;
+        for (int step = 0; step < steps; ++step) {
+            const int segment = K_SEGMENTS == 2 && step >= steps_per_segment, k0 = (step - segment * steps_per_segment) * BK;
+            const unsigned stage = shared + state.stage * STAGE_BYTES, full = barriers.full_of(state.stage);
+            barriers.wait_empty(state);
+            if (step == min(NEXT_TILE_STEP, steps - 1)) next = scheduler.next();
+            if (threadIdx.x == 0) {
+                if (step == steps - 1) queue[(number + 1) % QUEUE] = next;
+                mbarrier_arrive_expect_tx(full, B_BYTES + Rows::TMA_BYTES);
+                if (!GATHER) rows.load(stage, segment * K + k0, K, full);  // A first: its rows come from farther than B
+                load_b(p, stage + A_BYTES, segment, expert, n0, k0, full, scheduler.multicast, rank);
+                if (step == min(TAKEN_INDEX_STEP, steps - 1) && takes) {
+                    if constexpr (CLUSTER_CTAS == 1) {
+                        taken[number % QUEUE] = index;
+                        mbarrier_arrive(taken_full);
                     } else {
-                        load(0, tensor_load_3d);
-                        load(BN / 2, tensor_load_3d);
-                    }
-                    if (step == min(3, steps - 1) && claims_here) {
-                        if constexpr (BLOCKS == 1) {
-                            claimed[number % FOUND] = claim;
-                            mbarrier_arrive(claim_full);
-                        } else {
 #pragma unroll
-                            for (int of = 0; of < 2; ++of)
-                                store_async(cluster_address(claim_to, of), claim + of, cluster_address(claim_full, of));
-                        }
+                        for (int cta = 0; cta < CLUSTER_CTAS; ++cta)
+                            store_async(cluster_address(taken_to, cta), index + cta, cluster_address(taken_full, cta));
                     }
                 }
-                if (GATHER) rows.load(stage, k0, K, full);
-                ring.advance();
-                if (GATHER && step == min(2, steps - 1) && next.rows != END) rows.look_up(next);
             }
-            wait(claim_full, number / FOUND & 1);
-            schedule.advance(next, claimed[number % FOUND]);
-            if (GATHER && number % FOUND == FOUND - 1) named_barrier(1, 128);  // all have read what comes to be overwritten
+            if (GATHER) rows.load(stage, k0, K, full);
+            state.advance();
+            if (GATHER && step == min(NEXT_TILE_STEP, steps - 1) && next.rows != NO_TILE) rows.prepare(next);
         }
-        // The other block's consumers release this one's stages, which must not be gone by then.
-        for (int stage = 0; BLOCKS == 2 && stage < STAGES; ++stage) {
-            wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);
-            ring.advance();
+        wait(taken_full, number / QUEUE & 1);
+        scheduler.advance(next, taken[number % QUEUE]);
+        // All threads have read the entries before thread 0 writes them again.
+        if (GATHER && number % QUEUE == QUEUE - 1) named_barrier(PRODUCER_BARRIER, WARPGROUP);
+    }
+    // The other CTA's consumers arrive at this CTA's empty barriers, so this CTA must not exit before they have.
+    for (int stage = 0; CLUSTER_CTAS == 2 && stage < STAGES; ++stage) {
+        barriers.wait_empty(state);
+        state.advance();
+    }
+}
+
+// A tile of the queue, read by lane 0 alone. When the producer finds a stage empty, lane 0 of each consumer warp has read the
+// entry, and lane 1, which arrives in the other CTA of the cluster, has its value.
+__device__ __forceinline__ WorkTile read_by_lane_0(const WorkTile& tile) {
+    int4 v = {};
+    if (threadIdx.x % 32 == 0) v = reinterpret_cast<const int4&>(tile);
+    auto to_all = [](int v) { return static_cast<int>(uniform(v)); };  // zeros in the other lanes
+    return {to_all(v.x), to_all(v.y), to_all(v.z), to_all(v.w)};
+}
+
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedGemmParams p) {
+    const int rank = CLUSTER_CTAS == 2 ? blockIdx.x & 1 : 0;  // in the cluster
+    const unsigned taken_barriers = shared_address(taken_storage);
+    const int column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = p.row_tiles[0] * column_tiles;
+    Scheduler scheduler({unsigned(column_tiles)}, p.row_tiles, p.expert_token_offsets, tiles);  // the producer's
+    if (threadIdx.x == 0) {
+        queue[0] = scheduler.current;
+        for (int i = 0; i < QUEUE; ++i) mbarrier_init(taken_barriers + 8 * i, 1);
+    }
+    const PipelineBarriers<CLUSTER_CTAS> barriers(barrier_storage, Rows::FULL_ARRIVALS);
+    const unsigned shared = uniform(shared_address(dynamic_shared));
+    const int steps_per_segment = (p.depth + BK - 1) / BK;
+
+    if (threadIdx.x < WARPGROUP) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (!GATHER && threadIdx.x > 0) {
+            if (threadIdx.x / 32 == 1) Epilogue::idle_producer_warp(p);
+            return;
         }
+        produce(p, scheduler, barriers, rank, shared, steps_per_segment);
         return;
     }
-
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    const int warp_row = static_cast<int>(uniform(consumer_warp())) * 16;
-    Ring ring;
+
+    // Consumers. As a function this part has more instructions: the compiler places the loop's exit differently.
+    const int steps = steps_per_segment * K_SEGMENTS;
+    const int warp_row = static_cast<int>(uniform(consumer_warp())) * WARP_ROWS;
+    PipelineState state;
     Epilogue epilogue(p);
     for (int number = 0;; ++number) {
-        const int rows = of_lane_0(found[number % FOUND]).rows;
-        const bool last = rows == END, active = warp_row / 64 * 64 < rows;  // of the warpgroup
+        const int rows = read_by_lane_0(queue[number % QUEUE]).rows;
+        const bool last = rows == NO_TILE, active = warp_row / 64 * 64 < rows;  // of the warpgroup
         float acc[32][4];
-        consume<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, ring, barriers, epilogue);
+        main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, state, barriers, epilogue);
         if (last) return;
         if (active) epilogue.finished.put(acc);
-        const Found tile = of_lane_0(found[number % FOUND]);
-        if (tile.rows > 0) epilogue.begin(tile.place.row + warp_row, min(16, tile.rows - warp_row), tile.place.n * TILE_COLUMNS);
+        const WorkTile tile = read_by_lane_0(queue[number % QUEUE]);
+        if (tile.rows <= 0) continue;
+        epilogue.begin(tile.row + warp_row, min(WARP_ROWS, tile.rows - warp_row), tile.column_tile * TILE_COLUMNS);
     }
 }

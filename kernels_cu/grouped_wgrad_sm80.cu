@@ -3,8 +3,8 @@
 // is the step's name:
 //
 //   ENTRY       P (columns M)               Q (columns N)
-//   down_wgrad  A' = weight * act(a) * b    grad_out, gathered by token   dW2 (h, d)
-//   up_wgrad    x, gathered by token        first-layer gradient          dW1 (d, h) per half: gate, up
+//   down_wgrad  weighted_y_swi              grad_out, gathered by token   dW2 (h, d)
+//   up_wgrad    x, gathered by token        first_layer_grad              dW1 (d, h) per half: gate, up
 // Where the weight is stored transposed, P and Q are exchanged, so that rows of dW are always contiguous.
 //
 // With ACCUMULATE dW is added in fp32 to what out0 and out1 hold, and the sum is rounded to OUT once. Without it OUT is

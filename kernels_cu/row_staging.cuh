@@ -2,7 +2,6 @@
 // memory. Global accesses are then 16 bytes per lane.
 #pragma once
 #include "common.cuh"
-#include "tile_raster.cuh"
 
 constexpr int STAGED_FLOATS = 16 * 64;  // of shared memory per warp: 16 rows of 64 columns
 

@@ -55,9 +55,9 @@ __device__ void add_parts(const float* sums, const int* expert_token_offsets, OU
 #define WGRAD_PARTS_ENTRY(SUFFIX, OUT)                                                                                   \
     extern "C" __global__ void __launch_bounds__(GROUPS_PER_BLOCK) wgrad_parts_##SUFFIX(const WgradPartsParams<OUT> p) { \
         const int64 expert = blockIdx.y, half = blockIdx.z, size = int64(p.rows) * p.columns;                            \
-        add_parts(p.sums + (expert * p.splits * p.halves + half) * size, p.expert_token_offsets,                          \
+        add_parts(p.sums + (expert * p.splits * p.halves + half) * size, p.expert_token_offsets,                         \
                   (half ? p.out1 : p.out0) + expert * p.expert_stride, p.ldo, unsigned(p.rows), unsigned(p.columns),     \
-                  p.halves * size, p.splits, p.accumulate != 0);                                                          \
+                  p.halves * size, p.splits, p.accumulate != 0);                                                         \
     }
 WGRAD_PARTS_ENTRY(float32, float)
 WGRAD_PARTS_ENTRY(bfloat16, bf16)

@@ -120,7 +120,8 @@ def test_weight_gradients_by_split_k_and_accumulated(choose, seed):
     np.testing.assert_array_equal(np.asarray(total)[idle], start[idle])
 
 
-CORE, GEMM, WGRAD, EPILOGUE = "gemm_core_sm90.cuh", "grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "epilogue_sm90.cuh"
+PIPELINE, CORE = "pipeline_sm90.cuh", "gemm_core_sm90.cuh"
+GEMM, WGRAD, EPILOGUE = "grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "epilogue_sm90.cuh"
 
 
 class Mutation(NamedTuple):
@@ -134,28 +135,28 @@ class Mutation(NamedTuple):
     case: Case = GATED
 
 
-FULL = "wait(barriers.full + 8 * ring.stage, ring.parity);\n        if (active) multiply(true);"
-EMPTY = "wait(barriers.empty + 8 * ring.stage, ring.parity ^ 1);\n                if (step =="
+FULL = "barriers.wait_full(state);\n        if (active) multiply(true);"
+EMPTY = "void wait_empty(const PipelineState& state) const { wait(empty_of(state.stage), state.phase ^ 1); }"
 
 MUTATIONS = {
     "first wait for a stage dropped": Mutation("up_fwd", CORE, FULL, "if (active) multiply(true);"),
-    "parity never flipped": Mutation("up_fwd", CORE, "stage = 0, parity ^= 1", "stage = 0"),
-    "stage released before its products": Mutation("up_fwd", CORE, "if (!drains) wgmma_wait<1>();", ""),
-    "wait for a free stage with the other parity": Mutation("up_fwd", GEMM, EMPTY, EMPTY.replace(" ^ 1", "")),
+    "phase never flipped": Mutation("up_fwd", PIPELINE, "stage = 0, phase ^= 1", "stage = 0"),
+    "stage released before its products": Mutation("up_fwd", CORE, "if (!drain) wgmma_wait<1>();", ""),
+    "wait for an empty stage with the other parity": Mutation("up_fwd", PIPELINE, EMPTY, EMPTY.replace(" ^ 1", "")),
     "copies not awaited": Mutation("up_fwd", GEMM, "cp_async_mbarrier_arrive(full);", "mbarrier_arrive(full);"),
-    "claim not awaited": Mutation("up_fwd", GEMM, "wait(claim_full, number / FOUND & 1);", "", case=SHORT),
-    "bytes of A not announced": Mutation("down_fwd", GEMM, "B_BYTES + Rows::BYTES);", "B_BYTES);"),
-    "released to one's own block alone": Mutation(
-        "up_fwd", CORE, "threadIdx.x % 32 < BLOCKS", "threadIdx.x % 32 < 1", True
+    "taken index not awaited": Mutation("up_fwd", GEMM, "wait(taken_full, number / QUEUE & 1);", "", case=SHORT),
+    "bytes of A not announced": Mutation("down_fwd", GEMM, "B_BYTES + Rows::TMA_BYTES);", "B_BYTES);"),
+    "released in one's own CTA alone": Mutation(
+        "up_fwd", PIPELINE, "threadIdx.x % 32 < CTAS", "threadIdx.x % 32 < 1", True
     ),
     "cluster not awaited": Mutation(
-        "up_fwd", CORE, "            cluster_arrive();\n            cluster_wait();", "", True
+        "up_fwd", PIPELINE, "            cluster_arrive();\n            cluster_wait();", "", True
     ),
-    "exit before the other block's releases": Mutation(
-        "up_fwd", GEMM, "BLOCKS == 2 && stage < STAGES;", "false;", True
+    "exit before the other CTA's releases": Mutation(
+        "up_fwd", GEMM, "CLUSTER_CTAS == 2 && stage < STAGES;", "false;", True
     ),
     "rows of a and b not awaited": Mutation("down_bwd", EPILOGUE, "        cp_async_wait<1>();\n", ""),
-    "tokens not awaited": Mutation("down_wgrad", WGRAD, "                named_barrier(1, 128);\n", ""),
+    "tokens not awaited": Mutation("down_wgrad", WGRAD, "named_barrier(PRODUCER_BARRIER, WARPGROUP);\n", ""),
 }
 
 

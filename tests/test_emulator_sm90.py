@@ -79,7 +79,7 @@ KERNELS = {
         + """
         if (threadIdx.x == 0) {
             mbarrier_arrive_expect_tx(barrier, 96 * 128);
-            tensor_load_3d(0, &box, n, 3, 1, barrier);
+            tma_load_3d(0, &box, n, 3, 1, barrier);
         }
         WAIT
         copy_out(out, 96 * 64);
@@ -113,7 +113,7 @@ KERNELS = {
         if (threadIdx.x == 0) {
             mbarrier_arrive_expect_tx(barrier, 2 * 96 * 128);
             mbarrier_arrive_cluster(cluster_address(barrier, other));
-            tensor_multicast_3d(rank * 96 * 128, &box, 64 * rank, 0, 0, barrier);
+            tma_load_multicast_3d(rank * 96 * 128, &box, 64 * rank, 0, 0, barrier, 3);
             store_async(cluster_address(told, other), 100 + rank, cluster_address(sent, other));
         }
         wait(barrier, 0);
@@ -335,33 +335,33 @@ MISTAKES = [
         r"deadlock(.|\n)*try_wait.*parity 1 of mbarrier 0 .*initialised.*:4\) in phase 1, parity 1, lacks 1 of 1 arr",
     ),
     (
-        FENCED + "mbarrier_arrive_expect_tx(bar, 12296);\ntensor_load_3d(0, &box, 0, 0, 0, bar);\nwait(bar, 0);",
+        FENCED + "mbarrier_arrive_expect_tx(bar, 12296);\ntma_load_3d(0, &box, 0, 0, 0, bar);\nwait(bar, 0);",
         1,
         64,
         "deadlock(.|\n)*lacks 0 of 1 arrivals and 8 bytes",
     ),
     (
-        FENCED + "mbarrier_arrive_expect_tx(bar, 12280);\ntensor_load_3d(0, &box, 0, 0, 0, bar);\nwait(bar, 0);",
+        FENCED + "mbarrier_arrive_expect_tx(bar, 12280);\ntma_load_3d(0, &box, 0, 0, 0, bar);\nwait(bar, 0);",
         1,
         64,
         "phase 0: 8 bytes more have come than were announced.*:7",
     ),
-    (INIT + "tensor_load_3d(0, &box, 0, 0, 0, bar);", 1, 64, "no fence.mbarrier_init after that of mbarrier 0.*:5"),
-    (FENCED + "tensor_load_3d(512, &box, 0, 0, 0, bar);", 1, 64, "address 512 is not 1024-byte aligned.*:6"),
+    (INIT + "tma_load_3d(0, &box, 0, 0, 0, bar);", 1, 64, "no fence.mbarrier_init after that of mbarrier 0.*:5"),
+    (FENCED + "tma_load_3d(512, &box, 0, 0, 0, bar);", 1, 64, "address 512 is not 1024-byte aligned.*:6"),
     (
-        FENCED + "tensor_load_3d(95232, &box, 0, 0, 0, bar);",
+        FENCED + "tma_load_3d(95232, &box, 0, 0, 0, bar);",
         1,
         64,
         "bytes at shared address 95232, the launch gave 98304.*:6",
     ),
     (
-        FENCED + "tensor_load_3d(0, &box, 0, 0, 0, bar);",
+        FENCED + "tma_load_3d(0, &box, 0, 0, 0, bar);",
         1,
         64,
         "exits while a copy to its shared memory is under way.*:6",
     ),
     (
-        FENCED + "tensor_load_3d(0, &box, 0, 0, 0, bar);\ntensor_load_3d(1024, &box, 0, 0, 0, bar);",
+        FENCED + "tma_load_3d(0, &box, 0, 0, 0, bar);\ntma_load_3d(1024, &box, 0, 0, 0, bar);",
         1,
         64,
         "another copy to shared address 1024 is under way.*:7",

@@ -132,15 +132,15 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
     cuemu::Barrier* b = cuemu::find_barrier(*cuemu::block, barrier, "cp.async.mbarrier.arrive");
     cuemu::under_way.push_back(new cuemu::CopiesArrive(b, cuemu::here()));
 }
-__device__ __forceinline__ void tensor_load_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier) {
+__device__ __forceinline__ void tma_load_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier) {
     cuemu::copy_box(*cuemu::block, dst, map, c0, c1, c2, barrier, cuemu::here());
 }
-__device__ __forceinline__ void tensor_multicast_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2,
-                                                    unsigned barrier) {
-    if (cuemu::launch.cluster_blocks != 2)
-        CUEMU_FAIL("multicast to 2 blocks in clusters of %u", unsigned(cuemu::launch.cluster_blocks));
-    for (unsigned rank = 0; rank < 2; ++rank)
-        cuemu::copy_box(cuemu::block->cluster[rank], dst, map, c0, c1, c2, barrier, cuemu::here());
+__device__ __forceinline__ void tma_load_multicast_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier,
+                                                      unsigned short cta_mask) {
+    if (!cta_mask || cta_mask >> cuemu::launch.cluster_blocks)
+        CUEMU_FAIL("multicast to CTAs 0x%x of a cluster of %u", unsigned(cta_mask), unsigned(cuemu::launch.cluster_blocks));
+    for (unsigned rank = 0; rank < cuemu::launch.cluster_blocks; ++rank)
+        if (cta_mask >> rank & 1) cuemu::copy_box(cuemu::block->cluster[rank], dst, map, c0, c1, c2, barrier, cuemu::here());
 }
 __device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned block) {
     if (block >= cuemu::launch.cluster_blocks || address >> cuemu::RANK_SHIFT)
@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_shared_4(unsigned address, float v) {
 __device__ __forceinline__ void store_global_vector(void* p, uint4 v) { store_global_16(p, v); }
 
 template <class T>
-__device__ __forceinline__ T* advanced(T* p, unsigned a, unsigned b) {
+__device__ __forceinline__ T* add_product(T* p, unsigned a, unsigned b) {
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(p) + uint64(a) * b);
 }
 
