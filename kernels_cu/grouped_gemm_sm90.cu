@@ -202,12 +202,11 @@ __device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to
 }
 
 // The producer's threads that have something to load. rank: of the CTA in its cluster. shared: the address of the stages.
+// K: of a segment. steps: of a tile, over all segments.
 __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& scheduler,
                                         const PipelineBarriers<CLUSTER_CTAS>& barriers, int rank, unsigned shared,
-                                        int steps_per_segment) {
+                                        int K, int steps_per_segment, int steps, PipelineState& state) {
     const unsigned taken_barriers = shared_address(taken_storage);
-    const int K = p.depth, steps = steps_per_segment * K_SEGMENTS;
-    PipelineState state;
     Rows rows = A_ROWS;
     if (scheduler.valid()) rows.prepare(scheduler.current);
     for (int number = 0; scheduler.valid(); ++number) {
@@ -249,11 +248,6 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
         // All threads have read the entries before thread 0 writes them again.
         if (GATHER && number % QUEUE == QUEUE - 1) named_barrier(PRODUCER_BARRIER, WARPGROUP);
     }
-    // The other CTA's consumers arrive at this CTA's empty barriers, so this CTA must not exit before they have.
-    for (int stage = 0; CLUSTER_CTAS == 2 && stage < STAGES; ++stage) {
-        barriers.wait_empty(state);
-        state.advance();
-    }
 }
 
 // A tile of the queue, read by lane 0 alone. When the producer finds a stage empty, lane 0 of each consumer warp has read the
@@ -276,7 +270,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ENTRY(const __g
     }
     const PipelineBarriers<CLUSTER_CTAS> barriers(barrier_storage, Rows::FULL_ARRIVALS);
     const unsigned shared = uniform(shared_address(dynamic_shared));
-    const int steps_per_segment = (p.depth + BK - 1) / BK;
+    const int K = p.depth, steps_per_segment = (K + BK - 1) / BK, steps = steps_per_segment * K_SEGMENTS;
 
     if (threadIdx.x < WARPGROUP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -284,13 +278,18 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ENTRY(const __g
             if (threadIdx.x / 32 == 1) Epilogue::idle_producer_warp(p);
             return;
         }
-        produce(p, scheduler, barriers, rank, shared, steps_per_segment);
+        PipelineState state;
+        produce(p, scheduler, barriers, rank, shared, K, steps_per_segment, steps, state);
+        // The other CTA's consumers arrive at this CTA's empty barriers, so this CTA must not exit before they have.
+        for (int stage = 0; CLUSTER_CTAS == 2 && stage < STAGES; ++stage) {
+            barriers.wait_empty(state);
+            state.advance();
+        }
         return;
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();
 
     // Consumers. As a function this part has more instructions: the compiler places the loop's exit differently.
-    const int steps = steps_per_segment * K_SEGMENTS;
     const int warp_row = static_cast<int>(uniform(consumer_warp())) * WARP_ROWS;
     PipelineState state;
     Epilogue epilogue(p);
