@@ -172,9 +172,9 @@ typedef ContiguousRows Rows;
 #define A_ROWS {p.a}
 #endif
 #if CLUSTER_CTAS == 2
-#define CLUSTER __cluster_dims__(CLUSTER_CTAS)
+#define CLUSTERS __cluster_dims__(CLUSTER_CTAS)
 #else
-#define CLUSTER
+#define CLUSTERS
 #endif
 
 // Thread 0 asks TMA for a stage's B, all of it or with multicast this CTA's half of it. b_to: shared address; k0: of the segment.
@@ -258,7 +258,7 @@ __device__ __forceinline__ WorkTile read_by_lane_0(const WorkTile& tile) {
     return {to_all(v.x), to_all(v.y), to_all(v.z), to_all(v.w)};
 }
 
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1)
+extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1)
     ENTRY(const __grid_constant__ GroupedGemmParams p) {
     const int rank = CLUSTER_CTAS == 2 ? blockIdx.x & 1 : 0;  // in the cluster
     const unsigned taken_barriers = shared_address(taken_storage);
