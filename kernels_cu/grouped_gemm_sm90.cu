@@ -173,9 +173,9 @@ typedef ContiguousRows Rows;
 #define A_ROWS {p.a}
 #endif
 #if CLUSTER_CTAS == 2
-#define CLUSTER __cluster_dims__(CLUSTER_CTAS)
+#define CLUSTERS __cluster_dims__(CLUSTER_CTAS)
 #else
-#define CLUSTER
+#define CLUSTERS
 #endif
 
 // Thread 0 asks TMA for a stage's B, all of it or with multicast this CTA's half of it. b_to: shared address; k0: of the segment.
@@ -204,8 +204,8 @@ __device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to
 // The producer's threads that have something to load. rank: of the CTA in its cluster. shared: the address of the stages.
 // K: of a segment. steps: of a tile, over all segments.
 __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& scheduler,
-                                        const PipelineBarriers<CLUSTER_CTAS>& barriers, int rank, unsigned shared,
-                                        int K, int steps_per_segment, int steps, PipelineState& state) {
+                                        const PipelineBarriers<CLUSTER_CTAS>& barriers, int rank, unsigned shared, int K,
+                                        int steps_per_segment, int steps, PipelineState& state) {
     const unsigned taken_barriers = shared_address(taken_storage);
     Rows rows = A_ROWS;
     if (scheduler.valid()) rows.prepare(scheduler.current);
@@ -259,7 +259,11 @@ __device__ __forceinline__ WorkTile read_by_lane_0(const WorkTile& tile) {
     return {to_all(v.x), to_all(v.y), to_all(v.z), to_all(v.w)};
 }
 
+<<<<<<< HEAD
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedGemmParams p) {
+=======
+extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedGemmParams p) {
+>>>>>>> h-retell
     const int rank = CLUSTER_CTAS == 2 ? blockIdx.x & 1 : 0;  // in the cluster
     const unsigned taken_barriers = shared_address(taken_storage);
     const int column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = p.row_tiles[0] * column_tiles;

@@ -66,8 +66,8 @@ int work(const int* row_tiles, const int* offsets, int column_tiles, bool dynami
         if (own.valid()) return -1;
     return count;
 }
-extern "C" int work_on(const int* row_tiles, const int* offsets, int column_tiles, int gathers, int dynamic, int clusters,
-                       int ctas, const int* turns, int num_turns, WorkTile* found, int* multicasts) {
+extern "C" int work_on(const int* row_tiles, const int* offsets, int column_tiles, int gathers, int dynamic,
+                       int clusters, int ctas, const int* turns, int num_turns, WorkTile* found, int* multicasts) {
     const auto gathered = clusters ? work<true, 2> : work<true, 1>;
     const auto contiguous = clusters ? work<false, 2> : work<false, 1>;
     const auto on = gathers ? gathered : contiguous;
@@ -114,9 +114,9 @@ def worked_tiles(kernels, counts, n_tiles, *, gathers=True, dynamic=False, clust
 @pytest.mark.parametrize("n_tiles", [1, 3, 8, 11])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_every_tile_once(kernels, counts, n_tiles, dynamic, gathers, clusters):
-    """And of large experts most share their weights: a cluster spans two columns once in an expert's row tiles or, of more
-    than 24, in 8 to 24 of them. In a panel of one or three columns, an expert with an odd number of row tiles puts the
-    clusters of the next one across columns."""
+    """And of large experts most share their weights: a cluster spans two columns once in an expert's row tiles or, of
+    more than 24, in 8 to 24 of them. In a panel of one or three columns, an expert with an odd number of row tiles puts
+    the clusters of the next one across columns."""
     found, tiles, shared = worked_tiles(kernels, counts, n_tiles, gathers=gathers, dynamic=dynamic, clusters=clusters)
     assert set(found) == {(e, row, n, rows) for e, row, rows in tiles for n in range(n_tiles)}
     large = sum(n_tiles * -(-count // 128) for count in counts if count >= 1024)
