@@ -259,11 +259,7 @@ __device__ __forceinline__ WorkTile read_by_lane_0(const WorkTile& tile) {
     return {to_all(v.x), to_all(v.y), to_all(v.z), to_all(v.w)};
 }
 
-<<<<<<< HEAD
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedGemmParams p) {
-=======
 extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedGemmParams p) {
->>>>>>> h-retell
     const int rank = CLUSTER_CTAS == 2 ? blockIdx.x & 1 : 0;  // in the cluster
     const unsigned taken_barriers = shared_address(taken_storage);
     const int column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = p.row_tiles[0] * column_tiles;
