@@ -56,17 +56,24 @@ def _first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
     """
 
     def decorate(backward: Backward) -> Backward:
-        @_outside_of_graphs  # compiled autograd would trace into it
-        @functools.wraps(backward)
-        def wrapped(ctx: Any, *grad_outputs: torch.Tensor | None) -> Grads:
+        def eager(ctx: Any, *grad_outputs: torch.Tensor | None) -> Grads:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grad_outputs)
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
             present = [grad for grad in grads if grad is not None]
-            if not (present and torch.is_grad_enabled()):
+            if not present:
                 return grads
             tracked = (grad.requires_grad_() for grad in present)
             raising = iter(_NoSecondDerivative.apply(function, *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
             return tuple(None if grad is None else next(raising) for grad in grads)
+
+        outside = _outside_of_graphs(eager)
+
+        @functools.wraps(backward)
+        def wrapped(ctx: Any, *grad_outputs: torch.Tensor | None) -> Grads:
+            # Compiled autograd would trace into it. What is kept outside is slow to call, so eager mode goes past it.
+            return (outside if torch.compiler.is_compiling() else eager)(ctx, *grad_outputs)
 
         return wrapped
 
