@@ -36,7 +36,7 @@ def run_module(*argv, stdout=subprocess.PIPE, **environment):
     return subprocess.run(
         [sys.executable, "-m", "moeblaze_cupy", *argv],
         cwd=ROOT,
-        env=os.environ | {"MOEBLAZE_COMPILE": "lazy"} | environment,
+        env=os.environ | environment,
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -75,7 +75,7 @@ def test_closed_streams(closed):
     result = subprocess.run(
         [sys.executable, "-m", "moeblaze_cupy", *TINY.split()],
         cwd=ROOT,
-        env=os.environ | {"MOEBLAZE_COMPILE": "lazy", "MOEBLAZE_PROGRESS": "1"},
+        env=os.environ | {"MOEBLAZE_PROGRESS": "1"},
         capture_output=True,
         text=True,
         preexec_fn=lambda: [os.close(number) for number in closed],
@@ -146,7 +146,6 @@ def test_parsing_imports_no_subcommand():
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env=os.environ | {"MOEBLAZE_COMPILE": "lazy"},
         capture_output=True,
         text=True,
     )
@@ -265,13 +264,13 @@ INFO_GPU_FACTS = {"GPU 0 name", "GPU 0 capability", "GPU 0 memory", "GPU 0 kerne
 
 
 def test_info(tmp_path):
-    result = run_module("info", CUPY_CACHE_DIR=str(tmp_path / "cache"))
+    result = run_module("info", CUPY_CACHE_DIR=str(tmp_path / "cache"), MOEBLAZE_TIER="sm80")
     assert result.returncode == 0 and result.stderr == ""
     facts = info_lines(result.stdout)
-    assert facts.keys() >= INFO_FACTS | INFO_GPU_FACTS | {"kernel cache", "MOEBLAZE_COMPILE"}
+    assert facts.keys() >= INFO_FACTS | INFO_GPU_FACTS | {"kernel cache", "MOEBLAZE_TIER"}
     assert facts["numpy"] == np.__version__
     assert facts["kernel cache"].startswith(str(tmp_path / "cache"))
-    assert facts["MOEBLAZE_COMPILE"] == "'lazy'"
+    assert facts["MOEBLAZE_TIER"] == "'sm80'"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def _facts() -> list[tuple[str, Callable[[], str]]]:
             (f"GPU {device} memory", functools.partial(_device_memory, device)),
             (f"GPU {device} kernels", functools.partial(_device_tier, device)),
         ]
-    return [*facts, ("kernel cache", _kernel_cache), ("MOEBLAZE_COMPILE", _compile_mode)]
+    return [*facts, ("kernel cache", _kernel_cache), ("MOEBLAZE_TIER", _forced_tier)]
 
 
 def _cupy() -> Any:
@@ -125,6 +125,5 @@ def _kernel_cache() -> str:
     return f"{folder} ({len(sizes)} files, {format_bytes(sum(sizes))})"
 
 
-def _compile_mode() -> str:
-    value = os.environ.get("MOEBLAZE_COMPILE")
-    return "not set" if value is None else repr(value)
+def _forced_tier() -> str:
+    return repr(os.environ["MOEBLAZE_TIER"]) if os.environ.get("MOEBLAZE_TIER") else "not set"
