@@ -175,7 +175,9 @@ class Torch:
     @staticmethod
     def transformed(given: Iterable[Any]) -> str | None:
         """What transforms this call and would take its results for constants, or None."""
-        torch = sys.modules["torch"]
+        torch = sys.modules.get("torch")
+        if torch is None:  # a subclass by name alone
+            return None
         if torch._C._is_tracing():
             return "torch.jit.trace"
         if torch._C._are_functorch_transforms_active():

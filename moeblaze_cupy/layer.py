@@ -232,7 +232,9 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
         call = _Call("build_dispatch", ids=ids)
         checks.ids("build_dispatch", call.described["ids"], num_experts)
         if call.on_cpu:
-            return _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
+            index = _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
+            # The caller's own array, as the view of it may be read-only, of which DLPack makes a copy.
+            return index if index.ids_copied or call.export is _keep else dataclasses.replace(index, ids=ids)
         (layout,), pointers, export, (kept,) = call.layout("ids"), call.pointers(), call.export, call.owners()
         found = runtime.keep(key, call.prepared(dispatch.configure(layout, num_experts, call.limits)))
     with current_device(found.device):
