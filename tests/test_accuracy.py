@@ -231,7 +231,9 @@ def record(tmp_path_factory):
     ]
     command.append(f"--benchmark-json={path}")
     # pytest-benchmark measures nothing in what looks like a worker of pytest-xdist
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_XDIST", "PYTEST_ADDOPTS"))
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
