@@ -31,12 +31,18 @@ def run(line, *more):
     return main([*line.split(), *more])
 
 
+def plain_environment():
+    """Without pytest's own: pytest-benchmark measures nothing where it sees xdist."""
+    own = ("PYTEST_XDIST", "PYTEST_ADDOPTS")
+    return {name: value for name, value in os.environ.items() if not name.startswith(own)}
+
+
 def run_module(*argv, stdout=subprocess.PIPE, **environment):
     """`python -m moeblaze_cupy` in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "moeblaze_cupy", *argv],
         cwd=ROOT,
-        env=os.environ | environment,
+        env=plain_environment() | environment,
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
@@ -75,7 +81,7 @@ def test_closed_streams(closed):
     result = subprocess.run(
         [sys.executable, "-m", "moeblaze_cupy", *TINY.split()],
         cwd=ROOT,
-        env=os.environ | {"MOEBLAZE_PROGRESS": "1"},
+        env=plain_environment() | {"MOEBLAZE_PROGRESS": "1"},
         capture_output=True,
         text=True,
         preexec_fn=lambda: [os.close(number) for number in closed],
