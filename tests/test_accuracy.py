@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from environment import plain_environment
 
 torch = pytest.importorskip("torch")
 
@@ -230,11 +230,7 @@ def record(tmp_path_factory):
         "not gpu",
     ]
     command.append(f"--benchmark-json={path}")
-    # pytest-benchmark measures nothing in what looks like a worker of pytest-xdist
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_XDIST", "PYTEST_ADDOPTS"))
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
 

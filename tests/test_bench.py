@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from environment import plain_environment
 
 torch = pytest.importorskip("torch")
 
@@ -511,11 +512,7 @@ def test_number(value, digits, text):
 
 def run_pytest(*options):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *options]
-    # pytest-benchmark measures nothing where it sees xdist
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_XDIST", "PYTEST_ADDOPTS"))
-    }
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")

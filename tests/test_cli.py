@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from environment import plain_environment
 
 import moeblaze_cupy
 from moeblaze_cupy import launch_config, loader, memory
@@ -29,12 +30,6 @@ TINY = "train --device cpu --steps 2 --batch 64 --d-model 32 --d-hidden 24 --exp
 def run(line, *more):
     """`main` on the words of `line`, then `more`."""
     return main([*line.split(), *more])
-
-
-def plain_environment():
-    """Without pytest's own: pytest-benchmark measures nothing where it sees xdist."""
-    own = ("PYTEST_XDIST", "PYTEST_ADDOPTS")
-    return {name: value for name, value in os.environ.items() if not name.startswith(own)}
 
 
 def run_module(*argv, stdout=subprocess.PIPE, **environment):
