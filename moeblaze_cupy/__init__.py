@@ -1,6 +1,7 @@
 """Mixture-of-Experts training kernels without routed buffers, after the MoEBlaze paper (arXiv 2601.05296)."""
 
-from moeblaze_cupy.layer import build_dispatch, moe_backward, moe_forward, route, route_backward
+from moeblaze_cupy.layer import build_dispatch, moe_backward, moe_forward
+from moeblaze_cupy.routing import route, route_backward
 from moeblaze_cupy.structures import DispatchIndices, Gradients, SavedForBackward
 
 __version__ = "0.1.0"

@@ -1,17 +1,14 @@
-"""The public functions: check arguments, choose NumPy or CUDA by where the arrays are, hand back the caller's kind."""
+"""The public functions of the layer: check arguments, choose NumPy or CUDA, hand back the caller's kind of array."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast, overload
+from typing import Any, overload
 
-import numpy as np
-
-from moeblaze_cupy import arrays, checks, launch_config, loader, reference, runtime
-from moeblaze_cupy.arrays import DeviceFramework, Export, Framework
-from moeblaze_cupy.interop import dlpack
-from moeblaze_cupy.ops import dispatch, experts, router
-from moeblaze_cupy.reference import HostArray
-from moeblaze_cupy.runtime import Key, Prepared, Runtime, current_device
+from moeblaze_cupy import arrays, checks, reference, runtime
+from moeblaze_cupy.arrays import Export, Framework
+from moeblaze_cupy.call import Call, keep
+from moeblaze_cupy.ops import dispatch, experts
+from moeblaze_cupy.runtime import Key, Runtime, current_device
 from moeblaze_cupy.structures import (
     GRADIENTS,
     DispatchIndices,
@@ -21,69 +18,6 @@ from moeblaze_cupy.structures import (
     one_or_pair,
     pair,
 )
-
-
-def _keep(array: Any) -> Any:
-    return array
-
-
-class _Call:
-    """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back."""
-
-    def __init__(self, function: str, **given: Any) -> None:
-        self.export: Export = _keep
-        self.described: dict[str, arrays.Array] = {}
-        frameworks: dict[str, Framework] = {}
-        for name, array in given.items():
-            framework = arrays.framework_of(array)
-            if framework is None and not dlpack.is_dlpack(array):
-                raise checks.bad_type(
-                    function, name, "a NumPy, CuPy or torch array, or one with __dlpack__", type(array)
-                )
-            try:
-                if framework is None:
-                    imported = dlpack.import_array(array)
-                    if self.export is _keep:
-                        self.export = dlpack.exporter(array)
-                    array, framework = imported, arrays.framework_of(imported)
-                    assert framework is not None  # NumPy or CuPy
-                self.described[name] = framework.describe(array)
-            except (TypeError, BufferError, RuntimeError) as error:
-                raise checks.unreadable(function, name, error) from error
-            frameworks[name] = framework
-        first = next(iter(given))
-        self.framework = frameworks[first]
-        for name, framework in frameworks.items():
-            if framework is not self.framework:
-                raise checks.bad_type(function, name, f"a {self.framework.name} array like {first}", framework.name)
-        self.device = self.described[first].device
-        checks.same_device(function, **self.described)
-        self.on_cpu = self.device == arrays.CPU
-        if self.on_cpu and self.framework is arrays.Torch:
-            self.export = arrays.Torch.from_numpy
-
-    def host(self, name: str) -> HostArray:
-        """A working array as NumPy, on the CPU; subclasses such as np.matrix have their own idea of arithmetic."""
-        owner = self.described[name].owner
-        return np.asarray(arrays.Torch.to_numpy(owner) if self.framework is arrays.Torch else owner)
-
-    def prepared(self, steps: Any) -> Prepared:
-        # CUDA arrays are CuPy's or torch's.
-        return Prepared(cast(DeviceFramework, self.framework), self.device, steps)
-
-    @property
-    def limits(self) -> launch_config.DeviceLimits:
-        return loader.device_limits(self.device)
-
-    def layout(self, *names: str) -> list[arrays.Layout]:
-        return [self.described[name].layout for name in names]
-
-    def pointers(self) -> list[int]:
-        """In the order in which the arrays were given."""
-        return [array.ptr for array in self.described.values()]
-
-    def owners(self) -> list[Any]:
-        return [array.owner for array in self.described.values()]
 
 
 def _map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
@@ -144,77 +78,6 @@ def _check_apart(framework: Framework, grad_out: Any, saved: SavedForBackward, b
     checks.apart("moe_backward", present, {name: framework.describe(array) for name, array in buffers.items()})
 
 
-def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool | None = None) -> tuple[Any, Any]:
-    """Softmax and top-k over the experts of each token (paper section 2.1).
-
-    logits: (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 1024; k <= min(E, 32).
-    kind: "softmax_topk" takes the softmax over all E, then the k largest, divided by their sum if
-    `renormalize`; "topk_softmax" takes the softmax over the k largest logits.
-    renormalize: None means k > 1, as one weight over itself is 1 whatever the logits, which then get no gradient.
-    Returns weights (L, k) float32 (float64 of such logits) and ids (L, k) int32, largest first, ties to the lower id.
-    A NaN logit ranks first and makes its token's weights NaN.
-    Raises TypeError (dtype, device), ValueError (shape, k, kind), or RuntimeError of tensors that autograd or a
-    transform of torch would have to follow.
-    """
-    k = checks.integer("route", "k", k)
-    renormalize = checks.renormalized("route", renormalize, k)
-    key, pointers = runtime.key_of("route", (k, kind, renormalize), (logits,))
-    export: Export = _keep
-    found = runtime.find(key)
-    if found is None:
-        checks.untracked("route", {"logits": logits})
-        call = _Call("route", logits=logits)
-        checks.router("route", call.described["logits"], k, kind)
-        if call.on_cpu:
-            on_host = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
-            return call.export(on_host[0]), call.export(on_host[1])
-        (layout,), pointers, export = call.layout("logits"), call.pointers(), call.export
-        step = router.configure("router_fwd", layout, k, kind, renormalize)
-        found = runtime.keep(key, call.prepared((step, (layout.shape[0], k))))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        step, shape = found.steps
-        weights, ids = router.route(run, step, pointers[0], shape)
-        return export(weights.array), export(ids.array)
-
-
-def route_backward(
-    grad_weights: Any,
-    logits: Any,
-    weights: Any,
-    ids: Any,
-    kind: str = "softmax_topk",
-    renormalize: bool | None = None,
-) -> Any:
-    """Gradient of `route`'s weights with respect to its logits, (L, E) in their dtype.
-
-    grad_weights and weights (L, k) float32 (float64 of such logits), ids (L, k) int32 as `route` returned them; kind
-    and renormalize as given to `route`. Raises TypeError, ValueError or RuntimeError as `route` does.
-    """
-    given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids}
-    key, pointers = runtime.key_of("route_backward", (kind, renormalize), tuple(given.values()))
-    export: Export = _keep
-    found = runtime.find(key)
-    if found is None:
-        checks.untracked("route_backward", given)
-        call = _Call("route_backward", **given)
-        d = call.described
-        checks.router_backward("route_backward", d["grad_weights"], d["logits"], d["weights"], d["ids"], kind)
-        renormalize = checks.renormalized("route_backward", renormalize, d["ids"].shape[1])
-        if call.on_cpu:
-            host = (call.host(name) for name in ("grad_weights", "logits", "weights", "ids"))
-            return call.export(reference.route_backward(*host, kind=kind, renormalize=renormalize))
-        layout, k, pointers, export = d["logits"].layout, d["ids"].shape[1], call.pointers(), call.export
-        step = router.configure("router_bwd", layout, k, kind, renormalize)
-        found = runtime.keep(key, call.prepared((step, layout)))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        step, layout = found.steps
-        logits_ptr, grad_ptr, weights_ptr, ids_ptr = pointers
-        grad = router.route_backward(run, step, grad_ptr, logits_ptr, weights_ptr, ids_ptr, layout)
-        return export(grad.array)
-
-
 def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     """The paper's index lists (section 4.1), built in its three steps (section 4.2).
 
@@ -225,16 +88,16 @@ def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
     """
     num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
     key, pointers = runtime.key_of("build_dispatch", (num_experts,), (ids,))
-    export: Export = _keep
+    export: Export = keep
     found, kept = runtime.find(key), ids
     if found is None:
         checks.untracked("build_dispatch", {"ids": ids})
-        call = _Call("build_dispatch", ids=ids)
+        call = Call("build_dispatch", ids=ids)
         checks.ids("build_dispatch", call.described["ids"], num_experts)
         if call.on_cpu:
             index = _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
             # The caller's own array, as the view of it may be read-only, of which DLPack makes a copy.
-            return index if index.ids_copied or call.export is _keep else dataclasses.replace(index, ids=ids)
+            return index if index.ids_copied or call.export is keep else dataclasses.replace(index, ids=ids)
         (layout,), pointers, export, (kept,) = call.layout("ids"), call.pointers(), call.export, call.owners()
         found = runtime.keep(key, call.prepared(dispatch.configure(layout, num_experts, call.limits)))
     with current_device(found.device):
@@ -283,11 +146,11 @@ def moe_forward(
     named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name}
     given: Sequence[Any] = tuple(named.values())
     key, pointers = runtime.key_of("moe_forward", (activation, save), given)
-    export: Export = _keep
+    export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
     if found is None:
         checks.untracked("moe_forward", named)
-        call = _Call("moe_forward", **named)
+        call = Call("moe_forward", **named)
         d = call.described
         w1_arrays = tuple(d[name] for name in w1_by_name)
         checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
@@ -319,7 +182,7 @@ def moe_forward(
 
 
 def _forward_on_cpu(
-    call: _Call, w1_names: tuple[str, ...], activation: str, save: str | None
+    call: Call, w1_names: tuple[str, ...], activation: str, save: str | None
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
     w1 = one_or_pair(tuple(host[name] for name in w1_names))
@@ -361,7 +224,7 @@ def moe_backward(
         )
     needs = checks.gradient_names("moe_backward", needs)
     key, given, pointers = _backward_key(grad_out, saved, needs, keep_saved, accumulate)
-    export: Export = _keep
+    export: Export = keep
     found = runtime.find(key)
     if found is not None:
         checks.not_consumed("moe_backward", saved)
@@ -376,7 +239,7 @@ def moe_backward(
         checks.untracked("moe_backward", tracked | _named_pair("moe_backward", "saved.w1", saved.w1))
         buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
         parts = {part: array for parts in buffers.values() for part, array in parts.items()}
-        call = _Call("moe_backward", **{"saved.x": saved.x}, grad_out=grad_out, **parts)
+        call = Call("moe_backward", **{"saved.x": saved.x}, grad_out=grad_out, **parts)
         d = call.described
         checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
         for name, of_weight in buffers.items():
@@ -470,7 +333,7 @@ def _export_gradients(
     w2: tuple[Any, ...] | None,
 ) -> Gradients:
     """In the caller's kind; what was accumulated is the caller's own."""
-    if export is _keep and not accumulate:
+    if export is keep and not accumulate:
         return Gradients(x, weights, w1 and one_or_pair(w1), w2 and one_or_pair(w2))
     own = accumulate or {}
 

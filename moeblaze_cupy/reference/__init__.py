@@ -1,0 +1,18 @@
+"""The layer on the CPU, in NumPy: the specification of the layer and the oracle of all tests.
+
+Letters: L tokens, k slots (experts per token), E experts, d model width, h expert hidden width, n slots of the expert
+at hand. The paper's W1, W2, W3 are here the gate half and the up half of `w1`, and `w2`.
+
+Arithmetic is float64 if x (or the logits) is float64, else float32. What the layer stores (first layer, y_swi,
+results) is rounded to x's dtype, and whatever follows a stored value is computed from the rounded one, stored or not:
+so all save policies give the same gradients.
+
+No function here checks its arguments: the package's public functions do that before they call this module.
+"""
+
+from moeblaze_cupy.reference.dispatch import dispatch
+from moeblaze_cupy.reference.experts import moe_backward, moe_forward
+from moeblaze_cupy.reference.numerics import HostArray, erf
+from moeblaze_cupy.reference.router import route, route_backward
+
+__all__ = ["HostArray", "dispatch", "erf", "moe_backward", "moe_forward", "route", "route_backward"]

@@ -1,0 +1,55 @@
+"""The index lists (paper sections 4.1 and 4.2)."""
+
+import numpy as np
+
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.reference.numerics import HostArray
+from moeblaze_cupy.structures import DispatchIndices
+
+
+def dispatch(ids: HostArray, num_experts: int) -> DispatchIndices:
+    """Build the index lists of Section 4.1 in the three steps of Section 4.2.
+
+    ids (L, k) int32 or int64, contiguous: the experts of each token. An id < 0 or >= E is "no expert in this slot": its
+    token_index_map entry is -1, and the end of expert_token_indices is filled with -1. A token that names an expert
+    twice has two slots there. Within an expert the order is by token, then slot.
+
+    Returns DispatchIndices, all int32; row_tiles is -1 past its last tile. token_expert_indices is a view of int32 ids;
+    of int64 ids it is an int32 copy in which absent slots are -1. Arguments are not checked.
+    """
+    k = ids.shape[1]
+    token_expert_indices = ids.reshape(-1)  # (L*k,)
+    if ids.dtype != np.int32:
+        present = (token_expert_indices >= 0) & (token_expert_indices < num_experts)  # (L*k,)
+        token_expert_indices = np.where(present, token_expert_indices, -1).astype(np.int32)  # (L*k,)
+    num_slots = token_expert_indices.size
+
+    # Step 1, dense token-expert map, one column (expert) at a time and a row per slot, not per token: a token may
+    # name an expert twice. Only the rows that are set are kept, in order.
+    slots_of_expert = [np.flatnonzero(token_expert_indices == expert) for expert in range(num_experts)]  # E x (n,)
+
+    # Step 2, expert lengths and their exclusive prefix sum.
+    expert_token_offsets = np.zeros(num_experts + 1, np.int32)  # (E+1,)
+    np.cumsum([slots.size for slots in slots_of_expert], out=expert_token_offsets[1:])
+
+    # Step 3, route indices to gates: a slot's position (the location map) is its expert's offset plus its rank there.
+    slot_at_position = np.concatenate(slots_of_expert)  # (offsets[E],)
+    num_routed = slot_at_position.size
+    expert_token_indices = np.full(num_slots, -1, np.int32)  # (L*k,)
+    expert_token_indices[:num_routed] = slot_at_position // k
+    token_index_map = np.full(num_slots, -1, np.int32)  # (L*k,)
+    token_index_map[slot_at_position] = np.arange(num_routed)
+
+    # The GEMMs' row tiles, and the order in which weight gradients take the experts.
+    tile_rows, offsets = launch_config.TILE_ROWS, expert_token_offsets
+    tiles = [(e, row) for e in range(num_experts) for row in range(offsets[e], offsets[e + 1], tile_rows)]
+    places, size = launch_config.index_lists(*ids.shape, num_experts)
+    index = DispatchIndices(
+        np.full(size, -1, np.int32), token_expert_indices.reshape(ids.shape), places, num_experts, ids.dtype != np.int32
+    )
+    index.expert_token_indices[:] = expert_token_indices
+    index.expert_token_offsets[:] = expert_token_offsets
+    index.token_index_map[:] = token_index_map.reshape(ids.shape)
+    index.row_tiles[: 1 + len(tiles)] = [(len(tiles), tile_rows), *tiles]
+    index.experts_by_load[:] = np.argsort(-np.diff(expert_token_offsets), kind="stable")
+    return index
