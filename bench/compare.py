@@ -1,10 +1,11 @@
 """Two checkouts side by side on one GPU, in turn: layers, their single kernels and host times, as ratios.
 
-python -m bench.compare BEFORE [--case CASES] [--kernels CASES] [--host] --out FILE.json
+python -m bench.compare BEFORE [--case CASES] [--kernels CASES] [--host] [--window SECONDS] --out FILE.json
 
 BEFORE is the folder of another checkout; the other side is this one. Each side runs in a process of its own that holds
 the inputs of one case, and both make the same bits. Windows of calls back to back follow one another in random order,
-as the power limit lets the clock swing once a second. A ratio is that of the medians over all windows but the first.
+as the power limit lets the clock swing once a second; differences of a percent take windows that span a swing. A ratio
+is that of the medians over all windows but the first.
 """
 
 import argparse
@@ -92,19 +93,19 @@ class Worker:
                 call()
         return list(self.calls)
 
-    def window(self, name: str) -> float:
+    def window(self, name: str, seconds: float) -> float:
         """Device seconds of a call among calls back to back."""
         call, before = self.calls[name], self.once.get(name)
         if before is None:
             _, before = self.measure.keep_busy(call, 0.05)
-        self.once[name] = self.measure.back_to_back_seconds(call, before, WINDOW_SECONDS)
+        self.once[name] = self.measure.back_to_back_seconds(call, before, seconds)
         return self.once[name]
 
     def peak(self, name: str) -> float | None:
         """MiB of torch's allocator in a call, without its results; the call has run before."""
         return self.measure.peak_mib(lambda: _tensors(self.calls[name]()))
 
-    def host_window(self, name: str) -> float:
+    def host_window(self, name: str, _: float) -> float:
         """Host seconds of a call that does not wait for the GPU."""
         import time
 
@@ -144,23 +145,24 @@ def serve(folder: str) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def in_turn(sides: dict[str, Side], window: str, name: str, rounds: int) -> dict[str, float]:
-    """Median seconds of a call on each side."""
+def in_turn(sides: dict[str, Side], window: str, name: str, rounds: int, length: float) -> dict[str, list[float]]:
+    """Seconds of a call on each side, by round."""
     found: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side in random.sample(list(sides), len(sides)):
-            found[side].append(sides[side].ask(window, name))
-    return {side: statistics.median(seconds[1:]) for side, seconds in found.items()}
+            found[side].append(sides[side].ask(window, name, length))
+    return {side: seconds[1:] for side, seconds in found.items()}
 
 
-def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int) -> list[dict]:
+def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int, length: float) -> list[dict]:
     """A row for each call that both sides have."""
     names = [side.ask(*load) for side in sides.values()]
     rows = []
     for name in names[0]:
         if name in names[1]:
-            seconds = in_turn(sides, window, name, rounds)
-            row = {"what": load[0], "case": load[1] if len(load) > 1 else "", "name": name, **seconds}
+            by_round = in_turn(sides, window, name, rounds, length)
+            seconds = {side: statistics.median(found) for side, found in by_round.items()}
+            row = {"what": load[0], "case": load[1] if len(load) > 1 else "", "name": name, **seconds, "rounds": by_round}
             if load[0] == "layer":
                 row["peak_mib"] = {side: process.ask("peak", name) for side, process in sides.items()}
             rows.append({**row, "ratio": seconds["after"] / seconds["before"]})
@@ -183,6 +185,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--host", action="store_true", help="host time of small calls too")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--window", type=float, default=WINDOW_SECONDS, metavar="SECONDS", help="(%(default)s)")
     parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
     from bench import cases
@@ -194,7 +197,7 @@ def main(*argv: str) -> None:
     sides = {"before": Side(Path(args.before).resolve()), "after": Side(ROOT)}
     record: dict = {"rows": [], "sides": {name: side.ask("environment") for name, side in sides.items()}}
     for load, window, rounds in loads:
-        record["rows"] += compared(sides, load, window, rounds)
+        record["rows"] += compared(sides, load, window, rounds, args.window)
         if args.out:  # what there is, should a later one fail
             Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     for side in sides.values():
