@@ -162,7 +162,13 @@ def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int, leng
         if name in names[1]:
             by_round = in_turn(sides, window, name, rounds, length)
             seconds = {side: statistics.median(found) for side, found in by_round.items()}
-            row = {"what": load[0], "case": load[1] if len(load) > 1 else "", "name": name, **seconds, "rounds": by_round}
+            row = {
+                "what": load[0],
+                "case": load[1] if len(load) > 1 else "",
+                "name": name,
+                **seconds,
+                "rounds": by_round,
+            }
             if load[0] == "layer":
                 row["peak_mib"] = {side: process.ask("peak", name) for side, process in sides.items()}
             rows.append({**row, "ratio": seconds["after"] / seconds["before"]})
