@@ -1,6 +1,7 @@
 """Text that every machine with Python has: the sources and documentation of the standard library and of packages."""
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,38 +46,46 @@ def default_folders() -> list[Path]:
     return [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
-def load(folders: Iterable[Path], limit: int) -> Corpus:
-    """All text files below the folders, or as many as `limit` bytes hold, chosen and ordered by a hash of their bytes.
+def _by_name(folders: Iterable[Path]) -> list[Path]:
+    """Text files below the folders, each once, in the order of a hash of their names: a mixture of all packages."""
+    found: dict[Path, bytes] = {}
+    for folder in folders:
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                path = Path(parent, name)
+                if path.suffix in SUFFIXES and path not in found:
+                    found[path] = hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
+    return sorted(found, key=lambda path: (found[path], path))
 
-    Whole files are held out, by the same hash: whether a file is does not depend on what else is there.
+
+def load(folders: Iterable[Path], limit: int) -> Corpus:
+    """All text files below the folders, or as many as `limit` bytes hold; no more than these are read.
+
+    Whole files are held out, by a hash of their bytes: whether a file is does not depend on what else is there.
     Raises ValueError where there is too little text to hold anything out.
     """
-    found: dict[str, bytes] = {}
-    seen: set[Path] = set()
-    for folder in folders:
-        for path in Path(folder).rglob("*"):
-            if path.suffix not in SUFFIXES or path in seen or path.is_symlink() or not path.is_file():
-                continue
-            seen.add(path)
-            if not FILE_BYTES[0] <= path.stat().st_size <= FILE_BYTES[1]:
-                continue
-            try:
-                text = path.read_bytes()
-                text.decode()
-            except (OSError, UnicodeDecodeError):
-                continue
-            found.setdefault(hashlib.sha256(text).hexdigest(), text)
     parts: dict[bool, list[bytes]] = {False: [], True: []}
+    seen: set[bytes] = set()
     total, digest = 0, hashlib.sha256()
-    for name in sorted(found):
-        text = found[name] + SEPARATOR
-        if total + len(text) > limit:
+    for path in _by_name(folders):
+        try:
+            if path.is_symlink() or not FILE_BYTES[0] <= path.stat().st_size <= FILE_BYTES[1]:
+                continue
+            text = path.read_bytes()
+            text.decode()
+        except (OSError, UnicodeDecodeError):
+            continue
+        key = hashlib.sha256(text).digest()
+        if key in seen:
+            continue
+        seen.add(key)
+        total += len(text) + len(SEPARATOR)
+        if total > limit:
             break
-        total += len(text)
-        digest.update(text)
-        parts[int(name[-8:], 16) % HELD_OUT_FILES == 0].append(text)
+        digest.update(text + SEPARATOR)
+        parts[int.from_bytes(key[-4:], "big") % HELD_OUT_FILES == 0].append(text + SEPARATOR)
     if not (parts[False] and parts[True]):
-        raise ValueError(f"corpus: folders: expected text to train on and to hold out, got {len(found)} files")
+        raise ValueError(f"corpus: folders: expected text to train on and to hold out, got {len(seen)} files")
     training, held_out = (
         torch.frombuffer(bytearray(b"".join(parts[is_held_out])), dtype=torch.uint8) for is_held_out in (False, True)
     )
