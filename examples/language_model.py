@@ -113,7 +113,8 @@ class Experts(torch.nn.Module):
             weights, ids = logits.softmax(1).topk(self.k, dim=1)
             weights = weights / weights.sum(1, keepdim=True)
             out = (experts_in_turn if self.arm == "fp32" else experts_grouped)(tokens, ids, weights, w1, w2)
-        load = ids.reshape(-1).bincount(minlength=len(w1)) / ids.numel()
+        slots = ids.reshape(-1, 1) == torch.arange(len(w1), device=x.device)  # bincount would wait for the GPU
+        load = slots.sum(0) / ids.numel()
         self.balance = len(w1) * (load * logits.softmax(1).mean(0)).sum()
         return out.view_as(x)
 

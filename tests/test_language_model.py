@@ -166,3 +166,17 @@ def test_the_command_and_its_plot(folder, tmp_path, capsys):
     (tmp_path / "minimal-2.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="expected runs of the same settings and text"):
         plot_losses.load(tmp_path)
+
+
+def test_the_long_run_counts_equal_repeats_and_collapses_in_its_middle(folder, tmp_path, monkeypatch, capsys):
+    from bench import long_run
+
+    command = ("--size", "toy", "--repeats", "3", "--steps", "10", "--text", str(folder), "--out")
+    long_run.main(*command, str(tmp_path / "record.json"))
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["repeated"]["equal"] == 3 and "3 of 3 repeats" in capsys.readouterr().out
+    assert [e["step"] for e in record["collapsing"]["history"] if e["is_collapsed"]] == [5, 6]
+    losses = iter(torch.tensor([1.0, 1.0, 1.5]))
+    plain = lm.Model.loss
+    monkeypatch.setattr(lm.Model, "loss", lambda model, windows: (next(losses) * plain(model, windows)[0], 0))
+    assert long_run.repeated(TOY, "minimal", corpus.load([folder], 1 << 30), "cpu", 3)["equal"] == 2
