@@ -2,10 +2,11 @@
 #pragma once
 #include "common.cuh"
 
-// Maps a float to an unsigned with the same order. NaN of either sign is the largest, -0 equals +0, and 0 is below all.
+// Maps a float to an unsigned with the same order. NaN of either sign is the largest, -0 equals +0, and 0 is below all. There
+// is no arithmetic on floats here, as kernels are compiled to flush denormals.
 __device__ __forceinline__ unsigned ordered_key(float v) {
-    const int bits = __float_as_int(v + 0.f);  // -0 becomes +0
-    const unsigned key = static_cast<unsigned>(bits ^ (bits >> 31 | static_cast<int>(0x80000000u)));
+    const unsigned minus_zero = 0x80000000u, bits = __float_as_uint(v) == minus_zero ? 0 : __float_as_uint(v);
+    const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | minus_zero);
     return v != v ? 0xffffffffu : key;
 }
 

@@ -386,7 +386,7 @@ def rows_of_ids(function: str, array: Array, num_experts: int) -> None:
     if len(array.shape) != 2 or array.shape[1] < 1:
         raise bad_value(function, "ids", "shape (L, k) with k >= 1", array.shape)
     dtype(function, "ids", array, ID_DTYPES)
-    if array.shape[1] > 1 and array.strides[1] != 1:
+    if array.size and array.shape[1] > 1 and array.strides[1] != 1:
         raise bad_value(function, "ids", "rows of consecutive elements", f"strides {array.strides}")
     slots(function, "ids", array.size)
     experts(function, "num_experts", num_experts)
