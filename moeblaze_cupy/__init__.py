@@ -2,6 +2,14 @@
 
 from moeblaze_cupy.layer import build_dispatch, moe_backward, moe_forward
 from moeblaze_cupy.routing import route, route_backward
+from moeblaze_cupy.selection import (
+    expert_choice,
+    limit_capacity,
+    list_pairs,
+    quantile_histogram,
+    round_tokens,
+    tokens_per_expert,
+)
 from moeblaze_cupy.structures import DispatchIndices, Gradients, SavedForBackward
 
 __version__ = "0.1.0"
@@ -10,8 +18,14 @@ __all__ = [
     "Gradients",
     "SavedForBackward",
     "build_dispatch",
+    "expert_choice",
+    "limit_capacity",
+    "list_pairs",
     "moe_backward",
     "moe_forward",
+    "quantile_histogram",
+    "round_tokens",
     "route",
     "route_backward",
+    "tokens_per_expert",
 ]

@@ -379,3 +379,65 @@ def not_consumed(function: str, saved: SavedForBackward) -> None:
             f"{function}: saved: expected activations that are still there, got ones that an earlier backward "
             "overwrote with their gradients; pass keep_saved=True to the earlier call"
         )
+
+
+def rows_of_ids(function: str, array: Array, num_experts: int) -> None:
+    """ids (L, k) whose rows may lie apart, such as the first choices ids[:, :1]."""
+    if len(array.shape) != 2 or array.shape[1] < 1:
+        raise bad_value(function, "ids", "shape (L, k) with k >= 1", array.shape)
+    dtype(function, "ids", array, ID_DTYPES)
+    if array.size and array.shape[1] > 1 and array.strides[1] != 1:
+        raise bad_value(function, "ids", "rows of consecutive elements", f"strides {array.strides}")
+    slots(function, "ids", array.size)
+    experts(function, "num_experts", num_experts)
+
+
+def experts(function: str, argument: str, number: int) -> None:
+    if not 1 <= number <= launch_config.MAX_EXPERTS:
+        raise bad_value(function, argument, f"1 to {launch_config.MAX_EXPERTS} experts", number)
+
+
+def columns(function: str, argument: str, array: Array, dtypes: tuple[str, ...]) -> None:
+    """An array (L, E) with a column per expert."""
+    shape(function, argument, array, "L, E", (None, None))
+    dtype(function, argument, array, dtypes)
+    contiguous(function, argument, array)
+    if array.shape[0] > launch_config.MAX_SLOTS:
+        raise bad_value(function, argument, f"at most {launch_config.MAX_SLOTS} tokens", array.shape[0])
+    experts(function, argument, array.shape[1])
+
+
+def vector(function: str, argument: str, array: Array, letters: str, length: int, dtypes: tuple[str, ...]) -> None:
+    shape(function, argument, array, letters, (length,))
+    dtype(function, argument, array, dtypes)
+    contiguous(function, argument, array)
+
+
+def sequences(function: str, number: int | None, offsets: Array | None, num_tokens: int, num_experts: int) -> int:
+    """The number of sequences, from that number or from int32 offsets (S+1,)."""
+    if offsets is not None:
+        if len(offsets.shape) != 1 or offsets.shape[0] < 2:
+            raise bad_value(function, "sequences", "an int, or offsets of shape (S+1,) with S >= 1", offsets.shape)
+        dtype(function, "sequences", offsets, ("int32",))
+        contiguous(function, "sequences", offsets)
+        number = offsets.shape[0] - 1
+    elif number is None or number < 1 or num_tokens % number:
+        raise bad_value(function, "sequences", f"offsets, or a number >= 1 that divides L = {num_tokens}", number)
+    slots_of_all = number * num_experts
+    if slots_of_all > launch_config.MAX_SLOTS:
+        raise bad_value(function, "sequences", f"S * E of at most {launch_config.MAX_SLOTS}", slots_of_all)
+    return number
+
+
+def pairs(function: str, argument: str, number: int) -> None:
+    if not 0 <= number <= launch_config.MAX_SLOTS:
+        raise bad_value(function, argument, f"0 to {launch_config.MAX_SLOTS} pairs (int32 offsets)", number)
+
+
+def writable(function: str, argument: str, array: Any) -> None:
+    """Of an array of the caller's that is written."""
+    framework = arrays.framework_of(array)
+    if framework is None:  # what speaks DLPack alone may be immutable
+        raise bad_type(function, argument, "a NumPy, CuPy or torch array", type(array))
+    if framework is arrays.NumPy and not array.flags.writeable:
+        raise bad_value(function, argument, "an array that can be written", "a read-only one")

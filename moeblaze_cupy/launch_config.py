@@ -36,6 +36,16 @@ ROUTER_TOKENS = 4  # per block, a warp each
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
+SELECT_THREADS = 1024  # per block of selections over many tokens
+SELECT_BITS = 11  # the widest digit of a radix select
+SELECT_SHARED_BYTES = 128 * 1024  # of counters per block, where a block may have them
+SELECT_HISTOGRAM_BYTES = 64 * 1024 * 1024  # of a digit's counters of all columns
+PART_COUNTS = 2**16 - 1  # of what a block counts in 16 bits
+COUNT_THREADS = 512  # per block of tokens_per_expert and quantile_histogram
+PAIRS_THREADS = 512  # per block of the lists of pairs, a word of 32 pairs each
+PAIRS_BLOCKS = 1024
+MAX_TILE = 2**30  # of token rounding
+MAX_BINS = 8192  # of quantile_histogram: a block's shared memory has room for one expert's
 DEFAULT_SHARED_BYTES = 48 * 1024  # more needs an opt-in per kernel
 
 
@@ -95,6 +105,14 @@ def kernel_constants(source: str) -> dict[str, int]:
             "MAX_ROUTER_K": MAX_ROUTER_K,
             "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
         },
+        "selection.cu": {
+            "SELECT_THREADS": SELECT_THREADS,
+            "MAX_EXPERTS": MAX_EXPERTS,
+            "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
+        },
+        "pairs.cu": {"PAIRS_THREADS": PAIRS_THREADS, "PAIRS_BLOCKS": PAIRS_BLOCKS},
+        "capacity.cu": {"SELECT_THREADS": SELECT_THREADS},
+        "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
         "dispatch.cu": {
             "TILE_ROWS": TILE_ROWS,
             "MAX_EXPERTS": MAX_EXPERTS,

@@ -123,6 +123,7 @@ _GEMM_SM90 = {
 }
 _WGRAD_POINTERS = ("p", "q", "expert_token_indices", "expert_token_offsets", "out0", "out1")
 _WGRAD_INT64 = ("ldp", "ldq", "expert_stride", "ldo")
+_CAPACITY_INT32 = ("k", "num_experts", "num_sequences", "parts", "order", "value_type")
 _WGRAD_INT32 = ("p_half", "q_half", "rows", "columns")
 
 # By source, then by the start of an entry's name. Without an entry of its own, a source's kernels have one table.
@@ -182,6 +183,94 @@ _TABLES = {
             pointers=("sums", "expert_token_offsets", "out0", "out1"),
             int64=("expert_stride", "ldo"),
             int32=("rows", "columns", "halves", "splits", "accumulate"),
+        ),
+    },
+    "selection.cu": {
+        "columns_count": Params(
+            "ColumnsCountParams<float>",
+            pointers=("scores", "chosen", "columns", "sequences", "histogram"),
+            int64=("L",),
+            int32=("num_experts", "num_sequences", "parts", "width", "shift"),
+        ),
+        "columns_pick": Params(
+            "ColumnsPickParams",
+            pointers=("histogram", "columns"),
+            int64=("num_columns",),
+            int32=("width", "shift", "last", "wanted"),
+        ),
+        "columns_ties": Params(
+            "ColumnsTiesParams<float>",
+            pointers=("scores", "chosen", "columns", "sequences", "ties"),
+            int64=("L",),
+            int32=("num_experts", "num_sequences", "parts"),
+        ),
+        "columns_mark": Params(
+            "ColumnsMarkParams<float>",
+            pointers=("scores", "chosen", "columns", "sequences", "ties", "taken"),
+            int64=("L",),
+            int32=("num_experts", "num_sequences", "parts"),
+        ),
+        "chosen_bits": Params(
+            "ChosenBitsParams<int>",
+            pointers=("ids", "chosen", "frequencies"),
+            int64=("L",),
+            int32=("k", "num_experts", "parts"),
+        ),
+        "round_targets": Params(
+            "RoundTargetsParams",
+            pointers=("frequencies", "columns"),
+            int64=("L",),
+            int32=("num_experts", "tile", "rounding"),
+        ),
+    },
+    "pairs.cu": {
+        "mask_bits": Params("MaskBitsParams", pointers=("mask", "taken"), int64=("L",), int32=("num_experts",)),
+        "pairs_count": Params("PairsCountParams", pointers=("taken", "block_counts"), int64=("num_words",)),
+        "pairs_write": Params(
+            "PairsWriteParams",
+            pointers=("taken", "block_counts", "token_offsets", "ids"),
+            int64=("num_words", "num_pairs"),
+            int32=("row_words",),
+        ),
+    },
+    "capacity.cu": {
+        "capacity_count": Params(
+            "CapacityCountParams<int>",
+            pointers=("ids", "values", "columns", "sequences", "histogram"),
+            int64=("L",),
+            int32=(*_CAPACITY_INT32, "width", "shift"),
+        ),
+        "capacity_ties": Params(
+            "CapacityTiesParams<int>",
+            pointers=("ids", "values", "columns", "sequences", "ties"),
+            int64=("L",),
+            int32=_CAPACITY_INT32,
+        ),
+        "capacity_mark": Params(
+            "CapacityMarkParams<int>",
+            pointers=("ids", "values", "columns", "sequences", "ties", "kept"),
+            int64=("L",),
+            int32=(*_CAPACITY_INT32, "capacity", "walkers"),
+        ),
+    },
+    "balance.cu": {
+        "tokens_per_expert": Params(
+            "TokensPerExpertParams<int>",
+            pointers=("ids", "sequences", "counts"),
+            int64=("L", "row_stride"),
+            int32=("k", "num_experts", "num_sequences", "parts"),
+        ),
+        "quantile_lines": Params(
+            "QuantileLinesParams<float, int>",
+            pointers=("logits", "ids", "bias", "lines"),
+            int64=("L",),
+            int32=("k", "num_experts", "score"),
+        ),
+        "quantile_counts": Params(
+            "QuantileCountsParams<float>",
+            pointers=("logits", "lines", "bounds", "histogram"),
+            int64=("L",),
+            int32=("num_experts", "score", "bins", "columns"),
         ),
     },
     "grouped_gemm_sm80.cu": {"": _GEMM_SM80},

@@ -16,6 +16,9 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 PLAIN_ACTIVATIONS = ("silu", "gelu", "relu")
 ACTIVATIONS = GATED_ACTIVATIONS + PLAIN_ACTIVATIONS
 ROUTER_KINDS = ("softmax_topk", "topk_softmax")
+CAPACITY_ORDERS = ("position", "choice", "weights", "priority")
+ROUNDINGS = ("up", "down", "nearest", "balance")
+SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity", "relu")
 GRADIENTS = ("x", "weights", "w1", "w2")
 
 

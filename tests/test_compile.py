@@ -28,7 +28,8 @@ LIMITS = {
 
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
 # thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation three
-# blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 44 in wgrad_parts.
+# blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 44 in wgrad_parts, 64 in
+# selections of 1024 threads, 32 in pairs, capacity and balance.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
@@ -36,6 +37,10 @@ REGISTER_CAPS = {
     "router.cu": 48,
     "aggregation.cu": 80,
     "wgrad_parts.cu": 48,
+    "selection.cu": 64,
+    "pairs.cu": 40,
+    "capacity.cu": 64,
+    "balance.cu": 40,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -111,6 +116,7 @@ def entry_names(variant) -> set[str]:
     if variant.entry:
         return {variant.entry}
     dtypes = tuple(loader.ELEMENTS)
+    ids_dtypes = ("int32", "int64")
     router = {f"router_{direction}_{dtype}" for direction in ("fwd", "bwd") for dtype in dtypes}
     weights = {(dtype, weights) for dtype in dtypes for weights in (dtype, "float32")}
     sums = {f"aggregate_{x}_{w}{suffix}" for x, w in weights for suffix in ("", "_unaligned")}
@@ -119,6 +125,14 @@ def entry_names(variant) -> set[str]:
         "router.cu": router,
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
+        "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "ties", "mark") for dtype in dtypes}
+        | {f"chosen_bits_{ids}" for ids in ids_dtypes}
+        | {"columns_pick", "round_targets"},
+        "pairs.cu": {"mask_bits", "pairs_count", "pairs_write"},
+        "capacity.cu": {f"capacity_{step}_{ids}" for step in ("count", "ties", "mark") for ids in ids_dtypes},
+        "balance.cu": {f"tokens_per_expert_{ids}" for ids in ids_dtypes}
+        | {f"quantile_counts_{dtype}" for dtype in dtypes}
+        | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},
     }[variant.source]
 
 
@@ -210,6 +224,12 @@ WRONG = [
     ("router.cu", "MAX_ROUTER_K", 64),
     ("router.cu", "MAX_ROUTER_EXPERTS", 4096),
     ("wgrad_parts.cu", "GROUPS_PER_BLOCK", 2048),
+    ("selection.cu", "SELECT_THREADS", 512),
+    ("selection.cu", "MAX_EXPERTS", 16384),
+    ("pairs.cu", "PAIRS_THREADS", 2048),
+    ("pairs.cu", "PAIRS_BLOCKS", 8192),
+    ("capacity.cu", "SELECT_THREADS", 2048),
+    ("balance.cu", "COUNT_THREADS", 2048),
 ]
 
 

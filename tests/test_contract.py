@@ -12,7 +12,7 @@ import pytest
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, reference
-from moeblaze_cupy.ops import dispatch, experts, router
+from moeblaze_cupy.ops import balance, dispatch, experts, router, selection
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
@@ -20,16 +20,16 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 # Imports go down only: from a line to lines above it. A name stands for the module and all within it.
 LEVELS = [
     ["launch_config", "params", "structures"],
-    ["arrays", "loader", "reasons", "tensor_map"],
+    ["arrays", "loader", "reasons", "selection_config", "tensor_map"],
     ["interop.dlpack", "checks", "memory", "runtime"],
     ["reference.numerics"],
-    ["reference.dispatch", "reference.router"],
+    ["reference.dispatch", "reference.router", "reference.selection"],
     ["reference.experts"],
-    ["reference", "rehearsal", "ops.dispatch", "ops.router"],
-    ["ops.aggregation", "ops.grouped_gemm"],
+    ["reference", "rehearsal", "ops.dispatch", "ops.router", "ops.selection"],
+    ["ops.aggregation", "ops.balance", "ops.grouped_gemm"],
     ["ops.panels"],
     ["ops.experts", "call"],
-    ["layer", "routing"],
+    ["layer", "routing", "selection"],
     ["__init__"],
     ["interop.torch", "cli.progress"],
     ["cli.sizes"],
@@ -124,7 +124,7 @@ def test_modules_say_what_they_are_for(module):
 def public_functions():
     functions = {name: getattr(mb, name) for name in mb.__all__}
     functions |= {f"reference.{n}": f for n, f in vars(reference).items() if inspect.isfunction(f)}
-    for module in (router, dispatch, experts):
+    for module in (router, dispatch, experts, selection, balance):
         functions |= {f"{module.__name__}.{n}": f for n, f in vars(module).items() if inspect.isfunction(f)}
     return {name: f for name, f in functions.items() if not name.rpartition(".")[2].startswith("_")}
 
@@ -157,7 +157,10 @@ def parameters(function) -> list[tuple[str, bool]]:
     return [(p.name, p.kind is p.KEYWORD_ONLY) for p in signature if p.name != "context"]
 
 
-@pytest.mark.parametrize("name", ["route", "route_backward", "dispatch", "moe_forward", "moe_backward"])
+SELECTION = ["expert_choice", "limit_capacity", "list_pairs", "quantile_histogram", "round_tokens", "tokens_per_expert"]
+
+
+@pytest.mark.parametrize("name", ["route", "route_backward", "dispatch", "moe_forward", "moe_backward", *SELECTION])
 def test_the_reference_takes_the_public_arguments(name):
     public = getattr(mb, "build_dispatch" if name == "dispatch" else name)
     assert [n for n, _ in parameters(public)] == [n for n, _ in parameters(getattr(reference, name))]

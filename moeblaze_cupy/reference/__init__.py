@@ -14,5 +14,27 @@ from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.experts import moe_backward, moe_forward
 from moeblaze_cupy.reference.numerics import HostArray, erf
 from moeblaze_cupy.reference.router import route, route_backward
+from moeblaze_cupy.reference.selection import (
+    expert_choice,
+    limit_capacity,
+    list_pairs,
+    quantile_histogram,
+    round_tokens,
+    tokens_per_expert,
+)
 
-__all__ = ["HostArray", "dispatch", "erf", "moe_backward", "moe_forward", "route", "route_backward"]
+__all__ = [
+    "HostArray",
+    "dispatch",
+    "erf",
+    "expert_choice",
+    "limit_capacity",
+    "list_pairs",
+    "moe_backward",
+    "moe_forward",
+    "quantile_histogram",
+    "round_tokens",
+    "route",
+    "route_backward",
+    "tokens_per_expert",
+]

@@ -1,0 +1,166 @@
+// Counts for balancing the load of experts: tokens per expert, and the histogram of quantile balancing.
+//
+//   tokens_per_expert  slots of each expert in each sequence
+//   quantile_lines     per token, what its scores are compared with: the largest biased score that is not chosen
+//   quantile_counts    per expert, a histogram over tokens of that line less the expert's score
+//
+// Atomics are sums of integers in shared and global memory, the same in any order.
+//
+// Launch: COUNT_THREADS threads.
+//   tokens_per_expert  grid S * parts, each one part of a sequence's tokens. Dynamic shared memory (E,) int32
+//   quantile_lines     a warp per token. No dynamic shared memory
+//   quantile_counts    grid (parts, ceil(E / columns)), each one part of the tokens and `columns` experts, a power of two up
+//                      to 32. Dynamic shared memory (columns, bins) int32
+#include "token_parts.cuh"
+
+#if !defined(COUNT_THREADS)
+#error "COUNT_THREADS is given by launch_config.py"
+#endif
+static_assert(COUNT_THREADS % 32 == 0 && COUNT_THREADS <= 1024, "threads of a block");
+
+template <class Id>
+struct TokensPerExpertParams {
+    const Id* ids;         // (L, k) int32 or int64, rows row_stride apart, in; id < 0 or >= E: an empty slot
+    const int* sequences;  // (S+1,) int32 offsets, in; null for equal lengths
+    int* counts;           // (S, E) int32, in and out: zeros at first
+    int64 L, row_stride;
+    int k, num_experts, num_sequences, parts;
+};
+
+enum Score { SOFTMAX, SIGMOID, SQRT_SOFTPLUS, IDENTITY, RELU };
+
+// What a token's scores need, and its line. A token without a line is not counted.
+struct __align__(8) Line {
+    float line;     // the largest biased score that is not chosen; NaN: none
+    float log_sum;  // of exp(logits), for SOFTMAX
+};
+
+template <class T, class Id>
+struct QuantileLinesParams {
+    const T* logits;    // (L, E) bf16, fp16 or fp32, in
+    const Id* ids;      // (L, k) int32 or int64, in; a token without any id has no line
+    const float* bias;  // (E,) fp32, in
+    Line* lines;        // (L,) of 8 bytes, out
+    int64 L;
+    int k, num_experts, score;
+};
+
+template <class T>
+struct QuantileCountsParams {
+    const T* logits;      // (L, E), in
+    const Line* lines;    // (L,) of 8 bytes, in
+    const float* bounds;  // (2,) fp32, in: where the first bin begins and the last ends
+    int* histogram;       // (E, bins) int32, in and out
+    int64 L;
+    int num_experts, score, bins, columns;
+};
+
+template <class Id>
+__device__ __forceinline__ void count_tokens(const TokensPerExpertParams<Id>& p) {
+    int* counts = reinterpret_cast<int*>(dynamic_shared);
+    const int sequence = blockIdx.x / p.parts;
+    const Tokens all = tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence);
+    const Tokens tokens = tokens_of_part(all, p.parts, blockIdx.x % p.parts);
+    for (int e = threadIdx.x; e < p.num_experts; e += COUNT_THREADS) counts[e] = 0;
+    __syncthreads();
+    const bool apart = p.k > 1 && p.row_stride != p.k;  // rows do not follow each other
+    const int64 step = p.k > 1 ? 1 : p.row_stride;      // from slot to slot
+    for (int64 slot = tokens.begin * p.k + threadIdx.x; slot < tokens.end * p.k; slot += COUNT_THREADS) {
+        const Id id = p.ids[apart ? slot / p.k * p.row_stride + slot % p.k : slot * step];
+        if (id >= 0 && id < p.num_experts) atomicAdd(counts + static_cast<int>(id), 1);
+    }
+    __syncthreads();
+    int* total = p.counts + static_cast<int64>(sequence) * p.num_experts;
+    for (int e = threadIdx.x; e < p.num_experts; e += COUNT_THREADS)
+        if (counts[e]) atomicAdd(total + e, counts[e]);
+}
+
+__device__ __forceinline__ float score_of(float x, int score, float log_sum) {
+    if (score == SOFTMAX) return expf(x - log_sum);
+    if (score == SIGMOID) return 1.f / (1.f + expf(-x));
+    if (score == SQRT_SOFTPLUS) return sqrtf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
+    return score == RELU && x < 0.f ? 0.f : x;
+}
+
+template <class T, class Id>
+__device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) {
+    const int lane = threadIdx.x & 31;
+    const int64 token = blockIdx.x * int64(COUNT_THREADS / 32) + threadIdx.x / 32;
+    if (token >= p.L) return;
+    const T* logits = p.logits + token * p.num_experts;
+    const Id* ids = p.ids + token * p.k;
+    float log_sum = 0.f;
+    if (p.score == SOFTMAX) {
+        float largest = -__int_as_float(0x7f800000), sum = 0.f;
+        for (int e = lane; e < p.num_experts; e += 32) largest = fmaxf(largest, to_float(logits[e]));
+#pragma unroll
+        for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+        for (int e = lane; e < p.num_experts; e += 32) sum += expf(to_float(logits[e]) - largest);
+        log_sum = largest + logf(warp_sum(sum));
+    }
+    unsigned best = 0;
+    bool any = false;
+    for (int e = lane; e - lane < p.num_experts; e += 32) {
+        bool is_chosen = false;
+        for (int j = 0; j < p.k; ++j) {
+            const Id id = ids[j];
+            is_chosen |= id == e;
+            any |= id >= 0 && id < p.num_experts;
+        }
+        if (e < p.num_experts && !is_chosen)
+            best = max(best, ordered_key(score_of(to_float(logits[e]), p.score, log_sum) + p.bias[e]));
+    }
+    best = __reduce_max_sync(0xffffffffu, best);
+    if (lane == 0) {
+        const float line = __uint_as_float(best & 0x80000000u ? best & 0x7fffffffu : ~best);
+        p.lines[token] = {any ? line : __int_as_float(0x7fc00000), log_sum};
+    }
+}
+
+// Threads take `columns` neighbouring experts of a row, and as many rows as there are threads for.
+template <class T>
+__device__ __forceinline__ void count_lines(const QuantileCountsParams<T>& p) {
+    int* counts = reinterpret_cast<int*>(dynamic_shared);
+    const int size = p.columns * p.bins;
+    for (int i = threadIdx.x; i < size; i += COUNT_THREADS) counts[i] = 0;
+    __syncthreads();
+    const float low = p.bounds[0], scale = static_cast<float>(p.bins) / (p.bounds[1] - low);
+    const int column = threadIdx.x & (p.columns - 1), rows = COUNT_THREADS / p.columns;
+    const int expert = blockIdx.y * p.columns + column;
+    const Tokens tokens = tokens_of_part({0, p.L}, gridDim.x, blockIdx.x);
+    for (int64 token = tokens.begin + threadIdx.x / p.columns; token < tokens.end && expert < p.num_experts; token += rows) {
+        const Line line = p.lines[token];
+        const float s = score_of(to_float(p.logits[token * p.num_experts + expert]), p.score, line.log_sum);
+        const float place = (line.line - s - low) * scale;
+        if (place == place) {
+            const int bin = static_cast<int>(fminf(fmaxf(place, 0.f), static_cast<float>(p.bins - 1)));
+            atomicAdd(counts + column * p.bins + bin, 1);
+        }
+    }
+    __syncthreads();
+    int* histogram = p.histogram + static_cast<int64>(blockIdx.y) * size;
+    for (int i = threadIdx.x; i < size; i += COUNT_THREADS)
+        if (counts[i]) atomicAdd(histogram + i, counts[i]);
+}
+
+#define COUNT_TOKENS(SUFFIX, ID)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(COUNT_THREADS) tokens_per_expert_##SUFFIX(const TokensPerExpertParams<ID> p) { \
+        count_tokens(p);                                                                                                        \
+    }
+COUNT_TOKENS(int32, int)
+COUNT_TOKENS(int64, long long)
+
+#define QUANTILE_LINES(SUFFIX, T, ID_SUFFIX, ID)                                         \
+    extern "C" __global__ void __launch_bounds__(COUNT_THREADS)                          \
+        quantile_lines_##SUFFIX##_##ID_SUFFIX(const QuantileLinesParams<T, ID> params) { \
+        find_lines(params);                                                              \
+    }
+#define QUANTILES(SUFFIX, T)                                                                                                \
+    QUANTILE_LINES(SUFFIX, T, int32, int)                                                                                   \
+    QUANTILE_LINES(SUFFIX, T, int64, long long)                                                                             \
+    extern "C" __global__ void __launch_bounds__(COUNT_THREADS) quantile_counts_##SUFFIX(const QuantileCountsParams<T> p) { \
+        count_lines(p);                                                                                                     \
+    }
+QUANTILES(bfloat16, bf16)
+QUANTILES(float16, fp16)
+QUANTILES(float32, float)

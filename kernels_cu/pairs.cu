@@ -1,0 +1,123 @@
+// Pairs of a token and an expert, listed from one bit per pair: token_offsets (L+1,) and ids, by token, then expert.
+//
+//   mask_bits    bits from a mask with a byte per pair
+//   pairs_count  number of bits in each block's words
+//   pairs_write  token_offsets and ids. Pairs past the last that there is room for are left out, ids past the last pair
+//                are -1.
+//
+// Launch: PAIRS_THREADS threads. mask_bits: any grid, a warp per word. The other two: at most PAIRS_BLOCKS blocks, each with
+// as many consecutive words. Dynamic shared memory: pairs_count one int32; pairs_write (2,) int64 and (WARPS + 1,) int32.
+#include "token_parts.cuh"
+
+#if !defined(PAIRS_THREADS) || !defined(PAIRS_BLOCKS)
+#error "PAIRS_THREADS and PAIRS_BLOCKS are given by launch_config.py"
+#endif
+static_assert(PAIRS_THREADS % 32 == 0 && PAIRS_THREADS <= 1024, "whole warps, whose sums one warp adds up");
+static_assert(PAIRS_BLOCKS <= 4 * PAIRS_THREADS, "a thread reads few counts of blocks");
+constexpr int WARPS = PAIRS_THREADS / 32;
+
+struct MaskBitsParams {
+    const unsigned char* mask;  // (L, E) bool or uint8, in
+    unsigned* taken;            // (L, ceil(E/32)) uint32, out
+    int64 L;
+    int num_experts;
+};
+
+struct PairsCountParams {
+    const unsigned* taken;  // (L, ceil(E/32)) uint32, in
+    int* block_counts;      // (blocks,) int32, out
+    int64 num_words;        // L * ceil(E/32)
+};
+
+struct PairsWriteParams {
+    const unsigned* taken;    // (L, ceil(E/32)) uint32, in
+    const int* block_counts;  // (blocks,) int32, in
+    int* token_offsets;       // (L+1,) int32, out
+    int* ids;                 // (num_pairs,) int32, out
+    int64 num_words, num_pairs;
+    int row_words;  // ceil(E/32)
+};
+
+extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) mask_bits(const MaskBitsParams p) {
+    const int lane = threadIdx.x & 31, row_words = (p.num_experts + 31) / 32;
+    const int64 num_words = p.L * row_words;
+    for (int64 i = blockIdx.x * int64(WARPS) + threadIdx.x / 32; i < num_words; i += gridDim.x * int64(WARPS)) {
+        const int64 token = i / row_words;
+        const int expert = 32 * static_cast<int>(i - token * row_words) + lane;
+        const bool is_set = expert < p.num_experts && p.mask[token * p.num_experts + expert] != 0;
+        const unsigned bits = __ballot_sync(0xffffffffu, is_set);
+        if (lane == 0) p.taken[i] = bits;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_count(const PairsCountParams p) {
+    int* total = reinterpret_cast<int*>(dynamic_shared);
+    if (threadIdx.x == 0) *total = 0;
+    __syncthreads();
+    const Tokens words = tokens_of_part({0, p.num_words}, gridDim.x, blockIdx.x);
+    int count = 0;
+    for (int64 i = words.begin + threadIdx.x; i < words.end; i += PAIRS_THREADS) count += __popc(p.taken[i]);
+    count = __reduce_add_sync(0xffffffffu, count);
+    if ((threadIdx.x & 31) == 0 && count) atomicAdd(total, count);
+    __syncthreads();
+    if (threadIdx.x == 0) p.block_counts[blockIdx.x] = *total;
+}
+
+// The sum over all threads of a block before this one. `of_warps` is shared memory of WARPS + 1 elements, of which the last
+// receives the sum of all.
+__device__ __forceinline__ int sum_before(int v, int* of_warps) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    int upto = v;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const int other = __shfl_up_sync(0xffffffffu, upto, step);
+        if (lane >= step) upto += other;
+    }
+    __syncthreads();  // all have read what an earlier call left
+    if (lane == 31) of_warps[warp] = upto;
+    __syncthreads();
+    if (warp == 0) {
+        const int of_warp = lane < WARPS ? of_warps[lane] : 0;
+        int sum = of_warp;
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) {
+            const int other = __shfl_up_sync(0xffffffffu, sum, step);
+            if (lane >= step) sum += other;
+        }
+        if (lane < WARPS) of_warps[lane] = sum - of_warp;
+        if (lane == 31) of_warps[WARPS] = sum;
+    }
+    __syncthreads();
+    return of_warps[warp] + upto - v;
+}
+
+extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_write(const PairsWriteParams p) {
+    unsigned long long* sums = reinterpret_cast<unsigned long long*>(dynamic_shared);  // (2,): blocks before, and all
+    int* of_warps = reinterpret_cast<int*>(sums + 2);
+    if (threadIdx.x < 2) sums[threadIdx.x] = 0;
+    __syncthreads();
+    for (unsigned b = threadIdx.x; b < gridDim.x; b += PAIRS_THREADS) {
+        const unsigned long long count = p.block_counts[b];
+        if (count && b < blockIdx.x) atomicAdd(sums, count);
+        if (count) atomicAdd(sums + 1, count);
+    }
+    __syncthreads();
+    int64 position = static_cast<int64>(sums[0]);
+    const int64 listed = min(static_cast<int64>(sums[1]), p.num_pairs);
+    const Tokens words = tokens_of_part({0, p.num_words}, gridDim.x, blockIdx.x);
+    for (int64 first = words.begin; first < words.end; first += PAIRS_THREADS) {
+        const int64 i = first + threadIdx.x;
+        unsigned bits = i < words.end ? p.taken[i] : 0;
+        int64 pair = position + sum_before(__popc(bits), of_warps);
+        position += of_warps[WARPS];
+        if (i >= words.end) continue;
+        const int64 token = i / p.row_words;
+        const int word = static_cast<int>(i - token * p.row_words);
+        if (word == 0) p.token_offsets[token] = static_cast<int>(min(pair, listed));
+        for (; bits && pair < listed; bits &= bits - 1, ++pair) p.ids[pair] = 32 * word + __ffs(static_cast<int>(bits)) - 1;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) p.token_offsets[p.num_words / p.row_words] = static_cast<int>(listed);
+    for (int64 i = listed + blockIdx.x * int64(PAIRS_THREADS) + threadIdx.x; i < p.num_pairs;
+         i += gridDim.x * int64(PAIRS_THREADS))
+        p.ids[i] = -1;
+}

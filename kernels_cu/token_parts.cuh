@@ -1,0 +1,51 @@
+// What selections of tokens share: the order of keys, and the tokens of a block.
+#pragma once
+#include "common.cuh"
+
+// Maps a float to an unsigned with the same order. NaN of either sign is the largest, -0 equals +0, and 0 is below all. There
+// is no arithmetic on floats here, as kernels are compiled to flush denormals.
+__device__ __forceinline__ unsigned ordered_key(float v) {
+    const unsigned minus_zero = 0x80000000u, bits = __float_as_uint(v) == minus_zero ? 0 : __float_as_uint(v);
+    const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | minus_zero);
+    return v != v ? 0xffffffffu : key;
+}
+
+// Where a sequence begins and ends. Without offsets all sequences are equally long. Offsets (S+1,) rise from 0 to L. Their
+// contents are not trusted: the first sequence begins at 0, the last ends at L, and the others are clamped to [0, L].
+struct Tokens {
+    int64 begin, end;
+};
+__device__ __forceinline__ Tokens tokens_of_sequence(const int* offsets, int64 L, int num_sequences, int sequence) {
+    if (!offsets) {
+        const int64 length = L / num_sequences;
+        return {sequence * length, (sequence + 1) * length};
+    }
+    const int64 begin = sequence == 0 ? 0 : min(max(static_cast<int64>(offsets[sequence]), int64(0)), L);
+    const int64 end = sequence + 1 == num_sequences ? L : static_cast<int64>(offsets[sequence + 1]);
+    return {begin, min(max(end, begin), L)};
+}
+
+// The part of a sequence's tokens that a block takes: all parts but the last ones are equally long.
+__device__ __forceinline__ Tokens tokens_of_part(const Tokens& sequence, int parts, int part) {
+    const int64 length = (sequence.end - sequence.begin + parts - 1) / parts;
+    const int64 begin = min(sequence.begin + part * length, sequence.end);
+    return {begin, min(begin + length, sequence.end)};
+}
+
+// What is known of the key that ends a column's selection: the leading bits found so far, the others 0; how many are still
+// wanted among the keys with these leading bits; and whether the selection is among the chosen pairs (see round_tokens).
+// Once all bits are known `wanted` is how many of the keys that equal `key` are taken, the lowest tokens first, or ALL.
+struct __align__(16) Column {
+    unsigned key;
+    int wanted;
+    int among_chosen;
+    int unused;
+};
+constexpr int ALL = 0x7fffffff;
+// Whether only some of the keys that equal `key` are taken, once all bits are known.
+__device__ __forceinline__ bool has_ties(const Column& column) { return column.wanted > 0 && column.wanted != ALL; }
+
+// Bits of a key above the digit at `shift` with `width` bits.
+__device__ __forceinline__ unsigned bits_above(int shift, int width) {
+    return shift + width < 32 ? 0xffffffffu << (shift + width) : 0;
+}

@@ -1,0 +1,58 @@
+"""Launch geometry of selections and counts, and room for pairs: pure functions of shapes and device limits."""
+
+from moeblaze_cupy import launch_config
+
+
+def expert_choice_pairs(num_tokens: int, num_experts: int, capacity: int, num_sequences: int, equal: bool) -> int:
+    """Room for the pairs of expert choice, which it fills where all sequences are equally long (`equal`)."""
+    if equal:
+        return num_sequences * num_experts * min(capacity, num_tokens // num_sequences)
+    return num_experts * min(num_sequences * capacity, num_tokens)
+
+
+def rounded_pairs(num_tokens: int, k: int, num_experts: int, tile: int, rounding: str) -> int:
+    """Room for the pairs of token rounding, whatever the router has chosen."""
+    added = {
+        "up": num_experts * (tile - 1),
+        "down": 0,
+        "nearest": num_experts * ((tile - 1) // 2),
+        "balance": tile // 2,
+    }
+    return min(num_tokens * k + added[rounding], num_tokens * num_experts)
+
+
+def parts_of_sequence(num_sequences: int, longest: int, blocks: int, fewest_tokens: int, most_tokens: int) -> int:
+    """Into how many parts the tokens of each sequence are divided, a block each.
+
+    longest: tokens that a sequence may have. blocks: for all sequences together, if their parts then have
+    `fewest_tokens` or more. A part has `most_tokens` at most.
+    """
+    wanted = min(launch_config.ceil_div(blocks, num_sequences), launch_config.ceil_div(longest, fewest_tokens))
+    return max(1, wanted, launch_config.ceil_div(longest, most_tokens))
+
+
+def digits(
+    key_bits: int, block_columns: int, num_columns: int, limits: launch_config.DeviceLimits
+) -> list[tuple[int, int]]:
+    """(width, shift) of each digit of a radix select, the highest first, of which `key_bits` leading bits of 32 count.
+
+    block_columns: of a block's 16-bit counters in shared memory. num_columns: of all 32-bit counters in global memory.
+    """
+    shared = min(launch_config.SELECT_SHARED_BYTES, limits.shared_bytes_per_block - launch_config.RESERVED_BYTES)
+    width = launch_config.SELECT_BITS
+    while width > 1 and (
+        2 * block_columns << width > shared or 4 * num_columns << width > launch_config.SELECT_HISTOGRAM_BYTES
+    ):
+        width -= 1
+    return [(min(width, key_bits - done), 32 - min(done + width, key_bits)) for done in range(0, key_bits, width)]
+
+
+def walkers(num_experts: int, limits: launch_config.DeviceLimits) -> int:
+    """Warps of capacity_mark that rank slots, each with a counter per expert in shared memory."""
+    available = min(launch_config.SELECT_SHARED_BYTES, limits.shared_bytes_per_block - launch_config.RESERVED_BYTES)
+    return max(1, min(launch_config.SELECT_THREADS // 32, available // (4 * num_experts) - 2))
+
+
+def quantile_columns(bins: int) -> int:
+    """Experts of a block of quantile_counts: a power of two up to 32 whose counters fit."""
+    return min(32, 1 << (launch_config.DEFAULT_SHARED_BYTES // (4 * bins)).bit_length() - 1)
