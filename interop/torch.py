@@ -5,16 +5,18 @@ backward too, which autograd runs on another thread. Everything kept for backwar
 save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy backend.
 """
 
-import functools
 import warnings
-from collections.abc import Callable
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy.interop import torch_ops
+from moeblaze_cupy.interop.torch_ops import Grads, Layer, Options, Sums
+from moeblaze_cupy.interop.torch_ops import first_derivatives_only as _first_derivatives_only
+from moeblaze_cupy.interop.torch_ops import outside_of_graphs as _outside_of_graphs
 from moeblaze_cupy.structures import (
     ACTIVATIONS,
     GRADIENTS,
@@ -24,61 +26,6 @@ from moeblaze_cupy.structures import (
     is_gated,
     pair,
 )
-
-Grads = tuple[torch.Tensor | None, ...]
-Backward = Callable[..., Grads]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _outside_of_graphs(function: Function) -> Function:
-    """`torch.compiler.disable`, which has no types, with the function's own."""
-    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch gives it none
-    return disabled
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """First derivatives as they are. Their graph ends here, in an error."""
-
-    @staticmethod
-    def forward(ctx: Any, function: str, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.function = function
-        return grads
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        raise RuntimeError(f"{ctx.function}: no second derivatives")
-
-
-def _first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
-    """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
-
-    torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
-    """
-
-    def decorate(backward: Backward) -> Backward:
-        def eager(ctx: Any, *grad_outputs: torch.Tensor | None) -> Grads:
-            if not torch.is_grad_enabled():
-                return backward(ctx, *grad_outputs)
-            with torch.no_grad():
-                grads = backward(ctx, *grad_outputs)
-            present = [grad for grad in grads if grad is not None]
-            if not present:
-                return grads
-            tracked = (grad.requires_grad_() for grad in present)
-            raising = iter(_NoSecondDerivative.apply(function, *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-            return tuple(None if grad is None else next(raising) for grad in grads)
-
-        outside = _outside_of_graphs(eager)
-
-        @functools.wraps(backward)
-        def wrapped(ctx: Any, *grad_outputs: torch.Tensor | None) -> Grads:
-            # Compiled autograd would trace into it. What is kept outside is slow to call, so eager mode goes past it.
-            return (outside if torch.compiler.is_compiling() else eager)(ctx, *grad_outputs)
-
-        return wrapped
-
-    return decorate
-
 
 class _MainGrad:
     """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
@@ -193,7 +140,6 @@ class _MoE(torch.autograd.Function):
         )
 
 
-@_outside_of_graphs
 def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -233,26 +179,60 @@ def moe(
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
-    checks.untransformed("moe", tensors)
-    if gate.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
-        expected = f"x's dtype {x.dtype}, as torch.autocast casts other layers' outputs but not these weights"
-        raise TypeError(f"moe: w1: expected {expected}, got {gate.dtype}; pass x.to(w1.dtype), or all in one dtype")
-    differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
-    if not (torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))):
-        out: torch.Tensor = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
+    as_operators = torch_ops.wanted(tensors.values())
+    if not as_operators:
+        checks.untransformed("moe", tensors)
+    main_grads = _main_grads(gate, up, w2) if accumulate_into_main_grad and torch.is_grad_enabled() else {}
+    if torch.is_autocast_enabled(x.device.type):
+        x, weights, gate, up, w2 = _autocast(x, weights, gate, up, w2)
+    layer, options = Layer(x, ids, weights, gate, up, w2), Options(activation)
+    if not _follows(layer):
+        if as_operators:
+            return torch_ops.moe_infer(*layer, *options)  # type: ignore[no-any-return]
+        out: torch.Tensor = mb.moe_forward(x, ids, weights, layer.w1, w2, activation=activation, save=None)[0]
         return out
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
-    main_grads = {}
-    if accumulate_into_main_grad:
-        if up is not None and gate.requires_grad != up.requires_grad:
-            raise ValueError("moe: w1: expected a pair of which both or none require gradients, got one of each")
-        by_name = {"gate": ("w1" if up is None else "w1[0]", gate), "up": ("w1[1]", up), "w2": ("w2", w2)}
-        main_grads = {
-            n: _MainGrad(*weight) for n, weight in by_name.items() if getattr(weight[1], "requires_grad", False)
-        }
+    if as_operators:
+        sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
+        return torch_ops.MoE.apply(save, keep_saved, *options, *sums, *layer)[0]  # type: ignore[no-any-return,no-untyped-call]
     out = _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
+
+
+def _follows(layer: Layer) -> bool:
+    """Whether something may ask for gradients of the layer."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        differentiable = (getattr(layer, name) for name in torch_ops.DIFFERENTIABLE)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    return True  # wrappers of torch.func do not say what those within them require
+
+
+def _main_grads(gate: torch.Tensor, up: torch.Tensor | None, w2: torch.Tensor) -> dict[str, _MainGrad]:
+    if up is not None and gate.requires_grad != up.requires_grad:
+        raise ValueError("moe: w1: expected a pair of which both or none require gradients, got one of each")
+    by_name = {"gate": ("w1" if up is None else "w1[0]", gate), "up": ("w1[1]", up), "w2": ("w2", w2)}
+    return {
+        name: _MainGrad(argument, weight)
+        for name, (argument, weight) in by_name.items()
+        if weight is not None and weight.requires_grad
+    }
+
+
+def _autocast(
+    x: torch.Tensor, weights: torch.Tensor, *experts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """As torch.autocast does for linear; the router weights stay in float32, and come to it if they must change."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+
+    def cast(tensor: torch.Tensor | None) -> Any:
+        of_autocast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if tensor is not None and of_autocast else tensor
+
+    x, (gate, up, w2) = cast(x), map(cast, experts)
+    if weights.dtype not in (torch.float32, x.dtype) and weights.is_floating_point():
+        weights = weights.float()
+    return x, weights, gate, up, w2
 
 
 class _Route(torch.autograd.Function):

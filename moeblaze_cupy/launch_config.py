@@ -6,6 +6,7 @@ and `loader` gives them to the compiler. What the kernels assume about them is a
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
@@ -179,9 +180,12 @@ def gemm_stages(limits: DeviceLimits) -> int:
     return 3 if 3 * STAGE_BYTES + static_and_reserved <= limits.shared_bytes_per_block else 2
 
 
-def max_row_tiles(num_slots: int, num_experts: int) -> int:
-    """Upper bound of row tiles for any routing: full tiles plus one partial tile per non-empty expert."""
-    return num_slots // TILE_ROWS + min(num_experts, num_slots)
+def max_row_tiles(num_slots: int, num_experts: int, minimum: Callable[[int, int], int] = min) -> int:
+    """Upper bound of row tiles for any routing: full tiles plus one partial tile per non-empty expert.
+
+    minimum: `min`, or what takes its place for symbolic sizes, which `min` would compare.
+    """
+    return num_slots // TILE_ROWS + minimum(num_experts, num_slots)
 
 
 def _share_weights(num_slots: int, num_experts: int) -> bool:
@@ -246,7 +250,9 @@ def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) 
 
 
 @functools.lru_cache(maxsize=1024)
-def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+def index_lists(
+    num_tokens: int, k: int, num_experts: int, minimum: Callable[[int, int], int] = min
+) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """Where dispatch's lists lie in their one int32 buffer, in elements, and the size of the buffer.
 
     The first value gives the first element and the shape of each list. Lists follow each other without gaps.
@@ -259,7 +265,7 @@ def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tu
     for name, shape in (
         ("token_index_map", (num_tokens, k)),
         ("expert_token_indices", (slots,)),
-        ("row_tiles", (max_row_tiles(slots, num_experts) + 1, 2)),
+        ("row_tiles", (max_row_tiles(slots, num_experts, minimum) + 1, 2)),
         ("expert_token_offsets", (num_experts + 1,)),
         ("experts_by_load", (num_experts,)),
     ):
