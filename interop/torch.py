@@ -6,6 +6,7 @@ save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy ba
 """
 
 import warnings
+from collections.abc import Mapping
 from itertools import compress
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
 from moeblaze_cupy.interop import torch_ops
-from moeblaze_cupy.interop.torch_ops import Grads, Layer, Options, Sums
+from moeblaze_cupy.interop.torch_ops import Grads, Layer, Options, Sums, stand_in
 from moeblaze_cupy.interop.torch_ops import first_derivatives_only as _first_derivatives_only
 from moeblaze_cupy.interop.torch_ops import outside_of_graphs as _outside_of_graphs
 from moeblaze_cupy.structures import (
@@ -30,10 +31,17 @@ from moeblaze_cupy.structures import (
 class _MainGrad:
     """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
 
-    def __init__(self, name: str, weight: torch.Tensor) -> None:
+    def __init__(self, name: str, weight: torch.Tensor, parameter: torch.Tensor | None) -> None:
         self.name, self.parameter = name, weight if weight.is_leaf else weight._base
-        first = weight.storage_offset() - (0 if self.parameter is None else self.parameter.storage_offset())
-        self.view = weight.shape, weight.stride(), first
+        if parameter is not None:
+            self.parameter = parameter
+        self.shape, self.strides = weight.shape, weight.stride()
+        self.first: int | None = 0  # element of the parameter
+        if self.parameter is not None and self.parameter.numel() != weight.numel():
+            if torch.compiler.is_compiling():  # which does not know where a view begins
+                expected = "a parameter or a view of a whole one, in what torch.compile compiles"
+                raise TypeError(f"moe: {name}: expected {expected}, got a view of a part")
+            self.first = weight.storage_offset() - self.parameter.storage_offset()
         self.buffer()  # raises now what backward would raise
 
     def buffer(self) -> torch.Tensor:
@@ -52,18 +60,18 @@ class _MainGrad:
         if main_grad.device != parameter.device:
             expected = f"main_grad on the parameter's device {parameter.device}"
             raise TypeError(f"moe: {self.name}: expected {expected}, got {main_grad.device}")
-        if main_grad.data_ptr() == parameter.data_ptr() and main_grad.numel():
+        compiling = torch.compiler.is_compiling()  # where tensors have no addresses; backward checks them
+        if not compiling and main_grad.data_ptr() == parameter.data_ptr() and main_grad.numel():
             raise ValueError(f"moe: {self.name}: expected main_grad with memory of its own, got the parameter's")
-        shape, strides, first = self.view
-        return main_grad.detach().as_strided(shape, strides, main_grad.storage_offset() + first)
+        first = main_grad.storage_offset() + self.first if self.first else None
+        return main_grad.detach().as_strided(self.shape, self.strides, first)
 
-    def gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """What autograd gets in place of the gradient, as in Megatron: its hooks wait for a tensor, of any contents."""
+    def announce(self) -> str | None:
+        """What autograd gets in place of the gradient, as in Megatron, whose hooks wait for it: see `stand_in`."""
         if self.parameter is None or not hasattr(self.parameter, "grad_added_to_main_grad"):
             return None
         self.parameter.grad_added_to_main_grad = True
-        zeros = getattr(self.parameter, "zero_out_wgrad", False)
-        return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+        return "zeros" if getattr(self.parameter, "zero_out_wgrad", False) else "empty"
 
 
 class _MoE(torch.autograd.Function):
@@ -123,7 +131,7 @@ class _MoE(torch.autograd.Function):
         if buffers:
             by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
             grad_gate, grad_up, grad_w2 = (
-                ctx.main_grads[name].gradient(weight) if name in buffers and grad is not None else grad
+                stand_in(ctx.main_grads[name].announce(), weight) if name in buffers and grad is not None else grad
                 for name, (weight, grad) in by_weight.items()
             )
         return (
@@ -150,7 +158,7 @@ def moe(
     activation: str = "swiglu",
     save: str | None = "minimal",
     keep_saved: bool = False,
-    accumulate_into_main_grad: bool = False,
+    accumulate_into_main_grad: bool | Mapping[str, Any] = False,
 ) -> torch.Tensor:
     """The MoE layer (L, d), differentiable in x, weights, w1 and w2; arguments as `moeblaze_cupy.moe_forward`.
 
@@ -182,7 +190,9 @@ def moe(
     as_operators = torch_ops.wanted(tensors.values())
     if not as_operators:
         checks.untransformed("moe", tensors)
-    main_grads = _main_grads(gate, up, w2) if accumulate_into_main_grad and torch.is_grad_enabled() else {}
+    main_grads = {}
+    if accumulate_into_main_grad and torch.is_grad_enabled():
+        main_grads = _main_grads(gate, up, w2, accumulate_into_main_grad)
     if torch.is_autocast_enabled(x.device.type):
         x, weights, gate, up, w2 = _autocast(x, weights, gate, up, w2)
     layer, options = Layer(x, ids, weights, gate, up, w2), Options(activation)
@@ -195,7 +205,9 @@ def moe(
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
     if as_operators:
         sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
-        return torch_ops.MoE.apply(save, keep_saved, *options, *sums, *layer)[0]  # type: ignore[no-any-return,no-untyped-call]
+        # Compiled code changes no attributes in backward, so it is told here.
+        announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
+        return torch_ops.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)[0]  # type: ignore[no-any-return,no-untyped-call]
     out = _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
@@ -208,13 +220,21 @@ def _follows(layer: Layer) -> bool:
     return True  # wrappers of torch.func do not say what those within them require
 
 
-def _main_grads(gate: torch.Tensor, up: torch.Tensor | None, w2: torch.Tensor) -> dict[str, _MainGrad]:
+def _main_grads(
+    gate: torch.Tensor, up: torch.Tensor | None, w2: torch.Tensor, accumulate: bool | Mapping[str, Any]
+) -> dict[str, _MainGrad]:
     if up is not None and gate.requires_grad != up.requires_grad:
         raise ValueError("moe: w1: expected a pair of which both or none require gradients, got one of each")
-    by_name = {"gate": ("w1" if up is None else "w1[0]", gate), "up": ("w1[1]", up), "w2": ("w2", w2)}
+    given = {} if isinstance(accumulate, bool) else accumulate
+    of_gate, of_up = (*pair(given.get("w1")), None)[:2]
+    by_name = {
+        "gate": ("w1" if up is None else "w1[0]", gate, of_gate),
+        "up": ("w1[1]", up, of_up),
+        "w2": ("w2", w2, given.get("w2")),
+    }
     return {
-        name: _MainGrad(argument, weight)
-        for name, (argument, weight) in by_name.items()
+        name: _MainGrad(argument, weight, parameter)
+        for name, (argument, weight, parameter) in by_name.items()
         if weight is not None and weight.requires_grad
     }
 

@@ -96,7 +96,7 @@ def _described(tensor: Tensor) -> Array:
 
 def _index_lists(L: Any, k: Any, num_experts: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """`launch_config.index_lists` of sizes that may be symbolic."""
-    return launch_config.index_lists(L, k, num_experts, minimum=torch.sym_min)  # type: ignore[no-untyped-call]
+    return launch_config.index_lists.__wrapped__(L, k, num_experts, torch.sym_min)  # a cache would compare sizes
 
 
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
@@ -373,6 +373,13 @@ def wanted(tensors: Iterable[Any]) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
+def stand_in(kind: str | None, weight: Tensor) -> Tensor | None:
+    """What autograd gets for a gradient that was added elsewhere: None, or "zeros" or "empty" for its hooks."""
+    if kind is None:
+        return None
+    return torch.zeros_like(weight) if kind == "zeros" else torch.empty_like(weight)
+
+
 class MoE(torch.autograd.Function):
     """The layer by operators. What backward needs are outputs, so that transforms of torch.func may replace them.
 
@@ -381,15 +388,15 @@ class MoE(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(save: str, keep_saved: bool, *arguments: Any) -> tuple[Tensor, ...]:
-        """arguments: of Options, Sums and Layer, in this order."""
+    def forward(save: str, keep_saved: bool, announced: tuple[str | None, ...], *arguments: Any) -> tuple[Tensor, ...]:
+        """announced: of each of Sums, the kind of its `stand_in`. arguments: of Options, Sums and Layer, in order."""
         options, _, layer = _split(arguments, Options, Sums, Layer)
         made: tuple[Tensor, ...] = moe_fwd(*layer, *options, save)
         return made
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save, ctx.keep_saved, *arguments = inputs
+        ctx.save, ctx.keep_saved, ctx.announced, *arguments = inputs
         options, sums, layer = _split(arguments, Options, Sums, Layer)
         ctx.options, ctx.accumulates = tuple(options), any(total is not None for total in sums)
         _, lists, first_layer, y_swi = output
@@ -401,20 +408,39 @@ class MoE(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("moe")
     def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grads:
-        before = (None,) * (2 + len(Options._fields) + len(Sums._fields))
+        before = (None,) * (3 + len(Options._fields) + len(Sums._fields))
         if grad_out is None:
             return (*before, *(None,) * len(Layer._fields))
         needed = dict(zip(Layer._fields, ctx.needs_input_grad[len(before) :], strict=True))
         needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in GRADIENTS]
-        saved, sums = ctx.saved_tensors[: -len(Sums._fields)], ctx.saved_tensors[-len(Sums._fields) :]
+        unpacked = ctx.saved_tensors  # asked for once, as checkpointing wants
+        saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
         followed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         in_place = not ctx.keep_saved and not followed
         operator = (moe_bwd_acc_ if in_place else moe_bwd_acc) if ctx.accumulates else moe_bwd_ if in_place else moe_bwd
         totals = sums if ctx.accumulates else ()
         made = operator(grad_out.contiguous(), *saved, *totals, *ctx.options, ctx.save, needs)
-        added = dict(zip(Sums._fields, sums, strict=True))
-        grads = {
-            name: grad if needed[name] and added.get(name) is None else None
-            for name, grad in zip(DIFFERENTIABLE, made, strict=True)
-        }
-        return (*before, *(grads.get(name) for name in Layer._fields))
+        grads = dict(zip(DIFFERENTIABLE, made, strict=True))
+        weights = dict(zip(READ_IN_BACKWARD, saved, strict=False))
+        for name, total, kind in zip(Sums._fields, sums, ctx.announced, strict=True):
+            if total is not None:
+                grads[name] = stand_in(kind, weights[name])
+        return (*before, *(grads[name] if needed[name] else None for name in Layer._fields))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        """Of calls with the same experts: one call with all their tokens."""
+        before = len(inputs) - len(Layer._fields)
+        layer, dims = Layer(*inputs[before:]), Layer(*in_dims[before:])
+        for name, dim in dims._asdict().items():
+            if dim is not None and name not in ("x", "ids", "weights"):
+                raise RuntimeError(f"moe: {name}: expected one tensor for all of vmap's batch, got one for each element")
+
+        def fold(name: str) -> Tensor:
+            tensor, dim = getattr(layer, name), getattr(dims, name)
+            every = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            return every.reshape(-1, every.shape[-1]).contiguous()  # type: ignore[no-any-return]
+
+        folded = layer._replace(x=fold("x"), ids=fold("ids"), weights=fold("weights"))
+        out, *kept = MoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
+        return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, None, None, None)
