@@ -14,10 +14,11 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
-from moeblaze_cupy.interop import torch_ops
-from moeblaze_cupy.interop.torch_ops import Grads, Layer, Options, Sums, stand_in
-from moeblaze_cupy.interop.torch_ops import first_derivatives_only as _first_derivatives_only
-from moeblaze_cupy.interop.torch_ops import outside_of_graphs as _outside_of_graphs
+from moeblaze_cupy.interop import torch_autograd, torch_ops
+from moeblaze_cupy.interop.torch_autograd import Grads, stand_in
+from moeblaze_cupy.interop.torch_autograd import first_derivatives_only as _first_derivatives_only
+from moeblaze_cupy.interop.torch_autograd import outside_of_graphs as _outside_of_graphs
+from moeblaze_cupy.interop.torch_ops import Layer, Options, Sums
 from moeblaze_cupy.structures import (
     ACTIVATIONS,
     GRADIENTS,
@@ -28,6 +29,7 @@ from moeblaze_cupy.structures import (
     pair,
 )
 
+
 class _MainGrad:
     """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
 
@@ -36,7 +38,7 @@ class _MainGrad:
         if parameter is not None:
             self.parameter = parameter
         self.shape, self.strides = weight.shape, weight.stride()
-        self.first: int | None = 0  # element of the parameter
+        self.first: Any = 0  # element of the parameter
         if self.parameter is not None and self.parameter.numel() != weight.numel():
             if torch.compiler.is_compiling():  # which does not know where a view begins
                 expected = "a parameter or a view of a whole one, in what torch.compile compiles"
@@ -187,19 +189,26 @@ def moe(
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
-    as_operators = torch_ops.wanted(tensors.values())
+    as_operators = torch_autograd.wanted(tensors.values())
     if not as_operators:
         checks.untransformed("moe", tensors)
     main_grads = {}
     if accumulate_into_main_grad and torch.is_grad_enabled():
         main_grads = _main_grads(gate, up, w2, accumulate_into_main_grad)
-    if torch.is_autocast_enabled(x.device.type):
+    autocast = as_operators or torch._C._is_any_autocast_enabled()  # the first answer saves eager mode the second
+    if autocast and torch.is_autocast_enabled(x.device.type):
         x, weights, gate, up, w2 = _autocast(x, weights, gate, up, w2)
-    layer, options = Layer(x, ids, weights, gate, up, w2), Options(activation)
-    if not _follows(layer):
-        if as_operators:
-            return torch_ops.moe_infer(*layer, *options)  # type: ignore[no-any-return]
-        out: torch.Tensor = mb.moe_forward(x, ids, weights, layer.w1, w2, activation=activation, save=None)[0]
+    differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
+    differentiable = torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))
+    out: torch.Tensor
+    if as_operators:
+        layer, options = Layer(x, ids, weights, gate, up, w2), Options(activation)
+        if not differentiable and not torch_autograd.transformed():
+            out = torch_ops.moe_infer(*layer, *options)
+            return out
+    elif not differentiable:
+        w1 = gate if up is None else (gate, up)
+        out = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
         return out
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
@@ -207,17 +216,10 @@ def moe(
         sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
         # Compiled code changes no attributes in backward, so it is told here.
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
-        return torch_ops.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)[0]  # type: ignore[no-any-return,no-untyped-call]
+        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        return out
     out = _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
-
-
-def _follows(layer: Layer) -> bool:
-    """Whether something may ask for gradients of the layer."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        differentiable = (getattr(layer, name) for name in torch_ops.DIFFERENTIABLE)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    return True  # wrappers of torch.func do not say what those within them require
 
 
 def _main_grads(
@@ -367,6 +369,7 @@ class MoE(torch.nn.Module):
             logits = torch.nn.functional.linear(tokens.to(wide), self.router.to(wide))
         weights, ids = route(logits, self.k, self.kind, self.renormalize)
         w1, w2 = self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
+        accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
         out = moe(
             tokens,
             ids,
@@ -376,7 +379,7 @@ class MoE(torch.nn.Module):
             activation=self.activation,
             save=self.save,
             keep_saved=self.keep_saved,
-            accumulate_into_main_grad=self.accumulate_into_main_grad,
+            accumulate_into_main_grad=accumulate,
         )
         return out.reshape(x.shape)
 

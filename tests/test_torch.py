@@ -520,22 +520,19 @@ def test_gradients_with_a_graph_can_be_used_without_it():
     layer.router.grad = None  # else a cycle that only the garbage collector ends
 
 
-def test_transforms_are_refused():
+def test_transforms_that_cannot_be_followed_are_refused():
     x, ids, weights, w1, w2, _ = tensors(SMALL)
     expected = ": expected a call outside of all transforms of torch but torch.compile, .*, got "
-    for leaf in (x, x.clone().requires_grad_()):
-        with pytest.raises(RuntimeError, match="^moe: x" + expected + "a transform of torch.func"):
-            torch.func.grad(lambda x: moe(x, ids, weights, w1, w2).sum())(leaf)
-        with pytest.raises(RuntimeError, match="^route: logits" + expected + "make_fx"):
-            torch.fx.experimental.proxy_tensor.make_fx(lambda x: route(x, 2)[0])(leaf)
+    leaf = x.clone().requires_grad_()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, x)
         for call in (lambda: route(dual, 2), lambda: moe(dual, ids, weights, w1, w2)):
             with pytest.raises(RuntimeError, match=expected + "forward-mode differentiation"):
                 call()
-    leaf = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match=expected + "forward-mode differentiation"):
         torch.autograd.gradcheck(lambda x: moe(x, ids, weights, w1, w2, keep_saved=True), leaf, check_forward_ad=True)
+    with pytest.warns(DeprecationWarning), pytest.raises(RuntimeError, match=expected + "torch.jit.trace"):
+        torch.jit.trace(lambda x: moe(x, ids, weights, w1, w2), x)
     out = moe(leaf, ids, weights, w1, w2, keep_saved=True)
     with pytest.raises(TypeError, match=r"^moe_backward: grad_out: memory: expected .* batched by vmap"):
         torch.autograd.grad(out, leaf, torch.ones(2, *out.shape, dtype=out.dtype), is_grads_batched=True)
@@ -650,31 +647,63 @@ def test_a_router_that_cannot_train_is_warned_of(options):
     assert not layer.router.grad.any()
 
 
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("arrives", [torch.bfloat16, torch.float32])
-def test_autocast_leaves_the_router_in_fp32(arrives):
+def test_autocast_casts_as_for_linear_but_leaves_the_router_in_fp32(arrives, to):
     """Rounded logits would send some tokens to other experts."""
     torch.manual_seed(0)
-    layer = MoE(256, 16, 64, 2, dtype=arrives)
-    x = torch.randn(512, 256, dtype=arrives, requires_grad=True)
-    grad_out = torch.randn_like(x)
-    want = layer(x)
+    layer = MoE(256, 16, 64, 2)
+    x = torch.randn(512, 256).to(arrives).requires_grad_()
+    grad_out = torch.randn(512, 256).to(to)
+    logits = x.float() @ layer.router.T
+    weights, ids = route(logits, 2)
+    experts = [w.to(to).transpose(1, 2) for w in (layer.w1_storage, layer.w2_storage)]
+    want = moe(x.to(to), ids, weights, *experts)
     want_grads = torch.autograd.grad(want, (x, *layer.parameters()), grad_out)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", to):
         out = layer(x)
-    assert torch.equal(out, want)
-    assert all(map(torch.equal, torch.autograd.grad(out, (x, *layer.parameters()), grad_out), want_grads))
+    grads = torch.autograd.grad(out, (x, *layer.parameters()), grad_out)
+    assert out.dtype == to and torch.equal(out, want)
+    for got, wanted, leaf in zip(grads, want_grads, (x, *layer.parameters()), strict=True):
+        assert got.dtype == leaf.dtype and torch.equal(got, wanted)
 
 
-def test_autocast_is_named_where_it_made_the_dtypes_differ():
-    layer = MoE(8, 6, 5, 2)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError) as caught:
-        layer(torch.nn.Linear(8, 8)(torch.randn(3, 8)))
-    assert str(caught.value) == (
-        "moe: w1: expected x's dtype torch.bfloat16, as torch.autocast casts other layers' outputs but not these "
-        "weights, got torch.float32; pass x.to(w1.dtype), or all in one dtype"
-    )
+def test_autocast_follows_a_linear_layer():
+    """Its output is of autocast's dtype, these weights are not. What is float64 stays so, as in linear."""
+    layer, linear = MoE(8, 6, 5, 2), torch.nn.Linear(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(linear(torch.randn(3, 8)))
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+        assert layer.double()(torch.randn(3, 8, dtype=torch.float64)).dtype == torch.float64
+    assert all(p.grad.dtype == torch.float32 for p in linear.parameters())
     with pytest.raises(TypeError, match=r"^moe_forward: w1: expected dtype bfloat16, got float32"):
-        layer(torch.randn(3, 8).bfloat16())
+        MoE(8, 6, 5, 2)(torch.randn(3, 8).bfloat16())
+
+
+def test_autocast_and_router_weights_of_another_dtype():
+    """They stay as they are in float32, and come to it where they are of neither dtype that the layer takes."""
+    x, ids, weights, w1, w2, _ = tensors(SMALL, np.float32)
+    want = moe(x.half(), ids, weights.bfloat16().float(), w1.half(), w2.half())
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(moe(x, ids, weights.bfloat16(), w1, w2), want)
+
+
+def test_autocast_and_main_grad():
+    """main_grad is the parameter's, though the layer is given a copy of it in another dtype."""
+    layer = MoE(8, 6, 5, 2, accumulate_into_main_grad=True)
+    for parameter in (layer.w1_storage, layer.w2_storage):
+        parameter.main_grad = torch.zeros_like(parameter)
+    x = torch.randn(7, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+        plain = copy.deepcopy(layer)
+        plain.accumulate_into_main_grad = False
+        plain(x).sum().backward()
+    for name in ("w1_storage", "w2_storage"):
+        parameter, expected = getattr(layer, name), getattr(plain, name).grad
+        assert parameter.grad is None
+        assert relative_error(parameter.main_grad.numpy(), expected.numpy()) <= 2**-8
 
 
 @pytest.mark.parametrize(
