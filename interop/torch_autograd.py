@@ -1,25 +1,33 @@
 """The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
 
+import moeblaze_cupy as mb
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
+    READ_BY_ROUTER,
     READ_IN_BACKWARD,
     Layer,
     Options,
+    Routing,
     Sums,
+    asked_sums,
     moe_bwd,
     moe_bwd_,
     moe_bwd_acc,
     moe_bwd_acc_,
     moe_fwd,
+    route,
+    route_bwd,
     split,
 )
-from moeblaze_cupy.structures import GRADIENTS
+from moeblaze_cupy.router_options import RouterOptions
+from moeblaze_cupy.structures import GRADIENTS, SavedForBackward, pair
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -168,3 +176,188 @@ class MoE(torch.autograd.Function):
         folded = layer._replace(x=fold("x"), ids=fold("ids"), weights=fold("weights"))
         out, *kept = MoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
         return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, None, None, None)
+
+
+class MainGrad:
+    """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
+
+    def __init__(self, name: str, weight: Tensor, parameter: Tensor | None) -> None:
+        self.name, self.parameter = name, weight if weight.is_leaf else weight._base
+        if parameter is not None:
+            self.parameter = parameter
+        self.shape, self.strides = weight.shape, weight.stride()
+        self.first: Any = 0  # element of the parameter
+        if self.parameter is not None and self.parameter.numel() != weight.numel():
+            if torch.compiler.is_compiling():  # which does not know where a view begins
+                expected = "a parameter or a view of a whole one, in what torch.compile compiles"
+                raise TypeError(f"moe: {name}: expected {expected}, got a view of a part")
+            self.first = weight.storage_offset() - self.parameter.storage_offset()
+        self.buffer()  # raises now what backward would raise
+
+    def buffer(self) -> Tensor:
+        parameter, main_grad = self.parameter, getattr(self.parameter, "main_grad", None)
+        if parameter is None or not isinstance(main_grad, torch.Tensor):
+            expected = "a parameter, or a view of one, whose main_grad is a tensor"
+            raise TypeError(f"moe: {self.name}: expected {expected}, got {type(main_grad)}")
+        got, wanted = ((tuple(t.shape), t.stride()) for t in (main_grad, parameter))
+        if got != wanted:
+            raise ValueError(
+                f"moe: {self.name}: expected main_grad with the parameter's shape and strides {wanted}, got {got}"
+            )
+        if main_grad.dtype not in (torch.float32, parameter.dtype):
+            dtypes = " or ".join(dict.fromkeys(str(dtype) for dtype in (torch.float32, parameter.dtype)))
+            raise TypeError(f"moe: {self.name}: expected main_grad with dtype {dtypes}, got {main_grad.dtype}")
+        if main_grad.device != parameter.device:
+            expected = f"main_grad on the parameter's device {parameter.device}"
+            raise TypeError(f"moe: {self.name}: expected {expected}, got {main_grad.device}")
+        compiling = torch.compiler.is_compiling()  # where tensors have no addresses; backward checks them
+        if not compiling and main_grad.data_ptr() == parameter.data_ptr() and main_grad.numel():
+            raise ValueError(f"moe: {self.name}: expected main_grad with memory of its own, got the parameter's")
+        first = main_grad.storage_offset() + self.first if self.first else None
+        return main_grad.detach().as_strided(self.shape, self.strides, first)
+
+    def announce(self) -> str | None:
+        """What autograd gets in place of the gradient, as in Megatron, whose hooks wait for it: see `stand_in`."""
+        if self.parameter is None or not hasattr(self.parameter, "grad_added_to_main_grad"):
+            return None
+        self.parameter.grad_added_to_main_grad = True
+        return "zeros" if getattr(self.parameter, "zero_out_wgrad", False) else "empty"
+
+
+class EagerMoE(torch.autograd.Function):
+    """w1 arrives as gate and up; up is None where w1 is one tensor. main_grads: by name, of gate, up and w2."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        w2: Tensor,
+        activation: str,
+        save: str,
+        keep_saved: bool,
+        main_grads: dict[str, MainGrad],
+    ) -> Tensor:
+        w1 = gate if up is None else (gate, up)
+        out: Tensor
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
+        lists, index = saved.index.split()
+        ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
+        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save)
+        ctx.keep_saved, ctx.main_grads = keep_saved, main_grads
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @first_derivatives_only("moe")
+    def backward(ctx: Any, grad_out: Tensor | None) -> Grads:
+        if grad_out is None:
+            return (None,) * 10
+        x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
+        kept, w1 = ctx.saved, gate if up is None else (gate, up)
+        index = kept.index.joined(lists)
+        saved = SavedForBackward(
+            x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed
+        )
+        needed = ctx.needs_input_grad
+        needs = tuple(compress(GRADIENTS, (needed[0], needed[2], needed[3] or needed[4], needed[5])))
+        buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
+        accumulate = {}
+        if "w1" in needs and "gate" in buffers:
+            accumulate["w1"] = buffers["gate"] if up is None else (buffers["gate"], buffers["up"])
+        if "w2" in needs and "w2" in buffers:
+            accumulate["w2"] = buffers["w2"]
+        try:
+            grads = mb.moe_backward(
+                grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
+            )
+        finally:  # what runs out of memory half way may have overwritten them as well
+            kept.consumed = saved.consumed
+        grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
+        grad_w2 = grads.w2
+        if buffers:
+            by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
+            grad_gate, grad_up, grad_w2 = (
+                stand_in(ctx.main_grads[name].announce(), weight) if name in buffers and grad is not None else grad
+                for name, (weight, grad) in by_weight.items()
+            )
+        return (
+            grads.x,
+            None,
+            grads.weights,
+            grad_gate if needed[3] else None,
+            grad_up if needed[4] else None,
+            grad_w2,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def main_grads(
+    gate: Tensor, up: Tensor | None, w2: Tensor, accumulate: bool | Mapping[str, Any]
+) -> dict[str, MainGrad]:
+    if up is not None and gate.requires_grad != up.requires_grad:
+        raise ValueError("moe: w1: expected a pair of which both or none require gradients, got one of each")
+    given = {} if isinstance(accumulate, bool) else accumulate
+    of_gate, of_up = (*pair(given.get("w1")), None)[:2]
+    by_name = {
+        "gate": ("w1" if up is None else "w1[0]", gate, of_gate),
+        "up": ("w1[1]", up, of_up),
+        "w2": ("w2", w2, given.get("w2")),
+    }
+    return {
+        name: MainGrad(argument, weight, parameter)
+        for name, (argument, weight, parameter) in by_name.items()
+        if weight is not None and weight.requires_grad
+    }
+
+
+class Route(torch.autograd.Function):
+    """The router by operators: weights, ids and ROUTER_SUMS, empty where not asked for."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        """arguments: of Routing, k, and of RouterOptions."""
+        made: tuple[Tensor, ...] = route(*arguments)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        routing = Routing(*inputs[: len(Routing._fields)])
+        ctx.options, ctx.inputs = inputs[len(Routing._fields) + 1 :], len(inputs)
+        weights, ids, *sums = output
+        ctx.save_for_backward(weights, ids, *(getattr(routing, name) for name in READ_BY_ROUTER))
+        asked = asked_sums(RouterOptions(*ctx.options).sums)
+        ctx.mark_non_differentiable(ids, *(total for total, wanted in zip(sums, asked, strict=True) if not wanted))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @first_derivatives_only("route")
+    def backward(ctx: Any, grad_weights: Tensor | None, _: None, *grad_sums: Tensor | None) -> Grads:
+        rest: Grads = (None,) * (ctx.inputs - 1)
+        asked = zip(grad_sums, asked_sums(RouterOptions(*ctx.options).sums), strict=True)
+        present = [grad.contiguous() if wanted and grad is not None else None for grad, wanted in asked]
+        weights, ids, *read = ctx.saved_tensors
+        if grad_weights is None and all(grad is None for grad in present):
+            return (None, *rest)
+        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
+        return (route_bwd(grad_weights, weights, ids, *present, *read, *ctx.options), *rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        """Of logits alone, beside a bias of all: one call with all their tokens."""
+        logits, bias, *rest = inputs
+        number = len(Routing._fields) - 2
+        alone = all(dim is None for dim in in_dims[1 : len(Routing._fields)]) and (bias is None or bias.dim() == 1)
+        if not alone or any(tensor is not None for tensor in rest[:number]) or RouterOptions(*rest[number + 1 :]).sums:
+            expected = "logits alone under vmap, with at most a bias (E,) for the whole batch and no sums"
+            raise RuntimeError(f"route: logits: expected {expected}, got more")
+        folded = logits.movedim(in_dims[0], 0).reshape(-1, logits.shape[-1]).contiguous()
+        weights, ids, *sums = Route.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
+        whole = (info.batch_size, -1)
+        return (weights.unflatten(0, whole), ids.unflatten(0, whole), *sums), (0, 0, *(None,) * len(sums))

@@ -8,17 +8,18 @@ line there, and a line in `_call_forward` or `_saved`.
 
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, cast
 
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy import checks, launch_config, router_options
 from moeblaze_cupy.arrays import CPU, Array
 from moeblaze_cupy.interop import inductor
-from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, SavedForBackward, is_gated
+from moeblaze_cupy.router_options import RouterOptions
+from moeblaze_cupy.structures import GRADIENTS, SHARES, DispatchIndices, SavedForBackward, is_gated
 
 Tensor = torch.Tensor
 Places = tuple[dict[str, tuple[int, tuple[int, ...]]], int]  # what `launch_config.index_lists` returns
@@ -53,6 +54,25 @@ class Kept(NamedTuple):
     y_swi: Tensor | None
 
 
+class Routing(NamedTuple):
+    """The router's tensors."""
+
+    logits: Tensor
+    bias: Tensor | None
+    ids: Tensor | None
+    token_offsets: Tensor | None
+    token_mask: Tensor | None
+    sequences: Tensor | None
+
+    def present(self, but: str = "") -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None and name != but}
+
+
+# What the router's backward reads of a call, beside weights and ids as they were handed out.
+READ_BY_ROUTER = ("logits", "token_offsets", "token_mask", "sequences")
+ROUTER_SUMS = ("score_sums", "z_sums", "entropy_sums")
+
+
 class Sums(NamedTuple):
     """What the gradients of weights are added to: tensors like the weights."""
 
@@ -64,13 +84,19 @@ class Sums(NamedTuple):
 # By tensor of `Layer`, the name in `needs` of its gradient.
 DIFFERENTIABLE = {"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"}
 READ_IN_BACKWARD = tuple(name for name in Layer._fields if name != "ids")
-_TYPES = {
+_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     str: "str",
     bool: "bool",
+    bool | None: "bool?",
     int: "int",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
     tuple[float, ...]: "float[]",
+    tuple[str, ...]: "str[]",
+    tuple[int, int, int] | None: "int[]?",
 }
 
 
@@ -277,6 +303,88 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
     return run, fake
 
 
+def _router_options(options: RouterOptions, given: Mapping[str, Any]) -> dict[str, Any]:
+    """As `route` takes them: sequences are a tensor or a number."""
+    named = options._asdict()
+    if "sequences" in given:
+        del named["sequences"]
+    return named
+
+
+def _route(*arguments: Any) -> tuple[Tensor, ...]:
+    routing, k, options = split(arguments, Routing, 1, RouterOptions)
+    given = routing.present()
+    with torch.no_grad():
+        weights, ids, *sums = mb.route(k=k, **given, **_router_options(options, given))
+    if routing.ids is not None and ids.data_ptr() == routing.ids.data_ptr():
+        ids = ids.clone()  # an operator hands out no memory that it was given
+    made = tuple(sums[0]) if sums else (None,) * len(ROUTER_SUMS)
+    return weights, ids, *(_nothing(weights) if total is None else total for total in made)
+
+
+def _checked_router_options(function: str, options: RouterOptions) -> RouterOptions:
+    sequences = None if options.sequences is None else _concrete(options.sequences)
+    return router_options.of(function, *options._replace(sequences=sequences))
+
+
+def asked_sums(names: Sequence[str]) -> tuple[bool, ...]:
+    """Which of ROUTER_SUMS these names of `route`'s argument sums ask for."""
+    return any(name in names for name in SHARES), "z" in names, "entropy" in names
+
+
+def _sums_shapes(options: RouterOptions, given: Mapping[str, Any], E: Any) -> tuple[tuple[Any, ...], ...]:
+    """Those of ROUTER_SUMS, (0,) of what is not asked for."""
+    S = given["sequences"].shape[0] - 1 if "sequences" in given else options.sequences
+    asked = zip(((S, E), (S,), (S,)), asked_sums(options.sums), strict=True)
+    return tuple(shape if wanted else (0,) for shape, wanted in asked)
+
+
+def _fake_route(*arguments: Any) -> tuple[Tensor, ...]:
+    routing, k, options = split(arguments, Routing, 1, RouterOptions)
+    given = routing.present()
+    described = {name: _described(tensor) for name, tensor in given.items()}
+    checks.same_device("route", **described)
+    router_options.forward("route", described, k, _checked_router_options("route", options))
+    logits = routing.logits
+    shape = (logits.shape[0], k) if routing.ids is None else routing.ids.shape
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    sums = _sums_shapes(options, given, logits.shape[1])
+    ids = logits.new_empty(shape, dtype=torch.int32)
+    return logits.new_empty(shape, dtype=wide), ids, *(logits.new_empty(s, dtype=wide) for s in sums)
+
+
+class _RouterGrads(NamedTuple):
+    grad_weights: Tensor
+    weights: Tensor
+    chosen: Tensor
+    grad_score_sums: Tensor | None
+    grad_z_sums: Tensor | None
+    grad_entropy_sums: Tensor | None
+
+
+def _router_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], RouterOptions]:
+    """The tensors of a call of `route_backward` by name, and its options."""
+    grads, *read, options = split(arguments, _RouterGrads, len(READ_BY_ROUTER), RouterOptions)
+    given = {**grads._asdict(), **dict(zip(READ_BY_ROUTER, read, strict=True))}
+    given["ids"] = given.pop("chosen")
+    return {name: tensor for name, tensor in given.items() if tensor is not None}, options
+
+
+def _route_bwd(*arguments: Any) -> Tensor:
+    given, options = _router_backward(arguments)
+    with torch.no_grad():
+        grad: Tensor = mb.route_backward(**given, **_router_options(options, given))
+    return grad
+
+
+def _fake_route_bwd(*arguments: Any) -> Tensor:
+    given, options = _router_backward(arguments)
+    described = {name: _described(tensor) for name, tensor in given.items()}
+    router_options.backward("route_backward", described, _checked_router_options("route_backward", options))
+    logits: Tensor = given["logits"]
+    return logits.new_empty(logits.shape)
+
+
 _library: Any = torch.library.Library("moeblaze", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no types
 # Compilers hand over strides as the fakes saw them, as the transposed views of weights.
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
@@ -314,3 +422,20 @@ for _accumulates in (False, True):
 moe_fwd, moe_infer = torch.ops.moeblaze.moe_fwd.default, torch.ops.moeblaze.moe_infer.default
 moe_bwd, moe_bwd_ = torch.ops.moeblaze.moe_bwd.default, torch.ops.moeblaze.moe_bwd_.default
 moe_bwd_acc, moe_bwd_acc_ = torch.ops.moeblaze.moe_bwd_acc.default, torch.ops.moeblaze.moe_bwd_acc_.default
+
+_router = _declared(RouterOptions).replace("SymInt? sequences", "SymInt? num_sequences")
+_define(
+    "route",
+    [_declared(Routing), "int? k", _router],
+    f"({', '.join(['Tensor'] * (2 + len(ROUTER_SUMS)))})",
+    _route,
+    _fake_route,
+)
+_define(
+    "route_bwd",
+    [_declared(_RouterGrads), _declared(Routing, READ_BY_ROUTER), _router],
+    "Tensor",
+    _route_bwd,
+    _fake_route_bwd,
+)
+route, route_bwd = torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_bwd.default
