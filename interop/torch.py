@@ -51,11 +51,15 @@ def moe(
     parameter's shape and strides in float32 or its dtype, as `accumulate` of `moeblaze_cupy.moe_backward` does, and
     .grad stays None. main_grad shares no memory with the parameter. A parameter with the attribute
     `grad_added_to_main_grad` has it set to True and gets a .grad of no meaning (zeros if its `zero_out_wgrad` is true),
-    for hooks that wait for one.
+    for hooks that wait for one. In what torch.compile compiles a view does not tell its parameter: give the
+    parameters, {"w1": parameter or pair, "w2": parameter}, of which w1 and w2 are views as a whole. The attribute is
+    then set in forward.
     There are no second derivatives: a graph made by create_graph=True raises RuntimeError where it is used.
-    Forward-mode differentiation, torch.func, vmap, is_grads_batched, make_fx, torch.export and torch.jit.trace are
-    refused, and torch.compile runs the layer outside of its graphs.
-    Under torch.autocast nothing is cast: x, w1 and w2 come in one dtype.
+    torch.compile, torch.export, make_fx, dispatch modes, tensor subclasses, and grad, vjp and vmap of torch.func (vmap
+    over tokens with the same experts) get operators of the namespace `moeblaze`. Forward-mode differentiation,
+    is_grads_batched and torch.jit.trace are refused.
+    Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
+    in float32; of another dtype than that and autocast's they come to it.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
     parts = pair(w1)
@@ -73,7 +77,7 @@ def moe(
     if accumulate_into_main_grad and torch.is_grad_enabled():
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
     autocast = as_operators or torch._C._is_any_autocast_enabled()  # the first answer saves eager mode the second
-    if autocast and torch.is_autocast_enabled(x.device.type):
+    if autocast and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
         x, weights, gate, up, w2 = _autocast(x, weights, gate, up, w2)
     differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
     differentiable = torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))
@@ -188,8 +192,8 @@ def route(
     loss is a function of them, and no gradient of its own of size (L, E) exists. The bias gets no gradient.
     renormalize: None means k > 1. Where k = 1, True makes every weight of softmax 1 and its gradient 0.
     Backward needs the ids as they are: to drop tokens, pass torch.where(mask, -1, ids) on, and change none in place.
-    No second derivatives and no transforms, as for `moe`. Raises TypeError, ValueError or RuntimeError as
-    `moeblaze_cupy.route` does.
+    Second derivatives and transforms as for `moe`; vmap takes logits alone, with a bias of all.
+    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.route` does.
     """
     by_name = {"bias": bias, "ids": ids, "token_offsets": token_offsets, "token_mask": token_mask}
     offsets = sequences if isinstance(sequences, torch.Tensor) else None

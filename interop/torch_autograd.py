@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -32,13 +32,6 @@ from moeblaze_cupy.structures import GRADIENTS, SavedForBackward, pair
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
 Backward = Callable[..., Grads]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def outside_of_graphs(function: Function) -> Function:
-    """`torch.compiler.disable`, which has no types, with the function's own."""
-    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch gives it none
-    return disabled
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -111,6 +104,22 @@ def stand_in(kind: str | None, weight: Tensor) -> Tensor | None:
     return torch.zeros_like(weight) if kind == "zeros" else torch.empty_like(weight)
 
 
+def _unpacked(ctx: Any) -> tuple[Tensor, ...]:
+    """ctx.saved_tensors, to be asked for once, as checkpointing wants; says what allows a second backward."""
+    unpacked: tuple[Tensor, ...]
+    if torch.compiler.is_compiling():
+        unpacked = ctx.saved_tensors
+        return unpacked
+    try:
+        unpacked = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        advice = "if an earlier backward did that, pass keep_saved=True to moe"
+        raise RuntimeError(f"moe: saved tensors: {error}; {advice}") from error
+    return unpacked
+
+
 class MoE(torch.autograd.Function):
     """The layer by operators. What backward needs are outputs, so that transforms of torch.func may replace them.
 
@@ -144,7 +153,7 @@ class MoE(torch.autograd.Function):
             return (*before, *(None,) * len(Layer._fields))
         needed = dict(zip(Layer._fields, ctx.needs_input_grad[len(before) :], strict=True))
         needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in GRADIENTS]
-        unpacked = ctx.saved_tensors  # asked for once, as checkpointing wants
+        unpacked = _unpacked(ctx)
         saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
         in_place = not ctx.keep_saved and not torch.compiler.is_compiling() and not transformed()
         operator = (moe_bwd_acc_ if in_place else moe_bwd_acc) if ctx.accumulates else moe_bwd_ if in_place else moe_bwd
