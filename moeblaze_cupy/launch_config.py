@@ -6,6 +6,7 @@ and `loader` gives them to the compiler. What the kernels assume about them is a
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
@@ -30,8 +31,8 @@ ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # what adding the sums costs, 
 MAX_EXPERTS = 4096  # of dispatch, which keeps counters and lists of all experts in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
-MAX_ROUTER_EXPERTS = 1024
-MAX_ROUTER_K = 32
+MAX_ROUTER_EXPERTS = 4096
+MAX_ROUTER_K = 64
 ROUTER_TOKENS = 4  # per block, a warp each
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
@@ -101,8 +102,8 @@ def kernel_constants(source: str) -> dict[str, int]:
         },
         "router.cu": {
             "TOKENS_PER_BLOCK": ROUTER_TOKENS,
-            "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
-            "MAX_ROUTER_K": MAX_ROUTER_K,
+            "MAX_ROUTER_EXPERTS": 1024,
+            "MAX_ROUTER_K": 32,
             "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
         },
         "selection.cu": {
@@ -197,9 +198,12 @@ def gemm_stages(limits: DeviceLimits) -> int:
     return 3 if 3 * STAGE_BYTES + static_and_reserved <= limits.shared_bytes_per_block else 2
 
 
-def max_row_tiles(num_slots: int, num_experts: int) -> int:
-    """Upper bound of row tiles for any routing: full tiles plus one partial tile per non-empty expert."""
-    return num_slots // TILE_ROWS + min(num_experts, num_slots)
+def max_row_tiles(num_slots: int, num_experts: int, minimum: Callable[[int, int], int] = min) -> int:
+    """Upper bound of row tiles for any routing: full tiles plus one partial tile per non-empty expert.
+
+    minimum: `min`, or what takes its place for symbolic sizes, which `min` would compare.
+    """
+    return num_slots // TILE_ROWS + minimum(num_experts, num_slots)
 
 
 def _share_weights(num_slots: int, num_experts: int) -> bool:
@@ -264,7 +268,9 @@ def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) 
 
 
 @functools.lru_cache(maxsize=1024)
-def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+def index_lists(
+    num_tokens: int, k: int, num_experts: int, minimum: Callable[[int, int], int] = min
+) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """Where dispatch's lists lie in their one int32 buffer, in elements, and the size of the buffer.
 
     The first value gives the first element and the shape of each list. Lists follow each other without gaps.
@@ -277,7 +283,7 @@ def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tu
     for name, shape in (
         ("token_index_map", (num_tokens, k)),
         ("expert_token_indices", (slots,)),
-        ("row_tiles", (max_row_tiles(slots, num_experts) + 1, 2)),
+        ("row_tiles", (max_row_tiles(slots, num_experts, minimum) + 1, 2)),
         ("expert_token_offsets", (num_experts + 1,)),
         ("experts_by_load", (num_experts,)),
     ):

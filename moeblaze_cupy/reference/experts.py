@@ -33,7 +33,7 @@ def _zeros_like(w: Any) -> Any:
     """Zeros of w's form, dtype and memory order: row-major, or the transposed view if w is one."""
     if isinstance(w, (tuple, list)):
         return tuple(_zeros_like(part) for part in w)
-    if w.strides[1] < w.strides[2]:
+    if w.strides[1] < w.strides[2] and w.shape[2] > 1:  # as `checks.weight_order`
         return _zeros_like(w.swapaxes(1, 2)).swapaxes(1, 2)
     return np.zeros(w.shape, w.dtype)
 
@@ -154,7 +154,7 @@ def moe_backward(
     """
     x, w2, index, activation = saved.x, saved.w2, saved.index, saved.activation
     compute = compute_dtype(x)
-    num_slots = index.token_expert_indices.size
+    num_slots = index.expert_token_indices.size
     w1_parts = _parts(saved.w1, activation)  # each (E, d, h)
     buffers = accumulate or {}
     grad_w1: Any = None
