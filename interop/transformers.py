@@ -160,13 +160,11 @@ def _probe(module: Any) -> Formula:
     """A decorated module's formula by its values on a grid."""
     gated = getattr(module, "has_gate", True)
     numbers = tuple(_numbers(module, ()))
-    reason = _missing_weights(module, gated)
-    activation, gate_up = None, "halves"
-    if not reason:
-        try:
-            activation, gate_up, reason = recognise(module._apply_gate if gated else module.act_fn, gated, numbers)
-        except Exception as error:  # whatever a class of someone else raises for values on the CPU
-            reason = f"its activation cannot be evaluated: {type(error).__name__}: {error}"
+    try:
+        activation, gate_up, reason = recognise(module._apply_gate if gated else module.act_fn, gated, numbers)
+    except Exception as error:  # whatever a class of someone else raises for values on the CPU
+        activation, gate_up = None, "halves"
+        reason = f"its activation cannot be evaluated: {type(error).__name__}: {error}"
     needed = {"gate_up": gate_up != "halves", "unreduced": getattr(module, "has_post_expert_norm", False)}
     needed |= dict.fromkeys(("b1", "b2"), getattr(module, "has_bias", False))
     lacking = [name for name, is_needed in needed.items() if is_needed and name not in _OFFERED]
@@ -190,16 +188,6 @@ def _name_of(kind: type) -> str:
     """The name of the class that transformers wrote: wrappers put theirs before it."""
     names = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
     return names[0] if names else kind.__name__
-
-
-def _missing_weights(module: Any, gated: bool) -> str:
-    """A reason if the weights are not where the decorator's contract has them, as in quantised models."""
-    for name in ("gate_up_proj" if gated else "up_proj", "down_proj"):
-        weight = getattr(module, name, None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
-            got = tuple(weight.shape) if isinstance(weight, torch.Tensor) else type(weight).__name__
-            return f"expected {name} with three dimensions, got {got}"
-    return ""
 
 
 def _numbers(module: torch.nn.Module, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], float]]:
@@ -397,6 +385,8 @@ _PATCHES = {
     "LongcatFlashExperts": _Patch(_longcat, lambda module: _glu(module.act_fn), "identity_experts"),
     "Step3p7Experts": _Patch(_step, lambda module: module._apply_gate),
 }
+for _patched in _PATCHES.values():
+    _patched.forward.__name__ = "forward"  # what a pickled model looks up: it comes back with its class's own
 _QUANTISED = "its weights are quantised"
 _OUT_OF_REACH = {
     "JetMoeMoA": "its experts are projections of attention",
