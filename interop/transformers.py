@@ -1,0 +1,401 @@
+"""Hugging Face transformers: importing this module registers `experts_implementation="moeblaze"`.
+
+What an experts module computes between its two products is read off its numbers: it is asked for the values of a grid,
+and the activation of the layer that gives the same values is taken. A module that fits none runs as "grouped_mm" does,
+with one warning for its class. `patch` serves the classes that transformers does not dispatch.
+"""
+
+import inspect
+import itertools
+import os
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+import moeblaze_cupy as mb
+from moeblaze_cupy.interop.torch import moe
+from moeblaze_cupy.structures import ACTIVATIONS, is_gated
+
+Numbers = tuple[tuple[tuple[str, ...], float], ...]
+
+# Gate and up values. The largest lie beyond any limit that a class clamps to.
+GRID = np.array([-3e4, -40.0, -11.0, -7.5, -4.0, -1.3, -0.4, 0.0, 0.3, 1.1, 3.2, 8.0, 26.0, 3e4])
+RELATIVE, ABSOLUTE = 1e-5, 1e-6  # some classes compute in float32 whatever comes
+
+_OFFERED = frozenset(inspect.signature(moe).parameters)
+_Activation: Any = getattr(mb, "Activation", None)
+
+
+class Formula(NamedTuple):
+    """What an experts module computes, in the layer's words.
+
+    activation: a name, or an Activation with constants; None where the layer has none such, for `reason`.
+    gate_up: how gate and up columns lie, "halves" or "interleaved".
+    numbers: attributes of the module, by path, and the values under which this was found.
+    """
+
+    activation: Any
+    gate_up: str
+    reason: str
+    numbers: Numbers
+
+
+def register(name: str = "moeblaze", *, save: str = "minimal", fallback: bool | None = None) -> None:
+    """Registers the layer with transformers as `experts_implementation=name`. The import does so with the defaults.
+
+    save: a save policy of `moeblaze_cupy.moe_forward`, for models in training.
+    fallback: True runs what the layer cannot compute as "grouped_mm", with one warning that names the class and the
+    reason; False raises NotImplementedError. None takes the environment variable MOEBLAZE_FALLBACK, of which "0" means
+    False.
+    """
+    falls_back = _falls_back(fallback)
+
+    def experts(
+        self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        formula = _formula_of(self)
+        if formula.activation is None:
+            _refuse(type(self), formula.reason, "grouped_mm", falls_back)
+            out: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+            return out
+        return _experts(self, formula, hidden_states, top_k_index, top_k_weights, save)
+
+    _NAMES.add(name)
+    ExpertsInterface.register(name, experts)
+
+
+_NAMES: set[str] = set()  # that the layer is registered by
+
+
+def _falls_back(fallback: bool | None) -> bool:
+    return os.environ.get("MOEBLAZE_FALLBACK", "1") != "0" if fallback is None else fallback
+
+
+def _experts(
+    module: Any, formula: Formula, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, save: str
+) -> torch.Tensor:
+    """A decorated module's output (L, d). An id of another rank's expert is past the last one: an empty slot."""
+    gated = getattr(module, "has_gate", True)
+    w1, w2 = module.gate_up_proj if gated else module.up_proj, module.down_proj
+    if not getattr(module, "is_transposed", False):
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    options: dict[str, Any] = {"activation": formula.activation, "save": save}
+    if formula.gate_up != "halves":
+        options["gate_up"] = formula.gate_up
+    if getattr(module, "has_bias", False):
+        options["b1"] = module.gate_up_proj_bias if gated else module.up_proj_bias
+        options["b2"] = module.down_proj_bias
+    if not getattr(module, "has_post_expert_norm", False):
+        return _layer(x, ids, weights, w1, w2, **options)
+    slots = module.post_expert_norm(_layer(x, ids, None, w1, w2, unreduced=True, **options))
+    return (slots * weights[:, :, None]).sum(1).to(x.dtype)
+
+
+def _layer(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, w1: Any, w2: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """`moe` in the dtype of the weights, or in autocast's, with a result in x's."""
+    rows = x if torch.is_autocast_enabled(x.device.type) else x.to(w2.dtype)
+    if weights is not None:
+        weights = (weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()).contiguous()
+    out = moe(rows.contiguous(), ids.contiguous(), weights, w1, w2, **options)  # type: ignore[arg-type]
+    return out.to(x.dtype)
+
+
+# Formulas by kind of module. Written in eager calls only: tracing that starts again must find what it found before.
+_FOUND: dict[tuple[Any, ...], tuple[Formula, ...]] = {}
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _formula_of(module: Any) -> Formula:
+    """The module's formula, found once for all modules of its kind with its numbers.
+
+    A compiled graph is guarded by both. A kind that no eager call has met is probed while it is traced, which guards
+    the graph by the module itself.
+    """
+    kind = _kind(module)
+    for formula in _found(*kind):
+        if _has(module, formula.numbers):
+            return formula
+    formula = _probe(module)
+    if not torch.compiler.is_compiling():
+        _FOUND[kind] = (*_FOUND.get(kind, ()), formula)
+    return formula
+
+
+def _kind(module: Any) -> tuple[Any, ...]:
+    """What decides a formula beside numbers. Wrappers such as peft's and FSDP's make classes, but keep the method."""
+    activation = getattr(module, "act_fn", None)
+    kind = type(activation) if isinstance(activation, torch.nn.Module) else activation
+    flags = [getattr(module, name, default) for name, default in _FLAGS]
+    return getattr(type(module), "_apply_gate", None), kind, *flags
+
+
+_FLAGS = (("has_gate", True), ("has_bias", False), ("has_post_expert_norm", False))
+
+
+def _has(module: Any, numbers: Numbers) -> bool:
+    for path, number in numbers:
+        part = module
+        for name in path:
+            part = getattr(part, name)
+        if part != number:
+            return False
+    return True
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+def _found(*kind: Any) -> tuple[Formula, ...]:
+    return _FOUND.get(kind, ())
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+def _probe(module: Any) -> Formula:
+    """A decorated module's formula by its values on a grid."""
+    gated = getattr(module, "has_gate", True)
+    numbers = tuple(_numbers(module, ()))
+    try:
+        activation, gate_up, reason = recognise(module._apply_gate if gated else module.act_fn, gated, numbers)
+    except Exception as error:  # whatever a class of someone else raises for values on the CPU
+        activation, gate_up = None, "halves"
+        reason = f"its activation cannot be evaluated: {type(error).__name__}: {error}"
+    needed = {"gate_up": gate_up != "halves", "unreduced": getattr(module, "has_post_expert_norm", False)}
+    needed |= dict.fromkeys(("b1", "b2"), getattr(module, "has_bias", False))
+    lacking = [name for name, is_needed in needed.items() if is_needed and name not in _OFFERED]
+    if lacking and not reason:
+        activation, reason = None, f"this version of the layer has no {' and '.join(lacking)}"
+    return Formula(activation, gate_up, reason, numbers)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+def _refuse(kind: type, reason: str, instead: str, falls_back: bool) -> None:
+    """Warns, once for each class and reason, or raises NotImplementedError."""
+    name = _name_of(kind)
+    if not falls_back:
+        raise NotImplementedError(f"moeblaze: {name}: {reason}")
+    if (name, reason) not in _WARNED:
+        _WARNED.add((name, reason))
+        warnings.warn(f"moeblaze: {name} runs as {instead}: {reason}", stacklevel=2)
+
+
+def _name_of(kind: type) -> str:
+    """The name of the class that transformers wrote: wrappers put theirs before it."""
+    names = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
+    return names[0] if names else kind.__name__
+
+
+def _numbers(module: torch.nn.Module, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], float]]:
+    """What may be an activation's constant among the attributes of a module and of its activation, by path."""
+    for name, value in vars(module).items():
+        if type(value) is float or (type(value) is int and any(word in name for word in ("limit", "alpha", "cap"))):
+            yield (*path, name), value
+    for name, child in module.named_children():
+        if path or name == "act_fn":
+            yield from _numbers(child, (*path, name))
+
+
+def recognise(gate: Callable[[torch.Tensor], torch.Tensor], gated: bool, numbers: Numbers) -> tuple[Any, str, str]:
+    """Which activation of the layer a function is: (activation, order of gate and up columns, "") or (None, "halves",
+    reason).
+
+    gate: takes (n, 2 m) gate and up columns, or (n, m) without a gate, to (n, m). It is asked in float64 on the CPU.
+    numbers: where the constants of an activation are looked for, such as ("limit",) or ("act_fn", "gate_softcap").
+    """
+    if any(True for _ in getattr(gate, "parameters", tuple)()):
+        return None, "halves", "its activation has parameters"
+    a, b = (values.ravel() for values in np.meshgrid(GRID, GRID, indexing="ij"))
+    got = _values(gate, np.stack([a, b], 1) if gated else a[:, None])[:, 0]
+    for activation in _candidates(gated, numbers):
+        wanted = layer_values(activation, gated, a, b)
+        if not _alike(got, wanted):
+            continue
+        if not gated:
+            return activation, "halves", ""
+        table, places = wanted.reshape(len(GRID), -1), np.random.default_rng(0).integers(len(GRID), size=(64, 4))
+        wide = _values(gate, GRID[places])
+        for order, columns in (("halves", ((0, 2), (1, 3))), ("interleaved", ((0, 1), (2, 3)))):
+            expected = np.stack([table[places[:, g], places[:, u]] for g, u in columns], 1)
+            if _alike(wide, expected):
+                return activation, order, ""
+        return None, "halves", "its gate and up columns neither lie in halves nor alternate"
+    return None, "halves", f"its activation is none of {', '.join(n for n in ACTIVATIONS if is_gated(n) == gated)}"
+
+
+def _values(function: Callable[[torch.Tensor], torch.Tensor], columns: Any) -> Any:
+    with _disable_current_modes(), torch.no_grad():
+        return function(torch.from_numpy(columns)).double().numpy()
+
+
+def _alike(got: Any, wanted: Any) -> bool:
+    return got.shape == wanted.shape and bool((abs(got - wanted) <= RELATIVE * abs(wanted) + ABSOLUTE).all())
+
+
+def _candidates(gated: bool, numbers: Numbers) -> Iterable[Any]:
+    """Activations with every choice of constants: numbers whose path has the words of a constant's name in it."""
+    for name in ACTIVATIONS:
+        if is_gated(name) != gated:
+            continue
+        constants = tuple(_Activation(name).constants) if _Activation else ()
+        values = [
+            {number for path, number in numbers if all(word in ".".join(path) for word in constant.split("_"))}
+            for constant in constants
+        ]
+        for chosen in itertools.product(*values):
+            if all(np.isfinite(number) and number > 0 for number in chosen):
+                yield _Activation(name, **dict(zip(constants, chosen, strict=True))) if constants else name
+
+
+def layer_values(activation: Any, gated: bool, a: Any, b: Any) -> Any:
+    """(n,) float64: what the layer itself makes of gate values a (n,) and up values b (n,)."""
+    columns = 2 if gated else 1
+    x, w1, w2 = np.stack([a, b], 1)[:, :columns], np.eye(columns)[None], np.eye(columns)[None, :1]
+    ids, weights = np.zeros((len(a), 1), np.int32), np.ones((len(a), 1))
+    return mb.moe_forward(np.ascontiguousarray(x), ids, weights, w1, w2, activation=activation, save=None)[0][:, 0]
+
+
+class Patched(NamedTuple):
+    """What `patch` did: names of modules it serves, and reasons by the names of those that it cannot serve."""
+
+    served: tuple[str, ...]
+    refused: dict[str, str]
+
+
+def patch(model: torch.nn.Module, *, fallback: bool | None = None) -> Patched:
+    """Serves modules that transformers does not dispatch, and finds the formulas of those that it does.
+
+    The forward of every DbrxExperts, Llama4TextMoe, JetMoeMoE, LongcatFlashExperts and Step3p7Experts within the model
+    is replaced on the instance. Weights stay where they are. A second call changes nothing.
+    Modules with "moeblaze" as their experts implementation are probed, so that parts of a model that are compiled one
+    by one share their graphs.
+    fallback: as of `register`. A module that cannot be served keeps its forward, with a warning.
+    Raises NotImplementedError for such a module if `fallback` is False.
+    """
+    served, refused, falls_back = [], {}, _falls_back(fallback)
+    for name, module in model.named_modules():
+        reason = _served(_name_of(type(module)), module)
+        if reason:
+            refused[name] = reason
+            _refuse(type(module), reason, "before", falls_back)
+        elif reason is not None:
+            served.append(name)
+    return Patched(tuple(served), refused)
+
+
+def _served(kind: str, module: Any) -> str | None:
+    """Patches where that is possible: "" for a module that the layer serves, else a reason. None for other modules."""
+    if kind in _PATCHES:
+        return _patch_one(kind, module)
+    if kind in _OUT_OF_REACH:
+        return _OUT_OF_REACH[kind]
+    if not (hasattr(module, "is_concatenated") and hasattr(module, "has_gate")):  # transformers' decorator sets both
+        return None
+    implementation = module.config._experts_implementation
+    if implementation not in _NAMES:
+        return f"its experts implementation is {implementation!r}"
+    return _formula_of(module).reason
+
+
+def _patch_one(kind: str, module: Any) -> str:
+    """Binds the forward, unless a reason comes back. The activation becomes an attribute, by which graphs are guarded."""
+    found = _PATCHES[kind]
+    if getattr(vars(module).get("forward"), "__func__", None) is found.forward:
+        return ""
+    if found.option and found.option not in _OFFERED:
+        return f"this version of the layer has no {found.option}"
+    if kind == "LongcatFlashExperts" and module.gate_up_proj is None:
+        return "it has no experts with weights"
+    activation, _, reason = recognise(found.gate(module), True, tuple(_numbers(module, ())))
+    if not reason:
+        module.moeblaze_activation = activation
+        module.forward = types.MethodType(found.forward, module)
+    return reason
+
+
+def _glu(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The gate of a module that has only the activation: gate columns, then up columns."""
+
+    def gate(columns: torch.Tensor) -> torch.Tensor:
+        a, b = columns.chunk(2, dim=-1)
+        return activation(a) * b
+
+    return gate
+
+
+def _dbrx(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    batch, stored = hidden_states.shape[0], (-1, self.ffn_hidden_size, self.hidden_size)
+    gate, up, w2 = (weight.view(stored) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
+    x, w1 = hidden_states.reshape(-1, self.hidden_size), (gate.transpose(1, 2), up.transpose(1, 2))
+    out = _layer(x, top_k_index, top_k_weights, w1, w2, activation=self.moeblaze_activation)
+    return out.view(batch, -1, self.hidden_size)
+
+
+def _llama4(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(x)  # scores (L, E) are 0 for experts that were not chosen
+    ids = logits.topk(self.top_k, dim=1).indices
+    w1, w2 = self.experts.gate_up_proj, self.experts.down_proj
+    options = {"activation": self.moeblaze_activation, "weights_on": "input"}
+    return self.shared_expert(x) + _layer(x, ids, scores.gather(1, ids), w1, w2, **options), logits
+
+
+def _jetmoe(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
+    x = layer_input.reshape(-1, layer_input.shape[-1])
+    logits = self.router(x)[4]  # through the router, where transformers records its logits
+    chosen, ids = logits.topk(self.router.top_k, dim=1)
+    weights = chosen.softmax(1).to(x.dtype)
+    w1, w2 = self.input_linear.weight.transpose(1, 2), self.output_linear.weight.transpose(1, 2)
+    out = _layer(x, ids, weights, w1, w2, activation=self.moeblaze_activation)
+    return out.view_as(layer_input) + self.bias
+
+
+def _longcat(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """gate_up_proj has rows for the identity experts too, which nothing reads."""
+    w1, w2 = self.gate_up_proj[: self.num_routed_experts].transpose(1, 2), self.down_proj.transpose(1, 2)
+    options = {"activation": self.moeblaze_activation, "identity_experts": self.zero_expert_num}
+    return _layer(hidden_states, top_k_index, top_k_weights, w1, w2, **options)
+
+
+def _step(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    w1, w2 = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+    return _layer(hidden_states, top_k_index, top_k_weights, w1, w2, activation=self.moeblaze_activation)
+
+
+class _Patch(NamedTuple):
+    forward: Callable[..., Any]
+    gate: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]  # the module's, of gate and up columns
+    option: str = ""  # of the layer, that it needs
+
+
+_PATCHES = {
+    "DbrxExperts": _Patch(_dbrx, lambda module: _glu(module.mlp.activation_fn)),
+    "Llama4TextMoe": _Patch(_llama4, lambda module: _glu(module.experts.act_fn), "weights_on"),
+    "JetMoeMoE": _Patch(_jetmoe, lambda module: _glu(module.activation)),
+    "LongcatFlashExperts": _Patch(_longcat, lambda module: _glu(module.act_fn), "identity_experts"),
+    "Step3p7Experts": _Patch(_step, lambda module: module._apply_gate),
+}
+for _patched in _PATCHES.values():
+    _patched.forward.__name__ = "forward"  # what a pickled model looks up: it comes back with its class's own
+_QUANTISED = "its weights are quantised"
+_OUT_OF_REACH = {
+    "JetMoeMoA": "its experts are projections of attention",
+    "SwitchTransformersExperts": "its experts are modules of their own",
+    "NllbMoeExperts": "its experts are modules of their own",
+    "VitPoseNaiveMoe": "its experts are modules of their own",
+    "DogeCDMoE": "its experts have one hidden column",
+    "FP8Experts": _QUANTISED,
+    "Mxfp4GptOssExperts": _QUANTISED,
+}
+
+register()

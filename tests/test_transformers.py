@@ -1,0 +1,571 @@
+"""`interop.transformers`: every experts class of the transformers at hand beside its own code, and small models."""
+
+import ast
+import copy
+import importlib
+import math
+import pickle
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from moeblaze_cupy.interop import transformers as backend  # noqa: E402
+from moeblaze_cupy.structures import ACTIVATIONS  # noqa: E402
+
+# Every class that transformers dispatches, without "Experts" at its end, by the activation it is served with. A class
+# that is found and not listed fails: look at its layout and its formula, then list it.
+SWIGLU = """
+    Afmoe Aria AXK1 AXK2 BailingHybrid Beam Cohere2Moe DeepseekOcr2Text DeepseekV2 DeepseekV3 DeepseekV32 Dots1
+    Dots3Note Ernie4_5_Moe Ernie4_5_VLMoeMoe ExaoneMoe FlexOlmo Flint Glm4Moe Glm4MoeLite Glm4vMoeText GlmMoeDsa
+    GraniteMoe GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA HunYuanMoEV1 HYV3 Inkling Jamba KimiLinear Kolibri1
+    Laguna Lfm2Moe Mellum MiMoV2Flash MiniMax MiniMaxM2 Mistral4 MistralLarge4Text Mixtral Olmoe Phimoe Qwen2Moe
+    Qwen3_5Moe Qwen3Moe Qwen3Next Qwen3OmniMoeTalkerText Qwen3OmniMoeThinkerText Qwen3VLMoeText Qwen4ExpText
+    SolarOpen UnlimitedOcrText Zaya
+"""
+OTHERS = {
+    "swiglu_clamp": "DeepseekV4 Glm5NextText HYV4",
+    "swiglu_oai": "GptOss MiniMaxM3VL OpenAIPrivacyFilter",
+    "swiglu_softcap": "Inkling2",
+    "geglu_tanh": "DiffusionGemmaText Gemma4Text",
+    "relu2": "NemotronH",
+    "swiglu": f"{SWIGLU} MuseSpark",
+}
+ACTIVATION_OF = {f"{name}Experts": kind for kind, names in OTHERS.items() for name in names.split()}
+OPTIONS_OF = {
+    "GptOssExperts": {"b1", "b2", "gate_up"},
+    "OpenAIPrivacyFilterExperts": {"b1", "b2"},
+    "MuseSparkExperts": {"unreduced"},
+}
+IN_FLOAT32 = ("BeamExperts", "Inkling2Experts", "MuseSparkExperts")  # parts of these compute so whatever comes
+
+L, K, E, D, H = 12, 2, 4, 8, 12
+
+
+def experts_config(implementation="eager"):
+    """What experts modules read of a configuration. Limits are low enough for values of unit scale to pass them."""
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E)
+    hidden = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), H)
+    return types.SimpleNamespace(
+        **experts,
+        **hidden,
+        hidden_size=D,
+        moe_hidden_size=D,
+        moe_latent_size=None,
+        hidden_act="silu",
+        hidden_activation="gelu_pytorch_tanh",
+        mlp_hidden_act="relu2",
+        swiglu_limit=0.7,
+        swiglu_alpha=1.702,
+        mlp_gate_softcap=1.5,
+        mlp_up_softcap=2.5,
+        post_norm_eps=1e-6,
+        _experts_implementation=implementation,
+    )
+
+
+def decorated_classes():
+    """(module, class) of every class with @use_experts_implementation, by the source."""
+    found = []
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        text = path.read_text()
+        if "@use_experts_implementation" in text:
+            module = f"transformers.models.{path.parent.name}.{path.stem}"
+            for node in ast.parse(text).body:
+                decorators = getattr(node, "decorator_list", ())
+                if any("use_experts_implementation" in ast.unparse(decorator) for decorator in decorators):
+                    found.append((module, node.name))
+    return found
+
+
+CLASSES = decorated_classes()
+
+
+def made(module, name, implementation="eager"):
+    """A module of unit-scale random weights in float64."""
+    torch.manual_seed(0)
+    made = getattr(importlib.import_module(module), name)(experts_config(implementation)).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5 if parameter.dim() == 3 else 1.0)
+    return made
+
+
+def inputs():
+    torch.manual_seed(1)
+    x = torch.randn(L, D, dtype=torch.float64)
+    ids = torch.rand(L, E).argsort(1)[:, :K].contiguous()
+    return x, ids, torch.rand(L, K, dtype=torch.float64), torch.randn(L, D, dtype=torch.float64)
+
+
+def results(module, x, ids, weights, grad_out):
+    """Output and gradients of everything, by name."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = module(x, ids, weights)
+    module.zero_grad()
+    out.backward(grad_out)
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, **grads}
+
+
+def check_equal(got, wanted, tolerance):
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert value is not None and value.norm() > 0, name
+        error = ((got[name] - value).norm() / value.norm()).item()
+        assert error < tolerance, (name, error)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Options of every call of the layer."""
+    seen = []
+
+    def spying(*args, real=backend.moe, **options):
+        seen.append(options)
+        return real(*args, **options)
+
+    monkeypatch.setattr(backend, "moe", spying)
+    return seen
+
+
+def test_every_class_is_listed():
+    assert len(CLASSES) > 50
+    assert [name for _, name in CLASSES if name not in ACTIVATION_OF] == []
+
+
+@pytest.mark.parametrize(("module", "name"), CLASSES, ids=[name for _, name in CLASSES])
+def test_class_gives_what_its_own_code_gives(module, name, calls, monkeypatch):
+    """Or falls back with one warning, if the layer has no such activation or option."""
+    experts = made(module, name)
+    activation, needed = ACTIVATION_OF[name], OPTIONS_OF.get(name, set())
+    if activation in ACTIVATIONS and needed <= backend._OFFERED:
+        wanted = results(experts, *inputs())
+        assert not calls
+        experts.config._experts_implementation = "moeblaze"
+        check_equal(results(experts, *inputs()), wanted, 2e-6 if name in IN_FLOAT32 else 1e-12)
+        (options,) = calls
+        assert getattr(options["activation"], "name", options["activation"]) == activation
+        assert needed <= options.keys()
+        return
+    experts.config._experts_implementation = "moeblaze"
+    monkeypatch.setattr(backend, "_WARNED", set())
+    with pytest.warns(UserWarning, match=f"{name} runs as grouped_mm") as warned:
+        for _ in range(2):
+            experts.float()(*(t.float() if t.is_floating_point() else t for t in inputs()[:3]))
+    assert not calls and len([w for w in warned if "moeblaze" in str(w.message)]) == 1
+
+
+QWEN = ("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts")
+
+
+def test_ids_past_the_last_expert_are_empty_slots(calls):
+    """They are what a rank of expert parallelism gets for the experts of other ranks."""
+    experts = made(*QWEN, "moeblaze")
+    x, ids, weights, _ = inputs()
+    away = ids == 1
+    got = experts(x, ids.masked_fill(away, E), weights)
+    assert torch.equal(got, experts(x, ids, weights.masked_fill(away, 0))) and len(calls) == 2
+
+
+@pytest.mark.parametrize("act", [torch.nn.GELU(), torch.nn.ReLU(), torch.nn.GELU(approximate="tanh")], ids=str)
+def test_another_activation_of_a_listed_class(act, calls):
+    experts = made(*QWEN)
+    experts.act_fn = act
+    name = {"GELU(approximate='none')": "geglu", "ReLU()": "reglu"}.get(str(act), "geglu_tanh")
+    if name not in ACTIVATIONS:
+        pytest.skip(f"the layer has no {name}")
+    wanted = results(experts, *inputs())
+    experts.config._experts_implementation = "moeblaze"
+    check_equal(results(experts, *inputs()), wanted, 1e-12)
+    assert calls[0]["activation"] == name
+
+
+def test_a_replaced_activation_is_seen_at_the_next_call(calls):
+    experts = made(*QWEN, "moeblaze")
+    x, ids, weights, _ = inputs()
+    experts(x, ids, weights)
+    experts.act_fn = torch.nn.ReLU()
+    experts(x, ids, weights)
+    assert [call["activation"] for call in calls] == ["swiglu", "reglu"]
+
+
+@pytest.mark.parametrize("act", [torch.nn.PReLU(init=0.0), torch.nn.Tanh(), torch.nn.Softmax(-1)], ids=str)
+def test_what_the_layer_cannot_compute_falls_back_or_raises(act, calls, monkeypatch):
+    monkeypatch.setattr(backend, "_WARNED", set())
+    experts = made(*QWEN, "moeblaze").float()
+    experts.act_fn = act
+    x, ids, weights, _ = (t.float() if t.is_floating_point() else t for t in inputs())
+    with pytest.warns(UserWarning, match="Qwen3MoeExperts runs as grouped_mm: its activation"):
+        got = experts(x, ids, weights)
+    experts.config._experts_implementation = "eager"
+    torch.testing.assert_close(got, experts(x, ids, weights), rtol=1e-4, atol=1e-5)
+    experts.config._experts_implementation = "moeblaze"
+    try:
+        backend.register(fallback=False)
+        with pytest.raises(NotImplementedError, match="Qwen3MoeExperts: its activation"):
+            experts(x, ids, weights)
+        monkeypatch.setenv("MOEBLAZE_FALLBACK", "0")
+        backend.register()
+        with pytest.raises(NotImplementedError):
+            experts(x, ids, weights)
+    finally:
+        monkeypatch.undo()
+        backend.register()
+    assert not calls
+
+
+def test_columns_that_lie_otherwise_are_refused():
+    def swapped(columns):
+        up, gate = columns.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def turned(columns):
+        a, b = columns.chunk(2, dim=-1)
+        return torch.nn.functional.silu(a) * b.flip(-1)
+
+    def alternating(columns):
+        return torch.nn.functional.silu(columns[:, ::2]) * columns[:, 1::2]
+
+    assert backend.recognise(swapped, True, ())[0] is None
+    assert backend.recognise(turned, True, ())[2] == "its gate and up columns neither lie in halves nor alternate"
+    assert backend.recognise(alternating, True, ()) == ("swiglu", "interleaved", "")
+
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_k": 2, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "shared_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_dense_layers": 0,
+    "moe_layer_start_index": 0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+MODELS = """
+    mixtral qwen2_moe qwen3_moe olmoe flex_olmo deepseek_v2 deepseek_v3 granitemoe granitemoeshared glm4_moe
+    glm4_moe_lite minimax minimax_m2 phimoe dots1 ernie4_5_moe hunyuan_v1_moe afmoe cohere2_moe exaone_moe
+"""
+
+
+def tiny(model_type, implementation, **sizes):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    own = {"head_dim": 8, "v_head_dim": 8} if model_type == "deepseek_v3" else {}
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | own | sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tokens():
+    return torch.randint(2, 64, (2, 8), generator=torch.Generator().manual_seed(2))
+
+
+def step(model):
+    """Logits and gradients of a training step."""
+    model.zero_grad()
+    torch.manual_seed(4)  # some routers draw noise
+    out = model(tokens(), labels=tokens())
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach().clone(), **grads}
+
+
+@pytest.mark.parametrize("model_type", MODELS.split())
+def test_model(model_type, calls, tmp_path):
+    """Logits, gradients, checkpointing, greedy tokens, save and load, bfloat16."""
+    reference, model = tiny(model_type, "eager"), tiny(model_type, "moeblaze")
+    layers = sum(hasattr(module, "is_concatenated") for module in model.modules())
+    wanted, got = step(reference), step(model)
+    assert len(calls) == layers > 0
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5 * max(value.abs().max().item(), 1e-3))
+
+    model.gradient_checkpointing_enable()
+    calls.clear()
+    again = step(model)
+    assert len(calls) == 2 * layers
+    assert all(torch.equal(again[name], value) for name, value in got.items())
+    model.gradient_checkpointing_disable()
+
+    options = {"max_new_tokens": 4, "do_sample": False}
+    calls.clear()
+    assert torch.equal(model.generate(tokens(), **options), reference.generate(tokens(), **options))
+    assert len(calls) == 4 * layers
+
+    model.save_pretrained(tmp_path)
+    assert "moeblaze" not in (tmp_path / "config.json").read_text()
+    loaded = type(model).from_pretrained(tmp_path, experts_implementation="moeblaze")
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+    calls.clear()
+    half = step(model.bfloat16())
+    assert len(calls) == layers and all(torch.isfinite(value).all() for value in half.values())
+
+
+def test_an_implementation_is_set_on_a_model_in_use(calls):
+    model = tiny("qwen3_moe", "eager")
+    wanted = step(model)["logits"]
+    model.set_experts_implementation("moeblaze")
+    torch.testing.assert_close(step(model)["logits"], wanted, rtol=1e-5, atol=1e-6)
+    assert len(calls) == 2
+
+
+def test_autocast_computes_as_linear_does(calls):
+    """Experts of float32 weights in bfloat16, their gradients in float32."""
+    reference, model = tiny("qwen3_moe", "eager"), tiny("qwen3_moe", "moeblaze")
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, got = step(reference), step(model)
+    assert len(calls) == 2
+    for name, value in wanted.items():
+        assert got[name].dtype == value.dtype
+        assert (got[name] - value).norm() < 0.03 * value.norm(), name
+
+
+@pytest.mark.parametrize("policy", ["paper", "recompute"])
+def test_save_policies(policy, calls):
+    backend.register(f"moeblaze_{policy}", save=policy)
+    wanted = step(tiny("mixtral", "moeblaze"))
+    got = step(tiny("mixtral", f"moeblaze_{policy}"))
+    assert [call["save"] for call in calls] == ["minimal"] * 2 + [policy] * 2
+    check_equal(got, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_compiles_to_one_graph(model_type):
+    model = tiny(model_type, "moeblaze", num_hidden_layers=1)
+    wanted = step(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile(fullgraph=True, backend="aot_eager")
+    check_equal(step(model), wanted, 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("first", ["eager", "patch"])
+def test_layers_compiled_one_by_one_share_their_graphs(first):
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("qwen3_moe", **SIZES | {"num_hidden_layers": 10}),
+        experts_implementation="moeblaze",
+    )
+    if first == "patch":
+        backend._FOUND.clear()
+        backend.patch(model)
+    with torch.no_grad():
+        if first == "eager":
+            model(tokens())
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for layer in model.model.layers:
+            layer.mlp.experts.compile(fullgraph=True, backend="aot_eager")
+        model(tokens())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        row = torch.randint(2, 64, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": row, "labels": row}
+
+
+MODES = {
+    "plain": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"bf16": True},
+    "compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+
+
+def train(model, folder, **options):
+    """Losses and gradient norms of three steps of two batches each."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+    trainer.train()
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trainer(mode, tmp_path, calls):
+    pytest.importorskip("accelerate")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager = {} if mode == "compile" else MODES[mode]  # the loop over experts in plain code breaks graphs
+    wanted = train(tiny("qwen3_moe", "eager", num_hidden_layers=1), tmp_path, **eager)
+    torch._dynamo.utils.counters.clear()
+    got = train(tiny("qwen3_moe", "moeblaze", num_hidden_layers=1), tmp_path, **MODES[mode])
+    assert len(got) == 3 and calls
+    loss_error, norm_error = (1e-3, 0.05) if mode == "bf16" else (1e-5, 1e-4)
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(got, wanted, strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=loss_error)
+        assert norm == pytest.approx(wanted_norm, rel=norm_error) and norm > 0
+    if mode == "compile":
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+LORA = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "experts": {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+}
+
+
+@pytest.mark.parametrize("where", LORA)
+def test_lora(where, tmp_path, calls):
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
+    losses = []
+    for implementation in ("eager", "moeblaze"):
+        model = tiny("qwen3_moe", implementation)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **LORA[where]))
+        assert sum(p.requires_grad for p in model.parameters()) > 0
+        losses.append(train(model, tmp_path))
+    assert calls
+    for pair, expected in zip(*losses, strict=True):
+        assert pair == pytest.approx(expected, rel=1e-4) and pair[1] > 0
+
+
+def text_model(module, config, model, **sizes):
+    """A small model of a family that AutoModelForCausalLM has under other names or sizes."""
+    family = importlib.import_module(f"transformers.models.{module}")
+    torch.manual_seed(0)
+    made = getattr(family, model)(getattr(family, config)(**SIZES | sizes)).double()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "experts" in name or "mlp" in name:  # some families start with zeros or with what torch.empty found
+                parameter.normal_(std=0.2)
+    return made
+
+
+DBRX = {
+    "d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+    "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+}  # fmt: skip
+PATCHED = {
+    "DbrxExperts": ("", ("dbrx", "DbrxConfig", "DbrxForCausalLM", DBRX)),
+    "JetMoeMoE": ("", ("jetmoe", "JetMoeConfig", "JetMoeForCausalLM", {"kv_channels": 16, "num_key_value_heads": 1})),
+    "Llama4TextMoe": (
+        "weights_on",
+        ("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {"moe_layers": [0, 1], "intermediate_size_mlp": 16}),
+    ),
+    "LongcatFlashExperts": ("identity_experts", None),
+    "Step3p7Experts": ("", None),
+}
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *args):
+        return self.experts(*args)
+
+
+def check_refused(model, name):
+    with pytest.warns(UserWarning, match=f"{name} runs as before: this version of the layer has no"):
+        patched = backend.patch(model)
+    assert not patched.served and patched.refused
+
+
+@pytest.mark.parametrize("name", ["DbrxExperts", "JetMoeMoE", "Llama4TextMoe"])
+def test_patch_serves_models_that_are_not_dispatched(name, calls, monkeypatch):
+    monkeypatch.setattr(backend, "_WARNED", set())
+    option, (*family, sizes) = PATCHED[name]
+    model = text_model(*family, **sizes)
+    if option and option not in backend._OFFERED:
+        check_refused(model, name)
+        return
+    modules = [path for path, module in model.named_modules() if type(module).__name__ == name]
+    wanted = step(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "moeblaze: JetMoeMoA")
+        first, second = backend.patch(model), backend.patch(model)
+    assert list(first.served) == modules and first == second and len(modules) == 2
+    got = step(model)
+    assert len(calls) == 2
+    check_equal(got, wanted, 1e-6)
+    copied = copy.deepcopy(model)
+    assert all(copied.get_submodule(path).forward.__self__ is copied.get_submodule(path) for path in modules)
+
+
+@pytest.mark.parametrize("limit", [None, 0.3])
+def test_patch_step(limit, calls, monkeypatch):
+    """Its experts clamp after the activation; a limit of its own for each layer."""
+    monkeypatch.setattr(backend, "_WARNED", set())
+    family = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    if not hasattr(family, "Step3p7Experts"):
+        pytest.skip("this transformers has no Step3p7Experts")
+    torch.manual_seed(0)
+    model = Holder(family.Step3p7Experts(experts_config(), swiglu_limit=limit).double())
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    if limit and "swiglu_clamp_after" not in ACTIVATIONS:
+        with pytest.warns(UserWarning, match="Step3p7Experts runs as before: its activation is none of"):
+            assert backend.patch(model).refused
+        return
+    wanted = results(model, *inputs())
+    assert backend.patch(model).served == ("experts",)
+    check_equal(results(model, *inputs()), wanted, 1e-12)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("identities", [0, 3])
+def test_patch_longcat(identities, calls, monkeypatch):
+    monkeypatch.setattr(backend, "_WARNED", set())
+    family = importlib.import_module("transformers.models.longcat_flash.modeling_longcat_flash")
+    config = experts_config()
+    config.expert_ffn_hidden_size, config.zero_expert_num = H, identities
+    torch.manual_seed(0)
+    model = Holder(family.LongcatFlashExperts(config).double())
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    if "identity_experts" not in backend._OFFERED:
+        check_refused(model, "LongcatFlashExperts")
+        return
+    x, _, weights, grad_out = inputs()
+    ids = torch.rand(L, E + identities).argsort(1)[:, :K].contiguous()
+    wanted = results(model, x, ids, weights, grad_out)
+    assert backend.patch(model).served == ("experts",)
+    check_equal(results(model, x, ids, weights, grad_out), wanted, 1e-12)
+    assert len(calls) == 1
+
+
+def test_patch_tells_of_implementations_that_are_not_the_layers(monkeypatch):
+    monkeypatch.setattr(backend, "_WARNED", set())
+    model = tiny("mixtral", "grouped_mm")
+    with pytest.warns(UserWarning, match="MixtralExperts runs as before: its experts implementation is 'grouped_mm'"):
+        refused = backend.patch(model).refused
+    assert list(refused) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    with pytest.raises(NotImplementedError, match="MixtralExperts: its experts implementation"):
+        backend.patch(model, fallback=False)
+    model.set_experts_implementation("moeblaze")
+    assert backend.patch(model) == (tuple(refused), {})
+
+
+def test_a_model_can_be_pickled_and_patched_again(calls):
+    model = text_model(*PATCHED["DbrxExperts"][1][:3], **DBRX)
+    backend.patch(model)
+    again = pickle.loads(pickle.dumps(model))
+    assert backend.patch(again).served == backend.patch(model).served
+    assert torch.equal(step(again)["logits"], step(model)["logits"]) and math.prod(tokens().shape)
+
+
+def test_the_name_is_checked_where_a_model_is_built():
+    with pytest.raises(ValueError, match="is not supported"):
+        tiny("mixtral", "moeblase")
