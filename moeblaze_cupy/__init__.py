@@ -2,10 +2,11 @@
 
 from moeblaze_cupy.layer import build_dispatch, moe_backward, moe_forward
 from moeblaze_cupy.routing import route, route_backward
-from moeblaze_cupy.structures import DispatchIndices, Gradients, SavedForBackward
+from moeblaze_cupy.structures import Activation, DispatchIndices, Gradients, SavedForBackward
 
 __version__ = "0.1.0"
 __all__ = [
+    "Activation",
     "DispatchIndices",
     "Gradients",
     "SavedForBackward",
