@@ -24,7 +24,9 @@ struct ActivationConstants {
 #define CONSTANTS_OF(p) {(p).constant0, 0.f}
 #else
 #define ACTIVATION_CONSTANTS
-#define CONSTANTS_OF(p) {}
+#define CONSTANTS_OF(p) \
+    {                   \
+    }
 #endif
 template <class Params>
 __device__ __forceinline__ ActivationConstants constants_of([[maybe_unused]] const Params& p) {

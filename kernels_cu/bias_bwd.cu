@@ -19,8 +19,8 @@
 
 typedef ELEMENT element;
 
-constexpr int GROUP = 8;            // threads that span a row's columns
-constexpr int ROWS_IN_FLIGHT = 4;   // of a thread: loads before the first is used
+constexpr int GROUP = 8;           // threads that span a row's columns
+constexpr int ROWS_IN_FLIGHT = 4;  // of a thread: loads before the first is used
 static_assert(COLUMNS == GROUP * 8, "a thread has 8 columns");
 static_assert(GROUP * ROWS <= 1024 && GROUP * ROWS >= COLUMNS, "threads of a block; the first store a column each");
 

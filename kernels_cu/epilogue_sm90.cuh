@@ -308,8 +308,7 @@ struct ActivateBwdRows : EpilogueBase {
         if constexpr (INTERLEAVED) {
             element* first_layer_grad = pairs_at(params.first_layer_grad, done);
             if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);
-            if (inside_second() && params.first_layer_grad)
-                store_global_vector(first_layer_grad + 2 * HALF_COLUMNS, grad_b);
+            if (inside_second() && params.first_layer_grad) store_global_vector(first_layer_grad + 2 * HALF_COLUMNS, grad_b);
         } else {
             element* first_layer_grad = at<1 + GATED>(params.first_layer_grad, done);
             if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);

@@ -20,7 +20,7 @@
 #include "gemm_core_sm80.cuh"
 #include "activation.cuh"
 
-#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
+#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||      \
     !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
     !defined(BIAS)
 #error \
@@ -46,20 +46,20 @@ struct GroupedGemmParams {
     float* partial_sums;              // (column tiles, num_slots) fp32, out: sums of grad_y_swi * y_swi over each BN columns;
                                       // null: not wanted
 #if BIASED
-    const BIAS *bias0, *bias1;        // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
+    const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
 #endif
-    int64 lda, expert_stride, ldb;    // in elements
+    int64 lda, expert_stride, ldb;  // in elements
 #if BIASED
-    int64 bias_stride;                // elements of a bias from expert to expert
+    int64 bias_stride;  // elements of a bias from expert to expert
 #endif
-    int columns, depth;               // N, and K of one segment
-    int num_slots;                    // L*k
-    ACTIVATION_CONSTANTS              // of ACTIVATE and ACTIVATE_BWD
+    int columns, depth;   // N, and K of one segment
+    int num_slots;        // L*k
+    ACTIVATION_CONSTANTS  // of ACTIVATE and ACTIVATE_BWD
 };
 
 enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };
 
-constexpr bool PAIRS = EPILOGUE == ACTIVATE && INTERLEAVED;  // the column tile is 64 pairs of gate and up
+constexpr bool PAIRS = EPILOGUE == ACTIVATE && INTERLEAVED;      // the column tile is 64 pairs of gate and up
 constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED && !PAIRS;  // the column tile is 64 of gate beside 64 of up
 constexpr int GROUPS = SPLIT ? 2 : 1;
 constexpr int B_PER_COLUMN = PAIRS ? 2 : 1;  // columns of B for one of the result

@@ -40,7 +40,7 @@
 #include "gemm_core_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
 
-#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
+#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||          \
     !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_Y_SWI) || !defined(CLUSTER_CTAS) || !defined(WEIGHT) || \
     !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || !defined(BIAS)
 #error \
@@ -85,7 +85,7 @@ struct GroupedGemmParams {
 #if GATHER
     int64 lda;  // elements from row to row of a
 #endif
-    int64 result_ld;     // elements from row to row of result, StoreRows and StoreTokenRows only
+    int64 result_ld;  // elements from row to row of result, StoreRows and StoreTokenRows only
 #if BIASED
     int64 bias_stride;  // elements of a bias from expert to expert
 #endif

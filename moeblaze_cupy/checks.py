@@ -317,12 +317,15 @@ def _alike(function: str, argument: str, gate: Array, up: Array) -> None:
     dtype(function, f"{argument}[1]", up, (gate.dtype,))
 
 
-def accumulated_names(function: str, accumulate: Any, needs: tuple[str, ...]) -> None:
+def accumulated_names(function: str, accumulate: Any, needs: tuple[str, ...], present: tuple[str, ...]) -> None:
+    """present: of what the layer has gradients."""
+    names = tuple(name for name in present if name not in ("x", "weights"))
     if not isinstance(accumulate, Mapping):
-        wanted = "a mapping from 'w1', 'w2', 'b1' and 'b2' to arrays"
+        *first, last = map(repr, names)
+        wanted = f"a mapping from {', '.join(first)} and {last} to arrays"
         raise bad_type(function, "accumulate", wanted, type(accumulate))
     for name in accumulate:
-        one_of(function, "accumulate", name, ("w1", "w2", "b1", "b2"))
+        one_of(function, "accumulate", name, names)
         if name not in needs:
             raise bad_value(function, "accumulate", f"names that are in needs, {needs}", repr(name))
 

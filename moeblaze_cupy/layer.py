@@ -56,7 +56,7 @@ def _buffers(
     function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward
 ) -> dict[str, dict[str, Any]]:
     """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
-    checks.accumulated_names(function, accumulate, needs)
+    checks.accumulated_names(function, accumulate, needs, saved.gradients)
     found: dict[str, dict[str, Any]] = {}
     for name, given in accumulate.items():
         if given is None:
@@ -211,8 +211,20 @@ def moe_forward(
                 own["b1"] = one_or_pair(tuple(b1_by_name.values())) if b1_by_name else None
                 saved = dataclasses.replace(saved, **own)
             return out, saved
+        inputs = _forward_values(call.layout(*named), options)
+        x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
         steps = experts.configure_forward(
-            *_forward_values(call.layout(*named), options), activation, gate_up, save, call.limits
+            x_layout,
+            ids_layout,
+            weights_layout,
+            w2_layout,
+            w1_layouts,
+            b1_layouts,
+            b2_layouts,
+            activation,
+            gate_up,
+            save,
+            call.limits,
         )
         given, pointers, export = call.owners(), call.pointers(), call.export
         found = runtime.keep(key, call.prepared(steps))
@@ -249,16 +261,16 @@ def _forward_on_cpu(
     gate_up: str,
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
-    w1, b1 = (one_or_pair(tuple(host[name] for name in names)) if names else None for names in (w1_names, b1_names))
+    w1, b1 = (tuple(host[name] for name in names) for names in (w1_names, b1_names))
     out, saved = reference.moe_forward(
         host["x"],
         host["ids"],
         host["weights"],
-        w1,
+        one_or_pair(w1),
         host["w2"],
         activation=activation,
         save=save,
-        b1=b1,
+        b1=one_or_pair(b1) if b1 else None,
         b2=host.get("b2"),
         gate_up=gate_up,
     )
@@ -335,8 +347,15 @@ def moe_backward(
         pointers = [array.ptr for array in described]
         layouts = [array.layout for array in described]
         *inputs, _, first_layer, y_swi, totals = _backward_values(saved, accumulate, layouts, None)
+        grad_layout, x_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
         steps = experts.configure_backward(
-            *inputs,
+            grad_layout,
+            x_layout,
+            weights_layout,
+            w2_layout,
+            w1_layouts,
+            b1_layouts,
+            b2_layouts,
             first_layer,
             y_swi,
             tuple(totals.items()),
@@ -386,7 +405,8 @@ def _backward_values(
     """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
     end = 5 + len(pair(saved.w1))
     w1 = tuple(values[5:end])
-    b1 = b2 = ()
+    b1: tuple[Any, ...] = ()
+    b2: tuple[Any, ...] = ()
     if saved.b1 is not None:
         start, end = end, end + len(pair(saved.b1))
         b1 = tuple(values[start:end])

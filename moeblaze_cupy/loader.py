@@ -155,8 +155,8 @@ def gemm_variant(
 @functools.cache
 def bias_variant(dtype: str, aligned: bool, bias: str, out: str) -> Variant:
     """The gradient of a bias. dtype: of the rows that are summed. bias: of the bias itself. out: of the gradient."""
-    macros = {"ELEMENT": ELEMENTS[dtype], "BIAS": ELEMENTS[bias], "OUT": ELEMENTS[out], "ALIGNED": int(aligned)}
-    return _variant("bias_bwd.cu", "bias_bwd", {"ENTRY": "bias_bwd", **macros})
+    types = {"ELEMENT": ELEMENTS[dtype], "BIAS": ELEMENTS[bias], "OUT": ELEMENTS[out]}
+    return _variant("bias_bwd.cu", "bias_bwd", {"ENTRY": "bias_bwd", **types, "ALIGNED": int(aligned)})
 
 
 def _variant(source: str, entry: str, macros: Mapping[str, str | int]) -> Variant:

@@ -81,8 +81,8 @@ def make_problem(
 ):
     """sizes: L, k, E, d, h. bias: None, "dtype" or a dtype. No token goes to expert 1; a tenth of the slots is empty.
 
-    With a bias columns 0, 3, 6 .. of a, and of b, are exactly at an activation's limit, or minus it, in every row: their
-    weights are zero and their biases the limit. Of others some are above, some below.
+    With a bias every third column of a, and of b, is exactly at an activation's limit, or minus it, in every row: its
+    weights are zero and its bias is the limit. Of others some are above, some below.
     """
     activation = LIMITED.get(activation, activation)
     activation = activation if isinstance(activation, Activation) else Activation(activation)

@@ -27,9 +27,9 @@ LIMITS = {
 }
 
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
-# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation three
-# blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 44 in wgrad_parts, 60 in bias_bwd and 77 for odd
-# sizes in fp32.
+# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation and
+# bias_bwd three blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 44 in wgrad_parts, 77 in
+# bias_bwd.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,

@@ -1,4 +1,7 @@
-"""Activations with constants, biases and interleaved gates on the emulated kernels of both tiers; see test_device_code.py."""
+"""Activations with constants, biases and interleaved gates on the emulated kernels of both tiers.
+
+The emulator's device is that of test_device_code.py.
+"""
 
 from dataclasses import replace
 
@@ -46,7 +49,8 @@ def assert_right(device, problem, **options):
     return got
 
 
-# activation, memory order, gate_up, dtype of the biases: each activation once, each order of columns in both memory orders.
+# Activation, memory order, gate_up, dtype of the biases: each activation once, each order of columns in both memory
+# orders.
 LAYERS = [
     ("swiglu_oai", "row", "interleaved", "dtype"),
     ("swiglu_clamp", "pair_transposed", "halves", np.float32),

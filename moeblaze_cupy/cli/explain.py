@@ -134,7 +134,11 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     backward_steps = experts.configure_backward(
         *(x, x, weights, w2, (w1,), b1, b2),
         *saved_layouts,
-        *(s.activation, s.gate_up, GRADIENTS + BIASES if s.bias else GRADIENTS, False, limits),
+        s.activation,
+        s.gate_up,
+        GRADIENTS + BIASES if s.bias else GRADIENTS,
+        False,
+        limits,
     )
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward

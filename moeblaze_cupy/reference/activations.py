@@ -20,7 +20,8 @@ class Product(NamedTuple):
 
 def _sigmoid(u: HostArray) -> HostArray:
     small = np.exp(-np.abs(u))  # never overflows
-    return np.where(u >= 0, 1, small) / (1 + small)
+    sigmoid: HostArray = np.where(u >= 0, 1, small) / (1 + small)
+    return sigmoid
 
 
 def _unchanged(u: HostArray, **_: float) -> Values:
