@@ -117,6 +117,49 @@ __device__ __forceinline__ void store_row8(T* p, const float (&v)[8], int64 vali
     }
 }
 
+template <class T>
+__device__ __forceinline__ void store_vector4(T* p, const float (&v)[4]) {
+    *reinterpret_cast<uint2*>(p) = make_uint2(pack2(T(), v[0], v[1]), pack2(T(), v[2], v[3]));
+}
+__device__ __forceinline__ void store_vector4(float* p, const float (&v)[4]) {
+    store_global_16(p, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+}
+
+// As store_row8, of four elements. With ALIGNED_ROWS all four exist or none.
+template <bool ALIGNED_ROWS, class T>
+__device__ __forceinline__ void store_row4(T* p, const float (&v)[4], int64 valid) {
+    if (ALIGNED_ROWS) {
+        if (valid > 0) store_vector4(p, v);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (i < valid) store_one(p + i, v[i]);
+    }
+}
+
+// Eight pairs of gate and up, four in each argument -> eight of gate, eight of up.
+__device__ __forceinline__ void take_pairs_apart(float (&first)[8], float (&second)[8]) {
+    float gate[8], up[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        gate[i] = first[2 * i], up[i] = first[2 * i + 1];
+        gate[i + 4] = second[2 * i], up[i + 4] = second[2 * i + 1];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) first[i] = gate[i], second[i] = up[i];
+}
+// The inverse.
+__device__ __forceinline__ void make_pairs(float (&gate)[8], float (&up)[8]) {
+    float first[8], second[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        first[2 * i] = gate[i], first[2 * i + 1] = up[i];
+        second[2 * i] = gate[i + 4], second[2 * i + 1] = up[i + 4];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) gate[i] = first[i], up[i] = second[i];
+}
+
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);

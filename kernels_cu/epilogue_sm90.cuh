@@ -6,6 +6,47 @@
 
 constexpr int LANE_COLUMNS = 8;
 
+#if BIASED
+// The bias of a tile's columns. Each consumer warp copies it to its own part of the spare shared memory while the tile's products
+// are computed, and adds it to the accumulators before they are rounded.
+struct TileBias {
+    static constexpr int BYTES = BN * sizeof(BIAS), CHUNK_COLUMNS = 16 / sizeof(BIAS);
+    static_assert(CONSUMER_WARPS * BYTES <= SPARE_BYTES, "a tile's bias for each consumer warp");
+    unsigned char* const staged = dynamic_shared + SPARE + consumer_warp() * BYTES;
+
+    // SPLIT: the tile has BN / 2 columns of gate beside as many of up. n0, columns: of B. Columns past the last get zeros.
+    template <bool SPLIT>
+    __device__ __forceinline__ void fetch(const GroupedGemmParams& p, int expert, int n0, int columns) const {
+#pragma unroll
+        for (int byte = threadIdx.x % 32 * 16; byte < BYTES; byte += 32 * 16) {
+            const int column = byte / int(sizeof(BIAS)), n = n0 + (SPLIT ? column % (BN / 2) : column);
+            const BIAS* from = (SPLIT && column >= BN / 2 ? p.bias1 : p.bias0) + expert * p.bias_stride + n;
+            cp_async_16(shared_address(staged) + byte, from, n < columns ? 16 : 0);
+        }
+        cp_async_commit();
+    }
+    // acc[j] is a tile of mma.m16n8k16: rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
+    __device__ __forceinline__ void add_to(float (&acc)[32][4]) const {
+        cp_async_wait<0>();
+        __syncwarp();  // all lanes' copies have arrived
+        const BIAS* pairs = reinterpret_cast<const BIAS*>(staged) + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 32; ++j) {
+            const float2 bias = load_pair(pairs + 8 * j);
+            acc[j][0] += bias.x, acc[j][1] += bias.y, acc[j][2] += bias.x, acc[j][3] += bias.y;
+        }
+    }
+
+private:
+    static __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
+    template <class Half>
+    static __device__ __forceinline__ float2 load_pair(const Half* p) {
+        const unsigned v = *reinterpret_cast<const unsigned*>(p);
+        return make_float2(to_float(Half{static_cast<unsigned short>(v)}), to_float(Half{static_cast<unsigned short>(v >> 16)}));
+    }
+};
+#endif
+
 // result (a panel) = the rows as they are.
 struct StoreRows : EpilogueBase {
     static constexpr int SPREAD_STEPS = 8;
@@ -69,7 +110,7 @@ struct StoreTokenRows : EpilogueBase {
 };
 
 // first_layer = a and b, result = y_swi. A gated tile has 128 columns of gate beside 128 of up, and half a warp spans one of
-// its rows.
+// its rows. ActivatePairs is for interleaved columns.
 struct ActivateRows : EpilogueBase {
     static constexpr bool SPLIT = GATED;
     static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // of a row of the result
@@ -95,12 +136,52 @@ struct ActivateRows : EpilogueBase {
         gate.unpack(a);
         up.unpack(b);
 #pragma unroll
-        for (int c = 0; c < 8; ++c) a[c] = y_swi_of<ACTIVATION>(a[c], SPLIT ? b[c] : 1.f);
+        for (int c = 0; c < 8; ++c) a[c] = y_swi_of<ACTIVATION>(a[c], SPLIT ? b[c] : 1.f, constants_of(params));
         const uint4 packed = pack8(element(), a);
         if (valid && params.first_layer) gate.store(first_layer);
         if (SPLIT && valid && params.first_layer) up.store(first_layer + params.columns);
         if (valid && params.result) store_global_16(y_swi, packed);
         first_layer += ROWS * first_layer_ld();
+        y_swi += ROWS * params.columns;
+        done += ROWS;
+    }
+};
+
+// The same for a tile of 128 pairs of gate and up, of which a lane has four. Two rows at a time, so that eight activations overlap.
+struct ActivatePairs : EpilogueBase {
+    static constexpr bool PAIRS = true;
+    static constexpr int ROWS = 2;  // per call of next()
+    const GroupedGemmParams& params;
+    element *first_layer, *y_swi;
+    bool inside;
+
+    __device__ __forceinline__ explicit ActivatePairs(const GroupedGemmParams& params) : params(params) {}
+    __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
+        const int column = n0 + (threadIdx.x & 31) * (LANE_COLUMNS / 2);
+        rows = count, done = 0, inside = column < params.columns;
+        first_layer = params.first_layer + 2 * (row0 * params.columns + column);
+        y_swi = params.result + row0 * params.columns + column;
+    }
+    __device__ __forceinline__ void next() {
+        Row8<element> pairs[ROWS];
+        float y[LANE_COLUMNS / 2 * ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            float ab[LANE_COLUMNS];
+            pairs[i] = finished.get(done + i, threadIdx.x & 31);  // past the last row there is one more in the tile
+            pairs[i].unpack(ab);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) y[4 * i + c] = y_swi_of<ACTIVATION>(ab[2 * c], ab[2 * c + 1], constants_of(params));
+        }
+        const uint4 packed = pack8(element(), y);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const bool valid = inside && done + i < rows;
+            if (valid && params.first_layer) pairs[i].store(first_layer + i * 2 * params.columns);
+            const uint2 of_row = i ? make_uint2(packed.z, packed.w) : make_uint2(packed.x, packed.y);
+            if (valid && params.result) *reinterpret_cast<uint2*>(y_swi + i * params.columns) = of_row;
+        }
+        first_layer += ROWS * 2 * params.columns;
         y_swi += ROWS * params.columns;
         done += ROWS;
     }
@@ -114,35 +195,79 @@ struct ActivateRows : EpilogueBase {
 // A lane leaves its part of <grad_y_swi, y_swi> in the finished tile, in the row that it has read. Pointers to the row are
 // computed anew for each row: kept in registers they would take those that let eight activations overlap.
 //
+// With INTERLEAVED a lane has columns 4 lane .. + 3 of each half of the tile, so that the warp's accesses to pairs of a and b are
+// contiguous. The slots then hold four pairs of the tile's first half and four of the second, in place of a and b.
+//
 // Spare shared memory: (8 warps, 2 slots, a and b, BN) element, the bytes of a lane's 8 columns read by that lane alone.
 struct ActivateBwdRows : EpilogueBase {
     static constexpr int SLOTS = 2, SLOT_BYTES = 2 * ROW_BYTES;
     static_assert(CONSUMER_WARPS * SLOTS * SLOT_BYTES <= SPARE_BYTES, "two slots for each consumer warp");
     static constexpr bool LONG_ROWS = true;
+    static constexpr int HALF_COLUMNS = BN / 2;  // of the tile, with INTERLEAVED
     const GroupedGemmParams& params;
     const unsigned slots;
     unsigned row0, column;
     float weights;        // of the warp's row lane % 16
-    Row8<element> a_row;  // of row `done`
+    Row8<element> a_row;  // of row `done`, with INTERLEAVED pairs
 
     __device__ __forceinline__ explicit ActivateBwdRows(const GroupedGemmParams& params)
         : params(params),
           slots(shared_address(dynamic_shared) + SPARE + consumer_warp() * SLOTS * SLOT_BYTES + (threadIdx.x & 31) * 16) {}
 
-    // This lane's columns of the tile's row `row` in a matrix of HALVES * N columns.
+    // This lane's columns of the tile's row `row` in a matrix of HALVES * N columns. pairs_at: in one of N pairs.
     template <int HALVES, class T>
     __device__ __forceinline__ T* at(T* matrix, int row) const {
         return matrix + (uint64(row0 + row) * unsigned(HALVES * params.columns) + column);
     }
+    template <class T>
+    __device__ __forceinline__ T* pairs_at(T* matrix, int row) const {
+        return at<2>(matrix, row) + column;
+    }
     __device__ __forceinline__ unsigned slot(int row) const { return slots + (row & (SLOTS - 1)) * SLOT_BYTES; }
     __device__ __forceinline__ bool inside() const { return column < params.columns; }
+    __device__ __forceinline__ bool inside_second() const { return column + HALF_COLUMNS < params.columns; }  // INTERLEAVED
 
     __device__ __forceinline__ void fetch(int row) {
-        const element* from = at<1 + GATED>(params.first_layer, row);
-        const unsigned bytes = inside() && row < rows ? 16 : 0;
-        cp_async_16(slot(row), from, bytes);
-        if (GATED) cp_async_16(slot(row) + ROW_BYTES, from + params.columns, bytes);
+        if constexpr (INTERLEAVED) {
+            const element* from = pairs_at(params.first_layer, row);
+            cp_async_16(slot(row), from, inside() && row < rows ? 16 : 0);
+            cp_async_16(slot(row) + ROW_BYTES, from + 2 * HALF_COLUMNS, inside_second() && row < rows ? 16 : 0);
+        } else {
+            const element* from = at<1 + GATED>(params.first_layer, row);
+            const unsigned bytes = inside() && row < rows ? 16 : 0;
+            cp_async_16(slot(row), from, bytes);
+            if (GATED) cp_async_16(slot(row) + ROW_BYTES, from + params.columns, bytes);
+        }
         cp_async_commit();
+    }
+    // Of the lane's columns of row `row`, from the finished tile.
+    __device__ __forceinline__ Row8<element> grad_row(int row) const {
+        const int lane = threadIdx.x & 31;
+        if constexpr (!INTERLEAVED) return finished.get(row, lane);
+        const unsigned first = finished.base + row * ROW_BYTES + ((lane / 2 ^ (row & 7)) << 4) + (lane & 1) * 8;
+        const uint2 low = load_shared_8(first), high = load_shared_8(first + ROW_BYTES / 2);
+        return Row8<element>(make_uint4(low.x, low.y, high.x, high.y));
+    }
+    __device__ __forceinline__ void store(element* to, uint4 v) const {
+        if constexpr (INTERLEAVED) {
+            if (inside()) *reinterpret_cast<uint2*>(to) = make_uint2(v.x, v.y);
+            if (inside_second()) *reinterpret_cast<uint2*>(to + HALF_COLUMNS) = make_uint2(v.z, v.w);
+        } else {
+            if (inside()) store_global_vector(to, v);
+        }
+    }
+    __device__ __forceinline__ void load_y_swi(float (&y_swi)[8], int row) const {
+        const element* from = at<1>(params.y_swi, row);
+        Row8<element> loaded;
+        if constexpr (INTERLEAVED) {
+            const uint2 none = make_uint2(0, 0);
+            const uint2 low = inside() ? *reinterpret_cast<const uint2*>(from) : none;
+            const uint2 high = inside_second() ? *reinterpret_cast<const uint2*>(from + HALF_COLUMNS) : none;
+            loaded = Row8<element>(make_uint4(low.x, low.y, high.x, high.y));
+        } else {
+            loaded.load<true>(from, inside());
+        }
+        loaded.unpack(y_swi);
     }
     __device__ __forceinline__ void load_a(int row) {
         cp_async_wait<1>();
@@ -151,7 +276,7 @@ struct ActivateBwdRows : EpilogueBase {
     __device__ __forceinline__ void begin(int64 first_row, int count, int n0) {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0;
-        row0 = static_cast<unsigned>(first_row), column = n0 + lane * LANE_COLUMNS;
+        row0 = static_cast<unsigned>(first_row), column = n0 + lane * (INTERLEAVED ? LANE_COLUMNS / 2 : LANE_COLUMNS);
         weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
         fetch(0);
         fetch(1);
@@ -161,30 +286,35 @@ struct ActivateBwdRows : EpilogueBase {
         const int lane = threadIdx.x & 31;
         if (done == 0) load_a(0);
         const float w = __shfl_sync(0xffffffffu, weights, done);
+        const ActivationConstants constants = constants_of(params);
         float grad[8], a[8], b[8], y_swi[8], dot[2] = {};
         a_row.unpack(a);
         if (GATED) Row8<element>(load_shared_16(slot(done) + ROW_BYTES)).unpack(b);
-        finished.get(done, lane).unpack(grad);
+        if (INTERLEAVED) take_pairs_apart(a, b);
+        grad_row(done).unpack(grad);
         fetch(done + SLOTS);
-        if (STORED_Y_SWI) {
-            Row8<element> row;
-            row.load<true>(at<1>(params.y_swi, done), inside());
-            row.unpack(y_swi);
-        }
+        if (STORED_Y_SWI) load_y_swi(y_swi, done);
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a[c], GATED ? b[c] : 1.f, w * grad[c]);
+            const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a[c], GATED ? b[c] : 1.f, w * grad[c], constants);
             if (!STORED_Y_SWI) y_swi[c] = bwd.y_swi;
             dot[c & 1] = fmaf(grad[c], y_swi[c], dot[c & 1]);
             y_swi[c] *= w;
             a[c] = bwd.grad_a;
             b[c] = bwd.grad_b;
         }
+        if (INTERLEAVED) make_pairs(a, b);
         const uint4 grad_a = pack8(element(), a), grad_b = pack8(element(), b), weighted_y_swi = pack8(element(), y_swi);
-        element* first_layer_grad = at<1 + GATED>(params.first_layer_grad, done);
-        if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);
-        if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
-        if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
+        if constexpr (INTERLEAVED) {
+            element* first_layer_grad = pairs_at(params.first_layer_grad, done);
+            if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);
+            if (inside_second() && params.first_layer_grad) store_global_vector(first_layer_grad + 2 * HALF_COLUMNS, grad_b);
+        } else {
+            element* first_layer_grad = at<1 + GATED>(params.first_layer_grad, done);
+            if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);
+            if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
+        }
+        if (params.result) store(at<1>(params.result, done), weighted_y_swi);
         __syncwarp();  // all lanes have read the row
         store_shared_4(finished.base + done * ROW_BYTES + lane * 4, dot[0] + dot[1]);
         load_a(++done);

@@ -50,6 +50,7 @@ struct FinishedRows {
 struct EpilogueBase {
     static constexpr int SPREAD_STEPS = 1 << 20;  // k-steps over which the rows are spread, if a tile has so many
     static constexpr bool SPLIT = false;          // half of the tile's columns are gate and half are up
+    static constexpr bool PAIRS = false;          // gate and up alternate among the tile's columns
     static constexpr bool LONG_ROWS = false;      // a row takes longer than a k-step's wgmma, so that the warp waits for these
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp

@@ -2,11 +2,14 @@
 // later. The source is compiled once per step of the layer. ENTRY is the step's name:
 //
 //   ENTRY       A (rows)                B             K segments  EPILOGUE
-//   up_fwd      x, gathered by token    w1            1           ACTIVATE: first_layer (a, b), y_swi = act(a) * b
+//   up_fwd      x, gathered by token    w1            1           ACTIVATE: first_layer (a, b), y_swi = V(a) * M(b)
 //   down_fwd    y_swi                   w2 panel      1           STORE: a column panel of the slots' outputs
 //   down_bwd    grad_out, gathered      w2 transposed 1           ACTIVATE_BWD: first_layer_grad, weighted_y_swi, row sums of
 //                                                                 grad_y_swi * y_swi for the router weights' gradient
 //   up_bwd      first_layer_grad        w1 transposed 2 if gated  STORE: a column panel of the slots' input gradients
+//
+// With BIASED up_fwd and down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of
+// first_layer are gate 0, up 0, gate 1, up 1, ...; up_bwd then has one K segment.
 //
 // R = expert_token_offsets[E] is the number of routed rows, at most num_slots = L*k. N is the number of columns, of h or of
 // the panel. K is the depth of one segment. A block (CTA) computes one tile of BM rows of one expert.
@@ -17,9 +20,12 @@
 #include "gemm_core_sm80.cuh"
 #include "activation.cuh"
 
-#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS)
-#error "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS and TILE_COLUMNS are given by loader.gemm_variant"
+#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||      \
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
+    !defined(BIAS)
+#error \
+    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, INTERLEAVED, CONSTANTS, BIASED and BIAS \
+are given by loader.gemm_variant"
 #endif
 
 struct GroupedGemmParams {
@@ -30,7 +36,8 @@ struct GroupedGemmParams {
     const int* expert_token_indices;  // (num_slots,) int32, in
     const int* expert_token_offsets;  // (E+1,) int32, in
     const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
-    element* first_layer;             // (R, 2N) or (R, N) element, a then b: out of ACTIVATE (null: not kept), into ACTIVATE_BWD
+    element* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED: out of ACTIVATE
+                                      // (null: not kept), into ACTIVATE_BWD
     element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
     element* result;                  // (R, N) element, out. ACTIVATE: y_swi, null: not wanted; ACTIVATE_BWD: weighted_y_swi =
                                       // weight * y_swi, null: not wanted, may be y_swi itself; STORE: the panel
@@ -38,16 +45,26 @@ struct GroupedGemmParams {
     const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD only
     float* partial_sums;              // (column tiles, num_slots) fp32, out: sums of grad_y_swi * y_swi over each BN columns;
                                       // null: not wanted
-    int64 lda, expert_stride, ldb;    // in elements
-    int columns, depth;               // N, and K of one segment
-    int num_slots;                    // L*k
+#if BIASED
+    const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
+#endif
+    int64 lda, expert_stride, ldb;  // in elements
+#if BIASED
+    int64 bias_stride;  // elements of a bias from expert to expert
+#endif
+    int columns, depth;   // N, and K of one segment
+    int num_slots;        // L*k
+    ACTIVATION_CONSTANTS  // of ACTIVATE and ACTIVATE_BWD
 };
 
 enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };
 
-constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED;  // the column tile is 64 of gate beside 64 of up
+constexpr bool PAIRS = EPILOGUE == ACTIVATE && INTERLEAVED;      // the column tile is 64 pairs of gate and up
+constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED && !PAIRS;  // the column tile is 64 of gate beside 64 of up
 constexpr int GROUPS = SPLIT ? 2 : 1;
-static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN), "columns of the result in a tile");
+constexpr int B_PER_COLUMN = PAIRS ? 2 : 1;  // columns of B for one of the result
+static_assert(TILE_COLUMNS == (SPLIT || PAIRS ? BN / 2 : BN), "columns of the result in a tile");
+static_assert(GATED || !INTERLEAVED, "gate and up alternate");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && EPILOGUE == STORE && !GATHER), "b1 is up, or the second K segment");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR) ENTRY(const GroupedGemmParams p) {
@@ -62,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     const Tile tile = raster(blockIdx.x, m_tiles, n_tiles);
     const int expert = p.row_tiles[2 * (tile.m + 1)], row0 = p.row_tiles[2 * (tile.m + 1) + 1];
     const int rows = min(BM, p.expert_token_offsets[expert + 1] - row0);
-    const int n0 = tile.n * TILE_COLUMNS;
+    const int n0 = tile.n * TILE_COLUMNS, b_n0 = n0 * B_PER_COLUMN, b_columns = N * B_PER_COLUMN;
 
     const int my_row = row0 + min(static_cast<int>(threadIdx.x), rows - 1);
     const int my_token = GATHER ? p.expert_token_indices[my_row] : 0;
@@ -83,12 +100,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             copy_chunk(stage, i, a_matrix.at(a_rows[i], segment * K + chunk_k), K - chunk_k);
             const Rows& b = (SPLIT ? i >= LINES_PER_THREAD / 2 : segment) ? up : gate;
             if (B_K_CONTIGUOUS) {
-                const int n = n0 + threadIdx.x / 8 + (SPLIT ? (16 * i) % 64 : 16 * i);
-                copy_chunk(stage + OPERAND_BYTES, i, b.at(min(n, N - 1), chunk_k), K - chunk_k);
+                const int n = b_n0 + threadIdx.x / 8 + (SPLIT ? (16 * i) % 64 : 16 * i);
+                copy_chunk(stage + OPERAND_BYTES, i, b.at(min(n, b_columns - 1), chunk_k), K - chunk_k);
             } else {
                 const int row = k0 + threadIdx.x / 8 + (16 * i) % BK;
-                const int column = n0 + (16 * i / BK * LINE) % TILE_COLUMNS + chunk_column();
-                copy_chunk(stage + OPERAND_BYTES, i, b.at(row, column), row < K ? N - column : 0);
+                const int column = b_n0 + (16 * i / BK * LINE) % (TILE_COLUMNS * B_PER_COLUMN) + chunk_column();
+                copy_chunk(stage + OPERAND_BYTES, i, b.at(row, column), row < K ? b_columns - column : 0);
             }
         }
     });
@@ -96,15 +113,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     const int warp_n = threadIdx.x / 64;
     const int64 first_layer_ld = GATED ? 2LL * N : N;
     using Staging = RowStaging<GROUPS>;
-    const int n = n0 + warp_n * (SPLIT ? 32 : 64) + Staging::column_group() * 8;
+    const int b_n = b_n0 + warp_n * (SPLIT ? 32 : 64) + Staging::column_group() * 8, n = b_n / B_PER_COLUMN;
+    const ActivationConstants constants = constants_of(p);
+#if BIASED
+    float bias[GROUPS][8];
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+        Row8<BIAS> loaded;
+        loaded.template load<ALIGNED>((g ? p.bias1 : p.bias0) + expert * p.bias_stride + b_n, b_columns - b_n);
+        loaded.unpack(bias[g]);
+    }
+    auto add_bias = [&](float (&v)[GROUPS][8]) {
+#pragma unroll
+        for (int i = 0; i < GROUPS * 8; ++i) v[i / 8][i % 8] += bias[i / 8][i % 8];
+    };
+#else
+    auto add_bias = [](float (&)[GROUPS][8]) {};
+#endif
     if constexpr (EPILOGUE == STORE) {
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
+            add_bias(v);
             if (row < rows) store_row8<ALIGNED>(p.result + static_cast<int64>(row0 + row) * N + n, v[0], N - n);
         });
     } else if constexpr (EPILOGUE == ACTIVATE) {
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
             if (row >= rows) return;
+            add_bias(v);
             const int64 r = row0 + row;
+            if constexpr (PAIRS) {
+                float y_swi[4];
+#pragma unroll
+                for (int c = 0; c < 4; ++c) y_swi[c] = y_swi_of<ACTIVATION>(v[0][2 * c], v[0][2 * c + 1], constants);
+                if (p.first_layer) store_row8<ALIGNED>(p.first_layer + r * first_layer_ld + b_n, v[0], b_columns - b_n);
+                if (p.result) store_row4<ALIGNED>(p.result + r * N + n, y_swi, N - n);
+                return;
+            }
             if (p.first_layer) {
                 store_row8<ALIGNED>(p.first_layer + r * first_layer_ld + n, v[0], N - n);
                 if (SPLIT) store_row8<ALIGNED>(p.first_layer + r * first_layer_ld + N + n, v[SPLIT], N - n);
@@ -112,22 +155,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             if (!p.result) return;
             float y_swi[8];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) y_swi[c] = y_swi_of<ACTIVATION>(v[0][c], SPLIT ? v[SPLIT][c] : 1.f);
+            for (int c = 0; c < 8; ++c) y_swi[c] = y_swi_of<ACTIVATION>(v[0][c], SPLIT ? v[SPLIT][c] : 1.f, constants);
             store_row8<ALIGNED>(p.result + r * N + n, y_swi, N - n);
         });
     } else {
-        // a and b of the next 16 rows are loaded while these are worked on. In fp32 there are no registers for that.
+        // a and b of the next 16 rows are loaded while these are worked on. In fp32 there are no registers for that. With
+        // INTERLEAVED these are the first and the last four pairs of a row, one behind the other.
         constexpr int BUFFERS = FP32 ? 1 : 2;
+        const int b_offset = INTERLEAVED ? 8 : N;
         Row8<element> a_loaded[BUFFERS][Staging::PASSES], b_loaded[BUFFERS][Staging::PASSES];
         auto load = [&](int i) {
 #pragma unroll
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
                 const int row = warp_row(i) + Staging::row(pass);
-                const element* from = p.first_layer + (row0 + min(row, rows - 1)) * first_layer_ld + n;
+                const element* from = p.first_layer + (row0 + min(row, rows - 1)) * first_layer_ld + (1 + INTERLEAVED) * n;
                 const int64 valid =
                     row < rows ? N - n : 0;  // first_layer_grad may be first_layer: another warp may overwrite the last row
-                a_loaded[i % BUFFERS][pass].template load<ALIGNED>(from, valid);
-                if (GATED) b_loaded[i % BUFFERS][pass].template load<ALIGNED>(from + N, valid);
+                a_loaded[i % BUFFERS][pass].template load<ALIGNED>(from, (1 + INTERLEAVED) * valid);
+                if (GATED)
+                    b_loaded[i % BUFFERS][pass].template load<ALIGNED>(from + b_offset, INTERLEAVED ? 2 * valid - 8 : valid);
             }
         };
         load(0);
@@ -146,6 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                 Staging::get(v, warp_staging(), pass);
                 a_loaded[i % BUFFERS][pass].unpack(a_row);
                 if (GATED) b_loaded[i % BUFFERS][pass].unpack(b_row);
+                if (INTERLEAVED) take_pairs_apart(a_row, b_row);
                 if (p.y_swi) {
                     Row8<element> stored;
                     stored.template load<ALIGNED>(p.y_swi + r * N + n, valid);
@@ -153,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                 }
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
-                    const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a_row[c], GATED ? b_row[c] : 1.f, weight * v[0][c]);
+                    const ActivatedBwd bwd =
+                        activate_bwd<ACTIVATION>(a_row[c], GATED ? b_row[c] : 1.f, weight * v[0][c], constants);
                     if (!p.y_swi) y_swi[c] = bwd.y_swi;
                     dot = fmaf(v[0][c], y_swi[c], dot);
                     grad_a[c] = bwd.grad_a;
@@ -161,8 +209,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                     y_swi[c] *= weight;
                 }
                 if (p.first_layer_grad) {
-                    store_row8<ALIGNED>(p.first_layer_grad + r * first_layer_ld + n, grad_a, valid);
-                    if (GATED) store_row8<ALIGNED>(p.first_layer_grad + r * first_layer_ld + N + n, grad_b, valid);
+                    if (INTERLEAVED) make_pairs(grad_a, grad_b);
+                    element* to = p.first_layer_grad + r * first_layer_ld + (1 + INTERLEAVED) * n;
+                    store_row8<ALIGNED>(to, grad_a, (1 + INTERLEAVED) * valid);
+                    if (GATED) store_row8<ALIGNED>(to + b_offset, grad_b, INTERLEAVED ? 2 * valid - 8 : valid);
                 }
                 if (p.result) store_row8<ALIGNED>(p.result + r * N + n, y_swi, valid);
 #pragma unroll

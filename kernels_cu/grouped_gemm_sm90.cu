@@ -2,16 +2,20 @@
 // (paper sections 3.1, 3.2, 5.2). One source, compiled once per step of the layer; ENTRY is the step's name:
 //
 //   ENTRY       A (rows)                    B              K segments   EPILOGUE
-//   up_fwd      x, gathered by token        w1             1            ActivateRows: first_layer (a, b), y_swi = act(a) * b
+//   up_fwd      x, gathered by token        w1             1            ActivateRows: first_layer (a, b), y_swi = V(a) * M(b);
+//                                                              ActivatePairs if interleaved
 //   down_fwd    y_swi                       w2             1            StoreRows: a column panel; StoreTokenRows if k = 1
 //   down_bwd    grad_out, gathered          w2 transposed  1            ActivateBwdRows: first_layer_grad, weighted_y_swi, sums
 //   up_bwd      first_layer_grad            w1 transposed  2 if gated   StoreRows: a column panel; StoreTokenRows if k = 1
+//
+// With BIASED up_fwd and down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of
+// first_layer are gate 0, up 0, gate 1, up 1, ...; up_bwd then has one K segment.
 //
 // R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, of the panel or of d), K depth of one segment.
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor; THREADS threads; dynamic shared memory
 // SPARE + SPARE_BYTES. With CLUSTER_CTAS = 2 clusters of 2 CTAs, and an even number of CTAs.
-// A tile has BM = 128 rows and BN = 256 columns, in gated layers' up_fwd 128 of gate beside 128 of up.
+// A tile has BM = 128 rows and BN = 256 columns, in gated layers' up_fwd 128 of gate beside 128 of up, or 128 pairs.
 //
 // Warp roles               registers per thread       work
 //   warpgroup 0, producer  PRODUCER_REGISTERS = 72    thread 0: TMA of B, and of A where rows are not gathered; tile scheduler.
@@ -28,7 +32,7 @@
 //   PRODUCER_BARRIER       128 producer threads, with GATHER                       the same, every QUEUE tiles
 //
 // Dynamic shared memory: see pipeline_sm90.cuh. A is (BM, BK) element. B is (BN, BK) with B_K_CONTIGUOUS, else 4 blocks of
-// (BK, 64). The spare bytes are ActivateBwdRows'.
+// (BK, 64). The spare bytes are ActivateBwdRows' or TileBias'.
 //
 // TMA multicast: the two CTAs of a cluster have neighbouring tiles. If these have the same expert and columns, as most have, each
 // CTA fetches half of B for both. Else each fetches its own B. In both cases a stage is filled again when the consumers of both
@@ -36,12 +40,14 @@
 #include "gemm_core_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
 
-#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_Y_SWI) || !defined(CLUSTER_CTAS) || !defined(WEIGHT)
+#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||          \
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_Y_SWI) || !defined(CLUSTER_CTAS) || !defined(WEIGHT) || \
+    !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || !defined(BIAS)
 #error \
-    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_Y_SWI, CLUSTER_CTAS and WEIGHT are \
-given by loader.gemm_variant"
+    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_Y_SWI, CLUSTER_CTAS, WEIGHT, \
+INTERLEAVED, CONSTANTS, BIASED and BIAS are given by loader.gemm_variant"
 #endif
+#include "activation.cuh"  // has the fields of its constants
 
 typedef WEIGHT weight_t;
 
@@ -57,8 +63,8 @@ struct GroupedGemmParams {
     const int* expert_token_indices;  // (num_slots,) int32, in
     const int* expert_token_offsets;  // (E+1,) int32, in
     const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
-    element* first_layer;             // (R, 2N) or (R, N) element, a then b: out of ActivateRows (null: not kept), into
-                                      // ActivateBwdRows
+    element* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED: out of
+                                      // ActivateRows (null: not kept), into ActivateBwdRows
     element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
     element* result;                  // element, out.
                                       // ActivateRows: (R, N) y_swi, null: not wanted
@@ -73,19 +79,29 @@ struct GroupedGemmParams {
                                       // each BN columns; null: not wanted
     const int* token_index_map;       // (L,) int32, in: StoreTokenRows, -1 for tokens without an expert
     int* tile_counter;                // (1,) int32, in and out, zero at launch: of the dynamic schedule; null: static schedule
+#if BIASED
+    const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
+#endif
 #if GATHER
     int64 lda;  // elements from row to row of a
 #endif
-    int64 result_ld;     // elements from row to row of result, StoreRows and StoreTokenRows only
-    int columns, depth;  // N, and K of one segment
-    int num_slots;       // L*k
+    int64 result_ld;  // elements from row to row of result, StoreRows and StoreTokenRows only
+#if BIASED
+    int64 bias_stride;  // elements of a bias from expert to expert
+#endif
+    int columns, depth;   // N, and K of one segment
+    int num_slots;        // L*k
+    ACTIVATION_CONSTANTS  // of the activations' epilogues
 };
 
 #include "epilogue_sm90.cuh"  // works on the parameters
 
 typedef EPILOGUE Epilogue;
-constexpr bool SPLIT = Epilogue::SPLIT;  // gate beside up
-static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN), "columns of the result in a tile");
+constexpr bool SPLIT = Epilogue::SPLIT;                // gate beside up
+constexpr int B_PER_COLUMN = Epilogue::PAIRS ? 2 : 1;  // columns of B for one of the result
+static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN / B_PER_COLUMN), "columns of the result in a tile");
+static_assert(GATED || !INTERLEAVED, "gate and up alternate");
+static_assert(!(SPLIT && INTERLEAVED), "interleaved columns have ActivatePairs");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
 static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");
 
@@ -178,7 +194,8 @@ typedef ContiguousRows Rows;
 #define CLUSTERS
 #endif
 
-// Thread 0 asks TMA for a stage's B, all of it or with multicast this CTA's half of it. b_to: shared address; k0: of the segment.
+// Thread 0 asks TMA for a stage's B, all of it or with multicast this CTA's half of it. b_to: shared address; n0: of B's columns;
+// k0: of the segment.
 __device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to, int segment, int expert, int n0, int k0,
                                        unsigned full, bool multicast, int rank) {
     constexpr int BOX_COLUMNS = B_K_CONTIGUOUS ? 128 : 64, HALF = BN / 2;
@@ -214,7 +231,7 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
         const bool takes = threadIdx.x == 0 && rank == 0;
         const int index = takes ? scheduler.take_index(p.tile_counter) : 0;
         if (CLUSTER_CTAS == 2 && threadIdx.x == 0) mbarrier_arrive_expect_tx(taken_full, sizeof(int));
-        const int expert = scheduler.current.expert, n0 = scheduler.current.column_tile * TILE_COLUMNS;
+        const int expert = scheduler.current.expert, n0 = scheduler.current.column_tile * TILE_COLUMNS * B_PER_COLUMN;
         rows.begin(scheduler.current);
         scheduler.prefetch();
         WorkTile next;
@@ -294,11 +311,20 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
     PipelineState state;
     Epilogue epilogue(p);
     for (int number = 0;; ++number) {
-        const int rows = read_by_lane_0(queue[number % QUEUE]).rows;
+        const WorkTile now = read_by_lane_0(queue[number % QUEUE]);
+        const int rows = now.rows;
         const bool last = rows == NO_TILE, active = warp_row / 64 * 64 < rows;  // of the warpgroup
         float acc[32][4];
+#if BIASED
+        const TileBias bias;
+        const int n0 = now.column_tile * TILE_COLUMNS * B_PER_COLUMN;
+        if (active) bias.fetch<SPLIT>(p, now.expert, n0, p.columns * B_PER_COLUMN);
+#endif
         main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, state, barriers, epilogue);
         if (last) return;
+#if BIASED
+        if (active) bias.add_to(acc);
+#endif
         if (active) epilogue.finished.put(acc);
         const WorkTile tile = read_by_lane_0(queue[number % QUEUE]);
         if (tile.rows <= 0) continue;

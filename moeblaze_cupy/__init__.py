@@ -10,10 +10,11 @@ from moeblaze_cupy.selection import (
     round_tokens,
     tokens_per_expert,
 )
-from moeblaze_cupy.structures import DispatchIndices, Gradients, RouterSums, SavedForBackward
+from moeblaze_cupy.structures import Activation, DispatchIndices, Gradients, RouterSums, SavedForBackward
 
 __version__ = "0.1.0"
 __all__ = [
+    "Activation",
     "DispatchIndices",
     "Gradients",
     "RouterSums",

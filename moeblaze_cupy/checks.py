@@ -14,7 +14,14 @@ import numpy as np
 
 from moeblaze_cupy import arrays, launch_config
 from moeblaze_cupy.arrays import CPU, Array
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, SAVE_POLICIES, SavedForBackward, is_gated
+from moeblaze_cupy.structures import (
+    ACTIVATIONS,
+    GATE_UP,
+    SAVE_POLICIES,
+    Activation,
+    SavedForBackward,
+    is_gated,
+)
 
 GPU_DTYPES = ("bfloat16", "float16", "float32")
 CPU_DTYPES = (*GPU_DTYPES, "float64")
@@ -169,6 +176,17 @@ def strides_that_matter(array: Array) -> tuple[int, ...]:
     return tuple(stride for n, stride in zip(array.shape, array.strides, strict=True) if n != 1)
 
 
+def activation(function: str, value: Any) -> None:
+    if not isinstance(value, Activation):
+        one_of(function, "activation", value, ACTIVATIONS)
+
+
+def gate_up(function: str, value: Any, of_layer: str | Activation) -> None:
+    one_of(function, "gate_up", value, GATE_UP)
+    if value == "interleaved" and not is_gated(of_layer):
+        raise bad_value(function, "gate_up", f"'halves' for an activation without a gate, {of_layer!r}", repr(value))
+
+
 def layer(
     function: str,
     x: Array,
@@ -176,12 +194,16 @@ def layer(
     weights: Array,
     w1: tuple[Array, ...],
     w2: Array,
-    activation: str,
+    act: str | Activation,
     save: str | None,
+    b1: tuple[Array, ...] = (),
+    b2: tuple[Array, ...] = (),
+    columns_order: str = "halves",
 ) -> None:
-    """`w1` as a tuple: one array, or a pair (gate, up)."""
-    one_of(function, "activation", activation, ACTIVATIONS)
+    """`w1` and `b1` as tuples: one array, or a pair (gate, up); `b1` and `b2` empty without a bias."""
+    activation(function, act)
     one_of(function, "save", save, SAVE_POLICIES)
+    gate_up(function, columns_order, act)
     names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")
     shape(function, "x", x, "L, d", (None, None))
     dtype(function, "x", x, floats(x))
@@ -195,10 +217,12 @@ def layer(
         raise bad_value(function, "w2", "shape (E, h, d) with h >= 1", w2.shape)
     if not 1 <= E <= launch_config.MAX_EXPERTS:
         raise bad_value(function, "w2", f"shape (E, h, d) with E from 1 to {launch_config.MAX_EXPERTS}", w2.shape)
-    if len(w1) == 2 and not is_gated(activation):
-        raise bad_value(function, "w1", f"one array (E, d, h) for activation {activation!r}", "a pair")
+    if len(w1) == 2 and not is_gated(act):
+        raise bad_value(function, "w1", f"one array (E, d, h) for activation {act!r}", "a pair")
+    if len(w1) == 2 and columns_order == "interleaved":
+        raise bad_value(function, "w1", "one array (E, d, 2h) for gate_up='interleaved'", "a pair")
     for name, array in zip(names, w1, strict=True):
-        letters, columns = ("E, d, 2h", 2 * h) if len(w1) == 1 and is_gated(activation) else ("E, d, h", h)
+        letters, columns = ("E, d, 2h", 2 * h) if len(w1) == 1 and is_gated(act) else ("E, d, h", h)
         shape(function, name, array, letters, (E, d, columns), in_storage_order(array, d, columns))
     for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
         dtype(function, name, array, (x.dtype,))
@@ -210,13 +234,58 @@ def layer(
     shape(function, "weights", weights, "L, k", chosen.shape)
     dtype(function, "weights", weights, tuple(dict.fromkeys(("float32", x.dtype))))
     contiguous(function, "weights", weights)
+    _biases(function, b1, b2, x.dtype, (E, d, h), act, columns_order)
 
 
-def accumulated_names(function: str, accumulate: Any, needs: tuple[str, ...]) -> None:
+def _biases(
+    function: str,
+    b1: tuple[Array, ...],
+    b2: tuple[Array, ...],
+    x_dtype: str,
+    sizes: tuple[int, int, int],
+    act: str | Activation,
+    columns_order: str,
+) -> None:
+    E, d, h = sizes
+    if len(b1) == 2 and not is_gated(act):
+        raise bad_value(function, "b1", f"one array (E, h) for activation {act!r}", "a pair")
+    if len(b1) == 2 and columns_order == "interleaved":
+        raise bad_value(function, "b1", "one array (E, 2h) for gate_up='interleaved'", "a pair")
+    letters, columns = ("E, 2h", 2 * h) if len(b1) == 1 and is_gated(act) else ("E, h", h)
+    names = ("b1",) if len(b1) == 1 else ("b1[0]", "b1[1]")
+    given = [(name, array, letters, columns) for name, array in zip(names, b1, strict=False)]
+    for name, array, of_shape, width in (*given, *(("b2", array, "E, d", d) for array in b2)):
+        shape(function, name, array, of_shape, (E, width))
+        dtype(function, name, array, tuple(dict.fromkeys(("float32", x_dtype))))
+        bias_order(function, name, array)
+    if len(b1) == 2:
+        _alike(function, "b1", *b1)
+
+
+def bias_order(function: str, argument: str, array: Array) -> None:
+    """Columns follow each other; experts may be further apart."""
+    if array.shape[1] > 1 and array.strides[1] != 1:
+        raise bad_value(
+            function, argument, "a contiguous last dimension", f"strides {array.strides} for shape {array.shape}"
+        )
+
+
+def _alike(function: str, argument: str, gate: Array, up: Array) -> None:
+    """One launch serves both halves of a bias."""
+    if strides_that_matter(gate) != strides_that_matter(up):
+        raise bad_value(function, argument, "gate and up with equal strides", f"{gate.strides} and {up.strides}")
+    dtype(function, f"{argument}[1]", up, (gate.dtype,))
+
+
+def accumulated_names(function: str, accumulate: Any, needs: tuple[str, ...], present: tuple[str, ...]) -> None:
+    """present: of what the layer has gradients."""
+    names = tuple(name for name in present if name not in ("x", "weights"))
     if not isinstance(accumulate, Mapping):
-        raise bad_type(function, "accumulate", "a mapping from 'w1' and 'w2' to arrays", type(accumulate))
+        *first, last = map(repr, names)
+        wanted = f"a mapping from {', '.join(first)} and {last} to arrays"
+        raise bad_type(function, "accumulate", wanted, type(accumulate))
     for name in accumulate:
-        one_of(function, "accumulate", name, ("w1", "w2"))
+        one_of(function, "accumulate", name, names)
         if name not in needs:
             raise bad_value(function, "accumulate", f"names that are in needs, {needs}", repr(name))
 
@@ -229,7 +298,7 @@ def accumulated(
         if array.shape != weight_shape:
             raise bad_value(function, name, f"the weight's shape {weight_shape}", array.shape)
         dtype(function, name, array, tuple(dict.fromkeys(("float32", x_dtype))))
-        weight_order(function, name, array)
+        (weight_order if len(weight_shape) == 3 else bias_order)(function, name, array)
         without_overlap(function, name, array)
     names = tuple(buffers)
     gate, up = buffers[names[0]], buffers[names[-1]]
@@ -317,13 +386,14 @@ def apart(function: str, read: Mapping[str, Array], written: Mapping[str, Array]
         others[name] = array
 
 
-def gradient_names(function: str, needs: Any) -> tuple[str, ...]:
-    if type(needs) is tuple and needs == GRADIENTS:
-        return GRADIENTS
+def gradient_names(function: str, needs: Any, present: tuple[str, ...]) -> tuple[str, ...]:
+    """present: of what the layer has gradients, biases included; None asks for them all."""
+    if needs is None or (type(needs) is tuple and needs == present):
+        return present
     if not isinstance(needs, (tuple, list, set, frozenset)):
-        raise bad_type(function, "needs", f"a tuple of names from {', '.join(map(repr, GRADIENTS))}", repr(needs))
+        raise bad_type(function, "needs", f"a tuple of names from {', '.join(map(repr, present))}", repr(needs))
     for name in needs:
-        one_of(function, "needs", name, GRADIENTS)
+        one_of(function, "needs", name, present)
     return tuple(needs)
 
 

@@ -36,6 +36,8 @@ MAX_ROUTER_K = 64
 ROUTER_TOKENS = 4  # per block, a warp each
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
+BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows at a time
+BIAS_THREADS = BIAS_COLUMNS // 8 * BIAS_ROWS  # 8 columns each
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
 SELECT_BITS = 11  # the widest digit of a radix select
@@ -94,6 +96,7 @@ def kernel_constants(source: str) -> dict[str, int]:
         # setmaxnreg moves registers from the producer's threads to the consumers'
         "grouped_gemm_sm90.cu": hopper | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216},
         "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
+        "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
         "aggregation.cu": {
             "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,

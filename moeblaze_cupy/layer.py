@@ -10,7 +10,7 @@ from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.ops import dispatch, experts
 from moeblaze_cupy.runtime import Key, Runtime, current_device
 from moeblaze_cupy.structures import (
-    GRADIENTS,
+    Activation,
     DispatchIndices,
     Gradients,
     SavedForBackward,
@@ -18,6 +18,8 @@ from moeblaze_cupy.structures import (
     one_or_pair,
     pair,
 )
+
+_SAVED_ARRAYS = ("x", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
 
 
 def _map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
@@ -31,7 +33,7 @@ def _map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
     return dataclasses.replace(
         saved,
         index=_map_index(saved.index, convert),
-        **{name: each(getattr(saved, name)) for name in ("x", "weights", "w1", "w2", "first_layer", "y_swi")},
+        **{name: each(getattr(saved, name)) for name in _SAVED_ARRAYS},
     )
 
 
@@ -41,6 +43,9 @@ def _map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
 
 
 def _named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
+    """The arrays of a weight or a bias by argument name; none for None."""
+    if w1 is None:
+        return {}
     parts = pair(w1)
     if len(parts) not in (1, 2):
         raise checks.bad_value(function, name, "one array or a pair (gate, up)", f"{len(parts)} arrays")
@@ -51,9 +56,11 @@ def _buffers(
     function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward
 ) -> dict[str, dict[str, Any]]:
     """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
-    checks.accumulated_names(function, accumulate, needs)
+    checks.accumulated_names(function, accumulate, needs, saved.gradients)
     found: dict[str, dict[str, Any]] = {}
     for name, given in accumulate.items():
+        if given is None:
+            raise checks.bad_type(function, f"accumulate[{name!r}]", "a NumPy, CuPy or torch array", type(given))
         argument, wanted = f"accumulate[{name!r}]", len(pair(getattr(saved, name)))
         found[name] = _named_pair(function, argument, given)
         if len(found[name]) != wanted:
@@ -72,6 +79,7 @@ def _check_apart(framework: Framework, grad_out: Any, saved: SavedForBackward, b
     """What gradients are added to is no memory that backward reads; see `checks.apart`."""
     read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     read |= _named_pair("moe_backward", "saved.w1", saved.w1)
+    read |= _named_pair("moe_backward", "saved.b1", saved.b1) | {"saved.b2": saved.b2}
     read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
     read |= {"saved.index.lists": saved.index.lists, "saved.index.ids": saved.index.ids}
     present = {name: framework.describe(array) for name, array in read.items() if array is not None}
@@ -113,81 +121,158 @@ def _index(steps: dispatch.Dispatch, lists: arrays.Buffer, copy: arrays.Buffer |
 
 @overload
 def moe_forward(
-    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: str = "minimal"
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str | Activation = "swiglu",
+    save: str = "minimal",
+    b1: Any = None,
+    b2: Any = None,
+    gate_up: str = "halves",
 ) -> tuple[Any, SavedForBackward]: ...
 
 
 @overload
 def moe_forward(
-    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: None
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str | Activation = "swiglu",
+    save: None,
+    b1: Any = None,
+    b2: Any = None,
+    gate_up: str = "halves",
 ) -> tuple[Any, None]: ...
 
 
 def moe_forward(
-    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: str | None = "minimal"
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str | Activation = "swiglu",
+    save: str | None = "minimal",
+    b1: Any = None,
+    b2: Any = None,
+    gate_up: str = "halves",
 ) -> tuple[Any, SavedForBackward | None]:
     """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
     x: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. ids: (L, k) int32 or int64, see
     `build_dispatch`. weights: (L, k) float32 or x's dtype.
-    w1: (E, d, 2h), gate columns then up columns, for activation swiglu, geglu or reglu, or a pair (gate, up) of
-    (E, d, h); (E, d, h) for silu, gelu (exact) and relu. w2: (E, h, d). Both in x's dtype, read in place,
-    row-major or as the transposed view of (E, 2h, d) / (E, d, h) storage.
-    save: "minimal" keeps a, b; "paper" also act(a) * b (Algorithm 1); "recompute" only x; None nothing.
+    w1: (E, d, 2h), gate columns then up columns, or a pair (gate, up) of (E, d, h), for the gated activations swiglu,
+    geglu (exact gelu), reglu, geglu_tanh, swiglu_clamp, swiglu_oai, swiglu_clamp_after and swiglu_softcap; (E, d, h)
+    for silu, gelu (exact), relu, gelu_tanh and relu2. w2: (E, h, d). Both in x's dtype, read in place, row-major or as
+    the transposed view of (E, 2h, d) / (E, d, h) storage.
+    activation: a name, or an `Activation` with constants of its own.
+    b1, b2: biases of both products, added in float32, or None: b1 (E, 2h), or a pair of (E, h), or (E, h) without a
+    gate; b2 (E, d). In x's dtype or float32, the last dimension contiguous. Empty slots get none.
+    gate_up: "interleaved" if the columns of w1, and of b1, are gate 0, up 0, gate 1, up 1, ...; else "halves".
+    save: "minimal" keeps a, b; "paper" also V(a) * M(b) (Algorithm 1); "recompute" only x; None nothing.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
-    x, ids, weights, w1 and w2 are kept by reference: whoever changes one in place before backward, as by x += out,
-    gets wrong gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
-    A NaN in x reaches its token's output and its gradients of weights, w1, w2 and x, but for "relu" not that of x.
+    The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
+    gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
+    A NaN in x reaches its token's output and its gradients of weights, w1, w2 and x, but for "relu" not that of x. One
+    in an expert's bias reaches the tokens of that expert alone.
     Raises TypeError (dtype, device, framework), ValueError (shape, memory order, names), or RuntimeError
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
     transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
     w1_by_name = _named_pair("moe_forward", "w1", w1)
-    named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name}
+    b1_by_name = _named_pair("moe_forward", "b1", b1)
+    named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name, **b1_by_name}
+    if b2 is not None:
+        named["b2"] = b2
     given: Sequence[Any] = tuple(named.values())
-    key, pointers = runtime.key_of("moe_forward", (activation, save), given)
+    options = activation, save, gate_up, len(w1_by_name), len(b1_by_name), b2 is None
+    key, pointers = runtime.key_of("moe_forward", options, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
     if found is None:
         checks.untracked("moe_forward", named)
         call = Call("moe_forward", **named)
         d = call.described
-        w1_arrays = tuple(d[name] for name in w1_by_name)
-        checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
+        w1_arrays, b1_arrays = (tuple(d[name] for name in names) for names in (w1_by_name, b1_by_name))
+        b2_arrays = (d["b2"],) if b2 is not None else ()
+        layer = d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save, b1_arrays, b2_arrays, gate_up
+        checks.layer("moe_forward", *layer)
         if call.on_cpu:
-            out, saved = _forward_on_cpu(call, tuple(w1_by_name), activation, save)
+            out, saved = _forward_on_cpu(call, tuple(w1_by_name), tuple(b1_by_name), activation, save, gate_up)
             if saved is not None and call.framework is arrays.Torch:
-                own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2}
+                own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2, "b2": b2}
+                own["b1"] = one_or_pair(tuple(b1_by_name.values())) if b1_by_name else None
                 saved = dataclasses.replace(saved, **own)
             return out, saved
-        x_layout, ids_layout, weights_layout, w2_layout, *w1_layouts = call.layout(*named)
-        layouts = x_layout, ids_layout, weights_layout, w2_layout, tuple(w1_layouts)
-        steps = experts.configure_forward(*layouts, activation, save, call.limits)
+        inputs = _forward_values(call.layout(*named), options)
+        x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
+        steps = experts.configure_forward(
+            x_layout,
+            ids_layout,
+            weights_layout,
+            w2_layout,
+            w1_layouts,
+            b1_layouts,
+            b2_layouts,
+            activation,
+            gate_up,
+            save,
+            call.limits,
+        )
         given, pointers, export = call.owners(), call.pointers(), call.export
         found = runtime.keep(key, call.prepared(steps))
     steps = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        x_ptr, ids_ptr, weights_ptr, w2_ptr, *w1_ptrs = pointers
-        result = experts.moe_forward(run, steps, x_ptr, ids_ptr, weights_ptr, w2_ptr, tuple(w1_ptrs))
+        result = experts.moe_forward(run, steps, *_forward_values(pointers, options))
         out = export(result.out.array)
         if save is None:
             return out, None
-        x, ids, weights, w2, *w1_parts = given
+        x, ids, weights, w2, w1_parts, b1_parts, b2_parts = _forward_values(given, options)
         index = _index(steps.dispatch, result.lists, result.ids, ids)
         first_layer = result.first_layer.array if result.first_layer else None
         y_swi = result.y_swi.array if result.y_swi else None
-        w1 = one_or_pair(tuple(w1_parts))
-        return out, SavedForBackward(x, weights, w1, w2, index, first_layer, y_swi, activation, save)
+        kept = x, weights, one_or_pair(w1_parts), w2, index, first_layer, y_swi, activation, save
+        b1, b2 = (one_or_pair(parts) if parts else None for parts in (b1_parts, b2_parts))
+        return out, SavedForBackward(*kept, b1=b1, b2=b2, gate_up=gate_up)
+
+
+def _forward_values(values: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `values` says of the arrays of a forward, in the order of experts.moe_forward: w1, b1 and b2 as tuples."""
+    num_w1, num_b1, _ = options[3:]
+    b1_start = 4 + num_w1
+    b2_start = b1_start + num_b1
+    return *values[:4], tuple(values[4:b1_start]), tuple(values[b1_start:b2_start]), tuple(values[b2_start:])
 
 
 def _forward_on_cpu(
-    call: Call, w1_names: tuple[str, ...], activation: str, save: str | None
+    call: Call,
+    w1_names: tuple[str, ...],
+    b1_names: tuple[str, ...],
+    activation: str | Activation,
+    save: str | None,
+    gate_up: str,
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
-    w1 = one_or_pair(tuple(host[name] for name in w1_names))
+    w1, b1 = (tuple(host[name] for name in names) for names in (w1_names, b1_names))
     out, saved = reference.moe_forward(
-        host["x"], host["ids"], host["weights"], w1, host["w2"], activation=activation, save=save
+        host["x"],
+        host["ids"],
+        host["weights"],
+        one_or_pair(w1),
+        host["w2"],
+        activation=activation,
+        save=save,
+        b1=one_or_pair(b1) if b1 else None,
+        b2=host.get("b2"),
+        gate_up=gate_up,
     )
     if saved is not None and call.framework is arrays.Torch:
         saved = _map_saved(saved, call.export)
@@ -198,31 +283,31 @@ def moe_backward(
     grad_out: Any,
     saved: SavedForBackward,
     *,
-    needs: tuple[str, ...] = GRADIENTS,
+    needs: tuple[str, ...] | None = None,
     keep_saved: bool = False,
     accumulate: Mapping[str, Any] | None = None,
 ) -> Gradients:
     """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
 
-    grad_out: (L, d), x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2" to compute; the
-    others stay None and their kernels do not run.
+    grad_out: (L, d), x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2", "b1", "b2" to compute; the
+    others stay None and their kernels do not run. None is all that the layer has: b1 and b2 only with such a bias.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
     backward over them raises RuntimeError, on the CPU too. With save="recompute" there are none to overwrite.
-    accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2 or both are added to, {"w2": total}, of the
+    accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2, b1 or b2 are added to, {"w2": total}, of the
     weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
     products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
     memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
     nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
     views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
-    Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1 and w2 in the form, dtype and
-    memory order of the weights, exactly zero for experts without tokens; or the very arrays of `accumulate`.
+    Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
+    memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
     Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(
             "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
         )
-    needs = checks.gradient_names("moe_backward", needs)
+    needs = checks.gradient_names("moe_backward", needs, saved.gradients)
     key, given, pointers = _backward_key(grad_out, saved, needs, keep_saved, accumulate)
     export: Export = keep
     found = runtime.find(key)
@@ -236,7 +321,9 @@ def moe_backward(
             _check_apart(found.framework, grad_out, saved, parts)
     else:
         tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
-        checks.untracked("moe_backward", tracked | _named_pair("moe_backward", "saved.w1", saved.w1))
+        for name in ("w1", "b1", "b2"):
+            tracked |= _named_pair("moe_backward", f"saved.{name}", getattr(saved, name))
+        checks.untracked("moe_backward", tracked)
         buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
         parts = {part: array for parts in buffers.values() for part, array in parts.items()}
         call = Call("moe_backward", **{"saved.x": saved.x}, grad_out=grad_out, **parts)
@@ -252,24 +339,28 @@ def moe_backward(
             host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
             host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
             on_host = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
-            w1, w2 = (None if g is None else pair(g) for g in (on_host.w1, on_host.w2))
-            return _export_gradients(call.export, accumulate, on_host.x, on_host.weights, w1, w2)
+            of_weights = (on_host.w1, on_host.w2, on_host.b1, on_host.b2)
+            parts_of = (None if g is None else pair(g) for g in of_weights)
+            return _export_gradients(call.export, accumulate, on_host.x, on_host.weights, *parts_of)
         given[0], export = d["grad_out"].owner, call.export
         described = [call.framework.describe(array) for array in given]
         pointers = [array.ptr for array in described]
         layouts = [array.layout for array in described]
         *inputs, _, first_layer, y_swi, totals = _backward_values(saved, accumulate, layouts, None)
-        grad_layout, x_layout, weights_layout, w2_layout, w1_layouts = inputs
+        grad_layout, x_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
         steps = experts.configure_backward(
             grad_layout,
             x_layout,
             weights_layout,
             w2_layout,
             w1_layouts,
+            b1_layouts,
+            b2_layouts,
             first_layer,
             y_swi,
             tuple(totals.items()),
             saved.activation,
+            saved.gate_up,
             needs,
             bool(keep_saved),
             call.limits,
@@ -283,8 +374,7 @@ def moe_backward(
             accumulate,
             grads.x and grads.x.array,
             grads.weights and grads.weights.array,
-            grads.w1 and tuple(buffer.array for buffer in grads.w1),
-            grads.w2 and tuple(buffer.array for buffer in grads.w2),
+            *(g and tuple(buffer.array for buffer in g) for g in (grads.w1, grads.w2, grads.b1, grads.b2)),
         )
 
 
@@ -295,14 +385,17 @@ def _backward_key(
     totals = {} if accumulate is None else accumulate
     if not isinstance(totals, Mapping):
         return None, [], []
-    w1, kept = pair(saved.w1), [array for array in (saved.first_layer, saved.y_swi) if array is not None]
-    given = [grad_out, saved.x, saved.weights, saved.w2, saved.index.lists, *w1, *kept]
-    forms = [len(w1), saved.first_layer is None, saved.y_swi is None]  # tell which of these is what
+    w1, kept = pair(saved.w1), [array for array in (saved.b2, saved.first_layer, saved.y_swi) if array is not None]
+    b1 = () if saved.b1 is None else pair(saved.b1)
+    given = [grad_out, saved.x, saved.weights, saved.w2, saved.index.lists, *w1, *b1, *kept]
+    # These tell which of the arrays is what.
+    forms = [len(w1), len(b1), saved.b2 is None, saved.first_layer is None, saved.y_swi is None]
     for name, total in totals.items():
         parts = pair(total)
         given += parts
         forms += name, len(parts)
-    key, pointers = runtime.key_of("moe_backward", (saved.activation, needs, bool(keep_saved), *forms), given)
+    options = saved.activation, saved.gate_up, needs, bool(keep_saved), *forms
+    key, pointers = runtime.key_of("moe_backward", options, given)
     return key, given, pointers
 
 
@@ -312,6 +405,13 @@ def _backward_values(
     """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
     end = 5 + len(pair(saved.w1))
     w1 = tuple(values[5:end])
+    b1: tuple[Any, ...] = ()
+    b2: tuple[Any, ...] = ()
+    if saved.b1 is not None:
+        start, end = end, end + len(pair(saved.b1))
+        b1 = tuple(values[start:end])
+    if saved.b2 is not None:
+        b2, end = (values[end],), end + 1
     first_layer = y_swi = absent
     if saved.first_layer is not None:
         first_layer, end = values[end], end + 1
@@ -321,7 +421,7 @@ def _backward_values(
     for name, total in (accumulate or {}).items():
         start, end = end, end + len(pair(total))
         totals[name] = tuple(values[start:end])
-    return *values[:4], w1, values[4], first_layer, y_swi, totals
+    return *values[:4], w1, b1, b2, values[4], first_layer, y_swi, totals
 
 
 def _export_gradients(
@@ -331,10 +431,12 @@ def _export_gradients(
     weights: Any,
     w1: tuple[Any, ...] | None,
     w2: tuple[Any, ...] | None,
+    b1: tuple[Any, ...] | None,
+    b2: tuple[Any, ...] | None,
 ) -> Gradients:
     """In the caller's kind; what was accumulated is the caller's own."""
     if export is keep and not accumulate:
-        return Gradients(x, weights, w1 and one_or_pair(w1), w2 and one_or_pair(w2))
+        return Gradients(x, weights, *(parts and one_or_pair(parts) for parts in (w1, w2, b1, b2)))
     own = accumulate or {}
 
     def one(array: Any) -> Any:
@@ -343,4 +445,5 @@ def _export_gradients(
     def parts(name: str, given: tuple[Any, ...] | None) -> Any:
         return own[name] if name in own else None if given is None else one_or_pair(tuple(map(export, given)))
 
-    return Gradients(one(x), one(weights), parts("w1", w1), parts("w2", w2))
+    by_name = {"w1": w1, "w2": w2, "b1": b1, "b2": b2}
+    return Gradients(one(x), one(weights), **{name: parts(name, given) for name, given in by_name.items()})

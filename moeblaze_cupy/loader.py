@@ -18,14 +18,13 @@ from importlib import resources
 from typing import Any
 
 from moeblaze_cupy import launch_config, params
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
+from moeblaze_cupy.structures import FORMS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
-ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
 SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu", *SELECTIONS)
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
-IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS")  # by the others
+IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
 _lock = threading.Lock()
@@ -69,13 +68,13 @@ def gathers(entry: str) -> bool:
     return EPILOGUES[entry] != "STORE"
 
 
-def k_segments(entry: str, gated: bool) -> int:
-    """Of what an element of a grouped GEMM's result sums over: up_bwd's has gate's and up's part."""
-    return 2 if entry == "up_bwd" and gated else 1
+def k_segments(entry: str, gated: bool, interleaved: bool = False) -> int:
+    """Of what an element of a grouped GEMM's result sums over: up_bwd's has gate's and up's part, or both in turns."""
+    return 2 if entry == "up_bwd" and gated and not interleaved else 1
 
 
 def is_split(entry: str, gated: bool) -> bool:
-    """Whether half of a grouped GEMM's tile is gate and half is up."""
+    """Whether half of a grouped GEMM's tile is gate and half is up, side by side or interleaved."""
     return entry == "up_fwd" and gated
 
 
@@ -95,15 +94,19 @@ def gemm_variant(
     to_tokens: bool = False,
     accumulate: str | None = None,
     split_k: bool = False,
+    interleaved: bool = False,
+    bias: str | None = None,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
     stored_y_swi: down_bwd reads the y_swi of forward. clusters: 2-CTA clusters with TMA multicast of the weight, on
     Hopper. to_tokens: rows of Hopper's down_fwd and up_bwd go to their tokens, where k = 1, and never in clusters.
     accumulate: the dtype of the buffer that a weight gradient is added to, if it is. split_k: a weight gradient of
-    Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later.
+    Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later. interleaved: gate and
+    up columns alternate in w1 and in the first layer. bias: the dtype of what a product in forward adds, if it does.
     """
-    gated = activation in GATED_ACTIVATIONS
+    form = FORMS[activation]
+    gated = form.gated
     half = "fp16" if dtype == "float16" else "bf16"
     macros: dict[str, str | int] = {"ENTRY": entry, "ELEMENT": ELEMENTS[dtype]}
     if tier == "sm80":
@@ -124,21 +127,37 @@ def gemm_variant(
     macros |= {
         "EPILOGUE": epilogue,
         "GATED": int(gated and epilogue != "STORE"),
-        "ACTIVATION": "SILU" if epilogue == "STORE" else ACTIVATION_KINDS[activation],
+        "INTERLEAVED": int(interleaved and gated and epilogue != "STORE"),
+        "ACTIVATION": "SILU" if epilogue == "STORE" else form.kind,
+        "CONSTANTS": 0 if epilogue == "STORE" else len(form.constants),
+        "BIASED": int(bias is not None and forward),
+        "BIAS": ELEMENTS[bias] if bias is not None and forward else "float",
         "GATHER": int(gathers(entry)),
         "B_K_CONTIGUOUS": int(transposed == forward),
-        "K_SEGMENTS": k_segments(entry, gated),
+        "K_SEGMENTS": k_segments(entry, gated, interleaved),
         "TILE_COLUMNS": launch_config.tile_columns(tier, is_split(entry, gated)),
     }
     if tier == "sm90":
         to_tokens = to_tokens and epilogue == "STORE"
+        name = EPILOGUES_SM90[epilogue]
+        if to_tokens:
+            name = "StoreTokenRows"
+        if epilogue == "ACTIVATE" and macros["INTERLEAVED"]:
+            name = "ActivatePairs"
         macros |= {
-            "EPILOGUE": "StoreTokenRows" if to_tokens else EPILOGUES_SM90[epilogue],
+            "EPILOGUE": name,
             "STORED_Y_SWI": int(stored_y_swi and epilogue == "ACTIVATE_BWD"),
             "CLUSTER_CTAS": 2 if clusters and not to_tokens else 1,
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
+
+
+@functools.cache
+def bias_variant(dtype: str, aligned: bool, bias: str, out: str) -> Variant:
+    """The gradient of a bias. dtype: of the rows that are summed. bias: of the bias itself. out: of the gradient."""
+    types = {"ELEMENT": ELEMENTS[dtype], "BIAS": ELEMENTS[bias], "OUT": ELEMENTS[out]}
+    return _variant("bias_bwd.cu", "bias_bwd", {"ENTRY": "bias_bwd", **types, "ALIGNED": int(aligned)})
 
 
 def _variant(source: str, entry: str, macros: Mapping[str, str | int]) -> Variant:
@@ -152,15 +171,22 @@ def variants(
     aligned: Sequence[bool] = (True,),
     limits: launch_config.DeviceLimits = launch_config.H200,
     accumulates: bool = False,
+    gate_ups: Sequence[str] = ("halves",),
+    biases: Sequence[str | None] = (None,),
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
 
     accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
     multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
+    gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
+    layers without, or several of these.
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
-    for dtype, order, activation, is_aligned, entry in itertools.product(dtypes, orders, activations, aligned, entries):
+    for dtype, order, activation, is_aligned, entry, gate_up, bias in itertools.product(
+        dtypes, orders, activations, aligned, entries, gate_ups, biases
+    ):
+        bias_dtype = dtype if bias == "weights" else bias
         config = launch_config.gemm(dtype, is_aligned, False, limits)
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
@@ -182,8 +208,13 @@ def variants(
                 to_tokens=to_tokens,
                 accumulate=accumulate,
                 split_k=split_k,
+                interleaved=gate_up == "interleaved",
+                bias=bias_dtype,
             )
             found[variant] = None
+        if bias_dtype is not None:
+            outs = dict.fromkeys((bias_dtype, "float32", dtype) if accumulates else (bias_dtype,))
+            found |= dict.fromkeys(bias_variant(dtype, is_aligned, bias_dtype, out) for out in outs)
     return list(found)
 
 
@@ -357,6 +388,3 @@ def precompile(variant: Variant) -> float:
     import_cupy()
     _module(variant.source, variant.macros).compile()
     return time.perf_counter() - start
-
-
-assert set(ACTIVATION_KINDS) == set(ACTIVATIONS)

@@ -35,6 +35,8 @@ class LayerShape:
     ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
     tier: str = "sm90"  # "sm80": the portable kernels, which also serve what Hopper's do not take
     transposed: bool = False  # the memory order of the experts' weights, of both
+    bias: str | None = None  # the dtype of b1 and b2, if the layer has them
+    gate_up: str = "halves"  # "interleaved": the order of w1's columns
 
     @property
     def slots(self) -> int:
@@ -135,7 +137,7 @@ def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int
     M, N = (columns, rows) if s.transposed else (rows, columns)
     tiles = launch_config.wgrad_tiles(M, N, s.E * halves)
     splits = launch_config.split_k(tiles, s.slots, s.E, launch_config.H200)
-    formula = f"4*{splits}*{'g*' if halves == 2 else ''}E*d*h"
+    formula = f"4*{splits}*{'g*' if halves * rows * columns == 2 * s.d * s.h else ''}E*d*h"
     sums = Term(f"split-K sums of {name}", formula, 4 * splits * s.E * halves * M * N)
     return () if splits == 1 else (sums,)
 
@@ -167,20 +169,27 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     if save is None:
         return Plan(saved=(), forward=((*index, *new_y_swi, *_panels(s, True)),), backward=())
     columns = 256 if s.on_hopper else 128
-    sums = 4 * s.slots * launch_config.column_tiles(s.h, columns)
-    partial_sums = Term("partial sums of dweights", f"4*L*k*ceil(h/{columns})", sums)
+    parts, formula = launch_config.column_tiles(s.h, columns), f"4*L*k*ceil(h/{columns})"
+    if s.bias:
+        width = launch_config.BIAS_COLUMNS
+        parts += launch_config.column_tiles(s.d, width)
+        formula = f"4*L*k*(ceil(h/{columns}) + ceil(d/{width}))"
+    partial_sums = Term("partial sums of dweights", formula, 4 * s.slots * parts)
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
     weighted = () if kept_y_swi else (_per_slot(s, "weighted y_swi, for dw2"),)
     row_weights = Term("router weights by row", "4*L*k", 4 * s.slots)
-    dx, dweights, dw1, dw2 = gradients(s)
+    columns_of_dw1 = (s.g * s.h, 1) if s.gate_up == "interleaved" else (s.h, s.g)  # of each of its halves
+    dx, dweights, dw1, dw2, *db = gradients(s)
+    db1, db2 = (tuple(db[:1]), tuple(db[1:]))
     return Plan(
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_y_swi),
         forward=((*new_y_swi, *_panels(s, not kept_y_swi)),),
         backward=(
-            (*recomputed, *weighted, row_weights, partial_sums, dweights),
-            (*recomputed, *weighted, dweights, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
-            (*recomputed, *_panels(s, False), dweights, dw2, dx),
-            (*recomputed, dweights, dw2, dx, dw1, *_split_k_sums(s, "dw1", s.d, s.h, s.g)),
+            (*recomputed, *weighted, row_weights, partial_sums, dweights, *db2),
+            (*recomputed, *weighted, dweights, *db2, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
+            (*recomputed, *_panels(s, False), dweights, *db2, dw2, dx),
+            (*recomputed, dweights, *db2, dw2, dx, dw1, *_split_k_sums(s, "dw1", s.d, *columns_of_dw1)),
+            *(((*recomputed, dweights, *db2, dw2, dx, dw1, *db1),) if db1 else ()),
         ),
     )
 
@@ -199,7 +208,7 @@ def routed_layer(s: LayerShape) -> Plan:
     y_swi = _per_slot(s, "y_swi = act(a) * b" if s.g == 2 else "y_swi = act(a)")
     grad_first_layer = _first_layer(s, "gradient of a, b" if s.g == 2 else "gradient of a")
     grad_y_swi = _per_slot(s, "gradient of y_swi")
-    dx, dweights, dw1, dw2 = gradients(s)
+    dx, dweights, dw1, dw2, *db = gradients(s)
     experts = (_routed(s, "routed tokens"), first_layer, *gated, y_swi, _routed(s, "expert outputs"))
     return Plan(
         saved=(*experts, *_index_lists(s)),
@@ -207,7 +216,7 @@ def routed_layer(s: LayerShape) -> Plan:
         backward=(
             (_routed(s, "routed output gradient"), grad_y_swi, dweights, dw2),
             (grad_y_swi, grad_first_layer, dweights, dw2),
-            (grad_first_layer, _routed(s, "routed token gradient"), dweights, dw2, dw1, dx),
+            (grad_first_layer, _routed(s, "routed token gradient"), dweights, dw2, dw1, dx, *db),
         ),
     )
 
@@ -218,12 +227,16 @@ def output(s: LayerShape) -> Term:
 
 def gradients(s: LayerShape) -> tuple[Term, ...]:
     """What backward returns, the same for every layer; dweights in float32."""
-    return (
+    of_weights = (
         Term("dx", "L*d*b", s.L * s.d * s.b),
         Term("dweights", "4*L*k", 4 * s.slots),
         Term("dw1", "g*E*d*h*b", s.g * s.E * s.d * s.h * s.b),
         Term("dw2", "E*h*d*b", s.E * s.h * s.d * s.b),
     )
+    if s.bias is None:
+        return of_weights
+    b = ITEMSIZE[s.bias]
+    return *of_weights, Term("db1", f"{b}*g*E*h", b * s.g * s.E * s.h), Term("db2", f"{b}*E*d", b * s.E * s.d)
 
 
 def format_bytes(nbytes: int) -> str:

@@ -4,17 +4,20 @@ A kernel takes one argument, a struct by value. The kernel sources define these 
 directions; the tables here name the same fields in the same order. `Params.dtype` lays them out in host memory, and
 `Params.assertions` makes the compilation fail where the struct of the source differs.
 
-Tensor maps come first, then pointers, 64-bit and 32-bit integers, so that only the end of a struct is padded.
+Tensor maps come first, then pointers, 64-bit and 32-bit numbers, so that only the end of a struct is padded.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
-_KINDS = (("maps", MAP_BYTES, f"V{MAP_BYTES}"), ("pointers", 8, "u8"), ("int64", 8, "i8"), ("int32", 4, "i4"))
+_KINDS = (
+    *(("maps", MAP_BYTES, f"V{MAP_BYTES}"), ("pointers", 8, "u8")),
+    *(("int64", 8, "i8"), ("int32", 4, "i4"), ("float32", 4, "f4")),
+)
 
 
 class Variant(Protocol):
@@ -51,6 +54,12 @@ class Params:
     pointers: tuple[str, ...] = ()
     int64: tuple[str, ...] = ()
     int32: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The numbers among the fields."""
+        return (*self.int64, *self.int32, *self.float32)
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
@@ -121,6 +130,20 @@ _GEMM_SM90 = {
         int32=("columns", "depth", "num_slots"),
     ),
 }
+
+
+@cache
+def _gemm(source: str, macros: tuple[tuple[str, str], ...]) -> Params:
+    """Of a grouped GEMM. Only kernels that add a bias know of one, and only those of some activations of constants."""
+    given = dict(macros)
+    # On Hopper gathered rows are copied from a pointer, others come through a tensor map.
+    table = _GEMM_SM80 if source == "grouped_gemm_sm80.cu" else _GEMM_SM90[given["GATHER"]]
+    if given.get("BIASED") == "1":
+        pointers, int64 = (*table.pointers, "bias0", "bias1"), (*table.int64, "bias_stride")
+        table = replace(table, pointers=pointers, int64=int64)
+    return replace(table, float32=tuple(f"constant{i}" for i in range(int(given.get("CONSTANTS", "0")))))
+
+
 _WGRAD_POINTERS = ("p", "q", "expert_token_indices", "expert_token_offsets", "out0", "out1")
 _WGRAD_INT64 = ("ldp", "ldq", "expert_stride", "ldo")
 _CAPACITY_INT32 = ("k", "num_experts", "num_sequences", "parts", "order", "value_type")
@@ -273,7 +296,17 @@ _TABLES = {
             int32=("num_experts", "score", "bins", "columns"),
         ),
     },
-    "grouped_gemm_sm80.cu": {"": _GEMM_SM80},
+    "bias_bwd.cu": {
+        "": Params(
+            "BiasBwdParams",
+            pointers=(
+                *("rows", "expert_token_indices", "expert_token_offsets", "experts_by_load", "row_weights", "bias"),
+                *("partial_sums", "out0", "out1"),
+            ),
+            int64=("ld", "bias_stride", "out_stride"),
+            int32=("columns", "half", "num_slots", "accumulate"),
+        ),
+    },
     "grouped_wgrad_sm80.cu": {
         "": Params("GroupedWgradParams", pointers=_WGRAD_POINTERS, int64=_WGRAD_INT64, int32=_WGRAD_INT32),
     },
@@ -291,8 +324,8 @@ _TABLES = {
 
 def tables(source: str, macros: tuple[tuple[str, str], ...] = ()) -> dict[str, Params]:
     """The tables of a source's kernels under these JIT constants, by the start of an entry's name."""
-    if source == "grouped_gemm_sm90.cu":  # gathered rows are copied from a pointer, others come through a tensor map
-        return {"": _GEMM_SM90[dict(macros)["GATHER"]]}
+    if source in ("grouped_gemm_sm80.cu", "grouped_gemm_sm90.cu"):
+        return {"": _gemm(source, macros)}
     return _TABLES[source]
 
 

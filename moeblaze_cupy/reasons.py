@@ -149,6 +149,13 @@ def dispatch(config: DispatchConfig, num_slots: int, num_experts: int) -> tuple[
     )
 
 
+def bias_accesses(aligned: bool) -> str:
+    """Of the sums over rows that are gradients of biases."""
+    if aligned:
+        return "16 bytes at a time: rows and biases are aligned to 16 bytes"
+    return "an element at a time: rows or biases are not aligned to 16 bytes"
+
+
 def accesses(aligned: bool) -> str:
     """Of the sums over slots."""
     if aligned:

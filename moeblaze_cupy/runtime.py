@@ -38,7 +38,7 @@ class Launch:
     """One kernel launch without its addresses.
 
     addresses: the names, in the kernel's struct, of what `Runtime.launch` is given, in that order. Names that the
-    struct does not have are left out, as the tiers' kernels differ in a few. scalars: the struct's integers. maps: its
+    struct does not have are left out, as the tiers' kernels differ in a few. scalars: the struct's numbers. maps: its
     tensor maps, without their addresses. why: what decided for this variant and grid, for `explain`.
     """
 
@@ -46,7 +46,7 @@ class Launch:
     grid: tuple[int, ...]
     threads: int
     addresses: tuple[str, ...]
-    scalars: Mapping[str, int]
+    scalars: Mapping[str, float]
     shared_bytes: int = 0
     maps: Mapping[str, TensorMap] = field(default_factory=dict)
     why: tuple[str, ...] = ()
@@ -81,11 +81,11 @@ class _Arguments:
 
     __slots__ = ("_keep", "encoded", "memory", "pointer")
 
-    def __init__(self, params: Params, scalars: Mapping[str, int]) -> None:
+    def __init__(self, params: Params, scalars: Mapping[str, float]) -> None:
         raw = np.zeros(params.size + 64, np.uint8)
         raw = raw[-raw.ctypes.data % 64 :][: params.size]  # tensor maps lie on multiples of 64
         values = raw.view(params.dtype)
-        for name in (*params.int64, *params.int32):
+        for name in params.scalars:
             values[name] = scalars[name]
         addresses = np.array([raw.ctypes.data], np.uint64)
         self.memory, self.pointer = raw.data, addresses.ctypes.data

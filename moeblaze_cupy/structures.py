@@ -6,26 +6,150 @@ SavedForBackward are NumPy or CuPy arrays where the caller's are known by DLPack
 to all these kinds, so the fields are annotated as Any.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Constant(NamedTuple):
+    """A number of an activation that each layer chooses. positive: it is above 0, as limits are."""
+
+    name: str
+    default: float
+    positive: bool = True
+
+
+class Form(NamedTuple):
+    """What the name of an activation stands for: y = V(a) * M(b) with a gate, and y = V(a) without.
+
+    kind: V and M, by their name in kernels_cu/activation.cuh and reference/activations.py.
+    """
+
+    gated: bool
+    kind: str
+    constants: tuple[Constant, ...] = ()
+
+
+# The one table of activations on the host. docs/activations.md gives the formulas.
+FORMS = {
+    "swiglu": Form(True, "SILU"),
+    "geglu": Form(True, "GELU"),
+    "reglu": Form(True, "RELU"),
+    "geglu_tanh": Form(True, "GELU_TANH"),
+    "swiglu_clamp": Form(True, "SWIGLU_CLAMP", (Constant("limit", 10.0),)),
+    "swiglu_oai": Form(True, "SWIGLU_OAI", (Constant("alpha", 1.702, positive=False), Constant("limit", 7.0))),
+    "swiglu_clamp_after": Form(True, "SWIGLU_CLAMP_AFTER", (Constant("limit", 7.0),)),
+    "swiglu_softcap": Form(True, "SWIGLU_SOFTCAP", (Constant("gate_cap", 4.0), Constant("up_cap", 25.0))),
+    "silu": Form(False, "SILU"),
+    "gelu": Form(False, "GELU"),
+    "relu": Form(False, "RELU"),
+    "gelu_tanh": Form(False, "GELU_TANH"),
+    "relu2": Form(False, "RELU2"),
+}
+MAX_CONSTANTS = 2  # of an activation; fields of the kernels' parameters
 
 SAVE_POLICIES = ("minimal", "paper", "recompute", None)
-GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
-PLAIN_ACTIVATIONS = ("silu", "gelu", "relu")
+GATED_ACTIVATIONS = tuple(name for name, form in FORMS.items() if form.gated)
+PLAIN_ACTIVATIONS = tuple(name for name, form in FORMS.items() if not form.gated)
 ACTIVATIONS = GATED_ACTIVATIONS + PLAIN_ACTIVATIONS
+GATE_UP = ("halves", "interleaved")
 CAPACITY_ORDERS = ("position", "choice", "weights", "priority")
 ROUNDINGS = ("up", "down", "nearest", "balance")
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity", "relu")
 SHARES = ("softmax", "sigmoid", "sqrt_softplus")  # scores that a token's shares of all experts can be made of
 SUMS = (*SHARES, "z", "entropy")
 GRADIENTS = ("x", "weights", "w1", "w2")
+BIASES = ("b1", "b2")
 
 
-def is_gated(activation: str) -> bool:
-    """True where the first layer has a gate and an up half: y = act(x w_gate) * (x w_up)."""
-    return activation in GATED_ACTIVATIONS
+class Activation:
+    """An activation with its constants, for `activation=` of the layer: Activation("swiglu_oai", limit=5.0).
+
+    name: one of ACTIVATIONS. constants: numbers by name, for those that differ from the defaults:
+    swiglu_clamp and swiglu_clamp_after have limit, swiglu_oai has alpha and limit, swiglu_softcap has gate_cap and
+    up_cap. Layers whose activations differ in constants alone share their compiled kernels.
+    Activations are immutable and hashable; two with the same name and constants are equal.
+    Raises ValueError for an unknown name or constant, one that is not finite in float32, and a limit or cap that is
+    not above 0, and TypeError for one that is no number.
+    """
+
+    __slots__ = ("_values", "name")
+    name: str
+    _values: tuple[float, ...]
+
+    def __init__(self, name: str, **constants: float) -> None:
+        if not isinstance(name, str) or name not in FORMS:
+            raise ValueError(f"Activation: name: expected one of {', '.join(map(repr, ACTIVATIONS))}, got {name!r}")
+        known = FORMS[name].constants
+        for given in constants:
+            if given not in [constant.name for constant in known]:
+                wanted = " or ".join(constant.name for constant in known) or "no constants"
+                got = f"{given}={constants[given]!r}"
+                raise ValueError(f"Activation: {given}: expected {wanted} for {name!r}, got {got}")
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "_values", tuple(_number(c, constants.get(c.name, c.default)) for c in known))
+
+    @property
+    def form(self) -> Form:
+        return FORMS[self.name]
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """By name, in the order of the kernels' parameters."""
+        return {constant.name: value for constant, value in zip(self.form.constants, self._values, strict=True)}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"Activation: {name}: cannot be assigned, as activations are immutable")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"Activation: {name}: cannot be deleted, as activations are immutable")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Activation) and (self.name, self._values) == (other.name, other._values)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self._values))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # as copy and pickle need it
+        return _activation, (self.name, self.constants)
+
+    def __repr__(self) -> str:
+        return f"Activation({', '.join([repr(self.name), *(f'{n}={v}' for n, v in self.constants.items())])})"
+
+
+def _activation(name: str, constants: dict[str, float]) -> Activation:
+    return Activation(name, **constants)
+
+
+def _number(constant: Constant, value: Any) -> float:
+    """The value as a float. Kernels take it as float32, in which it must be finite, and above 0 where it has to be."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"Activation: {constant.name}: expected a number, got {value!r}")
+    single = np.finfo(np.float32)
+    is_finite = -float(single.max) <= value <= float(single.max)
+    if not is_finite or (constant.positive and value < float(single.tiny)):
+        wanted = "a finite number above 0" if constant.positive else "a finite number"
+        raise ValueError(f"Activation: {constant.name}: expected {wanted}, in float32, got {value!r}")
+    return float(value)
+
+
+@functools.cache
+def _named(name: str) -> Activation:
+    return Activation(name)
+
+
+def activation_of(activation: str | Activation) -> Activation:
+    """An activation by its name alone has the default constants."""
+    return activation if isinstance(activation, Activation) else _named(activation)
+
+
+def is_gated(activation: str | Activation) -> bool:
+    """True where the first layer has a gate and an up half: y = V(x w_gate) * M(x w_up)."""
+    return (activation.name if isinstance(activation, Activation) else activation) in GATED_ACTIVATIONS
 
 
 def nbytes(array: Any) -> int:
@@ -127,7 +251,7 @@ def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], 
     The first layer makes room for its own gradient, y_swi for the operand of w2's; a recomputed first layer is no loss.
     The CPU overwrites nothing, but counts the same backwards, so that code that runs there runs on CUDA too.
     """
-    overwrites_first_layer = has_first_layer and ("x" in needs or "w1" in needs)
+    overwrites_first_layer = has_first_layer and not {"x", "w1", "b1"}.isdisjoint(needs)
     return not keep_saved and (overwrites_first_layer or (has_y_swi and "w2" in needs))
 
 
@@ -135,8 +259,8 @@ def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], 
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.
 
-    x, weights, w1, w2 and int32 ids are the caller's own arrays, not copies: what changes in them before backward
-    changes the gradients. `nbytes` counts what is held beyond them.
+    x, weights, w1, w2, b1, b2 and int32 ids are the caller's own arrays, not copies: what changes in them before
+    backward changes the gradients. `nbytes` counts what is held beyond them.
     """
 
     x: Any  #: (L, d)
@@ -144,11 +268,19 @@ class SavedForBackward:
     w1: Any  #: (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
     w2: Any  #: (E, h, d)
     index: DispatchIndices
-    first_layer: Any  #: (L*k, 2h): a then b, or (L*k, h) if not gated; None if recomputed
-    y_swi: Any  #: (L*k, h): activation(a) * b; None unless save="paper"
-    activation: str
+    first_layer: Any  #: (L*k, 2h): a, b in the order of w1's columns, or (L*k, h) if not gated; None if recomputed
+    y_swi: Any  #: (L*k, h): V(a) * M(b); None unless save="paper"
+    activation: str | Activation
     save: str
     consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
+    b1: Any = None  #: (E, 2h) or (E, h), or a pair of (E, h); None without a bias
+    b2: Any = None  #: (E, d); None without a bias
+    gate_up: str = "halves"  #: order of w1's columns in gated layers
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of what this layer has gradients of."""
+        return (*GRADIENTS, *(name for name in BIASES if getattr(self, name) is not None))
 
     @property
     def nbytes(self) -> int:
@@ -169,12 +301,17 @@ class RouterSums:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of one layer, None where not asked for. Each in the form, dtype and memory order of its input."""
+    """Gradients of one layer, None where not asked for. Each in the form, dtype and memory order of its input.
+
+    Iteration gives x, weights, w1 and w2; the gradients of biases have names alone.
+    """
 
     x: Any = None  #: (L, d)
     weights: Any = None  #: (L, k)
     w1: Any = None  #: as w1: one array, or a pair
     w2: Any = None  #: (E, h, d)
+    b1: Any = None  #: as b1: one array, or a pair
+    b2: Any = None  #: (E, d)
 
     def __iter__(self) -> Iterator[Any]:
-        return (getattr(self, f.name) for f in fields(self))
+        return (getattr(self, name) for name in GRADIENTS)

@@ -125,7 +125,7 @@ class Device:
             pointer, spec = self.maps[struct.unpack_from("q", values[name].tobytes())[0]]
             found[name] = ("map", self.where(pointer), tuple(spec))
         found |= {name: self.where(int(values[name])) for name in params.pointers}
-        return found | {name: int(values[name]) for name in (*params.int64, *params.int32)}
+        return found | {name: values[name].item() for name in params.scalars}
 
     def launched(self, variant, geometry, arguments, stream):
         assert stream == STREAM

@@ -349,7 +349,7 @@ BAD = [
     backward(ValueError, "needs: expected one of 'x', 'weights', 'w1', 'w2', got 'w3'", needs=("x", "w3")),
     backward(ValueError, "needs: expected one of 'x', 'weights', 'w1', 'w2', got 1", needs=(1,)),
     backward(TypeError, "needs: expected a tuple of names from 'x', 'weights', 'w1', 'w2', got 'w1'", needs="w1"),
-    backward(TypeError, "needs: expected a tuple of names from 'x', 'weights', 'w1', 'w2', got None", needs=None),
+    backward(TypeError, "needs: expected a tuple of names from 'x', 'weights', 'w1', 'w2', got 1", needs=1),
     backward(
         TypeError,
         "accumulate: expected a mapping from 'w1' and 'w2' to arrays, got <class 'tuple'>",

@@ -27,9 +27,9 @@ LIMITS = {
 }
 
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
-# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation three
-# blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 44 in wgrad_parts, 64 in
-# selections of 1024 threads, 32 in pairs, capacity and balance.
+# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation and
+# bias_bwd three blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 44 in wgrad_parts, 77 in
+# bias_bwd, 64 in selections of 1024 threads, 32 in pairs, capacity and balance.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
@@ -41,6 +41,7 @@ REGISTER_CAPS = {
     "pairs.cu": 40,
     "capacity.cu": 64,
     "balance.cu": 40,
+    "bias_bwd.cu": 80,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -124,6 +125,7 @@ def entry_names(variant) -> set[str]:
         "dispatch.cu": {f"dispatch_{step}_{ids}" for step in ("count", "route") for ids in ("int32", "int64")},
         "router.cu": router,
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
+        "bias_bwd.cu": {"bias_bwd"},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
         "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "ties", "mark") for dtype in dtypes}
         | {f"chosen_bits_{ids}" for ids in ids_dtypes}
@@ -140,6 +142,8 @@ def static_shared_cap(variant, limits) -> int:
     """What launch_config leaves for static arrays beside the dynamic shared memory."""
     if variant.source.endswith("_sm90.cu"):
         return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
+    if variant.source == "bias_bwd.cu":
+        return 9 * 1024
     return 2048 if variant.entry else 0
 
 
@@ -178,7 +182,7 @@ def test_every_variant_compiles_within_its_caps(arch):
 
 def one_of_each_source() -> list:
     """A variant per kernel source, for sm_90a."""
-    every = loader.variants(aligned=(True, False))
+    every = loader.variants(aligned=(True, False), biases=(None, "weights"))
     return [next(v for v in every if v.source == source) for source in loader.sources()]
 
 

@@ -78,14 +78,34 @@ def test_operand_that_a_weight_gradient_gathers(entry, transposed, gathered, tie
 def test_epilogue_gather_and_segments_of_each_gemm(activation):
     gated = str(int(activation in GATED_ACTIVATIONS))
     kind = {"silu": "SILU", "swiglu": "SILU", "gelu": "GELU", "geglu": "GELU", "relu": "RELU", "reglu": "RELU"}
-    keys = ("EPILOGUE", "GATHER", "K_SEGMENTS", "GATED", "ACTIVATION")
+    kind |= {"geglu_tanh": "GELU_TANH", "gelu_tanh": "GELU_TANH"}
+    kind = kind.get(activation, activation.upper())
+    constants = {"swiglu_oai": "2", "swiglu_softcap": "2", "swiglu_clamp": "1", "swiglu_clamp_after": "1"}
+    number = constants.get(activation, "0")
+    keys = ("EPILOGUE", "GATHER", "K_SEGMENTS", "GATED", "ACTIVATION", "CONSTANTS")
     found = {entry: tuple(macros(entry, activation=activation)[key] for key in keys) for entry in GEMMS}
     assert found == {
-        "up_fwd": ("ACTIVATE", "1", "1", gated, kind[activation]),
-        "down_fwd": ("STORE", "0", "1", "0", "SILU"),
-        "down_bwd": ("ACTIVATE_BWD", "1", "1", gated, kind[activation]),
-        "up_bwd": ("STORE", "0", "2" if gated == "1" else "1", "0", "SILU"),
+        "up_fwd": ("ACTIVATE", "1", "1", gated, kind, number),
+        "down_fwd": ("STORE", "0", "1", "0", "SILU", "0"),
+        "down_bwd": ("ACTIVATE_BWD", "1", "1", gated, kind, number),
+        "up_bwd": ("STORE", "0", "2" if gated == "1" else "1", "0", "SILU", "0"),
     }
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+def test_biases_and_interleaved_columns(tier):
+    """Only products in forward add a bias. With interleaved columns up_bwd sums over one segment."""
+    keys = ("INTERLEAVED", "BIASED", "BIAS", "K_SEGMENTS")
+    options = {"activation": "swiglu", "interleaved": True, "bias": "bfloat16", "tier": tier}
+    found = {entry: tuple(macros(entry, **options)[key] for key in keys) for entry in GEMMS}
+    assert found == {
+        "up_fwd": ("1", "1", "bf16", "1"),
+        "down_fwd": ("0", "1", "bf16", "1"),
+        "down_bwd": ("1", "0", "float", "1"),
+        "up_bwd": ("0", "0", "float", "1"),
+    }
+    epilogue = macros("up_fwd", **options)["EPILOGUE"]
+    assert epilogue == ("ActivatePairs" if tier == "sm90" else "ACTIVATE")
 
 
 HOPPER_EPILOGUES = {

@@ -457,9 +457,9 @@ def test_records_are_made_without_a_gpu(monkeypatch):
         )
     ]
     w1 = (arrays.Layout((5, 64, 64), (4096, 64, 1), "bfloat16", 0),)
-    steps = experts.configure_forward(*layouts, w1, "swiglu", "minimal", limits_of("sm90"))
+    steps = experts.configure_forward(*layouts, w1, (), (), "swiglu", "halves", "minimal", limits_of("sm90"))
     assert isinstance(steps.up_fwd.launch, Launch) and steps.first_layer == (80, 64)
-    assert experts.configure_forward(*layouts, w1, "swiglu", "minimal", limits_of("sm90")) is steps
+    assert experts.configure_forward(*layouts, w1, (), (), "swiglu", "halves", "minimal", limits_of("sm90")) is steps
 
 
 def test_the_cpu_has_no_records():

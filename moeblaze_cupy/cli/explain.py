@@ -13,7 +13,7 @@ from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.memory import LayerShape, format_bytes
 from moeblaze_cupy.ops import experts
 from moeblaze_cupy.rehearsal import Allocation, Rehearsal, allocation_of
-from moeblaze_cupy.structures import GRADIENTS
+from moeblaze_cupy.structures import BIASES, GRADIENTS
 
 # Multiprocessors from NVIDIA's data sheets; shared memory per CTA and per multiprocessor from the table of compute
 # capabilities in NVIDIA's CUDA programming guide.
@@ -115,9 +115,11 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     """
     x, ids, weights = (_rows(s.L, *rest) for rest in ((s.d, s.dtype), (s.k, "int32"), (s.k, "float32")))
     w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
-    forward_steps = experts.configure_forward(x, ids, weights, w2, (w1,), s.activation, save, limits)
-    run = Rehearsal()
-    result = experts.moe_forward(run, forward_steps, 0, 0, 0, 0, (0,))
+    b1, b2 = ((_rows(s.E, columns, s.bias),) if s.bias else () for columns in (s.g * s.h, s.d))
+    arrays = x, ids, weights, w2, (w1,), b1, b2
+    forward_steps = experts.configure_forward(*arrays, s.activation, s.gate_up, save, limits)
+    run, addresses = Rehearsal(), ((0,), (0,) * len(b1), (0,) * len(b2))
+    result = experts.moe_forward(run, forward_steps, 0, 0, 0, 0, *addresses)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
     buffers |= {"y_swi": result.y_swi, "index lists": result.lists if save else None}
     forward = Pass("forward", run, _present(buffers))
@@ -130,14 +132,21 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
     saved_layouts = first_layer, y_swi, tuple(sums.items())
     backward_steps = experts.configure_backward(
-        x, x, weights, w2, (w1,), *saved_layouts, s.activation, GRADIENTS, False, limits
+        *(x, x, weights, w2, (w1,), b1, b2),
+        *saved_layouts,
+        s.activation,
+        s.gate_up,
+        GRADIENTS + BIASES if s.bias else GRADIENTS,
+        False,
+        limits,
     )
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    gradients = experts.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, (0,), 0, 0, 0, given)
-    (w1_gradient,), (w2_gradient,) = gradients.w1 or (None,), gradients.w2 or (None,)
-    found = {"x": gradients.x, "weights": gradients.weights, "w1": w1_gradient, "w2": w2_gradient}
+    gradients = experts.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, *addresses, 0, 0, 0, given)
+    found = {"x": gradients.x, "weights": gradients.weights}
+    for name in ("w1", "w2", "b1", "b2"):
+        found[name] = (getattr(gradients, name) or (None,))[0]
     named = {f"gradient of {name}": buffer for name, buffer in found.items()}
     return [forward, Pass("backward", run, _present(named))]
 

@@ -10,7 +10,9 @@ from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 
 LISTS = ("token_index_map", "expert_token_indices", "row_tiles", "expert_token_offsets", "experts_by_load")
+EXPERT_TOKEN_INDICES = LISTS.index("expert_token_indices")
 EXPERT_TOKEN_OFFSETS = LISTS.index("expert_token_offsets")
+EXPERTS_BY_LOAD = LISTS.index("experts_by_load")
 TOKEN_INDEX_MAP = LISTS.index("token_index_map")
 Lists = tuple[int, int, int, int, int]  # their addresses, in this order
 

@@ -10,18 +10,20 @@ from typing import Any
 
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels
+from moeblaze_cupy.ops import aggregation, biases, dispatch, grouped_gemm, panels
+from moeblaze_cupy.ops.biases import Bias, BiasBwd
 from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, Dispatch, IndexLayout
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
-from moeblaze_cupy.structures import SavedForBackward, is_consumed, is_gated
+from moeblaze_cupy.structures import Activation, SavedForBackward, is_consumed, is_gated
 
 Shape = tuple[int, ...]
 
 
-def _half_columns(w1: tuple[Layout, ...], h: int, activation: str) -> int | None:
-    return h if is_gated(activation) and len(w1) == 1 else None
+def _half_columns(parts: tuple[Layout, ...], h: int, activation: str | Activation, interleaved: bool) -> int | None:
+    """Of w1 or b1: h where one array has gate columns, then up columns."""
+    return h if is_gated(activation) and len(parts) == 1 and not interleaved else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,7 @@ class Forward:
     out: Shape
     up: Weight
     down: Weight
+    up_bias: Bias | None
     up_fwd: Gemm | None
     down_fwd: Panels | None
     keeps_y_swi: bool
@@ -47,19 +50,39 @@ def configure_forward(
     weights: Layout,
     w2: Layout,
     w1: tuple[Layout, ...],
-    activation: str,
+    b1: tuple[Layout, ...],
+    b2: tuple[Layout, ...],
+    activation: str | Activation,
+    gate_up: str,
     save: str | None,
     limits: DeviceLimits,
 ) -> Forward:
-    """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`."""
+    """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
+
+    b1, b2: () without a bias.
+    """
     (L, d), (E, h, _), R, dtype = x.shape, w2.shape, ids.shape[0] * ids.shape[1], x.dtype
     steps = dispatch.configure(ids._replace(device=0), E, limits)
     first_layer = (R, h * (1 + is_gated(activation))) if save in ("minimal", "paper") else None
-    up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))
+    interleaved = gate_up == "interleaved"
+    up, down = Weight.of(w1, _half_columns(w1, h, activation, interleaved)), Weight.of((w2,))
+    up_bias = Bias.of(b1, _half_columns(b1, h, activation, interleaved)) if b1 else None
     up_fwd = down_fwd = None
     if L:
         a = Operand(dtype, d, x.misalignment)
-        up_fwd = grouped_gemm.configure("up_fwd", steps.index, a, up, h, d, activation, limits, result_ld=h)
+        up_fwd = grouped_gemm.configure(
+            "up_fwd",
+            steps.index,
+            a,
+            up,
+            h,
+            d,
+            activation,
+            limits,
+            interleaved=interleaved,
+            bias=up_bias,
+            result_ld=h,
+        )
         down_fwd = panels.configure(
             "down_fwd",
             steps.index,
@@ -69,10 +92,12 @@ def configure_forward(
             d,
             activation,
             limits,
+            bias=Bias.of(b2) if b2 else None,
             weights_dtype=weights.dtype,
             overwrites=save != "paper",
         )
-    return Forward(steps, dtype, first_layer, (R, h), (L, d), up, down, up_fwd, down_fwd, save == "paper")
+    shapes = first_layer, (R, h), (L, d)
+    return Forward(steps, dtype, *shapes, up, down, up_bias, up_fwd, down_fwd, save == "paper")
 
 
 @dataclass(slots=True)
@@ -87,19 +112,28 @@ class ForwardResult:
 
 
 def moe_forward(
-    run: Runtime, steps: Forward, x: int, ids: int, weights: int, w2: int, w1: tuple[int, ...]
+    run: Runtime,
+    steps: Forward,
+    x: int,
+    ids: int,
+    weights: int,
+    w2: int,
+    w1: tuple[int, ...],
+    b1: tuple[int, ...] = (),
+    b2: tuple[int, ...] = (),
 ) -> ForwardResult:
-    """Paper section 3.1, from the addresses of the inputs."""
+    """Paper section 3.1, from the addresses of the inputs; b1, b2: () without a bias."""
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids)
     first_layer = run.empty(steps.first_layer, steps.dtype) if steps.first_layer else None
     y_swi = run.empty(steps.y_swi, steps.dtype)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
         up = steps.up.halves(w1)
-        grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer_ptr, result=y_swi.ptr)
+        bias = steps.up_bias.halves(b1) if steps.up_bias else (0, 0)
+        grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer_ptr, result=y_swi.ptr, bias=bias)
     out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
-        panels.sum_of_rows(run, steps.down_fwd, index, y_swi.ptr, (w2, w2), weights, out.ptr)
+        panels.sum_of_rows(run, steps.down_fwd, index, y_swi.ptr, (w2, w2), weights, out.ptr, b2[0] if b2 else 0)
     return ForwardResult(out, lists, ids_copy, first_layer, y_swi if steps.keeps_y_swi else None)
 
 
@@ -116,6 +150,9 @@ class Backward:
     down: Weight
     up_gradient: Weight  # w1's, new or the caller's
     down_gradient: Weight
+    up_bias: Bias | None
+    up_bias_gradient: Bias | None
+    down_bias: Bias | None
     first_layer: Shape | None  # computed again
     first_layer_grad: Shape | None  # new memory; None if it takes the first layer's place
     weighted_y_swi: Shape | None  # new memory; None if it takes y_swi's place, or is not needed
@@ -127,11 +164,13 @@ class Backward:
     down_wgrad: Wgrad | None
     up_bwd: Panels | None
     up_wgrad: Wgrad | None
+    up_bias_bwd: BiasBwd | None
+    down_bias_bwd: BiasBwd | None
     needs: tuple[str, ...]
 
     @functools.cached_property
     def needs_first_layer_grad(self) -> bool:
-        return "x" in self.needs or "w1" in self.needs
+        return not {"x", "w1", "b1"}.isdisjoint(self.needs)
 
 
 @cached
@@ -141,10 +180,13 @@ def configure_backward(
     weights: Layout,
     w2: Layout,
     w1: tuple[Layout, ...],
+    b1: tuple[Layout, ...],
+    b2: tuple[Layout, ...],
     first_layer: Layout | None,
     y_swi: Layout | None,
     accumulate: tuple[tuple[str, tuple[Layout, ...]], ...],
-    activation: str,
+    activation: str | Activation,
+    gate_up: str,
     needs: tuple[str, ...],
     keep_saved: bool,
     limits: DeviceLimits,
@@ -152,16 +194,20 @@ def configure_backward(
     """The launches of `moe_backward` for arrays of these layouts.
 
     Unless `keep_saved`, the gradients of a, b (and weighted_y_swi in place of y_swi) overwrite the saved activations.
-    accumulate: by name, the layouts of the buffers that gradients of weights are added to, in place of new ones.
+    b1, b2: () without a bias. accumulate: by name, the layouts of the buffers that gradients of weights and biases are
+    added to, in place of new ones.
     """
     (L, d), k, (E, h, _), dtype = x.shape, weights.shape[1], w2.shape, x.dtype
     R, index, buffers = L * k, IndexLayout(L, k, E), dict(accumulate)
-    half = _half_columns(w1, h, activation)
+    gated, interleaved = is_gated(activation), gate_up == "interleaved"
+    half, bias_half = (_half_columns(parts, h, activation, interleaved) for parts in (w1, b1))
     up, down = Weight.of(w1, half), Weight.of((w2,))
     up_gradient = Weight.of(buffers.get("w1") or up.gradient_layouts(), half)
     down_gradient = Weight.of(buffers.get("w2") or down.gradient_layouts())
-    first_layer_shape = (R, h * (1 + is_gated(activation)))
-    needs_first_layer_grad = "x" in needs or "w1" in needs
+    up_bias, down_bias = Bias.of(b1, bias_half) if b1 else None, Bias.of(b2) if b2 else None
+    up_bias_gradient = None
+    first_layer_shape = (R, h * (1 + gated))
+    needs_first_layer_grad = not {"x", "w1", "b1"}.isdisjoint(needs)
     in_place = first_layer is None or not keep_saved
     takes_y_swi = "w2" in needs and y_swi is not None and in_place
     consumes = is_consumed(first_layer is not None, y_swi is not None, needs, keep_saved)
@@ -173,12 +219,29 @@ def configure_backward(
     first_rows = Operand(dtype, first_layer_shape[1], misaligned(first_layer) if in_place else 0)
     y_rows = Operand(dtype, h, misaligned(y_swi) if takes_y_swi else 0)
     launches: dict[str, Any] = {}
+    further_parts = 0
+    if down_bias and not {"weights", "b2"}.isdisjoint(needs):
+        gradient = Bias.of(buffers.get("b2") or down_bias.gradient_layouts())
+        step = biases.configure(index, dtype, grad_out.misalignment, down_bias, gradient, True, "b2" in buffers)
+        launches["down_bias_bwd"] = step
+        further_parts = step.parts
     if L and needs:
+        launches["weights_by_row"] = aggregation.weights_by_row(index, weights.dtype)
+    if L and set(needs) - {"b2"}:
         if first_layer is None:
             launches["up_fwd"] = grouped_gemm.configure(
-                "up_fwd", index, x_rows, up, h, d, activation, limits, result_ld=0
+                "up_fwd",
+                index,
+                x_rows,
+                up,
+                h,
+                d,
+                activation,
+                limits,
+                interleaved=interleaved,
+                bias=up_bias,
+                result_ld=0,
             )
-        launches["weights_by_row"] = aggregation.weights_by_row(index, weights.dtype)
         down_bwd = grouped_gemm.configure(
             "down_bwd",
             index,
@@ -188,9 +251,11 @@ def configure_backward(
             d,
             activation,
             limits,
+            interleaved=interleaved,
             result_ld=h if "w2" in needs else 0,
             stored_y_swi=y_swi is not None,
             wants_partial_sums="weights" in needs,
+            further_parts=further_parts,
         )
         launches["down_bwd"] = down_bwd
         if down_bwd.partial_sums:
@@ -199,11 +264,20 @@ def configure_backward(
     if "w2" in needs:
         launches["down_wgrad"] = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
     if "x" in needs and L:
-        launches["up_bwd"] = panels.configure("up_bwd", index, first_rows, up, h, d, activation, limits)
+        depth = 2 * h if interleaved else h
+        launches["up_bwd"] = panels.configure(
+            "up_bwd", index, first_rows, up, depth, d, activation, limits, interleaved=interleaved
+        )
     if "w1" in needs:
-        gated = is_gated(activation)
-        columns = first_rows, h if gated else 0
-        launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), columns, up_gradient, d, h, 1 + gated, buffers)
+        # Interleaved columns are one matrix to the product, as the first layer's and the gradient's order is the same.
+        halves, columns = (1, 2 * h) if interleaved else (1 + gated, h)
+        operand = first_rows, h if halves == 2 else 0
+        launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, buffers)
+    if "b1" in needs and up_bias:
+        up_bias_gradient = Bias.of(buffers.get("b1") or up_bias.gradient_layouts(), bias_half)
+        launches["up_bias_bwd"] = biases.configure(
+            index, dtype, first_rows.misalignment, up_bias, up_bias_gradient, False, "b1" in buffers
+        )
     return Backward(
         index,
         dtype,
@@ -214,7 +288,10 @@ def configure_backward(
         down,
         up_gradient,
         down_gradient,
-        first_layer_shape if first_layer is None else None,
+        up_bias,
+        up_bias_gradient,
+        down_bias,
+        first_layer_shape if first_layer is None and set(needs) != {"b2"} else None,
         first_layer_shape if needs_first_layer_grad and not in_place else None,
         (R, h) if "w2" in needs and not takes_y_swi else None,
         consumes,
@@ -225,13 +302,15 @@ def configure_backward(
         launches.get("down_wgrad"),
         launches.get("up_bwd"),
         launches.get("up_wgrad"),
+        launches.get("up_bias_bwd"),
+        launches.get("down_bias_bwd"),
         needs,
     )
 
 
 def _configure_wgrad(
     index: IndexLayout,
-    activation: str,
+    activation: str | Activation,
     limits: DeviceLimits,
     entry: str,
     rows: tuple[Operand, int],
@@ -250,12 +329,14 @@ def _configure_wgrad(
 
 @dataclass(slots=True)
 class BackwardResult:
-    """Gradients, None where not asked for; of weights that are accumulated None as well."""
+    """Gradients, None where not asked for; of weights and biases that are accumulated None as well."""
 
     x: Buffer | None
     weights: Buffer | None
     w1: tuple[Buffer, ...] | None
     w2: tuple[Buffer, ...] | None
+    b1: tuple[Buffer, ...] | None
+    b2: tuple[Buffer, ...] | None
 
 
 def moe_backward(
@@ -267,6 +348,8 @@ def moe_backward(
     weights: int,
     w2: int,
     w1: tuple[int, ...],
+    b1: tuple[int, ...],
+    b2: tuple[int, ...],
     lists: int,
     first_layer: int,
     y_swi: int,
@@ -274,8 +357,9 @@ def moe_backward(
 ) -> BackwardResult:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
-    lists: the buffer of the index lists. first_layer, y_swi: 0 for what was not saved. accumulate: by name, the buffers
-    that gradients of weights are added to. `saved` is told when it is about to be overwritten.
+    b1, b2: () without a bias. lists: the buffer of the index lists. first_layer, y_swi: 0 for what was not saved.
+    accumulate: by name, the buffers that gradients of weights and biases are added to. `saved` is told when it is about
+    to be overwritten.
     """
     index = steps.index.addresses(lists)
     token_index_map, up = index[TOKEN_INDEX_MAP], steps.up.halves(w1)
@@ -286,16 +370,20 @@ def moe_backward(
     if recomputed:
         first_layer = recomputed.ptr
         if steps.up_fwd:
-            grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer)
+            bias = steps.up_bias.halves(b1) if steps.up_bias else (0, 0)
+            grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer, bias=bias)
     separate = run.empty(steps.first_layer_grad, steps.dtype) if steps.first_layer_grad else None
     first_layer_grad = separate.ptr if separate else first_layer
     weighted = run.empty(steps.weighted_y_swi, steps.dtype) if steps.weighted_y_swi else None
     weighted_ptr = weighted.ptr if weighted else y_swi
     saved.consumed = steps.consumes
 
-    if steps.down_bwd and steps.weights_by_row:
+    row_weights = partial_sums = grad_b2 = None
+    if steps.weights_by_row:
         row_weights = run.empty((steps.index.num_slots,), "float32")
         run.launch(steps.weights_by_row, weights, token_index_map, row_weights.ptr)
+    row_weights_ptr = row_weights.ptr if row_weights else 0
+    if steps.down_bwd:
         partial_sums = grouped_gemm.gemm(
             run,
             steps.down_bwd,
@@ -306,12 +394,30 @@ def moe_backward(
             first_layer_grad=first_layer_grad if steps.needs_first_layer_grad else 0,
             result=weighted_ptr if "w2" in steps.needs else 0,
             y_swi=y_swi,
-            weights=row_weights.ptr,
+            weights=row_weights_ptr,
         )
-        del row_weights
-        if partial_sums and steps.weights_bwd and grad_weights:
-            run.launch(steps.weights_bwd, partial_sums.ptr, token_index_map, grad_weights.ptr)
-        del partial_sums
+    if steps.down_bias_bwd and steps.down_bias:
+        own = "b2" in steps.needs and "b2" not in accumulate
+        grad_b2 = steps.down_bias.empty_gradient(run) if own else None
+        addresses = _addresses(grad_b2) if grad_b2 else accumulate.get("b2", (0,))
+        further = 0
+        if partial_sums and steps.down_bwd and steps.down_bwd.partial_sums:
+            parts, slots = steps.down_bwd.partial_sums
+            further = partial_sums.ptr + 4 * slots * (parts - steps.down_bias_bwd.parts)
+        biases.bias_bwd(
+            run,
+            steps.down_bias_bwd,
+            index,
+            grad_out,
+            (addresses[0], addresses[0]),
+            row_weights=row_weights_ptr,
+            bias=b2[0],
+            partial_sums=further,
+        )
+    del row_weights
+    if partial_sums and steps.weights_bwd and grad_weights:
+        run.launch(steps.weights_bwd, partial_sums.ptr, token_index_map, grad_weights.ptr)
+    del partial_sums
     grad_w2 = None
     if steps.down_wgrad:
         grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
@@ -326,7 +432,13 @@ def moe_backward(
         grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
         addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
         grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
-    return BackwardResult(grad_x, grad_weights, grad_w1, grad_w2)
+    grad_b1 = None
+    if steps.up_bias_bwd and steps.up_bias and steps.up_bias_gradient:
+        grad_b1 = None if "b1" in accumulate else steps.up_bias.empty_gradient(run)
+        addresses = accumulate["b1"] if grad_b1 is None else _addresses(grad_b1)
+        sums = steps.up_bias_gradient.halves(addresses)
+        biases.bias_bwd(run, steps.up_bias_bwd, index, first_layer_grad, sums)
+    return BackwardResult(grad_x, grad_weights, grad_w1, grad_w2, grad_b1, grad_b2)
 
 
 def _addresses(buffers: tuple[Buffer, ...]) -> tuple[int, ...]:

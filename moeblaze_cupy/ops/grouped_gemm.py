@@ -12,9 +12,10 @@ from typing import Any
 from moeblaze_cupy import checks, launch_config, loader, reasons
 from moeblaze_cupy.arrays import ALIGNMENT, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
 from moeblaze_cupy.runtime import Launch, Runtime, Tiles
-from moeblaze_cupy.structures import is_gated
+from moeblaze_cupy.structures import Activation, activation_of, is_gated
 from moeblaze_cupy.tensor_map import TensorMap
 
 
@@ -96,7 +97,7 @@ class Operand:
 # What `gemm` and `wgrad` pass to a launch. The portable kernel knows the rows' weights by another name than Hopper's.
 GEMM_ADDRESSES = (
     *("a", "b0", "b1", "first_layer", "first_layer_grad", "result", "y_swi", "weights", "row_weights"),
-    *("partial_sums", "tile_counter", *LISTS),
+    *("partial_sums", "tile_counter", "bias0", "bias1", *LISTS),
 )
 WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", *LISTS)
 
@@ -108,7 +109,8 @@ class Gemm:
     launch: Launch
     offset: int  # bytes from the weight's halves to the first column
     dynamic_schedule: bool  # CTAs take tiles from a counter
-    partial_sums: tuple[int, int] | None  # shape: column tiles, R
+    bias_offset: int  # bytes from the bias's halves to the first column
+    partial_sums: tuple[int, int] | None  # shape: column tiles and further parts, R
 
     @property
     def tier(self) -> str:
@@ -121,12 +123,20 @@ def is_aligned(misalignments: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 
 
 def config_of(
-    entry: str, a: Operand, weight: Weight, N: int, K: int, activation: str, limits: DeviceLimits
+    entry: str,
+    a: Operand,
+    weight: Weight,
+    N: int,
+    K: int,
+    activation: str | Activation,
+    limits: DeviceLimits,
+    bias: Bias | None = None,
 ) -> tuple[launch_config.GemmConfig, bool]:
     """The kernel's geometry, and whether 16-byte accesses are possible."""
-    sizes = (N, K, a.ld, weight.ld, weight.expert_stride)
+    sizes = (N, K, a.ld, weight.ld, weight.expert_stride, bias.stride if bias else 0)
+    starts = a.misalignment, weight.misalignment, bias.misalignment if bias else 0
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
-    aligned = is_aligned((a.misalignment, weight.misalignment), sizes) and min(weight.ld, weight.expert_stride) > 0
+    aligned = is_aligned(starts, sizes) and min(weight.ld, weight.expert_stride) > 0
     split = loader.is_split(entry, is_gated(activation))
     return launch_config.gemm(a.dtype, aligned, split, limits), aligned
 
@@ -137,14 +147,14 @@ def _variant(
     weight: Weight,
     config: launch_config.GemmConfig,
     aligned: bool,
-    activation: str,
+    activation: str | Activation,
     **options: Any,
 ) -> loader.Variant:
     """The kernel of a step; `options` as of `loader.gemm_variant`."""
     return loader.gemm_variant(
         entry,
         dtype=dtype,
-        activation=activation,
+        activation=activation_of(activation).name,
         transposed=weight.transposed,
         aligned=aligned,
         stages=config.stages,
@@ -172,43 +182,53 @@ def configure(
     weight: Weight,
     N: int,
     K: int,
-    activation: str,
+    activation: str | Activation,
     limits: DeviceLimits,
     *,
+    interleaved: bool = False,
+    bias: Bias | None = None,
     first_column: int = 0,
     result_ld: int = 0,
     stored_y_swi: bool = False,
     wants_partial_sums: bool = False,
+    further_parts: int = 0,
     to_tokens: bool = False,
     weights_dtype: str | None = None,
     why_panels: tuple[str, ...] = (),
 ) -> Gemm:
     """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
 
-    result_ld: elements between the rows of `result`. to_tokens: rows go to their tokens, which is Hopper's alone and
-    for k = 1, scaled by weights of `weights_dtype` if that is given. why_panels: sentences for `Launch.why`.
+    interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products.
+    further_parts: of the partial sums, for others to write. result_ld: elements between the rows of `result`.
+    to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of `weights_dtype` if
+    that is given. why_panels: sentences for `Launch.why`.
     """
-    config, aligned = config_of(entry, a, weight, N, K, activation, limits)
+    config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_slots, False, False
     why = (*why_panels, *reasons.tier(config, a.dtype, aligned, slots, limits))
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
-    sizes = {"columns": N, "depth": K, "num_slots": slots, "lda": a.ld}
+    sizes: dict[str, float] = {"columns": N, "depth": K, "num_slots": slots, "lda": a.ld}
+    sizes |= {f"constant{i}": value for i, value in enumerate(activation_of(activation).constants.values())}
+    if bias:
+        sizes["bias_stride"] = bias.stride
     maps: dict[str, TensorMap] = {}
     if config.tier == "sm80":
         sizes |= {"expert_stride": weight.expert_stride, "ldb": weight.ld}
     else:
-        gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation))
+        gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation), interleaved)
         depth = segments * K
         clusters = not to_tokens and launch_config.uses_clusters(gathers, column_tiles, depth, slots, index.num_experts)
         if gathers:
             dynamic = launch_config.dynamic_schedule(entry, column_tiles, K, slots, index.num_experts, limits)
         else:
             maps["a"] = _rows_map(a, slots, launch_config.TILE_ROWS)
-        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N, K)
+        pairs = interleaved and entry == "up_fwd"
+        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K)
         sizes |= {"result_ld": result_ld}
         rule = column_tiles, depth, slots, index.num_experts
         why += (reasons.clusters(clusters, to_tokens, gathers, *rule), reasons.schedule(dynamic, entry, *rule, limits))
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
+    options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None}
     if to_tokens and weights_dtype is not None:
         options["weights_dtype"] = weights_dtype
     tiles = Tiles(launch_config.TILE_ROWS, config.tile_columns, column_tiles * index.max_row_tiles, at_most=True)
@@ -224,7 +244,9 @@ def configure(
         tiles,
     )
     offset = first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
-    return Gemm(launch, offset, dynamic, (column_tiles, slots) if wants_partial_sums else None)
+    bias_offset = first_column * bias.layouts[0].itemsize if bias else 0
+    partial_sums = (column_tiles + further_parts, slots) if wants_partial_sums else None
+    return Gemm(launch, offset, dynamic, bias_offset, partial_sums)
 
 
 def gemm(
@@ -239,11 +261,13 @@ def gemm(
     result: int = 0,
     y_swi: int = 0,
     weights: int = 0,
+    bias: tuple[int, int] = (0, 0),
 ) -> Buffer | None:
     """One launch, on addresses; 0 stands for what is not read or written.
 
-    lists: of the index lists. halves: where the weight's gate and up begin. weights: of each row (down_bwd),
-    or of each token if rows go to tokens. Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
+    lists: of the index lists. halves, bias: where the weight's and the bias's gate and up begin. weights: of each row
+    (down_bwd), or of each token if rows go to tokens. Returns the partial sums of down_bwd (parts, R) float32, if
+    wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
     tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None
@@ -262,6 +286,8 @@ def gemm(
         weights,
         partial_sums.ptr if partial_sums else 0,
         tile_counter.ptr if tile_counter else 0,
+        bias[0] + step.bias_offset,
+        bias[1] + step.bias_offset,
         *lists,
     )
     return partial_sums
@@ -287,7 +313,7 @@ def configure_wgrad(
     M: int,
     N: int,
     halves: int,
-    activation: str,
+    activation: str | Activation,
     limits: DeviceLimits,
     accumulate: bool,
 ) -> Wgrad:

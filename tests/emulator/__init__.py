@@ -88,10 +88,10 @@ class Emulated:
 
         `grid` and `block` are ints or up to three of them. `table` is the kernel's `params.Params`; `values` has one
         for each of its fields, by name: for a pointer a NumPy array, a pair (array, byte offset) or None, for an
-        integer an int, for a tensor map an EmulatedTensorMap. Every array runs as a copy between guard bytes, so that a
-        write outside it is reported; the same array given twice is one copy. A `seed` other than 0 shuffles the order
-        of blocks and threads, which brings out races. As many clusters as `clusters_at_once` says (of one block each,
-        for a kernel without clusters) take turns.
+        integer an int, for a float32 a float, for a tensor map an EmulatedTensorMap. Every array runs as a copy between
+        guard bytes, so that a write outside it is reported; the same array given twice is one copy. A `seed` other than
+        0 shuffles the order of blocks and threads, which brings out races. As many clusters as `clusters_at_once` says
+        (of one block each, for a kernel without clusters) take turns.
         """
         if name not in self.kernels:
             raise EmulatorError(f"no kernel {name!r}, expected one of {sorted(self.kernels)}")
@@ -281,6 +281,10 @@ def _pack(kernel, table, values, buffers) -> np.ndarray:
             record[name] = int(values[name])
         except OverflowError as error:
             raise EmulatorError(f"kernel {kernel}: {name} is {values[name]}: {error}") from error
+    for name in table.float32:
+        if not isinstance(values[name], (float, np.floating)):
+            raise EmulatorError(f"kernel {kernel}: {name} is {values[name]!r}, expected a float")
+        record[name] = values[name]
     return packed
 
 
