@@ -8,6 +8,10 @@
 //                                                                 grad_y_swi * y_swi for the router weights' gradient
 //   up_bwd      first_layer_grad        w1 transposed 2 if gated  STORE: a column panel of the slots' input gradients
 //
+// With WEIGHTS_ON_INPUT experts are given w * x, w the router weight of the row. As (w * x) w1 = w * (x w1), first_layer stays
+// unscaled: y_swi = act(w * a) * (w * b), and first_layer_grad is w times the gradients of w * a and w * b. The row sums are
+// then these gradients times a and b, and weighted_y_swi is y_swi.
+//
 // R = expert_token_offsets[E] is the number of routed rows, at most num_slots = L*k. N is the number of columns, of h or of
 // the panel. K is the depth of one segment. A block (CTA) computes one tile of BM rows of one expert.
 //
@@ -18,8 +22,10 @@
 #include "activation.cuh"
 
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS)
-#error "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS and TILE_COLUMNS are given by loader.gemm_variant"
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT)
+#error \
+    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS and WEIGHTS_ON_INPUT are given by \
+loader.gemm_variant"
 #endif
 
 struct GroupedGemmParams {
@@ -35,8 +41,8 @@ struct GroupedGemmParams {
     element* result;                  // (R, N) element, out. ACTIVATE: y_swi, null: not wanted; ACTIVATE_BWD: weighted_y_swi =
                                       // weight * y_swi, null: not wanted, may be y_swi itself; STORE: the panel
     const element* y_swi;             // (R, N) element, in: ACTIVATE_BWD with save="paper", else null
-    const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD only
-    float* partial_sums;              // (column tiles, num_slots) fp32, out: sums of grad_y_swi * y_swi over each BN columns;
+    const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD, and all WEIGHTS_ON_INPUT
+    float* partial_sums;              // (column tiles, num_slots) fp32, out: the row sums over each BN columns;
                                       // null: not wanted
     int64 lda, expert_stride, ldb;    // in elements
     int columns, depth;               // N, and K of one segment
@@ -102,6 +108,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             if (row < rows) store_row8<ALIGNED>(p.result + static_cast<int64>(row0 + row) * N + n, v[0], N - n);
         });
     } else if constexpr (EPILOGUE == ACTIVATE) {
+        if (WEIGHTS_ON_INPUT) {
+            tile_weights[threadIdx.x] = p.row_weights[my_row];
+            __syncthreads();
+        }
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
             if (row >= rows) return;
             const int64 r = row0 + row;
@@ -112,7 +122,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             if (!p.result) return;
             float y_swi[8];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) y_swi[c] = y_swi_of<ACTIVATION>(v[0][c], SPLIT ? v[SPLIT][c] : 1.f);
+            for (int c = 0; c < 8; ++c) {
+                const float w = WEIGHTS_ON_INPUT ? tile_weights[row] : 1.f;
+                y_swi[c] = y_swi_of<ACTIVATION>(w * v[0][c], SPLIT ? w * v[SPLIT][c] : 1.f);
+            }
             store_row8<ALIGNED>(p.result + r * N + n, y_swi, N - n);
         });
     } else {
@@ -153,6 +166,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                 }
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
+                    if constexpr (WEIGHTS_ON_INPUT) {
+                        const float b_or_1 = GATED ? weight * b_row[c] : 1.f;
+                        const ActivatedBwd bwd = activate_bwd<ACTIVATION>(weight * a_row[c], b_or_1, v[0][c]);
+                        y_swi[c] = bwd.y_swi;
+                        dot = fmaf(bwd.grad_a, a_row[c], dot);
+                        if (GATED) dot = fmaf(bwd.grad_b, b_row[c], dot);
+                        grad_a[c] = weight * bwd.grad_a;
+                        grad_b[c] = weight * bwd.grad_b;
+                        continue;
+                    }
                     const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a_row[c], GATED ? b_row[c] : 1.f, weight * v[0][c]);
                     if (!p.y_swi) y_swi[c] = bwd.y_swi;
                     dot = fmaf(v[0][c], y_swi[c], dot);

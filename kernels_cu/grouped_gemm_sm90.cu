@@ -7,6 +7,8 @@
 //   down_bwd    grad_out, gathered          w2 transposed  1            ActivateBwdRows: first_layer_grad, weighted_y_swi, sums
 //   up_bwd      first_layer_grad            w1 transposed  2 if gated   StoreRows: a column panel; StoreTokenRows if k = 1
 //
+// A layer whose output has a row per slot is one of k = 1 to down_fwd and down_bwd: expert_token_indices are slots there.
+//
 // R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, of the panel or of d), K depth of one segment.
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor; THREADS threads; dynamic shared memory
@@ -37,10 +39,11 @@
 #include "tile_scheduler_sm90.cuh"
 
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_Y_SWI) || !defined(CLUSTER_CTAS) || !defined(WEIGHT)
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||           \
+    !defined(CLUSTER_CTAS) || !defined(WEIGHT)
 #error \
-    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_Y_SWI, CLUSTER_CTAS and WEIGHT are \
-given by loader.gemm_variant"
+    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
+CLUSTER_CTAS and WEIGHT are given by loader.gemm_variant"
 #endif
 
 typedef WEIGHT weight_t;
@@ -67,11 +70,11 @@ struct GroupedGemmParams {
                                       // stored was the last reader of its rows
                                       // StoreTokenRows: (L, result_ld), zeros for tokens without an expert
     const element* y_swi;             // (R, N) element, in: ActivateBwdRows with STORED_Y_SWI, act(a) * b of forward
-    const weight_t* weights;          // in: ActivateBwdRows: (R,) fp32, the router weight of each row; StoreTokenRows: (L,)
-                                      // weight_t, of each token, or null
-    float* partial_sums;              // (column tiles, num_slots) fp32, out of ActivateBwdRows: sums of grad_y_swi * y_swi over
-                                      // each BN columns; null: not wanted
-    const int* token_index_map;       // (L,) int32, in: StoreTokenRows, -1 for tokens without an expert
+    const weight_t* weights;          // in: ActivateBwdRows, and ActivateRows WEIGHTS_ON_INPUT: (R,) fp32, the router weight of
+                                      // each row; StoreTokenRows: (L,) weight_t, of each token, or null
+    float* partial_sums;              // (column tiles, num_slots) fp32, out of ActivateBwdRows: its sums over each BN columns;
+                                      // null: not wanted
+    const int* token_index_map;       // (L,) int32, in: StoreTokenRows, below 0 for tokens without an expert
     int* tile_counter;                // (1,) int32, in and out, zero at launch: of the dynamic schedule; null: static schedule
 #if GATHER
     int64 lda;  // elements from row to row of a

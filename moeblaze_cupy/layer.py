@@ -8,12 +8,14 @@ from moeblaze_cupy import arrays, checks, reference, runtime
 from moeblaze_cupy.arrays import Export, Framework
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.ops import dispatch, experts
+from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Key, Runtime, current_device
 from moeblaze_cupy.structures import (
     GRADIENTS,
     DispatchIndices,
     Gradients,
     SavedForBackward,
+    SlotOptions,
     is_consumed,
     one_or_pair,
     pair,
@@ -78,31 +80,38 @@ def _check_apart(framework: Framework, grad_out: Any, saved: SavedForBackward, b
     checks.apart("moe_backward", present, {name: framework.describe(array) for name, array in buffers.items()})
 
 
-def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
+def build_dispatch(ids: Any, num_experts: int, token_offsets: Any = None) -> DispatchIndices:
     """The paper's index lists (section 4.1), built in its three steps (section 4.2).
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
     twice by a token is two slots. num_experts <= 4096, L*k <= 2^31 - 128.
+    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is token
+    t's for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Nothing relies on the offsets:
+    whatever they hold, a pair has at most one token, one whose offsets enclose it, and tokens have their pairs in order.
     Returns DispatchIndices of int32 arrays of the caller's kind.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """
     num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
-    key, pointers = runtime.key_of("build_dispatch", (num_experts,), (ids,))
+    named = {"ids": ids} if token_offsets is None else {"ids": ids, "token_offsets": token_offsets}
+    key, pointers = runtime.key_of("build_dispatch", (num_experts,), tuple(named.values()))
     export: Export = keep
     found, kept = runtime.find(key), ids
     if found is None:
-        checks.untracked("build_dispatch", {"ids": ids})
-        call = Call("build_dispatch", ids=ids)
-        checks.ids("build_dispatch", call.described["ids"], num_experts)
+        checks.untracked("build_dispatch", named)
+        call = Call("build_dispatch", **named)
+        offsets = call.described.get("token_offsets")
+        checks.ids("build_dispatch", call.described["ids"], num_experts, offsets)
         if call.on_cpu:
-            index = _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
+            offsets_on_host = None if offsets is None else call.host("token_offsets")
+            index = _map_index(reference.dispatch(call.host("ids"), num_experts, offsets_on_host), call.export)
             # The caller's own array, as the view of it may be read-only, of which DLPack makes a copy.
             return index if index.ids_copied or call.export is keep else dataclasses.replace(index, ids=ids)
-        (layout,), pointers, export, (kept,) = call.layout("ids"), call.pointers(), call.export, call.owners()
-        found = runtime.keep(key, call.prepared(dispatch.configure(layout, num_experts, call.limits)))
+        (layout,), pointers, export, kept = call.layout("ids"), call.pointers(), call.export, call.owners()[0]
+        num_tokens = None if offsets is None else offsets.size - 1
+        found = runtime.keep(key, call.prepared(dispatch.configure(layout, num_experts, call.limits, num_tokens)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        lists, copy, _ = dispatch.dispatch(run, found.steps, pointers[0])
+        lists, copy, _ = dispatch.dispatch(run, found.steps, *pointers)
         return _map_index(_index(found.steps, lists, copy, kept), export)
 
 
@@ -113,18 +122,51 @@ def _index(steps: dispatch.Dispatch, lists: arrays.Buffer, copy: arrays.Buffer |
 
 @overload
 def moe_forward(
-    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: str = "minimal"
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str = "swiglu",
+    save: str = "minimal",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> tuple[Any, SavedForBackward]: ...
 
 
 @overload
 def moe_forward(
-    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: None
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str = "swiglu",
+    save: None,
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> tuple[Any, None]: ...
 
 
 def moe_forward(
-    x: Any, ids: Any, weights: Any, w1: Any, w2: Any, *, activation: str = "swiglu", save: str | None = "minimal"
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str = "swiglu",
+    save: str | None = "minimal",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> tuple[Any, SavedForBackward | None]:
     """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
@@ -134,6 +176,14 @@ def moe_forward(
     (E, d, h); (E, d, h) for silu, gelu (exact) and relu. w2: (E, h, d). Both in x's dtype, read in place,
     row-major or as the transposed view of (E, 2h, d) / (E, d, h) storage.
     save: "minimal" keeps a, b; "paper" also act(a) * b (Algorithm 1); "recompute" only x; None nothing.
+    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each, as of `build_dispatch`; ids and
+    weights are then (P,).
+    weights_on: "output" as above, or "input" for experts of weight * x, as in Llama 4; x is not copied for it.
+    unreduced: True returns the experts' outputs of each slot, (L, k, d), or (P, d) with token_offsets, in the order of
+    the slots and 0 without an expert: neither weighted nor summed. weights are then None, unless they are on the input.
+    This is the one option with a buffer of L*k rows of d.
+    identity_experts: number Z of experts without weights, ids E to E+Z-1, that return their input, as in LongCat-Flash;
+    not with unreduced.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     x, ids, weights, w1 and w2 are kept by reference: whoever changes one in place before backward, as by x += out,
     gets wrong gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -144,32 +194,47 @@ def moe_forward(
     """
     w1_by_name = _named_pair("moe_forward", "w1", w1)
     named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name}
+    if weights is None:
+        del named["weights"]
+    ragged = token_offsets is not None
+    if ragged:
+        named["token_offsets"] = token_offsets
+    slots = SlotOptions(weights_on, unreduced, identity_experts)
     given: Sequence[Any] = tuple(named.values())
-    key, pointers = runtime.key_of("moe_forward", (activation, save), given)
+    key, pointers = runtime.key_of("moe_forward", (activation, save, slots, weights is None, ragged), given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
     if found is None:
         checks.untracked("moe_forward", named)
         call = Call("moe_forward", **named)
         d = call.described
-        w1_arrays = tuple(d[name] for name in w1_by_name)
-        checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save)
+        w1_arrays, offsets = tuple(d[name] for name in w1_by_name), d.get("token_offsets")
+        slots = checks.slot_options("moe_forward", slots, weights is not None)
+        weights_array = d.get("weights")
+        checks.layer("moe_forward", d["x"], d["ids"], weights_array, w1_arrays, d["w2"], activation, save, offsets)
+        checks.identity_experts("moe_forward", slots, d["w2"])
         if call.on_cpu:
-            out, saved = _forward_on_cpu(call, tuple(w1_by_name), activation, save)
+            out, saved = _forward_on_cpu(call, tuple(w1_by_name), activation, save, slots)
             if saved is not None and call.framework is arrays.Torch:
                 own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2}
                 saved = dataclasses.replace(saved, **own)
             return out, saved
-        x_layout, ids_layout, weights_layout, w2_layout, *w1_layouts = call.layout(*named)
-        layouts = x_layout, ids_layout, weights_layout, w2_layout, tuple(w1_layouts)
-        steps = experts.configure_forward(*layouts, activation, save, call.limits)
+        of = dict(zip(named, call.layout(*named), strict=True))
+        layouts = of["x"], of["ids"], of.get("weights"), of["w2"], tuple(of[name] for name in w1_by_name)
+        steps = experts.configure_forward(*layouts, activation, save, call.limits, slots, ragged)
         given, pointers, export = call.owners(), call.pointers(), call.export
         found = runtime.keep(key, call.prepared(steps))
     steps = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
+        if weights is None:
+            pointers, given = [*pointers[:2], 0, *pointers[2:]], [*given[:2], None, *given[2:]]
+        offsets_ptr = 0
+        if ragged:
+            *pointers, offsets_ptr = pointers
+            given = given[:-1]
         x_ptr, ids_ptr, weights_ptr, w2_ptr, *w1_ptrs = pointers
-        result = experts.moe_forward(run, steps, x_ptr, ids_ptr, weights_ptr, w2_ptr, tuple(w1_ptrs))
+        result = experts.moe_forward(run, steps, x_ptr, ids_ptr, weights_ptr, w2_ptr, tuple(w1_ptrs), offsets_ptr)
         out = export(result.out.array)
         if save is None:
             return out, None
@@ -178,17 +243,16 @@ def moe_forward(
         first_layer = result.first_layer.array if result.first_layer else None
         y_swi = result.y_swi.array if result.y_swi else None
         w1 = one_or_pair(tuple(w1_parts))
-        return out, SavedForBackward(x, weights, w1, w2, index, first_layer, y_swi, activation, save)
+        return out, SavedForBackward(x, weights, w1, w2, index, first_layer, y_swi, activation, save, slots=slots)
 
 
 def _forward_on_cpu(
-    call: Call, w1_names: tuple[str, ...], activation: str, save: str | None
+    call: Call, w1_names: tuple[str, ...], activation: str, save: str | None, slots: SlotOptions
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
     w1 = one_or_pair(tuple(host[name] for name in w1_names))
-    out, saved = reference.moe_forward(
-        host["x"], host["ids"], host["weights"], w1, host["w2"], activation=activation, save=save
-    )
+    options = {"activation": activation, "save": save, "token_offsets": host.get("token_offsets")} | slots._asdict()
+    out, saved = reference.moe_forward(host["x"], host["ids"], host.get("weights"), w1, host["w2"], **options)
     if saved is not None and call.framework is arrays.Torch:
         saved = _map_saved(saved, call.export)
     return call.export(out), saved
@@ -204,8 +268,8 @@ def moe_backward(
 ) -> Gradients:
     """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
 
-    grad_out: (L, d), x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2" to compute; the
-    others stay None and their kernels do not run.
+    grad_out: of out's shape, (L, d) or per slot, x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2" to
+    compute; the others stay None and their kernels do not run, as does that of weights which there are not.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
     backward over them raises RuntimeError, on the CPU too. With save="recompute" there are none to overwrite.
     accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2 or both are added to, {"w2": total}, of the
@@ -214,7 +278,7 @@ def moe_backward(
     memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
     nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
     views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
-    Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1 and w2 in the form, dtype and
+    Returns Gradients: x (L, d), weights (L, k) or (P,) (0 for empty slots), w1 and w2 in the form, dtype and
     memory order of the weights, exactly zero for experts without tokens; or the very arrays of `accumulate`.
     Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
@@ -273,6 +337,8 @@ def moe_backward(
             needs,
             bool(keep_saved),
             call.limits,
+            _index_layout(saved.index),
+            saved.slots,
         )
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
@@ -295,9 +361,9 @@ def _backward_key(
     totals = {} if accumulate is None else accumulate
     if not isinstance(totals, Mapping):
         return None, [], []
-    w1, kept = pair(saved.w1), [array for array in (saved.first_layer, saved.y_swi) if array is not None]
-    given = [grad_out, saved.x, saved.weights, saved.w2, saved.index.lists, *w1, *kept]
-    forms = [len(w1), saved.first_layer is None, saved.y_swi is None]  # tell which of these is what
+    optional, w1 = (saved.weights, saved.first_layer, saved.y_swi), pair(saved.w1)
+    given = [grad_out, saved.x, saved.w2, saved.index.lists, *w1, *(array for array in optional if array is not None)]
+    forms = [len(w1), *(array is None for array in optional), saved.slots, saved.index.is_ragged]  # which array is what
     for name, total in totals.items():
         parts = pair(total)
         given += parts
@@ -310,9 +376,11 @@ def _backward_values(
     saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: Sequence[Any], absent: Any
 ) -> tuple[Any, ...]:
     """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
-    end = 5 + len(pair(saved.w1))
-    w1 = tuple(values[5:end])
-    first_layer = y_swi = absent
+    end = 4 + len(pair(saved.w1))
+    w1 = tuple(values[4:end])
+    weights = first_layer = y_swi = absent
+    if saved.weights is not None:
+        weights, end = values[end], end + 1
     if saved.first_layer is not None:
         first_layer, end = values[end], end + 1
     if saved.y_swi is not None:
@@ -321,7 +389,12 @@ def _backward_values(
     for name, total in (accumulate or {}).items():
         start, end = end, end + len(pair(total))
         totals[name] = tuple(values[start:end])
-    return *values[:4], w1, values[4], first_layer, y_swi, totals
+    grad_out, x, w2, lists = values[:4]
+    return grad_out, x, weights, w2, w1, lists, first_layer, y_swi, totals
+
+
+def _index_layout(index: DispatchIndices) -> IndexLayout:
+    return IndexLayout(index.num_tokens, index.k, index.num_experts, index.num_slots if index.is_ragged else 0)
 
 
 def _export_gradients(

@@ -22,7 +22,7 @@ from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
-SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu")
+SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
@@ -94,13 +94,15 @@ def gemm_variant(
     to_tokens: bool = False,
     accumulate: str | None = None,
     split_k: bool = False,
+    weights_on_input: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
     stored_y_swi: down_bwd reads the y_swi of forward. clusters: 2-CTA clusters with TMA multicast of the weight, on
     Hopper. to_tokens: rows of Hopper's down_fwd and up_bwd go to their tokens, where k = 1, and never in clusters.
     accumulate: the dtype of the buffer that a weight gradient is added to, if it is. split_k: a weight gradient of
-    Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later.
+    Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later. weights_on_input:
+    up_fwd and down_bwd scale a and b by the row's router weight.
     """
     gated = activation in GATED_ACTIVATIONS
     half = "fp16" if dtype == "float16" else "bf16"
@@ -128,6 +130,7 @@ def gemm_variant(
         "B_K_CONTIGUOUS": int(transposed == forward),
         "K_SEGMENTS": k_segments(entry, gated),
         "TILE_COLUMNS": launch_config.tile_columns(tier, is_split(entry, gated)),
+        "WEIGHTS_ON_INPUT": int(weights_on_input and epilogue != "STORE"),
     }
     if tier == "sm90":
         to_tokens = to_tokens and epilogue == "STORE"

@@ -8,8 +8,8 @@ from typing import Any
 from moeblaze_cupy import launch_config, reasons
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import grouped_gemm
-from moeblaze_cupy.ops.aggregation import aggregate
-from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, IndexLayout, Lists
+from moeblaze_cupy.ops.aggregation import Source, aggregate
+from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight
 from moeblaze_cupy.runtime import Launch, Runtime
 
@@ -40,14 +40,16 @@ def configure(
     *,
     weights_dtype: str | None = None,
     overwrites: bool = False,
+    source: Source | None = None,
 ) -> Panels:
     """down_fwd: sum over slots of weights * row of product w2; up_bwd: of rows of first_layer_grad w1^T. (L, d) both.
 
     overwrites: the left operand may be used as scratch. weights_dtype: of the router weights that scale the rows.
+    source: the rows that identity experts add, where there are such experts.
     """
     call = entry, index, a, weight
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits)[0].tier
-    if launch_config.rows_go_to_tokens(index.k, tier):
+    if launch_config.rows_go_to_tokens(index.k, tier) and source is None:
         options: dict[str, Any] = {"result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
         why = (reasons.panels((), d, index.num_slots, tier, False),)
         product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
@@ -60,21 +62,24 @@ def configure(
         ld = a.ld if in_place else width
         options = {"first_column": first_column, "result_ld": ld}
         products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
-        sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld))
+        sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld, source))
     panel = None if in_place else (index.num_slots, panels[0][1])
     return Panels(tuple(products), tuple(sums), panel, a.dtype)
 
 
 def sum_of_rows(
-    run: Runtime, step: Panels, lists: Lists, a: int, halves: tuple[int, int], weights: int, out: int
+    run: Runtime, step: Panels, lists: Lists, a: int, halves: tuple[int, int], weights: int, out: int, source: int = 0
 ) -> None:
-    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights: 0 for none."""
+    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights: 0 for none.
+
+    source: the rows of identity experts.
+    """
     if not step.sums:
         grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, weights=weights)
         return
     memory = run.empty(step.panel, step.dtype) if step.panel else None
     panel = memory.ptr if memory else a
-    token_index_map = lists[TOKEN_INDEX_MAP]
+    token_index_map, token_offsets = lists[TOKEN_INDEX_MAP], lists[TOKEN_OFFSETS]
     for product, sums in zip(step.products, step.sums, strict=True):
         grouped_gemm.gemm(run, product, lists, a, halves, result=panel)
-        run.launch(sums, panel, token_index_map, weights, out)
+        run.launch(sums, panel, token_index_map, weights, out, token_offsets, source)

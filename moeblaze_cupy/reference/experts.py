@@ -7,7 +7,15 @@ import numpy as np
 
 from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype, erf
-from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, Gradients, SavedForBackward, is_gated
+from moeblaze_cupy.structures import (
+    GRADIENTS,
+    IDENTITY,
+    DispatchIndices,
+    Gradients,
+    SavedForBackward,
+    SlotOptions,
+    is_gated,
+)
 
 
 def _activate(u: HostArray, activation: str) -> tuple[HostArray, HostArray]:
@@ -62,28 +70,84 @@ def _halves(ab: HostArray, activation: str) -> Sequence[Any]:
     return np.split(ab, 2, axis=1) if is_gated(activation) else (ab, 1)
 
 
-def _sum_over_slots(rows: HostArray, index: DispatchIndices, scale: HostArray | None = None) -> HostArray:
-    """out[t] = sum over present slots j, in slot order, of scale[t, j] * rows[token_index_map[t, j]].
+def _tokens_of_slots(index: DispatchIndices) -> HostArray:
+    """(L*k,) or (P,): the token of each slot; of pairs of no token any."""
+    if index.k is not None:
+        return np.arange(index.num_slots) // index.k
+    return np.clip(np.searchsorted(index.token_offsets, np.arange(index.num_slots), "right") - 1, 0, None)
 
-    rows (L*k, d), scale (L, k) or None for 1 -> (L, d).
+
+def _sum_over_slots(
+    rows: HostArray, index: DispatchIndices, scale: HostArray | None = None, source: HostArray | None = None
+) -> HostArray:
+    """out[t] = sum over slots of token t, in their order, of scale * row: of `rows`, or of `source` for identity experts.
+
+    rows (L*k, d) at token_index_map; scale (L, k) or (P,), or None for 1; source (L, d) -> (L, d). Slots without a row or
+    an identity expert add nothing.
     """
     out = np.zeros((index.num_tokens, rows.shape[1]), rows.dtype)  # (L, d)
-    for j in range(index.k):
-        present = index.token_index_map[:, j] >= 0  # (L,)
-        routed = rows[index.token_index_map[present, j]]  # (m, d) m tokens have an expert in slot j
-        out[present] += routed if scale is None else scale[present, j, None] * routed
+    positions, tokens = index.token_index_map.reshape(-1), _tokens_of_slots(index)  # (L*k,), (L*k,)
+    first = np.arange(index.num_tokens) * index.k if index.k is not None else index.token_offsets[:-1]  # (L,)
+    nth = np.arange(index.num_slots) - first[tokens] if index.num_tokens else np.zeros(index.num_slots, int)  # (L*k,)
+    listed = (positions >= 0) | ((positions == IDENTITY) & (source is not None))  # (L*k,)
+    order = np.flatnonzero(listed)
+    order = order[np.argsort(nth[order], kind="stable")]  # (n,) the first slots of all tokens, then the second, ...
+    for slots in np.split(order, np.flatnonzero(np.diff(nth[order])) + 1):  # (m,) no two of one token
+        routed = rows[np.maximum(positions[slots], 0)]  # (m, d)
+        if source is not None:
+            routed = np.where((positions[slots] == IDENTITY)[:, None], source[tokens[slots]], routed)
+        out[tokens[slots]] += routed if scale is None else scale.reshape(-1)[slots, None] * routed
     return out
+
+
+def _has_token(index: DispatchIndices) -> HostArray:
+    """(P,): of pairs, whether some token has them; True of slots of tokens with k each."""
+    slots = np.arange(index.num_slots)
+    if index.k is not None:
+        return slots >= 0
+    has_token: HostArray = (slots >= index.token_offsets[0]) & (slots < index.token_offsets[-1])
+    return has_token
+
+
+def _row_weights(weights: HostArray | None, index: DispatchIndices, compute: np.dtype[Any]) -> HostArray:
+    """(L*k, 1): the router weight of each of the experts' rows; 1 without weights."""
+    positions = index.token_index_map.reshape(-1)  # (L*k,)
+    row_weights = np.ones((index.num_slots, 1), compute)
+    if weights is not None:
+        row_weights[positions[positions >= 0], 0] = weights.reshape(-1)[positions >= 0]
+    return row_weights
+
+
+def _slot_weights(
+    weights: HostArray | None, index: DispatchIndices, slots: SlotOptions, compute: np.dtype[Any], on_rows: bool = True
+) -> HostArray | None:
+    """(L*k,): what scales each slot in a sum; 1 for experts' rows that have their weights on the input, or not on_rows."""
+    if weights is None or (not slots.identity_experts and not (on_rows and not slots.on_input)):
+        return None
+    scale = cast(weights.reshape(-1), compute)  # (L*k,)
+    if on_rows and not slots.on_input:
+        return scale
+    return np.where(index.token_index_map.reshape(-1) == IDENTITY, scale, 1)
+
+
+def _source(rows: HostArray, slots: SlotOptions, compute: np.dtype[Any]) -> HostArray | None:
+    """What identity experts add, if there are any."""
+    return cast(rows, compute) if slots.identity_experts else None
 
 
 def moe_forward(
     x: HostArray,
     ids: HostArray,
-    weights: HostArray,
+    weights: HostArray | None,
     w1: HostArray | tuple[HostArray, HostArray],
     w2: HostArray,
     *,
     activation: str = "swiglu",
     save: str | None = "minimal",
+    token_offsets: HostArray | None = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -96,6 +160,10 @@ def moe_forward(
     w2       (E, h, d); w1 and w2 in any memory order, used in place
     save     what to keep for backward: "minimal" the first layer, "paper" also y_swi (Algorithm 1, line 11),
              "recompute" neither, None nothing at all
+    token_offsets     (L+1,) int32: ids and weights are (P,), pairs as of `dispatch`
+    weights_on        "input": E_e(weight * x) without a weight on the output
+    unreduced         the outputs of each slot, (L, k, d) or (P, d), without weights, which are None if not on the input
+    identity_experts  Z: ids E .. E + Z - 1 are E_e(x) = x
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -109,14 +177,21 @@ def moe_forward(
         y_swi = np.zeros((ids.size, h), x.dtype)  # (L*k, h)
 
     # Token dispatch: index lists only, no routed copy of x.
-    index = dispatch(ids, num_experts)
+    index = dispatch(ids, num_experts, token_offsets)
+    slots = SlotOptions(weights_on, unreduced, identity_experts)
+    positions = index.token_index_map.reshape(-1)  # (L*k,)
+    if identity_experts:
+        is_identity = (ids.reshape(-1) >= num_experts) & (ids.reshape(-1) < num_experts + identity_experts)  # (L*k,)
+        positions[is_identity & _has_token(index)] = IDENTITY
+    row_weights = _row_weights(weights, index, compute) if slots.on_input else None  # (L*k, 1)
 
     # Expert computation. All experts' results are held at once because the sum over slots is in slot order.
     expert_out = np.empty((ids.size, d), compute)  # (L*k, d)
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
         ab = _first_layer(x_rows, w1_parts, expert, x.dtype)  # (n, 2h) or (n, h)
-        a, b = _halves(ab, activation)  # (n, h), (n, h)
+        scaled = ab if row_weights is None else ab * row_weights[rows]  # (w x) w1 = w (x w1)
+        a, b = _halves(scaled, activation)  # (n, h), (n, h)
         y = cast(_activate(a, activation)[0] * b, x.dtype)  # (n, h)
         expert_out[rows] = cast(y, compute) @ cast(w2[expert], compute)  # (n, d)
         if first_layer is not None:
@@ -125,10 +200,16 @@ def moe_forward(
             y_swi[rows] = y
 
     # Output aggregation.
-    out = cast(_sum_over_slots(expert_out, index, cast(weights, compute)), x.dtype)  # (L, d)
+    if unreduced:
+        out = np.zeros((ids.size, d), x.dtype)  # (L*k, d)
+        out[positions >= 0] = expert_out[positions[positions >= 0]]
+        out = out.reshape(*ids.shape, d)  # (L, k, d) or (P, d)
+    else:
+        scale = _slot_weights(weights, index, slots, compute)  # (L*k,)
+        out = cast(_sum_over_slots(expert_out, index, scale, _source(x, slots, compute)), x.dtype)  # (L, d)
     if save is None:
         return out, None
-    return out, SavedForBackward(x, weights, w1, w2, index, first_layer, y_swi, activation, save)
+    return out, SavedForBackward(x, weights, w1, w2, index, first_layer, y_swi, activation, save, slots=slots)
 
 
 def moe_backward(
@@ -141,14 +222,14 @@ def moe_backward(
 ) -> Gradients:
     """Gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
 
-    grad_out    (L, d) any float dtype
+    grad_out    (L, d) any float dtype; of an unreduced output (L, k, d) or (P, d)
     saved       what moe_forward returned; any save policy
     needs       the gradients to compute, names from GRADIENTS; the work for the others is skipped
     keep_saved  for symmetry with the GPU backend: this backend never consumes `saved`
     accumulate  by name, "w1" or "w2", what that gradient is added to, in the weight's form and any dtype and memory
                 order; nothing of experts with no token is touched
 
-    Returns Gradients, None where not in `needs`: x (L, d); weights (L, k), 0 for absent slots; w1 and w2 in the form
+    Returns Gradients, None where not in `needs`: x (L, d); weights (L, k) or (P,), 0 for absent slots; w1 and w2 in the form
     and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names. Each has the
     dtype of its input. Arguments are not checked.
     """
@@ -166,10 +247,15 @@ def moe_backward(
     grad_w1_parts = _parts(grad_w1, activation) if "w1" in needs else ()  # views of grad_w1, each (E, d, h)
     grad_x_rows: Any = np.empty((num_slots, x.shape[1]), compute) if "x" in needs else None  # (L*k, d)
     grad_row_weights = np.empty(num_slots, compute)  # (L*k,)
-    present = index.token_index_map >= 0  # (L, k)
-    position = index.token_index_map[present]  # (offsets[E],)
-    row_weights = np.empty(num_slots, compute)  # (L*k,) the router weights in expert order
-    row_weights[position] = saved.weights[present]
+    slots, weights = saved.slots, saved.weights
+    positions = index.token_index_map.reshape(-1)  # (L*k,)
+    present = positions >= 0  # (L*k,)
+    row_weights = _row_weights(weights, index, compute)  # (L*k, 1)
+    grad_of_row = index.expert_token_indices  # (L*k,) which of grad_out's rows is a row's
+    if slots.unreduced:
+        grad_of_row = np.empty(num_slots, int)
+        grad_of_row[positions[present]] = np.flatnonzero(present)
+        grad_out = grad_out.reshape(-1, x.shape[1])  # (L*k, d)
 
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
@@ -177,25 +263,30 @@ def moe_backward(
             ab = _first_layer(x_rows, w1_parts, expert, x.dtype)  # (n, 2h) or (n, h)
         else:
             ab = cast(saved.first_layer[rows], compute)  # (n, 2h) or (n, h)
-        a, b = _halves(ab, activation)  # (n, h), (n, h)
+        scale = row_weights[rows]  # (n, 1)
+        a, b = _halves(ab * scale if slots.on_input else ab, activation)  # (n, h), (n, h)
         act, slope = _activate(a, activation)  # (n, h), (n, h) line 24
         y = cast(act * b, x.dtype) if saved.y_swi is None else saved.y_swi[rows]  # (n, h)
         y = cast(y, compute)  # (n, h)
 
         # 1. Expert summation backward: the routed gradient is gathered by token.
-        grad_rows = cast(grad_out[tokens], compute)  # (n, d) still without the router weight
-        scale = row_weights[rows, None]  # (n, 1)
+        grad_rows = cast(grad_out[grad_of_row[rows]], compute)  # (n, d) still without the router weight
+        on_output = 1 if slots.on_input else scale
 
         # 2. Expert computation backward.
         if "w2" in needs:
-            _add(grad_w2, expert, (scale * y).T @ grad_rows)  # (h, d) line 18
+            _add(grad_w2, expert, (on_output * y).T @ grad_rows)  # (h, d) line 18
         if not {"x", "weights", "w1"}.intersection(needs):
             continue
         grad_y = grad_rows @ cast(w2[expert], compute).T  # (n, h) line 20, still without the router weight
         # The gradient of a router weight is <grad, y w2> = <grad w2^T, y>: no need for the expert's result y w2.
         grad_row_weights[rows] = (grad_y * y).sum(axis=1)  # (n,)
-        grad_y *= scale  # (n, h)
+        grad_y *= on_output  # (n, h)
         grad_ab = (grad_y * b * slope, grad_y * act)[: len(w1_parts)]  # each (n, h) lines 26 and 28
+        if slots.on_input:  # these are the gradients of w a and w b
+            halves = np.split(ab, len(w1_parts), axis=1)  # each (n, h)
+            grad_row_weights[rows] = sum((half * g).sum(axis=1) for half, g in zip(halves, grad_ab, strict=True))  # (n,)
+            grad_ab = tuple(scale * g for g in grad_ab)  # each (n, h)
         if "w1" in needs:
             for grad_part, grad_half in zip(grad_w1_parts, grad_ab, strict=True):
                 _add(grad_part, expert, x_rows.T @ grad_half)  # (d, h) line 29
@@ -204,8 +295,17 @@ def moe_backward(
             grad_x_rows[rows] = sum(half @ cast(part[expert], compute).T for half, part in pairs)  # (n, d) line 30
 
     # 3. Token gradient accumulation.
-    grad_x = cast(_sum_over_slots(grad_x_rows, index), x.dtype) if "x" in needs else None  # (L, d)
-    grad_weights = np.zeros_like(saved.weights) if "weights" in needs else None  # (L, k)
-    if grad_weights is not None:
-        grad_weights[present] = grad_row_weights[position]
+    grad_x = None
+    if "x" in needs:
+        scale = _slot_weights(weights, index, slots, compute, on_rows=False)  # (L*k,)
+        grad_x = cast(_sum_over_slots(grad_x_rows, index, scale, _source(grad_out, slots, compute)), x.dtype)  # (L, d)
+    grad_weights = None
+    if "weights" in needs and weights is not None:
+        grad_weights = np.zeros_like(weights)  # (L, k) or (P,)
+        of_slots = grad_weights.reshape(-1)  # (L*k,)
+        of_slots[present] = grad_row_weights[positions[present]]
+        identity = positions == IDENTITY  # (L*k,)
+        if identity.any():
+            tokens = _tokens_of_slots(index)[identity]  # (m,)
+            of_slots[identity] = (cast(grad_out[tokens], compute) * cast(x[tokens], compute)).sum(axis=1)
     return Gradients(x=grad_x, weights=grad_weights, w1=grad_w1, w2=grad_w2)
