@@ -87,7 +87,8 @@ struct ActivateRows : EpilogueBase {
         const int64 r = row0 + lane / LANES;
         first_layer = params.first_layer + r * first_layer_ld() + column;
         y_swi = params.result + r * params.columns + column;
-        if (WEIGHTS_ON_INPUT) weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
+        if (WEIGHTS_ON_INPUT)
+            weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
     }
     __device__ __forceinline__ void next() {
         const int lane = threadIdx.x & 31, row = done + lane / LANES, chunk = lane % LANES;

@@ -164,27 +164,27 @@ extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK) slots_by_row(const
     if (slot >= p.expert_token_offsets[p.num_experts]) p.slots[slot] = -1;
 }
 
-#define IDS_ENTRIES(SUFFIX, ID)                                                                                           \
+#define IDS_ENTRIES(SUFFIX, ID)                                                                                            \
     extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK) list_tokens_##SUFFIX(const ListTokensParams<ID> p) {     \
-        list_tokens(p);                                                                                                   \
-    }                                                                                                                     \
+        list_tokens(p);                                                                                                    \
+    }                                                                                                                      \
     extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK) mark_identity_##SUFFIX(const MarkIdentityParams<ID> p) { \
-        mark_identity(p);                                                                                                 \
+        mark_identity(p);                                                                                                  \
     }
 IDS_ENTRIES(int32, int)
 IDS_ENTRIES(int64, long long)
 
-#define ROWS_ENTRY(SUFFIX, ALIGNED_ROWS, T, W)                                               \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                      \
-        aggregate_slots_##SUFFIX(const SlotAggregateParams<T, W> p) {                        \
-        aggregate<ALIGNED_ROWS, true, T>(p);                                                 \
-    }                                                                                        \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)                      \
-        identity_weights_##SUFFIX(const IdentityWeightsParams<T, W> p) {                     \
-        identity_weights<ALIGNED_ROWS>(p);                                                   \
+#define ROWS_ENTRY(SUFFIX, ALIGNED_ROWS, T, W)                           \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK, 3)  \
+        aggregate_slots_##SUFFIX(const SlotAggregateParams<T, W> p) {    \
+        aggregate<ALIGNED_ROWS, true, T>(p);                             \
+    }                                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)  \
+        identity_weights_##SUFFIX(const IdentityWeightsParams<T, W> p) { \
+        identity_weights<ALIGNED_ROWS>(p);                               \
     }
-#define ROWS_ENTRIES(SUFFIX, T, W)     \
-    ROWS_ENTRY(SUFFIX, true, T, W)     \
+#define ROWS_ENTRIES(SUFFIX, T, W) \
+    ROWS_ENTRY(SUFFIX, true, T, W) \
     ROWS_ENTRY(SUFFIX##_unaligned, false, T, W)
 ROWS_ENTRIES(bfloat16_float32, bf16, float)
 ROWS_ENTRIES(bfloat16_bfloat16, bf16, bf16)

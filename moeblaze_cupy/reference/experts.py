@@ -74,7 +74,8 @@ def _tokens_of_slots(index: DispatchIndices) -> HostArray:
     """(L*k,) or (P,): the token of each slot; of pairs of no token any."""
     if index.k is not None:
         return np.arange(index.num_slots) // index.k
-    return np.clip(np.searchsorted(index.token_offsets, np.arange(index.num_slots), "right") - 1, 0, None)
+    found = np.searchsorted(index.token_offsets, np.arange(index.num_slots), "right") - 1
+    return np.clip(found, 0, max(index.num_tokens - 1, 0))
 
 
 def _sum_over_slots(
@@ -87,8 +88,8 @@ def _sum_over_slots(
     """
     out = np.zeros((index.num_tokens, rows.shape[1]), rows.dtype)  # (L, d)
     positions, tokens = index.token_index_map.reshape(-1), _tokens_of_slots(index)  # (L*k,), (L*k,)
-    first = np.arange(index.num_tokens) * index.k if index.k is not None else index.token_offsets[:-1]  # (L,)
-    nth = np.arange(index.num_slots) - first[tokens] if index.num_tokens else np.zeros(index.num_slots, int)  # (L*k,)
+    first = index.token_offsets if index.k is None else np.arange(index.num_tokens + 1) * index.k  # (L+1,)
+    nth = np.arange(index.num_slots) - first[tokens]  # (L*k,)
     listed = (positions >= 0) | ((positions == IDENTITY) & (source is not None))  # (L*k,)
     order = np.flatnonzero(listed)
     order = order[np.argsort(nth[order], kind="stable")]  # (n,) the first slots of all tokens, then the second, ...
