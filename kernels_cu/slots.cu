@@ -174,14 +174,15 @@ extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK) slots_by_row(const
 IDS_ENTRIES(int32, int)
 IDS_ENTRIES(int64, long long)
 
-#define ROWS_ENTRY(SUFFIX, ALIGNED_ROWS, T, W)                           \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK, 3)  \
-        aggregate_slots_##SUFFIX(const SlotAggregateParams<T, W> p) {    \
-        aggregate<ALIGNED_ROWS, true, T>(p);                             \
-    }                                                                    \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)  \
-        identity_weights_##SUFFIX(const IdentityWeightsParams<T, W> p) { \
-        identity_weights<ALIGNED_ROWS>(p);                               \
+// At least 3 blocks per multiprocessor: for more the compiler would spill.
+#define ROWS_ENTRY(SUFFIX, ALIGNED_ROWS, T, W)                             \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK, 3) \
+        aggregate_slots_##SUFFIX(const SlotAggregateParams<T, W> p) {      \
+        aggregate<ALIGNED_ROWS, true, T>(p);                               \
+    }                                                                      \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK)    \
+        identity_weights_##SUFFIX(const IdentityWeightsParams<T, W> p) {   \
+        identity_weights<ALIGNED_ROWS>(p);                                 \
     }
 #define ROWS_ENTRIES(SUFFIX, T, W) \
     ROWS_ENTRY(SUFFIX, true, T, W) \

@@ -154,10 +154,12 @@ def variants(
     aligned: Sequence[bool] = (True,),
     limits: launch_config.DeviceLimits = launch_config.H200,
     accumulates: bool = False,
+    weights_on: Sequence[str] = ("output",),
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
 
-    accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
+    accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. weights_on: "output",
+    "input" or both. Of sizes that are not
     multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
@@ -166,10 +168,12 @@ def variants(
         config = launch_config.gemm(dtype, is_aligned, False, limits)
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
-        either = (False, True)
-        for weights_dtype, accumulate, stored_y_swi, clusters, to_tokens, split_k in itertools.product(
-            weights_dtypes, totals, either, either, either, either
+        either, on_input = (False, True), [place == "input" for place in weights_on]
+        for weights_dtype, accumulate, stored_y_swi, clusters, to_tokens, split_k, weights_on_input in itertools.product(
+            weights_dtypes, totals, either, either, either, either, on_input
         ):
+            if stored_y_swi and weights_on_input:  # then down_bwd reads no y_swi
+                continue
             variant = gemm_variant(
                 entry,
                 dtype=dtype,
@@ -184,6 +188,7 @@ def variants(
                 to_tokens=to_tokens,
                 accumulate=accumulate,
                 split_k=split_k,
+                weights_on_input=weights_on_input,
             )
             found[variant] = None
     return list(found)
