@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moeblaze_cupy import __version__
-from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
+from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, WEIGHTS_ON
 
 SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
@@ -92,6 +92,12 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--order", choices=ORDERS, default="transposed", help="memory order of the weights (%(default)s)"
     )
+    parser.add_argument("--pairs", action="store_true", help="slots as pairs with token_offsets, k of a token on average")
+    parser.add_argument("--weights-on", choices=WEIGHTS_ON, default="output", help="(%(default)s)")
+    parser.add_argument("--unreduced", action="store_true", help="an output row per slot, neither weighted nor summed")
+    parser.add_argument(
+        "--identity-experts", type=integer(0), default=0, metavar="Z", help="experts that return their input (%(default)s)"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -134,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--dtype", DTYPES, ("bfloat16",), "element type of the layer"),
         ("--order", ORDERS, ORDERS, "memory order of the weights"),
         ("--activation", ACTIVATIONS, ("swiglu",), "activation of the experts"),
+        ("--weights-on", WEIGHTS_ON, ("output",), "what the router weights scale"),
     ):
         compile_.add_argument(
             option, action=_Choices, every=every, default=default,

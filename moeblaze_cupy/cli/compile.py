@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
         activations=tuple(args.activation),
         limits=limits,
         accumulates=args.accumulate,
+        weights_on=tuple(args.weights_on),
     )
     seconds, failures = 0.0, 0
     # NVRTC releases the GIL, so threads compile in parallel.
