@@ -20,7 +20,9 @@ from moeblaze_cupy.structures import (
     GRADIENTS,
     ROUTER_KINDS,
     SAVE_POLICIES,
+    WEIGHTS_ON,
     SavedForBackward,
+    SlotOptions,
     is_gated,
     pair,
 )
@@ -127,7 +129,7 @@ class _MoE(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         ids: torch.Tensor,
-        weights: torch.Tensor,
+        weights: torch.Tensor | None,
         gate: torch.Tensor,
         up: torch.Tensor | None,
         w2: torch.Tensor,
@@ -135,13 +137,16 @@ class _MoE(torch.autograd.Function):
         save: str,
         keep_saved: bool,
         main_grads: dict[str, _MainGrad],
+        token_offsets: torch.Tensor | None,
+        slots: SlotOptions,
     ) -> torch.Tensor:
         w1 = gate if up is None else (gate, up)
         out: torch.Tensor
-        out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
+        options: dict[str, Any] = {"token_offsets": token_offsets} | slots._asdict()
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save, **options)
         lists, index = saved.index.split()
         ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
-        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save)
+        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save, slots=slots)
         ctx.keep_saved, ctx.main_grads = keep_saved, main_grads
         ctx.set_materialize_grads(False)
         return out
@@ -150,12 +155,12 @@ class _MoE(torch.autograd.Function):
     @_first_derivatives_only("moe")
     def backward(ctx: Any, grad_out: torch.Tensor | None) -> Grads:
         if grad_out is None:
-            return (None,) * 10
+            return (None,) * 12
         x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
         kept, w1 = ctx.saved, gate if up is None else (gate, up)
         index = kept.index.joined(lists)
         saved = SavedForBackward(
-            x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed
+            x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed, kept.slots
         )
         needed = ctx.needs_input_grad
         needs = tuple(compress(GRADIENTS, (needed[0], needed[2], needed[3] or needed[4], needed[5])))
@@ -186,10 +191,7 @@ class _MoE(torch.autograd.Function):
             grad_gate if needed[3] else None,
             grad_up if needed[4] else None,
             grad_w2,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )
 
 
@@ -197,7 +199,7 @@ class _MoE(torch.autograd.Function):
 def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
-    weights: torch.Tensor,
+    weights: torch.Tensor | None,
     w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     w2: torch.Tensor,
     *,
@@ -205,8 +207,14 @@ def moe(
     save: str | None = "minimal",
     keep_saved: bool = False,
     accumulate_into_main_grad: bool = False,
+    token_offsets: torch.Tensor | None = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> torch.Tensor:
     """The MoE layer (L, d), differentiable in x, weights, w1 and w2; arguments as `moeblaze_cupy.moe_forward`.
+
+    With unreduced it is (L, k, d), or (P, d) with token_offsets, and weights are None.
 
     Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`, on the CPU
@@ -230,6 +238,9 @@ def moe(
         raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(parts)} tensors")
     gate, up = (*parts, None)[:2]
     tensors = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w2": w2} | ({} if gate is w1 else {"w1[1]": up})
+    tensors |= {} if token_offsets is None else {"token_offsets": token_offsets}
+    if weights is None and unreduced:
+        del tensors["weights"]
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
@@ -237,9 +248,11 @@ def moe(
     if gate.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
         expected = f"x's dtype {x.dtype}, as torch.autocast casts other layers' outputs but not these weights"
         raise TypeError(f"moe: w1: expected {expected}, got {gate.dtype}; pass x.to(w1.dtype), or all in one dtype")
-    differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
-    if not (torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))):
-        out: torch.Tensor = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
+    differentiable = any(t is not None and t.requires_grad for t in (x, weights, gate, up, w2))
+    slots = SlotOptions(weights_on, unreduced, identity_experts)
+    if not (torch.is_grad_enabled() and differentiable):
+        kept: dict[str, Any] = {"token_offsets": token_offsets} | slots._asdict()
+        out: torch.Tensor = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None, **kept)[0]
         return out
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
@@ -251,7 +264,8 @@ def moe(
         main_grads = {
             n: _MainGrad(*weight) for n, weight in by_name.items() if getattr(weight[1], "requires_grad", False)
         }
-    out = _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    options = activation, save, keep_saved, main_grads, token_offsets, slots
+    out = _MoE.apply(x, ids, weights, gate, up, w2, *options)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
 
@@ -308,7 +322,8 @@ class MoE(torch.nn.Module):
     stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
     logits are computed and normalised in fp32 (fp64 of such x), under torch.autocast too. renormalize, kind: as of
     `route`; a choice for k = 1 that makes every weight 1, so that the router is not trained, is warned of.
-    keep_saved, save, activation: as of `moe`; accumulate_into_main_grad too, for the parameters of the experts.
+    keep_saved, save, activation, weights_on: as of `moe`; accumulate_into_main_grad too, for the parameters of the
+    experts. identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -325,13 +340,20 @@ class MoE(torch.nn.Module):
         renormalize: bool | None = None,
         keep_saved: bool = False,
         accumulate_into_main_grad: bool = False,
+        weights_on: str = "output",
+        identity_experts: int = 0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         d_model, d_hidden = _size("d_model", d_model), _size("d_hidden", d_hidden)
         num_experts = _size("num_experts", num_experts, launch_config.MAX_ROUTER_EXPERTS)
-        k = _size("k", k, min(num_experts, launch_config.MAX_ROUTER_K))
+        identity_experts = checks.integer("MoE", "identity_experts", identity_experts)
+        most = launch_config.MAX_ROUTER_EXPERTS - num_experts
+        if not 0 <= identity_experts <= most:
+            raise checks.bad_value("MoE", "identity_experts", f"0 to {most}", identity_experts)
+        k = _size("k", k, min(num_experts + identity_experts, launch_config.MAX_ROUTER_K))
+        checks.one_of("MoE", "weights_on", weights_on, WEIGHTS_ON)
         checks.one_of("MoE", "activation", activation, ACTIVATIONS)
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
         checks.one_of("MoE", "kind", kind, ROUTER_KINDS)
@@ -342,12 +364,13 @@ class MoE(torch.nn.Module):
             warnings.warn(f"MoE: k = 1 with {made} trains no router, as every weight is 1; {advice}", stacklevel=2)
         self.k, self.activation, self.save, self.kind, self.renormalize = k, activation, save, kind, renormalize
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
+        self.weights_on, self.identity_experts = weights_on, identity_experts
         width = d_hidden * (2 if is_gated(activation) else 1)
 
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.router = parameter(num_experts, d_model)
+        self.router = parameter(num_experts + identity_experts, d_model)
         self.w1_storage = parameter(num_experts, width, d_model)
         self.w2_storage = parameter(num_experts, d_model, d_hidden)
         self.reset_parameters()
@@ -377,11 +400,14 @@ class MoE(torch.nn.Module):
             save=self.save,
             keep_saved=self.keep_saved,
             accumulate_into_main_grad=self.accumulate_into_main_grad,
+            weights_on=self.weights_on,
+            identity_experts=self.identity_experts,
         )
         return out.reshape(x.shape)
 
     def extra_repr(self) -> str:
         E, d, h = self.w2_storage.shape
         options = ("activation", "save", "kind", "renormalize", "keep_saved", "accumulate_into_main_grad")
+        options += ("weights_on", "identity_experts")
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
         return ", ".join([sizes, *(f"{name}={getattr(self, name)!r}" for name in options)])

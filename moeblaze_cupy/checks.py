@@ -266,7 +266,7 @@ def layer(
     save: str | None,
     token_offsets: Array | None = None,
 ) -> None:
-    """`w1` as a tuple: one array, or a pair (gate, up). `token_offsets`: of pairs, for tokens of any number of experts."""
+    """`w1` as a tuple: one array, or a pair (gate, up). `token_offsets`: of pairs, in place of k slots per token."""
     one_of(function, "activation", activation, ACTIVATIONS)
     one_of(function, "save", save, SAVE_POLICIES)
     names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")

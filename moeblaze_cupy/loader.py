@@ -169,9 +169,15 @@ def variants(
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         either, on_input = (False, True), [place == "input" for place in weights_on]
-        for weights_dtype, accumulate, stored_y_swi, clusters, to_tokens, split_k, weights_on_input in itertools.product(
-            weights_dtypes, totals, either, either, either, either, on_input
-        ):
+        for (
+            weights_dtype,
+            accumulate,
+            stored_y_swi,
+            clusters,
+            to_tokens,
+            split_k,
+            weights_on_input,
+        ) in itertools.product(weights_dtypes, totals, either, either, either, either, on_input):
             if stored_y_swi and weights_on_input:  # then down_bwd reads no y_swi
                 continue
             variant = gemm_variant(

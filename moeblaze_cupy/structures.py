@@ -22,7 +22,7 @@ NO_EXPERT, IDENTITY = -1, -2  # in token_index_map, of slots that have no row
 
 
 class SlotOptions(NamedTuple):
-    """What slots do beside the plain layer; see `moeblaze_cupy.moe_forward`. They are part of what a record is kept by."""
+    """What slots do beside the plain layer; see `moeblaze_cupy.moe_forward`."""
 
     weights_on: str = "output"
     unreduced: bool = False
@@ -31,6 +31,9 @@ class SlotOptions(NamedTuple):
     @property
     def on_input(self) -> bool:
         return self.weights_on == "input"
+
+
+PLAIN_SLOTS = SlotOptions()
 
 
 def is_gated(activation: str) -> bool:
@@ -57,8 +60,7 @@ class DispatchIndices:
     All but `token_expert_indices` lie in one buffer, `lists`. Each list is a view of it, made when it is asked for.
     An id < 0 or >= E is "no expert in this slot": such slots are not listed, and their `token_index_map` entry is -1,
     or -2 where a layer has identity experts and the id is one of theirs.
-    With `token_offsets` the slots are P pairs of a token and an expert, in the order of tokens: read P for L*k, and (P,)
-    for (L, k).
+    With `token_offsets` the slots are P pairs of a token and an expert, in the order of tokens: read P for L*k.
     """
 
     lists: Any  #: (n,) int32
@@ -88,12 +90,12 @@ class DispatchIndices:
 
     @property
     def token_index_map(self) -> Any:
-        """(L, k) or (P,): the position of a slot in expert_token_indices; -1 without an expert, -2 of identity experts."""
+        """(L, k) or (P,): the position of a slot in expert_token_indices; -1: no expert, -2: an identity expert."""
         return self._list("token_index_map")
 
     @property
     def token_offsets(self) -> Any:
-        """(L+1,): where each token's pairs begin, within 0 .. P and never falling; None where all tokens have k slots."""
+        """(L+1,): where each token's pairs begin, within 0 .. P and never falling; None with k slots per token."""
         return self._list("token_offsets") if self.is_ragged else None
 
     @property
@@ -177,7 +179,7 @@ class SavedForBackward:
     activation: str
     save: str
     consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
-    slots: SlotOptions = SlotOptions()
+    slots: SlotOptions = PLAIN_SLOTS
 
     @property
     def nbytes(self) -> int:

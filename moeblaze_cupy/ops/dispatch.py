@@ -96,7 +96,11 @@ def configure(
     A launch before finds each pair's token, and one after puts tokens in the place of pairs.
     """
     ragged, num_slots = num_tokens is not None, math.prod(ids.shape)
-    index = IndexLayout(*ids.shape, num_experts) if num_tokens is None else IndexLayout(num_tokens, None, num_experts, num_slots)
+    index = (
+        IndexLayout(*ids.shape, num_experts)
+        if num_tokens is None
+        else IndexLayout(num_tokens, None, num_experts, num_slots)
+    )
     copies_ids, dtype = ids.dtype == "int64", "int32" if ragged else ids.dtype
     config = launch_config.dispatch(num_slots, num_experts, limits)
     count, why = None, reasons.dispatch(config, num_slots, num_experts)
@@ -154,9 +158,7 @@ def _per_slot(entry: str, number: int, addresses: tuple[str, ...], scalars: dict
     return Launch(loader.entry("slots.cu", entry), grid, launch_config.SLOTS_PER_BLOCK, addresses, scalars)
 
 
-def dispatch(
-    run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0
-) -> tuple[Buffer, Buffer | None, Lists]:
+def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) -> tuple[Buffer, Buffer | None, Lists]:
     """The index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`), and each list's address."""
     if steps.list_tokens or steps.mark_identity:
         return _dispatch_slots(run, steps, ids, token_offsets)
@@ -174,9 +176,7 @@ def dispatch(
     return lists, copy, addresses
 
 
-def _dispatch_slots(
-    run: Runtime, steps: Dispatch, ids: int, token_offsets: int
-) -> tuple[Buffer, Buffer | None, Lists]:
+def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int) -> tuple[Buffer, Buffer | None, Lists]:
     """Of pairs, or with identity experts."""
     index = steps.index
     lists = run.empty((index.size,), "int32")

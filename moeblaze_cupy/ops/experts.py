@@ -25,7 +25,7 @@ from moeblaze_cupy.ops.dispatch import (
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
-from moeblaze_cupy.structures import SavedForBackward, SlotOptions, is_consumed, is_gated
+from moeblaze_cupy.structures import PLAIN_SLOTS, SavedForBackward, SlotOptions, is_consumed, is_gated
 
 Shape = tuple[int, ...]
 
@@ -34,8 +34,10 @@ def _half_columns(w1: tuple[Layout, ...], h: int, activation: str) -> int | None
     return h if is_gated(activation) and len(w1) == 1 else None
 
 
-def _rows_of_slots(run: Runtime, launch: Launch | None, lists: Lists, row_weights: int = 0) -> tuple[Lists, Buffer | None]:
-    """The lists with the slot of each row in place of its token, and their memory; the lists as they are without `launch`.
+def _rows_of_slots(
+    run: Runtime, launch: Launch | None, lists: Lists, row_weights: int = 0
+) -> tuple[Lists, Buffer | None]:
+    """The lists with the slot of each row in place of its token, and the slots' memory; without `launch` as they are.
 
     row_weights: of each row, to be filled with 1; 0 for none.
     """
@@ -81,7 +83,7 @@ def configure_forward(
     activation: str,
     save: str | None,
     limits: DeviceLimits,
-    slots: SlotOptions = SlotOptions(),
+    slots: SlotOptions = PLAIN_SLOTS,
     ragged: bool = False,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
@@ -224,7 +226,7 @@ def configure_backward(
     keep_saved: bool,
     limits: DeviceLimits,
     index: IndexLayout,
-    slots: SlotOptions = SlotOptions(),
+    slots: SlotOptions = PLAIN_SLOTS,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 

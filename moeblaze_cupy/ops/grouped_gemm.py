@@ -246,7 +246,8 @@ def gemm(
     """One launch, on addresses; 0 stands for what is not read or written.
 
     lists: of the index lists. halves: where the weight's gate and up begin. weights: of each row (down_bwd, and up_fwd
-    if they scale a and b), or of each token if rows go to tokens. Returns the partial sums of down_bwd (column tiles, R) float32, if wanted.
+    if they scale a and b), or of each token if rows go to tokens. Returns the partial sums of down_bwd
+    (column tiles, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
     tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None
