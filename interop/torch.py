@@ -407,7 +407,7 @@ class MoE(torch.nn.Module):
 
     def extra_repr(self) -> str:
         E, d, h = self.w2_storage.shape
-        options = ("activation", "save", "kind", "renormalize", "keep_saved", "accumulate_into_main_grad")
-        options += ("weights_on", "identity_experts")
+        options = ["activation", "save", "kind", "renormalize", "keep_saved", "accumulate_into_main_grad"]
+        options += ["weights_on", "identity_experts"]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
         return ", ".join([sizes, *(f"{name}={getattr(self, name)!r}" for name in options)])

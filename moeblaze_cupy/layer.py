@@ -251,7 +251,8 @@ def _forward_on_cpu(
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
     w1 = one_or_pair(tuple(host[name] for name in w1_names))
-    options = {"activation": activation, "save": save, "token_offsets": host.get("token_offsets")} | slots._asdict()
+    options: dict[str, Any] = {"token_offsets": host.get("token_offsets")} | slots._asdict()
+    options |= {"activation": activation, "save": save}
     out, saved = reference.moe_forward(host["x"], host["ids"], host.get("weights"), w1, host["w2"], **options)
     if saved is not None and call.framework is arrays.Torch:
         saved = _map_saved(saved, call.export)

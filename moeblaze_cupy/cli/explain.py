@@ -136,8 +136,10 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     if accumulate:
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
     saved_layouts = first_layer, y_swi, tuple(sums.items())
-    shared = s.activation, GRADIENTS, False, limits, forward_steps.dispatch.index, options
-    backward_steps = experts.configure_backward(grad_out, x, weights, w2, (w1,), *saved_layouts, *shared)
+    index = forward_steps.dispatch.index
+    backward_steps = experts.configure_backward(
+        grad_out, x, weights, w2, (w1,), *saved_layouts, s.activation, GRADIENTS, False, limits, index, options
+    )
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))

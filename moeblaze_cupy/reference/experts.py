@@ -300,15 +300,16 @@ def moe_backward(
     # 3. Token gradient accumulation.
     grad_x = None
     if "x" in needs:
-        scale = _slot_weights(weights, index, slots, compute, on_rows=False)  # (L*k,)
-        grad_x = cast(_sum_over_slots(grad_x_rows, index, scale, _source(grad_out, slots, compute)), x.dtype)  # (L, d)
+        of_slots = _slot_weights(weights, index, slots, compute, on_rows=False)  # (L*k,)
+        source = _source(grad_out, slots, compute)  # (L, d)
+        grad_x = cast(_sum_over_slots(grad_x_rows, index, of_slots, source), x.dtype)  # (L, d)
     grad_weights = None
     if "weights" in needs and weights is not None:
         grad_weights = np.zeros_like(weights)  # (L, k) or (P,)
-        of_slots = grad_weights.reshape(-1)  # (L*k,)
-        of_slots[present] = grad_row_weights[positions[present]]
+        flat = grad_weights.reshape(-1)  # (L*k,)
+        flat[present] = grad_row_weights[positions[present]]
         identity = positions == IDENTITY  # (L*k,)
         if identity.any():
             tokens = _tokens_of_slots(index)[identity]  # (m,)
-            of_slots[identity] = (cast(grad_out[tokens], compute) * cast(x[tokens], compute)).sum(axis=1)
+            flat[identity] = (cast(grad_out[tokens], compute) * cast(x[tokens], compute)).sum(axis=1)
     return Gradients(x=grad_x, weights=grad_weights, w1=grad_w1, w2=grad_w2)
