@@ -92,11 +92,17 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--order", choices=ORDERS, default="transposed", help="memory order of the weights (%(default)s)"
     )
-    parser.add_argument("--pairs", action="store_true", help="slots as pairs with token_offsets, k of a token on average")
+    parser.add_argument(
+        "--pairs", action="store_true", help="slots as pairs with token_offsets, k of a token on average"
+    )
     parser.add_argument("--weights-on", choices=WEIGHTS_ON, default="output", help="(%(default)s)")
     parser.add_argument("--unreduced", action="store_true", help="an output row per slot, neither weighted nor summed")
     parser.add_argument(
-        "--identity-experts", type=integer(0), default=0, metavar="Z", help="experts that return their input (%(default)s)"
+        "--identity-experts",
+        type=integer(0),
+        default=0,
+        metavar="Z",
+        help="experts that return their input (%(default)s)",
     )
 
 

@@ -93,9 +93,9 @@ def build_dispatch(ids: Any, num_experts: int, token_offsets: Any = None) -> Dis
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
     twice by a token is two slots. num_experts <= 4096, L*k <= 2^31 - 128.
-    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is token
-    t's for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Nothing relies on the offsets:
-    whatever they hold, a pair has at most one token, one whose offsets enclose it, and tokens have their pairs in order.
+    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is of
+    token t for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Whatever the offsets hold, a
+    pair has at most one token, one whose offsets enclose it, and a larger pair has no smaller token.
     Returns DispatchIndices of int32 arrays of the caller's kind.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import ITEMSIZE
-from moeblaze_cupy.structures import SlotOptions, is_gated
+from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions, is_gated
 
 INDEX_BYTES = 4  # the index lists are int32
 POLICIES = ("recompute", "minimal", "paper", None)
@@ -39,7 +39,7 @@ class LayerShape:
     bias: str | None = None  # the dtype of b1 and b2, if the layer has them; of b2 alone with weights on the input
     gate_up: str = "halves"  # "interleaved": the order of w1's columns
     ragged: bool = False  # the L*k slots are pairs, of tokens with any number of them
-    options: SlotOptions = SlotOptions()
+    options: SlotOptions = PLAIN_SLOTS
 
     @property
     def slots(self) -> int:
@@ -168,7 +168,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     weighted y_swi (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them, not their parts.
-    With unreduced=True the output and its gradient have a row of d for each of the L*k slots, which no other option has.
+    With unreduced=True, and no other option, the output and its gradient have a row of d for each of the L*k slots.
     """
     tiles = Term(
         "GEMM row tiles",

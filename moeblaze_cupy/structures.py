@@ -69,7 +69,7 @@ BIASES = ("b1", "b2")
 
 
 class SlotOptions(NamedTuple):
-    """What slots do beside the plain layer; see `moeblaze_cupy.moe_forward`. They are part of what a record is kept by."""
+    """What slots do beside the plain layer; see `moeblaze_cupy.moe_forward`."""
 
     weights_on: str = "output"
     unreduced: bool = False
@@ -78,6 +78,9 @@ class SlotOptions(NamedTuple):
     @property
     def on_input(self) -> bool:
         return self.weights_on == "input"
+
+
+PLAIN_SLOTS = SlotOptions()
 
 
 class Activation:
@@ -185,8 +188,7 @@ class DispatchIndices:
     All but `token_expert_indices` lie in one buffer, `lists`. Each list is a view of it, made when it is asked for.
     An id < 0 or >= E is "no expert in this slot": such slots are not listed, and their `token_index_map` entry is -1,
     or -2 where a layer has identity experts and the id is one of theirs.
-    With `token_offsets` the slots are P pairs of a token and an expert, in the order of tokens: read P for L*k, and (P,)
-    for (L, k).
+    With `token_offsets` the slots are P pairs of a token and an expert, in the order of tokens: read P for L*k.
     """
 
     lists: Any  #: (n,) int32
@@ -216,12 +218,12 @@ class DispatchIndices:
 
     @property
     def token_index_map(self) -> Any:
-        """(L, k) or (P,): the position of a slot in expert_token_indices; -1 without an expert, -2 of identity experts."""
+        """(L, k) or (P,): the position of a slot in expert_token_indices; -1: no expert, -2: an identity expert."""
         return self._list("token_index_map")
 
     @property
     def token_offsets(self) -> Any:
-        """(L+1,): where each token's pairs begin, within 0 .. P and never falling; None where all tokens have k slots."""
+        """(L+1,): where each token's pairs begin, within 0 .. P and never falling; None with k slots per token."""
         return self._list("token_offsets") if self.is_ragged else None
 
     @property
@@ -308,7 +310,7 @@ class SavedForBackward:
     b1: Any = None  #: (E, 2h) or (E, h), or a pair of (E, h); None without a bias
     b2: Any = None  #: (E, d); None without a bias
     gate_up: str = "halves"  #: order of w1's columns in gated layers
-    slots: SlotOptions = SlotOptions()
+    slots: SlotOptions = PLAIN_SLOTS
 
     @property
     def gradients(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, runtime, tensor_map
 from moeblaze_cupy.params import params_of
-from moeblaze_cupy.structures import GRADIENTS, SlotOptions, is_gated
+from moeblaze_cupy.structures import GRADIENTS, PLAIN_SLOTS, SlotOptions, is_gated
 
 GAP = 1 << 20  # bytes around every buffer, so that an address is in one or near one
 SMALL = 1 << 40  # buffers lie beyond: no size or stride of these tests is as large
@@ -203,7 +203,7 @@ class Layer:
     keep_saved: bool = False
     accumulate: tuple = ()
     totals: type = np.float32
-    slots: SlotOptions = SlotOptions()
+    slots: SlotOptions = PLAIN_SLOTS
     ragged: bool = False  # the L*k slots as pairs
 
     @property

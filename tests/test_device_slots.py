@@ -1,13 +1,12 @@
-"""Pairs of tokens, router weights on the input, outputs per slot and identity experts in the kernels of both tiers, on the
-emulator, against the NumPy layer in float64."""
+"""Pairs of tokens, router weights on the input, outputs per slot and identity experts in the kernels of both tiers,
+on the emulator, against the NumPy layer in float64."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import test_device_code as emulation
 from cases import Case, make_inputs, relative_error
-from test_device_code import DTYPES, MARGIN, OUTLIER, TOLERANCES, as_bits, emulated, in_float64
+from test_device_code import DTYPES, OUTLIER, TOLERANCES, as_bits, emulated, in_float64
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, reference
@@ -194,13 +193,24 @@ def test_dispatch_of_pairs_is_the_references(L, dtype):
     P, E = 6 * L, 9
     ids = rng.integers(-2, E + 2, P).astype(dtype)
     rising = np.sort(rng.integers(0, P + 1, L + 1))
-    for offsets in (rising, rng.permutation(rising), rng.integers(-(2**31), 2**31, L + 1), rng.integers(-9, 2 * P, L + 1)):
+    for offsets in (
+        rising,
+        rng.permutation(rising),
+        rng.integers(-(2**31), 2**31, L + 1),
+        rng.integers(-9, 2 * P, L + 1),
+    ):
         offsets = offsets.astype(np.int32)
         want = reference.dispatch(ids, E, offsets)
         with emulated(FEW) as device:
             index = mb.build_dispatch(device.put(ids), E, device.put(offsets))
             device.synchronize()
-        for name in ("expert_token_indices", "expert_token_offsets", "token_index_map", "token_offsets", "experts_by_load"):
+        for name in (
+            "expert_token_indices",
+            "expert_token_offsets",
+            "token_index_map",
+            "token_offsets",
+            "experts_by_load",
+        ):
             np.testing.assert_array_equal(getattr(index, name), getattr(want, name), name)
         if dtype is np.int64:
             np.testing.assert_array_equal(index.token_expert_indices, want.token_expert_indices)
@@ -212,5 +222,7 @@ def test_one_slot_each_is_no_shortcut_for_pairs(monkeypatch):
     uneven, offsets = ragged(inputs, np.concatenate([[0, 0, 0], np.arange(2, len(inputs[0]))]))
     with emulated(FEW, tier="sm90") as device:
         assert_right(run(device, uneven, offsets), uneven, offsets)
-        names = {variant.entry for _, variant in loader._kernels if dict(variant.macros).get("EPILOGUE") == "StoreTokenRows"}
+        names = {
+            variant.entry for _, variant in loader._kernels if dict(variant.macros).get("EPILOGUE") == "StoreTokenRows"
+        }
     assert not names and launch_config.rows_go_to_tokens(1, "sm90")

@@ -1,5 +1,5 @@
-"""Pairs of tokens, router weights on the input, outputs per slot and identity experts on the CPU, against loops over slots
-in float64, finite differences, and the formulas of models that use them."""
+"""Pairs of tokens, router weights on the input, outputs per slot and identity experts on the CPU, against loops over
+slots in float64, finite differences, and the formulas of models that use them."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -92,9 +92,7 @@ class Problem:
     def expected(self):
         tensors = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
         tensors = {name: torch.tensor(array, requires_grad=True) for name, array in tensors.items()}
-        out = oracle(
-            tensors["x"], self.ids, tensors.get("weights"), tensors["w1"], tensors["w2"], **self.options
-        )
+        out = oracle(tensors["x"], self.ids, tensors.get("weights"), tensors["w1"], tensors["w2"], **self.options)
         grad_out = np.random.default_rng(5).standard_normal(tuple(out.shape))
         if out.requires_grad:
             out.backward(torch.tensor(grad_out))
@@ -343,13 +341,37 @@ WRONG = [
     ({"unreduced": True}, ValueError, "weights: expected None with unreduced=True, whose output is not weighted"),
     ({"weights": None}, TypeError, "weights: expected an array, as only unreduced=True goes without one, got None"),
     ({"weights": None, "unreduced": True, "weights_on": "input"}, TypeError, "weights: expected an array, as only"),
-    ({"pairs": True, "ids": problem().ids}, ValueError, "ids: expected shape (P) = (any), got (9, 3); with token_offsets"),
+    (
+        {"pairs": True, "ids": problem().ids},
+        ValueError,
+        "ids: expected shape (P) = (any), got (9, 3); with token_offsets",
+    ),
     ({"pairs": True, "weights": problem().weights}, ValueError, "weights: expected shape (P) = (27), got (9, 3)"),
-    ({"pairs": True, "token_offsets": OFFSETS[:-1]}, ValueError, "token_offsets: expected shape (L + 1) = (10), got (9,)"),
-    ({"pairs": True, "token_offsets": OFFSETS[:, None]}, ValueError, "token_offsets: expected shape (L + 1) = (10), got"),
-    ({"pairs": True, "token_offsets": OFFSETS.astype(np.int64)}, TypeError, "token_offsets: expected dtype int32, got int64"),
-    ({"pairs": True, "token_offsets": np.repeat(OFFSETS, 2)[::2]}, ValueError, "token_offsets: expected a C-contiguous"),
-    ({"pairs": True, "token_offsets": list(OFFSETS)}, TypeError, "token_offsets: expected a NumPy, CuPy or torch array"),
+    (
+        {"pairs": True, "token_offsets": OFFSETS[:-1]},
+        ValueError,
+        "token_offsets: expected shape (L + 1) = (10), got (9,)",
+    ),
+    (
+        {"pairs": True, "token_offsets": OFFSETS[:, None]},
+        ValueError,
+        "token_offsets: expected shape (L + 1) = (10), got",
+    ),
+    (
+        {"pairs": True, "token_offsets": OFFSETS.astype(np.int64)},
+        TypeError,
+        "token_offsets: expected dtype int32, got int64",
+    ),
+    (
+        {"pairs": True, "token_offsets": np.repeat(OFFSETS, 2)[::2]},
+        ValueError,
+        "token_offsets: expected a C-contiguous",
+    ),
+    (
+        {"pairs": True, "token_offsets": list(OFFSETS)},
+        TypeError,
+        "token_offsets: expected a NumPy, CuPy or torch array",
+    ),
     ({"ids": problem().ids.reshape(-1)}, ValueError, "ids: expected shape (L, k) = (9, any), got (27,)"),
 ]
 
@@ -366,7 +388,9 @@ def test_bad_input_of_dispatch_and_backward():
     with pytest.raises(ValueError, match=r"^build_dispatch: token_offsets: expected shape \(L \+ 1,\), got \(0,\)$"):
         mb.build_dispatch(one.ids, 4, np.zeros(0, np.int32))
     out, saved = mb.moe_forward(one.x, one.ids, None, one.w1, one.w2, **one.options)
-    with pytest.raises(ValueError, match=r"^moe_backward: grad_out: expected shape \(P, d\) = \(\d+, 5\), got \(11, 5\)$"):
+    with pytest.raises(
+        ValueError, match=r"^moe_backward: grad_out: expected shape \(P, d\) = \(\d+, 5\), got \(11, 5\)$"
+    ):
         mb.moe_backward(np.ones_like(one.x), saved)
     assert mb.moe_backward(np.ones_like(out), saved, needs=("weights",)).weights is None
 
@@ -377,3 +401,46 @@ def test_int32_ids_of_pairs_are_not_copied(dtype):
     ids = one.ids.astype(dtype)
     _, saved = mb.moe_forward(one.x, ids, one.weights, one.w1, one.w2, **one.options)
     assert np.shares_memory(saved.index.ids, ids) == (dtype is np.int32) == (not saved.index.ids_copied)
+
+
+def interop():
+    return pytest.importorskip("moeblaze_cupy.interop.torch")
+
+
+@pytest.mark.parametrize("options", [{}, *COMBINATIONS], ids=str)
+def test_torch(options):
+    """Gradients by autograd are those of the array functions."""
+    one = ragged(1, **options)
+    tensors = {name: getattr(one, name) for name in NAMES if getattr(one, name) is not None}
+    tensors = {name: torch.tensor(array, requires_grad=True) for name, array in tensors.items()}
+    passed = one.options | {"token_offsets": torch.tensor(one.options["token_offsets"])}
+    arguments_of_moe = tensors["x"], torch.tensor(one.ids), tensors.get("weights"), tensors["w1"], tensors["w2"]
+    out = interop().moe(*arguments_of_moe, **passed)
+    want = one.run()
+    out.backward(torch.tensor(np.random.default_rng(5).standard_normal(out.shape)))
+    assert np.array_equal(out.detach(), want["out"])
+    for name, tensor in tensors.items():
+        assert np.array_equal(tensor.grad, want[name]), name
+    with torch.no_grad():
+        assert torch.equal(interop().moe(*arguments_of_moe, **passed), out)
+
+
+def test_torch_module():
+    """Identity experts have outputs of the router alone, and gradients reach it."""
+    torch.manual_seed(0)
+    module = interop().MoE(6, 7, 4, 2, weights_on="input", identity_experts=3, dtype=torch.float64)
+    assert module.router.shape == (7, 6) and module.w1_storage.shape == (4, 14, 6)
+    x = torch.randn(11, 6, dtype=torch.float64)
+    out = module(x)
+    weights, ids = interop().route(x @ module.router.T, 2)
+    w1, w2 = module.w1_storage.transpose(1, 2), module.w2_storage.transpose(1, 2)
+    want = oracle(x, ids.numpy(), weights, w1, w2, weights_on="input", identity_experts=3)
+    assert (ids >= 4).any() and relative_error(out.detach(), want.detach()) <= 1e-14
+    found = torch.autograd.grad(out.square().sum(), tuple(module.parameters()))
+    for got, exact in zip(found, torch.autograd.grad(want.square().sum(), tuple(module.parameters())), strict=True):
+        assert relative_error(got, exact) <= 1e-12
+    assert "weights_on='input', identity_experts=3" in repr(module)
+    with pytest.raises(ValueError, match=r"^MoE: identity_experts: expected 0 to 1020, got 1021$"):
+        interop().MoE(6, 7, 4, 2, identity_experts=1021)
+    with pytest.raises(TypeError, match=r"^moe: token_offsets: expected a torch tensor, got <class 'list'>$"):
+        interop().moe(x, ids, weights, w1, w2, token_offsets=[0, 1])

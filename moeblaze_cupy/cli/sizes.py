@@ -5,7 +5,7 @@ from argparse import Namespace
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.cli.progress import CommandError
 from moeblaze_cupy.memory import LayerShape
-from moeblaze_cupy.structures import SlotOptions
+from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions
 
 
 def layer_shape(args: Namespace, tier: str) -> LayerShape:
@@ -37,5 +37,6 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
 def slot_options(s: LayerShape) -> str:
     """What is not as in the plain layer, each after a comma."""
     found = ["L*k pairs"] if s.ragged else []
-    found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != SlotOptions()._asdict()[name]]
+    plain = PLAIN_SLOTS._asdict()
+    found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != plain[name]]
     return "".join(f", {text}" for text in found)

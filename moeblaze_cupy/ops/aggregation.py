@@ -1,4 +1,4 @@
-"""Sums over the slots of each token: kernels_cu/aggregation.cu and slots.cu. Each function makes one launch's record."""
+"""Sums over the slots of each token: kernels_cu/aggregation.cu and slots.cu. Each function makes a launch's record."""
 
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ def aggregate(
 
 
 def identity_weights(index: IndexLayout, x: Layout, grad_out: Layout, weights_dtype: str) -> Launch:
-    """The gradient of the router weights of identity experts' slots, <grad_out, x> of their tokens; no other is written.
+    """The gradient of the router weights of identity experts' slots, <grad_out, x> of their tokens, and no other.
 
     Addresses: x, grad_out, token_index_map, token_offsets where tokens have any number of slots, grad_weights.
     """

@@ -97,11 +97,8 @@ def configure(
     A launch before finds each pair's token, and one after puts tokens in the place of pairs.
     """
     ragged, num_slots = num_tokens is not None, math.prod(ids.shape)
-    index = (
-        IndexLayout(*ids.shape, num_experts)
-        if num_tokens is None
-        else IndexLayout(num_tokens, None, num_experts, num_slots)
-    )
+    tokens, k = (num_tokens, None) if num_tokens is not None else ids.shape
+    index = IndexLayout(tokens, k, num_experts, num_slots if ragged else 0)
     copies_ids, dtype = ids.dtype == "int64", "int32" if ragged else ids.dtype
     config = launch_config.dispatch(num_slots, num_experts, limits)
     count, why = None, reasons.dispatch(config, num_slots, num_experts)
@@ -143,11 +140,10 @@ def configure(
     list_tokens = rows_to_tokens = mark_identity = None
     if num_tokens is not None:
         sizes = {"num_slots": num_slots, "num_tokens": num_tokens, "num_experts": num_experts}
-        addresses = ("ids", "offsets", "masked_ids", "tokens", *LISTS)
-        list_tokens = _per_slot(f"list_tokens_{ids.dtype}", max(num_slots, num_tokens + 1), addresses, sizes)
+        given = ("ids", "offsets", "masked_ids", "tokens", *LISTS)
+        list_tokens = _per_slot(f"list_tokens_{ids.dtype}", max(num_slots, num_tokens + 1), given, sizes)
     if ragged and num_slots:
-        addresses = ("tokens", *LISTS)
-        rows_to_tokens = _per_slot("rows_to_tokens", num_slots, addresses, {"num_slots": num_slots})
+        rows_to_tokens = _per_slot("rows_to_tokens", num_slots, ("tokens", *LISTS), {"num_slots": num_slots})
     if identity_experts and num_slots:
         sizes = {"num_slots": num_slots, "num_experts": num_experts, "identity_experts": identity_experts}
         mark_identity = _per_slot(f"mark_identity_{ids.dtype}", num_slots, ("ids", "tokens", *LISTS), sizes)

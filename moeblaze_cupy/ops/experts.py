@@ -26,7 +26,7 @@ from moeblaze_cupy.ops.dispatch import (
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
-from moeblaze_cupy.structures import Activation, SavedForBackward, SlotOptions, is_consumed, is_gated
+from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, SavedForBackward, SlotOptions, is_consumed, is_gated
 
 Shape = tuple[int, ...]
 
@@ -39,7 +39,7 @@ def _half_columns(parts: tuple[Layout, ...], h: int, activation: str | Activatio
 def _rows_of_slots(
     run: Runtime, launch: Launch | None, lists: Lists, row_weights: int = 0
 ) -> tuple[Lists, Buffer | None]:
-    """The lists with the slot of each row in place of its token, and their memory; the lists as they are without `launch`.
+    """The lists with the slot of each row in place of its token, and the slots' memory; without `launch` as they are.
 
     row_weights: of each row, to be filled with 1; 0 for none.
     """
@@ -89,7 +89,7 @@ def configure_forward(
     gate_up: str,
     save: str | None,
     limits: DeviceLimits,
-    slots: SlotOptions = SlotOptions(),
+    slots: SlotOptions = PLAIN_SLOTS,
     ragged: bool = False,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
@@ -277,7 +277,7 @@ def configure_backward(
     keep_saved: bool,
     limits: DeviceLimits,
     index: IndexLayout,
-    slots: SlotOptions = SlotOptions(),
+    slots: SlotOptions = PLAIN_SLOTS,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 

@@ -94,10 +94,10 @@ def _tokens_of_slots(index: DispatchIndices) -> HostArray:
 def _sum_over_slots(
     rows: HostArray, index: DispatchIndices, scale: HostArray | None = None, source: HostArray | None = None
 ) -> HostArray:
-    """out[t] = sum over slots of token t, in their order, of scale * row: of `rows`, or of `source` for identity experts.
+    """out[t] = sum over slots of token t, in order, of scale * row: of `rows`, or of `source` for identity experts.
 
-    rows (L*k, d) at token_index_map; scale (L, k) or (P,), or None for 1; source (L, d) -> (L, d). Slots without a row or
-    an identity expert add nothing.
+    rows (L*k, d) at token_index_map; scale (L, k) or (P,), or None for 1; source (L, d) -> (L, d). Slots without a
+    row or an identity expert add nothing.
     """
     out = np.zeros((index.num_tokens, rows.shape[1]), rows.dtype)  # (L, d)
     positions, tokens = index.token_index_map.reshape(-1), _tokens_of_slots(index)  # (L*k,), (L*k,)
@@ -135,7 +135,7 @@ def _row_weights(weights: HostArray | None, index: DispatchIndices, compute: np.
 def _slot_weights(
     weights: HostArray | None, index: DispatchIndices, slots: SlotOptions, compute: np.dtype[Any], on_rows: bool = True
 ) -> HostArray | None:
-    """(L*k,): what scales each slot in a sum; 1 for experts' rows that have their weights on the input, or not on_rows."""
+    """(L*k,): what scales each slot in a sum, 1 for all rows if not on_rows or if weights are on the input."""
     if weights is None or (not slots.identity_experts and not (on_rows and not slots.on_input)):
         return None
     scale = cast(weights.reshape(-1), compute)  # (L*k,)
@@ -254,9 +254,9 @@ def moe_backward(
     accumulate  by name, of weights and biases, what that gradient is added to, in the weight's form and any dtype and
                 memory order; nothing of experts with no token is touched
 
-    Returns Gradients, None where not in `needs`: x (L, d); weights (L, k) or (P,), 0 for absent slots; w1, w2, b1 and b2
-    in the form and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names. Each
-    has the dtype of its input. Arguments are not checked.
+    Returns Gradients, None where not in `needs`: x (L, d); weights (L, k) or (P,), 0 for absent slots; w1, w2, b1 and
+    b2 in the form and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names.
+    Each has the dtype of its input. Arguments are not checked.
     """
     x, w2, b2, index, activation = saved.x, saved.w2, saved.b2, saved.index, activation_of(saved.activation)
     needs, gate_up = saved.gradients if needs is None else needs, saved.gate_up
@@ -317,9 +317,8 @@ def moe_backward(
         grad_ab = (grad_y * M * V_slope, grad_y * V * M_slope)[: len(w1_parts)]  # each (n, h) lines 26 and 28
         if slots.on_input:  # these are the gradients of w a and w b
             halves = _parts(ab, activation, gate_up)  # each (n, h)
-            grad_row_weights[rows] = sum(
-                (half * g).sum(axis=1) for half, g in zip(halves, grad_ab, strict=True)
-            )  # (n,)
+            dots = [(half * g).sum(axis=1) for half, g in zip(halves, grad_ab, strict=True)]  # each (n,)
+            grad_row_weights[rows] = sum(dots)
             grad_ab = tuple(scale * g for g in grad_ab)  # each (n, h)
         for total, grad_half in zip(w1_totals, grad_ab, strict=False):
             _add(total, expert, x_rows.T @ grad_half)  # (d, h) line 29
