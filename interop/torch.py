@@ -16,10 +16,11 @@ import torch
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
 from moeblaze_cupy.structures import (
-    ACTIVATIONS,
+    BIASES,
     GRADIENTS,
     ROUTER_KINDS,
     SAVE_POLICIES,
+    Activation,
     SavedForBackward,
     is_gated,
     pair,
@@ -120,7 +121,7 @@ class _MainGrad:
 
 
 class _MoE(torch.autograd.Function):
-    """w1 arrives as gate and up; up is None where w1 is one tensor. main_grads: by name, of gate, up and w2."""
+    """w1 and b1 arrive as gate and up; up is None for one tensor. main_grads: by name, of gate, up and w2."""
 
     @staticmethod
     def forward(
@@ -131,17 +132,24 @@ class _MoE(torch.autograd.Function):
         gate: torch.Tensor,
         up: torch.Tensor | None,
         w2: torch.Tensor,
-        activation: str,
+        b1_gate: torch.Tensor | None,
+        b1_up: torch.Tensor | None,
+        b2: torch.Tensor | None,
+        activation: str | Activation,
+        gate_up: str,
         save: str,
         keep_saved: bool,
         main_grads: dict[str, _MainGrad],
     ) -> torch.Tensor:
-        w1 = gate if up is None else (gate, up)
+        w1, b1 = _one_or_pair(gate, up), _one_or_pair(b1_gate, b1_up)
         out: torch.Tensor
-        out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
+        out, saved = mb.moe_forward(
+            x, ids, weights, w1, w2, activation=activation, save=save, b1=b1, b2=b2, gate_up=gate_up
+        )
         lists, index = saved.index.split()
-        ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
-        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save)
+        biases = b1_gate, b1_up, b2
+        ctx.save_for_backward(x, weights, gate, up, w2, *biases, saved.first_layer, saved.y_swi, *lists)
+        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save, gate_up=gate_up)
         ctx.keep_saved, ctx.main_grads = keep_saved, main_grads
         ctx.set_materialize_grads(False)
         return out
@@ -150,15 +158,19 @@ class _MoE(torch.autograd.Function):
     @_first_derivatives_only("moe")
     def backward(ctx: Any, grad_out: torch.Tensor | None) -> Grads:
         if grad_out is None:
-            return (None,) * 10
-        x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
-        kept, w1 = ctx.saved, gate if up is None else (gate, up)
+            return (None,) * 14
+        x, weights, gate, up, w2, b1_gate, b1_up, b2, first_layer, y_swi, *lists = ctx.saved_tensors
+        kept, w1, b1 = ctx.saved, _one_or_pair(gate, up), _one_or_pair(b1_gate, b1_up)
         index = kept.index.joined(lists)
         saved = SavedForBackward(
-            x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed
+            *(x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed),
+            b1=b1,
+            b2=b2,
+            gate_up=kept.gate_up,
         )
         needed = ctx.needs_input_grad
-        needs = tuple(compress(GRADIENTS, (needed[0], needed[2], needed[3] or needed[4], needed[5])))
+        of_weights = needed[0], needed[2], needed[3] or needed[4], needed[5]
+        needs = tuple(compress(GRADIENTS + BIASES, (*of_weights, needed[6] or needed[7], needed[8])))
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
         accumulate = {}
         if "w1" in needs and "gate" in buffers:
@@ -173,6 +185,7 @@ class _MoE(torch.autograd.Function):
             kept.consumed = saved.consumed
         grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
         grad_w2 = grads.w2
+        grad_b1 = grads.b1 if isinstance(grads.b1, tuple) else (grads.b1, None)
         if buffers:
             by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
             grad_gate, grad_up, grad_w2 = (
@@ -186,11 +199,14 @@ class _MoE(torch.autograd.Function):
             grad_gate if needed[3] else None,
             grad_up if needed[4] else None,
             grad_w2,
-            None,
-            None,
-            None,
-            None,
+            *(grad if wanted else None for grad, wanted in zip(grad_b1, needed[6:8], strict=True)),
+            grads.b2,
+            *(None,) * 5,
         )
+
+
+def _one_or_pair(gate: torch.Tensor | None, up: torch.Tensor | None) -> Any:
+    return gate if up is None else (gate, up)
 
 
 @_outside_of_graphs
@@ -201,12 +217,15 @@ def moe(
     w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     w2: torch.Tensor,
     *,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     save: str | None = "minimal",
     keep_saved: bool = False,
     accumulate_into_main_grad: bool = False,
+    b1: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    b2: torch.Tensor | None = None,
+    gate_up: str = "halves",
 ) -> torch.Tensor:
-    """The MoE layer (L, d), differentiable in x, weights, w1 and w2; arguments as `moeblaze_cupy.moe_forward`.
+    """The MoE layer (L, d), differentiable in x, weights, w1, w2, b1, b2; arguments as `moeblaze_cupy.moe_forward`.
 
     Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`, on the CPU
@@ -229,7 +248,13 @@ def moe(
     if len(parts) not in (1, 2):
         raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(parts)} tensors")
     gate, up = (*parts, None)[:2]
+    of_b1 = () if b1 is None else pair(b1)
+    if len(of_b1) > 2 or (b1 is not None and not of_b1):
+        raise ValueError(f"moe: b1: expected one tensor or a pair (gate, up), got {len(of_b1)} tensors")
+    b1_gate, b1_up = (*of_b1, None, None)[:2]
     tensors = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w2": w2} | ({} if gate is w1 else {"w1[1]": up})
+    biases = dict(zip(("b1", "b1[1]"), of_b1, strict=False)) | ({} if b2 is None else {"b2": b2})
+    tensors |= biases
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
@@ -238,8 +263,11 @@ def moe(
         expected = f"x's dtype {x.dtype}, as torch.autocast casts other layers' outputs but not these weights"
         raise TypeError(f"moe: w1: expected {expected}, got {gate.dtype}; pass x.to(w1.dtype), or all in one dtype")
     differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
+    differentiable = differentiable or any(bias.requires_grad for bias in biases.values())
     if not (torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))):
-        out: torch.Tensor = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
+        out: torch.Tensor = mb.moe_forward(
+            x, ids, weights, w1, w2, activation=activation, save=None, b1=b1, b2=b2, gate_up=gate_up
+        )[0]
         return out
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
@@ -251,7 +279,8 @@ def moe(
         main_grads = {
             n: _MainGrad(*weight) for n, weight in by_name.items() if getattr(weight[1], "requires_grad", False)
         }
-    out = _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    arrays = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2
+    out = _MoE.apply(*arrays, activation, gate_up, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
 
@@ -308,7 +337,8 @@ class MoE(torch.nn.Module):
     stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
     logits are computed and normalised in fp32 (fp64 of such x), under torch.autocast too. renormalize, kind: as of
     `route`; a choice for k = 1 that makes every weight 1, so that the router is not trained, is warned of.
-    keep_saved, save, activation: as of `moe`; accumulate_into_main_grad too, for the parameters of the experts.
+    bias: b1 (E, 2h) or (E, h) and b2 (E, d) as parameters, which begin as zeros. gate_up: the order of w1's and b1's
+    columns. keep_saved, save, activation: as of `moe`; accumulate_into_main_grad too, for the experts' weights.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -319,12 +349,14 @@ class MoE(torch.nn.Module):
         num_experts: int,
         k: int,
         *,
-        activation: str = "swiglu",
+        activation: str | Activation = "swiglu",
         save: str | None = "minimal",
         kind: str = "softmax_topk",
         renormalize: bool | None = None,
         keep_saved: bool = False,
         accumulate_into_main_grad: bool = False,
+        bias: bool = False,
+        gate_up: str = "halves",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -332,7 +364,8 @@ class MoE(torch.nn.Module):
         d_model, d_hidden = _size("d_model", d_model), _size("d_hidden", d_hidden)
         num_experts = _size("num_experts", num_experts, launch_config.MAX_ROUTER_EXPERTS)
         k = _size("k", k, min(num_experts, launch_config.MAX_ROUTER_K))
-        checks.one_of("MoE", "activation", activation, ACTIVATIONS)
+        checks.activation("MoE", activation)
+        checks.gate_up("MoE", gate_up, activation)
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
         checks.one_of("MoE", "kind", kind, ROUTER_KINDS)
         renormalize = checks.renormalized("MoE", renormalize, k)
@@ -342,6 +375,7 @@ class MoE(torch.nn.Module):
             warnings.warn(f"MoE: k = 1 with {made} trains no router, as every weight is 1; {advice}", stacklevel=2)
         self.k, self.activation, self.save, self.kind, self.renormalize = k, activation, save, kind, renormalize
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
+        self.gate_up = gate_up
         width = d_hidden * (2 if is_gated(activation) else 1)
 
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -350,12 +384,17 @@ class MoE(torch.nn.Module):
         self.router = parameter(num_experts, d_model)
         self.w1_storage = parameter(num_experts, width, d_model)
         self.w2_storage = parameter(num_experts, d_model, d_hidden)
+        self.b1 = parameter(num_experts, width) if bias else None
+        self.b2 = parameter(num_experts, d_model) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 1 / sqrt(fan in)."""
+        """Normal with standard deviation 1 / sqrt(fan in); biases are zeros."""
         for parameter in (self.router, self.w1_storage, self.w2_storage):
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                torch.nn.init.zeros_(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         d = self.router.shape[1]
@@ -377,11 +416,15 @@ class MoE(torch.nn.Module):
             save=self.save,
             keep_saved=self.keep_saved,
             accumulate_into_main_grad=self.accumulate_into_main_grad,
+            b1=self.b1,
+            b2=self.b2,
+            gate_up=self.gate_up,
         )
         return out.reshape(x.shape)
 
     def extra_repr(self) -> str:
         E, d, h = self.w2_storage.shape
-        options = ("activation", "save", "kind", "renormalize", "keep_saved", "accumulate_into_main_grad")
+        options = ("activation", "save", "kind", "renormalize", "keep_saved", "accumulate_into_main_grad", "gate_up")
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
-        return ", ".join([sizes, *(f"{name}={getattr(self, name)!r}" for name in options)])
+        bias = f"bias={self.b1 is not None}"
+        return ", ".join([sizes, *(f"{name}={getattr(self, name)!r}" for name in options), bias])

@@ -223,3 +223,50 @@ def test_bad_needs_and_sums_of_biases():
         mb.moe_backward(problem.grad_out, saved, accumulate={"b2": np.zeros((5, 41))})
     with pytest.raises(ValueError, match=r"moe_backward: accumulate\['b1'\]: expected memory apart from saved.b1"):
         mb.moe_backward(problem.grad_out, saved, accumulate={"b1": problem.b1})
+
+
+@pytest.mark.parametrize(("order", "gate_up"), [("pair", "halves"), ("row", "interleaved")])
+def test_torch_function(order, gate_up):
+    import torch
+
+    from moeblaze_cupy.interop.torch import moe
+
+    problem = make_problem("swiglu_oai", np.float64, order=order, gate_up=gate_up, weights_dtype=np.float64)
+    tensors, leaves = {}, {}
+    for name, value in problem.arrays().items():
+        parts = [torch.from_numpy(part) for part in (value if isinstance(value, tuple) else (value,))]
+        leaves[name] = [part if name == "ids" else part.clone().requires_grad_() for part in parts]
+        tensors[name] = tuple(leaves[name]) if isinstance(value, tuple) else leaves[name][0]
+    out = moe(**tensors, **problem.options)
+    out.backward(torch.from_numpy(problem.grad_out))
+    got = {"out": out.detach().numpy()}
+    for name, parts in leaves.items():
+        if name != "ids":
+            values = tuple(part.grad.numpy() for part in parts)
+            got[name] = values if len(values) == 2 else values[0]
+    assert not mismatches(got, expected(problem), np.float64)
+    only_b2 = [part.detach().requires_grad_(name == "b2") for name, (part, *_) in leaves.items() if name == "b2"]
+    out = moe(**{name: _detached(value) for name, value in tensors.items()} | {"b2": only_b2[0]}, **problem.options)
+    out.backward(torch.from_numpy(problem.grad_out))
+    np.testing.assert_array_equal(only_b2[0].grad.numpy(), got["b2"])
+
+
+def _detached(value):
+    return tuple(part.detach() for part in value) if isinstance(value, tuple) else value.detach()
+
+
+def test_torch_module_with_biases():
+    import torch
+
+    from moeblaze_cupy.interop.torch import MoE
+
+    layer = MoE(16, 24, 5, 2, activation=Activation("swiglu_oai"), bias=True, gate_up="interleaved")
+    assert {name for name, _ in layer.named_parameters()} == {"router", "w1_storage", "w2_storage", "b1", "b2"}
+    assert layer.b1.shape == (5, 48) and layer.b2.shape == (5, 16) and not layer.b1.any() and not layer.b2.any()
+    torch.nn.init.normal_(layer.b2)
+    layer(torch.randn(7, 16)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+    assert "bias=True" in repr(layer)
+    assert {name for name, _ in MoE(16, 24, 5, 2).named_parameters()} == {"router", "w1_storage", "w2_storage"}
+    with pytest.raises(ValueError, match="MoE: gate_up: expected 'halves' for an activation without a gate, 'relu2'"):
+        MoE(16, 24, 5, 2, activation="relu2", gate_up="interleaved")
