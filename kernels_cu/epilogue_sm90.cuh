@@ -261,14 +261,6 @@ struct ActivateBwdRows : EpilogueBase {
         const uint2 low = load_shared_8(first), high = load_shared_8(first + ROW_BYTES / 2);
         return Row8<element>(make_uint4(low.x, low.y, high.x, high.y));
     }
-    __device__ __forceinline__ void store(element* to, uint4 v) const {
-        if constexpr (INTERLEAVED) {
-            if (inside()) *reinterpret_cast<uint2*>(to) = make_uint2(v.x, v.y);
-            if (inside_second()) *reinterpret_cast<uint2*>(to + HALF_COLUMNS) = make_uint2(v.z, v.w);
-        } else {
-            if (inside()) store_global_vector(to, v);
-        }
-    }
     __device__ __forceinline__ void load_y_swi(float (&y_swi)[8], int row) const {
         const element* from = at<1>(params.y_swi, row);
         Row8<element> loaded;
@@ -331,12 +323,15 @@ struct ActivateBwdRows : EpilogueBase {
             element* first_layer_grad = pairs_at(params.first_layer_grad, done);
             if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);
             if (inside_second() && params.first_layer_grad) store_global_vector(first_layer_grad + 2 * HALF_COLUMNS, grad_b);
+            uint2* result = reinterpret_cast<uint2*>(at<1>(params.result, done));
+            if (inside() && params.result) *result = make_uint2(weighted_y_swi.x, weighted_y_swi.y);
+            if (inside_second() && params.result) result[HALF_COLUMNS / 4] = make_uint2(weighted_y_swi.z, weighted_y_swi.w);
         } else {
             element* first_layer_grad = at<1 + GATED>(params.first_layer_grad, done);
             if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);
             if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
+            if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
         }
-        if (params.result) store(at<1>(params.result, done), weighted_y_swi);
         __syncwarp();  // all lanes have read the row
         store_shared_4(finished.base + done * ROW_BYTES + lane * 4, dot[0] + dot[1]);
         load_a(++done);

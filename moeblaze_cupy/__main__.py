@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moeblaze_cupy import __version__
-from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, WEIGHTS_ON
+from moeblaze_cupy.structures import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHTS_ON
 
-SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
+BIAS_DTYPES = ("weights", "float32")
+SUITES = ("layer", "experts", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
 GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # whose limits `explain` knows
@@ -88,6 +89,8 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=integer(1), required=True, metavar="L", help="tokens per step")
     _add_sizes(parser)
     parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
+    parser.add_argument("--gate-up", choices=GATE_UP, default="halves", help="order of w1's columns (%(default)s)")
+    parser.add_argument("--bias", choices=BIAS_DTYPES, help="biases, in the weights' dtype or float32 (none)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
     parser.add_argument(
         "--order", choices=ORDERS, default="transposed", help="memory order of the weights (%(default)s)"
@@ -147,6 +150,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("--order", ORDERS, ORDERS, "memory order of the weights"),
         ("--activation", ACTIVATIONS, ("swiglu",), "activation of the experts"),
         ("--weights-on", WEIGHTS_ON, ("output",), "what the router weights scale"),
+        ("--gate-up", GATE_UP, ("halves",), "order of gate and up columns in w1"),
+        ("--bias", ("none", *BIAS_DTYPES), ("none",), "biases: none, in the weights' dtype, or in float32"),
     ):
         compile_.add_argument(
             option, action=_Choices, every=every, default=default,

@@ -24,7 +24,11 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         transposed=args.order == "transposed",
         ragged=args.pairs,
         options=SlotOptions(args.weights_on, args.unreduced, args.identity_experts),
+        bias=args.dtype if args.bias == "weights" else args.bias,
+        gate_up=args.gate_up,
     )
+    if s.gate_up == "interleaved" and s.g == 1:
+        raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:
