@@ -6,6 +6,7 @@ and `DIFFERENTIABLE` are all that schemas, implementations and fakes know of the
 line there, and a line in `_call_forward` or `_saved`.
 """
 
+import math
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -19,31 +20,77 @@ from moeblaze_cupy import checks, launch_config, router_options
 from moeblaze_cupy.arrays import CPU, Array
 from moeblaze_cupy.interop import inductor
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import GRADIENTS, SHARES, DispatchIndices, SavedForBackward, is_gated
+from moeblaze_cupy.structures import (
+    BIASES,
+    FORMS,
+    GRADIENTS,
+    SHARES,
+    Activation,
+    DispatchIndices,
+    Gradients,
+    SavedForBackward,
+    SlotOptions,
+    is_gated,
+)
 
 Tensor = torch.Tensor
 Places = tuple[dict[str, tuple[int, tuple[int, ...]]], int]  # what `launch_config.index_lists` returns
 
 
 class Layer(NamedTuple):
-    """The layer's tensors. w1 is `gate` and `up`; `up` is None where w1 is one tensor."""
+    """The layer's tensors. w1 is `gate` and `up`; `up` is None where w1 is one tensor. So it is with b1."""
 
     x: Tensor
     ids: Tensor
-    weights: Tensor
+    weights: Tensor | None
     gate: Tensor
     up: Tensor | None
     w2: Tensor
+    b1_gate: Tensor | None = None
+    b1_up: Tensor | None = None
+    b2: Tensor | None = None
+    token_offsets: Tensor | None = None
 
     @property
     def w1(self) -> Any:
-        return self.gate if self.up is None else (self.gate, self.up)
+        return one_or_two(self.gate, self.up)
+
+    @property
+    def b1(self) -> Any:
+        return one_or_two(self.b1_gate, self.b1_up)
 
 
 class Options(NamedTuple):
     """What else the layer is told, forward and backward alike; numbers, names and tuples of numbers."""
 
-    activation: str
+    name: str  #: of the activation
+    constants: tuple[float, ...] = ()  #: of the activation, in their order; () for the defaults
+    gate_up: str = "halves"
+    weights_on: str = "output"
+    unreduced: bool = False
+    identity_experts: int = 0
+
+    @classmethod
+    def of(cls, activation: str | Activation, *others: Any) -> "Options":
+        if isinstance(activation, Activation):
+            return cls(activation.name, tuple(activation.constants.values()), *others)
+        return cls(activation, (), *others)
+
+    @property
+    def activation(self) -> str | Activation:
+        if not self.constants:
+            return self.name
+        names = (constant.name for constant in FORMS[self.name].constants)
+        return Activation(self.name, **dict(zip(names, self.constants, strict=True)))
+
+    @property
+    def slots(self) -> SlotOptions:
+        return SlotOptions(self.weights_on, self.unreduced, self.identity_experts)
+
+
+def one_or_two(gate: Any, up: Any) -> Any:
+    """What a weight or a bias is to the layer: one tensor, or the pair."""
+    return gate if up is None else (gate, up)
 
 
 class Kept(NamedTuple):
@@ -82,8 +129,12 @@ class Sums(NamedTuple):
 
 
 # By tensor of `Layer`, the name in `needs` of its gradient.
-DIFFERENTIABLE = {"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"}
-READ_IN_BACKWARD = tuple(name for name in Layer._fields if name != "ids")
+DIFFERENTIABLE = {
+    **{"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"},
+    **{"b1_gate": "b1", "b1_up": "b1", "b2": "b2"},
+}
+READ_IN_BACKWARD = tuple(DIFFERENTIABLE)
+NEEDS = GRADIENTS + BIASES
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -127,35 +178,60 @@ def _described(tensor: Tensor) -> Array:
     return Array(tensor, 0, shape, strides, str(tensor.dtype).removeprefix("torch."), device)
 
 
-def _index_lists(L: Any, k: Any, num_experts: int) -> Places:
-    """`launch_config.index_lists` of sizes that may be symbolic."""
+def _index_lists(L: Any, slots_shape: Sequence[Any], num_experts: int) -> Places:
+    """`launch_config.index_lists` of sizes that may be symbolic. slots_shape: (L, k), or (P,) of pairs."""
     uncached: Any = launch_config.index_lists.__wrapped__  # a cache would compare sizes
-    return cast(Places, uncached(L, k, num_experts, torch.sym_min))
+    k, pairs = (None, slots_shape[0]) if len(slots_shape) == 1 else (slots_shape[1], None)
+    return cast(Places, uncached(L, k, num_experts, pairs, torch.sym_min))
 
 
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
     d = {name: _described(tensor) for name, tensor in layer._asdict().items() if tensor is not None}
-    w1 = (d["gate"],) if layer.up is None else (d["gate"], d["up"])
     checks.same_device("moe_forward", **d)
-    checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1, d["w2"], options.activation, save)
+    w1, b1, b2 = (
+        tuple(d[name] for name in names if name in d) for names in (("gate", "up"), ("b1_gate", "b1_up"), ("b2",))
+    )
+    weights, slots = d.get("weights"), options.slots
+    checks.slot_options("moe_forward", slots, weights is not None, bool(b1))
+    arrays = d["x"], d["ids"], weights, w1, d["w2"]
+    checks.layer("moe_forward", *arrays, options.activation, save, b1, b2, options.gate_up, d.get("token_offsets"))
+    checks.identity_experts("moe_forward", slots, d["w2"])
 
 
 def _call_forward(layer: Layer, options: Options, save: str | None) -> tuple[Any, SavedForBackward | None]:
     with torch.no_grad():
         out, saved = mb.moe_forward(
-            layer.x, layer.ids, layer.weights, layer.w1, layer.w2, activation=options.activation, save=save
+            layer.x,
+            layer.ids,
+            layer.weights,
+            layer.w1,
+            layer.w2,
+            activation=options.activation,
+            save=save,
+            b1=layer.b1,
+            b2=layer.b2,
+            gate_up=options.gate_up,
+            token_offsets=layer.token_offsets,
+            **options.slots._asdict(),
         )
     return out, saved
 
 
-def _saved(read: dict[str, Any], kept: Kept, options: Options, save: str) -> SavedForBackward:
+def _slots_shape(read: dict[str, Any], grad_out: Tensor) -> tuple[Any, ...]:
+    """(L, k), or (P,) of pairs. Without router weights the output, and so its gradient, has a row per slot."""
+    return tuple(grad_out.shape[:-1] if read["weights"] is None else read["weights"].shape)
+
+
+def _saved(read: dict[str, Any], grad_out: Tensor, kept: Kept, options: Options, save: str) -> SavedForBackward:
     """What `moe_forward` returned, from its tensors; read: those of READ_IN_BACKWARD by name."""
     weights, w2 = read["weights"], read["w2"]
-    (L, k), num_experts = weights.shape, w2.shape[0]
-    places, _ = _index_lists(L, k, num_experts)
+    slots_shape, num_experts = tuple(map(_concrete, _slots_shape(read, grad_out))), w2.shape[0]
+    places, _ = _index_lists(_concrete(read["x"].shape[0]), slots_shape, num_experts)
     index = DispatchIndices(kept.lists, None, places, num_experts)
-    w1 = read["gate"] if read["up"] is None else (read["gate"], read["up"])
-    return SavedForBackward(read["x"], weights, w1, w2, index, kept.first_layer, kept.y_swi, options.activation, save)
+    w1, b1 = one_or_two(read["gate"], read["up"]), one_or_two(read["b1_gate"], read["b1_up"])
+    made = index, kept.first_layer, kept.y_swi, options.activation, save
+    other = {"b1": b1, "b2": read["b2"], "gate_up": options.gate_up, "slots": options.slots}
+    return SavedForBackward(read["x"], weights, w1, w2, *made, **other)
 
 
 def split(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
@@ -184,11 +260,17 @@ def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 def _fake_moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     layer, options, save = split(arguments, Layer, Options, 1)
     _check_forward(layer, options, save)
-    x, (L, k), (E, h, _) = layer.x, layer.ids.shape, layer.w2.shape
-    lists = x.new_empty((_index_lists(L, k, E)[1],), dtype=torch.int32)
-    first_layer = (L * k, h * (1 + is_gated(options.activation))) if save in ("minimal", "paper") else (0,)
-    y_swi = (L * k, h) if save == "paper" else (0,)
-    return x.new_empty(x.shape), lists, x.new_empty(first_layer), x.new_empty(y_swi)
+    x, slots_shape, (E, h, _) = layer.x, layer.ids.shape, layer.w2.shape
+    slots = math.prod(slots_shape)
+    lists = x.new_empty((_index_lists(x.shape[0], slots_shape, E)[1],), dtype=torch.int32)
+    first_layer = (slots, h * (1 + is_gated(options.name))) if save in ("minimal", "paper") else (0,)
+    y_swi = (slots, h) if save == "paper" else (0,)
+    return _empty_out(layer, options), lists, x.new_empty(first_layer), x.new_empty(y_swi)
+
+
+def _empty_out(layer: Layer, options: Options) -> Tensor:
+    x = layer.x
+    return x.new_empty((*layer.ids.shape, x.shape[1]) if options.unreduced else x.shape)
 
 
 def _moe_infer(*arguments: Any) -> Tensor:
@@ -200,8 +282,7 @@ def _moe_infer(*arguments: Any) -> Tensor:
 def _fake_moe_infer(*arguments: Any) -> Tensor:
     layer, options = split(arguments, Layer, Options)
     _check_forward(layer, options, None)
-    x: Tensor = layer.x
-    return x.new_empty(x.shape)
+    return _empty_out(layer, options)
 
 
 class _BackwardCall(NamedTuple):
@@ -221,17 +302,17 @@ class _BackwardCall(NamedTuple):
         grad_out, *rest = split(arguments, *kinds)
         read, rest = dict(zip(READ_IN_BACKWARD, rest, strict=False)), rest[len(READ_IN_BACKWARD) :]
         kept, *sums, options, save, needed = rest
-        needs = tuple(compress(GRADIENTS, needed))
+        needs = tuple(compress(NEEDS, needed))
         return cls(grad_out, read, kept, sums[0] if sums else Sums(), options, save, needs)
 
     def check_kept(self) -> None:
         """Raises ValueError if these are not what the forward of these tensors made, as under vmap of a backward."""
-        L, k = self.read["weights"].shape
         E, h, _ = self.read["w2"].shape
-        columns = h * (1 + is_gated(self.options.activation))
-        wanted: dict[str, tuple[Any, ...]] = {"lists": (_index_lists(L, k, E)[1],)}
-        wanted |= {"first_layer": (L * k, columns)} if self.save != "recompute" else {}
-        wanted |= {"y_swi": (L * k, h)} if self.save == "paper" else {}
+        slots_shape = _slots_shape(self.read, self.grad_out)
+        slots, columns = math.prod(slots_shape), h * (1 + is_gated(self.options.name))
+        wanted: dict[str, tuple[Any, ...]] = {"lists": (_index_lists(self.read["x"].shape[0], slots_shape, E)[1],)}
+        wanted |= {"first_layer": (slots, columns)} if self.save != "recompute" else {}
+        wanted |= {"y_swi": (slots, h)} if self.save == "paper" else {}
         for name, tensor in self.kept._asdict().items():
             got = None if tensor is None else tuple(map(_concrete, tensor.shape))
             expected = tuple(map(_concrete, wanted[name])) if name in wanted else None
@@ -253,6 +334,13 @@ class _BackwardCall(NamedTuple):
         )
 
 
+def by_tensor(grads: Gradients) -> dict[str, Any]:
+    """The gradients by the names of DIFFERENTIABLE."""
+    (gate, up), (b1_gate, b1_up) = (g if isinstance(g, tuple) else (g, None) for g in (grads.w1, grads.b1))
+    of_biases = {"b1_gate": b1_gate, "b1_up": b1_up, "b2": grads.b2}
+    return {"x": grads.x, "weights": grads.weights, "gate": gate, "up": up, "w2": grads.w2, **of_biases}
+
+
 def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The implementation and the fake of a backward operator."""
 
@@ -264,7 +352,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
             accumulate["w1"] = sums.gate if sums.up is None else (sums.gate, sums.up)
         if sums.w2 is not None:
             accumulate["w2"] = sums.w2
-        saved = _saved(call.read, call.kept, call.options, call.save)
+        saved = _saved(call.read, call.grad_out, call.kept, call.options, call.save)
         with torch.no_grad():
             grads = mb.moe_backward(
                 call.grad_out, saved, needs=call.needs, keep_saved=not overwrites, accumulate=accumulate
@@ -272,10 +360,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         # Kernels write through pointers, which autograd does not see.
         touched = [*(call.kept[1:] if overwrites else ()), *sums]
         torch.autograd.graph.increment_version([tensor for tensor in touched if tensor is not None])
-        gate, up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
-        return call.results(
-            {"x": grads.x, "weights": grads.weights, "gate": gate, "up": up, "w2": grads.w2}.__getitem__
-        )
+        return call.results(by_tensor(grads).__getitem__)
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         if "torch._inductor.graph" in sys.modules:  # else nothing is being compiled by it, and its import takes seconds
@@ -283,7 +368,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         call = _BackwardCall.of(arguments, accumulates)
         call.check_kept()
         read = {name: _described(tensor) for name, tensor in call.read.items() if tensor is not None}
-        saved = _saved(call.read, call.kept, call.options, call.save)
+        saved = _saved(call.read, call.grad_out, call.kept, call.options, call.save)
         checks.layer_backward("moe_backward", _described(call.grad_out), read["x"], saved)
         sums = {name: tensor for name, tensor in call.sums._asdict().items() if tensor is not None}
         for names in (("gate", "up"), ("w2",)):

@@ -287,7 +287,7 @@ def index_lists(
     time, so an even number of elements comes before it. num_pairs: of slots, where tokens have any number of them; k
     is None then.
     """
-    slots_shape = (num_tokens, k) if k is not None else (num_pairs or 0,)
+    slots_shape = (num_tokens, k) if k is not None else (0 if num_pairs is None else num_pairs,)
     slots = math.prod(slots_shape)
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
     end = 0

@@ -247,9 +247,23 @@ def moe_forward(
                 own["b1"] = one_or_pair(tuple(b1_by_name.values())) if b1_by_name else None
                 saved = dataclasses.replace(saved, **own)
             return out, saved
-        *layouts, _ = _forward_values(call.layout(*named), forms, None)
-        ragged = token_offsets is not None
-        steps = experts.configure_forward(*layouts, activation, gate_up, save, call.limits, slots, ragged)
+        *inputs, _ = _forward_values(call.layout(*named), forms, None)
+        x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
+        steps = experts.configure_forward(
+            x_layout,
+            ids_layout,
+            weights_layout,
+            w2_layout,
+            w1_layouts,
+            b1_layouts,
+            b2_layouts,
+            activation,
+            gate_up,
+            save,
+            call.limits,
+            slots,
+            token_offsets is not None,
+        )
         given, pointers, export = call.owners(), call.pointers(), call.export
         found = runtime.keep(key, call.prepared(steps))
     steps = found.steps

@@ -260,13 +260,13 @@ def test_torch_module_with_biases():
 
     from moeblaze_cupy.interop.torch import MoE
 
-    layer = MoE(16, 24, 5, 2, activation=Activation("swiglu_oai"), bias=True, gate_up="interleaved")
+    layer = MoE(16, 24, 5, 2, activation=Activation("swiglu_oai"), expert_bias=True, gate_up="interleaved")
     assert {name for name, _ in layer.named_parameters()} == {"router", "w1_storage", "w2_storage", "b1", "b2"}
     assert layer.b1.shape == (5, 48) and layer.b2.shape == (5, 16) and not layer.b1.any() and not layer.b2.any()
     torch.nn.init.normal_(layer.b2)
     layer(torch.randn(7, 16)).square().sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
-    assert "bias=True" in repr(layer)
+    assert repr(layer).endswith("gate_up='interleaved', expert_bias=True)")
     assert {name for name, _ in MoE(16, 24, 5, 2).named_parameters()} == {"router", "w1_storage", "w2_storage"}
     with pytest.raises(ValueError, match="MoE: gate_up: expected 'halves' for an activation without a gate, 'relu2'"):
         MoE(16, 24, 5, 2, activation="relu2", gate_up="interleaved")

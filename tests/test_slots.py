@@ -11,29 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
+from moeblaze_cupy.structures import ACTIVATIONS, activation_of
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+import torch
+from oracle import FORMULAS
 
 CASE = Case(L=9, k=3, E=5, d=6, h=7, routing="absent")
-NAMES = ("x", "weights", "w1", "w2")
-ACTS = {
-    "swiglu": torch.nn.functional.silu,
-    "silu": torch.nn.functional.silu,
-    "geglu": torch.nn.functional.gelu,
-    "gelu": torch.nn.functional.gelu,
-    "reglu": torch.relu,
-    "relu": torch.relu,
-}
+NAMES = ("x", "weights", "w1", "w2", "b1", "b2")
 
 
-def expert(x, w1, w2, activation):
+def expert(x, w1, w2, activation, b1=None, b2=None, gate_up="halves"):
     """(d,) -> (d,)"""
-    first = x @ w1
-    if activation in GATED_ACTIVATIONS:
-        a, b = first.chunk(2)
-        return (ACTS[activation](a) * b) @ w2
-    return ACTS[activation](first) @ w2
+    activation = activation_of(activation)
+    first = x @ w1 if b1 is None else x @ w1 + b1
+    halves = [first]
+    if activation.form.gated:
+        halves = [first[0::2], first[1::2]] if gate_up == "interleaved" else first.chunk(2)
+    out = FORMULAS[activation.name](*halves, **activation.constants) @ w2
+    return out if b2 is None else out + b2
 
 
 def oracle(
@@ -48,6 +44,9 @@ def oracle(
     weights_on="output",
     unreduced=False,
     identity_experts=0,
+    b1=None,
+    b2=None,
+    gate_up="halves",
 ):
     """The layer, slot after slot, on torch tensors. token_offsets must be valid."""
     L, (E, _, d) = x.shape[0], w2.shape
@@ -62,7 +61,8 @@ def oracle(
             e = int(slots[slot])
             given_x = x[t] if weights_on == "output" else flat[slot] * x[t]
             if 0 <= e < E:
-                per_slot[slot] = expert(given_x, w1[e], w2[e], activation)
+                biases = (None if b is None else b[e] for b in (b1, b2))
+                per_slot[slot] = expert(given_x, w1[e], w2[e], activation, *biases, gate_up)
             elif E <= e < E + identity_experts:
                 per_slot[slot] = given_x
             else:
@@ -83,16 +83,24 @@ class Problem:
     w1: np.ndarray
     w2: np.ndarray
     options: dict = field(default_factory=dict)
+    b1: np.ndarray | None = None
+    b2: np.ndarray | None = None
+
+    def tensors(self):
+        present = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
+        return {name: torch.tensor(array, requires_grad=True) for name, array in present.items()}
 
     def run(self, save="minimal", **backward):
-        out, saved = mb.moe_forward(self.x, self.ids, self.weights, self.w1, self.w2, save=save, **self.options)
+        arrays = self.x, self.ids, self.weights, self.w1, self.w2
+        out, saved = mb.moe_forward(*arrays, save=save, b1=self.b1, b2=self.b2, **self.options)
         grad_out = np.random.default_rng(5).standard_normal(out.shape)
-        return {"out": out} | vars(mb.moe_backward(grad_out, saved, **backward))
+        gradients = vars(mb.moe_backward(grad_out, saved, **backward))
+        return {"out": out} | {name: g for name, g in gradients.items() if name == "weights" or g is not None}
 
     def expected(self):
-        tensors = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
-        tensors = {name: torch.tensor(array, requires_grad=True) for name, array in tensors.items()}
-        out = oracle(tensors["x"], self.ids, tensors.get("weights"), tensors["w1"], tensors["w2"], **self.options)
+        tensors = self.tensors()
+        given_tensors = tensors["x"], self.ids, tensors.get("weights"), tensors["w1"], tensors["w2"]
+        out = oracle(*given_tensors, b1=tensors.get("b1"), b2=tensors.get("b2"), **self.options)
         grad_out = np.random.default_rng(5).standard_normal(tuple(out.shape))
         if out.requires_grad:
             out.backward(torch.tensor(grad_out))
@@ -411,8 +419,7 @@ def interop():
 def test_torch(options):
     """Gradients by autograd are those of the array functions."""
     one = ragged(1, **options)
-    tensors = {name: getattr(one, name) for name in NAMES if getattr(one, name) is not None}
-    tensors = {name: torch.tensor(array, requires_grad=True) for name, array in tensors.items()}
+    tensors = one.tensors()
     passed = one.options | {"token_offsets": torch.tensor(one.options["token_offsets"])}
     arguments_of_moe = tensors["x"], torch.tensor(one.ids), tensors.get("weights"), tensors["w1"], tensors["w2"]
     out = interop().moe(*arguments_of_moe, **passed)
@@ -440,7 +447,7 @@ def test_torch_module():
     for got, exact in zip(found, torch.autograd.grad(want.square().sum(), tuple(module.parameters())), strict=True):
         assert relative_error(got, exact) <= 1e-12
     assert "weights_on='input', identity_experts=3" in repr(module)
-    with pytest.raises(ValueError, match=r"^MoE: identity_experts: expected 0 to 1020, got 1021$"):
-        interop().MoE(6, 7, 4, 2, identity_experts=1021)
+    with pytest.raises(ValueError, match=r"^MoE: identity_experts: expected 0 to 4092, got 4093$"):
+        interop().MoE(6, 7, 4, 2, identity_experts=4093)
     with pytest.raises(TypeError, match=r"^moe: token_offsets: expected a torch tensor, got <class 'list'>$"):
         interop().moe(x, ids, weights, w1, w2, token_offsets=[0, 1])

@@ -45,7 +45,7 @@ def _rows_of_slots(
     """
     if launch is None:
         return lists, None
-    slots = run.empty((launch.scalars["num_slots"],), "int32")
+    slots = run.empty((int(launch.scalars["num_slots"]),), "int32")
     run.launch(launch, lists[TOKEN_INDEX_MAP], lists[EXPERT_TOKEN_OFFSETS], slots.ptr, row_weights)
     before, after = lists[:EXPERT_TOKEN_INDICES], lists[EXPERT_TOKEN_INDICES + 1 :]
     return (*before, slots.ptr, *after), slots  # type: ignore[return-value]  # as many as before
@@ -203,7 +203,9 @@ def moe_forward(
     if steps.down_fwd:
         rows_index, by_row = _rows_of_slots(run, steps.slots_by_row, index)
         weights, bias_ptr = weights if steps.scales_slots else 0, b2[0] if b2 else 0
-        panels.sum_of_rows(run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias_ptr, x)
+        panels.sum_of_rows(
+            run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias=bias_ptr, source=x
+        )
         del by_row
     elif steps.cleared_bytes:
         run.clear(out.ptr, steps.cleared_bytes)
@@ -542,7 +544,7 @@ def moe_backward(
     grad_x = run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
     if steps.up_bwd and grad_x:
         weights = weights if steps.scales_slots else 0
-        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, up, weights, grad_x.ptr, grad_out)
+        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, up, weights, grad_x.ptr, source=grad_out)
     elif grad_x and of_x:
         run.clear(grad_x.ptr, of_x)
     grad_w1 = None

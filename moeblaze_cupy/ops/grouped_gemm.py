@@ -202,8 +202,8 @@ def configure(
     interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products.
     further_parts: of the partial sums, for others to write. result_ld: elements between the rows of `result`.
     to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of `weights_dtype` if
-    that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. why_panels: sentences
-    for `Launch.why`.
+    that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd.
+    why_panels: sentences for `Launch.why`.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_slots, False, False

@@ -81,6 +81,7 @@ def sum_of_rows(
     halves: tuple[int, int],
     weights: int,
     out: int,
+    *,
     bias: int = 0,
     source: int = 0,
 ) -> None:
