@@ -767,7 +767,7 @@ def test_module_parameters_and_memory_order():
     assert all(p.grad.stride() == p.stride() for p in layer.parameters())
     assert repr(layer) == (
         "MoE(d_model=8, d_hidden=6, num_experts=5, k=2, activation='swiglu', save='minimal', kind='softmax_topk', "
-        "renormalize=True, keep_saved=False, accumulate_into_main_grad=False)"
+        "renormalize=True, keep_saved=False, accumulate_into_main_grad=False, weights_on='output', identity_experts=0)"
     )
 
 
