@@ -10,9 +10,9 @@ from moeblaze_cupy import reference
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 NAMES = ("x", "weights", "w1", "w2")
-# Relative norms, and the largest error of one element in units of these and of its own size plus the result's root mean
-# square; as tests/test_device_code.py derives them.
-TOLERANCES = {"bfloat16": 1.2 * 2**-8, "float16": 1.2 * 2**-11, "float32": 1e-6}
+# Relative norms, as tests/test_layer.py derives them, and the largest error of one element, in units of these and of its
+# own size plus the result's root mean square.
+TOLERANCES = {"bfloat16": 1.5 * 2**-8, "float16": 1.5 * 2**-11, "float32": 3e-6}
 OUTLIER = 10
 TIERS = {  # an expert with more than 128 rows, a last tile that is not full; two column panels on the portable tier
     "sm80": (Case(L=170, k=2, E=3, d=259, h=45, routing="absent"), "float32"),
