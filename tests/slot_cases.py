@@ -10,8 +10,8 @@ from moeblaze_cupy import reference
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 NAMES = ("x", "weights", "w1", "w2")
-# Relative norms, as tests/test_layer.py derives them, and the largest error of one element, in units of these and of its
-# own size plus the result's root mean square.
+# Relative norms, as of tests/test_layer.py, and the largest error of one element, in units of these and of its own size
+# plus the result's root mean square.
 TOLERANCES = {"bfloat16": 1.5 * 2**-8, "float16": 1.5 * 2**-11, "float32": 3e-6}
 OUTLIER = 10
 TIERS = {  # an expert with more than 128 rows, a last tile that is not full; two column panels on the portable tier
