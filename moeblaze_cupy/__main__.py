@@ -12,7 +12,10 @@ from moeblaze_cupy import __version__
 from moeblaze_cupy.structures import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHTS_ON
 
 BIAS_DTYPES = ("weights", "float32")
-SUITES = ("layer", "experts", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
+SUITES = (
+    *("layer", "experts", "slots", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation"),
+    "accuracy",
+)
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
 GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # whose limits `explain` knows
