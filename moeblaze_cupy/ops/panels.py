@@ -81,7 +81,10 @@ def sum_of_rows(
     out: int,
     bias: int = 0,
 ) -> None:
-    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights, bias: 0: none."""
+    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin.
+
+    weights, bias: 0 for none.
+    """
     biases = bias, bias
     if not step.sums:
         grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, weights=weights, bias=biases)
