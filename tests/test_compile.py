@@ -182,6 +182,9 @@ def variants_of(arch: str) -> list:
         )
         every += loader.variants(("bfloat16",), ("transposed",), ("gelu", "relu"), (True,), limits, False, ("input",))
         every += accumulating(arch)
+        both = {"gate_ups": ("halves", "interleaved"), "biases": ("weights", "float32")}
+        every += loader.variants(("bfloat16",), ("row",), ("swiglu_oai",), (True,), limits, **both)
+        every += loader.variants(("float32",), ("row",), ("swiglu_oai",), (False,), limits, **both)
     else:
         every += loader.variants(("bfloat16", "float32"), ("row",), ("swiglu",), (True,), limits)
         every += loader.variants(("bfloat16",), ("transposed",), ("gelu",), (True, False), limits)
