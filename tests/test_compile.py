@@ -27,8 +27,8 @@ LIMITS = {
 }
 
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
-# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation, slots and
-# bias_bwd three blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 68 in slots, 44 in
+# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation, slots
+# and bias_bwd three blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 68 in slots, 44 in
 # wgrad_parts, 77 in bias_bwd, 64 in selections of 1024 threads, 32 in pairs, capacity and balance.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
