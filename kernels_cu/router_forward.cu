@@ -39,6 +39,7 @@ constexpr bool NEEDS_LSE = (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORE
                            SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
 constexpr int TOKENS = THREADS / LANES;  // of a block at a time
+constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? 4 : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
@@ -104,8 +105,10 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
             const int j = base + lane;
             const float value = is_present(j) ? value_of(j) : 0.f;
 #pragma unroll
-            for (int i = 0; i < LANES; ++i)
-                if (base + i < longest) total += from_lane(value, i);
+            for (int part = 0; part < LANES; part += 8)
+                if (base + part < longest)
+#pragma unroll
+                    for (int i = part; i < min(part + 8, LANES); ++i) total += from_lane(value, i);  // 0 behind the last
         }
         if (SCORE != SOFTMAX) total += eps;
     }
@@ -209,7 +212,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) router_forward(const RouterForwardParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(const RouterForwardParams p) {
     const int E = p.num_experts, place = threadIdx.x / LANES;
     const int columns = E + 2, stride = LANES == 1 ? columns | 1 : (columns + 3) / 4 * 4;
     Entry* const all_slots = reinterpret_cast<Entry*>(dynamic_shared);

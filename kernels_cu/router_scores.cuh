@@ -4,8 +4,9 @@
 #pragma once
 #include "common.cuh"
 
-#if !defined(ELEMENT) || !defined(LANES) || !defined(VALUES) || !defined(ALIGNED) || !defined(THREADS)
-#error "ELEMENT, LANES, VALUES, ALIGNED and THREADS are given by launch_config.py and loader.py"
+#if !defined(ELEMENT) || !defined(LANES) || !defined(VALUES) || !defined(ALIGNED) || !defined(THREADS) || \
+    !defined(MAX_ROUTER_EXPERTS)
+#error "ELEMENT, LANES, VALUES, ALIGNED, THREADS and MAX_ROUTER_EXPERTS are given by launch_config.py and loader.py"
 #endif
 
 #define SOFTMAX 1
@@ -16,10 +17,12 @@
 
 constexpr int WIDTH = ALIGNED ? 16 / sizeof(ELEMENT) : 1;  // of a load; rows that are not ALIGNED are read one by one
 constexpr int VECTORS = VALUES / WIDTH;
+constexpr int COLUMN_BITS = 13;  // of a column, also of those that fill the last vectors of a row up
 constexpr unsigned WARP = 0xffffffffu;
 constexpr float NORMALIZER = 1e-20f;  // added to the sum of a token's scores where these are made shares of it
 static_assert(VALUES % WIDTH == 0, "a lane holds whole vectors");
 static_assert(LANES >= 1 && LANES <= 32 && (LANES & (LANES - 1)) == 0, "tokens are held by aligned parts of a warp");
+static_assert(2 * MAX_ROUTER_EXPERTS <= 1 << COLUMN_BITS, "columns of a row, and as many that fill its vectors up");
 static_assert(THREADS % 32 == 0 && THREADS <= 1024, "threads of a block");
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }

@@ -9,7 +9,10 @@
 
 typedef unsigned long long Entry;  // key, then the complement of its column: larger entries rank first
 
-constexpr int MAX_LISTED = 64;  // keys that are ranked by pairs
+#if !defined(MAX_LISTED)
+#error "MAX_LISTED, the number of keys that are ranked by pairs, is given by launch_config.py"
+#endif
+static_assert(MAX_LISTED >= 64 && MAX_LISTED % 2 == 0, "k keys fit, and what follows them in shared memory is aligned");
 
 __device__ __forceinline__ Entry entry_of(unsigned key, int column) {
     return static_cast<Entry>(key) << 32 | ~static_cast<unsigned>(column);
@@ -71,7 +74,7 @@ __device__ __forceinline__ Bound exact_bound(const unsigned (&keys)[VALUES], int
     }
     const int missing = k - count_of_lanes(count([&](int i) { return keys[i] > key; }));
     int column = 0;
-    for (int bit = 15; bit >= 0; --bit) {
+    for (int bit = COLUMN_BITS - 1; bit >= 0; --bit) {
         const int trial = column | 1 << bit;
         const int mine = trial - first_column();
         if (count_of_lanes(count([&](int i) { return keys[i] == key && columns_after_first(i) < mine; })) < missing)

@@ -7,6 +7,7 @@
 #if !defined(ROWS_AT_ONCE)
 #error "ROWS_AT_ONCE is given by launch_config.py"
 #endif
+static_assert(32 * ROWS_AT_ONCE <= 1024, "threads of a block");
 
 struct RouterSumsParams {
     const float* partial_sums;  // (blocks + num_sequences, E + 2) fp32, in

@@ -91,8 +91,8 @@ def kernel_constants(source: str) -> dict[str, int]:
             "SLOTS_PER_BLOCK": SLOTS_PER_BLOCK,
             "PANEL_COLUMNS": PANEL_COLUMNS,
         },
-        "router_forward.cu": {},  # its constants depend on the launch
-        "router_backward.cu": {},
+        "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
+        "router_backward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS},
         "router_sums.cu": {"ROWS_AT_ONCE": ROUTER_SUM_ROWS},
         "dispatch.cu": {
             "TILE_ROWS": TILE_ROWS,
