@@ -130,7 +130,7 @@ def test_groups(device, score, biased, E, groups, k):  # noqa: F811
 
 @pytest.mark.parametrize("E", [20, 64])
 @pytest.mark.parametrize(
-    "options", [{"top_p": 0.5}, {"threshold": 0.03}, {"threshold": 0.6, "score": "sigmoid"}], ids=str
+    "options", [{"top_p": 0.5}, {"threshold": 0.05}, {"threshold": 0.75, "score": "sigmoid"}], ids=str
 )
 def test_cut_slots(device, options, E):  # noqa: F811
     got = assert_equals_reference(device, *inputs(19, E, 8), 8, **options)
