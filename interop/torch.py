@@ -219,8 +219,11 @@ def route(
     }
     if as_operators:
         options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
-        tensors = logits, *by_name.values(), offsets
-        routed = torch_autograd.Route.apply(*tensors, k, *RouterOptions(**options))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        arguments = (logits, *by_name.values(), offsets, k, *RouterOptions(**options))
+        if torch_autograd.transformed() or (torch.is_grad_enabled() and logits.requires_grad):
+            routed = torch_autograd.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        else:
+            routed = torch_ops.route(*arguments)
         asked = zip(routed[2:], torch_ops.asked_sums(sums), strict=True)
         routed = *routed[:2], *(total if wanted else None for total, wanted in asked)
     else:
