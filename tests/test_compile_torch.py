@@ -125,7 +125,7 @@ def test_inductor_overwrites_what_was_saved_without_a_copy(function, save, opera
 
 
 @needs_compiler
-def test_two_backwards_of_compiled_code(overwriting, monkeypatch):
+def test_two_backwards_of_compiled_code(overwriting):
     """The first tells torch that there is another, or torch gives nothing away to be overwritten."""
     x, ids, weights, w1, w2, grad_out = tensors()
     leaves = leaves_of(x, weights, w1, w2)
@@ -139,11 +139,11 @@ def test_two_backwards_of_compiled_code(overwriting, monkeypatch):
     out = compiled(x, ids, weights, w1, w2)
     with pytest.raises(RuntimeError, match="donated buffers"):
         torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
-    monkeypatch.setattr(functorch_config, "donated_buffer", False)
     torch._dynamo.reset()
-    out = compiled(x, ids, weights, w1, w2)
-    for retain in (True, False):
-        assert all(map(torch.equal, torch.autograd.grad(out, leaves, grad_out, retain_graph=retain), want))
+    with functorch_config.patch(donated_buffer=False):
+        out = compiled(x, ids, weights, w1, w2)
+        for retain in (True, False):
+            assert all(map(torch.equal, torch.autograd.grad(out, leaves, grad_out, retain_graph=retain), want))
 
 
 def test_inductor_of_another_version(monkeypatch):
