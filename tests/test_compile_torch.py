@@ -11,7 +11,6 @@ from moeblaze_cupy.structures import pair
 torch = pytest.importorskip("torch")
 
 import torch._functorch.config as functorch_config  # noqa: E402
-from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy,
     checkpoint,
@@ -186,14 +185,13 @@ def test_the_module_is_one_graph_for_all_numbers_of_tokens(options):
         out, routed = made
         return out.square().sum() + routed.sums.z_sums.square().sum() + routed.sums.score_sums.square().sum()
 
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (150, 3, 0, 1, 64):
         x = torch.randn(2, tokens, 8, requires_grad=True)
         wanted = (x, *layer.parameters())
         got = torch.autograd.grad(compiled(x), wanted)
         assert all(map(torch.equal, got, torch.autograd.grad(loss(x), wanted)))
-    assert counter.frame_count <= 3
+    assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(loss.__code__)) <= 3
 
 
 def test_numbers_of_tokens_without_a_hint():
