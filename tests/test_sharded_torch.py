@@ -59,9 +59,7 @@ def _process(rank, folder):
             layer = _layer(**options)
             if options.get("compiled"):
                 layer.compile(fullgraph=True, backend="aot_eager")
-            policy = (
-                MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.get("half") else MixedPrecisionPolicy()
-            )
+            dtypes = (torch.bfloat16, torch.float32) if options.get("half") else (None, None)
             policy, reshard = MixedPrecisionPolicy(*dtypes), options.get("reshard", True)
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
             written = _train(
