@@ -79,6 +79,9 @@ def first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
     return decorate
 
 
+# Of all devices at once, which is quicker to ask. Versions of torch that do not know have it asked of one device.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 

@@ -270,8 +270,9 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
                 call.grad_out, saved, needs=call.needs, keep_saved=not overwrites, accumulate=accumulate
             )
         # Kernels write through pointers, which autograd does not see.
-        touched = [*(call.kept[1:] if overwrites else ()), *sums]
-        torch.autograd.graph.increment_version([tensor for tensor in touched if tensor is not None])
+        for tensor in (*(call.kept[1:] if overwrites else ()), *sums):
+            if tensor is not None:
+                torch.autograd.graph.increment_version(tensor)
         gate, up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
         return call.results(
             {"x": grads.x, "weights": grads.weights, "gate": gate, "up": up, "w2": grads.w2}.__getitem__

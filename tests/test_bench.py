@@ -15,7 +15,7 @@ from environment import plain_environment
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, compare, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
+from bench import cases, compare, graphs, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
 from bench.layer import Layer  # noqa: E402
 from moeblaze_cupy import arrays, launch_config, reference  # noqa: E402
 
@@ -624,3 +624,9 @@ def test_a_timed_dispatch_is_one(monkeypatch):
 
 def reference_lists(ids, E):
     return reference.dispatch(ids.numpy(), E)
+
+
+def test_steps_of_graphs_run_without_a_gpu():
+    """Where there is no GPU, of eager mode alone."""
+    (row,) = graphs.measured(1, "cpu")
+    assert row["step"] == "eager" and row["median"] > 0
