@@ -9,17 +9,17 @@ import functools
 import warnings
 from collections.abc import Callable
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy import checks, launch_config, router_options
 from moeblaze_cupy.structures import (
     ACTIVATIONS,
     GRADIENTS,
-    ROUTER_KINDS,
     SAVE_POLICIES,
+    RouterSums,
     SavedForBackward,
     is_gated,
     pair,
@@ -256,42 +256,152 @@ def moe(
 
 
 class _Route(torch.autograd.Function):
+    """options: those of `moeblaze_cupy.route` that are no tensors; sequences among them where it is an int."""
+
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, k: int, kind: str, renormalize: bool | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights: torch.Tensor
-        ids: torch.Tensor
-        weights, ids = mb.route(logits, k, kind=kind, renormalize=renormalize)
-        ctx.save_for_backward(logits, weights, ids)
-        ctx.options = {"kind": kind, "renormalize": renormalize}
-        ctx.mark_non_differentiable(ids)
-        return weights, ids
+        ctx: Any,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        token_offsets: torch.Tensor | None,
+        token_mask: torch.Tensor | None,
+        sequences: torch.Tensor | None,
+        k: int | None,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor | None, ...]:
+        if sequences is not None:
+            options = options | {"sequences": sequences}
+        masks: dict[str, Any] = {"token_offsets": token_offsets, "token_mask": token_mask}
+        weights, chosen, *sums = mb.route(logits, k, bias=bias, ids=ids, **masks, **options)
+        ctx.save_for_backward(logits, weights, chosen, token_offsets, token_mask, sequences)
+        ctx.options = options | {"sequences": None} if sequences is not None else options
+        ctx.mark_non_differentiable(chosen)
+        ctx.set_materialize_grads(False)
+        return (weights, chosen, *(sums[0] if sums else (None, None, None)))
 
     @staticmethod
     @_first_derivatives_only("route")
-    def backward(ctx: Any, grad_weights: torch.Tensor, _: None) -> Grads:
-        logits, weights, ids = ctx.saved_tensors
-        return mb.route_backward(grad_weights.contiguous(), logits, weights, ids, **ctx.options), None, None, None
+    def backward(
+        ctx: Any,
+        grad_weights: torch.Tensor | None,
+        _: None,
+        *grad_sums: torch.Tensor | None,
+    ) -> Grads:
+        if grad_weights is None and not any(grad is not None for grad in grad_sums):
+            return (None,) * 8
+        logits, weights, chosen, token_offsets, token_mask, sequences = ctx.saved_tensors
+        options = ctx.options | ({} if sequences is None else {"sequences": sequences})
+        if grad_weights is None:
+            grad_weights = torch.zeros_like(weights)
+        names = ("grad_score_sums", "grad_z_sums", "grad_entropy_sums")
+        grads: dict[str, Any] = {
+            name: None if grad is None else grad.contiguous() for name, grad in zip(names, grad_sums, strict=True)
+        }
+        masks: dict[str, Any] = {"token_offsets": token_offsets, "token_mask": token_mask}
+        grad = mb.route_backward(grad_weights.contiguous(), logits, weights, chosen, **masks, **options, **grads)
+        return (grad, *(None,) * 7)
 
 
 @_outside_of_graphs
 def route(
-    logits: torch.Tensor, k: int, kind: str = "softmax_topk", renormalize: bool | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    k: int | None = None,
+    *,
+    score: str = "softmax",
+    renormalize: bool | None = None,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    bias_on: str = "scores",
+    groups: tuple[int, int, int] | None = None,
+    ids: torch.Tensor | None = None,
+    token_offsets: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    top_p: float | None = None,
+    threshold: float | None = None,
+    sums: tuple[str, ...] = (),
+    sequences: int | torch.Tensor = 1,
+) -> tuple[Any, ...]:
     """`moeblaze_cupy.route` on tensors: weights (L, k), differentiable in logits (L, E), and ids (L, k) int32.
 
-    renormalize: None means k > 1. Where k = 1, True or kind "topk_softmax" make every weight 1 and its gradient 0.
+    With `sums` a `moeblaze_cupy.RouterSums` follows, whose tensors are differentiable in the logits too: a balancing
+    loss is a function of them, and no gradient of its own of size (L, E) exists. The bias gets no gradient.
+    renormalize: None means k > 1. Where k = 1, True makes every weight of softmax 1 and its gradient 0.
     Backward needs the ids as they are: to drop tokens, pass torch.where(mask, -1, ids) on, and change none in place.
     No second derivatives and no transforms, as for `moe`. Raises TypeError, ValueError or RuntimeError as
     `moeblaze_cupy.route` does.
     """
-    if not isinstance(logits, torch.Tensor):
-        raise TypeError(f"route: logits: expected a torch tensor, got {type(logits)}")
-    checks.untransformed("route", {"logits": logits})
-    routed: tuple[torch.Tensor, torch.Tensor]
-    routed = _Route.apply(logits, k, kind, renormalize)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-    return routed
+    by_name = {"bias": bias, "ids": ids, "token_offsets": token_offsets, "token_mask": token_mask}
+    offsets = sequences if isinstance(sequences, torch.Tensor) else None
+    for name, tensor in {"logits": logits, **by_name}.items():
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
+            raise TypeError(f"route: {name}: expected a torch tensor, got {type(tensor)}")
+    present = {name: t for name, t in {"logits": logits, **by_name, "sequences": offsets}.items() if t is not None}
+    checks.untransformed("route", present)
+    if bias is not None:
+        by_name["bias"] = bias.detach()
+    options: dict[str, Any] = {
+        "score": score,
+        "renormalize": renormalize,
+        "eps": eps,
+        "scale": scale,
+        "bias_on": bias_on,
+        "groups": groups,
+        "top_p": top_p,
+        "threshold": threshold,
+        "sums": sums,
+    }
+    if offsets is None:
+        options["sequences"] = sequences
+    routed = _Route.apply(logits, *by_name.values(), offsets, k, options)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return (*routed[:2], RouterSums(*routed[2:])) if sums else routed[:2]
+
+
+_MM_HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+class _RouterLogits(torch.autograd.Function):
+    """x (L, d) times weight (E, d), both bf16 or fp16 on CUDA: (L, E) float32, summed and handed out in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Grads:
+        x, weight = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            grad = grad.to(x.dtype)
+            return (
+                torch.mm(grad, weight) if ctx.needs_input_grad[0] else None,
+                torch.mm(grad.t(), x) if ctx.needs_input_grad[1] else None,
+            )
+
+
+def _router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """(L, E) in float32 (float64 of such x), under torch.autocast too.
+
+    16-bit tensors are not cast where a product of theirs can have a float32 result. A product in float32 would take far
+    longer, and its inputs have no more digits.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+        if halves and x.is_cuda and _MM_HAS_OUT_DTYPE:
+            logits: torch.Tensor = _RouterLogits.apply(x, weight)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+            return logits
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return torch.nn.functional.linear(x.to(wide), weight.to(wide))
+
+
+class Routed(NamedTuple):
+    """What a MoE routed in one forward."""
+
+    logits: torch.Tensor  #: (L, E) float32 (float64 of such x)
+    weights: torch.Tensor  #: (L, k)
+    ids: torch.Tensor  #: (L, k) int32
+    sums: Any  #: `moeblaze_cupy.RouterSums`, or None without `sums`
 
 
 def _size(argument: str, value: int, most: int | None = None) -> int:
@@ -306,11 +416,21 @@ class MoE(torch.nn.Module):
 
     w1 is (E, d, 2h), or (E, d, h) without a gate, and w2 (E, h, d), each the transposed view of a parameter
     stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
-    logits are computed and normalised in fp32 (fp64 of such x), under torch.autocast too. renormalize, kind: as of
-    `route`; a choice for k = 1 that makes every weight 1, so that the router is not trained, is warned of.
+    logits are float32 (fp64 of such x), under torch.autocast too. On CUDA those of 16-bit tokens and a router of their
+    dtype come from one product with a float32 result.
+    score, renormalize, eps, scale, bias_on, groups, sums: as of `route`; a choice for k = 1 that makes every weight the
+    same, so that the router is not trained, is warned of.
+    bias: True makes a buffer `bias` (E,) of zeros that `route` gets as its bias. It stays float32 whatever dtype the
+    module is cast to. A rule of the caller's changes it; no forward does.
+    routing: a callable to be used instead of `route`, of logits (L, E), that returns weights, ids and at will
+    RouterSums, such as one that takes given ids; the options of `route` then have no effect.
+    return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
+    keeps no state of a forward, so recomputation in backward counts nothing twice.
     keep_saved, save, activation: as of `moe`; accumulate_into_main_grad too, for the parameters of the experts.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
+
+    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -321,8 +441,16 @@ class MoE(torch.nn.Module):
         *,
         activation: str = "swiglu",
         save: str | None = "minimal",
-        kind: str = "softmax_topk",
+        score: str = "softmax",
         renormalize: bool | None = None,
+        eps: float = 0.0,
+        scale: float = 1.0,
+        bias: bool = False,
+        bias_on: str = "scores",
+        groups: tuple[int, int, int] | None = None,
+        sums: tuple[str, ...] = (),
+        routing: Callable[[torch.Tensor], tuple[Any, ...]] | None = None,
+        return_routing: bool = False,
         keep_saved: bool = False,
         accumulate_into_main_grad: bool = False,
         device: torch.device | str | int | None = None,
@@ -334,13 +462,24 @@ class MoE(torch.nn.Module):
         k = _size("k", k, min(num_experts, launch_config.MAX_ROUTER_K))
         checks.one_of("MoE", "activation", activation, ACTIVATIONS)
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
-        checks.one_of("MoE", "kind", kind, ROUTER_KINDS)
-        renormalize = checks.renormalized("MoE", renormalize, k)
-        if k == 1 and (renormalize or kind == "topk_softmax"):
-            made = "renormalize=True" if renormalize else f"kind={kind!r}"
-            advice = 'pass kind="softmax_topk" and leave renormalize out'
-            warnings.warn(f"MoE: k = 1 with {made} trains no router, as every weight is 1; {advice}", stacklevel=2)
-        self.k, self.activation, self.save, self.kind, self.renormalize = k, activation, save, kind, renormalize
+        options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
+        router_options.group_sizes("MoE", options, k, num_experts)
+        options = options.renormalized(k)
+        if sums and not return_routing:
+            raise checks.bad_value("MoE", "sums", "() without return_routing=True", repr(sums))
+        if k == 1 and score == "softmax" and options.renormalize and routing is None:
+            advice = "leave renormalize out"
+            warnings.warn(
+                f"MoE: k = 1 with renormalize=True trains no router, as every weight is 1; {advice}", stacklevel=2
+            )
+        self.k, self.activation, self.save, self.renormalize = k, activation, save, options.renormalize
+        self.score, self.eps, self.scale, self.bias_on = score, eps, scale, bias_on
+        self.groups, self.sums, self.routing, self.return_routing = (
+            options.groups,
+            options.sums,
+            routing,
+            return_routing,
+        )
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
         width = d_hidden * (2 if is_gated(activation) else 1)
 
@@ -350,22 +489,49 @@ class MoE(torch.nn.Module):
         self.router = parameter(num_experts, d_model)
         self.w1_storage = parameter(num_experts, width, d_model)
         self.w2_storage = parameter(num_experts, d_model, d_hidden)
+        self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 1 / sqrt(fan in)."""
+        """Normal with standard deviation 1 / sqrt(fan in); the bias is 0."""
         for parameter in (self.router, self.w1_storage, self.w2_storage):
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        if self.bias is not None:
+            self.bias.zero_()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoE":
+        bias = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch gives it no types
+        if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
+            self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
+        return self
+
+    def forward(
+        self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, sequences: int | torch.Tensor = 1
+    ) -> Any:
+        """out, or (out, Routed) with `return_routing`. token_mask, sequences: as of `route`, of x's tokens in order."""
         d = self.router.shape[1]
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, d).contiguous()
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = torch.nn.functional.linear(tokens.to(wide), self.router.to(wide))
-        weights, ids = route(logits, self.k, self.kind, self.renormalize)
+        logits = _router_logits(tokens, self.router)
+        if self.routing is not None:
+            weights, ids, *sums = self.routing(logits)
+        else:
+            weights, ids, *sums = route(
+                logits,
+                self.k,
+                score=self.score,
+                renormalize=self.renormalize,
+                eps=self.eps,
+                scale=self.scale,
+                bias=self.bias,
+                bias_on=self.bias_on,
+                groups=self.groups,
+                token_mask=None if token_mask is None else token_mask.reshape(-1),
+                sums=self.sums,
+                sequences=sequences,
+            )
         w1, w2 = self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
         out = moe(
             tokens,
@@ -377,11 +543,14 @@ class MoE(torch.nn.Module):
             save=self.save,
             keep_saved=self.keep_saved,
             accumulate_into_main_grad=self.accumulate_into_main_grad,
-        )
-        return out.reshape(x.shape)
+        ).reshape(x.shape)
+        return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
 
     def extra_repr(self) -> str:
         E, d, h = self.w2_storage.shape
-        options = ("activation", "save", "kind", "renormalize", "keep_saved", "accumulate_into_main_grad")
+        options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
+        unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
+        named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
-        return ", ".join([sizes, *(f"{name}={getattr(self, name)!r}" for name in options)])
+        shown = [sizes, *(f"{name}={getattr(self, name)!r}" for name in named)]
+        return ", ".join([*shown, *(["bias=True"] if self.bias is not None else [])])

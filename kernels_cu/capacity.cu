@@ -176,6 +176,13 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
         if (!stay && left > 0) some = 1;
     }
     __syncthreads();
+    if (p.sequences && (blockIdx.x == 0 || blockIdx.x == gridDim.x - 1)) {  // tokens that are in no sequence
+        const int64 begin = clamped(p.sequences[0], p.L) * p.k, end = clamped(p.sequences[p.num_sequences], p.L) * p.k;
+        if (blockIdx.x == 0)
+            for (int64 i = threadIdx.x; i < begin; i += SELECT_THREADS) p.kept[i] = -1;
+        if (blockIdx.x == gridDim.x - 1)
+            for (int64 i = end + threadIdx.x; i < p.L * p.k; i += SELECT_THREADS) p.kept[i] = -1;
+    }
     int* kept = p.kept + slots.first;
     if (!some) {
         for (int slot = threadIdx.x; slot < slots.number; slot += SELECT_THREADS) {

@@ -10,12 +10,13 @@ from moeblaze_cupy.selection import (
     round_tokens,
     tokens_per_expert,
 )
-from moeblaze_cupy.structures import DispatchIndices, Gradients, SavedForBackward
+from moeblaze_cupy.structures import DispatchIndices, Gradients, RouterSums, SavedForBackward
 
 __version__ = "0.1.0"
 __all__ = [
     "DispatchIndices",
     "Gradients",
+    "RouterSums",
     "SavedForBackward",
     "build_dispatch",
     "expert_choice",
