@@ -99,7 +99,7 @@ struct Slots {
             if (i < end) loaded[l] = values[p.order == WEIGHTS ? i : i / p.k];
         }
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) keys[l] = slot + l * step < end ? ordered_key(to_float(loaded[l])) : 0;
+        for (int l = 0; l < LOADS; ++l) keys[l] = slot + l * step < end ? sort_key(to_float(loaded[l])) : 0;
     }
     // Calls f(slot, id, key) for slots begin + offset, then every `step`-th, with LOADS of them on their way at one time.
     // Threads with the same begin and end call f as often, past the end with id -1, as for empty slots.

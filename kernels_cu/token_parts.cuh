@@ -1,14 +1,6 @@
-// What selections of tokens share: the order of keys, and the tokens of a block.
+// What selections of tokens share: the tokens of a block, and what is known of a column's last key.
 #pragma once
 #include "common.cuh"
-
-// Maps a float to an unsigned with the same order. NaN of either sign is the largest, -0 equals +0, and 0 is below all. There
-// is no arithmetic on floats here, as kernels are compiled to flush denormals.
-__device__ __forceinline__ unsigned ordered_key(float v) {
-    const unsigned minus_zero = 0x80000000u, bits = __float_as_uint(v) == minus_zero ? 0 : __float_as_uint(v);
-    const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | minus_zero);
-    return v != v ? 0xffffffffu : key;
-}
 
 struct Tokens {
     int64 begin, end;

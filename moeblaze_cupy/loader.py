@@ -23,7 +23,7 @@ from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
-SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu", *SELECTIONS)
+SHAPE_INDEPENDENT = ("dispatch.cu", "router_sums.cu", "aggregation.cu", "wgrad_parts.cu", *SELECTIONS)
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
@@ -139,6 +139,25 @@ def gemm_variant(
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
+
+
+def router_variant(
+    entry: str, config: launch_config.RouterConfig, *, dtype: str, score: str, renormalize: bool, **macros: str | int
+) -> Variant:
+    """ "router_forward" or "router_backward" for a configuration and the options that are compiled in.
+
+    Where a kernel does not hold whole rows, `values` of the configuration counts for nothing.
+    """
+    common: dict[str, str | int] = {
+        "ELEMENT": ELEMENTS[dtype],
+        "LANES": config.lanes,
+        "VALUES": config.values,
+        "THREADS": config.threads,
+        "ALIGNED": int(config.aligned),
+        "SCORE": score.upper(),
+        "RENORMALIZE": int(renormalize),
+    }
+    return _variant(f"{entry}.cu", entry, common | macros)
 
 
 def _variant(source: str, entry: str, macros: Mapping[str, str | int]) -> Variant:
