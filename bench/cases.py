@@ -221,6 +221,8 @@ def _layers() -> dict[str, LayerCase]:
     by_name = {case.name: case for case in cases}
     for L in _SMALL:
         by_name[f"qwen30b_{L}"] = replace(by_name["qwen30b"], name=f"qwen30b_{L}", L=L, source="small batches")
+    many = replace(by_name["qwen30b"], name="qwen30b_65536", L=65536, source="selections of many tokens")
+    by_name[many.name] = many
     for name in ("conf3", "readme", "qwen30b"):
         for routing in ROUTINGS[1:]:
             case = replace(

@@ -27,15 +27,6 @@ static_assert(THREADS % 32 == 0 && THREADS <= 1024, "threads of a block");
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// Maps a float to an unsigned with the same order. NaN comes first, -0 equals +0, and 0 is below the key of every float.
-__device__ __forceinline__ unsigned sort_key(float v) {
-    const unsigned bits = __float_as_uint(canonical(v));
-    return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
-}
-__device__ __forceinline__ float from_sort_key(unsigned key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // the key of NaN gives a NaN
-}
-
 __device__ __forceinline__ float sigmoid(float x) {
     const float small = expf(-fabsf(x));  // does not overflow, and keeps the digits of scores near 0
     return (x < 0.f ? small : 1.f) * reciprocal(1.f + small);

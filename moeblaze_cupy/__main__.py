@@ -11,7 +11,7 @@ from typing import Any
 from moeblaze_cupy import __version__
 from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
 
-SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation", "accuracy")
+SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "selection", "ablation", "accuracy")
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
 GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # whose limits `explain` knows

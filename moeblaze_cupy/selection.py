@@ -1,8 +1,9 @@
 """The public functions that choose pairs of tokens and experts beyond the router's top-k, or count them.
 
 Results are integers or counts, so nothing here has a gradient: torch tensors that require one are read as they are.
-`sequences` divides the L tokens: a number S of equally long runs, or int32 offsets (S+1,) that rise from 0 to L. The
-first and the last offset are not read. Offsets that fall give an unspecified choice of pairs, and no fault.
+`sequences` divides the L tokens: a number S of equally long runs, or int32 offsets (S+1,) that rise. Tokens before the
+first offset, or from the last on, are in no sequence: they are not counted, and have no pairs. Offsets are clamped to
+[0, L]; those that fall give an unspecified choice of pairs, and no fault.
 """
 
 from typing import Any
