@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-def _dies_here(value: Any, node: torch.fx.Node, current: torch.fx.Node, forward: Any) -> bool:
+def _dies_here(value: Any, node: Any, current: torch.fx.Node, forward: Any) -> bool:
     """Whether the operator at `current` may overwrite `value`, that of `node` in inductor's representation."""
     from torch._inductor import ir
 
@@ -32,7 +32,7 @@ def _lowering(forward: Any, pure: Any, in_place: Any) -> Any:
 
     given, written = pure._schema.arguments, in_place._schema.arguments
     places = [i for i, (a, b) in enumerate(zip(given, written, strict=True)) if a.alias_info is None and b.alias_info]
-    as_it_is, overwriting = fallback_handler(pure), fallback_handler(in_place, add_to_fallback_set=False)
+    as_it_is, overwriting = (fallback_handler(op, add_to_fallback_set=False) for op in (pure, in_place))  # type: ignore[no-untyped-call]  # torch gives it no types
 
     def lower(*arguments: Any) -> Any:
         current = V.graph.current_node
@@ -50,11 +50,10 @@ def register(forward: Any, overwriting: dict[Any, Any]) -> bool:
     leaves it as it is. Returns False where this version of torch lacks what it takes.
     """
     try:
-        from torch._inductor import ir
+        from torch._inductor.ir import DonatedBuffer, MultiOutput  # noqa: F401  # that they are there
         from torch._inductor.lowering import lowerings, register_lowering
 
         if not overwriting.keys() <= lowerings.keys():
-            assert ir.DonatedBuffer and ir.MultiOutput
             for pure, in_place in overwriting.items():
                 register_lowering(pure, type_promotion_kind=None)(_lowering(forward, pure, in_place))
     except (ImportError, AttributeError):

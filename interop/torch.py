@@ -6,146 +6,25 @@ save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy ba
 """
 
 import warnings
-from collections.abc import Mapping
-from itertools import compress
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import checks, launch_config
-from moeblaze_cupy.interop import torch_ops
-from moeblaze_cupy.interop.torch_ops import Grads, Layer, Options, Sums, stand_in
-from moeblaze_cupy.interop.torch_ops import first_derivatives_only as _first_derivatives_only
-from moeblaze_cupy.interop.torch_ops import outside_of_graphs as _outside_of_graphs
+from moeblaze_cupy import checks, launch_config, router_options
+from moeblaze_cupy.interop import torch_autograd, torch_ops
+from moeblaze_cupy.interop.torch_autograd import Grads
+from moeblaze_cupy.interop.torch_autograd import first_derivatives_only as _first_derivatives_only
+from moeblaze_cupy.interop.torch_ops import Layer, Options, Sums
+from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.structures import (
     ACTIVATIONS,
-    GRADIENTS,
-    ROUTER_KINDS,
     SAVE_POLICIES,
-    SavedForBackward,
+    RouterSums,
     is_gated,
     pair,
 )
-
-class _MainGrad:
-    """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
-
-    def __init__(self, name: str, weight: torch.Tensor, parameter: torch.Tensor | None) -> None:
-        self.name, self.parameter = name, weight if weight.is_leaf else weight._base
-        if parameter is not None:
-            self.parameter = parameter
-        self.shape, self.strides = weight.shape, weight.stride()
-        self.first: int | None = 0  # element of the parameter
-        if self.parameter is not None and self.parameter.numel() != weight.numel():
-            if torch.compiler.is_compiling():  # which does not know where a view begins
-                expected = "a parameter or a view of a whole one, in what torch.compile compiles"
-                raise TypeError(f"moe: {name}: expected {expected}, got a view of a part")
-            self.first = weight.storage_offset() - self.parameter.storage_offset()
-        self.buffer()  # raises now what backward would raise
-
-    def buffer(self) -> torch.Tensor:
-        parameter, main_grad = self.parameter, getattr(self.parameter, "main_grad", None)
-        if parameter is None or not isinstance(main_grad, torch.Tensor):
-            expected = "a parameter, or a view of one, whose main_grad is a tensor"
-            raise TypeError(f"moe: {self.name}: expected {expected}, got {type(main_grad)}")
-        got, wanted = ((tuple(t.shape), t.stride()) for t in (main_grad, parameter))
-        if got != wanted:
-            raise ValueError(
-                f"moe: {self.name}: expected main_grad with the parameter's shape and strides {wanted}, got {got}"
-            )
-        if main_grad.dtype not in (torch.float32, parameter.dtype):
-            dtypes = " or ".join(dict.fromkeys(str(dtype) for dtype in (torch.float32, parameter.dtype)))
-            raise TypeError(f"moe: {self.name}: expected main_grad with dtype {dtypes}, got {main_grad.dtype}")
-        if main_grad.device != parameter.device:
-            expected = f"main_grad on the parameter's device {parameter.device}"
-            raise TypeError(f"moe: {self.name}: expected {expected}, got {main_grad.device}")
-        compiling = torch.compiler.is_compiling()  # where tensors have no addresses; backward checks them
-        if not compiling and main_grad.data_ptr() == parameter.data_ptr() and main_grad.numel():
-            raise ValueError(f"moe: {self.name}: expected main_grad with memory of its own, got the parameter's")
-        first = main_grad.storage_offset() + self.first if self.first else None
-        return main_grad.detach().as_strided(self.shape, self.strides, first)
-
-    def announce(self) -> str | None:
-        """What autograd gets in place of the gradient, as in Megatron, whose hooks wait for it: see `stand_in`."""
-        if self.parameter is None or not hasattr(self.parameter, "grad_added_to_main_grad"):
-            return None
-        self.parameter.grad_added_to_main_grad = True
-        return "zeros" if getattr(self.parameter, "zero_out_wgrad", False) else "empty"
-
-
-class _MoE(torch.autograd.Function):
-    """w1 arrives as gate and up; up is None where w1 is one tensor. main_grads: by name, of gate, up and w2."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        gate: torch.Tensor,
-        up: torch.Tensor | None,
-        w2: torch.Tensor,
-        activation: str,
-        save: str,
-        keep_saved: bool,
-        main_grads: dict[str, _MainGrad],
-    ) -> torch.Tensor:
-        w1 = gate if up is None else (gate, up)
-        out: torch.Tensor
-        out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
-        lists, index = saved.index.split()
-        ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
-        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save)
-        ctx.keep_saved, ctx.main_grads = keep_saved, main_grads
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    @_first_derivatives_only("moe")
-    def backward(ctx: Any, grad_out: torch.Tensor | None) -> Grads:
-        if grad_out is None:
-            return (None,) * 10
-        x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
-        kept, w1 = ctx.saved, gate if up is None else (gate, up)
-        index = kept.index.joined(lists)
-        saved = SavedForBackward(
-            x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed
-        )
-        needed = ctx.needs_input_grad
-        needs = tuple(compress(GRADIENTS, (needed[0], needed[2], needed[3] or needed[4], needed[5])))
-        buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
-        accumulate = {}
-        if "w1" in needs and "gate" in buffers:
-            accumulate["w1"] = buffers["gate"] if up is None else (buffers["gate"], buffers["up"])
-        if "w2" in needs and "w2" in buffers:
-            accumulate["w2"] = buffers["w2"]
-        try:
-            grads = mb.moe_backward(
-                grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
-            )
-        finally:  # what runs out of memory half way may have overwritten them as well
-            kept.consumed = saved.consumed
-        grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
-        grad_w2 = grads.w2
-        if buffers:
-            by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
-            grad_gate, grad_up, grad_w2 = (
-                stand_in(ctx.main_grads[name].announce(), weight) if name in buffers and grad is not None else grad
-                for name, (weight, grad) in by_weight.items()
-            )
-        return (
-            grads.x,
-            None,
-            grads.weights,
-            grad_gate if needed[3] else None,
-            grad_up if needed[4] else None,
-            grad_w2,
-            None,
-            None,
-            None,
-            None,
-        )
 
 
 def moe(
@@ -172,11 +51,15 @@ def moe(
     parameter's shape and strides in float32 or its dtype, as `accumulate` of `moeblaze_cupy.moe_backward` does, and
     .grad stays None. main_grad shares no memory with the parameter. A parameter with the attribute
     `grad_added_to_main_grad` has it set to True and gets a .grad of no meaning (zeros if its `zero_out_wgrad` is true),
-    for hooks that wait for one.
+    for hooks that wait for one. In what torch.compile compiles a view does not tell its parameter: give the
+    parameters, {"w1": parameter or pair, "w2": parameter}, of which w1 and w2 are views as a whole. The attribute is
+    then set in forward.
     There are no second derivatives: a graph made by create_graph=True raises RuntimeError where it is used.
-    Forward-mode differentiation, torch.func, vmap, is_grads_batched, make_fx, torch.export and torch.jit.trace are
-    refused, and torch.compile runs the layer outside of its graphs.
-    Under torch.autocast nothing is cast: x, w1 and w2 come in one dtype.
+    torch.compile, torch.export, make_fx, dispatch modes, tensor subclasses, and grad, vjp and vmap of torch.func (vmap
+    over tokens with the same experts) get operators of the namespace `moeblaze`. Forward-mode differentiation,
+    is_grads_batched and torch.jit.trace are refused.
+    Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
+    in float32; of another dtype than that and autocast's they come to it.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
     parts = pair(w1)
@@ -187,19 +70,26 @@ def moe(
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
-    as_operators = torch_ops.wanted(tensors.values())
+    as_operators = torch_autograd.wanted(tensors.values())
     if not as_operators:
         checks.untransformed("moe", tensors)
     main_grads = {}
     if accumulate_into_main_grad and torch.is_grad_enabled():
-        main_grads = _main_grads(gate, up, w2, accumulate_into_main_grad)
-    if torch.is_autocast_enabled(x.device.type):
+        main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
+    autocast = as_operators or torch._C._is_any_autocast_enabled()  # the first answer saves eager mode the second
+    if autocast and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
         x, weights, gate, up, w2 = _autocast(x, weights, gate, up, w2)
-    layer, options = Layer(x, ids, weights, gate, up, w2), Options(activation)
-    if not _follows(layer):
-        if as_operators:
-            return torch_ops.moe_infer(*layer, *options)  # type: ignore[no-any-return]
-        out: torch.Tensor = mb.moe_forward(x, ids, weights, layer.w1, w2, activation=activation, save=None)[0]
+    differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
+    differentiable = torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))
+    out: torch.Tensor
+    if as_operators:
+        layer, options = Layer(x, ids, weights, gate, up, w2), Options(activation)
+        if not differentiable and not torch_autograd.transformed():
+            out = torch_ops.moe_infer(*layer, *options)
+            return out
+    elif not differentiable:
+        w1 = gate if up is None else (gate, up)
+        out = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
         return out
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
@@ -207,36 +97,10 @@ def moe(
         sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
         # Compiled code changes no attributes in backward, so it is told here.
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
-        return torch_ops.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)[0]  # type: ignore[no-any-return,no-untyped-call]
-    out = _MoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        return out
+    out = torch_autograd.EagerMoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
-
-
-def _follows(layer: Layer) -> bool:
-    """Whether something may ask for gradients of the layer."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        differentiable = (getattr(layer, name) for name in torch_ops.DIFFERENTIABLE)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    return True  # wrappers of torch.func do not say what those within them require
-
-
-def _main_grads(
-    gate: torch.Tensor, up: torch.Tensor | None, w2: torch.Tensor, accumulate: bool | Mapping[str, Any]
-) -> dict[str, _MainGrad]:
-    if up is not None and gate.requires_grad != up.requires_grad:
-        raise ValueError("moe: w1: expected a pair of which both or none require gradients, got one of each")
-    given = {} if isinstance(accumulate, bool) else accumulate
-    of_gate, of_up = (*pair(given.get("w1")), None)[:2]
-    by_name = {
-        "gate": ("w1" if up is None else "w1[0]", gate, of_gate),
-        "up": ("w1[1]", up, of_up),
-        "w2": ("w2", w2, given.get("w2")),
-    }
-    return {
-        name: _MainGrad(argument, weight, parameter)
-        for name, (argument, weight, parameter) in by_name.items()
-        if weight is not None and weight.requires_grad
-    }
 
 
 def _autocast(
@@ -256,42 +120,163 @@ def _autocast(
 
 
 class _Route(torch.autograd.Function):
+    """options: those of `moeblaze_cupy.route` that are no tensors; sequences among them where it is an int."""
+
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, k: int, kind: str, renormalize: bool | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights: torch.Tensor
-        ids: torch.Tensor
-        weights, ids = mb.route(logits, k, kind=kind, renormalize=renormalize)
-        ctx.save_for_backward(logits, weights, ids)
-        ctx.options = {"kind": kind, "renormalize": renormalize}
-        ctx.mark_non_differentiable(ids)
-        return weights, ids
+        ctx: Any,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        token_offsets: torch.Tensor | None,
+        token_mask: torch.Tensor | None,
+        sequences: torch.Tensor | None,
+        k: int | None,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor | None, ...]:
+        if sequences is not None:
+            options = options | {"sequences": sequences}
+        masks: dict[str, Any] = {"token_offsets": token_offsets, "token_mask": token_mask}
+        weights, chosen, *sums = mb.route(logits, k, bias=bias, ids=ids, **masks, **options)
+        ctx.save_for_backward(logits, weights, chosen, token_offsets, token_mask, sequences)
+        ctx.options = options | {"sequences": None} if sequences is not None else options
+        ctx.mark_non_differentiable(chosen)
+        ctx.set_materialize_grads(False)
+        return (weights, chosen, *(sums[0] if sums else (None, None, None)))
 
     @staticmethod
     @_first_derivatives_only("route")
-    def backward(ctx: Any, grad_weights: torch.Tensor, _: None) -> Grads:
-        logits, weights, ids = ctx.saved_tensors
-        return mb.route_backward(grad_weights.contiguous(), logits, weights, ids, **ctx.options), None, None, None
+    def backward(
+        ctx: Any,
+        grad_weights: torch.Tensor | None,
+        _: None,
+        *grad_sums: torch.Tensor | None,
+    ) -> Grads:
+        if grad_weights is None and not any(grad is not None for grad in grad_sums):
+            return (None,) * 8
+        logits, weights, chosen, token_offsets, token_mask, sequences = ctx.saved_tensors
+        options = ctx.options | ({} if sequences is None else {"sequences": sequences})
+        if grad_weights is None:
+            grad_weights = torch.zeros_like(weights)
+        names = ("grad_score_sums", "grad_z_sums", "grad_entropy_sums")
+        grads: dict[str, Any] = {
+            name: None if grad is None else grad.contiguous() for name, grad in zip(names, grad_sums, strict=True)
+        }
+        masks: dict[str, Any] = {"token_offsets": token_offsets, "token_mask": token_mask}
+        grad = mb.route_backward(grad_weights.contiguous(), logits, weights, chosen, **masks, **options, **grads)
+        return (grad, *(None,) * 7)
 
 
-@_outside_of_graphs
 def route(
-    logits: torch.Tensor, k: int, kind: str = "softmax_topk", renormalize: bool | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    k: int | None = None,
+    *,
+    score: str = "softmax",
+    renormalize: bool | None = None,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    bias_on: str = "scores",
+    groups: tuple[int, int, int] | None = None,
+    ids: torch.Tensor | None = None,
+    token_offsets: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    top_p: float | None = None,
+    threshold: float | None = None,
+    sums: tuple[str, ...] = (),
+    sequences: int | torch.Tensor = 1,
+) -> tuple[Any, ...]:
     """`moeblaze_cupy.route` on tensors: weights (L, k), differentiable in logits (L, E), and ids (L, k) int32.
 
-    renormalize: None means k > 1. Where k = 1, True or kind "topk_softmax" make every weight 1 and its gradient 0.
+    With `sums` a `moeblaze_cupy.RouterSums` follows, whose tensors are differentiable in the logits too: a balancing
+    loss is a function of them, and no gradient of its own of size (L, E) exists. The bias gets no gradient.
+    renormalize: None means k > 1. Where k = 1, True makes every weight of softmax 1 and its gradient 0.
     Backward needs the ids as they are: to drop tokens, pass torch.where(mask, -1, ids) on, and change none in place.
-    No second derivatives and no transforms, as for `moe`. Raises TypeError, ValueError or RuntimeError as
-    `moeblaze_cupy.route` does.
+    Second derivatives and transforms as for `moe`; vmap takes logits alone, with a bias of all.
+    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.route` does.
     """
-    if not isinstance(logits, torch.Tensor):
-        raise TypeError(f"route: logits: expected a torch tensor, got {type(logits)}")
-    checks.untransformed("route", {"logits": logits})
-    routed: tuple[torch.Tensor, torch.Tensor]
-    routed = _Route.apply(logits, k, kind, renormalize)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-    return routed
+    by_name = {"bias": bias, "ids": ids, "token_offsets": token_offsets, "token_mask": token_mask}
+    offsets = sequences if isinstance(sequences, torch.Tensor) else None
+    for name, tensor in {"logits": logits, **by_name}.items():
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
+            raise TypeError(f"route: {name}: expected a torch tensor, got {type(tensor)}")
+    present = {name: t for name, t in {"logits": logits, **by_name, "sequences": offsets}.items() if t is not None}
+    as_operators = torch_autograd.wanted(present.values())
+    if not as_operators:
+        checks.untransformed("route", present)
+    if bias is not None:
+        by_name["bias"] = bias.detach()
+    options: dict[str, Any] = {
+        "score": score,
+        "renormalize": renormalize,
+        "eps": eps,
+        "scale": scale,
+        "bias_on": bias_on,
+        "groups": groups,
+        "top_p": top_p,
+        "threshold": threshold,
+        "sums": sums,
+    }
+    if as_operators:
+        options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
+        arguments = (logits, *by_name.values(), offsets, k, *RouterOptions(**options))
+        if torch_autograd.transformed() or (torch.is_grad_enabled() and logits.requires_grad):
+            routed = torch_autograd.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        else:
+            routed = torch_ops.route(*arguments)
+        asked = zip(routed[2:], torch_ops.asked_sums(sums), strict=True)
+        routed = *routed[:2], *(total if wanted else None for total, wanted in asked)
+    else:
+        if offsets is None:
+            options["sequences"] = sequences
+        routed = _Route.apply(logits, *by_name.values(), offsets, k, options)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return (*routed[:2], RouterSums(*routed[2:])) if sums else routed[:2]
+
+
+_MM_HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+class _RouterLogits(torch.autograd.Function):
+    """x (L, d) times weight (E, d), both bf16 or fp16 on CUDA: (L, E) float32, summed and handed out in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Grads:
+        x, weight = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            grad = grad.to(x.dtype)
+            return (
+                torch.mm(grad, weight) if ctx.needs_input_grad[0] else None,
+                torch.mm(grad.t(), x) if ctx.needs_input_grad[1] else None,
+            )
+
+
+def _router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """(L, E) in float32 (float64 of such x), under torch.autocast too.
+
+    16-bit tensors are not cast where a product of theirs can have a float32 result. A product in float32 would take far
+    longer, and its inputs have no more digits.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+        if halves and x.is_cuda and _MM_HAS_OUT_DTYPE:
+            logits: torch.Tensor = _RouterLogits.apply(x, weight)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+            return logits
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return torch.nn.functional.linear(x.to(wide), weight.to(wide))
+
+
+class Routed(NamedTuple):
+    """What a MoE routed in one forward."""
+
+    logits: torch.Tensor  #: (L, E) float32 (float64 of such x)
+    weights: torch.Tensor  #: (L, k)
+    ids: torch.Tensor  #: (L, k) int32
+    sums: Any  #: `moeblaze_cupy.RouterSums`, or None without `sums`
 
 
 def _size(argument: str, value: int, most: int | None = None) -> int:
@@ -306,11 +291,21 @@ class MoE(torch.nn.Module):
 
     w1 is (E, d, 2h), or (E, d, h) without a gate, and w2 (E, h, d), each the transposed view of a parameter
     stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
-    logits are computed and normalised in fp32 (fp64 of such x), under torch.autocast too. renormalize, kind: as of
-    `route`; a choice for k = 1 that makes every weight 1, so that the router is not trained, is warned of.
+    logits are float32 (fp64 of such x), under torch.autocast too. On CUDA those of 16-bit tokens and a router of their
+    dtype come from one product with a float32 result.
+    score, renormalize, eps, scale, bias_on, groups, sums: as of `route`; a choice for k = 1 that makes every weight the
+    same, so that the router is not trained, is warned of.
+    bias: True makes a buffer `bias` (E,) of zeros that `route` gets as its bias. It stays float32 whatever dtype the
+    module is cast to. A rule of the caller's changes it; no forward does.
+    routing: a callable to be used instead of `route`, of logits (L, E), that returns weights, ids and at will
+    RouterSums, such as one that takes given ids; the options of `route` then have no effect.
+    return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
+    keeps no state of a forward, so recomputation in backward counts nothing twice.
     keep_saved, save, activation: as of `moe`; accumulate_into_main_grad too, for the parameters of the experts.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
+
+    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -321,8 +316,16 @@ class MoE(torch.nn.Module):
         *,
         activation: str = "swiglu",
         save: str | None = "minimal",
-        kind: str = "softmax_topk",
+        score: str = "softmax",
         renormalize: bool | None = None,
+        eps: float = 0.0,
+        scale: float = 1.0,
+        bias: bool = False,
+        bias_on: str = "scores",
+        groups: tuple[int, int, int] | None = None,
+        sums: tuple[str, ...] = (),
+        routing: Callable[[torch.Tensor], tuple[Any, ...]] | None = None,
+        return_routing: bool = False,
         keep_saved: bool = False,
         accumulate_into_main_grad: bool = False,
         device: torch.device | str | int | None = None,
@@ -334,13 +337,24 @@ class MoE(torch.nn.Module):
         k = _size("k", k, min(num_experts, launch_config.MAX_ROUTER_K))
         checks.one_of("MoE", "activation", activation, ACTIVATIONS)
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
-        checks.one_of("MoE", "kind", kind, ROUTER_KINDS)
-        renormalize = checks.renormalized("MoE", renormalize, k)
-        if k == 1 and (renormalize or kind == "topk_softmax"):
-            made = "renormalize=True" if renormalize else f"kind={kind!r}"
-            advice = 'pass kind="softmax_topk" and leave renormalize out'
-            warnings.warn(f"MoE: k = 1 with {made} trains no router, as every weight is 1; {advice}", stacklevel=2)
-        self.k, self.activation, self.save, self.kind, self.renormalize = k, activation, save, kind, renormalize
+        options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
+        router_options.group_sizes("MoE", options, k, num_experts)
+        options = options.renormalized(k)
+        if sums and not return_routing:
+            raise checks.bad_value("MoE", "sums", "() without return_routing=True", repr(sums))
+        if k == 1 and score == "softmax" and options.renormalize and routing is None:
+            advice = "leave renormalize out"
+            warnings.warn(
+                f"MoE: k = 1 with renormalize=True trains no router, as every weight is 1; {advice}", stacklevel=2
+            )
+        self.k, self.activation, self.save, self.renormalize = k, activation, save, options.renormalize
+        self.score, self.eps, self.scale, self.bias_on = score, eps, scale, bias_on
+        self.groups, self.sums, self.routing, self.return_routing = (
+            options.groups,
+            options.sums,
+            routing,
+            return_routing,
+        )
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
         width = d_hidden * (2 if is_gated(activation) else 1)
 
@@ -350,23 +364,51 @@ class MoE(torch.nn.Module):
         self.router = parameter(num_experts, d_model)
         self.w1_storage = parameter(num_experts, width, d_model)
         self.w2_storage = parameter(num_experts, d_model, d_hidden)
+        self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 1 / sqrt(fan in)."""
+        """Normal with standard deviation 1 / sqrt(fan in); the bias is 0."""
         for parameter in (self.router, self.w1_storage, self.w2_storage):
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        if self.bias is not None:
+            self.bias.zero_()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoE":
+        bias = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch gives it no types
+        if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
+            self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
+        return self
+
+    def forward(
+        self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, sequences: int | torch.Tensor = 1
+    ) -> Any:
+        """out, or (out, Routed) with `return_routing`. token_mask, sequences: as of `route`, of x's tokens in order."""
         d = self.router.shape[1]
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, d).contiguous()
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = torch.nn.functional.linear(tokens.to(wide), self.router.to(wide))
-        weights, ids = route(logits, self.k, self.kind, self.renormalize)
+        logits = _router_logits(tokens, self.router)
+        if self.routing is not None:
+            weights, ids, *sums = self.routing(logits)
+        else:
+            weights, ids, *sums = route(
+                logits,
+                self.k,
+                score=self.score,
+                renormalize=self.renormalize,
+                eps=self.eps,
+                scale=self.scale,
+                bias=self.bias,
+                bias_on=self.bias_on,
+                groups=self.groups,
+                token_mask=None if token_mask is None else token_mask.reshape(-1),
+                sums=self.sums,
+                sequences=sequences,
+            )
         w1, w2 = self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
+        accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
         out = moe(
             tokens,
             ids,
@@ -376,12 +418,15 @@ class MoE(torch.nn.Module):
             activation=self.activation,
             save=self.save,
             keep_saved=self.keep_saved,
-            accumulate_into_main_grad=self.accumulate_into_main_grad,
-        )
-        return out.reshape(x.shape)
+            accumulate_into_main_grad=accumulate,
+        ).reshape(x.shape)
+        return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
 
     def extra_repr(self) -> str:
         E, d, h = self.w2_storage.shape
-        options = ("activation", "save", "kind", "renormalize", "keep_saved", "accumulate_into_main_grad")
+        options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
+        unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
+        named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
-        return ", ".join([sizes, *(f"{name}={getattr(self, name)!r}" for name in options)])
+        shown = [sizes, *(f"{name}={getattr(self, name)!r}" for name in named)]
+        return ", ".join([*shown, *(["bias=True"] if self.bias is not None else [])])

@@ -6,22 +6,23 @@ and `DIFFERENTIABLE` are all that schemas, implementations and fakes know of the
 line there, and a line in `_call_forward` or `_saved`.
 """
 
-import functools
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy import checks, launch_config, router_options
 from moeblaze_cupy.arrays import CPU, Array
 from moeblaze_cupy.interop import inductor
-from moeblaze_cupy.structures import GRADIENTS, DispatchIndices, SavedForBackward, is_gated
+from moeblaze_cupy.router_options import RouterOptions
+from moeblaze_cupy.structures import GRADIENTS, SHARES, DispatchIndices, SavedForBackward, is_gated
 
 Tensor = torch.Tensor
+Places = tuple[dict[str, tuple[int, tuple[int, ...]]], int]  # what `launch_config.index_lists` returns
 
 
 class Layer(NamedTuple):
@@ -53,6 +54,25 @@ class Kept(NamedTuple):
     y_swi: Tensor | None
 
 
+class Routing(NamedTuple):
+    """The router's tensors."""
+
+    logits: Tensor
+    bias: Tensor | None
+    ids: Tensor | None
+    token_offsets: Tensor | None
+    token_mask: Tensor | None
+    sequences: Tensor | None
+
+    def present(self, but: str = "") -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None and name != but}
+
+
+# What the router's backward reads of a call, beside weights and ids as they were handed out.
+READ_BY_ROUTER = ("logits", "token_offsets", "token_mask", "sequences")
+ROUTER_SUMS = ("score_sums", "z_sums", "entropy_sums")
+
+
 class Sums(NamedTuple):
     """What the gradients of weights are added to: tensors like the weights."""
 
@@ -64,7 +84,20 @@ class Sums(NamedTuple):
 # By tensor of `Layer`, the name in `needs` of its gradient.
 DIFFERENTIABLE = {"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"}
 READ_IN_BACKWARD = tuple(name for name in Layer._fields if name != "ids")
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", bool: "bool", int: "int", tuple[float, ...]: "float[]"}
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    str: "str",
+    bool: "bool",
+    bool | None: "bool?",
+    int: "int",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    tuple[float, ...]: "float[]",
+    tuple[str, ...]: "str[]",
+    tuple[int, int, int] | None: "int[]?",
+}
 
 
 def _declared(fields: type, names: Sequence[str] | None = None, prefix: str = "", written: str = "") -> str:
@@ -94,9 +127,10 @@ def _described(tensor: Tensor) -> Array:
     return Array(tensor, 0, shape, strides, str(tensor.dtype).removeprefix("torch."), device)
 
 
-def _index_lists(L: Any, k: Any, num_experts: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+def _index_lists(L: Any, k: Any, num_experts: int) -> Places:
     """`launch_config.index_lists` of sizes that may be symbolic."""
-    return launch_config.index_lists.__wrapped__(L, k, num_experts, torch.sym_min)  # a cache would compare sizes
+    uncached: Any = launch_config.index_lists.__wrapped__  # a cache would compare sizes
+    return cast(Places, uncached(L, k, num_experts, torch.sym_min))
 
 
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
@@ -117,15 +151,14 @@ def _call_forward(layer: Layer, options: Options, save: str | None) -> tuple[Any
 def _saved(read: dict[str, Any], kept: Kept, options: Options, save: str) -> SavedForBackward:
     """What `moe_forward` returned, from its tensors; read: those of READ_IN_BACKWARD by name."""
     weights, w2 = read["weights"], read["w2"]
-    places, _ = _index_lists(*weights.shape, w2.shape[0])
-    index = DispatchIndices(kept.lists, None, places, w2.shape[0])
+    (L, k), num_experts = weights.shape, w2.shape[0]
+    places, _ = _index_lists(L, k, num_experts)
+    index = DispatchIndices(kept.lists, None, places, num_experts)
     w1 = read["gate"] if read["up"] is None else (read["gate"], read["up"])
-    return SavedForBackward(
-        read["x"], weights, w1, w2, index, kept.first_layer, kept.y_swi, options.activation, save
-    )
+    return SavedForBackward(read["x"], weights, w1, w2, index, kept.first_layer, kept.y_swi, options.activation, save)
 
 
-def _split(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
+def split(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
     """Positional arguments as NamedTuples of these types; an int stands for so many arguments as they are."""
     parts: list[Any] = []
     for kind in kinds:
@@ -141,7 +174,7 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
-    layer, options, save = _split(arguments, Layer, Options, 1)
+    layer, options, save = split(arguments, Layer, Options, 1)
     out, saved = _call_forward(layer, options, save)
     assert saved is not None
     kept = (saved.first_layer, saved.y_swi)
@@ -149,7 +182,7 @@ def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
-    layer, options, save = _split(arguments, Layer, Options, 1)
+    layer, options, save = split(arguments, Layer, Options, 1)
     _check_forward(layer, options, save)
     x, (L, k), (E, h, _) = layer.x, layer.ids.shape, layer.w2.shape
     lists = x.new_empty((_index_lists(L, k, E)[1],), dtype=torch.int32)
@@ -159,15 +192,16 @@ def _fake_moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _moe_infer(*arguments: Any) -> Tensor:
-    layer, options = _split(arguments, Layer, Options)
+    layer, options = split(arguments, Layer, Options)
     out: Tensor = _call_forward(layer, options, None)[0]
     return out
 
 
 def _fake_moe_infer(*arguments: Any) -> Tensor:
-    layer, options = _split(arguments, Layer, Options)
+    layer, options = split(arguments, Layer, Options)
     _check_forward(layer, options, None)
-    return layer.x.new_empty(layer.x.shape)
+    x: Tensor = layer.x
+    return x.new_empty(x.shape)
 
 
 class _BackwardCall(NamedTuple):
@@ -184,7 +218,7 @@ class _BackwardCall(NamedTuple):
     @classmethod
     def of(cls, arguments: Sequence[Any], accumulates: bool) -> "_BackwardCall":
         kinds = (1, len(READ_IN_BACKWARD), Kept, *([Sums] if accumulates else []), Options, 2)
-        grad_out, *rest = _split(arguments, *kinds)
+        grad_out, *rest = split(arguments, *kinds)
         read, rest = dict(zip(READ_IN_BACKWARD, rest, strict=False)), rest[len(READ_IN_BACKWARD) :]
         kept, *sums, options, save, needed = rest
         needs = tuple(compress(GRADIENTS, needed))
@@ -195,7 +229,7 @@ class _BackwardCall(NamedTuple):
         L, k = self.read["weights"].shape
         E, h, _ = self.read["w2"].shape
         columns = h * (1 + is_gated(self.options.activation))
-        wanted = {"lists": (_index_lists(L, k, E)[1],)}
+        wanted: dict[str, tuple[Any, ...]] = {"lists": (_index_lists(L, k, E)[1],)}
         wanted |= {"first_layer": (L * k, columns)} if self.save != "recompute" else {}
         wanted |= {"y_swi": (L * k, h)} if self.save == "paper" else {}
         for name, tensor in self.kept._asdict().items():
@@ -239,7 +273,9 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         touched = [*(call.kept[1:] if overwrites else ()), *sums]
         torch.autograd.graph.increment_version([tensor for tensor in touched if tensor is not None])
         gate, up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
-        return call.results({"x": grads.x, "weights": grads.weights, "gate": gate, "up": up, "w2": grads.w2}.__getitem__)
+        return call.results(
+            {"x": grads.x, "weights": grads.weights, "gate": gate, "up": up, "w2": grads.w2}.__getitem__
+        )
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         if "torch._inductor.graph" in sys.modules:  # else nothing is being compiled by it, and its import takes seconds
@@ -267,12 +303,96 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
     return run, fake
 
 
-_library = torch.library.Library("moeblaze", "FRAGMENT")
+def _router_options(options: RouterOptions, given: Mapping[str, Any]) -> dict[str, Any]:
+    """As `route` takes them: sequences are a tensor or a number."""
+    named = options._asdict()
+    if "sequences" in given:
+        del named["sequences"]
+    return named
+
+
+def _route(*arguments: Any) -> tuple[Tensor, ...]:
+    routing, k, options = split(arguments, Routing, 1, RouterOptions)
+    given = routing.present()
+    with torch.no_grad():
+        weights, ids, *sums = mb.route(k=k, **given, **_router_options(options, given))
+    if routing.ids is not None and ids.data_ptr() == routing.ids.data_ptr():
+        ids = ids.clone()  # an operator hands out no memory that it was given
+    made = tuple(sums[0]) if sums else (None,) * len(ROUTER_SUMS)
+    return weights, ids, *(_nothing(weights) if total is None else total for total in made)
+
+
+def _checked_router_options(function: str, options: RouterOptions) -> RouterOptions:
+    sequences = None if options.sequences is None else _concrete(options.sequences)
+    return router_options.of(function, *options._replace(sequences=sequences))
+
+
+def asked_sums(names: Sequence[str]) -> tuple[bool, ...]:
+    """Which of ROUTER_SUMS these names of `route`'s argument sums ask for."""
+    return any(name in names for name in SHARES), "z" in names, "entropy" in names
+
+
+def _sums_shapes(options: RouterOptions, given: Mapping[str, Any], E: Any) -> tuple[tuple[Any, ...], ...]:
+    """Those of ROUTER_SUMS, (0,) of what is not asked for."""
+    S = given["sequences"].shape[0] - 1 if "sequences" in given else options.sequences
+    asked = zip(((S, E), (S,), (S,)), asked_sums(options.sums), strict=True)
+    return tuple(shape if wanted else (0,) for shape, wanted in asked)
+
+
+def _fake_route(*arguments: Any) -> tuple[Tensor, ...]:
+    routing, k, options = split(arguments, Routing, 1, RouterOptions)
+    given = routing.present()
+    described = {name: _described(tensor) for name, tensor in given.items()}
+    checks.same_device("route", **described)
+    router_options.forward("route", described, k, _checked_router_options("route", options))
+    logits = routing.logits
+    shape = (logits.shape[0], k) if routing.ids is None else routing.ids.shape
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    sums = _sums_shapes(options, given, logits.shape[1])
+    ids = logits.new_empty(shape, dtype=torch.int32)
+    return logits.new_empty(shape, dtype=wide), ids, *(logits.new_empty(s, dtype=wide) for s in sums)
+
+
+class _RouterGrads(NamedTuple):
+    grad_weights: Tensor
+    weights: Tensor
+    chosen: Tensor
+    grad_score_sums: Tensor | None
+    grad_z_sums: Tensor | None
+    grad_entropy_sums: Tensor | None
+
+
+def _router_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], RouterOptions]:
+    """The tensors of a call of `route_backward` by name, and its options."""
+    grads, *read, options = split(arguments, _RouterGrads, len(READ_BY_ROUTER), RouterOptions)
+    given = {**grads._asdict(), **dict(zip(READ_BY_ROUTER, read, strict=True))}
+    given["ids"] = given.pop("chosen")
+    return {name: tensor for name, tensor in given.items() if tensor is not None}, options
+
+
+def _route_bwd(*arguments: Any) -> Tensor:
+    given, options = _router_backward(arguments)
+    with torch.no_grad():
+        grad: Tensor = mb.route_backward(**given, **_router_options(options, given))
+    return grad
+
+
+def _fake_route_bwd(*arguments: Any) -> Tensor:
+    given, options = _router_backward(arguments)
+    described = {name: _described(tensor) for name, tensor in given.items()}
+    router_options.backward("route_backward", described, _checked_router_options("route_backward", options))
+    logits: Tensor = given["logits"]
+    return logits.new_empty(logits.shape)
+
+
+_library: Any = torch.library.Library("moeblaze", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no types
 # Compilers hand over strides as the fakes saw them, as the transposed views of weights.
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 
 
-def _define(name: str, arguments: Sequence[str], returns: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(
+    name: str, arguments: Sequence[str], returns: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
     _library.define(f"{name}({', '.join(arguments)}) -> {returns}", tags=_TAGS)
     for device in ("CPU", "CUDA"):
         _library.impl(name, run, device)
@@ -303,144 +423,19 @@ moe_fwd, moe_infer = torch.ops.moeblaze.moe_fwd.default, torch.ops.moeblaze.moe_
 moe_bwd, moe_bwd_ = torch.ops.moeblaze.moe_bwd.default, torch.ops.moeblaze.moe_bwd_.default
 moe_bwd_acc, moe_bwd_acc_ = torch.ops.moeblaze.moe_bwd_acc.default, torch.ops.moeblaze.moe_bwd_acc_.default
 
-
-Grads = tuple[Tensor | None, ...]
-Backward = Callable[..., Grads]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def outside_of_graphs(function: Function) -> Function:
-    """`torch.compiler.disable`, which has no types, with the function's own."""
-    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]  # torch gives it none
-    return disabled
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The first `number` tensors as they are. Their graph ends here, in an error."""
-
-    @staticmethod
-    def forward(function: str, number: int, *tensors: Tensor) -> Grads:
-        return tensors[:number]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.function = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        raise RuntimeError(f"{ctx.function}: no second derivatives")
-
-
-def first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
-    """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
-
-    torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
-    What is compiled has no second derivatives in torch, which says so itself.
-    """
-
-    def decorate(backward: Backward) -> Backward:
-        @functools.wraps(backward)
-        def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return backward(ctx, *grad_outputs)
-            with torch.no_grad():
-                grads = backward(ctx, *grad_outputs)
-            present = [grad for grad in grads if grad is not None]
-            if not present:
-                return grads
-            if torch._C._are_functorch_transforms_active():  # where tensors cannot be told to require gradients
-                tracked = [*present, *(t for t in ctx.saved_tensors if t is not None and t.requires_grad)]
-            else:
-                tracked = [grad.requires_grad_() for grad in present]
-            raising = iter(_NoSecondDerivative.apply(function, len(present), *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-            return tuple(None if grad is None else next(raising) for grad in grads)
-
-        return wrapped
-
-    return decorate
-
-
-def wanted(tensors: Iterable[Any]) -> bool:
-    """Whether a call with these tensors must be one of operators: something is to follow it. Takes half a microsecond."""
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(tensor) not in _PLAIN for tensor in tensors)
-    )
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
-
-
-def stand_in(kind: str | None, weight: Tensor) -> Tensor | None:
-    """What autograd gets for a gradient that was added elsewhere: None, or "zeros" or "empty" for its hooks."""
-    if kind is None:
-        return None
-    return torch.zeros_like(weight) if kind == "zeros" else torch.empty_like(weight)
-
-
-class MoE(torch.autograd.Function):
-    """The layer by operators. What backward needs are outputs, so that transforms of torch.func may replace them.
-
-    Backward calls an operator that overwrites what was saved only where it runs now. Compilers get one that does not,
-    and put the other in its place where the memory is free.
-    """
-
-    @staticmethod
-    def forward(save: str, keep_saved: bool, announced: tuple[str | None, ...], *arguments: Any) -> tuple[Tensor, ...]:
-        """announced: of each of Sums, the kind of its `stand_in`. arguments: of Options, Sums and Layer, in order."""
-        options, _, layer = _split(arguments, Options, Sums, Layer)
-        made: tuple[Tensor, ...] = moe_fwd(*layer, *options, save)
-        return made
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save, ctx.keep_saved, ctx.announced, *arguments = inputs
-        options, sums, layer = _split(arguments, Options, Sums, Layer)
-        ctx.options, ctx.accumulates = tuple(options), any(total is not None for total in sums)
-        _, lists, first_layer, y_swi = output
-        kept = lists, first_layer if ctx.save != "recompute" else None, y_swi if ctx.save == "paper" else None
-        ctx.save_for_backward(*(getattr(layer, name) for name in READ_IN_BACKWARD), *kept, *sums)
-        ctx.mark_non_differentiable(lists, first_layer, y_swi)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @first_derivatives_only("moe")
-    def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grads:
-        before = (None,) * (3 + len(Options._fields) + len(Sums._fields))
-        if grad_out is None:
-            return (*before, *(None,) * len(Layer._fields))
-        needed = dict(zip(Layer._fields, ctx.needs_input_grad[len(before) :], strict=True))
-        needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in GRADIENTS]
-        unpacked = ctx.saved_tensors  # asked for once, as checkpointing wants
-        saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
-        followed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        in_place = not ctx.keep_saved and not followed
-        operator = (moe_bwd_acc_ if in_place else moe_bwd_acc) if ctx.accumulates else moe_bwd_ if in_place else moe_bwd
-        totals = sums if ctx.accumulates else ()
-        made = operator(grad_out.contiguous(), *saved, *totals, *ctx.options, ctx.save, needs)
-        grads = dict(zip(DIFFERENTIABLE, made, strict=True))
-        weights = dict(zip(READ_IN_BACKWARD, saved, strict=False))
-        for name, total, kind in zip(Sums._fields, sums, ctx.announced, strict=True):
-            if total is not None:
-                grads[name] = stand_in(kind, weights[name])
-        return (*before, *(grads[name] if needed[name] else None for name in Layer._fields))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Of calls with the same experts: one call with all their tokens."""
-        before = len(inputs) - len(Layer._fields)
-        layer, dims = Layer(*inputs[before:]), Layer(*in_dims[before:])
-        for name, dim in dims._asdict().items():
-            if dim is not None and name not in ("x", "ids", "weights"):
-                raise RuntimeError(f"moe: {name}: expected one tensor for all of vmap's batch, got one for each element")
-
-        def fold(name: str) -> Tensor:
-            tensor, dim = getattr(layer, name), getattr(dims, name)
-            every = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            return every.reshape(-1, every.shape[-1]).contiguous()  # type: ignore[no-any-return]
-
-        folded = layer._replace(x=fold("x"), ids=fold("ids"), weights=fold("weights"))
-        out, *kept = MoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
-        return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, None, None, None)
+_router = _declared(RouterOptions).replace("SymInt? sequences", "SymInt? num_sequences")
+_define(
+    "route",
+    [_declared(Routing), "int? k", _router],
+    f"({', '.join(['Tensor'] * (2 + len(ROUTER_SUMS)))})",
+    _route,
+    _fake_route,
+)
+_define(
+    "route_bwd",
+    [_declared(_RouterGrads), _declared(Routing, READ_BY_ROUTER), _router],
+    "Tensor",
+    _route_bwd,
+    _fake_route_bwd,
+)
+route, route_bwd = torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_bwd.default

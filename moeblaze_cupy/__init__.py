@@ -2,12 +2,13 @@
 
 from moeblaze_cupy.layer import build_dispatch, moe_backward, moe_forward
 from moeblaze_cupy.routing import route, route_backward
-from moeblaze_cupy.structures import DispatchIndices, Gradients, SavedForBackward
+from moeblaze_cupy.structures import DispatchIndices, Gradients, RouterSums, SavedForBackward
 
 __version__ = "0.1.0"
 __all__ = [
     "DispatchIndices",
     "Gradients",
+    "RouterSums",
     "SavedForBackward",
     "build_dispatch",
     "moe_backward",

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8, "bool": 1}
 CPU = -1
 ALIGNMENT = 16  # bytes: the largest access of a kernel to global memory, and less than what every allocation has
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from moeblaze_cupy import arrays, launch_config
 from moeblaze_cupy.arrays import CPU, Array
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, SavedForBackward, is_gated
+from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, SAVE_POLICIES, SavedForBackward, is_gated
 
 GPU_DTYPES = ("bfloat16", "float16", "float32")
 CPU_DTYPES = (*GPU_DTYPES, "float64")
@@ -47,15 +47,6 @@ def integer(function: str, argument: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise bad_type(function, argument, "an int", repr(value)) from None
-
-
-def renormalized(function: str, value: Any, k: int) -> bool:
-    """What `renormalize` means: None is k > 1, as the only weight over itself is 1 and has no gradient."""
-    if value is None:
-        return k > 1
-    if not isinstance(value, (bool, np.bool_)):
-        raise bad_type(function, "renormalize", "True, False or None", repr(value))
-    return bool(value)
 
 
 def untransformed(function: str, given: Mapping[str, Any]) -> None:
@@ -144,36 +135,6 @@ def ids(function: str, array: Array, num_experts: int) -> None:
         raise bad_value(function, "ids", f"at most {launch_config.MAX_K} slots per token", array.shape[1])
     if not 1 <= num_experts <= launch_config.MAX_EXPERTS:
         raise bad_value(function, "num_experts", f"1 to {launch_config.MAX_EXPERTS}", num_experts)
-
-
-def router(function: str, logits: Array, k: int, kind: str) -> None:
-    one_of(function, "kind", kind, ROUTER_KINDS)
-    shape(function, "logits", logits, "L, E", (None, None))
-    dtype(function, "logits", logits, floats(logits))
-    contiguous(function, "logits", logits)
-    num_experts = logits.shape[1]
-    if not 1 <= num_experts <= launch_config.MAX_ROUTER_EXPERTS:
-        raise bad_value(function, "logits", f"1 to {launch_config.MAX_ROUTER_EXPERTS} experts", num_experts)
-    limit = min(num_experts, launch_config.MAX_ROUTER_K)
-    if not 1 <= k <= limit:
-        raise bad_value(function, "k", f"1 to {limit} (E = {num_experts} experts, at most 32)", k)
-
-
-def router_backward(
-    function: str, grad_weights: Array, logits: Array, weights: Array, chosen: Array, kind: str
-) -> None:
-    shape(function, "weights", weights, "L, k", (logits.shape[0], None) if logits.shape else (None, None))
-    router(function, logits, weights.shape[1], kind)
-    expected = weights.shape
-    wide = "float64" if logits.dtype == "float64" else "float32"
-    for name, array, dtypes in (
-        ("grad_weights", grad_weights, (wide,)),
-        ("weights", weights, (wide,)),
-        ("ids", chosen, ("int32",)),
-    ):
-        shape(function, name, array, "L, k", expected)
-        dtype(function, name, array, dtypes)
-        contiguous(function, name, array)
 
 
 def weight_order(function: str, argument: str, array: Array) -> bool:

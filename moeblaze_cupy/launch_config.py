@@ -31,8 +31,8 @@ ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # what adding the sums costs, 
 MAX_EXPERTS = 4096  # of dispatch, which keeps counters and lists of all experts in shared memory
 MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's number past the end of a tile
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
-MAX_ROUTER_EXPERTS = 1024
-MAX_ROUTER_K = 32
+MAX_ROUTER_EXPERTS = 4096
+MAX_ROUTER_K = 64
 ROUTER_TOKENS = 4  # per block, a warp each
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
@@ -92,8 +92,8 @@ def kernel_constants(source: str) -> dict[str, int]:
         },
         "router.cu": {
             "TOKENS_PER_BLOCK": ROUTER_TOKENS,
-            "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
-            "MAX_ROUTER_K": MAX_ROUTER_K,
+            "MAX_ROUTER_EXPERTS": 1024,
+            "MAX_ROUTER_K": 32,
             "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
         },
         "dispatch.cu": {

@@ -1,46 +1,105 @@
-"""The public functions of routing: which experts a token goes to, and with what weights."""
+"""The public functions of routing: which experts a token goes to, with what weights, and what balances their load."""
 
 from typing import Any
 
-from moeblaze_cupy import checks, reference, runtime
+from moeblaze_cupy import checks, reference, router_options, runtime
 from moeblaze_cupy.arrays import Export
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.ops import router
 from moeblaze_cupy.runtime import Runtime, current_device
+from moeblaze_cupy.structures import RouterSums
 
 
-def route(logits: Any, k: int, kind: str = "softmax_topk", renormalize: bool | None = None) -> tuple[Any, Any]:
-    """Softmax and top-k over the experts of each token (paper section 2.1).
+def _is_array(sequences: Any) -> bool:
+    return getattr(sequences, "shape", ()) != ()
 
-    logits: (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 1024; k <= min(E, 32).
-    kind: "softmax_topk" takes the softmax over all E, then the k largest, divided by their sum if
-    `renormalize`; "topk_softmax" takes the softmax over the k largest logits.
-    renormalize: None means k > 1, as one weight over itself is 1 whatever the logits, which then get no gradient.
-    Returns weights (L, k) float32 (float64 of such logits) and ids (L, k) int32, largest first, ties to the lower id.
-    A NaN logit ranks first and makes its token's weights NaN.
-    Raises TypeError (dtype, device), ValueError (shape, k, kind), or RuntimeError of tensors that autograd or a
+
+def _present(**given: Any) -> dict[str, Any]:
+    return {name: array for name, array in given.items() if array is not None}
+
+
+def route(
+    logits: Any,
+    k: int | None = None,
+    *,
+    score: str = "softmax",
+    renormalize: bool | None = None,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    bias: Any = None,
+    bias_on: str = "scores",
+    groups: tuple[int, int, int] | None = None,
+    ids: Any = None,
+    token_offsets: Any = None,
+    token_mask: Any = None,
+    top_p: float | None = None,
+    threshold: float | None = None,
+    sums: tuple[str, ...] = (),
+    sequences: Any = 1,
+) -> tuple[Any, ...]:
+    """Choose k experts per token, and their weights (paper section 2.1): w = s[ids], w /= sum(w) + eps, w *= scale.
+
+    logits: x (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 4096; k <= min(E, 64).
+    score: s = softmax(x), sigmoid(x), "sqrt_softplus" (its square root), "identity" (x) or "relu" (max(x, 0)).
+    renormalize: divide by the sum; None means k > 1, as one weight over itself is 1 whatever the logits, which then get
+    no gradient. eps >= 0 is added to the sum, but for softmax, whose renormalised form is the softmax over the chosen.
+    bias: (E,) or (L, E) float32, added to s, or with bias_on="logits" to x, for the choice alone; it has no gradient.
+    Without it the logits rank the experts, which is the same order. -inf forbids an expert as long as k others remain.
+    groups: (n, kept, top): of n equal groups of consecutive experts, those `kept` with the largest sums of their `top`
+    largest s + bias compete; k <= kept * E / n.
+    ids: (L, k) int32 or int64: these experts instead of a choice, whatever bias and groups; k is None or theirs. An id
+    < 0 or >= E is an empty slot. With token_offsets (L+1,) int32 ids are (P,), and pair p is token t's for
+    token_offsets[t] <= p < token_offsets[t+1]; renormalize=None then means True.
+    token_mask: (L,) bool; a token that is False gets empty slots and has no share in the sums.
+    top_p: a slot stays while the softmax(x) of the slots before it adds up to less; threshold: while its key, s or what
+    bias makes of it, is at least this. Other slots are empty, and no part of the sum of weights.
+    sums: any of "z", "entropy" and one of "softmax", "sigmoid", "sqrt_softplus": what RouterSums is to hold. Of the
+    latter, softmax(x), or the scores over their sum + 1e-20, is added to score_sums.
+    sequences: S equal runs of consecutive tokens, or offsets (S+1,) int32 of S runs, to add up apart.
+
+    Returns weights (L, k) float32 (float64 of such logits) and ids (L, k) int32, largest key first, ties to the lower
+    id, or (P,) each; with `sums` also a RouterSums. An empty slot has the id -1 and the weight 0. Arithmetic is fp32.
+    A NaN logit ranks first; its weight is NaN, and with softmax or renormalize those of its whole token.
+    Scores that are all 0 make NaN of renormalised weights if eps = 0.
+    The contents of ids, token_offsets and sequences are not checked: offsets that fall make results without meaning.
+    Raises TypeError (dtype, device), ValueError (shape, k, options), or RuntimeError of tensors that autograd or a
     transform of torch would have to follow.
     """
-    k = checks.integer("route", "k", k)
-    renormalize = checks.renormalized("route", renormalize, k)
-    key, pointers = runtime.key_of("route", (k, kind, renormalize), (logits,))
+    k = None if k is None else checks.integer("route", "k", k)
+    offsets = sequences if _is_array(sequences) else None
+    options = router_options.of(
+        *("route", score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums),
+        sequences if offsets is None else None,
+    )
+    given = _present(
+        logits=logits, bias=bias, ids=ids, token_offsets=token_offsets, token_mask=token_mask, sequences=offsets
+    )
+    key, pointers = runtime.key_of("route", (k, options, *given), tuple(given.values()))
     export: Export = keep
     found = runtime.find(key)
     if found is None:
-        checks.untracked("route", {"logits": logits})
-        call = Call("route", logits=logits)
-        checks.router("route", call.described["logits"], k, kind)
+        checks.untracked("route", given)
+        call = Call("route", **given)
+        router_options.forward("route", call.described, k, options)
+        ragged = token_offsets is not None
+        slots = None if ragged else (k if ids is None else call.described["ids"].shape[1])
+        options = options.renormalized(slots)
         if call.on_cpu:
-            on_host = reference.route(call.host("logits"), k, kind=kind, renormalize=renormalize)
-            return call.export(on_host[0]), call.export(on_host[1])
-        (layout,), pointers, export = call.layout("logits"), call.pointers(), call.export
-        step = router.configure("router_fwd", layout, k, kind, renormalize)
-        found = runtime.keep(key, call.prepared((step, (layout.shape[0], k))))
+            host = {name: call.host(name) for name in given}
+            at_most = {"sequences": options.sequences} if offsets is None else {}
+            results = reference.route(k=k, **options._asdict() | at_most | host)
+            made = tuple(map(call.export, results[:2]))
+            return (*made, RouterSums(*(s if s is None else call.export(s) for s in results[2]))) if sums else made
+        pointers, export = call.pointers(), call.export
+        layouts = tuple(zip(given, call.layout(*given), strict=True))
+        found = runtime.keep(key, call.prepared(router.configure_forward(layouts, slots, options, call.limits)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        step, shape = found.steps
-        weights, ids = router.route(run, step, pointers[0], shape)
-        return export(weights.array), export(ids.array)
+        weights, chosen, added = router.route(run, found.steps, dict(zip(given, pointers, strict=True)))
+        made = export(weights.array), export(chosen.array)
+        if not sums:
+            return made
+        return (*made, RouterSums(*(None if s is None else export(s.array) for s in added)))
 
 
 def route_backward(
@@ -48,33 +107,64 @@ def route_backward(
     logits: Any,
     weights: Any,
     ids: Any,
-    kind: str = "softmax_topk",
+    *,
+    score: str = "softmax",
     renormalize: bool | None = None,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    bias: Any = None,
+    bias_on: str = "scores",
+    groups: tuple[int, int, int] | None = None,
+    token_offsets: Any = None,
+    token_mask: Any = None,
+    top_p: float | None = None,
+    threshold: float | None = None,
+    sums: tuple[str, ...] = (),
+    sequences: Any = 1,
+    grad_score_sums: Any = None,
+    grad_z_sums: Any = None,
+    grad_entropy_sums: Any = None,
 ) -> Any:
-    """Gradient of `route`'s weights with respect to its logits, (L, E) in their dtype.
+    """Gradient of `route`'s weights and sums with respect to its logits, (L, E) in their dtype.
 
-    grad_weights and weights (L, k) float32 (float64 of such logits), ids (L, k) int32 as `route` returned them; kind
-    and renormalize as given to `route`. Raises TypeError, ValueError or RuntimeError as `route` does.
+    grad_weights and weights (L, k) float32 (float64 of such logits), ids (L, k) int32 as `route` returned them, or (P,)
+    each with token_offsets. score, renormalize, eps, scale, token_mask, sums and sequences: as given to `route`. bias,
+    bias_on, groups, top_p and threshold take part in the choice alone, which has no gradient: they may be given, and
+    the arrays among them are not looked at. An empty slot has no gradient.
+    grad_score_sums (S, E), grad_z_sums (S,), grad_entropy_sums (S,): gradients of what `sums` names, of the weights'
+    dtype; None is 0. Raises TypeError, ValueError or RuntimeError as `route` does.
     """
-    given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids}
-    key, pointers = runtime.key_of("route_backward", (kind, renormalize), tuple(given.values()))
+    offsets = sequences if _is_array(sequences) else None
+    options = router_options.of(
+        *("route_backward", score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums),
+        sequences if offsets is None else None,
+    )
+    given = _present(
+        token_offsets=token_offsets,
+        token_mask=token_mask,
+        sequences=offsets,
+        grad_score_sums=grad_score_sums,
+        grad_z_sums=grad_z_sums,
+        grad_entropy_sums=grad_entropy_sums,
+    )
+    given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids, **given}
+    key, pointers = runtime.key_of("route_backward", (options, *given), tuple(given.values()))
     export: Export = keep
     found = runtime.find(key)
     if found is None:
         checks.untracked("route_backward", given)
         call = Call("route_backward", **given)
-        d = call.described
-        checks.router_backward("route_backward", d["grad_weights"], d["logits"], d["weights"], d["ids"], kind)
-        renormalize = checks.renormalized("route_backward", renormalize, d["ids"].shape[1])
+        router_options.backward("route_backward", call.described, options)
+        shape = call.described["ids"].shape
+        options = options.renormalized(shape[1] if token_offsets is None else None)
         if call.on_cpu:
-            host = (call.host(name) for name in ("grad_weights", "logits", "weights", "ids"))
-            return call.export(reference.route_backward(*host, kind=kind, renormalize=renormalize))
-        layout, k, pointers, export = d["logits"].layout, d["ids"].shape[1], call.pointers(), call.export
-        step = router.configure("router_bwd", layout, k, kind, renormalize)
-        found = runtime.keep(key, call.prepared((step, layout)))
+            host = {name: call.host(name) for name in given}
+            at_most = {"sequences": options.sequences} if offsets is None else {}
+            return call.export(reference.route_backward(**options._asdict() | at_most | host))
+        pointers, export = call.pointers(), call.export
+        layouts = tuple(zip(given, call.layout(*given), strict=True))
+        found = runtime.keep(key, call.prepared(router.configure_backward(layouts, options, call.limits)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        step, layout = found.steps
-        logits_ptr, grad_ptr, weights_ptr, ids_ptr = pointers
-        grad = router.route_backward(run, step, grad_ptr, logits_ptr, weights_ptr, ids_ptr, layout)
+        grad = router.route_backward(run, found.steps, dict(zip(given, pointers, strict=True)))
         return export(grad.array)

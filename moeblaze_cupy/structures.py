@@ -15,7 +15,9 @@ SAVE_POLICIES = ("minimal", "paper", "recompute", None)
 GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 PLAIN_ACTIVATIONS = ("silu", "gelu", "relu")
 ACTIVATIONS = GATED_ACTIVATIONS + PLAIN_ACTIVATIONS
-ROUTER_KINDS = ("softmax_topk", "topk_softmax")
+SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity", "relu")
+SHARES = ("softmax", "sigmoid", "sqrt_softplus")  # scores that a token's shares of all experts can be made of
+SUMS = (*SHARES, "z", "entropy")
 GRADIENTS = ("x", "weights", "w1", "w2")
 
 
@@ -149,6 +151,18 @@ class SavedForBackward:
     @property
     def nbytes(self) -> int:
         return self.index.nbytes + nbytes(self.first_layer) + nbytes(self.y_swi)
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """Sums over the tokens of each of S sequences, None where not asked for. float32 (float64 of such logits)."""
+
+    score_sums: Any = None  #: (S, E): of q, each token's scores as shares of all experts
+    z_sums: Any = None  #: (S,): of the squared logarithm of the sum of exp(logits)
+    entropy_sums: Any = None  #: (S,): of the entropy of softmax(logits)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeblaze_cupy import launch_config, reference
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, ROUTER_KINDS, SAVE_POLICIES, is_gated
+from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, SAVE_POLICIES, is_gated
 
 # Two float64 evaluations of one formula: sums of at most a few hundred products, each rounded to 2^-53 = 1.1e-16,
 # are apart by some 1e-15; a wrong term is apart by more than 1e-3.
@@ -26,7 +26,6 @@ FINITE_DIFFERENCE = 1e-7
 # to a few hundred terms.
 LOW_PRECISION = {ml_dtypes.bfloat16: 4 * 2**-8, np.float16: 4 * 2**-11, np.float32: 16 * 2**-24}
 
-ROUTERS = [(kind, renormalize) for kind in ROUTER_KINDS for renormalize in (True, False)]
 SMALL = Case(L=5, k=2, E=3, d=4, h=3)
 POLICIES = [policy for policy in SAVE_POLICIES if policy is not None]
 
@@ -90,26 +89,25 @@ def finite_difference(loss, array):
     return grad
 
 
-def route_by_loops(logits, k, kind, renormalize):
+def route_by_loops(logits, k, renormalize):
     """Plain Python on finite logits."""
     weights, ids = [], []
     for row in logits.tolist():
         chosen = sorted(range(len(row)), key=lambda e: (-row[e], e))[:k]
-        pool = row if kind == "softmax_topk" else [row[e] for e in chosen]
-        p = [math.exp(row[e] - max(row)) / sum(math.exp(v - max(row)) for v in pool) for e in chosen]
-        total = sum(p) if kind == "softmax_topk" and renormalize else 1.0
+        p = [math.exp(row[e] - max(row)) / sum(math.exp(v - max(row)) for v in row) for e in chosen]
+        total = sum(p) if renormalize else 1.0
         ids.append(chosen)
         weights.append([v / total for v in p])
     return np.array(weights), np.array(ids)
 
 
-@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
+@pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("L", "k", "E"), [(1, 1, 1), (7, 1, 5), (40, 3, 8), (40, 8, 8)])
-def test_route_equals_loops(L, k, E, kind, renormalize):
+def test_route_equals_loops(L, k, E, renormalize):
     logits = np.random.default_rng(0).standard_normal((L, E)) * 3
     logits[:, E // 2] = logits[:, 0]  # a tie in every row
-    weights, ids = reference.route(logits, k, kind=kind, renormalize=renormalize)
-    want_weights, want_ids = route_by_loops(logits, k, kind, renormalize)
+    weights, ids = reference.route(logits, k, renormalize=renormalize)
+    want_weights, want_ids = route_by_loops(logits, k, renormalize)
     assert weights.dtype == np.float64 and ids.dtype == np.int32
     np.testing.assert_array_equal(ids, want_ids)
     assert relative_error(weights, want_weights) < SAME_FORMULA
@@ -130,19 +128,19 @@ def test_route_breaks_ties_by_id_and_takes_negative_zero_as_zero():
     np.testing.assert_array_equal(reference.route(logits, 3)[1], [[0, 1, 2], [2, 3, 0]])
 
 
-@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
-def test_route_takes_nan_first(kind, renormalize):
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_route_takes_nan_first(renormalize):
     nan, inf = np.nan, np.inf
     logits = np.array([[1, nan, inf, -nan], [nan, nan, nan, nan], [1, 2, 3, 4]], np.float32)
-    weights, ids = reference.route(logits, 3, kind=kind, renormalize=renormalize)
+    weights, ids = reference.route(logits, 3, renormalize=renormalize)
     np.testing.assert_array_equal(ids, [[1, 3, 2], [0, 1, 2], [3, 2, 1]])
     assert np.isnan(weights[:2]).all() and np.isfinite(weights[2]).all()
 
 
-@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
-def test_route_is_stable_for_huge_logits(kind, renormalize):
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_route_is_stable_for_huge_logits(renormalize):
     logits = np.array([[1e4, 1e4 - 1, -1e4], [-1e30, -1e30, -np.inf]], np.float32)
-    weights, ids = reference.route(logits, 2, kind=kind, renormalize=renormalize)
+    weights, ids = reference.route(logits, 2, renormalize=renormalize)
     np.testing.assert_array_equal(ids, [[0, 1], [0, 1]])
     share = 1 / (1 + math.exp(-1))
     assert relative_error(weights, [[share, 1 - share], [0.5, 0.5]]) < LOW_PRECISION[np.float32]
@@ -154,14 +152,14 @@ def test_route_of_no_tokens():
     assert reference.route_backward(weights, np.zeros((0, 4), np.float32), weights, ids).shape == (0, 4)
 
 
-@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
+@pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("k", [1, 3, 5])
-def test_route_backward_equals_finite_differences(k, kind, renormalize):
+def test_route_backward_equals_finite_differences(k, renormalize):
     rng = np.random.default_rng(2)
     logits = rng.permuted(np.tile(np.arange(5.0), (6, 1)), axis=1)  # 1 apart: a step changes no choice
     logits += rng.random((6, 5)) / 4
     grad_weights = rng.standard_normal((6, k))
-    options = {"kind": kind, "renormalize": renormalize}
+    options = {"renormalize": renormalize}
     weights, ids = reference.route(logits, k, **options)
     grad = reference.route_backward(grad_weights, logits, weights, ids, **options)
     want = finite_difference(lambda: np.sum(reference.route(logits, k, **options)[0] * grad_weights), logits)
@@ -169,11 +167,11 @@ def test_route_backward_equals_finite_differences(k, kind, renormalize):
     np.testing.assert_allclose(grad, want, rtol=0, atol=FINITE_DIFFERENCE)
 
 
-@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
-def test_route_backward_in_low_precision_and_with_absent_ids(kind, renormalize):
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_route_backward_in_low_precision_and_with_absent_ids(renormalize):
     rng = np.random.default_rng(3)
     logits = rng.standard_normal((8, 6)).astype(ml_dtypes.bfloat16)
-    options = {"kind": kind, "renormalize": renormalize}
+    options = {"renormalize": renormalize}
     weights, ids = reference.route(logits, 3, **options)
     grad_weights = rng.standard_normal((8, 3)).astype(np.float32)
     grad = reference.route_backward(grad_weights, logits, weights, ids, **options)
@@ -186,7 +184,7 @@ def test_route_backward_in_low_precision_and_with_absent_ids(kind, renormalize):
     dropped = ids.copy()
     dropped[:, 1] = -1
     got = reference.route_backward(grad_weights, exact, weights, dropped, **options)
-    if kind == "topk_softmax" or renormalize:
+    if renormalize:
         assert not np.take_along_axis(got, ids[:, 1:2], axis=1).any()
     first = ids[:, :1]
     got, want = (np.take_along_axis(grad, first, axis=1) for grad in (got, want))
@@ -342,20 +340,16 @@ def test_layer_equals_torch_autograd(case):
         assert relative_error(getattr(grads, name), np.asarray(grad)) < SAME_FORMULA, name
 
 
-@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
-def test_router_equals_torch_autograd(kind, renormalize):
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_router_equals_torch_autograd(renormalize):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(4)
     logits, grad_weights = rng.standard_normal((50, 9)), rng.standard_normal((50, 4))
-    options = {"kind": kind, "renormalize": renormalize}
+    options = {"renormalize": renormalize}
     weights, ids = reference.route(logits, 4, **options)
     leaf = torch.from_numpy(logits.copy()).requires_grad_()
-    if kind == "softmax_topk":
-        want, want_ids = leaf.softmax(dim=1).topk(4, dim=1)
-        want = want / want.sum(dim=1, keepdim=True) if renormalize else want
-    else:
-        chosen, want_ids = leaf.topk(4, dim=1)
-        want = chosen.softmax(dim=1)
+    want, want_ids = leaf.softmax(dim=1).topk(4, dim=1)
+    want = want / want.sum(dim=1, keepdim=True) if renormalize else want
     want.backward(torch.from_numpy(grad_weights))
     np.testing.assert_array_equal(ids, want_ids)
     assert relative_error(weights, want.detach().numpy()) < SAME_FORMULA

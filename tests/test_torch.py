@@ -19,7 +19,6 @@ from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
 
 SMALL = Case(L=4, k=2, E=3, d=3, h=2)
 POLICIES = ("minimal", "paper", "recompute")
-ROUTERS = [("softmax_topk", True), ("softmax_topk", False), ("topk_softmax", True)]
 
 
 def tensors(case, dtype=np.float64, seed=0):
@@ -79,10 +78,10 @@ def test_gradients_equal_finite_differences(case, save):
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
-def test_gradient_of_the_router_equals_finite_differences(kind, renormalize, k):
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_gradient_of_the_router_equals_finite_differences(renormalize, k):
     logits = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda logits: route(logits, k, kind, renormalize), logits)
+    assert torch.autograd.gradcheck(lambda logits: route(logits, k, renormalize=renormalize), logits)
 
 
 def test_router_ids_have_no_gradient():
@@ -520,22 +519,19 @@ def test_gradients_with_a_graph_can_be_used_without_it():
     layer.router.grad = None  # else a cycle that only the garbage collector ends
 
 
-def test_transforms_are_refused():
+def test_transforms_that_cannot_be_followed_are_refused():
     x, ids, weights, w1, w2, _ = tensors(SMALL)
     expected = ": expected a call outside of all transforms of torch but torch.compile, .*, got "
-    for leaf in (x, x.clone().requires_grad_()):
-        with pytest.raises(RuntimeError, match="^moe: x" + expected + "a transform of torch.func"):
-            torch.func.grad(lambda x: moe(x, ids, weights, w1, w2).sum())(leaf)
-        with pytest.raises(RuntimeError, match="^route: logits" + expected + "make_fx"):
-            torch.fx.experimental.proxy_tensor.make_fx(lambda x: route(x, 2)[0])(leaf)
+    leaf = x.clone().requires_grad_()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, x)
         for call in (lambda: route(dual, 2), lambda: moe(dual, ids, weights, w1, w2)):
             with pytest.raises(RuntimeError, match=expected + "forward-mode differentiation"):
                 call()
-    leaf = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match=expected + "forward-mode differentiation"):
         torch.autograd.gradcheck(lambda x: moe(x, ids, weights, w1, w2, keep_saved=True), leaf, check_forward_ad=True)
+    with pytest.warns(DeprecationWarning), pytest.raises(RuntimeError, match=expected + "torch.jit.trace"):
+        torch.jit.trace(lambda x: moe(x, ids, weights, w1, w2), x)
     out = moe(leaf, ids, weights, w1, w2, keep_saved=True)
     with pytest.raises(TypeError, match=r"^moe_backward: grad_out: memory: expected .* batched by vmap"):
         torch.autograd.grad(out, leaf, torch.ones(2, *out.shape, dtype=out.dtype), is_grads_batched=True)
@@ -581,12 +577,8 @@ def composed(layer, x):
     tokens = x.reshape(-1, x.shape[-1])
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = tokens.to(wide) @ layer.router.to(wide).T
-    if layer.kind == "topk_softmax":
-        top, ids = logits.topk(layer.k)
-        weights = top.softmax(-1)
-    else:
-        weights, ids = logits.softmax(-1).topk(layer.k)
-        weights = weights / weights.sum(-1, keepdim=True) if layer.renormalize else weights
+    weights, ids = logits.softmax(-1).topk(layer.k)
+    weights = weights / weights.sum(-1, keepdim=True) if layer.renormalize else weights
     act = {
         "swiglu": torch.nn.functional.silu,
         "geglu": torch.nn.functional.gelu,
@@ -606,10 +598,10 @@ def composed(layer, x):
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu"])
-@pytest.mark.parametrize(("kind", "renormalize"), ROUTERS)
-def test_module_equals_torch_operations(kind, renormalize, activation):
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_module_equals_torch_operations(renormalize, activation):
     torch.manual_seed(0)
-    layer = MoE(8, 6, 5, 2, activation=activation, kind=kind, renormalize=renormalize, dtype=torch.float64)
+    layer = MoE(8, 6, 5, 2, activation=activation, renormalize=renormalize, dtype=torch.float64)
     x = torch.randn(2, 7, 8, dtype=torch.float64, requires_grad=True)
     grad_out = torch.randn_like(x)
     wanted = (x, *layer.parameters())
@@ -642,39 +634,70 @@ def test_top_1_trains_its_router():
     assert relative_error(layer.router.grad.numpy(), composed_layer.router.grad.numpy()) <= 1e-5
 
 
-@pytest.mark.parametrize("options", [{"renormalize": True}, {"kind": "topk_softmax"}], ids=str)
-def test_a_router_that_cannot_train_is_warned_of(options):
+def test_a_router_that_cannot_train_is_warned_of():
     with pytest.warns(UserWarning, match="MoE: k = 1 with .* trains no router"):
-        layer = MoE(8, 6, 5, 1, **options)
+        layer = MoE(8, 6, 5, 1, renormalize=True)
     layer(torch.randn(64, 8)).square().mean().backward()
     assert not layer.router.grad.any()
 
 
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("arrives", [torch.bfloat16, torch.float32])
-def test_autocast_leaves_the_router_in_fp32(arrives):
+def test_autocast_casts_as_for_linear_but_leaves_the_router_in_fp32(arrives, to):
     """Rounded logits would send some tokens to other experts."""
     torch.manual_seed(0)
-    layer = MoE(256, 16, 64, 2, dtype=arrives)
-    x = torch.randn(512, 256, dtype=arrives, requires_grad=True)
-    grad_out = torch.randn_like(x)
-    want = layer(x)
+    layer = MoE(256, 16, 64, 2)
+    x = torch.randn(512, 256).to(arrives).requires_grad_()
+    grad_out = torch.randn(512, 256).to(to)
+    logits = x.float() @ layer.router.T
+    weights, ids = route(logits, 2)
+    experts = [w.to(to).transpose(1, 2) for w in (layer.w1_storage, layer.w2_storage)]
+    want = moe(x.to(to), ids, weights, *experts)
     want_grads = torch.autograd.grad(want, (x, *layer.parameters()), grad_out)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", to):
         out = layer(x)
-    assert torch.equal(out, want)
-    assert all(map(torch.equal, torch.autograd.grad(out, (x, *layer.parameters()), grad_out), want_grads))
+    grads = torch.autograd.grad(out, (x, *layer.parameters()), grad_out)
+    assert out.dtype == to and torch.equal(out, want)
+    for got, wanted, leaf in zip(grads, want_grads, (x, *layer.parameters()), strict=True):
+        assert got.dtype == leaf.dtype and torch.equal(got, wanted)
 
 
-def test_autocast_is_named_where_it_made_the_dtypes_differ():
-    layer = MoE(8, 6, 5, 2)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError) as caught:
-        layer(torch.nn.Linear(8, 8)(torch.randn(3, 8)))
-    assert str(caught.value) == (
-        "moe: w1: expected x's dtype torch.bfloat16, as torch.autocast casts other layers' outputs but not these "
-        "weights, got torch.float32; pass x.to(w1.dtype), or all in one dtype"
-    )
+def test_autocast_follows_a_linear_layer():
+    """Its output is of autocast's dtype, these weights are not. What is float64 stays so, as in linear."""
+    layer, linear = MoE(8, 6, 5, 2), torch.nn.Linear(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(linear(torch.randn(3, 8)))
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+        assert layer.double()(torch.randn(3, 8, dtype=torch.float64)).dtype == torch.float64
+    assert all(p.grad.dtype == torch.float32 for p in linear.parameters())
     with pytest.raises(TypeError, match=r"^moe_forward: w1: expected dtype bfloat16, got float32"):
-        layer(torch.randn(3, 8).bfloat16())
+        MoE(8, 6, 5, 2)(torch.randn(3, 8).bfloat16())
+
+
+def test_autocast_and_router_weights_of_another_dtype():
+    """They stay as they are in float32, and come to it where they are of neither dtype that the layer takes."""
+    x, ids, weights, w1, w2, _ = tensors(SMALL, np.float32)
+    want = moe(x.half(), ids, weights.bfloat16().float(), w1.half(), w2.half())
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(moe(x, ids, weights.bfloat16(), w1, w2), want)
+
+
+def test_autocast_and_main_grad():
+    """main_grad is the parameter's, though the layer is given a copy of it in another dtype."""
+    layer = MoE(8, 6, 5, 2, accumulate_into_main_grad=True)
+    for parameter in (layer.w1_storage, layer.w2_storage):
+        parameter.main_grad = torch.zeros_like(parameter)
+    x = torch.randn(7, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+        plain = copy.deepcopy(layer)
+        plain.accumulate_into_main_grad = False
+        plain(x).sum().backward()
+    for name in ("w1_storage", "w2_storage"):
+        parameter, expected = getattr(layer, name), getattr(plain, name).grad
+        assert parameter.grad is None
+        assert relative_error(parameter.main_grad.numpy(), expected.numpy()) <= 2**-8
 
 
 @pytest.mark.parametrize(
@@ -682,16 +705,16 @@ def test_autocast_is_named_where_it_made_the_dtypes_differ():
     [
         ((0, 6, 5, 2), {}, ValueError, "d_model: expected at least 1, got 0"),
         ((8, 0, 5, 2), {}, ValueError, "d_hidden: expected at least 1, got 0"),
-        ((8, 6, 0, 2), {}, ValueError, "num_experts: expected 1 to 1024, got 0"),
-        ((8, 6, 2000, 2), {}, ValueError, "num_experts: expected 1 to 1024, got 2000"),
+        ((8, 6, 0, 2), {}, ValueError, "num_experts: expected 1 to 4096, got 0"),
+        ((8, 6, 5000, 2), {}, ValueError, "num_experts: expected 1 to 4096, got 5000"),
         ((8, 6, 4, 5), {}, ValueError, "k: expected 1 to 4, got 5"),
-        ((8, 6, 64, 33), {}, ValueError, "k: expected 1 to 32, got 33"),
+        ((8, 6, 128, 65), {}, ValueError, "k: expected 1 to 64, got 65"),
         ((8, 6, 4, 0), {}, ValueError, "k: expected 1 to 4, got 0"),
         ((8, 6, 4, True), {}, TypeError, "k: expected an int, got True"),
         ((8.0, 6, 4, 2), {}, TypeError, "d_model: expected an int, got 8.0"),
         ((8, 6, 4, 2), {"activation": "SwiGLU"}, ValueError, "activation: expected one of 'swiglu', "),
         ((8, 6, 4, 2), {"save": "all"}, ValueError, "save: expected one of 'minimal', "),
-        ((8, 6, 4, 2), {"kind": "sigmoid"}, ValueError, "kind: expected one of 'softmax_topk', "),
+        ((8, 6, 4, 2), {"score": "tanh"}, ValueError, "score: expected one of 'softmax', "),
         ((8, 6, 4, 2), {"renormalize": "no"}, TypeError, "renormalize: expected True, False or None, got 'no'"),
     ],
 )
@@ -765,7 +788,7 @@ def test_module_parameters_and_memory_order():
     layer(torch.randn(3, 8)).sum().backward()
     assert all(p.grad.stride() == p.stride() for p in layer.parameters())
     assert repr(layer) == (
-        "MoE(d_model=8, d_hidden=6, num_experts=5, k=2, activation='swiglu', save='minimal', kind='softmax_topk', "
+        "MoE(d_model=8, d_hidden=6, num_experts=5, k=2, activation='swiglu', save='minimal', score='softmax', "
         "renormalize=True, keep_saved=False, accumulate_into_main_grad=False)"
     )
 
@@ -843,3 +866,105 @@ def test_module_trains():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_sums_of_the_router_are_differentiable():
+    logits = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    bias = torch.randn(6, dtype=torch.float64)
+    offsets, mask = torch.tensor([0, 5, 12], dtype=torch.int32), torch.arange(12) != 3
+
+    def routed(logits):
+        options = {"score": "sigmoid", "bias": bias, "groups": (2, 1, 2), "scale": 2.5, "token_mask": mask}
+        weights, _, sums = route(logits, 2, **options, sums=("sigmoid", "z", "entropy"), sequences=offsets)
+        return weights, *sums
+
+    assert torch.autograd.gradcheck(routed, logits)
+    _, _, sums = route(logits, 2, sums=("softmax",))
+    assert sums.z_sums is None
+    (grad,) = torch.autograd.grad(sums.score_sums[0, 0], logits)  # the weights take no part in it
+    (want,) = torch.autograd.grad(logits.softmax(1)[:, 0].sum(), logits)
+    torch.testing.assert_close(grad, want)
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.double()])
+def test_the_bias_of_the_module_stays_float32(cast):
+    layer = MoE(8, 6, 5, 2, score="sigmoid", bias=True)
+    assert layer.bias.dtype == torch.float32 and "bias" in layer.state_dict()
+    layer.bias.copy_(torch.arange(5) / 1000 + 1e-6)
+    before = layer.bias.clone()
+    cast(layer)
+    assert layer.bias.dtype == torch.float32 and torch.equal(layer.bias, before)
+    assert layer.router.dtype != torch.float32
+    assert MoE(8, 6, 5, 2).bias is None
+
+
+def test_module_with_options_of_the_router():
+    torch.manual_seed(0)
+    options = {"score": "sigmoid", "groups": (4, 2, 2), "scale": 2.5, "eps": 1e-20, "sums": ("sigmoid", "z")}
+    layer = MoE(8, 6, 16, 4, bias=True, return_routing=True, **options)
+    layer.bias.normal_()
+    x = torch.randn(2, 10, 8)
+    out, routed = layer(x, sequences=2)
+    weights, ids, sums = route(routed.logits, 4, bias=layer.bias, sequences=2, **options)
+    assert torch.equal(weights, routed.weights) and torch.equal(ids, routed.ids)
+    assert torch.equal(sums.score_sums, routed.sums.score_sums) and sums.score_sums.shape == (2, 16)
+    want = moe(x.flatten(0, 1), ids, weights, layer.w1_storage.mT, layer.w2_storage.mT)
+    assert torch.equal(out, want.view_as(x))
+    routed.sums.z_sums.sum().backward()
+    assert layer.router.grad.abs().max() > 0 and layer.w2_storage.grad is None
+    mask = torch.arange(20) < 10
+    out, routed = layer(x, token_mask=mask.view(2, 10))
+    assert (routed.ids[10:] == -1).all() and not out[1].any() and out[0].abs().max() > 0
+
+
+def test_module_with_a_router_of_ones_own():
+    torch.manual_seed(0)
+    layer = MoE(8, 6, 5, 2, return_routing=True)
+    x = torch.randn(7, 8)
+    out, routed = layer(x)
+    replay = MoE(8, 6, 5, 2, routing=lambda logits: route(logits, ids=routed.ids))
+    replay.load_state_dict(layer.state_dict())
+    assert torch.equal(replay(x), out)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_counts_nothing_twice(use_reentrant):
+    torch.manual_seed(0)
+    layer = MoE(8, 6, 5, 2, bias=True, sums=("softmax",), return_routing=True)
+    x = torch.randn(7, 8, requires_grad=True)
+    counts = torch.zeros(5)
+
+    def block(x):
+        out, routed = layer(x)
+        return out, routed.ids, routed.sums.score_sums
+
+    plain = torch.autograd.grad((block(x)[0].square().sum(), block(x)[2].square().sum()), x)
+    out, ids, score_sums = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
+    counts += torch.bincount(ids.flatten(), minlength=5)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    (out.square().sum() + score_sums.square().sum()).backward()
+    torch.testing.assert_close(x.grad, plain[0])
+    assert counts.sum() == 14
+    assert all(torch.equal(before[name], buffer) for name, buffer in layer.named_buffers())
+
+
+def test_sums_that_nobody_gets_are_refused():
+    with pytest.raises(ValueError, match=r"^MoE: sums: expected \(\) without return_routing=True"):
+        MoE(8, 6, 5, 2, sums=("z",))
+
+
+@pytest.mark.gpu
+def test_16_bit_router_logits_are_summed_in_float32():
+    from moeblaze_cupy.interop.torch import _router_logits
+
+    x, w = (torch.randn(n, 2048, device="cuda").bfloat16().requires_grad_() for n in (300, 64))
+    logits = _router_logits(x, w)
+    exact = x.double() @ w.double().T
+    assert logits.dtype == torch.float32
+    assert relative_error(logits.detach().cpu().numpy(), exact.detach().cpu().numpy()) < 1e-6
+    grad = torch.randn_like(logits)
+    for got, want in zip(
+        torch.autograd.grad(logits, (x, w), grad), torch.autograd.grad(exact, (x, w), grad.double()), strict=True
+    ):
+        assert got.dtype == torch.bfloat16
+        assert relative_error(got.float().cpu().numpy(), want.float().cpu().numpy()) < 2**-7

@@ -1,32 +1,210 @@
-"""Choice of experts and their weights (paper section 2.1)."""
+"""Choice of experts, their weights and the sums that balancing losses are made of (paper section 2.1)."""
+
+from typing import Any
 
 import numpy as np
 
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype, softmax
 
+NORMALIZER = 1e-20  # added to the sum of a token's sigmoid or sqrt_softplus scores where these are made shares of it
+
+
+def sigmoid(x: HostArray) -> HostArray:
+    small = np.exp(-np.abs(x))  # does not overflow, and keeps the digits of scores near 0
+    scores: HostArray = np.where(np.signbit(x), small, 1) / (1 + small)
+    return scores
+
+
+def softplus(x: HostArray) -> HostArray:
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
+def scores_of(x: HostArray, score: str) -> HostArray:
+    """s = f(x) of logits (L, E)."""
+    if score == "softmax":
+        return softmax(x)
+    if score == "sigmoid":
+        return sigmoid(x)
+    if score == "sqrt_softplus":  # softplus(x) is exp(x) to the last digit there, and would underflow
+        return np.where(x < -40, np.exp(np.minimum(x, 0) / 2), np.sqrt(softplus(x)))
+    return np.maximum(x, 0) if score == "relu" else x
+
+
+def log_slope(x: HostArray, score: str) -> HostArray:
+    """d log s / dx of "sigmoid" and "sqrt_softplus": sigma(-x), and sigma(x) / (2 softplus(x)), which tends to 1/2."""
+    if score == "sigmoid":
+        return sigmoid(-x)
+    return np.where(x < -40, 0.5, sigmoid(x) / (2 * np.maximum(softplus(x), 1e-30))).astype(x.dtype)
+
+
+def _shares(x: HostArray, score: str) -> HostArray:
+    """q (L, E): how each token divides itself among all experts, the summand of score_sums."""
+    scores = scores_of(x, score)
+    return scores if score == "softmax" else scores / (scores.sum(axis=1, keepdims=True) + NORMALIZER)
+
+
+def _log_sum_exp(x: HostArray) -> HostArray:
+    largest = x.max(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        lse: HostArray = largest[:, 0] + np.log(np.exp(x - largest).sum(axis=1))
+    return lse
+
+
+def _mean_logit(x: HostArray, p: HostArray) -> HostArray:
+    """Sum of p x (L,), where an expert without probability adds nothing, even at -inf."""
+    mean: HostArray = (p * np.where(p == 0, 0, x)).sum(axis=1)
+    return mean
+
+
+def _descending(keys: HostArray, last: HostArray | None = None) -> HostArray:
+    """The order of each row's keys, largest first: NaN before all, equal ones by id, those marked `last` at the end."""
+    by = (-keys, ~np.isnan(keys)) if last is None else (-keys, ~np.isnan(keys), last)
+    return np.lexsort(by, axis=-1)
+
+
+def _keys(x: HostArray, score: str, bias: HostArray | None, bias_on: str) -> HostArray:
+    """What experts are ranked by (L, E). Scores rise with the logits, which have more digits, so these rank alone."""
+    if bias is None:
+        return x
+    return (x if bias_on == "logits" else scores_of(x, score)) + cast(bias, x.dtype)
+
+
+def _outside_of_groups(ranked_by: HostArray, groups: tuple[int, int, int]) -> HostArray:
+    """(L, E) bool: the experts outside of the `kept` groups with the largest sums of their `top` largest entries."""
+    n, kept, top = groups
+    L, E = ranked_by.shape
+    by_group = ranked_by.reshape(L, n, E // n)
+    largest = np.take_along_axis(by_group, _descending(by_group)[..., :top], axis=2)
+    with np.errstate(invalid="ignore"):
+        order = _descending(largest.sum(axis=2))  # (L, n)
+    outside = np.ones((L, n), bool)
+    np.put_along_axis(outside, order[:, :kept], False, axis=1)
+    return np.repeat(outside, E // n, axis=1)
+
+
+def _select(
+    x: HostArray,
+    k: int,
+    score: str,
+    bias: HostArray | None,
+    bias_on: str,
+    groups: tuple[int, int, int] | None,
+    top_p: float | None,
+    threshold: float | None,
+) -> HostArray:
+    """ids (L, k) int32, -1 of slots that top_p or threshold take away."""
+    keys = _keys(x, score, bias, bias_on)
+    outside = None
+    if groups is not None:  # the largest key of a group is at its largest score; sums need the scores themselves
+        ranked_by = scores_of(x, score) if bias is None and groups[2] > 1 else keys
+        outside = _outside_of_groups(ranked_by, groups)
+    ids = _descending(keys, outside)[:, :k].astype(np.int32)  # (L, k)
+    stays = np.ones(ids.shape, bool)
+    if top_p is not None:
+        mass = np.take_along_axis(softmax(x), ids, axis=1).cumsum(axis=1)
+        stays[:, 1:] &= mass[:, :-1] < top_p
+    if threshold is not None:
+        compared = scores_of(x, score) if bias is None else keys
+        stays &= np.take_along_axis(compared, ids, axis=1) >= threshold
+    return np.where(np.logical_and.accumulate(stays, axis=1), ids, np.int32(-1))
+
+
+def _owners(offsets: HostArray, number: int, limit: int) -> HostArray:
+    """(number,): the i with offsets[i] <= position < offsets[i + 1], -1 where there is none."""
+    found = np.searchsorted(np.clip(offsets, 0, number), np.arange(number), side="right") - 1
+    return np.where(found < limit, found, -1)
+
+
+def _tokens(shape: tuple[int, ...], L: int, token_offsets: HostArray | None) -> HostArray:
+    """The token of each pair of ids of this shape, flat; -1 for pairs outside of the offsets."""
+    if token_offsets is None:
+        return np.repeat(np.arange(L), shape[1])
+    return _owners(token_offsets, shape[0], L)
+
+
+def _sequences(L: int, sequences: Any, token_mask: HostArray | None) -> tuple[int, HostArray]:
+    """Their number, and the sequence of each token (L,), -1 for tokens that are in none."""
+    if isinstance(sequences, np.ndarray):
+        number = len(sequences) - 1
+        owners = _owners(sequences, L, number)
+    else:
+        number, owners = sequences, np.arange(L) // max(1, L // sequences)
+    return number, owners if token_mask is None else np.where(token_mask, owners, -1)
+
+
+def _per_token(values: HostArray, token: HostArray, L: int, add: Any = np.add, start: float = 0) -> HostArray:
+    """The sum (or np.maximum) of each token's pairs, at each of its pairs."""
+    total = np.full(L, start, values.dtype)
+    with np.errstate(invalid="ignore"):
+        add.at(total, token, values)
+    return total[token]
+
 
 def route(
-    logits: HostArray, k: int, *, kind: str = "softmax_topk", renormalize: bool = True
-) -> tuple[HostArray, HostArray]:
-    """Choose k experts per token and their weights (Section 2.1: TopK(softmax(W_g x))).
+    logits: HostArray,
+    k: int | None = None,
+    *,
+    score: str = "softmax",
+    renormalize: bool = True,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    bias: HostArray | None = None,
+    bias_on: str = "scores",
+    groups: tuple[int, int, int] | None = None,
+    ids: HostArray | None = None,
+    token_offsets: HostArray | None = None,
+    token_mask: HostArray | None = None,
+    top_p: float | None = None,
+    threshold: float | None = None,
+    sums: tuple[str, ...] = (),
+    sequences: Any = 1,
+) -> tuple[Any, ...]:
+    """`moeblaze_cupy.route`, which says what the arguments mean. They are not checked here.
 
-    logits (L, E), any float dtype. Selection is on the logits themselves, largest first, ties to the lower id; -0.0
-    equals +0.0; NaN counts as the largest, so a row with a NaN has NaN weights and still k valid, distinct ids.
-
-    kind "softmax_topk": p = softmax over all E, weights = p at ids, divided by their sum if `renormalize`.
-    kind "topk_softmax": softmax over the k chosen logits; `renormalize` has no effect.
-
-    Returns weights (L, k) float32 (float64 if logits are float64) and ids (L, k) int32. Arguments are not checked.
+    Returns weights and ids, and with `sums` a third result: (score_sums, z_sums, entropy_sums), None if not asked for.
     """
-    scores = cast(logits, compute_dtype(logits))  # (L, E)
-    order = np.lexsort((-scores, ~np.isnan(scores)), axis=-1)  # (L, E) NaN first, then by score; stable: ties by id
-    ids = order[:, :k].astype(np.int32)  # (L, k)
-    if kind == "topk_softmax":
-        return softmax(np.take_along_axis(scores, ids, axis=1)), ids
-    weights = np.take_along_axis(softmax(scores), ids, axis=1)  # (L, k)
-    if renormalize:
-        weights = weights / weights.sum(axis=1, keepdims=True)  # (L, k)
-    return weights, ids
+    x = cast(logits, compute_dtype(logits))  # (L, E)
+    L, E = x.shape
+    if ids is None:
+        assert k is not None
+        ids = _select(x, k, score, bias, bias_on, groups, top_p, threshold)
+    token, flat = _tokens(ids.shape, L, token_offsets), ids.reshape(-1)
+    present = (flat >= 0) & (flat < E) & (token >= 0)
+    if token_mask is not None and L:
+        present &= np.asarray(token_mask, bool)[token]
+    owner, chosen = token[present], flat[present]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if score == "softmax" and renormalize:  # p / sum(p) over the chosen is the softmax over the chosen
+            values = x[owner, chosen]
+            values = np.exp(values - _per_token(values, owner, L, np.maximum, -np.inf))
+            values = values / _per_token(values, owner, L)
+        else:
+            values = scores_of(x, score)[owner, chosen]
+            if renormalize:
+                values = values / (_per_token(values, owner, L) + x.dtype.type(eps))
+        weights = np.zeros(flat.shape, x.dtype)
+        weights[present] = values * x.dtype.type(scale)
+    kept = np.where(present, flat, -1).astype(np.int32).reshape(ids.shape)
+    results = weights.reshape(ids.shape), kept
+    return (*results, _sums(x, sums, *_sequences(L, sequences, token_mask))) if sums else results
+
+
+def _sums(x: HostArray, sums: tuple[str, ...], number: int, sequence: HostArray) -> tuple[HostArray | None, ...]:
+    """Added in float64."""
+    inside = np.flatnonzero(sequence >= 0)
+    x, sequence = x[inside], sequence[inside]
+
+    def added(values: HostArray) -> HostArray:
+        total = np.zeros((number, *values.shape[1:]))
+        np.add.at(total, sequence, values)
+        return total.astype(x.dtype)
+
+    names = [name for name in sums if name not in ("z", "entropy")]
+    with np.errstate(invalid="ignore"):
+        score_sums = added(_shares(x, names[0])) if names else None
+        z_sums = added(_log_sum_exp(x) ** 2) if "z" in sums else None
+        entropy_sums = added(_log_sum_exp(x) - _mean_logit(x, softmax(x))) if "entropy" in sums else None
+    return score_sums, z_sums, entropy_sums
 
 
 def route_backward(
@@ -35,25 +213,81 @@ def route_backward(
     weights: HostArray,
     ids: HostArray,
     *,
-    kind: str = "softmax_topk",
+    score: str = "softmax",
     renormalize: bool = True,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    bias: HostArray | None = None,
+    bias_on: str = "scores",
+    groups: tuple[int, int, int] | None = None,
+    token_offsets: HostArray | None = None,
+    token_mask: HostArray | None = None,
+    top_p: float | None = None,
+    threshold: float | None = None,
+    sums: tuple[str, ...] = (),
+    sequences: Any = 1,
+    grad_score_sums: HostArray | None = None,
+    grad_z_sums: HostArray | None = None,
+    grad_entropy_sums: HostArray | None = None,
 ) -> HostArray:
-    """Gradient of `route` with respect to the logits.
+    """Gradient of `route` with respect to the logits, as `moeblaze_cupy.route_backward`.
 
-    grad_weights (L, k) any float dtype; logits (L, E), weights (L, k) and ids (L, k) as `route` took and gave them. The
-    choice of experts is piecewise constant and has no gradient. An id < 0 or >= E receives none.
-
-    Returns (L, E) in logits' dtype. Arguments are not checked.
+    With g the gradient of the weights w and dot = sum of g w over a token's slots, a renormalised weight's score has
+    the logarithmic gradient h = w (g - dot / scale), another's h = w g. Arguments are not checked.
     """
     compute = compute_dtype(logits)
-    w = cast(weights, compute)  # (L, k)
-    g = cast(grad_weights, compute)  # (L, k)
-    dot = (w * g).sum(axis=1, keepdims=True)  # (L, 1)
-    over_selected = kind == "topk_softmax" or renormalize  # p / sum(p) over the chosen is the softmax over the chosen
-    at_ids = w * (g - dot) if over_selected else g  # (L, k)
-    token, slot = np.nonzero((ids >= 0) & (ids < logits.shape[1]))  # both (number of present slots,)
-    grad = np.zeros(logits.shape, compute)  # (L, E)
-    grad[token, ids[token, slot]] = at_ids[token, slot]
-    if not over_selected:
-        grad = softmax(cast(logits, compute)) * (grad - dot)  # (L, E)
+    x = cast(logits, compute)
+    L, E = x.shape
+    token, flat = _tokens(ids.shape, L, token_offsets), ids.reshape(-1)
+    present = (flat >= 0) & (flat < E) & (token >= 0)
+    owner, chosen = token[present], flat[present]
+    w, g = (cast(array.reshape(-1), compute) for array in (weights, grad_weights))
+    dots, owned = np.zeros(L, compute), token >= 0
+    np.add.at(dots, token[owned], (w * g)[owned])  # route gave empty slots a weight of 0
+    w, g, dot = w[present], g[present], dots[owner]
+    wide = compute.type
+    grad = np.zeros((L, E), compute)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        at_ids = x[owner, chosen]
+        if score in ("identity", "relu"):
+            at_chosen = wide(scale) * g
+            if renormalize:
+                total = _per_token(scores_of(at_ids, score), owner, L) + wide(eps)
+                at_chosen = (at_chosen - dot) / total
+            if score == "relu":
+                at_chosen = np.where(at_ids > 0, at_chosen, 0)
+        else:
+            at_chosen = w * (g - dot / wide(scale)) if renormalize else w * g
+            if score != "softmax":
+                at_chosen = at_chosen * log_slope(at_ids, score)
+        np.add.at(grad, (owner, chosen), at_chosen)
+        if score == "softmax" and not renormalize:
+            grad -= softmax(x) * dots[:, None]
+        _, sequence = _sequences(L, sequences, token_mask)
+        inside = np.flatnonzero(sequence >= 0)
+        grad[inside] += _sums_backward(
+            x[inside], sums, sequence[inside], grad_score_sums, grad_z_sums, grad_entropy_sums
+        )
     return cast(grad, logits.dtype)
+
+
+def _sums_backward(
+    x: HostArray,
+    sums: tuple[str, ...],
+    sequence: HostArray,
+    grad_score_sums: HostArray | None,
+    grad_z_sums: HostArray | None,
+    grad_entropy_sums: HostArray | None,
+) -> HostArray:
+    grad = np.zeros_like(x)
+    if grad_score_sums is not None:
+        (name,) = (name for name in sums if name not in ("z", "entropy"))
+        v, q = cast(grad_score_sums, x.dtype)[sequence], _shares(x, name)
+        grad += q * (v - (q * v).sum(axis=1, keepdims=True)) * (1 if name == "softmax" else log_slope(x, name))
+    if grad_z_sums is not None:
+        grad += softmax(x) * (2 * cast(grad_z_sums, x.dtype)[sequence] * _log_sum_exp(x))[:, None]
+    if grad_entropy_sums is not None:
+        p = softmax(x)
+        centered = np.where(p == 0, 0, x) - _mean_logit(x, p)[:, None]
+        grad -= p * centered * cast(grad_entropy_sums, x.dtype)[sequence][:, None]
+    return grad

@@ -1,0 +1,372 @@
+"""The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
+from typing import Any
+
+import torch
+
+import moeblaze_cupy as mb
+from moeblaze_cupy.interop.torch_ops import (
+    DIFFERENTIABLE,
+    READ_BY_ROUTER,
+    READ_IN_BACKWARD,
+    Layer,
+    Options,
+    Routing,
+    Sums,
+    asked_sums,
+    moe_bwd,
+    moe_bwd_,
+    moe_bwd_acc,
+    moe_bwd_acc_,
+    moe_fwd,
+    route,
+    route_bwd,
+    split,
+)
+from moeblaze_cupy.router_options import RouterOptions
+from moeblaze_cupy.structures import GRADIENTS, SavedForBackward, pair
+
+Tensor = torch.Tensor
+Grads = tuple[Tensor | None, ...]
+Backward = Callable[..., Grads]
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The first `number` tensors as they are. Their graph ends here, in an error."""
+
+    @staticmethod
+    def forward(function: str, number: int, *tensors: Tensor) -> Grads:
+        return tensors[:number]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.function = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError(f"{ctx.function}: no second derivatives")
+
+
+def first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
+    """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
+
+    torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
+    What is compiled has no second derivatives in torch, which says so itself.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return backward(ctx, *grad_outputs)
+            with torch.no_grad():
+                grads = backward(ctx, *grad_outputs)
+            present = [grad for grad in grads if grad is not None]
+            if not present:
+                return grads
+            if transformed():  # where tensors cannot be told to require gradients
+                tracked = [*present, *(t for t in ctx.saved_tensors if t is not None and t.requires_grad)]
+            else:
+                tracked = [grad.requires_grad_() for grad in present]
+            raising = iter(_NoSecondDerivative.apply(function, len(present), *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+            return tuple(None if grad is None else next(raising) for grad in grads)
+
+        return wrapped
+
+    return decorate
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+
+
+def wanted(tensors: Iterable[Any]) -> bool:
+    """Whether a call with these tensors must be one of operators, as something is to follow it."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work, whose tensors do not say whether they require gradients."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def stand_in(kind: str | None, weight: Tensor) -> Tensor | None:
+    """What autograd gets for a gradient that was added elsewhere: None, or "zeros" or "empty" for its hooks."""
+    if kind is None:
+        return None
+    return torch.zeros_like(weight) if kind == "zeros" else torch.empty_like(weight)
+
+
+def _unpacked(ctx: Any) -> tuple[Tensor, ...]:
+    """ctx.saved_tensors, to be asked for once, as checkpointing wants; says what allows a second backward."""
+    unpacked: tuple[Tensor, ...]
+    if torch.compiler.is_compiling():
+        unpacked = ctx.saved_tensors
+        return unpacked
+    try:
+        unpacked = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        advice = "if an earlier backward did that, pass keep_saved=True to moe"
+        raise RuntimeError(f"moe: saved tensors: {error}; {advice}") from error
+    return unpacked
+
+
+class MoE(torch.autograd.Function):
+    """The layer by operators. What backward needs are outputs, so that transforms of torch.func may replace them.
+
+    Backward calls an operator that overwrites what was saved only where it runs now. Compilers get one that does not,
+    and put the other in its place where the memory is free.
+    """
+
+    @staticmethod
+    def forward(save: str, keep_saved: bool, announced: tuple[str | None, ...], *arguments: Any) -> tuple[Tensor, ...]:
+        """announced: of each of Sums, the kind of its `stand_in`. arguments: of Options, Sums and Layer, in order."""
+        options, _, layer = split(arguments, Options, Sums, Layer)
+        made: tuple[Tensor, ...] = moe_fwd(*layer, *options, save)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save, ctx.keep_saved, ctx.announced, *arguments = inputs
+        options, sums, layer = split(arguments, Options, Sums, Layer)
+        ctx.options, ctx.accumulates = tuple(options), any(total is not None for total in sums)
+        _, lists, first_layer, y_swi = output
+        kept = lists, first_layer if ctx.save != "recompute" else None, y_swi if ctx.save == "paper" else None
+        ctx.save_for_backward(*(getattr(layer, name) for name in READ_IN_BACKWARD), *kept, *sums)
+        ctx.mark_non_differentiable(lists, first_layer, y_swi)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @first_derivatives_only("moe")
+    def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grads:
+        before = (None,) * (3 + len(Options._fields) + len(Sums._fields))
+        if grad_out is None:
+            return (*before, *(None,) * len(Layer._fields))
+        needed = dict(zip(Layer._fields, ctx.needs_input_grad[len(before) :], strict=True))
+        needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in GRADIENTS]
+        unpacked = _unpacked(ctx)
+        saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
+        in_place = not ctx.keep_saved and not torch.compiler.is_compiling() and not transformed()
+        operator = (moe_bwd_acc_ if in_place else moe_bwd_acc) if ctx.accumulates else moe_bwd_ if in_place else moe_bwd
+        totals = sums if ctx.accumulates else ()
+        made = operator(grad_out.contiguous(), *saved, *totals, *ctx.options, ctx.save, needs)
+        grads = dict(zip(DIFFERENTIABLE, made, strict=True))
+        weights = dict(zip(READ_IN_BACKWARD, saved, strict=False))
+        for name, total, kind in zip(Sums._fields, sums, ctx.announced, strict=True):
+            if total is not None:
+                grads[name] = stand_in(kind, weights[name])
+        return (*before, *(grads[name] if needed[name] else None for name in Layer._fields))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        """Of calls with the same experts: one call with all their tokens."""
+        before = len(inputs) - len(Layer._fields)
+        layer, dims = Layer(*inputs[before:]), dict(zip(Layer._fields, in_dims[before:], strict=True))
+        for name, dim in dims.items():
+            if dim is not None and name not in ("x", "ids", "weights"):
+                raise RuntimeError(
+                    f"moe: {name}: expected one tensor for all of vmap's batch, got one for each element"
+                )
+
+        def fold(name: str) -> Tensor:
+            tensor, dim = getattr(layer, name), dims[name]
+            every = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            return every.reshape(-1, every.shape[-1]).contiguous()  # type: ignore[no-any-return]
+
+        folded = layer._replace(x=fold("x"), ids=fold("ids"), weights=fold("weights"))
+        out, *kept = MoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
+        return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, None, None, None)
+
+
+class MainGrad:
+    """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
+
+    def __init__(self, name: str, weight: Tensor, parameter: Tensor | None) -> None:
+        self.name, self.parameter = name, weight if weight.is_leaf else weight._base
+        if parameter is not None:
+            self.parameter = parameter
+        self.shape, self.strides = weight.shape, weight.stride()
+        self.first: Any = 0  # element of the parameter
+        if self.parameter is not None and self.parameter.numel() != weight.numel():
+            if torch.compiler.is_compiling():  # which does not know where a view begins
+                expected = "a parameter or a view of a whole one, in what torch.compile compiles"
+                raise TypeError(f"moe: {name}: expected {expected}, got a view of a part")
+            self.first = weight.storage_offset() - self.parameter.storage_offset()
+        self.buffer()  # raises now what backward would raise
+
+    def buffer(self) -> Tensor:
+        parameter, main_grad = self.parameter, getattr(self.parameter, "main_grad", None)
+        if parameter is None or not isinstance(main_grad, torch.Tensor):
+            expected = "a parameter, or a view of one, whose main_grad is a tensor"
+            raise TypeError(f"moe: {self.name}: expected {expected}, got {type(main_grad)}")
+        got, wanted = ((tuple(t.shape), t.stride()) for t in (main_grad, parameter))
+        if got != wanted:
+            raise ValueError(
+                f"moe: {self.name}: expected main_grad with the parameter's shape and strides {wanted}, got {got}"
+            )
+        if main_grad.dtype not in (torch.float32, parameter.dtype):
+            dtypes = " or ".join(dict.fromkeys(str(dtype) for dtype in (torch.float32, parameter.dtype)))
+            raise TypeError(f"moe: {self.name}: expected main_grad with dtype {dtypes}, got {main_grad.dtype}")
+        if main_grad.device != parameter.device:
+            expected = f"main_grad on the parameter's device {parameter.device}"
+            raise TypeError(f"moe: {self.name}: expected {expected}, got {main_grad.device}")
+        compiling = torch.compiler.is_compiling()  # where tensors have no addresses; backward checks them
+        if not compiling and main_grad.data_ptr() == parameter.data_ptr() and main_grad.numel():
+            raise ValueError(f"moe: {self.name}: expected main_grad with memory of its own, got the parameter's")
+        first = main_grad.storage_offset() + self.first if self.first else None
+        return main_grad.detach().as_strided(self.shape, self.strides, first)
+
+    def announce(self) -> str | None:
+        """What autograd gets in place of the gradient, as in Megatron, whose hooks wait for it: see `stand_in`."""
+        if self.parameter is None or not hasattr(self.parameter, "grad_added_to_main_grad"):
+            return None
+        self.parameter.grad_added_to_main_grad = True
+        return "zeros" if getattr(self.parameter, "zero_out_wgrad", False) else "empty"
+
+
+class EagerMoE(torch.autograd.Function):
+    """w1 arrives as gate and up; up is None where w1 is one tensor. main_grads: by name, of gate, up and w2."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        w2: Tensor,
+        activation: str,
+        save: str,
+        keep_saved: bool,
+        main_grads: dict[str, MainGrad],
+    ) -> Tensor:
+        w1 = gate if up is None else (gate, up)
+        out: Tensor
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
+        lists, index = saved.index.split()
+        ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
+        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save)
+        ctx.keep_saved, ctx.main_grads = keep_saved, main_grads
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @first_derivatives_only("moe")
+    def backward(ctx: Any, grad_out: Tensor | None) -> Grads:
+        if grad_out is None:
+            return (None,) * 10
+        x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
+        kept, w1 = ctx.saved, gate if up is None else (gate, up)
+        index = kept.index.joined(lists)
+        saved = SavedForBackward(
+            x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed
+        )
+        needed = ctx.needs_input_grad
+        needs = tuple(compress(GRADIENTS, (needed[0], needed[2], needed[3] or needed[4], needed[5])))
+        buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
+        accumulate = {}
+        if "w1" in needs and "gate" in buffers:
+            accumulate["w1"] = buffers["gate"] if up is None else (buffers["gate"], buffers["up"])
+        if "w2" in needs and "w2" in buffers:
+            accumulate["w2"] = buffers["w2"]
+        try:
+            grads = mb.moe_backward(
+                grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
+            )
+        finally:  # what runs out of memory half way may have overwritten them as well
+            kept.consumed = saved.consumed
+        grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
+        grad_w2 = grads.w2
+        if buffers:
+            by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
+            grad_gate, grad_up, grad_w2 = (
+                stand_in(ctx.main_grads[name].announce(), weight) if name in buffers and grad is not None else grad
+                for name, (weight, grad) in by_weight.items()
+            )
+        return (
+            grads.x,
+            None,
+            grads.weights,
+            grad_gate if needed[3] else None,
+            grad_up if needed[4] else None,
+            grad_w2,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def main_grads(
+    gate: Tensor, up: Tensor | None, w2: Tensor, accumulate: bool | Mapping[str, Any]
+) -> dict[str, MainGrad]:
+    if up is not None and gate.requires_grad != up.requires_grad:
+        raise ValueError("moe: w1: expected a pair of which both or none require gradients, got one of each")
+    given = {} if isinstance(accumulate, bool) else accumulate
+    of_gate, of_up = (*pair(given.get("w1")), None)[:2]
+    by_name = {
+        "gate": ("w1" if up is None else "w1[0]", gate, of_gate),
+        "up": ("w1[1]", up, of_up),
+        "w2": ("w2", w2, given.get("w2")),
+    }
+    return {
+        name: MainGrad(argument, weight, parameter)
+        for name, (argument, weight, parameter) in by_name.items()
+        if weight is not None and weight.requires_grad
+    }
+
+
+class Route(torch.autograd.Function):
+    """The router by operators: weights, ids and ROUTER_SUMS, empty where not asked for."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        """arguments: of Routing, k, and of RouterOptions."""
+        made: tuple[Tensor, ...] = route(*arguments)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        routing = Routing(*inputs[: len(Routing._fields)])
+        ctx.options, ctx.inputs = inputs[len(Routing._fields) + 1 :], len(inputs)
+        weights, ids, *sums = output
+        ctx.save_for_backward(weights, ids, *(getattr(routing, name) for name in READ_BY_ROUTER))
+        asked = asked_sums(RouterOptions(*ctx.options).sums)
+        ctx.mark_non_differentiable(ids, *(total for total, wanted in zip(sums, asked, strict=True) if not wanted))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @first_derivatives_only("route")
+    def backward(ctx: Any, grad_weights: Tensor | None, _: None, *grad_sums: Tensor | None) -> Grads:
+        rest: Grads = (None,) * (ctx.inputs - 1)
+        asked = zip(grad_sums, asked_sums(RouterOptions(*ctx.options).sums), strict=True)
+        present = [grad.contiguous() if wanted and grad is not None else None for grad, wanted in asked]
+        weights, ids, *read = ctx.saved_tensors
+        if grad_weights is None and all(grad is None for grad in present):
+            return (None, *rest)
+        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
+        return (route_bwd(grad_weights, weights, ids, *present, *read, *ctx.options), *rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        """Of logits alone, beside a bias of all: one call with all their tokens."""
+        logits, bias, *rest = inputs
+        number = len(Routing._fields) - 2
+        alone = all(dim is None for dim in in_dims[1 : len(Routing._fields)]) and (bias is None or bias.dim() == 1)
+        if not alone or any(tensor is not None for tensor in rest[:number]) or RouterOptions(*rest[number + 1 :]).sums:
+            expected = "logits alone under vmap, with at most a bias (E,) for the whole batch and no sums"
+            raise RuntimeError(f"route: logits: expected {expected}, got more")
+        folded = logits.movedim(in_dims[0], 0).reshape(-1, logits.shape[-1]).contiguous()
+        weights, ids, *sums = Route.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
+        whole = (info.batch_size, -1)
+        return (weights.unflatten(0, whole), ids.unflatten(0, whole), *sums), (0, 0, *(None,) * len(sums))

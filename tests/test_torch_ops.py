@@ -1,0 +1,292 @@
+"""The torch operators: what they promise torch, and that calls by them are the calls of eager mode."""
+
+import functools
+
+import numpy as np
+import pytest
+from cases import Case, make_inputs
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import arrays, reference
+from moeblaze_cupy.structures import is_consumed, pair
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import (  # noqa: E402
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from moeblaze_cupy.interop import torch_ops  # noqa: E402
+from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
+
+SMALL = Case(L=5, k=2, E=3, d=4, h=6, order="transposed")
+POLICIES = ("minimal", "paper", "recompute")
+
+
+def tensors(case=SMALL, dtype=np.float32, device="cpu", seed=0):
+    """x, ids, weights, w1 (a tensor or a pair), w2, grad_out, in the case's memory order."""
+
+    def to(array):
+        return arrays.Torch.from_numpy(array).to(device)
+
+    return [tuple(map(to, a)) if isinstance(a, tuple) else to(a) for a in make_inputs(case, seed, dtype)]
+
+
+def leaves_of(x, weights, w1, w2):
+    return [tensor.requires_grad_() for tensor in (x, weights, *pair(w1), w2)]
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operator, as selective checkpointing and FLOP counters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moeblaze":
+            self.seen.append(func.name().removeprefix("moeblaze::"))
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def overwriting(monkeypatch):
+    """Makes the CPU overwrite what was saved where CUDA does."""
+    backward = mb.moe_backward
+
+    def spoiling(grad_out, saved, *, needs, keep_saved=False, accumulate=None):
+        grads = backward(grad_out, saved, needs=needs, keep_saved=keep_saved, accumulate=accumulate)
+        if is_consumed(saved.first_layer is not None, saved.y_swi is not None, needs, keep_saved):
+            for tensor in (saved.first_layer, saved.y_swi):
+                if tensor is not None:
+                    arrays.Torch.to_numpy(tensor)[...] = np.nan
+        return grads
+
+    monkeypatch.setattr(mb, "moe_backward", spoiling)
+
+
+OPERATORS = [("minimal", "transposed"), ("paper", "pair"), ("recompute", "row")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("save", "order"), OPERATORS)
+def test_operators_keep_what_they_promise(save, order, device):
+    """Schemas, fakes with their strides, static and dynamic shapes, by torch's own checks. No slot is empty, as rows of
+    empty slots hold nothing."""
+    case = Case(L=5, k=2, E=3, d=4, h=6, order=order)
+    x, ids, weights, w1, w2, grad_out = tensors(case, np.float32, device)
+    assert (ids >= 0).all() and (ids < case.E).all()
+    gate, up = (*pair(w1), None)[:2]
+    options = torch_ops.Options("swiglu")
+    forward = (*torch_ops.Layer(x, ids, weights, gate, up, w2), *options)
+    check = torch.library.opcheck
+    check(torch_ops.moe_fwd, (*forward, save))
+    check(torch_ops.moe_infer, forward)
+    _, lists, first_layer, y_swi = torch_ops.moe_fwd(*forward, save)
+    kept = torch_ops.Kept(lists, first_layer if save != "recompute" else None, y_swi if save == "paper" else None)
+    backward = (grad_out, x, weights, gate, up, w2, *kept)
+    sums = torch_ops.Sums(*(None if w is None else torch.zeros_like(w) for w in (gate, up, w2)))
+    check(torch_ops.moe_bwd, (*backward, *options, save, [True] * 4))
+    check(torch_ops.moe_bwd_, (*backward, *options, save, [False, True, False, True]))
+    check(torch_ops.moe_bwd_acc, (*backward, *sums, *options, save, [True] * 4))
+    check(torch_ops.moe_bwd_acc_, (*backward, *sums, *options, save, [True] * 4))
+
+
+def test_operators_of_the_router_keep_what_they_promise():
+    logits = torch.randn(6, 4)
+    options = ("sigmoid", True, 0.0, 1.0, "scores", (2, 1, 2), None, None, ("z", "entropy", "softmax"), 2)
+    arguments = (logits, torch.randn(4), None, None, None, None, 2, *options)
+    torch.library.opcheck(torch_ops.route, arguments)
+    weights, ids, *sums = torch_ops.route(*arguments)
+    read = (logits, None, None, None)
+    grads = map(torch.ones_like, (weights, *sums))
+    torch.library.opcheck(torch_ops.route_bwd, (next(grads), weights, ids, *grads, *read, *options))
+    given = (logits, None, ids, None, torch.rand(6) < 0.5, torch.tensor([0, 2, 6], dtype=torch.int32), None)
+    torch.library.opcheck(torch_ops.route, (*given, *options[:5], None, None, None, ("z",), None))
+
+
+@pytest.mark.parametrize("save", POLICIES)
+@pytest.mark.parametrize("order", ["row", "transposed", "pair"])
+def test_calls_by_operators_are_those_of_eager_mode(order, save, overwriting):
+    """Bit for bit. Only a mode that is to see them has them; its absence leaves plain Python."""
+    case = Case(L=9, k=2, E=3, d=4, h=6, order=order)
+    x, ids, weights, w1, w2, grad_out = tensors(case)
+    leaves = leaves_of(x, weights, w1, w2)
+    out = moe(x, ids, weights, w1, w2, save=save)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    with Recorder() as mode:
+        followed = moe(x, ids, weights, w1, w2, save=save)
+        assert torch.equal(followed, out)
+        for got, want in zip(torch.autograd.grad(followed, leaves, grad_out), grads, strict=True):
+            assert torch.equal(got, want) and got.stride() == want.stride()
+        with torch.no_grad():
+            assert torch.equal(moe(x, ids, weights, w1, w2), out)
+    assert mode.seen == ["moe_fwd", "moe_bwd_", "moe_infer"]
+
+
+def test_router_by_operators_is_that_of_eager_mode():
+    logits = torch.randn(12, 6).requires_grad_()
+    options = {"score": "sigmoid", "bias": torch.randn(6), "groups": (2, 1, 2), "scale": 2.5, "sums": ("sigmoid", "z")}
+
+    def run():
+        weights, ids, sums = route(logits, 2, sequences=3, **options)
+        assert sums.entropy_sums is None
+        loss = weights.square().sum() + sums.z_sums.square().sum() + sums.score_sums.square().sum()
+        return weights, ids, *torch.autograd.grad(loss, logits)
+
+    want = run()
+    with Recorder() as mode:
+        assert all(map(torch.equal, run(), want))
+    assert mode.seen == ["route", "route_bwd"]
+
+
+def test_tensor_subclasses_are_called_by_operators():
+    """One that wraps another tensor gets the operator, as it may stand for more than one."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x, ids, weights, w1, w2, _ = tensors()
+    want = [moe(tokens, ids, weights, w1, w2) for tokens in (x, -x)]
+    out = moe(TwoTensor(x, -x), *(TwoTensor(t, t) for t in (ids, weights, w1, w2)))
+    assert torch.equal(out.a, want[0]) and torch.equal(out.b, want[1])
+
+
+BAD = {
+    "shape": lambda x, ids, weights, w1, w2: (x, ids, weights, w1[:, :-1], w2),
+    "dtype": lambda x, ids, weights, w1, w2: (x, ids.float(), weights, w1, w2),
+    "strides": lambda x, ids, weights, w1, w2: (x.T.contiguous().T, ids, weights, w1, w2),
+    "slots": lambda x, ids, weights, w1, w2: (x, ids, weights[:, :1], w1, w2),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_fakes_make_the_checks_of_calls(bad):
+    given = BAD[bad](*tensors()[:5])
+    with pytest.raises((TypeError, ValueError)) as eager:
+        moe(*given)
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(type(eager.value)) as fake:
+        moe(*map(mode.from_tensor, given))
+    assert str(fake.value) == str(eager.value)
+
+
+def test_meta_tensors_have_shapes():
+    x, ids, weights, w1, w2, grad_out = (t.to("meta") for t in tensors())
+    leaves = leaves_of(x, weights, w1, w2)
+    with Recorder():
+        grads = torch.autograd.grad(moe(x, ids, weights, w1, w2), leaves, grad_out)
+    assert [(g.shape, g.stride()) for g in grads] == [(leaf.shape, leaf.stride()) for leaf in leaves]
+
+
+@pytest.mark.parametrize("save", POLICIES)
+def test_second_backward_by_operators(save, overwriting):
+    x, ids, weights, w1, w2, grad_out = tensors()
+    leaves = leaves_of(x, weights, w1, w2)
+    with Recorder():
+        kept = moe(x, ids, weights, w1, w2, save=save, keep_saved=True)
+        out = moe(x, ids, weights, w1, w2, save=save)
+    first, second = (torch.autograd.grad(kept, leaves, grad_out, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, grad_out, retain_graph=True)))
+    if save == "recompute":
+        assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, grad_out)))
+    else:
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*pass keep_saved=True to moe"):
+            torch.autograd.grad(out, leaves, grad_out)
+
+
+def test_second_derivatives_by_operators():
+    x, ids, weights, w1, w2, _ = tensors()
+    leaves = leaves_of(x, weights, w1, w2)
+    with Recorder():
+        out = moe(x, ids, weights, w1, w2).square().sum()
+        grads = torch.autograd.grad(out, leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^moe: no second derivatives$"):
+        grads[0].square().sum().backward()
+
+
+@pytest.mark.parametrize(("policy", "forwards"), [("MUST_SAVE", 1), ("PREFER_RECOMPUTE", 2)])
+def test_selective_checkpointing_sees_the_operators(policy, forwards, monkeypatch):
+    calls, asked = [], []
+    forward = reference.moe_forward
+    monkeypatch.setattr(reference, "moe_forward", lambda *a, **o: calls.append(0) or forward(*a, **o))
+    x, ids, weights, w1, w2, grad_out = tensors()
+    leaves = leaves_of(x, weights, w1, w2)
+    want = torch.autograd.grad(moe(x, ids, weights, w1, w2), leaves, grad_out)
+    calls.clear()
+
+    def choose(context, operator, *args, **kwargs):
+        asked.append(operator)
+        return CheckpointPolicy[policy if operator is torch_ops.moe_fwd else "PREFER_RECOMPUTE"]
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    out = checkpoint(moe, x, ids, weights, w1, w2, use_reentrant=False, context_fn=contexts)
+    assert all(map(torch.equal, torch.autograd.grad(out, leaves, grad_out), want))
+    assert torch_ops.moe_fwd in asked and len(calls) == forwards
+
+
+@pytest.mark.parametrize("save", POLICIES)
+def test_transforms_of_torch_func(save, overwriting):
+    x, ids, weights, w1, w2, grad_out = tensors()
+
+    def layer(x, weights, w1, w2):
+        return moe(x, ids, weights, w1, w2, save=save)
+
+    given = (x, weights, w1, w2)
+    grads = torch.func.grad(lambda *given: (layer(*given) * grad_out).sum(), (0, 1, 2, 3))(*given)
+    out, vjp = torch.func.vjp(layer, *given)
+    leaves = leaves_of(x.clone(), weights.clone(), w1.clone(), w2.clone())
+    want = torch.autograd.grad(layer(*leaves), leaves, grad_out)
+    assert torch.equal(out, layer(*given))
+    for got in (grads, vjp(grad_out)):
+        assert all(map(torch.equal, got, want))
+
+
+def test_transforms_of_the_module():
+    layer, x = MoE(8, 6, 4, 2, score="sigmoid", bias=True), torch.randn(7, 8)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    grads = torch.func.grad(loss)(parameters, x)
+    loss(dict(layer.named_parameters()), x).backward()
+    assert all(torch.equal(grads[name], p.grad) for name, p in layer.named_parameters())
+
+
+def test_vmap_over_tokens_of_the_same_experts():
+    x, ids, weights, w1, w2, _ = tensors()
+    many = torch.randn(3, *x.shape)
+    want = torch.stack([moe(tokens, ids, weights, w1, w2) for tokens in many])
+    assert torch.equal(torch.vmap(lambda tokens: moe(tokens, ids, weights, w1, w2))(many), want)
+    layer = MoE(8, 6, 4, 2)
+    many = torch.randn(3, 7, 8)
+    torch.testing.assert_close(torch.vmap(layer)(many), torch.stack(list(map(layer, many))))
+    with pytest.raises(RuntimeError, match="moe: w2: expected one tensor for all of vmap's batch"):
+        torch.vmap(lambda w2: moe(x, ids, weights, w1, w2))(torch.stack([w2, w2]))
+
+
+def test_transforms_without_a_rule_are_refused():
+    x, ids, weights, w1, w2, _ = tensors()
+
+    def loss(x):
+        return moe(x, ids, weights, w1, w2).square().sum()
+
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x)
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(loss, (x,), (x,))
+    with pytest.raises(ValueError, match=r"^moe_backward: saved.lists: expected shape"):
+        torch.vmap(torch.func.grad(loss))(torch.stack([x, x]))
+
+
+def test_make_fx_holds_the_operators():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer, x = MoE(8, 6, 4, 2), torch.randn(7, 8)
+    with torch.no_grad():
+        graph = make_fx(layer)(x)
+        assert torch.equal(graph(x), layer(x))
+    called = {str(node.target) for node in graph.graph.nodes if "moeblaze" in str(node.target)}
+    assert called == {"moeblaze.route.default", "moeblaze.moe_infer.default"}
