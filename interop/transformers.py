@@ -94,7 +94,8 @@ def _experts(
     if not getattr(module, "has_post_expert_norm", False):
         return _layer(x, ids, weights, w1, w2, **options)
     slots = module.post_expert_norm(_layer(x, ids, None, w1, w2, unreduced=True, **options))
-    return (slots * weights[:, :, None]).sum(1).to(x.dtype)
+    out: torch.Tensor = (slots * weights[:, :, None]).sum(1).to(x.dtype)
+    return out
 
 
 def _layer(
@@ -120,13 +121,14 @@ def _formula_of(module: Any) -> Formula:
     the graph by the module itself.
     """
     kind = _kind(module)
+    formula: Formula
     for formula in _found(*kind):
         if _has(module, formula.constants):
             return formula
-    formula = _probe(module)
+    probed: Formula = _probe(module)
     if not torch.compiler.is_compiling():
-        _FOUND[kind] = (*_FOUND.get(kind, ()), formula)
-    return formula
+        _FOUND[kind] = (*_FOUND.get(kind, ()), probed)
+    return probed
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
@@ -150,12 +152,12 @@ def _has(module: Any, constants: Constants) -> bool:
     return True
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _found(*kind: Any) -> tuple[Formula, ...]:
     return _FOUND.get(kind, ())
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _probe(module: Any) -> Formula:
     """A decorated module's formula by its values on a grid."""
     gated = getattr(module, "has_gate", True)
@@ -173,7 +175,7 @@ def _probe(module: Any) -> Formula:
     return Formula(activation, gate_up, reason, constants)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _refuse(kind: type, reason: str, instead: str, falls_back: bool) -> None:
     """Warns, once for each class and reason, or raises NotImplementedError."""
     name = _name_of(kind)
@@ -357,7 +359,8 @@ def _jetmoe(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
     weights = chosen.softmax(1).to(x.dtype)
     w1, w2 = self.input_linear.weight.transpose(1, 2), self.output_linear.weight.transpose(1, 2)
     out = _layer(x, ids, weights, w1, w2, activation=self.moeblaze_activation)
-    return out.view_as(layer_input) + self.bias
+    biased: torch.Tensor = out.view_as(layer_input) + self.bias
+    return biased
 
 
 def _longcat(
