@@ -18,9 +18,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
-import transformers
+import transformers  # noqa: E402
 
-import moeblaze_cupy.interop.transformers  # noqa: F401  # registers "moeblaze"
+import moeblaze_cupy.interop.transformers  # noqa: E402, F401  # registers "moeblaze"
 
 B, T = 8, 64  # sequences of a step, bytes of a sequence
 
