@@ -172,8 +172,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time the layer and its kernels beside their bounds and peers")
     bench.add_argument("--quick", action="store_true", help="the layer alone, five cases, beside the cuBLAS bound")
     bench.add_argument(
-        "--suite", action="append", choices=SUITES, help="repeatable (default: all, or layer with --case)"
-    )
+        "--suite", action="append", choices=(*SUITES, "transformers"),
+        help="repeatable (default: all but transformers, or layer with --case)",
+    )  # fmt: skip
     bench.add_argument("--case", metavar="A,B", help="cases or groups of bench/cases.py")
     bench.add_argument("--provider", metavar="A,B", help="providers or groups of bench/providers.py")
     bench.add_argument(
