@@ -10,6 +10,7 @@ import torch
 import moeblaze_cupy as mb
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
+    NEEDS,
     READ_BY_ROUTER,
     READ_IN_BACKWARD,
     Layer,
@@ -155,7 +156,7 @@ class MoE(torch.autograd.Function):
         if grad_out is None:
             return (*before, *(None,) * len(Layer._fields))
         needed = dict(zip(Layer._fields, ctx.needs_input_grad[len(before) :], strict=True))
-        needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in GRADIENTS]
+        needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in NEEDS]
         unpacked = _unpacked(ctx)
         saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
         in_place = not ctx.keep_saved and not torch.compiler.is_compiling() and not transformed()
