@@ -91,6 +91,8 @@ def moe(
         w1 = gate if up is None else (gate, up)
         out = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
         return out
+    if save is None and not differentiable:
+        save = "recompute"  # of what torch.func may differentiate
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
     if as_operators:

@@ -10,6 +10,7 @@ import torch
 import moeblaze_cupy as mb
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
+    NEEDS,
     READ_BY_ROUTER,
     READ_IN_BACKWARD,
     Layer,
@@ -50,17 +51,17 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError(f"{ctx.function}: no second derivatives")
 
 
-def first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
+def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[Backward], Backward]:
     """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
 
     torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
-    What is compiled has no second derivatives in torch, which says so itself.
+    traceable: compilers may trace into it, as it calls operators. What they compile has no second derivatives in torch,
+    which says so itself. Compiled autograd leaves other backwards outside of its graphs.
     """
 
     def decorate(backward: Backward) -> Backward:
-        @functools.wraps(backward)
-        def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        def eager(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+            if not torch.is_grad_enabled():
                 return backward(ctx, *grad_outputs)
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
@@ -73,6 +74,13 @@ def first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
                 tracked = [grad.requires_grad_() for grad in present]
             raising = iter(_NoSecondDerivative.apply(function, len(present), *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
             return tuple(None if grad is None else next(raising) for grad in grads)
+
+        compiled = backward if traceable else torch.compiler.disable(eager)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+        @functools.wraps(backward)
+        def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+            grads: Grads = (compiled if torch.compiler.is_compiling() else eager)(ctx, *grad_outputs)
+            return grads
 
         return wrapped
 
@@ -149,13 +157,13 @@ class MoE(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @first_derivatives_only("moe")
+    @first_derivatives_only("moe", traceable=True)
     def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grads:
         before = (None,) * (3 + len(Options._fields) + len(Sums._fields))
         if grad_out is None:
             return (*before, *(None,) * len(Layer._fields))
         needed = dict(zip(Layer._fields, ctx.needs_input_grad[len(before) :], strict=True))
-        needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in GRADIENTS]
+        needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in NEEDS]
         unpacked = _unpacked(ctx)
         saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
         in_place = not ctx.keep_saved and not torch.compiler.is_compiling() and not transformed()
@@ -349,7 +357,7 @@ class Route(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @first_derivatives_only("route")
+    @first_derivatives_only("route", traceable=True)
     def backward(ctx: Any, grad_weights: Tensor | None, _: None, *grad_sums: Tensor | None) -> Grads:
         rest: Grads = (None,) * (ctx.inputs - 1)
         asked = zip(grad_sums, asked_sums(RouterOptions(*ctx.options).sums), strict=True)

@@ -1,16 +1,18 @@
 """The layer as torch operators, for all that has to see a call to follow it: compilers, dispatch modes, torch.func.
 
 Every operator's fake makes the checks that its implementation makes, so bad arguments are named at compile time. What
-an operator does not keep or compute is an empty tensor. Shapes of results depend on shapes alone. `Layer`, `Options`
-and `DIFFERENTIABLE` are all that schemas, implementations and fakes know of the layer's arguments: a new one is a new
-line there, and a line in `_call_forward` or `_saved`.
+an operator does not keep or compute is an empty tensor. Shapes of results depend on shapes alone.
+
+A new argument of the layer is a line in `Layer` or `Options`, from which the schemas are made, one in `DIFFERENTIABLE`
+if it has a gradient, and one wherever it is handed on: `_check_forward`, `_call_forward`, `_saved`, and `_sizes` if it
+changes a shape.
 """
 
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +21,9 @@ from moeblaze_cupy import checks, launch_config, router_options
 from moeblaze_cupy.arrays import CPU, Array
 from moeblaze_cupy.interop import inductor
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import GRADIENTS, SHARES, DispatchIndices, SavedForBackward, is_gated
+from moeblaze_cupy.structures import SHARES, DispatchIndices, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
-Places = tuple[dict[str, tuple[int, tuple[int, ...]]], int]  # what `launch_config.index_lists` returns
 
 
 class Layer(NamedTuple):
@@ -34,10 +35,6 @@ class Layer(NamedTuple):
     gate: Tensor
     up: Tensor | None
     w2: Tensor
-
-    @property
-    def w1(self) -> Any:
-        return self.gate if self.up is None else (self.gate, self.up)
 
 
 class Options(NamedTuple):
@@ -81,8 +78,11 @@ class Sums(NamedTuple):
     w2: Tensor | None = None
 
 
+# By name of the gradient: tensors of `Sums`, the second where there is a pair.
+SUMMED = {"w1": ("gate", "up"), "w2": ("w2", "")}
 # By tensor of `Layer`, the name in `needs` of its gradient.
 DIFFERENTIABLE = {"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"}
+NEEDS = tuple(dict.fromkeys(DIFFERENTIABLE.values()))
 READ_IN_BACKWARD = tuple(name for name in Layer._fields if name != "ids")
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -127,10 +127,27 @@ def _described(tensor: Tensor) -> Array:
     return Array(tensor, 0, shape, strides, str(tensor.dtype).removeprefix("torch."), device)
 
 
-def _index_lists(L: Any, k: Any, num_experts: int) -> Places:
-    """`launch_config.index_lists` of sizes that may be symbolic."""
+def _pair(tensors: Mapping[str, Any], gate: str, up: str) -> Any:
+    return tensors[gate] if tensors.get(up) is None else (tensors[gate], tensors[up])
+
+
+class _Sizes(NamedTuple):
+    """Shapes of what forward makes, and where the lists lie in their buffer. What is not kept has the shape (0,)."""
+
+    out: tuple[Any, ...]
+    lists: tuple[Any, ...]
+    first_layer: tuple[Any, ...]
+    y_swi: tuple[Any, ...]
+    places: dict[str, tuple[int, tuple[int, ...]]]
+
+
+def _sizes(tensors: Mapping[str, Any], options: Options, save: str | None) -> _Sizes:
+    """tensors: at least those of READ_IN_BACKWARD, whose shapes may be symbolic."""
+    (L, k), (E, h, _) = tensors["weights"].shape, tensors["w2"].shape
     uncached: Any = launch_config.index_lists.__wrapped__  # a cache would compare sizes
-    return cast(Places, uncached(L, k, num_experts, torch.sym_min))
+    places, size = uncached(L, k, E, torch.sym_min)
+    first_layer = (L * k, h * (1 + is_gated(options.activation))) if save in ("minimal", "paper") else (0,)
+    return _Sizes(tuple(tensors["x"].shape), (size,), first_layer, (L * k, h) if save == "paper" else (0,), places)
 
 
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
@@ -141,21 +158,28 @@ def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
 
 
 def _call_forward(layer: Layer, options: Options, save: str | None) -> tuple[Any, SavedForBackward | None]:
+    w1 = _pair(layer._asdict(), "gate", "up")
     with torch.no_grad():
         out, saved = mb.moe_forward(
-            layer.x, layer.ids, layer.weights, layer.w1, layer.w2, activation=options.activation, save=save
+            layer.x, layer.ids, layer.weights, w1, layer.w2, activation=options.activation, save=save
         )
     return out, saved
 
 
-def _saved(read: dict[str, Any], kept: Kept, options: Options, save: str) -> SavedForBackward:
+def _saved(read: Mapping[str, Any], kept: Kept, options: Options, save: str) -> SavedForBackward:
     """What `moe_forward` returned, from its tensors; read: those of READ_IN_BACKWARD by name."""
-    weights, w2 = read["weights"], read["w2"]
-    (L, k), num_experts = weights.shape, w2.shape[0]
-    places, _ = _index_lists(L, k, num_experts)
-    index = DispatchIndices(kept.lists, None, places, num_experts)
-    w1 = read["gate"] if read["up"] is None else (read["gate"], read["up"])
-    return SavedForBackward(read["x"], weights, w1, w2, index, kept.first_layer, kept.y_swi, options.activation, save)
+    index = DispatchIndices(kept.lists, None, _sizes(read, options, save).places, read["w2"].shape[0])
+    return SavedForBackward(
+        read["x"],
+        read["weights"],
+        _pair(read, "gate", "up"),
+        read["w2"],
+        index,
+        kept.first_layer,
+        kept.y_swi,
+        options.activation,
+        save,
+    )
 
 
 def split(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
@@ -184,11 +208,9 @@ def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 def _fake_moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     layer, options, save = split(arguments, Layer, Options, 1)
     _check_forward(layer, options, save)
-    x, (L, k), (E, h, _) = layer.x, layer.ids.shape, layer.w2.shape
-    lists = x.new_empty((_index_lists(L, k, E)[1],), dtype=torch.int32)
-    first_layer = (L * k, h * (1 + is_gated(options.activation))) if save in ("minimal", "paper") else (0,)
-    y_swi = (L * k, h) if save == "paper" else (0,)
-    return x.new_empty(x.shape), lists, x.new_empty(first_layer), x.new_empty(y_swi)
+    x, sizes = layer.x, _sizes(layer._asdict(), options, save)
+    lists = x.new_empty(sizes.lists, dtype=torch.int32)
+    return x.new_empty(sizes.out), lists, x.new_empty(sizes.first_layer), x.new_empty(sizes.y_swi)
 
 
 def _moe_infer(*arguments: Any) -> Tensor:
@@ -201,7 +223,7 @@ def _fake_moe_infer(*arguments: Any) -> Tensor:
     layer, options = split(arguments, Layer, Options)
     _check_forward(layer, options, None)
     x: Tensor = layer.x
-    return x.new_empty(x.shape)
+    return x.new_empty(_sizes(layer._asdict(), options, None).out)
 
 
 class _BackwardCall(NamedTuple):
@@ -221,20 +243,15 @@ class _BackwardCall(NamedTuple):
         grad_out, *rest = split(arguments, *kinds)
         read, rest = dict(zip(READ_IN_BACKWARD, rest, strict=False)), rest[len(READ_IN_BACKWARD) :]
         kept, *sums, options, save, needed = rest
-        needs = tuple(compress(GRADIENTS, needed))
+        needs = tuple(compress(NEEDS, needed))
         return cls(grad_out, read, kept, sums[0] if sums else Sums(), options, save, needs)
 
     def check_kept(self) -> None:
         """Raises ValueError if these are not what the forward of these tensors made, as under vmap of a backward."""
-        L, k = self.read["weights"].shape
-        E, h, _ = self.read["w2"].shape
-        columns = h * (1 + is_gated(self.options.activation))
-        wanted: dict[str, tuple[Any, ...]] = {"lists": (_index_lists(L, k, E)[1],)}
-        wanted |= {"first_layer": (L * k, columns)} if self.save != "recompute" else {}
-        wanted |= {"y_swi": (L * k, h)} if self.save == "paper" else {}
+        sizes = _sizes(self.read, self.options, self.save)._asdict()
         for name, tensor in self.kept._asdict().items():
-            got = None if tensor is None else tuple(map(_concrete, tensor.shape))
-            expected = tuple(map(_concrete, wanted[name])) if name in wanted else None
+            got = (0,) if tensor is None else tuple(map(_concrete, tensor.shape))
+            expected = tuple(map(_concrete, sizes[name]))
             if got != expected:
                 raise checks.bad_value("moe_backward", f"saved.{name}", f"shape {expected}", got)
 
@@ -259,24 +276,23 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         call = _BackwardCall.of(arguments, accumulates)
         call.check_kept()
-        sums, accumulate = call.sums, {}
-        if sums.gate is not None:
-            accumulate["w1"] = sums.gate if sums.up is None else (sums.gate, sums.up)
-        if sums.w2 is not None:
-            accumulate["w2"] = sums.w2
+        sums = call.sums._asdict()
+        accumulate = {name: _pair(sums, *parts) for name, parts in SUMMED.items() if sums[parts[0]] is not None}
         saved = _saved(call.read, call.kept, call.options, call.save)
-        with torch.no_grad():
-            grads = mb.moe_backward(
-                call.grad_out, saved, needs=call.needs, keep_saved=not overwrites, accumulate=accumulate
-            )
-        # Kernels write through pointers, which autograd does not see.
-        for tensor in (*(call.kept[1:] if overwrites else ()), *sums):
-            if tensor is not None:
-                torch.autograd.graph.increment_version(tensor)
-        gate, up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
-        return call.results(
-            {"x": grads.x, "weights": grads.weights, "gate": gate, "up": up, "w2": grads.w2}.__getitem__
-        )
+        try:
+            with torch.no_grad():
+                grads = mb.moe_backward(
+                    call.grad_out, saved, needs=call.needs, keep_saved=not overwrites, accumulate=accumulate
+                )
+        finally:  # kernels write through pointers, which autograd does not see
+            for tensor in (*(call.kept[1:] if saved.consumed else ()), *call.sums):
+                if tensor is not None:
+                    torch.autograd.graph.increment_version(tensor)
+        made: dict[str, Any] = {}
+        for gradient in NEEDS:
+            names = [name for name, of in DIFFERENTIABLE.items() if of == gradient]
+            made |= zip(names, pair(getattr(grads, gradient)), strict=False)
+        return call.results(made.__getitem__)
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         if "torch._inductor.graph" in sys.modules:  # else nothing is being compiled by it, and its import takes seconds
@@ -287,7 +303,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         saved = _saved(call.read, call.kept, call.options, call.save)
         checks.layer_backward("moe_backward", _described(call.grad_out), read["x"], saved)
         sums = {name: tensor for name, tensor in call.sums._asdict().items() if tensor is not None}
-        for names in (("gate", "up"), ("w2",)):
+        for names in SUMMED.values():
             if given := {f"sum of {name}": _described(sums[name]) for name in names if name in sums}:
                 shapes = [read[name].shape for name in names if name in sums]
                 checks.accumulated("moe_backward", given, shapes, read["x"].dtype)

@@ -314,3 +314,19 @@ def test_frozen_tensors_and_pairs(order):
     got = torch.autograd.grad(compiled(*frozen), leaves, grad_out)
     for grad, wanted, leaf in zip(got, want, pair(w1), strict=True):
         assert torch.equal(grad, wanted) and grad.stride() == leaf.stride()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_compiled_autograd(backend, overwriting):
+    """Over a forward of eager mode, which it leaves outside of its graph, and over a compiled one."""
+    from torch._dynamo import compiled_autograd
+
+    layer, x = MoE(8, 6, 4, 2), torch.randn(7, 8)
+    layer(x).square().sum().backward()
+    want = [parameter.grad for parameter in layer.parameters()]
+    layer.zero_grad()
+    function = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
+    loss = function(x).square().sum()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(layer.parameters(), want, strict=True))
