@@ -21,7 +21,10 @@ def _divided(function: str, sequences: Any) -> tuple[int | None, dict[str, Any]]
     """The number of sequences, or None and their offsets by the argument's name."""
     if hasattr(sequences, "shape") and sequences.shape != ():
         return None, {"sequences": sequences}
-    return checks.integer(function, "sequences", sequences), {}
+    try:
+        return checks.integer(function, "sequences", sequences), {}
+    except TypeError:
+        raise checks.bad_type(function, "sequences", "an int or an array of offsets", repr(sequences)) from None
 
 
 def _call(function: str, given: dict[str, Any]) -> Call:
