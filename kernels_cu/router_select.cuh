@@ -83,40 +83,49 @@ __device__ __forceinline__ Bound exact_bound(const unsigned (&keys)[VALUES], int
     return {key, column - first_column()};
 }
 
+// Writes the keys that are listed one behind the other.
+template <class F>
+__device__ __forceinline__ void list(const unsigned (&keys)[VALUES], Entry* listed, F is_listed) {
+    const int mine = count(is_listed);
+    int before = mine;
+#pragma unroll
+    for (int step = 1; step < LANES; step <<= 1) {
+        const int other = __shfl_up_sync(WARP, before, step, LANES);
+        if (lane_of_token() >= step) before += other;
+    }
+    Entry* at = listed + before - mine;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        const bool is = is_listed(i);
+        if (is) *at = entry_of(keys[i], column_of(i));
+        at += is ? 1 : 0;
+    }
+}
+
 // Fills slots[0 .. k) in shared memory, after which the warp must synchronize. `listed` has MAX_LISTED entries.
 __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* slots, Entry* listed) {
     if (LANES == 1) {
         pick(keys, k, slots);
         return;
     }
-    Bound bound = {0, 0x7fffffff};
-    const auto is_listed = [&](int i) {
-        return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column);
-    };
-    int mine = VALUES, total = MAX_LISTED + 1;
+    unsigned key = 0;
+    int total = MAX_LISTED + 1;
     if (k <= LANES) {
         unsigned largest = keys[0];
 #pragma unroll
         for (int i = 1; i < VALUES; ++i) largest = max(largest, keys[i]);
-        bound.key = kth_of_lanes(largest, k);
-        mine = count([&](int i) { return keys[i] >= bound.key; });
-        total = count_of_lanes(mine);
+        key = kth_of_lanes(largest, k);
+        total = count_of_lanes(count([&](int i) { return keys[i] >= key; }));
     }
     if (__any_sync(WARP, total > MAX_LISTED)) {
-        bound = exact_bound(keys, k);
-        mine = count(is_listed);
+        const Bound bound = exact_bound(keys, k);
+        list(keys, listed, [&](int i) {
+            return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column);
+        });
         total = k;
+    } else {
+        list(keys, listed, [&](int i) { return keys[i] >= key; });
     }
-    int place = mine;
-#pragma unroll
-    for (int step = 1; step < LANES; step <<= 1) {
-        const int before = __shfl_up_sync(WARP, place, step, LANES);
-        if (lane_of_token() >= step) place += before;
-    }
-    place -= mine;
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i)
-        if (is_listed(i)) listed[place++] = entry_of(keys[i], column_of(i));
     __syncwarp();
     for (int i = lane_of_token(); i < total; i += LANES) {
         const Entry entry = listed[i];
