@@ -95,7 +95,7 @@ def limit_capacity(
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is an empty slot. num_experts <= 4096; capacity >= 0.
     order: which slots of an expert stay. "position": the first by token, then slot (Switch Transformers; "position" of
     Megatron and DeepSpeed). "choice": first choices before second ones, then by token (GShard, arXiv 2006.16668; Tutel;
-    NLLB). "weights": the largest of weights (L, k) (Megatron's and DeepSpeed's "probs"). "priority": those of the tokens
+    NLLB). "weights": the largest of weights (L, k) (Megatron's and DeepSpeed's "probs"). "priority": those of tokens
     with the largest priority (L,) (batch-prioritised routing, arXiv 2106.05974; with random numbers DeepSpeed's random
     token selection).
     Equal ones stay by rising token, then slot; NaN is the largest. weights and priority have any float dtype.
