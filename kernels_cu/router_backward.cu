@@ -13,17 +13,17 @@
 #endif
 
 struct RouterBackwardParams {
-    const float* grad_weights;      // (L, k) or (P,) fp32, in
-    const ELEMENT* logits;          // (L, E), in
-    const float* weights;           // (L, k) or (P,) fp32, in
-    const int* ids;                 // (L, k) or (P,) int32, in
-    const int* token_offsets;       // (L + 1,) int32, in, or absent
+    const float* grad_weights;        // (L, k) or (P,) fp32, in
+    const ELEMENT* logits;            // (L, E), in
+    const float* weights;             // (L, k) or (P,) fp32, in
+    const int* ids;                   // (L, k) or (P,) int32, in
+    const int* token_offsets;         // (L + 1,) int32, in, or absent
     const unsigned char* token_mask;  // (L,) bool, in, or absent
-    const int* sequences;           // (num_sequences + 1,) int32, in, or absent
-    const float* grad_score_sums;   // (num_sequences, E) fp32, in; absent without SHARES
-    const float* grad_z_sums;       // (num_sequences,) fp32, in; absent without SUM_Z
-    const float* grad_entropy_sums;  // (num_sequences,) fp32, in; absent without SUM_ENTROPY
-    ELEMENT* grad_logits;           // (L, E), out
+    const int* sequences;             // (num_sequences + 1,) int32, in, or absent
+    const float* grad_score_sums;     // (num_sequences, E) fp32, in; absent without SHARES
+    const float* grad_z_sums;         // (num_sequences,) fp32, in; absent without SUM_Z
+    const float* grad_entropy_sums;   // (num_sequences,) fp32, in; absent without SUM_ENTROPY
+    ELEMENT* grad_logits;             // (L, E), out
     int L, num_experts, k, num_pairs, num_sequences;
     int scale, eps;  // bits of floats
 };
@@ -160,8 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
                 if (SUM_ENTROPY) factor -= v_entropy * logit_or_zero(x_c, probability);
                 grad[c] += probability * factor;
             }
-            if (SCORE_SHARES && v != nullptr)
-                grad[c] += score_of<SHARES>(x_c) * share * (v_c - mean_v) * log_slope<SHARES>(x_c);
+            if (SCORE_SHARES && v != nullptr) grad[c] += score_of<SHARES>(x_c) * share * (v_c - mean_v) * log_slope<SHARES>(x_c);
         }
         store_vector(out + column, grad);
     }

@@ -17,16 +17,16 @@
 #endif
 
 struct RouterForwardParams {
-    const ELEMENT* logits;     // (L, E), in
-    const float* bias;         // (E,) or (L, E), in; absent without BIAS
-    const void* given;         // (L, k) or (P,) int32 or int64: ids, in; absent without GIVEN
-    const int* token_offsets;  // (L + 1,) int32, in, or absent: the pairs of each token
-    const unsigned char* token_mask;  // (L,) bool, in, or absent
-    const int* sequences;      // (num_sequences + 1,) int32, in, or absent: equal runs
-    float* weights;            // (L, k) or (P,) fp32, out
-    int* ids;                  // (L, k) or (P,) int32, out: -1 in an empty slot
-    float* partial_sums;       // (blocks + num_sequences, E + 2) fp32, out: shares, then z, then entropy
-    int64 bias_stride;         // elements between tokens' biases: 0 or E
+    const ELEMENT* logits;                         // (L, E), in
+    const float* bias;                             // (E,) or (L, E), in; absent without BIAS
+    const void* given;                             // (L, k) or (P,) int32 or int64: ids, in; absent without GIVEN
+    const int* token_offsets;                      // (L + 1,) int32, in, or absent: the pairs of each token
+    const unsigned char* token_mask;               // (L,) bool, in, or absent
+    const int* sequences;                          // (num_sequences + 1,) int32, in, or absent: equal runs
+    float* weights;                                // (L, k) or (P,) fp32, out
+    int* ids;                                      // (L, k) or (P,) int32, out: -1 in an empty slot
+    float* partial_sums;                           // (blocks + num_sequences, E + 2) fp32, out: shares, then z, then entropy
+    int64 bias_stride;                             // elements between tokens' biases: 0 or E
     int L, num_experts, k, num_pairs, given_wide;  // given_wide: ids are int64
     int groups, kept, top, group_size, group_reciprocal;
     int tokens_per_block, num_sequences;
@@ -35,10 +35,10 @@ struct RouterForwardParams {
 
 constexpr bool SUMS = SHARES != 0 || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  // groups add up scores, not logits
-constexpr bool NEEDS_LSE = (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX ||
-                           SUM_Z != 0 || SUM_ENTROPY != 0;
+constexpr bool NEEDS_LSE =
+    (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-constexpr int TOKENS = THREADS / LANES;  // of a block at a time
+constexpr int TOKENS = THREADS / LANES;                                              // of a block at a time
 constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? 4 : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
@@ -171,9 +171,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     select(keys, k, slots, listed);
     __syncwarp();
     const auto id_of = [&](int j) { return column_of_entry(slots[j]); };
-    const auto logit_of = [&](int j) {
-        return BIAS ? to_float(logits[min(id_of(j), E - 1)]) : from_sort_key(key_of(slots[j]));
-    };
+    const auto logit_of = [&](int j) { return BIAS ? to_float(logits[min(id_of(j), E - 1)]) : from_sort_key(key_of(slots[j])); };
     int number = there && !masked ? k : 0;
     if (CUT) {
         int first_cut = number;

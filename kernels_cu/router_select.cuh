@@ -119,9 +119,8 @@ __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* s
     }
     if (__any_sync(WARP, total > MAX_LISTED)) {
         const Bound bound = exact_bound(keys, k);
-        list(keys, listed, [&](int i) {
-            return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column);
-        });
+        list(keys, listed,
+             [&](int i) { return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column); });
         total = k;
     } else {
         list(keys, listed, [&](int i) { return keys[i] >= key; });
@@ -179,8 +178,7 @@ __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsi
     for (int group = lane; group < groups; group += LANES) {
         const unsigned sum = sums[group];
         int rank = 0;
-        for (int other = 0; other < groups; ++other)
-            rank += sums[other] > sum || (sums[other] == sum && other < group) ? 1 : 0;
+        for (int other = 0; other < groups; ++other) rank += sums[other] > sum || (sums[other] == sum && other < group) ? 1 : 0;
         is_kept[group] = rank < kept;
     }
     __syncwarp();
