@@ -95,13 +95,14 @@ def main(*argv: str) -> int:
     parser.add_argument("--how", choices=("loop", "trainer"), default="loop")
     parser.add_argument("--lora", action="store_true", help="train low-rank updates of the experts alone")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, help="3e-3, and 1e-2 for LoRA")
     args = parser.parse_args(argv)
     model = small_model()
     if args.lora:
         model = with_lora(model)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    losses = (with_trainer if args.how == "trainer" else bare_loop)(model, args.steps, args.lr)
+    lr = args.lr or (1e-2 if args.lora else 3e-3)
+    losses = (with_trainer if args.how == "trainer" else bare_loop)(model, args.steps, lr)
     print(f"{trained} parameters, {len(losses)} steps on {device()}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return 0 if sum(losses[-3:]) < sum(losses[:3]) else 1
 

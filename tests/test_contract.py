@@ -106,7 +106,7 @@ def test_imports_are_seen():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_frameworks_are_optional(module):
-    """torch is for interop alone, transformers for its module; CuPy and matplotlib are imported where used, never at import."""
+    """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
     assert "torch" not in roots or module.startswith("interop.t") or module == "interop.inductor"
@@ -210,10 +210,11 @@ def test_metadata_files_exist(name, setup_cfg):
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "bench" / "README.md"])
-EXAMPLES = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)
+TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + GUIDE + TRANSFORMERS, re.DOTALL)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.split()[1])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: " ".join(text.split()[1:4]))
 def test_examples_run(example):
     for package in ("torch", "transformers"):
         if re.search(rf"^(?:import|from) {package}\b|interop\.{package}\b", example, re.MULTILINE):

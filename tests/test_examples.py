@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 NEEDS = {"hf_training.py": ("torch", "transformers"), "hf_fsdp.py": ("torch", "transformers"), "jax_layer.py": ("jax",)}
 RUNS = [
     "hf_training.py --steps 6",
-    "hf_training.py --steps 6 --how trainer --lora",
+    "hf_training.py --steps 16 --how trainer --lora",
     "hf_fsdp.py --steps 6",
     "jax_layer.py",
 ]
