@@ -335,6 +335,7 @@ GROUPS = {
     "small": _named("small batches"),
     "shapes": ("readme", "sonic7b", "tab2_32k"),  # beside the tables', so that small h and small d are among them
     "peers": ("conf3", "conf5", "qwen30b", "tab2_128k"),
+    "experts": (GPT_OSS_20B.name, "gptoss"),
     "accuracy": ("conf5", "qwen30b", "olmoe", "readme", GPT_OSS_20B.name),
 }
 

@@ -135,16 +135,19 @@ class Kernels:
         x, ids, weights, w1, w2, grad_out = (self.inputs[name] for name in names)
         # save="paper" leaves the product alone, and keep_saved the first layer, so that calls can be repeated
         shapes = layout(x), layout(ids), layout(weights), layout(w2), (layout(w1),)
-        forward = configure_forward(*shapes, activation, "paper", self.limits)
+        forward = configure_forward(*shapes, (), (), activation, "halves", "paper", self.limits)
         totals = {"w1": (layout(self.grad_w1),), "w2": (layout(self.grad_w2),)} if self.accumulate else {}
         backward = configure_backward(
             layout(grad_out),
             *(layout(array) for array in (x, weights, w2)),
             (layout(w1),),
+            (),
+            (),
             layout(self.first),
             None,
             tuple(totals.items()),
             activation,
+            "halves",
             GRADIENTS,
             True,
             self.limits,

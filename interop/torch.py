@@ -16,12 +16,13 @@ from moeblaze_cupy import checks, launch_config, router_options
 from moeblaze_cupy.interop import torch_autograd, torch_ops
 from moeblaze_cupy.interop.torch_autograd import Grads
 from moeblaze_cupy.interop.torch_autograd import first_derivatives_only as _first_derivatives_only
-from moeblaze_cupy.interop.torch_ops import Layer, Options, Sums
+from moeblaze_cupy.interop.torch_ops import Options, Sums
 from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.structures import (
-    ACTIVATIONS,
     SAVE_POLICIES,
+    Activation,
     RouterSums,
+    SlotOptions,
     is_gated,
     pair,
 )
@@ -30,17 +31,25 @@ from moeblaze_cupy.structures import (
 def moe(
     x: torch.Tensor,
     ids: torch.Tensor,
-    weights: torch.Tensor,
+    weights: torch.Tensor | None,
     w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     w2: torch.Tensor,
     *,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     save: str | None = "minimal",
     keep_saved: bool = False,
     accumulate_into_main_grad: bool | Mapping[str, Any] = False,
+    b1: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    b2: torch.Tensor | None = None,
+    gate_up: str = "halves",
+    token_offsets: torch.Tensor | None = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> torch.Tensor:
-    """The MoE layer (L, d), differentiable in x, weights, w1 and w2; arguments as `moeblaze_cupy.moe_forward`.
+    """The MoE layer (L, d), differentiable in x, weights, w1, w2, b1, b2; arguments as `moeblaze_cupy.moe_forward`.
 
+    With unreduced it is (L, k, d), or (P, d) with token_offsets, and weights are None unless they are on the input.
     Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`, on the CPU
     too, where nothing is overwritten; with save="recompute" it is allowed. gradcheck is such a case.
@@ -66,7 +75,15 @@ def moe(
     if len(parts) not in (1, 2):
         raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(parts)} tensors")
     gate, up = (*parts, None)[:2]
+    of_b1 = () if b1 is None else pair(b1)
+    if len(of_b1) > 2 or (b1 is not None and not of_b1):
+        raise ValueError(f"moe: b1: expected one tensor or a pair (gate, up), got {len(of_b1)} tensors")
+    b1_gate, b1_up = (*of_b1, None, None)[:2]
     tensors = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w2": w2} | ({} if gate is w1 else {"w1[1]": up})
+    tensors |= dict(zip(("b1", "b1[1]"), of_b1, strict=False))
+    tensors |= {name: t for name, t in (("b2", b2), ("token_offsets", token_offsets)) if t is not None}
+    if weights is None and unreduced:
+        del tensors["weights"]
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
@@ -78,19 +95,28 @@ def moe(
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
     autocast = as_operators or torch_autograd.any_autocast()
     if autocast and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
-        x, weights, gate, up, w2 = _autocast(x, weights, gate, up, w2)
-    differentiable = x.requires_grad or weights.requires_grad or gate.requires_grad or w2.requires_grad
-    differentiable = torch.is_grad_enabled() and (differentiable or (up is not None and up.requires_grad))
+        (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = _autocast(
+            x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
+        )
+    differentiable = x.requires_grad or gate.requires_grad or w2.requires_grad
+    optional = weights, up, b1_gate, b1_up, b2
+    differentiable = differentiable or any(t is not None and t.requires_grad for t in optional)
+    differentiable = torch.is_grad_enabled() and differentiable
+    layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
     out: torch.Tensor
     if as_operators:
-        layer, options = Layer(x, ids, weights, gate, up, w2), Options(activation)
+        options = Options.of(activation, gate_up, weights_on, unreduced, identity_experts)
         if not differentiable and not torch_autograd.transformed():
             out = torch_ops.moe_infer(*layer, *options)
             return out
-    elif not differentiable:
-        w1 = gate if up is None else (gate, up)
-        out = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=None)[0]
-        return out
+    else:
+        own: dict[str, Any] = {"activation": activation, "gate_up": gate_up, "weights_on": weights_on}
+        own |= {"unreduced": unreduced, "identity_experts": identity_experts}
+        if not differentiable:
+            w1, b1 = torch_ops.one_or_two(gate, up), torch_ops.one_or_two(b1_gate, b1_up)
+            given: dict[str, Any] = {"b1": b1, "b2": b2, "token_offsets": token_offsets, **own}
+            out = mb.moe_forward(x, ids, weights, w1, w2, save=None, **given)[0]
+            return out
     if save is None and not differentiable:
         save = "recompute"  # of what torch.func may differentiate
     if save is None:
@@ -101,24 +127,28 @@ def moe(
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
         out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
-    out = torch_autograd.EagerMoE.apply(x, ids, weights, gate, up, w2, activation, save, keep_saved, main_grads)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    out = torch_autograd.EagerMoE.apply(save, keep_saved, main_grads, own, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
 
-def _autocast(
-    x: torch.Tensor, weights: torch.Tensor, *experts: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As torch.autocast does for linear; the router weights stay in float32, and come to it if they must change."""
-    dtype = torch.get_autocast_dtype(x.device.type)
+def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """Operands of products, x first, as torch.autocast casts those of linear.
+
+    The others, router weights and biases, stay in float32, and come to it if they must change.
+    """
+    dtype = torch.get_autocast_dtype(device)
 
     def cast(tensor: torch.Tensor | None) -> Any:
         of_autocast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if tensor is not None and of_autocast else tensor
 
-    x, (gate, up, w2) = cast(x), map(cast, experts)
-    if weights.dtype not in (torch.float32, x.dtype) and weights.is_floating_point():
-        weights = weights.float()
-    return x, weights, gate, up, w2
+    def widened(tensor: torch.Tensor | None) -> Any:
+        stays = tensor is None or tensor.dtype in (torch.float32, of_x) or not tensor.is_floating_point()
+        return tensor if tensor is None or stays else tensor.float()
+
+    products = list(map(cast, operands))
+    of_x = products[0].dtype
+    return products, list(map(widened, others))
 
 
 class _Route(torch.autograd.Function):
@@ -303,7 +333,9 @@ class MoE(torch.nn.Module):
     RouterSums, such as one that takes given ids; the options of `route` then have no effect.
     return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
     keeps no state of a forward, so recomputation in backward counts nothing twice.
-    keep_saved, save, activation: as of `moe`; accumulate_into_main_grad too, for the parameters of the experts.
+    keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
+    expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
+    identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -316,7 +348,7 @@ class MoE(torch.nn.Module):
         num_experts: int,
         k: int,
         *,
-        activation: str = "swiglu",
+        activation: str | Activation = "swiglu",
         save: str | None = "minimal",
         score: str = "softmax",
         renormalize: bool | None = None,
@@ -330,17 +362,28 @@ class MoE(torch.nn.Module):
         return_routing: bool = False,
         keep_saved: bool = False,
         accumulate_into_main_grad: bool = False,
+        expert_bias: bool = False,
+        gate_up: str = "halves",
+        weights_on: str = "output",
+        identity_experts: int = 0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         d_model, d_hidden = _size("d_model", d_model), _size("d_hidden", d_hidden)
         num_experts = _size("num_experts", num_experts, launch_config.MAX_ROUTER_EXPERTS)
-        k = _size("k", k, min(num_experts, launch_config.MAX_ROUTER_K))
-        checks.one_of("MoE", "activation", activation, ACTIVATIONS)
+        identity_experts = checks.integer("MoE", "identity_experts", identity_experts)
+        most = launch_config.MAX_ROUTER_EXPERTS - num_experts
+        if not 0 <= identity_experts <= most:
+            raise checks.bad_value("MoE", "identity_experts", f"0 to {most}", identity_experts)
+        routed = num_experts + identity_experts
+        k = _size("k", k, min(routed, launch_config.MAX_ROUTER_K))
+        checks.activation("MoE", activation)
+        checks.gate_up("MoE", gate_up, activation)
+        checks.slot_options("MoE", SlotOptions(weights_on), True, expert_bias)
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
         options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
-        router_options.group_sizes("MoE", options, k, num_experts)
+        router_options.group_sizes("MoE", options, k, routed)
         options = options.renormalized(k)
         if sums and not return_routing:
             raise checks.bad_value("MoE", "sums", "() without return_routing=True", repr(sums))
@@ -358,23 +401,27 @@ class MoE(torch.nn.Module):
             return_routing,
         )
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
+        self.gate_up, self.weights_on, self.identity_experts = gate_up, weights_on, identity_experts
         width = d_hidden * (2 if is_gated(activation) else 1)
 
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.router = parameter(num_experts, d_model)
+        self.router = parameter(routed, d_model)
         self.w1_storage = parameter(num_experts, width, d_model)
         self.w2_storage = parameter(num_experts, d_model, d_hidden)
-        self.register_buffer("bias", torch.zeros(num_experts, device=device, dtype=torch.float32) if bias else None)
+        self.b1 = parameter(num_experts, width) if expert_bias else None
+        self.b2 = parameter(num_experts, d_model) if expert_bias else None
+        self.register_buffer("bias", torch.zeros(routed, device=device, dtype=torch.float32) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 1 / sqrt(fan in); the bias is 0."""
+        """Normal with standard deviation 1 / sqrt(fan in); biases are 0."""
         for parameter in (self.router, self.w1_storage, self.w2_storage):
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        if self.bias is not None:
-            self.bias.zero_()
+        for bias in (self.b1, self.b2, self.bias):
+            if bias is not None:
+                torch.nn.init.zeros_(bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoE":
         bias = self.bias
@@ -421,6 +468,11 @@ class MoE(torch.nn.Module):
             save=self.save,
             keep_saved=self.keep_saved,
             accumulate_into_main_grad=accumulate,
+            b1=self.b1,
+            b2=self.b2,
+            gate_up=self.gate_up,
+            weights_on=self.weights_on,
+            identity_experts=self.identity_experts,
         ).reshape(x.shape)
         return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
 
@@ -428,7 +480,9 @@ class MoE(torch.nn.Module):
         E, d, h = self.w2_storage.shape
         options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
         unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
+        unusual |= {"gate_up": "halves", "weights_on": "output", "identity_experts": 0}
         named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
         shown = [sizes, *(f"{name}={getattr(self, name)!r}" for name in named)]
-        return ", ".join([*shown, *(["bias=True"] if self.bias is not None else [])])
+        biases = {"bias=True": self.bias, "expert_bias=True": self.b1}
+        return ", ".join([*shown, *(name for name, bias in biases.items() if bias is not None)])

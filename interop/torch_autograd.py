@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -18,17 +19,19 @@ from moeblaze_cupy.interop.torch_ops import (
     Routing,
     Sums,
     asked_sums,
+    by_tensor,
     moe_bwd,
     moe_bwd_,
     moe_bwd_acc,
     moe_bwd_acc_,
     moe_fwd,
+    one_or_two,
     route,
     route_bwd,
     split,
 )
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import GRADIENTS, SavedForBackward, pair
+from moeblaze_cupy.structures import pair
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -187,11 +190,15 @@ class MoE(torch.autograd.Function):
                 raise RuntimeError(
                     f"moe: {name}: expected one tensor for all of vmap's batch, got one for each element"
                 )
+        if layer.token_offsets is not None:
+            raise RuntimeError("moe: token_offsets: expected None under vmap, got a tensor")
 
-        def fold(name: str) -> Tensor:
+        def fold(name: str) -> Any:
             tensor, dim = getattr(layer, name), dims[name]
+            if tensor is None:
+                return None
             every = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            return every.reshape(-1, every.shape[-1]).contiguous()  # type: ignore[no-any-return]
+            return every.reshape(-1, every.shape[-1]).contiguous()
 
         folded = layer._replace(x=fold("x"), ids=fold("ids"), weights=fold("weights"))
         out, *kept = MoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
@@ -245,28 +252,29 @@ class MainGrad:
 
 
 class EagerMoE(torch.autograd.Function):
-    """w1 arrives as gate and up; up is None where w1 is one tensor. main_grads: by name, of gate, up and w2."""
+    """options: of `mb.moe_forward`, those that are no tensors. main_grads: by name, of gate, up and w2."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        gate: Tensor,
-        up: Tensor | None,
-        w2: Tensor,
-        activation: str,
         save: str,
         keep_saved: bool,
         main_grads: dict[str, MainGrad],
+        options: dict[str, Any],
+        *tensors: Tensor | None,
     ) -> Tensor:
-        w1 = gate if up is None else (gate, up)
+        """tensors: of Layer, in order."""
+        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = tensors
+        w1, b1 = one_or_two(gate, up), one_or_two(b1_gate, b1_up)
         out: Tensor
-        out, saved = mb.moe_forward(x, ids, weights, w1, w2, activation=activation, save=save)
+        out, saved = mb.moe_forward(
+            x, ids, weights, w1, w2, save=save, b1=b1, b2=b2, token_offsets=token_offsets, **options
+        )
         lists, index = saved.index.split()
-        ctx.save_for_backward(x, weights, gate, up, w2, saved.first_layer, saved.y_swi, *lists)
-        ctx.saved = SavedForBackward(None, None, None, None, index, None, None, activation, save)
+        read = x, weights, gate, up, w2, b1_gate, b1_up, b2
+        ctx.save_for_backward(*read, saved.first_layer, saved.y_swi, *lists)
+        arrays: dict[str, Any] = {"x": None, "weights": None, "w1": None, "w2": None, "b1": None, "b2": None}
+        ctx.saved = replace(saved, index=index, first_layer=None, y_swi=None, **arrays)
         ctx.keep_saved, ctx.main_grads = keep_saved, main_grads
         ctx.set_materialize_grads(False)
         return out
@@ -274,16 +282,17 @@ class EagerMoE(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("moe")
     def backward(ctx: Any, grad_out: Tensor | None) -> Grads:
+        before = (None,) * 4
         if grad_out is None:
-            return (None,) * 10
-        x, weights, gate, up, w2, first_layer, y_swi, *lists = ctx.saved_tensors
-        kept, w1 = ctx.saved, gate if up is None else (gate, up)
+            return (*before, *(None,) * len(Layer._fields))
+        x, weights, gate, up, w2, b1_gate, b1_up, b2, first_layer, y_swi, *lists = ctx.saved_tensors
+        kept, w1, b1 = ctx.saved, one_or_two(gate, up), one_or_two(b1_gate, b1_up)
+        arrays: dict[str, Any] = {"x": x, "weights": weights, "w1": w1, "w2": w2, "b1": b1, "b2": b2}
         index = kept.index.joined(lists)
-        saved = SavedForBackward(
-            x, weights, w1, w2, index, first_layer, y_swi, kept.activation, kept.save, kept.consumed
-        )
-        needed = ctx.needs_input_grad
-        needs = tuple(compress(GRADIENTS, (needed[0], needed[2], needed[3] or needed[4], needed[5])))
+        saved = replace(kept, index=index, first_layer=first_layer, y_swi=y_swi, **arrays)
+        needed = ctx.needs_input_grad[4:]
+        of_biases = needed[6] or needed[7], needed[8]
+        needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *of_biases)))
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
         accumulate = {}
         if "w1" in needs and "gate" in buffers:
@@ -296,26 +305,11 @@ class EagerMoE(torch.autograd.Function):
             )
         finally:  # what runs out of memory half way may have overwritten them as well
             kept.consumed = saved.consumed
-        grad_gate, grad_up = grads.w1 if isinstance(grads.w1, tuple) else (grads.w1, None)
-        grad_w2 = grads.w2
-        if buffers:
-            by_weight = {"gate": (gate, grad_gate), "up": (up, grad_up), "w2": (w2, grads.w2)}
-            grad_gate, grad_up, grad_w2 = (
-                stand_in(ctx.main_grads[name].announce(), weight) if name in buffers and grad is not None else grad
-                for name, (weight, grad) in by_weight.items()
-            )
-        return (
-            grads.x,
-            None,
-            grads.weights,
-            grad_gate if needed[3] else None,
-            grad_up if needed[4] else None,
-            grad_w2,
-            None,
-            None,
-            None,
-            None,
-        )
+        of_tensors = by_tensor(grads)
+        for name, weight in (("gate", gate), ("up", up), ("w2", w2)):
+            if name in buffers and of_tensors[name] is not None:
+                of_tensors[name] = stand_in(ctx.main_grads[name].announce(), weight)
+        return (*before, *(of_tensors[n] if need else None for n, need in zip(Layer._fields, needed, strict=True)))
 
 
 def main_grads(

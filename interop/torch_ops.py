@@ -8,6 +8,7 @@ if it has a gradient, and one wherever it is handed on: `_check_forward`, `_call
 changes a shape.
 """
 
+import math
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -21,26 +22,77 @@ from moeblaze_cupy import checks, launch_config, router_options
 from moeblaze_cupy.arrays import CPU, Array
 from moeblaze_cupy.interop import inductor
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import SHARES, DispatchIndices, SavedForBackward, is_gated, pair
+from moeblaze_cupy.structures import (
+    BIASES,
+    FORMS,
+    GRADIENTS,
+    SHARES,
+    Activation,
+    DispatchIndices,
+    Gradients,
+    SavedForBackward,
+    SlotOptions,
+    is_gated,
+)
 
 Tensor = torch.Tensor
+Places = tuple[dict[str, tuple[int, tuple[int, ...]]], int]  # what `launch_config.index_lists` returns
 
 
 class Layer(NamedTuple):
-    """The layer's tensors. w1 is `gate` and `up`; `up` is None where w1 is one tensor."""
+    """The layer's tensors. w1 is `gate` and `up`; `up` is None where w1 is one tensor. So it is with b1."""
 
     x: Tensor
     ids: Tensor
-    weights: Tensor
+    weights: Tensor | None
     gate: Tensor
     up: Tensor | None
     w2: Tensor
+    b1_gate: Tensor | None = None
+    b1_up: Tensor | None = None
+    b2: Tensor | None = None
+    token_offsets: Tensor | None = None
+
+    @property
+    def w1(self) -> Any:
+        return one_or_two(self.gate, self.up)
+
+    @property
+    def b1(self) -> Any:
+        return one_or_two(self.b1_gate, self.b1_up)
 
 
 class Options(NamedTuple):
     """What else the layer is told, forward and backward alike; numbers, names and tuples of numbers."""
 
-    activation: str
+    name: str  #: of the activation
+    constants: tuple[float, ...] = ()  #: of the activation, in their order; () for the defaults
+    gate_up: str = "halves"
+    weights_on: str = "output"
+    unreduced: bool = False
+    identity_experts: int = 0
+
+    @classmethod
+    def of(cls, activation: str | Activation, *others: Any) -> "Options":
+        if isinstance(activation, Activation):
+            return cls(activation.name, tuple(activation.constants.values()), *others)
+        return cls(activation, (), *others)
+
+    @property
+    def activation(self) -> str | Activation:
+        if not self.constants:
+            return self.name
+        names = (constant.name for constant in FORMS[self.name].constants)
+        return Activation(self.name, **dict(zip(names, self.constants, strict=True)))
+
+    @property
+    def slots(self) -> SlotOptions:
+        return SlotOptions(self.weights_on, self.unreduced, self.identity_experts)
+
+
+def one_or_two(gate: Any, up: Any) -> Any:
+    """What a weight or a bias is to the layer: one tensor, or the pair."""
+    return gate if up is None else (gate, up)
 
 
 class Kept(NamedTuple):
@@ -81,9 +133,12 @@ class Sums(NamedTuple):
 # By name of the gradient: tensors of `Sums`, the second where there is a pair.
 SUMMED = {"w1": ("gate", "up"), "w2": ("w2", "")}
 # By tensor of `Layer`, the name in `needs` of its gradient.
-DIFFERENTIABLE = {"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"}
-NEEDS = tuple(dict.fromkeys(DIFFERENTIABLE.values()))
-READ_IN_BACKWARD = tuple(name for name in Layer._fields if name != "ids")
+DIFFERENTIABLE = {
+    **{"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"},
+    **{"b1_gate": "b1", "b1_up": "b1", "b2": "b2"},
+}
+READ_IN_BACKWARD = tuple(DIFFERENTIABLE)
+NEEDS = GRADIENTS + BIASES
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -127,59 +182,79 @@ def _described(tensor: Tensor) -> Array:
     return Array(tensor, 0, shape, strides, str(tensor.dtype).removeprefix("torch."), device)
 
 
-def _pair(tensors: Mapping[str, Any], gate: str, up: str) -> Any:
-    return tensors[gate] if tensors.get(up) is None else (tensors[gate], tensors[up])
-
-
 class _Sizes(NamedTuple):
-    """Shapes of what forward makes, and where the lists lie in their buffer. What is not kept has the shape (0,)."""
+    """Shapes of what forward makes. What is not kept has the shape (0,)."""
 
     out: tuple[Any, ...]
     lists: tuple[Any, ...]
     first_layer: tuple[Any, ...]
     y_swi: tuple[Any, ...]
-    places: dict[str, tuple[int, tuple[int, ...]]]
 
 
-def _sizes(tensors: Mapping[str, Any], options: Options, save: str | None) -> _Sizes:
-    """tensors: at least those of READ_IN_BACKWARD, whose shapes may be symbolic."""
-    (L, k), (E, h, _) = tensors["weights"].shape, tensors["w2"].shape
+def _index_lists(L: Any, slots_shape: Sequence[Any], num_experts: int) -> Places:
+    """`launch_config.index_lists` of sizes that may be symbolic. slots_shape: (L, k), or (P,) of pairs."""
     uncached: Any = launch_config.index_lists.__wrapped__  # a cache would compare sizes
-    places, size = uncached(L, k, E, torch.sym_min)
-    first_layer = (L * k, h * (1 + is_gated(options.activation))) if save in ("minimal", "paper") else (0,)
-    return _Sizes(tuple(tensors["x"].shape), (size,), first_layer, (L * k, h) if save == "paper" else (0,), places)
+    k, pairs = (None, slots_shape[0]) if len(slots_shape) == 1 else (slots_shape[1], None)
+    found: Places = uncached(L, k, num_experts, pairs, torch.sym_min)
+    return found
+
+
+def _sizes(tensors: Mapping[str, Any], slots_shape: Sequence[Any], options: Options, save: str | None) -> _Sizes:
+    """tensors: at least those of READ_IN_BACKWARD, whose shapes may be symbolic. slots_shape: of `_index_lists`."""
+    (L, d), (E, h, _), slots = tensors["x"].shape, tensors["w2"].shape, math.prod(slots_shape)
+    out = (*slots_shape, d) if options.unreduced else (L, d)
+    first_layer = (slots, h * (1 + is_gated(options.name))) if save in ("minimal", "paper") else (0,)
+    size = _index_lists(L, slots_shape, E)[1]
+    return _Sizes(out, (size,), first_layer, (slots, h) if save == "paper" else (0,))
 
 
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
     d = {name: _described(tensor) for name, tensor in layer._asdict().items() if tensor is not None}
-    w1 = (d["gate"],) if layer.up is None else (d["gate"], d["up"])
     checks.same_device("moe_forward", **d)
-    checks.layer("moe_forward", d["x"], d["ids"], d["weights"], w1, d["w2"], options.activation, save)
+    w1, b1, b2 = (
+        tuple(d[name] for name in names if name in d) for names in (("gate", "up"), ("b1_gate", "b1_up"), ("b2",))
+    )
+    weights, slots = d.get("weights"), options.slots
+    checks.slot_options("moe_forward", slots, weights is not None, bool(b1))
+    arrays = d["x"], d["ids"], weights, w1, d["w2"]
+    checks.layer("moe_forward", *arrays, options.activation, save, b1, b2, options.gate_up, d.get("token_offsets"))
+    checks.identity_experts("moe_forward", slots, d["w2"])
 
 
 def _call_forward(layer: Layer, options: Options, save: str | None) -> tuple[Any, SavedForBackward | None]:
-    w1 = _pair(layer._asdict(), "gate", "up")
     with torch.no_grad():
         out, saved = mb.moe_forward(
-            layer.x, layer.ids, layer.weights, w1, layer.w2, activation=options.activation, save=save
+            layer.x,
+            layer.ids,
+            layer.weights,
+            layer.w1,
+            layer.w2,
+            activation=options.activation,
+            save=save,
+            b1=layer.b1,
+            b2=layer.b2,
+            gate_up=options.gate_up,
+            token_offsets=layer.token_offsets,
+            **options.slots._asdict(),
         )
     return out, saved
 
 
-def _saved(read: Mapping[str, Any], kept: Kept, options: Options, save: str) -> SavedForBackward:
+def _slots_shape(read: dict[str, Any], grad_out: Tensor) -> tuple[Any, ...]:
+    """(L, k), or (P,) of pairs. Without router weights the output, and so its gradient, has a row per slot."""
+    return tuple(grad_out.shape[:-1] if read["weights"] is None else read["weights"].shape)
+
+
+def _saved(read: dict[str, Any], grad_out: Tensor, kept: Kept, options: Options, save: str) -> SavedForBackward:
     """What `moe_forward` returned, from its tensors; read: those of READ_IN_BACKWARD by name."""
-    index = DispatchIndices(kept.lists, None, _sizes(read, options, save).places, read["w2"].shape[0])
-    return SavedForBackward(
-        read["x"],
-        read["weights"],
-        _pair(read, "gate", "up"),
-        read["w2"],
-        index,
-        kept.first_layer,
-        kept.y_swi,
-        options.activation,
-        save,
-    )
+    weights, w2 = read["weights"], read["w2"]
+    slots_shape, num_experts = tuple(map(_concrete, _slots_shape(read, grad_out))), w2.shape[0]
+    places, _ = _index_lists(_concrete(read["x"].shape[0]), slots_shape, num_experts)
+    index = DispatchIndices(kept.lists, None, places, num_experts)
+    w1, b1 = one_or_two(read["gate"], read["up"]), one_or_two(read["b1_gate"], read["b1_up"])
+    made = index, kept.first_layer, kept.y_swi, options.activation, save
+    other = {"b1": b1, "b2": read["b2"], "gate_up": options.gate_up, "slots": options.slots}
+    return SavedForBackward(read["x"], weights, w1, w2, *made, **other)
 
 
 def split(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
@@ -208,7 +283,7 @@ def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 def _fake_moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     layer, options, save = split(arguments, Layer, Options, 1)
     _check_forward(layer, options, save)
-    x, sizes = layer.x, _sizes(layer._asdict(), options, save)
+    x, sizes = layer.x, _sizes(layer._asdict(), layer.ids.shape, options, save)
     lists = x.new_empty(sizes.lists, dtype=torch.int32)
     return x.new_empty(sizes.out), lists, x.new_empty(sizes.first_layer), x.new_empty(sizes.y_swi)
 
@@ -223,7 +298,7 @@ def _fake_moe_infer(*arguments: Any) -> Tensor:
     layer, options = split(arguments, Layer, Options)
     _check_forward(layer, options, None)
     x: Tensor = layer.x
-    return x.new_empty(_sizes(layer._asdict(), options, None).out)
+    return x.new_empty(_sizes(layer._asdict(), layer.ids.shape, options, None).out)
 
 
 class _BackwardCall(NamedTuple):
@@ -248,7 +323,8 @@ class _BackwardCall(NamedTuple):
 
     def check_kept(self) -> None:
         """Raises ValueError if these are not what the forward of these tensors made, as under vmap of a backward."""
-        sizes = _sizes(self.read, self.options, self.save)._asdict()
+        slots_shape = _slots_shape(self.read, self.grad_out)
+        sizes = _sizes(self.read, slots_shape, self.options, self.save)._asdict()
         for name, tensor in self.kept._asdict().items():
             got = (0,) if tensor is None else tuple(map(_concrete, tensor.shape))
             expected = tuple(map(_concrete, sizes[name]))
@@ -270,6 +346,13 @@ class _BackwardCall(NamedTuple):
         )
 
 
+def by_tensor(grads: Gradients) -> dict[str, Any]:
+    """The gradients by the names of DIFFERENTIABLE."""
+    (gate, up), (b1_gate, b1_up) = (g if isinstance(g, tuple) else (g, None) for g in (grads.w1, grads.b1))
+    of_biases = {"b1_gate": b1_gate, "b1_up": b1_up, "b2": grads.b2}
+    return {"x": grads.x, "weights": grads.weights, "gate": gate, "up": up, "w2": grads.w2, **of_biases}
+
+
 def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The implementation and the fake of a backward operator."""
 
@@ -277,8 +360,12 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         call = _BackwardCall.of(arguments, accumulates)
         call.check_kept()
         sums = call.sums._asdict()
-        accumulate = {name: _pair(sums, *parts) for name, parts in SUMMED.items() if sums[parts[0]] is not None}
-        saved = _saved(call.read, call.kept, call.options, call.save)
+        accumulate = {
+            name: one_or_two(sums[parts[0]], sums.get(parts[1]))
+            for name, parts in SUMMED.items()
+            if sums[parts[0]] is not None
+        }
+        saved = _saved(call.read, call.grad_out, call.kept, call.options, call.save)
         try:
             with torch.no_grad():
                 grads = mb.moe_backward(
@@ -288,11 +375,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
             for tensor in (*(call.kept[1:] if saved.consumed else ()), *call.sums):
                 if tensor is not None:
                     torch.autograd.graph.increment_version(tensor)
-        made: dict[str, Any] = {}
-        for gradient in NEEDS:
-            names = [name for name, of in DIFFERENTIABLE.items() if of == gradient]
-            made |= zip(names, pair(getattr(grads, gradient)), strict=False)
-        return call.results(made.__getitem__)
+        return call.results(by_tensor(grads).__getitem__)
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         if "torch._inductor.graph" in sys.modules:  # else nothing is being compiled by it, and its import takes seconds
@@ -300,7 +383,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         call = _BackwardCall.of(arguments, accumulates)
         call.check_kept()
         read = {name: _described(tensor) for name, tensor in call.read.items() if tensor is not None}
-        saved = _saved(call.read, call.kept, call.options, call.save)
+        saved = _saved(call.read, call.grad_out, call.kept, call.options, call.save)
         checks.layer_backward("moe_backward", _described(call.grad_out), read["x"], saved)
         sums = {name: tensor for name, tensor in call.sums._asdict().items() if tensor is not None}
         for names in SUMMED.values():

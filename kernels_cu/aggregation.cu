@@ -9,18 +9,12 @@
 //   aggregate       grid (L / TOKENS_PER_BLOCK, columns / PANEL_COLUMNS), rounded up; a warp per token, TOKENS_PER_BLOCK
 //                   warps per block. Lane c takes columns 8c to 8c+7 of the PANEL_COLUMNS, a 16-byte load per row.
 //   the others      a thread per slot, SLOTS_PER_BLOCK threads per block
-#include "common.cuh"
-
-#if !defined(TOKENS_PER_BLOCK) || !defined(SLOTS_PER_BLOCK) || !defined(PANEL_COLUMNS)
-#error "TOKENS_PER_BLOCK, SLOTS_PER_BLOCK and PANEL_COLUMNS are given by launch_config.py"
-#endif
-static_assert(PANEL_COLUMNS == 32 * 8, "a warp spans the columns of its grid row, 8 to a lane");
-static_assert(TOKENS_PER_BLOCK * 32 <= 1024 && SLOTS_PER_BLOCK <= 1024, "threads of a block");
+#include "aggregate.cuh"
 
 template <class T, class W>
 struct AggregateParams {
     const T* panel;              // (L*k, panel_ld) element, in: expert outputs, or input gradients
-    const int* token_index_map;  // (L, k) int32, in; -1: no expert in this slot
+    const int* token_index_map;  // (L, k) int32, in; below 0: no expert in this slot
     const W* weights;            // (L, k) fp32 or element, in; null for the input gradient
     T* out;                      // (L, d) element, out: columns first_column .. + columns
     int64 panel_ld;              // elements from row to row of the panel
@@ -44,34 +38,6 @@ struct WeightsByRowParams {
     int num_slots;               // L*k
 };
 
-template <bool ALIGNED_ROWS, class T, class W>
-__device__ void aggregate(const AggregateParams<T, W>& p) {
-    const int64 column = blockIdx.y * int64(PANEL_COLUMNS) + (threadIdx.x & 31) * 8, valid = min(p.columns - column, int64(8));
-    const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + threadIdx.x / 32;
-    if (token >= p.L || valid <= 0) return;
-    const int* positions = p.token_index_map + token * p.k;
-    const T* panel = p.panel + column;
-    float sum[8] = {};
-    for (int j0 = 0; j0 < p.k; j0 += 4) {
-        Row8<T> rows[4];  // four loads in flight before the first is used
-        float scale[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int position = j0 + i < p.k ? positions[j0 + i] : -1;
-            scale[i] = position < 0 ? 0.f : p.weights ? to_float(p.weights[token * p.k + j0 + i]) : 1.f;
-            rows[i].template load<ALIGNED_ROWS>(panel + max(position, 0) * p.panel_ld, position < 0 ? 0 : valid);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float row[8];
-            rows[i].unpack(row);
-#pragma unroll
-            for (int c = 0; c < 8; ++c) sum[c] = fmaf(scale[i], row[c], sum[c]);
-        }
-    }
-    store_row8<ALIGNED_ROWS>(p.out + token * p.d + p.first_column + column, sum, valid);
-}
-
 template <class W>
 __device__ void weights_bwd(const WeightsBwdParams<W>& p) {
     const int64 slot = blockIdx.x * int64(SLOTS_PER_BLOCK) + threadIdx.x, num_slots = p.num_slots;
@@ -91,7 +57,7 @@ __device__ void weights_by_row(const WeightsByRowParams<W>& p) {
 
 #define AGGREGATE_ENTRY(NAME, ALIGNED_ROWS, T, W)                                                             \
     extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) NAME(const AggregateParams<T, W> p) { \
-        aggregate<ALIGNED_ROWS>(p);                                                                           \
+        aggregate<ALIGNED_ROWS, false, T>(p);                                                                 \
     }
 #define AGGREGATE_ENTRIES(SUFFIX, T, W)             \
     AGGREGATE_ENTRY(aggregate_##SUFFIX, true, T, W) \

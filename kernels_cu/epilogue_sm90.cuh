@@ -110,7 +110,7 @@ struct StoreTokenRows : EpilogueBase {
 };
 
 // first_layer = a and b, result = y_swi. A gated tile has 128 columns of gate beside 128 of up, and half a warp spans one of
-// its rows. ActivatePairs is for interleaved columns.
+// its rows. ActivatePairs is for interleaved columns. With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b), w being the row's weight.
 struct ActivateRows : EpilogueBase {
     static constexpr bool SPLIT = GATED;
     static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // of a row of the result
@@ -118,6 +118,7 @@ struct ActivateRows : EpilogueBase {
     const GroupedGemmParams& params;
     element *first_layer, *y_swi;
     bool inside;
+    float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
 
     __device__ __forceinline__ explicit ActivateRows(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ int64 first_layer_ld() const { return GATED ? 2 * params.columns : params.columns; }
@@ -127,16 +128,19 @@ struct ActivateRows : EpilogueBase {
         const int64 r = row0 + lane / LANES;
         first_layer = params.first_layer + r * first_layer_ld() + column;
         y_swi = params.result + r * params.columns + column;
+        if (WEIGHTS_ON_INPUT)
+            weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
     }
     __device__ __forceinline__ void next() {
         const int lane = threadIdx.x & 31, row = done + lane / LANES, chunk = lane % LANES;
+        const float w = WEIGHTS_ON_INPUT ? __shfl_sync(0xffffffffu, weights, row & 15) : 1.f;
         const bool valid = inside && row < rows;
         const Row8<element> gate = finished.get(row, chunk), up = SPLIT ? finished.get(row, chunk + LANES) : gate;
         float a[8], b[8];
         gate.unpack(a);
         up.unpack(b);
 #pragma unroll
-        for (int c = 0; c < 8; ++c) a[c] = y_swi_of<ACTIVATION>(a[c], SPLIT ? b[c] : 1.f, constants_of(params));
+        for (int c = 0; c < 8; ++c) a[c] = y_swi_of<ACTIVATION>(w * a[c], SPLIT ? w * b[c] : 1.f, constants_of(params));
         const uint4 packed = pack8(element(), a);
         if (valid && params.first_layer) gate.store(first_layer);
         if (SPLIT && valid && params.first_layer) up.store(first_layer + params.columns);
@@ -154,6 +158,7 @@ struct ActivatePairs : EpilogueBase {
     const GroupedGemmParams& params;
     element *first_layer, *y_swi;
     bool inside;
+    float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
 
     __device__ __forceinline__ explicit ActivatePairs(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
@@ -161,6 +166,8 @@ struct ActivatePairs : EpilogueBase {
         rows = count, done = 0, inside = column < params.columns;
         first_layer = params.first_layer + 2 * (row0 * params.columns + column);
         y_swi = params.result + row0 * params.columns + column;
+        if (WEIGHTS_ON_INPUT)
+            weights = to_float(params.weights[row0 + min(static_cast<int>(threadIdx.x & 15), rows - 1)]);  // as ActivateRows
     }
     __device__ __forceinline__ void next() {
         Row8<element> pairs[ROWS];
@@ -168,10 +175,12 @@ struct ActivatePairs : EpilogueBase {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             float ab[LANE_COLUMNS];
+            const float w = WEIGHTS_ON_INPUT ? __shfl_sync(0xffffffffu, weights, (done + i) & 15) : 1.f;
             pairs[i] = finished.get(done + i, threadIdx.x & 31);  // past the last row there is one more in the tile
             pairs[i].unpack(ab);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) y[4 * i + c] = y_swi_of<ACTIVATION>(ab[2 * c], ab[2 * c + 1], constants_of(params));
+            for (int c = 0; c < 4; ++c)
+                y[4 * i + c] = y_swi_of<ACTIVATION>(w * ab[2 * c], w * ab[2 * c + 1], constants_of(params));
         }
         const uint4 packed = pack8(element(), y);
 #pragma unroll
@@ -191,6 +200,10 @@ struct ActivatePairs : EpilogueBase {
 //   first_layer_grad = gradients of a and b of w * y_swi, given grad_y_swi
 //   result           = weighted_y_swi = w * y_swi
 //   partial_sums     = <grad_y_swi, y_swi> over the tile's columns
+// With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b), and
+//   first_layer_grad = w times the gradients of w * a and w * b
+//   result           = y_swi
+//   partial_sums     = these gradients times a and b, over the tile's columns
 // a and b come two rows ahead, by cp.async into two slots of each warp; a goes on to registers when the row before it is done.
 // A lane leaves its part of <grad_y_swi, y_swi> in the finished tile, in the row that it has read. Pointers to the row are
 // computed anew for each row: kept in registers they would take those that let eight activations overlap.
@@ -248,14 +261,6 @@ struct ActivateBwdRows : EpilogueBase {
         const uint2 low = load_shared_8(first), high = load_shared_8(first + ROW_BYTES / 2);
         return Row8<element>(make_uint4(low.x, low.y, high.x, high.y));
     }
-    __device__ __forceinline__ void store(element* to, uint4 v) const {
-        if constexpr (INTERLEAVED) {
-            if (inside()) *reinterpret_cast<uint2*>(to) = make_uint2(v.x, v.y);
-            if (inside_second()) *reinterpret_cast<uint2*>(to + HALF_COLUMNS) = make_uint2(v.z, v.w);
-        } else {
-            if (inside()) store_global_vector(to, v);
-        }
-    }
     __device__ __forceinline__ void load_y_swi(float (&y_swi)[8], int row) const {
         const element* from = at<1>(params.y_swi, row);
         Row8<element> loaded;
@@ -296,6 +301,15 @@ struct ActivateBwdRows : EpilogueBase {
         if (STORED_Y_SWI) load_y_swi(y_swi, done);
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
+            if constexpr (WEIGHTS_ON_INPUT) {
+                const ActivatedBwd bwd = activate_bwd<ACTIVATION>(w * a[c], GATED ? w * b[c] : 1.f, grad[c], constants);
+                y_swi[c] = bwd.y_swi;
+                dot[c & 1] = fmaf(bwd.grad_a, a[c], dot[c & 1]);
+                if (GATED) dot[c & 1] = fmaf(bwd.grad_b, b[c], dot[c & 1]);
+                a[c] = w * bwd.grad_a;
+                b[c] = w * bwd.grad_b;
+                continue;
+            }
             const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a[c], GATED ? b[c] : 1.f, w * grad[c], constants);
             if (!STORED_Y_SWI) y_swi[c] = bwd.y_swi;
             dot[c & 1] = fmaf(grad[c], y_swi[c], dot[c & 1]);
@@ -309,12 +323,15 @@ struct ActivateBwdRows : EpilogueBase {
             element* first_layer_grad = pairs_at(params.first_layer_grad, done);
             if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);
             if (inside_second() && params.first_layer_grad) store_global_vector(first_layer_grad + 2 * HALF_COLUMNS, grad_b);
+            uint2* result = reinterpret_cast<uint2*>(at<1>(params.result, done));
+            if (inside() && params.result) *result = make_uint2(weighted_y_swi.x, weighted_y_swi.y);
+            if (inside_second() && params.result) result[HALF_COLUMNS / 4] = make_uint2(weighted_y_swi.z, weighted_y_swi.w);
         } else {
             element* first_layer_grad = at<1 + GATED>(params.first_layer_grad, done);
             if (inside() && params.first_layer_grad) store_global_vector(first_layer_grad, grad_a);
             if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
+            if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
         }
-        if (params.result) store(at<1>(params.result, done), weighted_y_swi);
         __syncwarp();  // all lanes have read the row
         store_shared_4(finished.base + done * ROW_BYTES + lane * 4, dot[0] + dot[1]);
         load_a(++done);

@@ -11,6 +11,10 @@
 // With BIASED up_fwd and down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of
 // first_layer are gate 0, up 0, gate 1, up 1, ...; up_bwd then has one K segment.
 //
+// With WEIGHTS_ON_INPUT experts are given w * x, w the router weight of the row. As (w * x) w1 = w * (x w1), first_layer stays
+// unscaled: y_swi = V(w * a) * M(w * b), and first_layer_grad is w times the gradients of w * a and w * b. The row sums are
+// then these gradients times a and b, and weighted_y_swi is y_swi. up_fwd then adds no bias.
+//
 // R = expert_token_offsets[E] is the number of routed rows, at most num_slots = L*k. N is the number of columns, of h or of
 // the panel. K is the depth of one segment. A block (CTA) computes one tile of BM rows of one expert.
 //
@@ -22,10 +26,10 @@
 
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||      \
     !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
-    !defined(BIAS)
+    !defined(BIAS) || !defined(WEIGHTS_ON_INPUT)
 #error \
-    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, INTERLEAVED, CONSTANTS, BIASED and BIAS \
-are given by loader.gemm_variant"
+    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, INTERLEAVED, CONSTANTS, BIASED, BIAS and \
+WEIGHTS_ON_INPUT are given by loader.gemm_variant"
 #endif
 
 struct GroupedGemmParams {
@@ -42,8 +46,8 @@ struct GroupedGemmParams {
     element* result;                  // (R, N) element, out. ACTIVATE: y_swi, null: not wanted; ACTIVATE_BWD: weighted_y_swi =
                                       // weight * y_swi, null: not wanted, may be y_swi itself; STORE: the panel
     const element* y_swi;             // (R, N) element, in: ACTIVATE_BWD with save="paper", else null
-    const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD only
-    float* partial_sums;              // (column tiles, num_slots) fp32, out: sums of grad_y_swi * y_swi over each BN columns;
+    const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD, and all WEIGHTS_ON_INPUT
+    float* partial_sums;              // (column tiles, num_slots) fp32, out: the row sums over each BN columns;
                                       // null: not wanted
 #if BIASED
     const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
@@ -65,6 +69,7 @@ constexpr int GROUPS = SPLIT ? 2 : 1;
 constexpr int B_PER_COLUMN = PAIRS ? 2 : 1;  // columns of B for one of the result
 static_assert(TILE_COLUMNS == (SPLIT || PAIRS ? BN / 2 : BN), "columns of the result in a tile");
 static_assert(GATED || !INTERLEAVED, "gate and up alternate");
+static_assert(EPILOGUE == STORE || !WEIGHTS_ON_INPUT || !BIASED, "weights would scale the bias too");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && EPILOGUE == STORE && !GATHER), "b1 is up, or the second K segment");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR) ENTRY(const GroupedGemmParams p) {
@@ -136,6 +141,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             if (row < rows) store_row8<ALIGNED>(p.result + static_cast<int64>(row0 + row) * N + n, v[0], N - n);
         });
     } else if constexpr (EPILOGUE == ACTIVATE) {
+        if (WEIGHTS_ON_INPUT) {
+            tile_weights[threadIdx.x] = p.row_weights[my_row];
+            __syncthreads();
+        }
         for_each_row<GROUPS>(acc, [&](int row, float (&v)[GROUPS][8]) {
             if (row >= rows) return;
             add_bias(v);
@@ -143,7 +152,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             if constexpr (PAIRS) {
                 float y_swi[4];
 #pragma unroll
-                for (int c = 0; c < 4; ++c) y_swi[c] = y_swi_of<ACTIVATION>(v[0][2 * c], v[0][2 * c + 1], constants);
+                for (int c = 0; c < 4; ++c) {
+                    const float w = WEIGHTS_ON_INPUT ? tile_weights[row] : 1.f;
+                    y_swi[c] = y_swi_of<ACTIVATION>(w * v[0][2 * c], w * v[0][2 * c + 1], constants);
+                }
                 if (p.first_layer) store_row8<ALIGNED>(p.first_layer + r * first_layer_ld + b_n, v[0], b_columns - b_n);
                 if (p.result) store_row4<ALIGNED>(p.result + r * N + n, y_swi, N - n);
                 return;
@@ -155,7 +167,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             if (!p.result) return;
             float y_swi[8];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) y_swi[c] = y_swi_of<ACTIVATION>(v[0][c], SPLIT ? v[SPLIT][c] : 1.f, constants);
+            for (int c = 0; c < 8; ++c) {
+                const float w = WEIGHTS_ON_INPUT ? tile_weights[row] : 1.f;
+                y_swi[c] = y_swi_of<ACTIVATION>(w * v[0][c], SPLIT ? w * v[SPLIT][c] : 1.f, constants);
+            }
             store_row8<ALIGNED>(p.result + r * N + n, y_swi, N - n);
         });
     } else {
@@ -200,6 +215,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                 }
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
+                    if constexpr (WEIGHTS_ON_INPUT) {
+                        const float b_or_1 = GATED ? weight * b_row[c] : 1.f;
+                        const ActivatedBwd bwd = activate_bwd<ACTIVATION>(weight * a_row[c], b_or_1, v[0][c], constants);
+                        y_swi[c] = bwd.y_swi;
+                        dot = fmaf(bwd.grad_a, a_row[c], dot);
+                        if (GATED) dot = fmaf(bwd.grad_b, b_row[c], dot);
+                        grad_a[c] = weight * bwd.grad_a;
+                        grad_b[c] = weight * bwd.grad_b;
+                        continue;
+                    }
                     const ActivatedBwd bwd =
                         activate_bwd<ACTIVATION>(a_row[c], GATED ? b_row[c] : 1.f, weight * v[0][c], constants);
                     if (!p.y_swi) y_swi[c] = bwd.y_swi;

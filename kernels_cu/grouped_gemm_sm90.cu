@@ -9,7 +9,8 @@
 //   up_bwd      first_layer_grad            w1 transposed  2 if gated   StoreRows: a column panel; StoreTokenRows if k = 1
 //
 // With BIASED up_fwd and down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of
-// first_layer are gate 0, up 0, gate 1, up 1, ...; up_bwd then has one K segment.
+// first_layer are gate 0, up 0, gate 1, up 1, ...; up_bwd then has one K segment. With WEIGHTS_ON_INPUT up_fwd adds no bias.
+// A layer whose output has a row per slot is one of k = 1 to down_fwd and down_bwd: expert_token_indices are slots there.
 //
 // R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, of the panel or of d), K depth of one segment.
 //
@@ -40,12 +41,13 @@
 #include "gemm_core_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
 
-#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||          \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(STORED_Y_SWI) || !defined(CLUSTER_CTAS) || !defined(WEIGHT) || \
-    !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || !defined(BIAS)
+#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||        \
+    !defined(CLUSTER_CTAS) || !defined(WEIGHT) || !defined(INTERLEAVED) || !defined(CONSTANTS) ||                    \
+    !defined(BIASED) || !defined(BIAS)
 #error \
-    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, STORED_Y_SWI, CLUSTER_CTAS, WEIGHT, \
-INTERLEAVED, CONSTANTS, BIASED and BIAS are given by loader.gemm_variant"
+    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
+CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS are given by loader.gemm_variant"
 #endif
 #include "activation.cuh"  // has the fields of its constants
 
@@ -73,11 +75,11 @@ struct GroupedGemmParams {
                                       // stored was the last reader of its rows
                                       // StoreTokenRows: (L, result_ld), zeros for tokens without an expert
     const element* y_swi;             // (R, N) element, in: ActivateBwdRows with STORED_Y_SWI, act(a) * b of forward
-    const weight_t* weights;          // in: ActivateBwdRows: (R,) fp32, the router weight of each row; StoreTokenRows: (L,)
-                                      // weight_t, of each token, or null
-    float* partial_sums;              // (column tiles, num_slots) fp32, out of ActivateBwdRows: sums of grad_y_swi * y_swi over
-                                      // each BN columns; null: not wanted
-    const int* token_index_map;       // (L,) int32, in: StoreTokenRows, -1 for tokens without an expert
+    const weight_t* weights;          // in: ActivateBwdRows, and ActivateRows WEIGHTS_ON_INPUT: (R,) fp32, the router weight of
+                                      // each row; StoreTokenRows: (L,) weight_t, of each token, or null
+    float* partial_sums;              // (column tiles, num_slots) fp32, out of ActivateBwdRows: its sums over each BN columns;
+                                      // null: not wanted
+    const int* token_index_map;       // (L,) int32, in: StoreTokenRows, below 0 for tokens without an expert
     int* tile_counter;                // (1,) int32, in and out, zero at launch: of the dynamic schedule; null: static schedule
 #if BIASED
     const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
@@ -101,6 +103,7 @@ constexpr bool SPLIT = Epilogue::SPLIT;                // gate beside up
 constexpr int B_PER_COLUMN = Epilogue::PAIRS ? 2 : 1;  // columns of B for one of the result
 static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN / B_PER_COLUMN), "columns of the result in a tile");
 static_assert(GATED || !INTERLEAVED, "gate and up alternate");
+static_assert(!WEIGHTS_ON_INPUT || !BIASED, "weights would scale the bias too");
 static_assert(!(SPLIT && INTERLEAVED), "interleaved columns have ActivatePairs");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
 static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");

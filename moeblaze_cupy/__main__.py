@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moeblaze_cupy import __version__
-from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES
+from moeblaze_cupy.structures import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHTS_ON
 
-SUITES = ("layer", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "selection", "ablation", "accuracy")
+BIAS_DTYPES = ("weights", "float32")
+SUITES = (
+    *("layer", "experts", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "selection", "slots"),
+    *("ablation", "accuracy"),
+)
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
 GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # whose limits `explain` knows
@@ -88,9 +92,23 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=integer(1), required=True, metavar="L", help="tokens per step")
     _add_sizes(parser)
     parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
+    parser.add_argument("--gate-up", choices=GATE_UP, default="halves", help="order of w1's columns (%(default)s)")
+    parser.add_argument("--bias", choices=BIAS_DTYPES, help="biases, in the weights' dtype or float32 (none)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
     parser.add_argument(
         "--order", choices=ORDERS, default="transposed", help="memory order of the weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", action="store_true", help="slots as pairs with token_offsets, k of a token on average"
+    )
+    parser.add_argument("--weights-on", choices=WEIGHTS_ON, default="output", help="(%(default)s)")
+    parser.add_argument("--unreduced", action="store_true", help="an output row per slot, neither weighted nor summed")
+    parser.add_argument(
+        "--identity-experts",
+        type=integer(0),
+        default=0,
+        metavar="Z",
+        help="experts that return their input (%(default)s)",
     )
 
 
@@ -134,6 +152,9 @@ def build_parser() -> argparse.ArgumentParser:
         ("--dtype", DTYPES, ("bfloat16",), "element type of the layer"),
         ("--order", ORDERS, ORDERS, "memory order of the weights"),
         ("--activation", ACTIVATIONS, ("swiglu",), "activation of the experts"),
+        ("--weights-on", WEIGHTS_ON, ("output",), "what the router weights scale"),
+        ("--gate-up", GATE_UP, ("halves",), "order of gate and up columns in w1"),
+        ("--bias", ("none", *BIAS_DTYPES), ("none",), "biases: none, in the weights' dtype, or in float32"),
     ):
         compile_.add_argument(
             option, action=_Choices, every=every, default=default,

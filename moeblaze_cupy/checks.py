@@ -18,8 +18,10 @@ from moeblaze_cupy.structures import (
     ACTIVATIONS,
     GATE_UP,
     SAVE_POLICIES,
+    WEIGHTS_ON,
     Activation,
     SavedForBackward,
+    SlotOptions,
     is_gated,
 )
 
@@ -132,16 +134,56 @@ def slots(function: str, argument: str, num_slots: int) -> None:
         )
 
 
-def ids(function: str, array: Array, num_experts: int) -> None:
-    if len(array.shape) != 2 or array.shape[1] < 1:
+def ids(function: str, array: Array, num_experts: int, token_offsets: Array | None = None) -> None:
+    """`token_offsets`: of pairs, where tokens have any number of experts."""
+    if token_offsets is not None:
+        offsets(function, token_offsets)
+        shape(function, "ids", array, "P", (None,), "; with token_offsets ids are pairs")
+    elif len(array.shape) != 2 or array.shape[1] < 1:
         raise bad_value(function, "ids", "shape (L, k) with k >= 1", array.shape)
     dtype(function, "ids", array, ID_DTYPES)
     contiguous(function, "ids", array)
     slots(function, "ids", array.size)
-    if array.shape[1] > launch_config.MAX_K:
+    if token_offsets is None and array.shape[1] > launch_config.MAX_K:
         raise bad_value(function, "ids", f"at most {launch_config.MAX_K} slots per token", array.shape[1])
     if not 1 <= num_experts <= launch_config.MAX_EXPERTS:
         raise bad_value(function, "num_experts", f"1 to {launch_config.MAX_EXPERTS}", num_experts)
+
+
+def offsets(function: str, array: Array) -> None:
+    """Of pairs; their contents are for the kernels to make sense of."""
+    if len(array.shape) != 1 or array.shape[0] < 1:
+        raise bad_value(function, "token_offsets", "shape (L + 1,)", array.shape)
+    dtype(function, "token_offsets", array, ("int32",))
+    contiguous(function, "token_offsets", array)
+    if array.size - 1 > launch_config.MAX_SLOTS:
+        raise bad_value(function, "token_offsets", f"at most {launch_config.MAX_SLOTS} tokens", array.size - 1)
+
+
+def slot_options(function: str, given: SlotOptions, has_weights: bool, has_b1: bool = False) -> SlotOptions:
+    """The options with an int for the number of identity experts, if each is valid and they go together."""
+    one_of(function, "weights_on", given.weights_on, WEIGHTS_ON)
+    if not isinstance(given.unreduced, (bool, np.bool_)):
+        raise bad_type(function, "unreduced", "True or False", repr(given.unreduced))
+    number = integer(function, "identity_experts", given.identity_experts)
+    if number < 0:
+        raise bad_value(function, "identity_experts", "at least 0", number)
+    if given.unreduced and number:
+        raise bad_value(function, "identity_experts", "0 with unreduced=True, which has no rows for them", number)
+    if given.unreduced and not given.on_input and has_weights:
+        expected = "None with unreduced=True, whose output is not weighted (or weights_on='input')"
+        raise bad_value(function, "weights", expected, "an array")
+    if not has_weights and (given.on_input or not given.unreduced):
+        raise bad_type(function, "weights", "an array, as only unreduced=True goes without one", None)
+    if given.on_input and has_b1:
+        raise bad_value(function, "b1", "None with weights_on='input', which is not served with b1", "a bias")
+    return SlotOptions(given.weights_on, bool(given.unreduced), number)
+
+
+def identity_experts(function: str, options: SlotOptions, w2: Array) -> None:
+    most = 2**31 - 1 - w2.shape[0]
+    if options.identity_experts > most:
+        raise bad_value(function, "identity_experts", f"at most {most}, as ids are int32", options.identity_experts)
 
 
 def weight_order(function: str, argument: str, array: Array) -> bool:
@@ -191,7 +233,7 @@ def layer(
     function: str,
     x: Array,
     chosen: Array,
-    weights: Array,
+    weights: Array | None,
     w1: tuple[Array, ...],
     w2: Array,
     act: str | Activation,
@@ -199,8 +241,12 @@ def layer(
     b1: tuple[Array, ...] = (),
     b2: tuple[Array, ...] = (),
     columns_order: str = "halves",
+    token_offsets: Array | None = None,
 ) -> None:
-    """`w1` and `b1` as tuples: one array, or a pair (gate, up); `b1` and `b2` empty without a bias."""
+    """`w1` and `b1` as tuples: one array, or a pair (gate, up); `b1` and `b2` empty without a bias.
+
+    `token_offsets`: of pairs, for tokens of any number of experts.
+    """
     activation(function, act)
     one_of(function, "save", save, SAVE_POLICIES)
     gate_up(function, columns_order, act)
@@ -229,11 +275,15 @@ def layer(
         weight_order(function, name, array)
     if len(w1) == 2 and strides_that_matter(w1[0]) != strides_that_matter(w1[1]):
         raise bad_value(function, "w1", "gate and up with equal strides", f"{w1[0].strides} and {w1[1].strides}")
-    shape(function, "ids", chosen, "L, k", (L, None))
-    ids(function, chosen, E)
-    shape(function, "weights", weights, "L, k", chosen.shape)
-    dtype(function, "weights", weights, tuple(dict.fromkeys(("float32", x.dtype))))
-    contiguous(function, "weights", weights)
+    if token_offsets is None:
+        shape(function, "ids", chosen, "L, k", (L, None))
+    else:
+        shape(function, "token_offsets", token_offsets, "L + 1", (L + 1,))
+    ids(function, chosen, E, token_offsets)
+    if weights is not None:
+        shape(function, "weights", weights, "L, k" if token_offsets is None else "P", chosen.shape)
+        dtype(function, "weights", weights, tuple(dict.fromkeys(("float32", x.dtype))))
+        contiguous(function, "weights", weights)
     _biases(function, b1, b2, x.dtype, (E, d, h), act, columns_order)
 
 
@@ -398,7 +448,12 @@ def gradient_names(function: str, needs: Any, present: tuple[str, ...]) -> tuple
 
 
 def layer_backward(function: str, grad_out: Array, x: Array, saved: SavedForBackward) -> None:
-    shape(function, "grad_out", grad_out, "L, d", x.shape)
+    if saved.slots.unreduced:
+        letters = "P, d" if saved.index.is_ragged else "L, k, d"
+        slots_shape = saved.index.places["token_index_map"][1]
+        shape(function, "grad_out", grad_out, letters, (*slots_shape, x.shape[1]))
+    else:
+        shape(function, "grad_out", grad_out, "L, d", x.shape)
     dtype(function, "grad_out", grad_out, (x.dtype,))
     contiguous(function, "grad_out", grad_out)
     not_consumed(function, saved)

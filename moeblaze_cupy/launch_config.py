@@ -92,6 +92,11 @@ def kernel_constants(source: str) -> dict[str, int]:
         "TILE_BYTES": HOPPER_TILE_BYTES,
         "SPARE_BYTES": HOPPER_SPARE_BYTES,
     }
+    sums = {
+        "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
+        "SLOTS_PER_BLOCK": SLOTS_PER_BLOCK,
+        "PANEL_COLUMNS": PANEL_COLUMNS,
+    }
     return {
         "grouped_gemm_sm80.cu": portable,
         "grouped_wgrad_sm80.cu": portable,
@@ -100,11 +105,8 @@ def kernel_constants(source: str) -> dict[str, int]:
         "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
         "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
-        "aggregation.cu": {
-            "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
-            "SLOTS_PER_BLOCK": SLOTS_PER_BLOCK,
-            "PANEL_COLUMNS": PANEL_COLUMNS,
-        },
+        "slots.cu": sums,
+        "aggregation.cu": sums,
         "selection.cu": {
             "SELECT_THREADS": SELECT_THREADS,
             "MAX_EXPERTS": MAX_EXPERTS,
@@ -271,23 +273,30 @@ def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) 
 
 @functools.lru_cache(maxsize=1024)
 def index_lists(
-    num_tokens: int, k: int, num_experts: int, minimum: Callable[[int, int], int] = min
+    num_tokens: int,
+    k: int | None,
+    num_experts: int,
+    num_pairs: int | None = None,
+    minimum: Callable[[int, int], int] = min,
 ) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """Where dispatch's lists lie in their one int32 buffer, in elements, and the size of the buffer.
 
     The first value gives the first element and the shape of each list. Lists follow each other without gaps.
     token_index_map is written 16 bytes at a time, so it comes first. The pairs of row_tiles are read 8 bytes at a
-    time, so an even number of elements comes before it.
+    time, so an even number of elements comes before it. num_pairs: of slots, where tokens have any number of them; k
+    is None then.
     """
-    slots = num_tokens * k
+    slots_shape = (num_tokens, k) if k is not None else (0 if num_pairs is None else num_pairs,)
+    slots = math.prod(slots_shape)
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
     end = 0
     for name, shape in (
-        ("token_index_map", (num_tokens, k)),
+        ("token_index_map", slots_shape),
         ("expert_token_indices", (slots,)),
         ("row_tiles", (max_row_tiles(slots, num_experts, minimum) + 1, 2)),
         ("expert_token_offsets", (num_experts + 1,)),
         ("experts_by_load", (num_experts,)),
+        *((("token_offsets", (num_tokens + 1,)),) if k is None else ()),
     ):
         places[name] = end, shape
         end += math.prod(shape)
@@ -314,8 +323,11 @@ def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[int, int], ..
     return tuple((c, min(widest, columns - c)) for c in range(0, columns, widest))
 
 
-def rows_go_to_tokens(k: int, tier: str) -> bool:
-    """Whether a product needs no panel: with one slot per token a row is the token's sum."""
+def rows_go_to_tokens(k: int | None, tier: str) -> bool:
+    """Whether a product needs no panel: with one slot per token a row is the token's sum.
+
+    k is None where tokens have any number of slots.
+    """
     return tier == "sm90" and k == 1
 
 

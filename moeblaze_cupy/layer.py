@@ -8,12 +8,14 @@ from moeblaze_cupy import arrays, checks, reference, runtime
 from moeblaze_cupy.arrays import Export, Framework
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.ops import dispatch, experts
+from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Key, Runtime, current_device
 from moeblaze_cupy.structures import (
     Activation,
     DispatchIndices,
     Gradients,
     SavedForBackward,
+    SlotOptions,
     is_consumed,
     one_or_pair,
     pair,
@@ -86,31 +88,38 @@ def _check_apart(framework: Framework, grad_out: Any, saved: SavedForBackward, b
     checks.apart("moe_backward", present, {name: framework.describe(array) for name, array in buffers.items()})
 
 
-def build_dispatch(ids: Any, num_experts: int) -> DispatchIndices:
+def build_dispatch(ids: Any, num_experts: int, token_offsets: Any = None) -> DispatchIndices:
     """The paper's index lists (section 4.1), built in its three steps (section 4.2).
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
     twice by a token is two slots. num_experts <= 4096, L*k <= 2^31 - 128.
+    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is of
+    token t for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Whatever the offsets hold, a
+    pair has at most one token, one whose offsets enclose it, and a larger pair has no smaller token.
     Returns DispatchIndices of int32 arrays of the caller's kind.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """
     num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
-    key, pointers = runtime.key_of("build_dispatch", (num_experts,), (ids,))
+    named = {"ids": ids} if token_offsets is None else {"ids": ids, "token_offsets": token_offsets}
+    key, pointers = runtime.key_of("build_dispatch", (num_experts,), tuple(named.values()))
     export: Export = keep
     found, kept = runtime.find(key), ids
     if found is None:
-        checks.untracked("build_dispatch", {"ids": ids})
-        call = Call("build_dispatch", ids=ids)
-        checks.ids("build_dispatch", call.described["ids"], num_experts)
+        checks.untracked("build_dispatch", named)
+        call = Call("build_dispatch", **named)
+        offsets = call.described.get("token_offsets")
+        checks.ids("build_dispatch", call.described["ids"], num_experts, offsets)
         if call.on_cpu:
-            index = _map_index(reference.dispatch(call.host("ids"), num_experts), call.export)
+            offsets_on_host = None if offsets is None else call.host("token_offsets")
+            index = _map_index(reference.dispatch(call.host("ids"), num_experts, offsets_on_host), call.export)
             # The caller's own array, as the view of it may be read-only, of which DLPack makes a copy.
             return index if index.ids_copied or call.export is keep else dataclasses.replace(index, ids=ids)
-        (layout,), pointers, export, (kept,) = call.layout("ids"), call.pointers(), call.export, call.owners()
-        found = runtime.keep(key, call.prepared(dispatch.configure(layout, num_experts, call.limits)))
+        (layout,), pointers, export, kept = call.layout("ids"), call.pointers(), call.export, call.owners()[0]
+        num_tokens = None if offsets is None else offsets.size - 1
+        found = runtime.keep(key, call.prepared(dispatch.configure(layout, num_experts, call.limits, num_tokens)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        lists, copy, _ = dispatch.dispatch(run, found.steps, pointers[0])
+        lists, copy, _ = dispatch.dispatch(run, found.steps, *pointers)
         return _map_index(_index(found.steps, lists, copy, kept), export)
 
 
@@ -132,6 +141,10 @@ def moe_forward(
     b1: Any = None,
     b2: Any = None,
     gate_up: str = "halves",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> tuple[Any, SavedForBackward]: ...
 
 
@@ -148,6 +161,10 @@ def moe_forward(
     b1: Any = None,
     b2: Any = None,
     gate_up: str = "halves",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> tuple[Any, None]: ...
 
 
@@ -163,6 +180,10 @@ def moe_forward(
     b1: Any = None,
     b2: Any = None,
     gate_up: str = "halves",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> tuple[Any, SavedForBackward | None]:
     """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
@@ -177,6 +198,15 @@ def moe_forward(
     gate; b2 (E, d). In x's dtype or float32, the last dimension contiguous. Empty slots get none.
     gate_up: "interleaved" if the columns of w1, and of b1, are gate 0, up 0, gate 1, up 1, ...; else "halves".
     save: "minimal" keeps a, b; "paper" also V(a) * M(b) (Algorithm 1); "recompute" only x; None nothing.
+    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each, as of `build_dispatch`; ids and
+    weights are then (P,).
+    weights_on: "output" as above, or "input" for experts of weight * x, as in Llama 4; x is not copied for it. Not with
+    b1. b2 is not weighted then.
+    unreduced: True returns the experts' outputs of each slot, (L, k, d), or (P, d) with token_offsets, in the order of
+    the slots and 0 without an expert: neither weighted nor summed. weights are then None, unless they are on the input.
+    This is the one option with a buffer of L*k rows of d.
+    identity_experts: number Z of experts without weights and biases, ids E to E+Z-1, that return their input, as in
+    LongCat-Flash; not with unreduced.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
     gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -188,30 +218,36 @@ def moe_forward(
     """
     w1_by_name = _named_pair("moe_forward", "w1", w1)
     b1_by_name = _named_pair("moe_forward", "b1", b1)
-    named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name, **b1_by_name}
-    if b2 is not None:
-        named["b2"] = b2
+    named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name, **b1_by_name, "b2": b2}
+    named["token_offsets"] = token_offsets
+    optional = ("weights", weights), ("b2", b2), ("token_offsets", token_offsets)
+    for name, value in optional:
+        if value is None:
+            del named[name]
     given: Sequence[Any] = tuple(named.values())
-    options = activation, save, gate_up, len(w1_by_name), len(b1_by_name), b2 is None
-    key, pointers = runtime.key_of("moe_forward", options, given)
+    forms = len(w1_by_name), len(b1_by_name), *(value is not None for _, value in optional)
+    slots = SlotOptions(weights_on, unreduced, identity_experts)
+    key, pointers = runtime.key_of("moe_forward", (activation, save, gate_up, slots, *forms), given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
     if found is None:
         checks.untracked("moe_forward", named)
         call = Call("moe_forward", **named)
         d = call.described
-        w1_arrays, b1_arrays = (tuple(d[name] for name in names) for names in (w1_by_name, b1_by_name))
-        b2_arrays = (d["b2"],) if b2 is not None else ()
-        layer = d["x"], d["ids"], d["weights"], w1_arrays, d["w2"], activation, save, b1_arrays, b2_arrays, gate_up
-        checks.layer("moe_forward", *layer)
+        slots = checks.slot_options("moe_forward", slots, weights is not None, b1 is not None)
+        arrays_of = _forward_values([d[name] for name in named], forms, None)
+        x_array, ids_array, weights_array, w2_array, w1_arrays, b1_arrays, b2_arrays, offsets = arrays_of
+        layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
+        checks.layer("moe_forward", *layer, offsets)
+        checks.identity_experts("moe_forward", slots, w2_array)
         if call.on_cpu:
-            out, saved = _forward_on_cpu(call, tuple(w1_by_name), tuple(b1_by_name), activation, save, gate_up)
+            out, saved = _forward_on_cpu(call, tuple(w1_by_name), tuple(b1_by_name), activation, save, gate_up, slots)
             if saved is not None and call.framework is arrays.Torch:
                 own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2, "b2": b2}
                 own["b1"] = one_or_pair(tuple(b1_by_name.values())) if b1_by_name else None
                 saved = dataclasses.replace(saved, **own)
             return out, saved
-        inputs = _forward_values(call.layout(*named), options)
+        *inputs, _ = _forward_values(call.layout(*named), forms, None)
         x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
         steps = experts.configure_forward(
             x_layout,
@@ -225,31 +261,41 @@ def moe_forward(
             gate_up,
             save,
             call.limits,
+            slots,
+            token_offsets is not None,
         )
         given, pointers, export = call.owners(), call.pointers(), call.export
         found = runtime.keep(key, call.prepared(steps))
     steps = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        result = experts.moe_forward(run, steps, *_forward_values(pointers, options))
+        result = experts.moe_forward(run, steps, *_forward_values(pointers, forms, 0))
         out = export(result.out.array)
         if save is None:
             return out, None
-        x, ids, weights, w2, w1_parts, b1_parts, b2_parts = _forward_values(given, options)
+        x, ids, weights, w2, w1_parts, b1_parts, b2_parts, _ = _forward_values(given, forms, None)
         index = _index(steps.dispatch, result.lists, result.ids, ids)
         first_layer = result.first_layer.array if result.first_layer else None
         y_swi = result.y_swi.array if result.y_swi else None
         kept = x, weights, one_or_pair(w1_parts), w2, index, first_layer, y_swi, activation, save
         b1, b2 = (one_or_pair(parts) if parts else None for parts in (b1_parts, b2_parts))
-        return out, SavedForBackward(*kept, b1=b1, b2=b2, gate_up=gate_up)
+        return out, SavedForBackward(*kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots)
 
 
-def _forward_values(values: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `values` says of the arrays of a forward, in the order of experts.moe_forward: w1, b1 and b2 as tuples."""
-    num_w1, num_b1, _ = options[3:]
-    b1_start = 4 + num_w1
+def _forward_values(values: Sequence[Any], forms: tuple[Any, ...], absent: Any) -> tuple[Any, ...]:
+    """What `values` says of the arrays of a forward, in the order of experts.moe_forward: w1, b1 and b2 as tuples.
+
+    forms: the numbers of arrays of w1 and b1, then whether there are weights, b2 and token_offsets. absent: what stands
+    for weights and token_offsets that there are not.
+    """
+    num_w1, num_b1, has_weights, has_b2, has_offsets = forms
+    at_w2 = 2 + has_weights
+    b1_start = at_w2 + 1 + num_w1
     b2_start = b1_start + num_b1
-    return *values[:4], tuple(values[4:b1_start]), tuple(values[b1_start:b2_start]), tuple(values[b2_start:])
+    end = b2_start + has_b2
+    weights, offsets = values[2] if has_weights else absent, values[end] if has_offsets else absent
+    w1, b1, b2 = values[at_w2 + 1 : b1_start], values[b1_start:b2_start], values[b2_start:end]
+    return values[0], values[1], weights, values[at_w2], tuple(w1), tuple(b1), tuple(b2), offsets
 
 
 def _forward_on_cpu(
@@ -259,20 +305,22 @@ def _forward_on_cpu(
     activation: str | Activation,
     save: str | None,
     gate_up: str,
+    slots: SlotOptions,
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
     w1, b1 = (tuple(host[name] for name in names) for names in (w1_names, b1_names))
+    options: dict[str, Any] = {name: host.get(name) for name in ("b2", "token_offsets")} | slots._asdict()
     out, saved = reference.moe_forward(
         host["x"],
         host["ids"],
-        host["weights"],
+        host.get("weights"),
         one_or_pair(w1),
         host["w2"],
         activation=activation,
         save=save,
         b1=one_or_pair(b1) if b1 else None,
-        b2=host.get("b2"),
         gate_up=gate_up,
+        **options,
     )
     if saved is not None and call.framework is arrays.Torch:
         saved = _map_saved(saved, call.export)
@@ -289,8 +337,9 @@ def moe_backward(
 ) -> Gradients:
     """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
 
-    grad_out: (L, d), x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2", "b1", "b2" to compute; the
-    others stay None and their kernels do not run. None is all that the layer has: b1 and b2 only with such a bias.
+    grad_out: of out's shape, (L, d) or per slot, x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2",
+    "b1", "b2" to compute; the others stay None and their kernels do not run, as does that of weights which there are
+    not. None is all that the layer has: b1 and b2 only with such a bias.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
     backward over them raises RuntimeError, on the CPU too. With save="recompute" there are none to overwrite.
     accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2, b1 or b2 are added to, {"w2": total}, of the
@@ -299,7 +348,7 @@ def moe_backward(
     memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
     nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
     views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
-    Returns Gradients: x (L, d), weights (L, k) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
+    Returns Gradients: x (L, d), weights (L, k) or (P,) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
     memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
     Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
@@ -364,6 +413,8 @@ def moe_backward(
             needs,
             bool(keep_saved),
             call.limits,
+            _index_layout(saved.index),
+            saved.slots,
         )
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
@@ -385,11 +436,12 @@ def _backward_key(
     totals = {} if accumulate is None else accumulate
     if not isinstance(totals, Mapping):
         return None, [], []
-    w1, kept = pair(saved.w1), [array for array in (saved.b2, saved.first_layer, saved.y_swi) if array is not None]
-    b1 = () if saved.b1 is None else pair(saved.b1)
-    given = [grad_out, saved.x, saved.weights, saved.w2, saved.index.lists, *w1, *b1, *kept]
+    optional = saved.weights, saved.b2, saved.first_layer, saved.y_swi
+    w1, b1 = pair(saved.w1), () if saved.b1 is None else pair(saved.b1)
+    given = [grad_out, saved.x, saved.w2, saved.index.lists, *w1, *b1]
+    given += [array for array in optional if array is not None]
     # These tell which of the arrays is what.
-    forms = [len(w1), len(b1), saved.b2 is None, saved.first_layer is None, saved.y_swi is None]
+    forms = [len(w1), len(b1), *(array is None for array in optional), saved.slots, saved.index.is_ragged]
     for name, total in totals.items():
         parts = pair(total)
         given += parts
@@ -403,16 +455,15 @@ def _backward_values(
     saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: Sequence[Any], absent: Any
 ) -> tuple[Any, ...]:
     """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
-    end = 5 + len(pair(saved.w1))
-    w1 = tuple(values[5:end])
-    b1: tuple[Any, ...] = ()
+    start = 4 + len(pair(saved.w1))
+    end = start + (0 if saved.b1 is None else len(pair(saved.b1)))
+    w1, b1 = tuple(values[4:start]), tuple(values[start:end])
     b2: tuple[Any, ...] = ()
-    if saved.b1 is not None:
-        start, end = end, end + len(pair(saved.b1))
-        b1 = tuple(values[start:end])
+    weights = first_layer = y_swi = absent
+    if saved.weights is not None:
+        weights, end = values[end], end + 1
     if saved.b2 is not None:
         b2, end = (values[end],), end + 1
-    first_layer = y_swi = absent
     if saved.first_layer is not None:
         first_layer, end = values[end], end + 1
     if saved.y_swi is not None:
@@ -421,7 +472,12 @@ def _backward_values(
     for name, total in (accumulate or {}).items():
         start, end = end, end + len(pair(total))
         totals[name] = tuple(values[start:end])
-    return *values[:4], w1, b1, b2, values[4], first_layer, y_swi, totals
+    grad_out, x, w2, lists = values[:4]
+    return grad_out, x, weights, w2, w1, b1, b2, lists, first_layer, y_swi, totals
+
+
+def _index_layout(index: DispatchIndices) -> IndexLayout:
+    return IndexLayout(index.num_tokens, index.k, index.num_experts, index.num_slots if index.is_ragged else 0)
 
 
 def _export_gradients(

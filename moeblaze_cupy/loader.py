@@ -22,7 +22,7 @@ from moeblaze_cupy.structures import FORMS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
-SHAPE_INDEPENDENT = ("dispatch.cu", "router_sums.cu", "aggregation.cu", "wgrad_parts.cu", *SELECTIONS)
+SHAPE_INDEPENDENT = ("dispatch.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", *SELECTIONS)
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
@@ -96,6 +96,7 @@ def gemm_variant(
     split_k: bool = False,
     interleaved: bool = False,
     bias: str | None = None,
+    weights_on_input: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
@@ -104,6 +105,7 @@ def gemm_variant(
     accumulate: the dtype of the buffer that a weight gradient is added to, if it is. split_k: a weight gradient of
     Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later. interleaved: gate and
     up columns alternate in w1 and in the first layer. bias: the dtype of what a product in forward adds, if it does.
+    weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -136,6 +138,7 @@ def gemm_variant(
         "B_K_CONTIGUOUS": int(transposed == forward),
         "K_SEGMENTS": k_segments(entry, gated, interleaved),
         "TILE_COLUMNS": launch_config.tile_columns(tier, is_split(entry, gated)),
+        "WEIGHTS_ON_INPUT": int(weights_on_input and epilogue != "STORE"),
     }
     if tier == "sm90":
         to_tokens = to_tokens and epilogue == "STORE"
@@ -192,13 +195,14 @@ def variants(
     accumulates: bool = False,
     gate_ups: Sequence[str] = ("halves",),
     biases: Sequence[str | None] = (None,),
+    weights_on: Sequence[str] = ("output",),
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
 
     accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
     multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
-    layers without, or several of these.
+    layers without, or several of these. weights_on: "output", "input" or both.
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
@@ -209,10 +213,18 @@ def variants(
         config = launch_config.gemm(dtype, is_aligned, False, limits)
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
-        either = (False, True)
-        for weights_dtype, accumulate, stored_y_swi, clusters, to_tokens, split_k in itertools.product(
-            weights_dtypes, totals, either, either, either, either
-        ):
+        either, on_input = (False, True), [place == "input" for place in weights_on]
+        for (
+            weights_dtype,
+            accumulate,
+            stored_y_swi,
+            clusters,
+            to_tokens,
+            split_k,
+            weights_on_input,
+        ) in itertools.product(weights_dtypes, totals, either, either, either, either, on_input):
+            if stored_y_swi and weights_on_input:  # then down_bwd reads no y_swi
+                continue
             variant = gemm_variant(
                 entry,
                 dtype=dtype,
@@ -228,7 +240,8 @@ def variants(
                 accumulate=accumulate,
                 split_k=split_k,
                 interleaved=gate_up == "interleaved",
-                bias=bias_dtype,
+                bias=None if weights_on_input and entry == "up_fwd" else bias_dtype,
+                weights_on_input=weights_on_input,
             )
             found[variant] = None
         if bias_dtype is not None:

@@ -6,8 +6,9 @@ gated activations, else 1. L*k is the number of routed slots. Every size is in b
 Each term carries its formula as text, written so that Python can evaluate it over these letters, `min`, `max` and
 `ceil`; the tests do, so the text and the number cannot drift apart.
 
-The buffers are those that `ops.experts` allocates. Left out are dispatch's counters, which are small and free again
-before the first expert product, and the 4-byte tile counter of up_fwd and down_bwd.
+The buffers are those that `ops.experts` allocates. Left out is what never makes a peak: what dispatch has for itself,
+and the router weights by row of weights_on="input" in forward, which are free again before the output is allocated, and
+the 4-byte tile counter of up_fwd and down_bwd.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from functools import cached_property
 
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import ITEMSIZE
-from moeblaze_cupy.structures import is_gated
+from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions, is_gated
 
 INDEX_BYTES = 4  # the index lists are int32
 POLICIES = ("recompute", "minimal", "paper", None)
@@ -35,12 +36,18 @@ class LayerShape:
     ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
     tier: str = "sm90"  # "sm80": the portable kernels, which also serve what Hopper's do not take
     transposed: bool = False  # the memory order of the experts' weights, of both
-    bias: str | None = None  # the dtype of b1 and b2, if the layer has them
+    bias: str | None = None  # the dtype of b1 and b2, if the layer has them; of b2 alone with weights on the input
     gate_up: str = "halves"  # "interleaved": the order of w1's columns
+    ragged: bool = False  # the L*k slots are pairs, of tokens with any number of them
+    options: SlotOptions = PLAIN_SLOTS
 
     @property
     def slots(self) -> int:
         return self.L * self.k
+
+    @property
+    def has_weights(self) -> bool:
+        return self.options.on_input or not self.options.unreduced
 
     @property
     def b(self) -> int:
@@ -95,11 +102,13 @@ def total(terms: tuple[Term, ...]) -> int:
 
 def _index_lists(s: LayerShape) -> tuple[Term, ...]:
     """The paper's section 4.1 lists that are new memory: the caller's int32 ids serve as token_expert_indices."""
-    lists = (
+    lists: tuple[Term, ...] = (
         Term("expert_token_indices", "4*L*k", INDEX_BYTES * s.slots),
         Term("token_index_map", "4*L*k", INDEX_BYTES * s.slots),
         Term("expert_token_offsets", "4*(E + 1)", INDEX_BYTES * (s.E + 1)),
     )
+    if s.ragged:
+        lists = (*lists, Term("token_offsets", "4*(L + 1)", INDEX_BYTES * (s.L + 1)))
     return (*lists, Term("int32 copy of the ids", "4*L*k", INDEX_BYTES * s.slots)) if s.ids_are_int64 else lists
 
 
@@ -115,15 +124,22 @@ def _routed(s: LayerShape, name: str) -> Term:
     return Term(name, "L*k*d*b", s.slots * s.d * s.b)
 
 
-def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
+def _slots_by_row(s: LayerShape) -> Term:
+    return Term("slots by row", "4*L*k", INDEX_BYTES * s.slots)
+
+
+def _panels(s: LayerShape, overwrites: bool, per_slot: bool = False) -> tuple[Term, ...]:
     """Expert outputs, or token gradients, pass through a buffer of one panel's columns.
 
     On Hopper k = 1 needs none, nor a panel that takes the place of y_swi, which `overwrites` says is no longer
-    needed.
+    needed. per_slot: rows are not summed; on Hopper they go to their slots by a list.
     """
     tier = "sm90" if s.on_hopper else "sm80"
     spare_columns = s.h if overwrites else 0
-    has_none = launch_config.rows_go_to_tokens(s.k, tier)
+    k = 1 if per_slot else None if s.ragged else s.k
+    has_none = launch_config.rows_go_to_tokens(k, tier) and not s.options.identity_experts
+    if has_none and per_slot:
+        return (_slots_by_row(s),)
     if has_none or launch_config.panel_takes_left_operands_rows(s.d, spare_columns, tier):
         return ()
     width = launch_config.panels(s.d, s.slots, tier)[0][1]
@@ -152,6 +168,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     weighted y_swi (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them, not their parts.
+    With unreduced=True, and no other option, the output and its gradient have a row of d for each of the L*k slots.
     """
     tiles = Term(
         "GEMM row tiles",
@@ -167,29 +184,32 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     new_y_swi = () if kept_y_swi else y_swi
 
     if save is None:
-        return Plan(saved=(), forward=((*index, *new_y_swi, *_panels(s, True)),), backward=())
+        panels = _panels(s, True, s.options.unreduced)
+        return Plan(saved=(), forward=((*index, *new_y_swi, *panels),), backward=())
     columns = 256 if s.on_hopper else 128
     parts, formula = launch_config.column_tiles(s.h, columns), f"4*L*k*ceil(h/{columns})"
-    if s.bias:
+    if s.bias and not s.options.on_input:
         width = launch_config.BIAS_COLUMNS
         parts += launch_config.column_tiles(s.d, width)
         formula = f"4*L*k*(ceil(h/{columns}) + ceil(d/{width}))"
-    partial_sums = Term("partial sums of dweights", formula, 4 * s.slots * parts)
+    partial_sums = (Term("partial sums of dweights", formula, 4 * s.slots * parts),) if s.has_weights else ()
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
     weighted = () if kept_y_swi else (_per_slot(s, "weighted y_swi, for dw2"),)
     row_weights = Term("router weights by row", "4*L*k", 4 * s.slots)
     columns_of_dw1 = (s.g * s.h, 1) if s.gate_up == "interleaved" else (s.h, s.g)  # of each of its halves
-    dx, dweights, dw1, dw2, *db = gradients(s)
-    db1, db2 = (tuple(db[:1]), tuple(db[1:]))
+    found = {term.name: (term,) for term in gradients(s)}
+    dx, dw1, dw2 = (found[name][0] for name in ("dx", "dw1", "dw2"))
+    dweights, db1, db2 = (found.get(name, ()) for name in ("dweights", "db1", "db2"))
+    by_row = (_slots_by_row(s),) if s.options.unreduced else ()
     return Plan(
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_y_swi),
-        forward=((*new_y_swi, *_panels(s, not kept_y_swi)),),
+        forward=((*new_y_swi, *_panels(s, not kept_y_swi, s.options.unreduced)),),
         backward=(
-            (*recomputed, *weighted, row_weights, partial_sums, dweights, *db2),
-            (*recomputed, *weighted, dweights, *db2, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
-            (*recomputed, *_panels(s, False), dweights, *db2, dw2, dx),
-            (*recomputed, dweights, *db2, dw2, dx, dw1, *_split_k_sums(s, "dw1", s.d, *columns_of_dw1)),
-            *(((*recomputed, dweights, *db2, dw2, dx, dw1, *db1),) if db1 else ()),
+            (*recomputed, *weighted, row_weights, *by_row, *partial_sums, *dweights, *db2),
+            (*recomputed, *weighted, *by_row, *dweights, *db2, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
+            (*recomputed, *_panels(s, False), *dweights, *db2, dw2, dx),
+            (*recomputed, *dweights, *db2, dw2, dx, dw1, *_split_k_sums(s, "dw1", s.d, *columns_of_dw1)),
+            *(((*recomputed, *dweights, *db2, dw2, dx, dw1, *db1),) if db1 else ()),
         ),
     )
 
@@ -208,35 +228,38 @@ def routed_layer(s: LayerShape) -> Plan:
     y_swi = _per_slot(s, "y_swi = act(a) * b" if s.g == 2 else "y_swi = act(a)")
     grad_first_layer = _first_layer(s, "gradient of a, b" if s.g == 2 else "gradient of a")
     grad_y_swi = _per_slot(s, "gradient of y_swi")
-    dx, dweights, dw1, dw2, *db = gradients(s)
+    found = {term.name: (term,) for term in gradients(s)}
+    dx, dw1, dw2 = (found[name][0] for name in ("dx", "dw1", "dw2"))
+    dweights, db1, db2 = (found.get(name, ()) for name in ("dweights", "db1", "db2"))
     experts = (_routed(s, "routed tokens"), first_layer, *gated, y_swi, _routed(s, "expert outputs"))
     return Plan(
         saved=(*experts, *_index_lists(s)),
         forward=((),),
         backward=(
-            (_routed(s, "routed output gradient"), grad_y_swi, dweights, dw2),
-            (grad_y_swi, grad_first_layer, dweights, dw2),
-            (grad_first_layer, _routed(s, "routed token gradient"), dweights, dw2, dw1, dx, *db),
+            (_routed(s, "routed output gradient"), grad_y_swi, *dweights, dw2),
+            (grad_y_swi, grad_first_layer, *dweights, dw2),
+            (grad_first_layer, _routed(s, "routed token gradient"), *dweights, dw2, dw1, dx, *db1, *db2),
         ),
     )
 
 
 def output(s: LayerShape) -> Term:
-    return Term("out", "L*d*b", s.L * s.d * s.b)
+    return _routed(s, "out, a row per slot") if s.options.unreduced else Term("out", "L*d*b", s.L * s.d * s.b)
 
 
 def gradients(s: LayerShape) -> tuple[Term, ...]:
     """What backward returns, the same for every layer; dweights in float32."""
     of_weights = (
         Term("dx", "L*d*b", s.L * s.d * s.b),
-        Term("dweights", "4*L*k", 4 * s.slots),
+        *((Term("dweights", "4*L*k", 4 * s.slots),) if s.has_weights else ()),
         Term("dw1", "g*E*d*h*b", s.g * s.E * s.d * s.h * s.b),
         Term("dw2", "E*h*d*b", s.E * s.h * s.d * s.b),
     )
     if s.bias is None:
         return of_weights
     b = ITEMSIZE[s.bias]
-    return *of_weights, Term("db1", f"{b}*g*E*h", b * s.g * s.E * s.h), Term("db2", f"{b}*E*d", b * s.E * s.d)
+    db1 = () if s.options.on_input else (Term("db1", f"{b}*g*E*h", b * s.g * s.E * s.h),)
+    return *of_weights, *db1, Term("db2", f"{b}*E*d", b * s.E * s.d)
 
 
 def format_bytes(nbytes: int) -> str:

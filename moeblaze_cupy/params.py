@@ -218,6 +218,37 @@ _TABLES = {
             int32=("L", "num_experts", "k", "num_pairs", "num_sequences", "scale", "eps"),
         ),
     },
+    "slots.cu": {
+        "list_tokens": Params(
+            "ListTokensParams<int>",
+            pointers=("ids", "offsets", "masked_ids", "tokens", "token_offsets"),
+            int32=("num_slots", "num_tokens", "num_experts"),
+        ),
+        "rows_to_tokens": Params(
+            "RowsToTokensParams", pointers=("tokens", "expert_token_indices"), int32=("num_slots",)
+        ),
+        "mark_identity": Params(
+            "MarkIdentityParams<int>",
+            pointers=("ids", "tokens", "token_index_map"),
+            int32=("num_slots", "num_experts", "identity_experts"),
+        ),
+        "slots_by_row": Params(
+            "SlotsByRowParams",
+            pointers=("token_index_map", "expert_token_offsets", "slots", "row_weights"),
+            int32=("num_slots", "num_experts"),
+        ),
+        "aggregate_slots": Params(
+            "SlotAggregateParams<float, float>",
+            pointers=("panel", "token_index_map", "token_offsets", "weights", "source", "out"),
+            int64=("panel_ld",),
+            int32=("L", "k", "d", "first_column", "columns", "scales_rows"),
+        ),
+        "identity_weights": Params(
+            "IdentityWeightsParams<float, float>",
+            pointers=("x", "grad_out", "token_index_map", "token_offsets", "grad_weights"),
+            int32=("L", "k", "d"),
+        ),
+    },
     "wgrad_parts.cu": {
         "wgrad_parts": Params(
             "WgradPartsParams<float>",

@@ -63,7 +63,24 @@ SCORES = ("softmax", "sigmoid", "sqrt_softplus", "identity", "relu")
 SHARES = ("softmax", "sigmoid", "sqrt_softplus")  # scores that a token's shares of all experts can be made of
 SUMS = (*SHARES, "z", "entropy")
 GRADIENTS = ("x", "weights", "w1", "w2")
+WEIGHTS_ON = ("output", "input")
+NO_EXPERT, IDENTITY = -1, -2  # in token_index_map, of slots that have no row
 BIASES = ("b1", "b2")
+
+
+class SlotOptions(NamedTuple):
+    """What slots do beside the plain layer; see `moeblaze_cupy.moe_forward`."""
+
+    weights_on: str = "output"
+    unreduced: bool = False
+    identity_experts: int = 0
+
+    @property
+    def on_input(self) -> bool:
+        return self.weights_on == "input"
+
+
+PLAIN_SLOTS = SlotOptions()
 
 
 class Activation:
@@ -169,11 +186,13 @@ class DispatchIndices:
     """The index lists of the paper's section 4.1, all int32, in the caller's kind of array.
 
     All but `token_expert_indices` lie in one buffer, `lists`. Each list is a view of it, made when it is asked for.
-    An id < 0 or >= E is "no expert in this slot": such slots are not listed, and their `token_index_map` entry is -1.
+    An id < 0 or >= E is "no expert in this slot": such slots are not listed, and their `token_index_map` entry is -1,
+    or -2 where a layer has identity experts and the id is one of theirs.
+    With `token_offsets` the slots are P pairs of a token and an expert, in the order of tokens: read P for L*k.
     """
 
     lists: Any  #: (n,) int32
-    ids: Any  #: (L, k) int32: the caller's, or what dispatch made of int64 ids
+    ids: Any  #: (L, k) or (P,) int32: the caller's, or what dispatch made of int64 ids
     places: Mapping[str, tuple[int, tuple[int, ...]]]  #: first element and shape of each list in `lists`
     num_experts: int
     ids_copied: bool = False  #: `ids` is not the caller's array (that was int64)
@@ -199,8 +218,13 @@ class DispatchIndices:
 
     @property
     def token_index_map(self) -> Any:
-        """(L, k): the position of slot (token, j) in expert_token_indices, or -1."""
+        """(L, k) or (P,): the position of a slot in expert_token_indices; -1: no expert, -2: an identity expert."""
         return self._list("token_index_map")
+
+    @property
+    def token_offsets(self) -> Any:
+        """(L+1,): where each token's pairs begin, within 0 .. P and never falling; None with k slots per token."""
+        return self._list("token_offsets") if self.is_ragged else None
 
     @property
     def row_tiles(self) -> Any:
@@ -213,12 +237,22 @@ class DispatchIndices:
         return self._list("experts_by_load")
 
     @property
-    def num_tokens(self) -> int:
-        return self.places["token_index_map"][1][0]
+    def is_ragged(self) -> bool:
+        """Whether tokens have any number of slots each, as `token_offsets` says."""
+        return "token_offsets" in self.places
 
     @property
-    def k(self) -> int:
-        return self.places["token_index_map"][1][1]
+    def num_tokens(self) -> int:
+        return self.places["token_offsets"][1][0] - 1 if self.is_ragged else self.places["token_index_map"][1][0]
+
+    @property
+    def num_slots(self) -> int:
+        return math.prod(self.places["token_index_map"][1])
+
+    @property
+    def k(self) -> int | None:
+        """None where tokens have any number of slots."""
+        return None if self.is_ragged else self.places["token_index_map"][1][1]
 
     @property
     def nbytes(self) -> int:
@@ -264,7 +298,7 @@ class SavedForBackward:
     """
 
     x: Any  #: (L, d)
-    weights: Any  #: (L, k)
+    weights: Any  #: (L, k) or (P,); None if the output is unreduced and no weight is on the input
     w1: Any  #: (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
     w2: Any  #: (E, h, d)
     index: DispatchIndices
@@ -276,10 +310,11 @@ class SavedForBackward:
     b1: Any = None  #: (E, 2h) or (E, h), or a pair of (E, h); None without a bias
     b2: Any = None  #: (E, d); None without a bias
     gate_up: str = "halves"  #: order of w1's columns in gated layers
+    slots: SlotOptions = PLAIN_SLOTS
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The names of what this layer has gradients of."""
+        """The names of what this layer has gradients of; "weights" among them always."""
         return (*GRADIENTS, *(name for name in BIASES if getattr(self, name) is not None))
 
     @property
@@ -307,7 +342,7 @@ class Gradients:
     """
 
     x: Any = None  #: (L, d)
-    weights: Any = None  #: (L, k)
+    weights: Any = None  #: (L, k) or (P,)
     w1: Any = None  #: as w1: one array, or a pair
     w2: Any = None  #: (E, h, d)
     b1: Any = None  #: as b1: one array, or a pair

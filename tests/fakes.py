@@ -13,7 +13,7 @@ import numpy as np
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, runtime, tensor_map
 from moeblaze_cupy.params import params_of
-from moeblaze_cupy.structures import GRADIENTS, is_gated
+from moeblaze_cupy.structures import GRADIENTS, PLAIN_SLOTS, SlotOptions, is_gated
 
 GAP = 1 << 20  # bytes around every buffer, so that an address is in one or near one
 SMALL = 1 << 40  # buffers lie beyond: no size or stride of these tests is as large
@@ -203,6 +203,12 @@ class Layer:
     keep_saved: bool = False
     accumulate: tuple = ()
     totals: type = np.float32
+    slots: SlotOptions = PLAIN_SLOTS
+    ragged: bool = False  # the L*k slots as pairs
+
+    @property
+    def slots_shape(self):
+        return (self.L * self.k,) if self.ragged else (self.L, self.k)
 
     def weight(self, device, label, E, rows, columns, dtype):
         if self.order.endswith("transposed"):
@@ -219,20 +225,23 @@ class Layer:
 
     def arguments(self, device):
         x = device.array(("x",), (self.L, self.d), self.dtype, self.offset)
-        ids, weights = (
-            device.array((name,), (self.L, self.k), dtype) for name, dtype in (("ids", self.ids), ("w", self.weights))
-        )
+        ids = device.array(("ids",), self.slots_shape, self.ids)
+        has_weights = self.slots.on_input or not self.slots.unreduced
+        weights = device.array(("w",), self.slots_shape, self.weights) if has_weights else None
         return x, ids, weights, *self.weights_of(device, "", self.dtype).values()
 
     def forward(self, device):
-        return mb.moe_forward(*self.arguments(device), activation=self.activation, save=self.save)
+        offsets = device.array(("token_offsets",), (self.L + 1,), np.int32) if self.ragged else None
+        options = {"activation": self.activation, "save": self.save, "token_offsets": offsets} | self.slots._asdict()
+        return mb.moe_forward(*self.arguments(device), **options)
 
     def backward(self, device, saved):
         options = {"needs": self.needs, "keep_saved": self.keep_saved}
         if self.accumulate:
             sums = self.weights_of(device, "sum of ", self.totals)
             options["accumulate"] = {name: sums[name] for name in self.accumulate}
-        grad_out = device.array(("grad_out",), (self.L, self.d), self.dtype)
+        shape = (*self.slots_shape, self.d) if self.slots.unreduced else (self.L, self.d)
+        grad_out = device.array(("grad_out",), shape, self.dtype)
         return mb.moe_backward(grad_out, saved, **options)
 
 

@@ -18,11 +18,8 @@ from test_device_code_sm90 import ONE_CLUSTER
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, runtime
-from moeblaze_cupy.structures import SAVE_POLICIES
 
 TIERS = ("sm80", "sm90")
-POLICIES = [policy for policy in SAVE_POLICIES if policy is not None]
-NAMES = ("out", "x", "weights", "w1", "w2", "b1", "b2")
 
 
 def on(tier, seed=0):
@@ -92,14 +89,15 @@ def test_one_slot_per_token_and_panels(tier):
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("save", POLICIES)
-def test_save_policies_and_seeds_give_the_same_bits(save, tier):
+def test_save_policies_and_seeds(tier):
+    """The same bits for all orders of threads, and where a, b are computed again; "paper" has rounded V(a) * M(b)."""
     problem = make_problem("swiglu_oai", DTYPES["bfloat16"], gate_up="interleaved")
     with on(tier) as device:
         want = run(device, problem)
     with on(tier, seed=2) as device:
-        got = run(device, problem, save=save)
-    assert not portable.differences(want, got)
+        assert not portable.differences(want, run(device, problem))
+        assert not portable.differences(want, run(device, problem, save="recompute"))
+        assert not mismatches(run(device, problem, save="paper"), expected(problem), problem.x.dtype)
 
 
 @pytest.mark.parametrize("tier", TIERS)

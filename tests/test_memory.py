@@ -9,7 +9,7 @@ from fakes import Layer, launches, limits_of, use
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, memory, runtime
-from moeblaze_cupy.structures import ACTIVATIONS
+from moeblaze_cupy.structures import ACTIVATIONS, SlotOptions
 
 MIB = 2**20
 QWEN3_30B = memory.LayerShape(L=32768, d=2048, h=768, E=128, k=8)
@@ -21,6 +21,10 @@ SHAPES = (
     memory.LayerShape(L=100, d=4360, h=64, E=2, k=2),  # on Hopper one panel, as rows are few
     memory.LayerShape(L=2000, d=4360, h=64, E=2, k=2),  # three
     memory.LayerShape(L=20000, d=264, h=136, E=2, k=1, activation="silu"),  # weight gradients by split-K
+    memory.LayerShape(L=300, d=96, h=200, E=7, k=3, ragged=True, ids_are_int64=True),
+    memory.LayerShape(L=300, d=264, h=200, E=7, k=1, options=SlotOptions(identity_experts=2)),
+    memory.LayerShape(L=300, d=96, h=200, E=7, k=3, options=SlotOptions(unreduced=True)),
+    memory.LayerShape(L=300, d=96, h=200, E=7, k=3, ragged=True, tier="sm80", options=SlotOptions(unreduced=True)),
 )
 
 
@@ -125,6 +129,7 @@ def layer_of(s, save, **options):
     order = "transposed" if s.transposed else "row"
     ids = np.int64 if s.ids_are_int64 else np.int32
     fields = {"activation": s.activation, "save": save, "dtype": np.float16, "ids": ids}
+    options |= {"slots": s.options, "ragged": s.ragged}
     return Layer(s.L, s.k, s.E, s.d, s.h, order, **fields, **options)
 
 
@@ -140,8 +145,34 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, E, activat
     s = memory.LayerShape(
         512, d, 200, E, k, activation=activation, dtype="float16", ids_are_int64=ids_dtype == "int64", tier=tier
     )
+    assert_allocates(device, s, save)
+
+
+OPTIONS = [
+    (False, SlotOptions(weights_on="input")),
+    (False, SlotOptions(identity_experts=3)),
+    (False, SlotOptions(unreduced=True)),
+    (True, SlotOptions(unreduced=True, weights_on="input")),
+    (True, SlotOptions(identity_experts=3, weights_on="input")),
+    (True, SlotOptions()),
+]
+
+
+@pytest.mark.parametrize("ids_are_int64", [False, True])
+@pytest.mark.parametrize(("ragged", "options"), OPTIONS, ids=str)
+@pytest.mark.parametrize(("d", "k"), [(64, 1), (600, 3)])
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize("save", memory.POLICIES)
+def test_formulas_of_slot_options(save, tier, d, k, ragged, options, ids_are_int64, monkeypatch):
+    s = memory.LayerShape(512, d, 200, 5, k, dtype="float16", tier=tier, ragged=ragged, options=options)
+    assert_allocates(use(monkeypatch, limits_of(tier)), replace(s, ids_are_int64=ids_are_int64), save)
+
+
+def assert_allocates(device, s, save):
+    """What the formulas say, at the peaks and in the end."""
     plan, layer = memory.layer(s, save), layer_of(s, save)
     out, saved = layer.forward(device)
+    tier = s.tier
     x_bytes = s.L * s.d * s.b
     saved_beyond_x = max(plan.saved_bytes - x_bytes, 0)
     counter = 4 if tier == "sm90" and takes_tile_counter(device) else 0
@@ -155,9 +186,11 @@ def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, E, activat
     gradients = layer.backward(device, saved)
     assert device.peak - before == plan.backward_peak_bytes
     assert device.used - before == memory.total(memory.gradients(s))
-    assert {name: getattr(gradients, name).nbytes for name in ("x", "weights", "w1", "w2")} == {
+    held = {name: getattr(gradients, name) for name in ("x", "weights", "w1", "w2")}
+    assert {name: gradient.nbytes for name, gradient in held.items() if gradient is not None} == {
         name[1:]: nbytes for name, nbytes in by_name(memory.gradients(s)).items()
     }
+    del held
     del out, saved, gradients
     runtime.forget()
 

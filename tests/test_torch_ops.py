@@ -80,19 +80,22 @@ def test_operators_keep_what_they_promise(save, order, device):
     x, ids, weights, w1, w2, grad_out = tensors(case, np.float32, device)
     assert (ids >= 0).all() and (ids < case.E).all()
     gate, up = (*pair(w1), None)[:2]
-    options = torch_ops.Options("swiglu")
-    forward = (*torch_ops.Layer(x, ids, weights, gate, up, w2), *options)
+    options = torch_ops.Options.of("swiglu", "halves", "output", False, 0)
+    biases = (torch.randn(case.E, 2 * case.h, device=device), None, torch.randn(case.E, case.d, device=device))
+    layer = torch_ops.Layer(x, ids, weights, gate, up, w2, *(biases if order == "row" else ()))
+    forward = (*layer, *options)
     check = torch.library.opcheck
     check(torch_ops.moe_fwd, (*forward, save))
     check(torch_ops.moe_infer, forward)
     _, lists, first_layer, y_swi = torch_ops.moe_fwd(*forward, save)
     kept = torch_ops.Kept(lists, first_layer if save != "recompute" else None, y_swi if save == "paper" else None)
-    backward = (grad_out, x, weights, gate, up, w2, *kept)
+    backward = (grad_out, *(getattr(layer, name) for name in torch_ops.READ_IN_BACKWARD), *kept)
+    has_biases = [layer.b2 is not None] * 2
     sums = torch_ops.Sums(*(None if w is None else torch.zeros_like(w) for w in (gate, up, w2)))
-    check(torch_ops.moe_bwd, (*backward, *options, save, [True] * 4))
-    check(torch_ops.moe_bwd_, (*backward, *options, save, [False, True, False, True]))
-    check(torch_ops.moe_bwd_acc, (*backward, *sums, *options, save, [True] * 4))
-    check(torch_ops.moe_bwd_acc_, (*backward, *sums, *options, save, [True] * 4))
+    check(torch_ops.moe_bwd, (*backward, *options, save, [True] * 4 + has_biases))
+    check(torch_ops.moe_bwd_, (*backward, *options, save, [False, True, False, True, False, False]))
+    check(torch_ops.moe_bwd_acc, (*backward, *sums, *options, save, [True] * 4 + has_biases))
+    check(torch_ops.moe_bwd_acc_, (*backward, *sums, *options, save, [True] * 4 + has_biases))
 
 
 def test_operators_of_the_router_keep_what_they_promise():

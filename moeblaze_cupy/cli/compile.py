@@ -24,6 +24,9 @@ def run(args: argparse.Namespace) -> int:
         activations=tuple(args.activation),
         limits=limits,
         accumulates=args.accumulate,
+        weights_on=tuple(args.weights_on),
+        gate_ups=tuple(args.gate_up),
+        biases=tuple(None if bias == "none" else bias for bias in args.bias),
     )
     seconds, failures = 0.0, 0
     # NVRTC releases the GIL, so threads compile in parallel.

@@ -1,6 +1,7 @@
 """`explain`: which kernels a layer launches on a GPU, with what geometry and memory, and why. It needs no GPU."""
 
 import dataclasses
+import math
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.cli.progress import CommandError, one_line
-from moeblaze_cupy.cli.sizes import layer_shape
+from moeblaze_cupy.cli.sizes import layer_shape, slot_options
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.memory import LayerShape, format_bytes
 from moeblaze_cupy.ops import experts
@@ -34,6 +35,9 @@ CONTENTS: dict[str, str | dict[str, str]] = {
     "result": {"up_fwd": "y_swi", "down_bwd": "weighted y_swi"},
     "first_layer": "first layer, computed again",
     "row_weights": "router weights by row",
+    "slots": "slots by row",
+    "tokens": "token of each pair",
+    "masked_ids": "ids without those of no token",
     "partial_sums": "partial sums for the router weights",
     "panel": "column panel",
     "sums": "split-K sums",
@@ -113,11 +117,14 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     accumulate: the gradients of both weights are added to sums in float32. Raises ValueError for more experts than the
     GPU's shared memory has room for.
     """
-    x, ids, weights = (_rows(s.L, *rest) for rest in ((s.d, s.dtype), (s.k, "int32"), (s.k, "float32")))
+    x, options = _rows((s.L, s.d), s.dtype), s.options
+    slots_shape = (s.slots,) if s.ragged else (s.L, s.k)
+    ids, weights = _rows(slots_shape, "int32"), _rows(slots_shape, "float32") if s.has_weights else None
     w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
-    b1, b2 = ((_rows(s.E, columns, s.bias),) if s.bias else () for columns in (s.g * s.h, s.d))
-    arrays = x, ids, weights, w2, (w1,), b1, b2
-    forward_steps = experts.configure_forward(*arrays, s.activation, s.gate_up, save, limits)
+    b1 = (_rows((s.E, s.g * s.h), s.bias),) if s.bias and not options.on_input else ()
+    b2 = (_rows((s.E, s.d), s.bias),) if s.bias else ()
+    arrays, shared = (x, weights, w2, (w1,), b1, b2), (s.activation, s.gate_up)
+    forward_steps = experts.configure_forward(x, ids, *arrays[1:], *shared, save, limits, options, s.ragged)
     run, addresses = Rehearsal(), ((0,), (0,) * len(b1), (0,) * len(b2))
     result = experts.moe_forward(run, forward_steps, 0, 0, 0, 0, *addresses)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
@@ -125,20 +132,17 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     forward = Pass("forward", run, _present(buffers))
     if save is None:
         return [forward]
-    first_layer = _rows(s.slots, s.g * s.h, s.dtype) if result.first_layer else None
-    y_swi = _rows(s.slots, s.h, s.dtype) if result.y_swi else None
+    first_layer = _rows((s.slots, s.g * s.h), s.dtype) if result.first_layer else None
+    y_swi = _rows((s.slots, s.h), s.dtype) if result.y_swi else None
+    grad_out = _rows((*slots_shape, s.d), s.dtype) if options.unreduced else x
     sums: dict[str, tuple[Layout, ...]] = {}
     if accumulate:
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
     saved_layouts = first_layer, y_swi, tuple(sums.items())
+    needs = (*GRADIENTS, *(name for name, given in zip(BIASES, (b1, b2), strict=True) if given))
+    index = forward_steps.dispatch.index
     backward_steps = experts.configure_backward(
-        *(x, x, weights, w2, (w1,), b1, b2),
-        *saved_layouts,
-        s.activation,
-        s.gate_up,
-        GRADIENTS + BIASES if s.bias else GRADIENTS,
-        False,
-        limits,
+        grad_out, *arrays, *saved_layouts, *shared, needs, False, limits, index, options
     )
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
@@ -151,8 +155,9 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     return [forward, Pass("backward", run, _present(named))]
 
 
-def _rows(rows: int, columns: int, dtype: str) -> Layout:
-    return Layout((rows, columns), (columns, 1), dtype, 0)
+def _rows(shape: tuple[int, ...], dtype: str) -> Layout:
+    """Of a packed array."""
+    return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype, 0)
 
 
 def _weight(s: LayerShape, rows: int, columns: int, dtype: str) -> Layout:
@@ -169,7 +174,8 @@ def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, pass
     capability = f"{limits.compute_capability // 10}.{limits.compute_capability % 10}"
     lines = [
         f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}, "
-        f"weights {'transposed' if s.transposed else 'row-major'}, {f'save={save!r}' if save else 'inference'}",
+        f"weights {'transposed' if s.transposed else 'row-major'}, {f'save={save!r}' if save else 'inference'}"
+        f"{slot_options(s)}",
         f"GPU: {gpu} (compute capability {capability}, {limits.multiprocessors} multiprocessors, "
         f"{limits.shared_bytes_per_block // 1024} KiB of shared memory per CTA)",
         "+ allocates, - frees; launches by number",

@@ -3,7 +3,7 @@
 import argparse
 
 from moeblaze_cupy import memory
-from moeblaze_cupy.cli.sizes import layer_shape
+from moeblaze_cupy.cli.sizes import layer_shape, slot_options
 from moeblaze_cupy.memory import format_bytes
 
 
@@ -19,7 +19,8 @@ def report(s: memory.LayerShape, plans: dict[str, memory.Plan]) -> list[str]:
     """Lines of text; `plans` by column heading, the last one the layer to compare with."""
     routed = plans["routed buffers"]
     lines = [
-        f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}",
+        f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}"
+        f"{slot_options(s)}",
         f"b = {s.b} bytes per element, g = {s.g} (2 if gated, else 1), L*k = {s.slots} routed slots",
         f"{'Hopper' if s.on_hopper else 'portable'} kernels",
         "",

@@ -5,10 +5,13 @@ from argparse import Namespace
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.cli.progress import CommandError
 from moeblaze_cupy.memory import LayerShape
+from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions
 
 
 def layer_shape(args: Namespace, tier: str) -> LayerShape:
     """Raises CommandError for sizes that the layer refuses."""
+    if args.unreduced and args.identity_experts:
+        raise CommandError(f"--identity-experts: expected 0 with --unreduced, got {args.identity_experts}")
     s = LayerShape(
         L=args.tokens,
         d=args.d_model,
@@ -19,7 +22,13 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         dtype=args.dtype,
         tier=tier,
         transposed=args.order == "transposed",
+        ragged=args.pairs,
+        options=SlotOptions(args.weights_on, args.unreduced, args.identity_experts),
+        bias=args.dtype if args.bias == "weights" else args.bias,
+        gate_up=args.gate_up,
     )
+    if s.gate_up == "interleaved" and s.g == 1:
+        raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:
@@ -27,3 +36,11 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
     if s.k > s.E:
         raise CommandError(f"--k: expected at most {s.E} for --experts {s.E}, got {s.k}")
     return s
+
+
+def slot_options(s: LayerShape) -> str:
+    """What is not as in the plain layer, each after a comma."""
+    found = ["L*k pairs"] if s.ragged else []
+    plain = PLAIN_SLOTS._asdict()
+    found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != plain[name]]
+    return "".join(f", {text}" for text in found)

@@ -1,6 +1,7 @@
 """The three dispatch steps of the paper's section 4.2: kernels_cu/dispatch.cu."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,25 +10,43 @@ from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 
-LISTS = ("token_index_map", "expert_token_indices", "row_tiles", "expert_token_offsets", "experts_by_load")
+LISTS = (
+    *("token_index_map", "expert_token_indices", "row_tiles", "expert_token_offsets", "experts_by_load"),
+    "token_offsets",
+)
 EXPERT_TOKEN_INDICES = LISTS.index("expert_token_indices")
 EXPERT_TOKEN_OFFSETS = LISTS.index("expert_token_offsets")
 EXPERTS_BY_LOAD = LISTS.index("experts_by_load")
 TOKEN_INDEX_MAP = LISTS.index("token_index_map")
-Lists = tuple[int, int, int, int, int]  # their addresses, in this order
+TOKEN_OFFSETS = LISTS.index("token_offsets")
+Lists = tuple[int, int, int, int, int, int]  # their addresses, in this order; 0 for token_offsets that there are not
 
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """Sizes of the index lists, and where each lies in their one buffer."""
+    """Sizes of the index lists, and where each lies in their one buffer.
+
+    num_pairs: of slots, where tokens have any number of them; k is None then.
+    """
 
     num_tokens: int
-    k: int
+    k: int | None
     num_experts: int
+    num_pairs: int = 0
 
     @property
     def num_slots(self) -> int:
-        return self.num_tokens * self.k
+        return self.num_pairs if self.k is None else self.num_tokens * self.k
+
+    @property
+    def slots_shape(self) -> tuple[int, ...]:
+        """Of arrays with an element per slot."""
+        return (self.num_pairs,) if self.k is None else (self.num_tokens, self.k)
+
+    @property
+    def by_slot(self) -> "IndexLayout":
+        """The same slots, each as a token of its own."""
+        return IndexLayout(self.num_slots, 1, self.num_experts)
 
     @property
     def max_row_tiles(self) -> int:
@@ -36,22 +55,22 @@ class IndexLayout:
     @functools.cached_property
     def places(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """First element and shape of each list."""
-        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts)[0]
+        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts, self.num_pairs)[0]
 
     @property
     def size(self) -> int:
         """Elements of the buffer."""
-        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts)[1]
+        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts, self.num_pairs)[1]
 
     @functools.cached_property
-    def _offsets(self) -> Lists:
-        a, b, c, d, e = (4 * self.places[name][0] for name in LISTS)
-        return a, b, c, d, e
+    def _offsets(self) -> tuple[int, int, int, int, int, int | None]:
+        a, b, c, d, e = (4 * self.places[name][0] for name in LISTS[:TOKEN_OFFSETS])
+        return a, b, c, d, e, 4 * self.places["token_offsets"][0] if self.k is None else None
 
     def addresses(self, lists: int) -> Lists:
         """The addresses of LISTS in a buffer at `lists`."""
-        a, b, c, d, e = self._offsets
-        return lists + a, lists + b, lists + c, lists + d, lists + e
+        a, b, c, d, e, f = self._offsets
+        return lists + a, lists + b, lists + c, lists + d, lists + e, 0 if f is None else lists + f
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,18 +82,29 @@ class Dispatch:
     counts: int  # int32 elements of workspace
     count: Launch | None  # None where one block knows all counts itself
     route: Launch
+    list_tokens: Launch | None  # where tokens have any number of slots
+    rows_to_tokens: Launch | None  # likewise
+    mark_identity: Launch | None  # where there are identity experts
 
 
 @cached
-def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
-    """The launches for ids (L, k), int32 or int64."""
-    L, k = ids.shape
-    index, num_slots, copies_ids = IndexLayout(L, k, num_experts), L * k, ids.dtype == "int64"
+def configure(
+    ids: Layout, num_experts: int, limits: DeviceLimits, num_tokens: int | None = None, identity_experts: int = 0
+) -> Dispatch:
+    """The launches for ids (L, k), int32 or int64; (P,) of `num_tokens` tokens if that is given.
+
+    Pairs are dispatched as P tokens with one expert each, from a copy of the ids that has none for pairs of no token.
+    A launch before finds each pair's token, and one after puts tokens in the place of pairs.
+    """
+    ragged, num_slots = num_tokens is not None, math.prod(ids.shape)
+    tokens, k = (num_tokens, None) if num_tokens is not None else ids.shape
+    index = IndexLayout(tokens, k, num_experts, num_slots if ragged else 0)
+    copies_ids, dtype = ids.dtype == "int64", "int32" if ragged else ids.dtype
     config = launch_config.dispatch(num_slots, num_experts, limits)
-    count, dtype, why = None, ids.dtype, reasons.dispatch(config, num_slots, num_experts)
+    count, why = None, reasons.dispatch(config, num_slots, num_experts)
     if config.counts:
         count = Launch(
-            loader.entry("dispatch.cu", f"dispatch_count_{ids.dtype}"),
+            loader.entry("dispatch.cu", f"dispatch_count_{dtype}"),
             (config.count_blocks,),
             config.count_threads,
             ("ids", "token_expert_indices", "block_counts"),
@@ -96,7 +126,7 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
         ("ids", "token_expert_indices", "block_counts", *LISTS),
         {
             "num_slots": num_slots,
-            "k": k,
+            "k": index.k or 1,
             "num_experts": num_experts,
             "columns": config.columns,
             "block_slots": config.block_slots,
@@ -107,14 +137,31 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
         why=why[-1:],
     )
     counts = config.workspace_bytes(num_experts) // 4 if config.counts else 0
-    return Dispatch(index, copies_ids, counts, count, route)
+    list_tokens = rows_to_tokens = mark_identity = None
+    if num_tokens is not None:
+        sizes = {"num_slots": num_slots, "num_tokens": num_tokens, "num_experts": num_experts}
+        given = ("ids", "offsets", "masked_ids", "tokens", *LISTS)
+        list_tokens = _per_slot(f"list_tokens_{ids.dtype}", max(num_slots, num_tokens + 1), given, sizes)
+    if ragged and num_slots:
+        rows_to_tokens = _per_slot("rows_to_tokens", num_slots, ("tokens", *LISTS), {"num_slots": num_slots})
+    if identity_experts and num_slots:
+        sizes = {"num_slots": num_slots, "num_experts": num_experts, "identity_experts": identity_experts}
+        mark_identity = _per_slot(f"mark_identity_{ids.dtype}", num_slots, ("ids", "tokens", *LISTS), sizes)
+    return Dispatch(index, copies_ids, counts, count, route, list_tokens, rows_to_tokens, mark_identity)
 
 
-def dispatch(run: Runtime, steps: Dispatch, ids: int) -> tuple[Buffer, Buffer | None, Lists]:
+def _per_slot(entry: str, number: int, addresses: tuple[str, ...], scalars: dict[str, int]) -> Launch:
+    grid = (launch_config.ceil_div(number, launch_config.SLOTS_PER_BLOCK),)
+    return Launch(loader.entry("slots.cu", entry), grid, launch_config.SLOTS_PER_BLOCK, addresses, scalars)
+
+
+def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) -> tuple[Buffer, Buffer | None, Lists]:
     """The index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`), and each list's address."""
+    if steps.list_tokens or steps.mark_identity:
+        return _dispatch_slots(run, steps, ids, token_offsets)
     index = steps.index
     counts = run.empty((steps.counts,), "int32") if steps.counts else None
-    copy = run.empty((index.num_tokens, index.k), "int32") if steps.copies_ids else None
+    copy = run.empty(index.slots_shape, "int32") if steps.copies_ids else None
     counts_ptr, copy_ptr = counts.ptr if counts else 0, copy.ptr if copy else 0
     if steps.count:
         run.launch(steps.count, ids, copy_ptr, counts_ptr)
@@ -123,4 +170,31 @@ def dispatch(run: Runtime, steps: Dispatch, ids: int) -> tuple[Buffer, Buffer | 
     lists = run.empty((index.size,), "int32")
     addresses = index.addresses(lists.ptr)
     run.launch(steps.route, ids, copy_ptr, counts_ptr, *addresses)
+    return lists, copy, addresses
+
+
+def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int) -> tuple[Buffer, Buffer | None, Lists]:
+    """Of pairs, or with identity experts."""
+    index = steps.index
+    lists = run.empty((index.size,), "int32")
+    addresses = index.addresses(lists.ptr)
+    tokens, plain_ids, masked, copy_ptr = None, ids, None, 0
+    copy = run.empty(index.slots_shape, "int32") if steps.copies_ids else None
+    if steps.list_tokens:
+        tokens, masked = run.empty((index.num_slots,), "int32"), copy or run.empty((index.num_slots,), "int32")
+        run.launch(steps.list_tokens, ids, token_offsets, masked.ptr, tokens.ptr, *addresses)
+        plain_ids = masked.ptr
+    elif copy:
+        copy_ptr = copy.ptr
+    counts = run.empty((steps.counts,), "int32") if steps.counts else None
+    counts_ptr = counts.ptr if counts else 0
+    if steps.count:
+        run.launch(steps.count, plain_ids, copy_ptr, counts_ptr)
+        if copy_ptr:
+            plain_ids, copy_ptr = copy_ptr, 0
+    run.launch(steps.route, plain_ids, copy_ptr, counts_ptr, *addresses)
+    if steps.mark_identity:
+        run.launch(steps.mark_identity, ids, tokens.ptr if tokens else 0, *addresses)
+    if tokens and steps.rows_to_tokens:
+        run.launch(steps.rows_to_tokens, tokens.ptr, *addresses)
     return lists, copy, addresses

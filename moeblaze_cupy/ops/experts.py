@@ -5,18 +5,28 @@
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_cupy.arrays import Buffer, Layout
+from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import aggregation, biases, dispatch, grouped_gemm, panels
+from moeblaze_cupy.ops.aggregation import Source
 from moeblaze_cupy.ops.biases import Bias, BiasBwd
-from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, Dispatch, IndexLayout
+from moeblaze_cupy.ops.dispatch import (
+    EXPERT_TOKEN_INDICES,
+    EXPERT_TOKEN_OFFSETS,
+    TOKEN_INDEX_MAP,
+    TOKEN_OFFSETS,
+    Dispatch,
+    IndexLayout,
+    Lists,
+)
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
-from moeblaze_cupy.structures import Activation, SavedForBackward, is_consumed, is_gated
+from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, SavedForBackward, SlotOptions, is_consumed, is_gated
 
 Shape = tuple[int, ...]
 
@@ -26,9 +36,24 @@ def _half_columns(parts: tuple[Layout, ...], h: int, activation: str | Activatio
     return h if is_gated(activation) and len(parts) == 1 and not interleaved else None
 
 
+def _rows_of_slots(
+    run: Runtime, launch: Launch | None, lists: Lists, row_weights: int = 0
+) -> tuple[Lists, Buffer | None]:
+    """The lists with the slot of each row in place of its token, and the slots' memory; without `launch` as they are.
+
+    row_weights: of each row, to be filled with 1; 0 for none.
+    """
+    if launch is None:
+        return lists, None
+    slots = run.empty((int(launch.scalars["num_slots"]),), "int32")
+    run.launch(launch, lists[TOKEN_INDEX_MAP], lists[EXPERT_TOKEN_OFFSETS], slots.ptr, row_weights)
+    before, after = lists[:EXPERT_TOKEN_INDICES], lists[EXPERT_TOKEN_INDICES + 1 :]
+    return (*before, slots.ptr, *after), slots  # type: ignore[return-value]  # as many as before
+
+
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """What a forward launches and allocates. Launches are None where there are no tokens."""
+    """What a forward launches and allocates. Launches are None where there are no tokens or slots, or no need."""
 
     dispatch: Dispatch
     dtype: str
@@ -41,13 +66,21 @@ class Forward:
     up_fwd: Gemm | None
     down_fwd: Panels | None
     keeps_y_swi: bool
+    weights_by_row: Launch | None = None  # where router weights scale the experts' input
+    slots_by_row: Launch | None = None  # where rows go straight to their slots
+    scales_slots: bool = True  # the sums over slots take the router weights, of identity experts at least
+
+    @functools.cached_property
+    def cleared_bytes(self) -> int:
+        """Of out, where no product writes it."""
+        return 0 if self.down_fwd else math.prod(self.out) * ITEMSIZE[self.dtype]
 
 
 @cached
 def configure_forward(
     x: Layout,
     ids: Layout,
-    weights: Layout,
+    weights: Layout | None,
     w2: Layout,
     w1: tuple[Layout, ...],
     b1: tuple[Layout, ...],
@@ -56,23 +89,26 @@ def configure_forward(
     gate_up: str,
     save: str | None,
     limits: DeviceLimits,
+    slots: SlotOptions = PLAIN_SLOTS,
+    ragged: bool = False,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
 
-    b1, b2: () without a bias.
+    b1, b2: () without a bias. ragged: ids are pairs, of tokens with any number of slots.
     """
-    (L, d), (E, h, _), R, dtype = x.shape, w2.shape, ids.shape[0] * ids.shape[1], x.dtype
-    steps = dispatch.configure(ids._replace(device=0), E, limits)
+    (L, d), (E, h, _), dtype = x.shape, w2.shape, x.dtype
+    steps = dispatch.configure(ids._replace(device=0), E, limits, L if ragged else None, slots.identity_experts)
+    index, R = steps.index, steps.index.num_slots
     first_layer = (R, h * (1 + is_gated(activation))) if save in ("minimal", "paper") else None
     interleaved = gate_up == "interleaved"
     up, down = Weight.of(w1, _half_columns(w1, h, activation, interleaved)), Weight.of((w2,))
     up_bias = Bias.of(b1, _half_columns(b1, h, activation, interleaved)) if b1 else None
-    up_fwd = down_fwd = None
-    if L:
+    up_fwd = down_fwd = weights_by_row = slots_by_row = None
+    if L and R:
         a = Operand(dtype, d, x.misalignment)
         up_fwd = grouped_gemm.configure(
             "up_fwd",
-            steps.index,
+            index,
             a,
             up,
             h,
@@ -82,10 +118,11 @@ def configure_forward(
             interleaved=interleaved,
             bias=up_bias,
             result_ld=h,
+            weights_on_input=slots.on_input,
         )
         down_fwd = panels.configure(
             "down_fwd",
-            steps.index,
+            index.by_slot if slots.unreduced else index,
             Operand(dtype, h),
             down,
             h,
@@ -93,11 +130,23 @@ def configure_forward(
             activation,
             limits,
             bias=Bias.of(b2) if b2 else None,
-            weights_dtype=weights.dtype,
+            weights_dtype=None if weights is None or slots.on_input else weights.dtype,
             overwrites=save != "paper",
+            source=_source(x, weights, slots),
         )
-    shapes = first_layer, (R, h), (L, d)
-    return Forward(steps, dtype, *shapes, up, down, up_bias, up_fwd, down_fwd, save == "paper")
+        if slots.on_input and weights is not None:
+            weights_by_row = aggregation.weights_by_row(index, weights.dtype)
+        if slots.unreduced and not down_fwd.sums:
+            slots_by_row = aggregation.slots_by_row(index)
+    out = (*index.slots_shape, d) if slots.unreduced else (L, d)
+    launches = up_fwd, down_fwd, save == "paper", weights_by_row, slots_by_row
+    scales_slots = not slots.on_input or slots.identity_experts > 0
+    return Forward(steps, dtype, first_layer, (R, h), out, up, down, up_bias, *launches, scales_slots)
+
+
+def _source(rows: Layout, weights: Layout | None, slots: SlotOptions) -> Source | None:
+    """Of the rows that identity experts add, if there are any."""
+    return Source(rows.misalignment, weights.dtype) if slots.identity_experts and weights else None
 
 
 @dataclass(slots=True)
@@ -121,19 +170,45 @@ def moe_forward(
     w1: tuple[int, ...],
     b1: tuple[int, ...] = (),
     b2: tuple[int, ...] = (),
+    token_offsets: int = 0,
 ) -> ForwardResult:
-    """Paper section 3.1, from the addresses of the inputs; b1, b2: () without a bias."""
-    lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids)
+    """Paper section 3.1, from the addresses of the inputs; 0 for weights or token_offsets that are not given.
+
+    b1, b2: () without a bias.
+    """
+    lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
+    row_weights = None
+    if steps.weights_by_row:
+        row_weights = run.empty((steps.dispatch.index.num_slots,), "float32")
+        run.launch(steps.weights_by_row, weights, index[TOKEN_INDEX_MAP], row_weights.ptr)
     first_layer = run.empty(steps.first_layer, steps.dtype) if steps.first_layer else None
     y_swi = run.empty(steps.y_swi, steps.dtype)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
-        up = steps.up.halves(w1)
+        up, row_weights_ptr = steps.up.halves(w1), row_weights.ptr if row_weights else 0
         bias = steps.up_bias.halves(b1) if steps.up_bias else (0, 0)
-        grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer_ptr, result=y_swi.ptr, bias=bias)
+        grouped_gemm.gemm(
+            run,
+            steps.up_fwd,
+            index,
+            x,
+            up,
+            first_layer=first_layer_ptr,
+            result=y_swi.ptr,
+            weights=row_weights_ptr,
+            bias=bias,
+        )
+    del row_weights
     out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
-        panels.sum_of_rows(run, steps.down_fwd, index, y_swi.ptr, (w2, w2), weights, out.ptr, b2[0] if b2 else 0)
+        rows_index, by_row = _rows_of_slots(run, steps.slots_by_row, index)
+        weights, bias_ptr = weights if steps.scales_slots else 0, b2[0] if b2 else 0
+        panels.sum_of_rows(
+            run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias=bias_ptr, source=x
+        )
+        del by_row
+    elif steps.cleared_bytes:
+        run.clear(out.ptr, steps.cleared_bytes)
     return ForwardResult(out, lists, ids_copy, first_layer, y_swi if steps.keeps_y_swi else None)
 
 
@@ -144,7 +219,6 @@ class Backward:
     index: IndexLayout
     dtype: str
     weights_dtype: str
-    weights: Shape
     x: Shape
     up: Weight
     down: Weight
@@ -166,7 +240,21 @@ class Backward:
     up_wgrad: Wgrad | None
     up_bias_bwd: BiasBwd | None
     down_bias_bwd: BiasBwd | None
+    further_parts: int  # of the partial sums, which down_bias_bwd writes
     needs: tuple[str, ...]
+    slots_by_row: Launch | None  # where grad_out has a row per slot
+    identity_weights: Launch | None
+    reads_y_swi: bool  # it is the operand of w2's gradient as it was saved
+    stored_y_swi: bool  # down_bwd reads it
+    scales_slots: bool  # the sum over slots takes the router weights, for identity experts
+    weights_on_output: bool  # there are any, and they scale the rows of grad_out
+
+    @functools.cached_property
+    def cleared_bytes(self) -> tuple[int, int]:
+        """Of the gradients of x and of weights, where no kernel writes them."""
+        of_x = 0 if self.up_bwd else math.prod(self.x) * ITEMSIZE[self.dtype]
+        of_weights = 0 if self.weights_bwd else self.index.num_slots * ITEMSIZE[self.weights_dtype]
+        return of_x, of_weights
 
     @functools.cached_property
     def needs_first_layer_grad(self) -> bool:
@@ -177,7 +265,7 @@ class Backward:
 def configure_backward(
     grad_out: Layout,
     x: Layout,
-    weights: Layout,
+    weights: Layout | None,
     w2: Layout,
     w1: tuple[Layout, ...],
     b1: tuple[Layout, ...],
@@ -190,6 +278,8 @@ def configure_backward(
     needs: tuple[str, ...],
     keep_saved: bool,
     limits: DeviceLimits,
+    index: IndexLayout,
+    slots: SlotOptions = PLAIN_SLOTS,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 
@@ -197,8 +287,10 @@ def configure_backward(
     b1, b2: () without a bias. accumulate: by name, the layouts of the buffers that gradients of weights and biases are
     added to, in place of new ones.
     """
-    (L, d), k, (E, h, _), dtype = x.shape, weights.shape[1], w2.shape, x.dtype
-    R, index, buffers = L * k, IndexLayout(L, k, E), dict(accumulate)
+    (L, d), h, dtype = x.shape, w2.shape[1], x.dtype
+    R, buffers = index.num_slots, dict(accumulate)
+    if weights is None:
+        needs = tuple(name for name in needs if name != "weights")
     gated, interleaved = is_gated(activation), gate_up == "interleaved"
     half, bias_half = (_half_columns(parts, h, activation, interleaved) for parts in (w1, b1))
     up, down = Weight.of(w1, half), Weight.of((w2,))
@@ -209,7 +301,8 @@ def configure_backward(
     first_layer_shape = (R, h * (1 + gated))
     needs_first_layer_grad = not {"x", "w1", "b1"}.isdisjoint(needs)
     in_place = first_layer is None or not keep_saved
-    takes_y_swi = "w2" in needs and y_swi is not None and in_place
+    reads_y_swi = slots.on_input and "w2" in needs and y_swi is not None  # no weight is to be put on it
+    takes_y_swi = "w2" in needs and y_swi is not None and (in_place or reads_y_swi)
     consumes = is_consumed(first_layer is not None, y_swi is not None, needs, keep_saved)
 
     def misaligned(layout: Layout | None) -> int:
@@ -219,15 +312,19 @@ def configure_backward(
     first_rows = Operand(dtype, first_layer_shape[1], misaligned(first_layer) if in_place else 0)
     y_rows = Operand(dtype, h, misaligned(y_swi) if takes_y_swi else 0)
     launches: dict[str, Any] = {}
-    further_parts = 0
-    if down_bias and not {"weights", "b2"}.isdisjoint(needs):
+    further_parts, on_output = 0, weights is not None and not slots.on_input
+    if down_bias and ("b2" in needs or ("weights" in needs and on_output)):
         gradient = Bias.of(buffers.get("b2") or down_bias.gradient_layouts())
         step = biases.configure(index, dtype, grad_out.misalignment, down_bias, gradient, True, "b2" in buffers)
         launches["down_bias_bwd"] = step
-        further_parts = step.parts
-    if L and needs:
-        launches["weights_by_row"] = aggregation.weights_by_row(index, weights.dtype)
-    if L and set(needs) - {"b2"}:
+        further_parts = step.parts if on_output else 0
+    beyond_b2 = bool(set(needs) - {"b2"})
+    if L and R and needs:
+        if weights is not None and (on_output or beyond_b2):
+            launches["weights_by_row"] = aggregation.weights_by_row(index, weights.dtype)
+        if slots.unreduced:
+            launches["slots_by_row"] = aggregation.slots_by_row(index)
+    if L and R and beyond_b2:
         if first_layer is None:
             launches["up_fwd"] = grouped_gemm.configure(
                 "up_fwd",
@@ -252,21 +349,24 @@ def configure_backward(
             activation,
             limits,
             interleaved=interleaved,
-            result_ld=h if "w2" in needs else 0,
-            stored_y_swi=y_swi is not None,
+            result_ld=h if "w2" in needs and not reads_y_swi else 0,
+            stored_y_swi=y_swi is not None and not slots.on_input,
             wants_partial_sums="weights" in needs,
             further_parts=further_parts,
+            weights_on_input=slots.on_input,
         )
         launches["down_bwd"] = down_bwd
-        if down_bwd.partial_sums:
+        if down_bwd.partial_sums and weights is not None:
             launches["weights_bwd"] = aggregation.weights_bwd(index, weights.dtype, down_bwd.partial_sums[0])
+            if slots.identity_experts:
+                launches["identity_weights"] = aggregation.identity_weights(index, x, grad_out, weights.dtype)
     wgrad = functools.partial(_configure_wgrad, index, activation, limits)
     if "w2" in needs:
         launches["down_wgrad"] = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
-    if "x" in needs and L:
-        depth = 2 * h if interleaved else h
+    if "x" in needs and L and R:
+        depth, source = 2 * h if interleaved else h, _source(grad_out, weights, slots)
         launches["up_bwd"] = panels.configure(
-            "up_bwd", index, first_rows, up, depth, d, activation, limits, interleaved=interleaved
+            "up_bwd", index, first_rows, up, depth, d, activation, limits, interleaved=interleaved, source=source
         )
     if "w1" in needs:
         # Interleaved columns are one matrix to the product, as the first layer's and the gradient's order is the same.
@@ -281,8 +381,7 @@ def configure_backward(
     return Backward(
         index,
         dtype,
-        weights.dtype,
-        weights.shape,
+        dtype if weights is None else weights.dtype,
         x.shape,
         up,
         down,
@@ -291,7 +390,7 @@ def configure_backward(
         up_bias,
         up_bias_gradient,
         down_bias,
-        first_layer_shape if first_layer is None and set(needs) != {"b2"} else None,
+        first_layer_shape if first_layer is None and beyond_b2 else None,
         first_layer_shape if needs_first_layer_grad and not in_place else None,
         (R, h) if "w2" in needs and not takes_y_swi else None,
         consumes,
@@ -304,7 +403,14 @@ def configure_backward(
         launches.get("up_wgrad"),
         launches.get("up_bias_bwd"),
         launches.get("down_bias_bwd"),
+        further_parts,
         needs,
+        launches.get("slots_by_row"),
+        launches.get("identity_weights"),
+        reads_y_swi,
+        y_swi is not None and not slots.on_input,
+        slots.identity_experts > 0,
+        on_output,
     )
 
 
@@ -365,7 +471,7 @@ def moe_backward(
     token_index_map, up = index[TOKEN_INDEX_MAP], steps.up.halves(w1)
 
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
-    grad_weights = run.empty(steps.weights, steps.weights_dtype) if "weights" in steps.needs else None
+    grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in steps.needs else None
     recomputed = run.empty(steps.first_layer, steps.dtype) if steps.first_layer else None
     if recomputed:
         first_layer = recomputed.ptr
@@ -378,22 +484,29 @@ def moe_backward(
     weighted_ptr = weighted.ptr if weighted else y_swi
     saved.consumed = steps.consumes
 
+    of_x, of_weights = steps.cleared_bytes
+    if grad_weights and of_weights:
+        run.clear(grad_weights.ptr, of_weights)
     row_weights = partial_sums = grad_b2 = None
-    if steps.weights_by_row:
+    grad_rows, by_row = index, None
+    if steps.weights_by_row or steps.slots_by_row:
         row_weights = run.empty((steps.index.num_slots,), "float32")
-        run.launch(steps.weights_by_row, weights, token_index_map, row_weights.ptr)
+        if steps.weights_by_row:
+            run.launch(steps.weights_by_row, weights, token_index_map, row_weights.ptr)
+        ones = 0 if steps.weights_by_row else row_weights.ptr
+        grad_rows, by_row = _rows_of_slots(run, steps.slots_by_row, index, ones)
     row_weights_ptr = row_weights.ptr if row_weights else 0
     if steps.down_bwd:
         partial_sums = grouped_gemm.gemm(
             run,
             steps.down_bwd,
-            index,
+            grad_rows,
             grad_out,
             (w2, w2),
             first_layer=first_layer,
             first_layer_grad=first_layer_grad if steps.needs_first_layer_grad else 0,
-            result=weighted_ptr if "w2" in steps.needs else 0,
-            y_swi=y_swi,
+            result=weighted_ptr if "w2" in steps.needs and not steps.reads_y_swi else 0,
+            y_swi=y_swi if steps.stored_y_swi else 0,
             weights=row_weights_ptr,
         )
     if steps.down_bias_bwd and steps.down_bias:
@@ -401,32 +514,39 @@ def moe_backward(
         grad_b2 = steps.down_bias.empty_gradient(run) if own else None
         addresses = _addresses(grad_b2) if grad_b2 else accumulate.get("b2", (0,))
         further = 0
-        if partial_sums and steps.down_bwd and steps.down_bwd.partial_sums:
+        if partial_sums and steps.further_parts and steps.down_bwd and steps.down_bwd.partial_sums:
             parts, slots = steps.down_bwd.partial_sums
-            further = partial_sums.ptr + 4 * slots * (parts - steps.down_bias_bwd.parts)
+            further = partial_sums.ptr + 4 * slots * (parts - steps.further_parts)
         biases.bias_bwd(
             run,
             steps.down_bias_bwd,
-            index,
+            grad_rows,
             grad_out,
             (addresses[0], addresses[0]),
-            row_weights=row_weights_ptr,
+            row_weights=row_weights_ptr if steps.weights_on_output else 0,
             bias=b2[0],
             partial_sums=further,
         )
     del row_weights
     if partial_sums and steps.weights_bwd and grad_weights:
         run.launch(steps.weights_bwd, partial_sums.ptr, token_index_map, grad_weights.ptr)
+        if steps.identity_weights:
+            token_offsets = index[TOKEN_OFFSETS]
+            run.launch(steps.identity_weights, x, grad_out, token_index_map, token_offsets, grad_weights.ptr)
     del partial_sums
     grad_w2 = None
     if steps.down_wgrad:
         grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
         addresses = accumulate["w2"] if grad_w2 is None else _addresses(grad_w2)
-        grouped_gemm.wgrad(run, steps.down_wgrad, index, weighted_ptr, grad_out, steps.down_gradient.halves(addresses))
-    del weighted
+        down_gradient = steps.down_gradient.halves(addresses)
+        grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_ptr, grad_out, down_gradient)
+    del weighted, by_row
     grad_x = run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
     if steps.up_bwd and grad_x:
-        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, up, 0, grad_x.ptr)
+        weights = weights if steps.scales_slots else 0
+        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, up, weights, grad_x.ptr, source=grad_out)
+    elif grad_x and of_x:
+        run.clear(grad_x.ptr, of_x)
     grad_w1 = None
     if steps.up_wgrad:
         grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)

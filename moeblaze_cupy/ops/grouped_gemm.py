@@ -194,6 +194,7 @@ def configure(
     further_parts: int = 0,
     to_tokens: bool = False,
     weights_dtype: str | None = None,
+    weights_on_input: bool = False,
     why_panels: tuple[str, ...] = (),
 ) -> Gemm:
     """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
@@ -201,7 +202,8 @@ def configure(
     interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products.
     further_parts: of the partial sums, for others to write. result_ld: elements between the rows of `result`.
     to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of `weights_dtype` if
-    that is given. why_panels: sentences for `Launch.why`.
+    that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd.
+    why_panels: sentences for `Launch.why`.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_slots, False, False
@@ -228,7 +230,7 @@ def configure(
         rule = column_tiles, depth, slots, index.num_experts
         why += (reasons.clusters(clusters, to_tokens, gathers, *rule), reasons.schedule(dynamic, entry, *rule, limits))
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
-    options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None}
+    options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
     if to_tokens and weights_dtype is not None:
         options["weights_dtype"] = weights_dtype
     tiles = Tiles(launch_config.TILE_ROWS, config.tile_columns, column_tiles * index.max_row_tiles, at_most=True)
@@ -266,8 +268,8 @@ def gemm(
     """One launch, on addresses; 0 stands for what is not read or written.
 
     lists: of the index lists. halves, bias: where the weight's and the bias's gate and up begin. weights: of each row
-    (down_bwd), or of each token if rows go to tokens. Returns the partial sums of down_bwd (parts, R) float32, if
-    wanted.
+    (down_bwd, and up_fwd if they scale a and b), or of each token if rows go to tokens. Returns the partial sums of
+    down_bwd (parts, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
     tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None

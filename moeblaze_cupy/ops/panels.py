@@ -8,9 +8,9 @@ from typing import Any
 from moeblaze_cupy import launch_config, reasons
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import grouped_gemm
-from moeblaze_cupy.ops.aggregation import aggregate
+from moeblaze_cupy.ops.aggregation import Source, aggregate
 from moeblaze_cupy.ops.biases import Bias
-from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, IndexLayout, Lists
+from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight
 from moeblaze_cupy.runtime import Launch, Runtime
 from moeblaze_cupy.structures import Activation
@@ -44,16 +44,18 @@ def configure(
     bias: Bias | None = None,
     weights_dtype: str | None = None,
     overwrites: bool = False,
+    source: Source | None = None,
 ) -> Panels:
     """down_fwd: sum over slots of weights * row of product w2; up_bwd: of rows of first_layer_grad w1^T. (L, d) both.
 
     K: of a segment; up_bwd has one where gate and up columns are interleaved. bias: is added to each slot's row.
     overwrites: the left operand may be used as scratch. weights_dtype: of the router weights that scale the rows.
+    source: the rows that identity experts add, where there are such experts.
     """
     call = entry, index, a, weight
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits, bias)[0].tier
     shared: dict[str, Any] = {"interleaved": interleaved, "bias": bias}
-    if launch_config.rows_go_to_tokens(index.k, tier):
+    if launch_config.rows_go_to_tokens(index.k, tier) and source is None:
         options: dict[str, Any] = {**shared, "result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
         why = (reasons.panels((), d, index.num_slots, tier, False),)
         product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
@@ -66,7 +68,7 @@ def configure(
         ld = a.ld if in_place else width
         options = {**shared, "first_column": first_column, "result_ld": ld}
         products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
-        sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld))
+        sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld, source))
     panel = None if in_place else (index.num_slots, panels[0][1])
     return Panels(tuple(products), tuple(sums), panel, a.dtype)
 
@@ -79,16 +81,21 @@ def sum_of_rows(
     halves: tuple[int, int],
     weights: int,
     out: int,
+    *,
     bias: int = 0,
+    source: int = 0,
 ) -> None:
-    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights, bias: 0: none."""
+    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights, bias: 0: none.
+
+    source: the rows of identity experts.
+    """
     biases = bias, bias
     if not step.sums:
         grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, weights=weights, bias=biases)
         return
     memory = run.empty(step.panel, step.dtype) if step.panel else None
     panel = memory.ptr if memory else a
-    token_index_map = lists[TOKEN_INDEX_MAP]
+    token_index_map, token_offsets = lists[TOKEN_INDEX_MAP], lists[TOKEN_OFFSETS]
     for product, sums in zip(step.products, step.sums, strict=True):
         grouped_gemm.gemm(run, product, lists, a, halves, result=panel, bias=biases)
-        run.launch(sums, panel, token_index_map, weights, out)
+        run.launch(sums, panel, token_index_map, weights, out, token_offsets, source)

@@ -9,10 +9,12 @@ from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
 from moeblaze_cupy.structures import (
+    IDENTITY,
     Activation,
     DispatchIndices,
     Gradients,
     SavedForBackward,
+    SlotOptions,
     activation_of,
     is_gated,
 )
@@ -81,23 +83,76 @@ def _halves(ab: HostArray, activation: Activation, gate_up: str) -> tuple[HostAr
     return gate, up[0] if up else None
 
 
-def _sum_over_slots(rows: HostArray, index: DispatchIndices, scale: HostArray | None = None) -> HostArray:
-    """out[t] = sum over present slots j, in slot order, of scale[t, j] * rows[token_index_map[t, j]].
+def _tokens_of_slots(index: DispatchIndices) -> HostArray:
+    """(L*k,) or (P,): the token of each slot; of pairs of no token any."""
+    if index.k is not None:
+        return np.arange(index.num_slots) // index.k
+    found = np.searchsorted(index.token_offsets, np.arange(index.num_slots), "right") - 1
+    return np.clip(found, 0, max(index.num_tokens - 1, 0))
 
-    rows (L*k, d), scale (L, k) or None for 1 -> (L, d).
+
+def _sum_over_slots(
+    rows: HostArray, index: DispatchIndices, scale: HostArray | None = None, source: HostArray | None = None
+) -> HostArray:
+    """out[t] = sum over slots of token t, in order, of scale * row: of `rows`, or of `source` for identity experts.
+
+    rows (L*k, d) at token_index_map; scale (L, k) or (P,), or None for 1; source (L, d) -> (L, d). Slots without a
+    row or an identity expert add nothing.
     """
     out = np.zeros((index.num_tokens, rows.shape[1]), rows.dtype)  # (L, d)
-    for j in range(index.k):
-        present = index.token_index_map[:, j] >= 0  # (L,)
-        routed = rows[index.token_index_map[present, j]]  # (m, d) m tokens have an expert in slot j
-        out[present] += routed if scale is None else scale[present, j, None] * routed
+    positions, tokens = index.token_index_map.reshape(-1), _tokens_of_slots(index)  # (L*k,), (L*k,)
+    first = index.token_offsets if index.k is None else np.arange(index.num_tokens + 1) * index.k  # (L+1,)
+    nth = np.arange(index.num_slots) - first[tokens]  # (L*k,)
+    listed = (positions >= 0) | ((positions == IDENTITY) & (source is not None))  # (L*k,)
+    order = np.flatnonzero(listed)
+    order = order[np.argsort(nth[order], kind="stable")]  # (n,) the first slots of all tokens, then the second, ...
+    for slots in np.split(order, np.flatnonzero(np.diff(nth[order])) + 1):  # (m,) no two of one token
+        routed = rows[np.maximum(positions[slots], 0)]  # (m, d)
+        if source is not None:
+            routed = np.where((positions[slots] == IDENTITY)[:, None], source[tokens[slots]], routed)
+        out[tokens[slots]] += routed if scale is None else scale.reshape(-1)[slots, None] * routed
     return out
+
+
+def _has_token(index: DispatchIndices) -> HostArray:
+    """(P,): of pairs, whether some token has them; True of slots of tokens with k each."""
+    slots = np.arange(index.num_slots)
+    if index.k is not None:
+        return slots >= 0
+    has_token: HostArray = (slots >= index.token_offsets[0]) & (slots < index.token_offsets[-1])
+    return has_token
+
+
+def _row_weights(weights: HostArray | None, index: DispatchIndices, compute: np.dtype[Any]) -> HostArray:
+    """(L*k, 1): the router weight of each of the experts' rows; 1 without weights."""
+    positions = index.token_index_map.reshape(-1)  # (L*k,)
+    row_weights = np.ones((index.num_slots, 1), compute)
+    if weights is not None:
+        row_weights[positions[positions >= 0], 0] = weights.reshape(-1)[positions >= 0]
+    return row_weights
+
+
+def _slot_weights(
+    weights: HostArray | None, index: DispatchIndices, slots: SlotOptions, compute: np.dtype[Any], on_rows: bool = True
+) -> HostArray | None:
+    """(L*k,): what scales each slot in a sum, 1 for all rows if not on_rows or if weights are on the input."""
+    if weights is None or (not slots.identity_experts and not (on_rows and not slots.on_input)):
+        return None
+    scale = cast(weights.reshape(-1), compute)  # (L*k,)
+    if on_rows and not slots.on_input:
+        return scale
+    return np.where(index.token_index_map.reshape(-1) == IDENTITY, scale, 1)
+
+
+def _source(rows: HostArray, slots: SlotOptions, compute: np.dtype[Any]) -> HostArray | None:
+    """What identity experts add, if there are any."""
+    return cast(rows, compute) if slots.identity_experts else None
 
 
 def moe_forward(
     x: HostArray,
     ids: HostArray,
-    weights: HostArray,
+    weights: HostArray | None,
     w1: HostArray | tuple[HostArray, HostArray],
     w2: HostArray,
     *,
@@ -106,6 +161,10 @@ def moe_forward(
     b1: HostArray | tuple[HostArray, HostArray] | None = None,
     b2: HostArray | None = None,
     gate_up: str = "halves",
+    token_offsets: HostArray | None = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -121,6 +180,10 @@ def moe_forward(
     gate_up  "interleaved": columns of w1 and b1 are gate 0, up 0, gate 1, up 1, ..., and so are those of first_layer
     save     what to keep for backward: "minimal" the first layer, "paper" also y_swi (Algorithm 1, line 11),
              "recompute" neither, None nothing at all
+    token_offsets     (L+1,) int32: ids and weights are (P,), pairs as of `dispatch`
+    weights_on        "input": E_e(weight * x) without a weight on the output; b1 is None then
+    unreduced         the outputs of each slot, (L, k, d) or (P, d), without weights, which are None if not on the input
+    identity_experts  Z: ids E .. E + Z - 1 are E_e(x) = x
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -136,14 +199,21 @@ def moe_forward(
         y_swi = np.zeros((ids.size, h), x.dtype)  # (L*k, h)
 
     # Token dispatch: index lists only, no routed copy of x.
-    index = dispatch(ids, num_experts)
+    index = dispatch(ids, num_experts, token_offsets)
+    slots = SlotOptions(weights_on, unreduced, identity_experts)
+    positions = index.token_index_map.reshape(-1)  # (L*k,)
+    if identity_experts:
+        is_identity = (ids.reshape(-1) >= num_experts) & (ids.reshape(-1) < num_experts + identity_experts)  # (L*k,)
+        positions[is_identity & _has_token(index)] = IDENTITY
+    row_weights = _row_weights(weights, index, compute) if slots.on_input else None  # (L*k, 1)
 
     # Expert computation. All experts' results are held at once because the sum over slots is in slot order.
     expert_out = np.empty((ids.size, d), compute)  # (L*k, d)
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
         ab = _first_layer(x_rows, w1_parts, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
-        (V, _), (M, _) = activate(*_halves(ab, act, gate_up), act)  # (n, h) each
+        scaled = ab if row_weights is None else ab * row_weights[rows]  # (w x) w1 = w (x w1)
+        (V, _), (M, _) = activate(*_halves(scaled, act, gate_up), act)  # (n, h) each
         y = cast(V * M, x.dtype)  # (n, h)
         expert_out[rows] = cast(y, compute) @ cast(w2[expert], compute)  # (n, d)
         if b2 is not None:
@@ -154,11 +224,17 @@ def moe_forward(
             y_swi[rows] = y
 
     # Output aggregation.
-    out = cast(_sum_over_slots(expert_out, index, cast(weights, compute)), x.dtype)  # (L, d)
+    if unreduced:
+        out = np.zeros((ids.size, d), x.dtype)  # (L*k, d)
+        out[positions >= 0] = expert_out[positions[positions >= 0]]
+        out = out.reshape(*ids.shape, d)  # (L, k, d) or (P, d)
+    else:
+        scale = _slot_weights(weights, index, slots, compute)  # (L*k,)
+        out = cast(_sum_over_slots(expert_out, index, scale, _source(x, slots, compute)), x.dtype)  # (L, d)
     if save is None:
         return out, None
     kept = first_layer, y_swi, activation, save
-    return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up)
+    return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots)
 
 
 def moe_backward(
@@ -171,16 +247,16 @@ def moe_backward(
 ) -> Gradients:
     """Gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
 
-    grad_out    (L, d) any float dtype
+    grad_out    (L, d) any float dtype; of an unreduced output (L, k, d) or (P, d)
     saved       what moe_forward returned; any save policy
     needs       the gradients to compute, by name; the work for the others is skipped; None for all that there are
     keep_saved  for symmetry with the GPU backend: this backend never consumes `saved`
     accumulate  by name, of weights and biases, what that gradient is added to, in the weight's form and any dtype and
                 memory order; nothing of experts with no token is touched
 
-    Returns Gradients, None where not in `needs`: x (L, d); weights (L, k), 0 for absent slots; w1, w2, b1 and b2 in the
-    form and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names. Each has
-    the dtype of its input. Arguments are not checked.
+    Returns Gradients, None where not in `needs`: x (L, d); weights (L, k) or (P,), 0 for absent slots; w1, w2, b1 and
+    b2 in the form and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names.
+    Each has the dtype of its input. Arguments are not checked.
     """
     x, w2, b2, index, activation = saved.x, saved.w2, saved.b2, saved.index, activation_of(saved.activation)
     needs, gate_up = saved.gradients if needs is None else needs, saved.gate_up
@@ -198,10 +274,15 @@ def moe_backward(
     w1_totals, b1_totals = (_parts(totals[name], activation, gate_up) if name in needs else () for name in ("w1", "b1"))
     grad_x_rows: Any = np.empty((num_slots, x.shape[1]), compute) if "x" in needs else None  # (L*k, d)
     grad_row_weights = np.empty(num_slots, compute)  # (L*k,)
-    present = index.token_index_map >= 0  # (L, k)
-    position = index.token_index_map[present]  # (offsets[E],)
-    row_weights = np.empty(num_slots, compute)  # (L*k,) the router weights in expert order
-    row_weights[position] = saved.weights[present]
+    slots, weights = saved.slots, saved.weights
+    positions = index.token_index_map.reshape(-1)  # (L*k,)
+    present = positions >= 0  # (L*k,)
+    row_weights = _row_weights(weights, index, compute)  # (L*k, 1)
+    grad_of_row = index.expert_token_indices  # (L*k,) which of grad_out's rows is a row's
+    if slots.unreduced:
+        grad_of_row = np.empty(num_slots, int)
+        grad_of_row[positions[present]] = np.flatnonzero(present)
+        grad_out = grad_out.reshape(-1, x.shape[1])  # (L*k, d)
 
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
@@ -209,19 +290,21 @@ def moe_backward(
             ab = _first_layer(x_rows, w1_parts, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
         else:
             ab = cast(saved.first_layer[rows], compute)  # (n, 2h) or (n, h)
-        (V, V_slope), (M, M_slope) = activate(*_halves(ab, activation, gate_up), activation)  # (n, h) each, line 24
+        scale = row_weights[rows]  # (n, 1)
+        scaled = ab * scale if slots.on_input else ab  # (n, 2h) or (n, h)
+        (V, V_slope), (M, M_slope) = activate(*_halves(scaled, activation, gate_up), activation)  # (n, h) each, line 24
         y = cast(V * M, x.dtype) if saved.y_swi is None else saved.y_swi[rows]  # (n, h)
         y = cast(y, compute)  # (n, h)
 
         # 1. Expert summation backward: the routed gradient is gathered by token.
-        grad_rows = cast(grad_out[tokens], compute)  # (n, d) still without the router weight
-        scale = row_weights[rows, None]  # (n, 1)
+        grad_rows = cast(grad_out[grad_of_row[rows]], compute)  # (n, d) still without the router weight
+        on_output = 1 if slots.on_input else scale
 
         # 2. Expert computation backward.
         if "w2" in needs:
-            _add(totals["w2"], expert, (scale * y).T @ grad_rows)  # (h, d) line 18
+            _add(totals["w2"], expert, (on_output * y).T @ grad_rows)  # (h, d) line 18
         if "b2" in needs:
-            _add(totals["b2"], expert, (scale * grad_rows).sum(axis=0))  # (d,)
+            _add(totals["b2"], expert, (on_output * grad_rows).sum(axis=0))  # (d,)
         if not {"x", "weights", "w1", "b1"}.intersection(needs):
             continue
         grad_y = grad_rows @ cast(w2[expert], compute).T  # (n, h) line 20, still without the router weight
@@ -230,8 +313,13 @@ def moe_backward(
         grad_row_weights[rows] = (grad_y * y).sum(axis=1)  # (n,)
         if b2 is not None:
             grad_row_weights[rows] += grad_rows @ cast(b2[expert], compute)
-        grad_y *= scale  # (n, h)
+        grad_y *= on_output  # (n, h)
         grad_ab = (grad_y * M * V_slope, grad_y * V * M_slope)[: len(w1_parts)]  # each (n, h) lines 26 and 28
+        if slots.on_input:  # these are the gradients of w a and w b
+            halves = _parts(ab, activation, gate_up)  # each (n, h)
+            dots = [(half * g).sum(axis=1) for half, g in zip(halves, grad_ab, strict=True)]  # each (n,)
+            grad_row_weights[rows] = sum(dots)
+            grad_ab = tuple(scale * g for g in grad_ab)  # each (n, h)
         for total, grad_half in zip(w1_totals, grad_ab, strict=False):
             _add(total, expert, x_rows.T @ grad_half)  # (d, h) line 29
         for total, grad_half in zip(b1_totals, grad_ab, strict=False):
@@ -241,8 +329,18 @@ def moe_backward(
             grad_x_rows[rows] = sum(half @ cast(part[expert], compute).T for half, part in pairs)  # (n, d) line 30
 
     # 3. Token gradient accumulation.
-    grad_x = cast(_sum_over_slots(grad_x_rows, index), x.dtype) if "x" in needs else None  # (L, d)
-    grad_weights = np.zeros_like(saved.weights) if "weights" in needs else None  # (L, k)
-    if grad_weights is not None:
-        grad_weights[present] = grad_row_weights[position]
+    grad_x = None
+    if "x" in needs:
+        of_slots = _slot_weights(weights, index, slots, compute, on_rows=False)  # (L*k,)
+        source = _source(grad_out, slots, compute)  # (L, d)
+        grad_x = cast(_sum_over_slots(grad_x_rows, index, of_slots, source), x.dtype)  # (L, d)
+    grad_weights = None
+    if "weights" in needs and weights is not None:
+        grad_weights = np.zeros_like(weights)  # (L, k) or (P,)
+        flat = grad_weights.reshape(-1)  # (L*k,)
+        flat[present] = grad_row_weights[positions[present]]
+        identity = positions == IDENTITY  # (L*k,)
+        if identity.any():
+            tokens = _tokens_of_slots(index)[identity]  # (m,)
+            flat[identity] = (cast(grad_out[tokens], compute) * cast(x[tokens], compute)).sum(axis=1)
     return Gradients(x=grad_x, weights=grad_weights, **totals)

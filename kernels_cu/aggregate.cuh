@@ -1,0 +1,64 @@
+// Sums over the slots of each token (paper section 2.3, and section 3.2, step 3), shared by aggregation.cu and slots.cu.
+#pragma once
+#include "common.cuh"
+
+#if !defined(TOKENS_PER_BLOCK) || !defined(SLOTS_PER_BLOCK) || !defined(PANEL_COLUMNS)
+#error "TOKENS_PER_BLOCK, SLOTS_PER_BLOCK and PANEL_COLUMNS are given by launch_config.py"
+#endif
+static_assert(PANEL_COLUMNS == 32 * 8, "a warp spans the columns of its grid row, 8 to a lane");
+static_assert(TOKENS_PER_BLOCK * 32 <= 1024 && SLOTS_PER_BLOCK <= 1024, "threads of a block");
+
+enum { NO_EXPERT = -1, IDENTITY_EXPERT = -2 };  // in token_index_map
+
+// The slots of a token: token_offsets tells where they begin, or each token has k if it is null.
+struct TokenSlots {
+    int first, count;  // slots are fewer than 2^31
+    __device__ __forceinline__ TokenSlots(const int* token_offsets, int64 token, int k) : first(token * k), count(k) {
+        if (token_offsets) first = token_offsets[token], count = token_offsets[token + 1] - first;
+    }
+};
+
+// A warp sums the slots of its token in their order. SLOTS: tokens may have any number of slots, and slots of identity
+// experts have p.source's row of their token in place of a row of the panel; P is then SlotAggregateParams.
+template <bool ALIGNED_ROWS, bool SLOTS, class T, class P>
+__device__ void aggregate(const P& p) {
+    const int64 column = blockIdx.y * int64(PANEL_COLUMNS) + (threadIdx.x & 31) * 8, valid = min(p.columns - column, int64(8));
+    const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + threadIdx.x / 32;
+    if (token >= p.L || valid <= 0) return;
+    int64 first = token * p.k;
+    int k = p.k;
+    if constexpr (SLOTS) {
+        const TokenSlots slots(p.token_offsets, token, p.k);
+        first = slots.first, k = slots.count;
+    }
+    const int* positions = p.token_index_map + first;
+    const T* panel = p.panel + column;
+    float sum[8] = {};
+    for (int j0 = 0; j0 < k; j0 += 4) {
+        Row8<T> rows[4];  // four loads in flight before the first is used
+        float scale[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int position = j0 + i < k ? positions[j0 + i] : NO_EXPERT;
+            if constexpr (SLOTS) {
+                const bool identity = position == IDENTITY_EXPERT && p.source;
+                const T* row =
+                    identity ? p.source + token * p.d + p.first_column + column : panel + max(position, 0) * p.panel_ld;
+                const bool scaled = identity || p.scales_rows;
+                scale[i] = position < 0 && !identity ? 0.f : scaled ? to_float(p.weights[first + j0 + i]) : 1.f;
+                rows[i].template load<ALIGNED_ROWS>(row, position < 0 && !identity ? 0 : valid);
+            } else {
+                scale[i] = position < 0 ? 0.f : p.weights ? to_float(p.weights[first + j0 + i]) : 1.f;
+                rows[i].template load<ALIGNED_ROWS>(panel + max(position, 0) * p.panel_ld, position < 0 ? 0 : valid);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float row[8];
+            rows[i].unpack(row);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) sum[c] = fmaf(scale[i], row[c], sum[c]);
+        }
+    }
+    store_row8<ALIGNED_ROWS>(p.out + token * p.d + p.first_column + column, sum, valid);
+}
