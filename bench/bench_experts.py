@@ -51,9 +51,9 @@ KINDS = (
     Kind("swiglu_oai", "swiglu_oai"),
     Kind("swiglu_biases", "swiglu", bias=True),
     Kind("swiglu_interleaved", "swiglu", gate_up="interleaved"),
+    GPT_OSS,
     Kind("relu", "relu", None),
     Kind("relu2", "relu2", "relu"),
-    GPT_OSS,
 )
 BOUND = Kind("cublas_bound", "swiglu", None)
 ONLY_ALL_AT_ONCE = {"gptoss"}  # cases that only GPT_OSS and its bound are timed on: gpt-oss-120b's

@@ -4,8 +4,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, is_gated
+from moeblaze_cupy.structures import ACTIVATIONS, is_gated
 
+# What CASES have. The other activations have tests of their own, against tests/oracle.py.
+BASIC_GATED = ("swiglu", "geglu", "reglu")
+BASIC = (*BASIC_GATED, "silu", "gelu", "relu")
 ORDERS = ("row", "transposed", "pair", "pair_transposed")
 ROUTINGS = ("random", "skewed", "one_expert", "absent", "duplicate", "empty_experts")
 
@@ -128,10 +131,10 @@ _BASE = Case(L=100, k=2, E=5, d=31, h=45)
 _ALIGNED = Case(L=100, k=2, E=8, d=24, h=40)
 
 CASES = [
-    *(replace(_BASE, activation=a) for a in ACTIVATIONS),
-    *(replace(_ALIGNED, activation=a, order="transposed") for a in ACTIVATIONS),
-    *(replace(_BASE, activation=a, order="pair") for a in GATED_ACTIVATIONS),
-    *(replace(_ALIGNED, activation=a, order="pair_transposed") for a in GATED_ACTIVATIONS),
+    *(replace(_BASE, activation=a) for a in BASIC),
+    *(replace(_ALIGNED, activation=a, order="transposed") for a in BASIC),
+    *(replace(_BASE, activation=a, order="pair") for a in BASIC_GATED),
+    *(replace(_ALIGNED, activation=a, order="pair_transposed") for a in BASIC_GATED),
     *(replace(_BASE, order=o) for o in ("transposed", "pair_transposed")),
     *(replace(_ALIGNED, order=o) for o in ("row", "pair")),
     *(replace(c, k=3, routing=r) for r in ROUTINGS[1:] for c in (_BASE, _ALIGNED)),

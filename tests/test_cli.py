@@ -22,6 +22,7 @@ from moeblaze_cupy.cli import compile as compile_command
 from moeblaze_cupy.cli import plan as plan_command
 from moeblaze_cupy.cli import train
 from moeblaze_cupy.cli.progress import Progress
+from moeblaze_cupy.structures import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "train --device cpu --steps 2 --batch 64 --d-model 32 --d-hidden 24 --experts 4"
@@ -249,6 +250,13 @@ def test_plan_refuses_what_the_layer_refuses(capsys):
     assert_fails(capsys, [*plan, "--tokens", f"1{'0' * 32}", "--experts", "8"], "slots", str(2 * 10**32))
 
 
+def test_plan_with_biases_and_interleaved_columns(capsys):
+    plan = "plan --tokens 64 --d-model 16 --d-hidden 8 --experts 4 --k 2 --gate-up interleaved"
+    assert run(f"{plan} --activation swiglu_oai --bias weights") == 0
+    assert re.search(r"^  db1 +2\*g\*E\*h +128 B", capsys.readouterr().out, re.MULTILINE)
+    assert_fails(capsys, [*plan.split(), "--activation", "relu2"], "--gate-up", "halves", "relu2, which has no gate")
+
+
 def test_plan_of_the_widest_layer_lists_few_panels(capsys):
     """`plan` makes the list of panels: at the largest --d-model it must still be short."""
     assert run(f"plan --tokens 8 --d-model {MAX_WIDTH} --d-hidden {MAX_WIDTH} --experts 8 --k 2 --tier sm80") == 0
@@ -331,7 +339,7 @@ def test_compile_compiles_every_variant(compiled, capsys, monkeypatch):
     expected = loader.variants(
         dtypes=("float16", "bfloat16"),
         orders=("row",),
-        activations=("swiglu", "geglu", "reglu", "silu", "gelu", "relu"),
+        activations=ACTIVATIONS,
         limits=limits,
     )
     assert set(compiled) == set(expected) and len(compiled) == len(expected)
@@ -344,6 +352,15 @@ def test_compile_defaults():
     args = build_parser().parse_args(["compile"])
     assert (args.dtype, args.order, args.activation) == (("bfloat16",), ("row", "transposed"), ("swiglu",))
     assert not args.accumulate
+
+
+def test_compile_prepares_biases_and_interleaved_columns(compiled):
+    assert run("compile --order row --activation swiglu_oai --bias weights --bias float32 --gate-up interleaved") == 0
+    options = {"gate_ups": ("interleaved",), "biases": ("weights", "float32")}
+    limits = compile_command._device_limits()
+    assert set(compiled) == set(loader.variants(("bfloat16",), ("row",), ("swiglu_oai",), limits=limits, **options))
+    sums = {tuple(dict(v.macros)[name] for name in ("BIAS", "OUT")) for v in compiled if v.source == "bias_bwd.cu"}
+    assert sums == {("bf16", "bf16"), ("float", "float")}
 
 
 def test_compile_prepares_accumulation(compiled):

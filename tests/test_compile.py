@@ -32,8 +32,8 @@ LIMITS = {
 }
 
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
-# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation and
-# bias_bwd three blocks of 256. Measured: 64 in dispatch, 79 in aggregation, 44 in wgrad_parts, 77 in
+# thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation, slots
+# and bias_bwd three blocks of 256. Measured: 64 in dispatch, 79 in aggregation, 68 in slots, 44 in wgrad_parts, 77 in
 # bias_bwd, 64 in selections of 1024 threads, 32 in pairs, capacity and balance.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
@@ -42,6 +42,7 @@ REGISTER_CAPS = {
     "router_sums.cu": 48,
     "router_backward.cu": 128,
     "aggregation.cu": 80,
+    "slots.cu": 80,
     "wgrad_parts.cu": 48,
     "selection.cu": 64,
     "pairs.cu": 40,
@@ -129,6 +130,11 @@ def entry_names(variant) -> set[str]:
     return {
         "dispatch.cu": {f"dispatch_{step}_{ids}" for step in ("count", "route") for ids in ("int32", "int64")},
         "router_sums.cu": {"router_sums"},
+        "slots.cu": {
+            *(f"{step}_{ids}" for step in ("list_tokens", "mark_identity") for ids in ("int32", "int64")),
+            *("rows_to_tokens", "slots_by_row"),
+            *(name.replace("aggregate", step) for name in sums for step in ("aggregate_slots", "identity_weights")),
+        },
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
         "bias_bwd.cu": {"bias_bwd"},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
@@ -200,7 +206,19 @@ def variants_of(arch: str) -> list:
     if arch in ("80", "90a"):
         every += loader.variants(tuple(loader.ELEMENTS), ("row", "transposed"), ("swiglu",), (True, False), limits)
         every += loader.variants(("bfloat16",), ("row",), ACTIVATIONS, (True,), limits)
+        places = {"biases": ("weights",), "weights_on": ("output", "input")}
+        every += loader.variants(
+            ("bfloat16",), ("row",), ("swiglu_softcap",), (True,), limits, gate_ups=("interleaved",), **places
+        )
+        every += loader.variants(("bfloat16",), ("transposed",), ("swiglu", "gelu"), (True,), limits, **places)
+        every += loader.variants(
+            ("bfloat16", "float32"), ("row",), ("swiglu",), (True, False), limits, False, ("input",)
+        )
+        every += loader.variants(("bfloat16",), ("transposed",), ("gelu", "relu"), (True,), limits, False, ("input",))
         every += accumulating(arch) + router_variants()
+        both = {"gate_ups": ("halves", "interleaved"), "biases": ("weights", "float32")}
+        every += loader.variants(("bfloat16",), ("row",), ("swiglu_oai",), (True,), limits, **both)
+        every += loader.variants(("float32",), ("row",), ("swiglu_oai",), (False,), limits, **both)
     else:
         every += loader.variants(("bfloat16", "float32"), ("row",), ("swiglu",), (True,), limits)
         every += loader.variants(("bfloat16",), ("transposed",), ("gelu",), (True, False), limits)
@@ -265,6 +283,7 @@ WRONG = [
     ("router_forward.cu", "THREADS", 48),
     ("router_forward.cu", "VALUES", 6),
     ("router_sums.cu", "ROWS_AT_ONCE", 64),
+    ("slots.cu", "TOKENS_PER_BLOCK", 64),
     ("wgrad_parts.cu", "GROUPS_PER_BLOCK", 2048),
     ("selection.cu", "SELECT_THREADS", 512),
     ("selection.cu", "MAX_EXPERTS", 16384),

@@ -100,6 +100,16 @@ def test_save_policies_and_seeds(tier):
         assert not mismatches(run(device, problem, save="paper"), expected(problem), problem.x.dtype)
 
 
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 16, 24), (5, 2, 3, 16, 24)], ids=["no_tokens", "no_experts"])
+def test_gradients_of_biases_without_rows_are_zeros(sizes):
+    problem = make_problem("swiglu_oai", DTYPES["bfloat16"], sizes=sizes, gate_up="interleaved")
+    problem.ids[:] = -1
+    with on("sm80") as device:
+        got = run(device, problem)
+    for name in ("out", "b1", "b2", "weights", "w1", "w2"):
+        assert not np.asarray(got[name]).astype(np.float64).any()
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_nan_in_an_unused_experts_biases_reaches_nobody(tier):
     problem = make_problem("swiglu_oai", DTYPES["bfloat16"], gate_up="interleaved")

@@ -5,41 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import Case, make_inputs, relative_error
-from test_device_code import DTYPES, OUTLIER, TOLERANCES, as_bits, emulated, in_float64
+from cases import make_inputs
+from slot_cases import IDENTITY, NAMES, TIERS, assert_right, in_float64, inputs_of, ragged, same_bits, without_weights
+from test_device_code import DTYPES, emulated
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, reference
 from moeblaze_cupy.launch_config import DeviceLimits
 
 FEW = DeviceLimits(90, 2, 232448, 233472)  # multiprocessors
-TIERS = {  # an expert with more than 128 rows, a last tile that is not full; two column panels on the portable tier
-    "sm80": (Case(L=170, k=2, E=3, d=259, h=45, routing="absent"), "float32"),
-    "sm90": (Case(L=170, k=2, E=3, d=264, h=72, routing="absent"), "bfloat16"),
-}
-IDENTITY = 3  # identity experts
-NAMES = ("x", "weights", "w1", "w2")
-
-
-def inputs_of(tier, **changes):
-    case, dtype = TIERS[tier]
-    case = replace(case, **changes)
-    x, ids, weights, w1, w2, grad_out = make_inputs(case, 0, DTYPES[dtype])
-    rng = np.random.default_rng(1)
-    some = rng.random(ids.shape) < 0.3
-    ids = np.where(some, case.E + rng.integers(0, IDENTITY + 1, ids.shape), ids).astype(ids.dtype)  # one is none
-    return x, ids, weights, w1, w2, grad_out
-
-
-def ragged(inputs, offsets=None):
-    """The same slots in the hands of other tokens: of some none, of one many; or as `offsets` say."""
-    x, ids, weights, w1, w2, grad_out = inputs
-    P = ids.size
-    if offsets is None:
-        rng = np.random.default_rng(2)
-        offsets = np.sort(rng.integers(1, P - 20, x.shape[0] + 1))
-        offsets[len(offsets) // 2 :] += 17
-    return (x, ids.reshape(-1), weights.reshape(-1), w1, w2, grad_out), offsets.astype(np.int32)
 
 
 def run(device, inputs, offsets=None, save="minimal", **options):
@@ -53,31 +27,6 @@ def run(device, inputs, offsets=None, save="minimal", **options):
         found |= {name: getattr(gradients, name) for name in NAMES if getattr(gradients, name) is not None}
     device.synchronize()
     return found
-
-
-def assert_right(found, inputs, offsets=None, **options):
-    x, ids, weights, w1, w2, grad_out = inputs
-    exact = [None if a is None else in_float64(a) for a in (x, weights, w1, w2, grad_out)]
-    want_out, saved = reference.moe_forward(exact[0], ids, *exact[1:4], token_offsets=offsets, **options)
-    want = {"out": want_out} | vars(reference.moe_backward(exact[4], saved))
-    tolerance = TOLERANCES[x.dtype.name]
-    for name, got in found.items():
-        got, true = in_float64(got), want[name]
-        assert got.shape == true.shape, name
-        assert relative_error(got, true) <= tolerance, name
-        scale = np.abs(true) + np.linalg.norm(true) / np.sqrt(max(true.size, 1))
-        assert (np.abs(got - true) <= OUTLIER * tolerance * scale).all(), name
-
-
-def same_bits(first, second):
-    return [name for name in first if as_bits(np.ravel(first[name])) != as_bits(np.ravel(second[name]))] == []
-
-
-def without_weights(inputs, seed=3):
-    """Inputs for an output per slot."""
-    x, ids, _, w1, w2, _ = inputs
-    grad_out = np.random.default_rng(seed).standard_normal((*ids.shape, x.shape[1])).astype(x.dtype)
-    return x, ids, None, w1, w2, grad_out
 
 
 @pytest.mark.parametrize("tier", TIERS)

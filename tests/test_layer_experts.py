@@ -64,10 +64,12 @@ def test_pairs(order):
     assert_right(make_problem("swiglu_clamp", DTYPES["bfloat16"], sizes=SIZES, order=order), xp_name="torch")
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_gpt_oss_in_small(k):
-    """All at once, with clusters' depth in the products, several panels, and rows to their tokens with k = 1."""
-    sizes = (1500, k, 3, 1032, 2056)
+TO_TOKENS, TWO_PANELS, CLUSTERS = (1500, 1, 3, 1032, 520), (4100, 4, 3, 1032, 520), (600, 2, 3, 4104, 72)
+
+
+@pytest.mark.parametrize("sizes", [TO_TOKENS, TWO_PANELS, CLUSTERS], ids=["to_tokens", "two_panels", "clusters"])
+def test_gpt_oss_in_small(sizes):
+    """All at once, by the ways that Hopper's products take for these sizes."""
     problem = make_problem("swiglu_oai", DTYPES["bfloat16"], sizes=sizes, gate_up="interleaved")
     got = assert_right(problem)
     assert same_bits(got, run(problem))

@@ -19,7 +19,7 @@ from fakes import Layer, launches, use
 
 from moeblaze_cupy import arrays, launch_config, loader, runtime
 from moeblaze_cupy.loader import Variant, gemm_variant
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, SlotOptions
 
 ROOT = Path(loader.__file__).resolve().parent.parent
 A100 = launch_config.DeviceLimits(80, 108, 166912, 167936)
@@ -220,6 +220,32 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     prepared_sums = loader.variants((dtype,), (memory_order,), (activation,), (d % 8 == 0,), limits, accumulates=True)
     assert {v for v in launched | accumulating if v.macros} == {v for v in prepared_sums if v.macros}
     assert {v.source for v in launched if not v.macros} <= {v.source for v in prepared} >= set(loader.SHAPE_INDEPENDENT)
+
+
+@pytest.mark.parametrize("limits", [A100, launch_config.H200], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_variants_of_slot_options(monkeypatch, k, limits):
+    """Weights on the input have variants of their own, but not of what is computed again; others those of slots.cu."""
+    device = use(monkeypatch, limits)
+    monkeypatch.setattr(launch_config, "uses_clusters", lambda *_: False)
+    for options, ragged in itertools.product(
+        ({"weights_on": "input"}, {"unreduced": True}, {"identity_experts": 2}, {}), (False, True)
+    ):
+        runtime.forget()
+        device.restart()
+        launched = set()
+        for save in ("minimal", "paper", "recompute"):
+            layer = Layer(5, k, 9, 24, 40, save=save, slots=SlotOptions(**options), ragged=ragged)
+            _, saved = layer.forward(device)
+            layer.backward(device, saved)
+            launched |= {variant for variant, *_ in launches(device)}
+        prepared = set(loader.variants(("bfloat16",), ("row",), limits=limits, weights_on=("output", "input")))
+        assert {v for v in launched if v.macros} <= prepared
+        on_input = {v.entry for v in launched if ("WEIGHTS_ON_INPUT", "1") in v.macros}
+        assert on_input == ({"up_fwd", "down_bwd"} if "weights_on" in options else set())
+        own = {v.entry for v in launched if v.source == "slots.cu"}
+        assert bool(own) == (ragged or "unreduced" in options or "identity_experts" in options)
+    runtime.forget()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from fakes import Layer, launches, limits_of, use
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, memory, runtime
+from moeblaze_cupy.cli import explain
 from moeblaze_cupy.structures import ACTIVATIONS, SlotOptions
 
 MIB = 2**20
@@ -197,6 +198,30 @@ def assert_allocates(device, s, save):
 
 def takes_tile_counter(device):
     return any(values.get("tile_counter") for _, _, values in launches(device))
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+@pytest.mark.parametrize(
+    ("sizes", "gate_up", "bias"),
+    [
+        ((512, 600, 200, 5, 2), "interleaved", "float16"),
+        ((512, 600, 200, 5, 2), "halves", "float32"),
+        ((30000, 136, 264, 1, 1), "interleaved", "float32"),  # split-K
+        ((9, 24, 16, 1000, 2), "halves", "float32"),  # large gradients of biases
+    ],
+)
+def test_formulas_with_biases_and_interleaved_gates(sizes, gate_up, bias, save, tier):
+    s = memory.LayerShape(*sizes, activation="swiglu_oai", dtype="float16", bias=bias, gate_up=gate_up, tier=tier)
+    forward, backward = explain.rehearse(s, save, limits_of(tier))
+    plan = memory.layer(s, save)
+    assert backward.peak_bytes - plan.backward_peak_bytes in (0, 4)  # 4: a tile counter
+    assert backward.kept_bytes == memory.total(memory.gradients(s))
+    of_names = by_name(memory.gradients(s))
+    width = {"float16": 2, "float32": 4}[bias]
+    assert of_names["db1"] == width * 2 * s.E * s.h and of_names["db2"] == width * s.E * s.d
+    without = replace(s, bias=None)
+    assert forward.peak_bytes == explain.rehearse(without, save, limits_of(tier))[0].peak_bytes
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -7,12 +7,12 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import CASES, ORDERS, ROUTINGS, Case, in_order, make_ids, make_inputs, relative_error
+from cases import BASIC, CASES, ORDERS, ROUTINGS, Case, in_order, make_ids, make_inputs, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeblaze_cupy import launch_config, reference
-from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, SAVE_POLICIES, is_gated
+from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, is_gated
 
 # Two float64 evaluations of one formula: sums of at most a few hundred products, each rounded to 2^-53 = 1.1e-16,
 # are apart by some 1e-15; a wrong term is apart by more than 1e-3.
@@ -289,7 +289,7 @@ def test_forward_equals_loops(case):
 
 
 @by_case(
-    [replace(SMALL, activation=a) for a in ACTIVATIONS]
+    [replace(SMALL, activation=a) for a in BASIC]
     + [replace(SMALL, order=o) for o in ORDERS]
     + [replace(SMALL, routing=r) for r in ROUTINGS]
 )
@@ -358,7 +358,7 @@ def test_router_equals_torch_autograd(renormalize):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, *LOW_PRECISION], ids=lambda dtype: np.dtype(dtype).name)
-@by_case([replace(SMALL, L=40, d=24, h=40, activation=a, routing="absent") for a in ACTIVATIONS])
+@by_case([replace(SMALL, L=40, d=24, h=40, activation=a, routing="absent") for a in BASIC])
 def test_save_policies_give_identical_results(case, dtype):
     inputs = make_inputs(case, seed=5, dtype=dtype)
     out, grads = run_layer(case, inputs, save="minimal")
@@ -392,7 +392,7 @@ def test_saved_holds_what_the_policy_says(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", list(LOW_PRECISION), ids=lambda dtype: np.dtype(dtype).name)
-@by_case([replace(SMALL, L=100, d=24, h=40, activation=a, order=o) for a in ACTIVATIONS for o in ("row", "transposed")])
+@by_case([replace(SMALL, L=100, d=24, h=40, activation=a, order=o) for a in BASIC for o in ("row", "transposed")])
 def test_low_precision_equals_float64(case, dtype):
     inputs = make_inputs(case, seed=7, dtype=dtype)
     exact_inputs = [tuple(map(np.float64, a)) if isinstance(a, tuple) else a.astype(np.float64) for a in inputs]
@@ -589,7 +589,7 @@ def test_relu_has_no_slope_at_zero(activation):
     assert not any(grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", BASIC)
 def test_huge_preactivations_stay_finite(activation):
     # 1e4 overflows exp in float32; a warning from NumPy would be an error here.
     case = replace(SMALL, activation=activation)

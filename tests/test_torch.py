@@ -918,7 +918,8 @@ def test_16_bit_router_logits_are_summed_in_float32():
     logits = _router_logits(x, w)
     exact = x.double() @ w.double().T
     assert logits.dtype == torch.float32
-    assert relative_error(logits.detach().cpu().numpy(), exact.detach().cpu().numpy()) < 1e-6
+    # Tensor cores truncate what they add: 2e-6 was measured. A sum rounded to bfloat16 would be 2e-3 off.
+    assert relative_error(logits.detach().cpu().numpy(), exact.detach().cpu().numpy()) < 1e-5
     grad = torch.randn_like(logits)
     for got, want in zip(
         torch.autograd.grad(logits, (x, w), grad), torch.autograd.grad(exact, (x, w), grad.double()), strict=True

@@ -85,9 +85,9 @@ def sum_of_rows(
     bias: int = 0,
     source: int = 0,
 ) -> None:
-    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin. weights, bias: 0: none.
+    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin.
 
-    source: the rows of identity experts.
+    weights, bias: 0 for none. source: the rows of identity experts.
     """
     biases = bias, bias
     if not step.sums:
