@@ -41,10 +41,10 @@
 #include "gemm_core_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
 
-#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) || \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||        \
-    !defined(CLUSTER_CTAS) || !defined(WEIGHT) || !defined(INTERLEAVED) || !defined(CONSTANTS) ||                    \
-    !defined(BIASED) || !defined(BIAS)
+#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||  \
+    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||         \
+    !defined(CLUSTER_CTAS) || !defined(WEIGHT) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
+    !defined(BIAS)
 #error \
     "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
 CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS are given by loader.gemm_variant"

@@ -80,22 +80,36 @@ def test_operators_keep_what_they_promise(save, order, device):
     x, ids, weights, w1, w2, grad_out = tensors(case, np.float32, device)
     assert (ids >= 0).all() and (ids < case.E).all()
     gate, up = (*pair(w1), None)[:2]
-    options = torch_ops.Options.of("swiglu", "halves", "output", False, 0)
-    biases = (torch.randn(case.E, 2 * case.h, device=device), None, torch.randn(case.E, case.d, device=device))
-    layer = torch_ops.Layer(x, ids, weights, gate, up, w2, *(biases if order == "row" else ()))
-    forward = (*layer, *options)
-    check = torch.library.opcheck
+    options = torch_ops.Options("swiglu")
+    check_operators(torch_ops.Layer(x, ids, weights, gate, up, w2), options, save, grad_out)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_operators_keep_what_they_promise_of_all_options(pairs):
+    case = Case(L=5, k=2, E=3, d=4, h=6)
+    x, ids, _, w1, w2, _ = tensors(case, np.float32)
+    grad_out, offsets = torch.randn(5, 2, 4), None
+    if pairs:
+        ids, grad_out, offsets = ids.reshape(-1), grad_out.reshape(-1, 4), torch.tensor([0, 3, 3, 5, 9, 10]).int()
+    layer = torch_ops.Layer(x, ids, None, w1, None, w2, torch.randn(3, 12), None, torch.randn(3, 4), offsets)
+    activation = mb.Activation("swiglu_softcap", up_cap=3.0)
+    options = torch_ops.Options.of(activation, "interleaved", "output", True, 0)
+    check_operators(layer, options, "paper", grad_out)
+
+
+def check_operators(layer, options, save, grad_out):
+    forward, check = (*layer, *options), torch.library.opcheck
     check(torch_ops.moe_fwd, (*forward, save))
     check(torch_ops.moe_infer, forward)
     _, lists, first_layer, y_swi = torch_ops.moe_fwd(*forward, save)
     kept = torch_ops.Kept(lists, first_layer if save != "recompute" else None, y_swi if save == "paper" else None)
     backward = (grad_out, *(getattr(layer, name) for name in torch_ops.READ_IN_BACKWARD), *kept)
-    has_biases = [layer.b2 is not None] * 2
-    sums = torch_ops.Sums(*(None if w is None else torch.zeros_like(w) for w in (gate, up, w2)))
-    check(torch_ops.moe_bwd, (*backward, *options, save, [True] * 4 + has_biases))
-    check(torch_ops.moe_bwd_, (*backward, *options, save, [False, True, False, True, False, False]))
-    check(torch_ops.moe_bwd_acc, (*backward, *sums, *options, save, [True] * 4 + has_biases))
-    check(torch_ops.moe_bwd_acc_, (*backward, *sums, *options, save, [True] * 4 + has_biases))
+    sums = torch_ops.Sums(*(None if w is None else torch.zeros_like(w) for w in (layer.gate, layer.up, layer.w2)))
+    needs = [True, layer.weights is not None, True, True, layer.b1 is not None, layer.b2 is not None]
+    check(torch_ops.moe_bwd, (*backward, *options, save, needs))
+    check(torch_ops.moe_bwd_, (*backward, *options, save, [False, *needs[1:2], False, *needs[3:]]))
+    check(torch_ops.moe_bwd_acc, (*backward, *sums, *options, save, needs))
+    check(torch_ops.moe_bwd_acc_, (*backward, *sums, *options, save, needs))
 
 
 def test_operators_of_the_router_keep_what_they_promise():
