@@ -5,6 +5,7 @@ paper measured on an H100 with torch 2.0; its numbers are kept here as printed a
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 ROUTINGS = ("random", "balanced", "skewed")
 GATED = ("swiglu",)
@@ -220,6 +221,8 @@ def _layers() -> dict[str, LayerCase]:
     by_name = {case.name: case for case in cases}
     for L in _SMALL:
         by_name[f"qwen30b_{L}"] = replace(by_name["qwen30b"], name=f"qwen30b_{L}", L=L, source="small batches")
+    many = replace(by_name["qwen30b"], name="qwen30b_65536", L=65536, source="selections of many tokens")
+    by_name[many.name] = many
     for name in ("conf3", "readme", "qwen30b"):
         for routing in ROUTINGS[1:]:
             case = replace(
@@ -263,6 +266,50 @@ def _dispatches() -> dict[str, DispatchCase]:
 
 DISPATCHES = _dispatches()
 
+
+@dataclass(frozen=True)
+class RouterCase:
+    """Logits (L, E) and the options of `route`; `biased`: with a bias (E,)."""
+
+    name: str
+    L: int
+    E: int
+    k: int
+    dtype: str = "float32"
+    score: str = "softmax"
+    biased: bool = False
+    groups: tuple[int, int, int] | None = None
+    renormalize: bool = True
+    sums: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> str:
+        return f"L{self.L}-E{self.E}-k{self.k}"
+
+
+_GROUPED: dict[str, Any] = {"score": "sigmoid", "biased": True, "groups": (8, 4, 2)}
+ROUTERS = {
+    case.name: case
+    for case in (
+        RouterCase("dsv3", 16384, 256, 8),
+        RouterCase("dsv3_bf16", 16384, 256, 8, "bfloat16"),
+        RouterCase("dsv3_grouped", 16384, 256, 8, **_GROUPED),
+        RouterCase("dsv3_sums", 16384, 256, 8, sums=("softmax", "z")),
+        RouterCase("dsv3_grouped_sums", 16384, 256, 8, sums=("sigmoid",), **_GROUPED),
+        RouterCase("dsv3_1m", 2**20, 256, 8),
+        RouterCase("dsv3_1m_bf16", 2**20, 256, 8, "bfloat16"),
+        RouterCase("dsv3_1m_grouped", 2**20, 256, 8, **_GROUPED),
+        RouterCase("dsv3_1m_sums", 2**20, 256, 8, sums=("softmax", "z")),
+        RouterCase("qwen30b", 32768, 128, 8),
+        RouterCase("olmoe", 32768, 64, 8, renormalize=False),
+        RouterCase("conf3", 65536, 16, 4),
+        RouterCase("mixtral", 8192, 8, 2),
+        RouterCase("nemotron3", 16384, 512, 22, score="sigmoid", biased=True),
+        RouterCase("kimi_k3", 16384, 896, 16, score="sigmoid", biased=True),
+        RouterCase("e4096", 4096, 4096, 8),
+    )
+}
+TINY_ROUTER = RouterCase("tiny", 48, 16, 2, **_GROUPED, sums=("sigmoid", "z"))
 TINY = LayerCase("tiny", 48, 32, 24, 6, 2, "for machines without a GPU")
 TINY_SILU = LayerCase("tiny_silu", 48, 32, 24, 6, 2, "for machines without a GPU", "silu", "skewed")
 TINY_DISPATCH = DispatchCase("tiny", 96, 8, 2, "for machines without a GPU")
@@ -302,9 +349,9 @@ def select(names: str | None, default: str) -> list[str]:
     for name in (names or default).split(","):
         if name in GROUPS:
             chosen += GROUPS[name]
-        elif name in LAYERS or name in DISPATCHES:
+        elif name in LAYERS or name in DISPATCHES or name in ROUTERS:
             chosen.append(name)
         else:
-            known = ", ".join((*GROUPS, *LAYERS, *DISPATCHES))
+            known = ", ".join(dict.fromkeys((*GROUPS, *LAYERS, *DISPATCHES, *ROUTERS)))
             raise ValueError(f"bench: --case: expected names among {known}; got {name!r}")
     return list(dict.fromkeys(chosen))

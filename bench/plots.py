@@ -13,7 +13,7 @@ matplotlib.rcParams["svg.hashsalt"] = "moeblaze"  # the same file for the same r
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from bench import cases  # noqa: E402
+from bench import cases, transformers_report  # noqa: E402
 from bench.recorded import Records, title  # noqa: E402
 
 OURS = "moeblaze-cupy"
@@ -158,12 +158,40 @@ def memory(records: Records) -> Figure:
     )
 
 
+def transformers(records: Records) -> Figure | None:
+    """Training steps of models of transformers: tokens per second and peak memory. None without a record."""
+    bars = transformers_report.bars(list(records.by_name.values()))
+    if not bars:
+        return None
+    colors = {"moeblaze": STYLES["moeblaze"][0], "sonicmoe": STYLES["sonicmoe"][0], "grouped_mm": "#a3a3a3"}
+    figure, both = plt.subplots(1, 2, figsize=(9.0, 0.9 + 0.9 * len(bars)), sharey=True, layout="constrained")
+    for panel, (axes, heading) in enumerate(zip(both, ("Tokens per second", "Peak memory, GiB"), strict=True)):
+        for group, series in enumerate(bars.values()):
+            height = 0.8 / len(series)
+            for place, (name, values) in enumerate(series.items()):
+                y = group + (place - (len(series) - 1) / 2) * height
+                axes.barh(y, values[panel], 0.92 * height, color=colors.get(name, FAINT))
+                figures = f" {values[panel]:,.0f}" if panel == 0 else f" {values[panel]:.1f}"
+                axes.text(values[panel], y, f"{figures}  {label(name)}", va="center", color=INK, fontsize=8.5)
+        axes.set_title(heading, fontsize=10, loc="left", color=INK)
+        axes.set_xlim(0, 1.5 * max(values[panel] for series in bars.values() for values in series.values()))
+        axes.set_xticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    names = [f"{case}\n{what.replace('_', ' ')}" for case, what in bars]
+    both[0].set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
+    both[0].set_ylim(len(names) - 0.4, -0.6)
+    figure.suptitle("Training steps of transformers models", fontsize=12, fontweight="bold", color=INK)
+    return figure
+
+
 DRAWN = {"front.svg": front, "time_over_bound.svg": times, "memory.svg": memory}
 
 
 def write(records: Records, folder: Path) -> None:
     """Every plot as an SVG file of its name."""
-    for name, draw in DRAWN.items():
+    for name, draw in {**DRAWN, "transformers.svg": transformers}.items():
         figure = draw(records)
+        if figure is None:
+            continue
         figure.savefig(folder / name, metadata={"Date": None})
         plt.close(figure)

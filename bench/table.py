@@ -88,6 +88,7 @@ def layer_table(rows: Iterable[Row]) -> list[str]:
 _NAMES = ("case", "order", "kernel", "rows", "provider", "pass", "routing")
 _FIGURES = (
     ("times bound", "times_bound", 3),
+    ("tokens/s", "tokens_per_second", 3),
     ("times base", "times_base", 3),
     ("TFLOP/s", "tflops", 3),
     ("GB/s", "gb_per_s", 3),

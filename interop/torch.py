@@ -93,7 +93,7 @@ def moe(
     main_grads = {}
     if accumulate_into_main_grad and torch.is_grad_enabled():
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
-    autocast = as_operators or torch._C._is_any_autocast_enabled()  # the first answer saves eager mode the second
+    autocast = as_operators or torch_autograd.any_autocast()
     if autocast and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = _autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
@@ -117,6 +117,8 @@ def moe(
             given: dict[str, Any] = {"b1": b1, "b2": b2, "token_offsets": token_offsets, **own}
             out = mb.moe_forward(x, ids, weights, w1, w2, save=None, **given)[0]
             return out
+    if save is None and not differentiable:
+        save = "recompute"  # of what torch.func may differentiate
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
     if as_operators:
@@ -249,8 +251,11 @@ def route(
     }
     if as_operators:
         options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
-        tensors = logits, *by_name.values(), offsets
-        routed = torch_autograd.Route.apply(*tensors, k, *RouterOptions(**options))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        arguments = (logits, *by_name.values(), offsets, k, *RouterOptions(**options))
+        if torch_autograd.transformed() or (torch.is_grad_enabled() and logits.requires_grad):
+            routed = torch_autograd.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        else:
+            routed = torch_ops.route(*arguments)
         asked = zip(routed[2:], torch_ops.asked_sums(sums), strict=True)
         routed = *routed[:2], *(total if wanted else None for total, wanted in asked)
     else:

@@ -54,17 +54,17 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError(f"{ctx.function}: no second derivatives")
 
 
-def first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
+def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[Backward], Backward]:
     """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
 
     torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
-    What is compiled has no second derivatives in torch, which says so itself.
+    traceable: compilers may trace into it, as it calls operators. What they compile has no second derivatives in torch,
+    which says so itself. Compiled autograd leaves other backwards outside of its graphs.
     """
 
     def decorate(backward: Backward) -> Backward:
-        @functools.wraps(backward)
-        def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        def eager(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+            if not torch.is_grad_enabled():
                 return backward(ctx, *grad_outputs)
             with torch.no_grad():
                 grads = backward(ctx, *grad_outputs)
@@ -78,10 +78,20 @@ def first_derivatives_only(function: str) -> Callable[[Backward], Backward]:
             raising = iter(_NoSecondDerivative.apply(function, len(present), *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
             return tuple(None if grad is None else next(raising) for grad in grads)
 
+        compiled = backward if traceable else torch.compiler.disable(eager)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+        @functools.wraps(backward)
+        def wrapped(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+            grads: Grads = (compiled if torch.compiler.is_compiling() else eager)(ctx, *grad_outputs)
+            return grads
+
         return wrapped
 
     return decorate
 
+
+# Of all devices at once, which is quicker to ask. Versions of torch that do not know have it asked of one device.
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
@@ -150,7 +160,7 @@ class MoE(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @first_derivatives_only("moe")
+    @first_derivatives_only("moe", traceable=True)
     def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grads:
         before = (None,) * (3 + len(Options._fields) + len(Sums._fields))
         if grad_out is None:
@@ -341,7 +351,7 @@ class Route(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @first_derivatives_only("route")
+    @first_derivatives_only("route", traceable=True)
     def backward(ctx: Any, grad_weights: Tensor | None, _: None, *grad_sums: Tensor | None) -> Grads:
         rest: Grads = (None,) * (ctx.inputs - 1)
         asked = zip(grad_sums, asked_sums(RouterOptions(*ctx.options).sums), strict=True)

@@ -1,9 +1,11 @@
 """The layer as torch operators, for all that has to see a call to follow it: compilers, dispatch modes, torch.func.
 
 Every operator's fake makes the checks that its implementation makes, so bad arguments are named at compile time. What
-an operator does not keep or compute is an empty tensor. Shapes of results depend on shapes alone. `Layer`, `Options`
-and `DIFFERENTIABLE` are all that schemas, implementations and fakes know of the layer's arguments: a new one is a new
-line there, and a line in `_call_forward` or `_saved`.
+an operator does not keep or compute is an empty tensor. Shapes of results depend on shapes alone.
+
+A new argument of the layer is a line in `Layer` or `Options`, from which the schemas are made, one in `DIFFERENTIABLE`
+if it has a gradient, and one wherever it is handed on: `_check_forward`, `_call_forward`, `_saved`, and `_sizes` if it
+changes a shape.
 """
 
 import math
@@ -11,7 +13,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -128,6 +130,8 @@ class Sums(NamedTuple):
     w2: Tensor | None = None
 
 
+# By name of the gradient: tensors of `Sums`, the second where there is a pair.
+SUMMED = {"w1": ("gate", "up"), "w2": ("w2", "")}
 # By tensor of `Layer`, the name in `needs` of its gradient.
 DIFFERENTIABLE = {
     **{"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"},
@@ -178,11 +182,30 @@ def _described(tensor: Tensor) -> Array:
     return Array(tensor, 0, shape, strides, str(tensor.dtype).removeprefix("torch."), device)
 
 
+class _Sizes(NamedTuple):
+    """Shapes of what forward makes. What is not kept has the shape (0,)."""
+
+    out: tuple[Any, ...]
+    lists: tuple[Any, ...]
+    first_layer: tuple[Any, ...]
+    y_swi: tuple[Any, ...]
+
+
 def _index_lists(L: Any, slots_shape: Sequence[Any], num_experts: int) -> Places:
     """`launch_config.index_lists` of sizes that may be symbolic. slots_shape: (L, k), or (P,) of pairs."""
     uncached: Any = launch_config.index_lists.__wrapped__  # a cache would compare sizes
     k, pairs = (None, slots_shape[0]) if len(slots_shape) == 1 else (slots_shape[1], None)
-    return cast(Places, uncached(L, k, num_experts, pairs, torch.sym_min))
+    found: Places = uncached(L, k, num_experts, pairs, torch.sym_min)
+    return found
+
+
+def _sizes(tensors: Mapping[str, Any], slots_shape: Sequence[Any], options: Options, save: str | None) -> _Sizes:
+    """tensors: at least those of READ_IN_BACKWARD, whose shapes may be symbolic. slots_shape: of `_index_lists`."""
+    (L, d), (E, h, _), slots = tensors["x"].shape, tensors["w2"].shape, math.prod(slots_shape)
+    out = (*slots_shape, d) if options.unreduced else (L, d)
+    first_layer = (slots, h * (1 + is_gated(options.name))) if save in ("minimal", "paper") else (0,)
+    size = _index_lists(L, slots_shape, E)[1]
+    return _Sizes(out, (size,), first_layer, (slots, h) if save == "paper" else (0,))
 
 
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
@@ -260,17 +283,9 @@ def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
 def _fake_moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     layer, options, save = split(arguments, Layer, Options, 1)
     _check_forward(layer, options, save)
-    x, slots_shape, (E, h, _) = layer.x, layer.ids.shape, layer.w2.shape
-    slots = math.prod(slots_shape)
-    lists = x.new_empty((_index_lists(x.shape[0], slots_shape, E)[1],), dtype=torch.int32)
-    first_layer = (slots, h * (1 + is_gated(options.name))) if save in ("minimal", "paper") else (0,)
-    y_swi = (slots, h) if save == "paper" else (0,)
-    return _empty_out(layer, options), lists, x.new_empty(first_layer), x.new_empty(y_swi)
-
-
-def _empty_out(layer: Layer, options: Options) -> Tensor:
-    x = layer.x
-    return x.new_empty((*layer.ids.shape, x.shape[1]) if options.unreduced else x.shape)
+    x, sizes = layer.x, _sizes(layer._asdict(), layer.ids.shape, options, save)
+    lists = x.new_empty(sizes.lists, dtype=torch.int32)
+    return x.new_empty(sizes.out), lists, x.new_empty(sizes.first_layer), x.new_empty(sizes.y_swi)
 
 
 def _moe_infer(*arguments: Any) -> Tensor:
@@ -282,7 +297,8 @@ def _moe_infer(*arguments: Any) -> Tensor:
 def _fake_moe_infer(*arguments: Any) -> Tensor:
     layer, options = split(arguments, Layer, Options)
     _check_forward(layer, options, None)
-    return _empty_out(layer, options)
+    x: Tensor = layer.x
+    return x.new_empty(_sizes(layer._asdict(), layer.ids.shape, options, None).out)
 
 
 class _BackwardCall(NamedTuple):
@@ -307,15 +323,11 @@ class _BackwardCall(NamedTuple):
 
     def check_kept(self) -> None:
         """Raises ValueError if these are not what the forward of these tensors made, as under vmap of a backward."""
-        E, h, _ = self.read["w2"].shape
         slots_shape = _slots_shape(self.read, self.grad_out)
-        slots, columns = math.prod(slots_shape), h * (1 + is_gated(self.options.name))
-        wanted: dict[str, tuple[Any, ...]] = {"lists": (_index_lists(self.read["x"].shape[0], slots_shape, E)[1],)}
-        wanted |= {"first_layer": (slots, columns)} if self.save != "recompute" else {}
-        wanted |= {"y_swi": (slots, h)} if self.save == "paper" else {}
+        sizes = _sizes(self.read, slots_shape, self.options, self.save)._asdict()
         for name, tensor in self.kept._asdict().items():
-            got = None if tensor is None else tuple(map(_concrete, tensor.shape))
-            expected = tuple(map(_concrete, wanted[name])) if name in wanted else None
+            got = (0,) if tensor is None else tuple(map(_concrete, tensor.shape))
+            expected = tuple(map(_concrete, sizes[name]))
             if got != expected:
                 raise checks.bad_value("moe_backward", f"saved.{name}", f"shape {expected}", got)
 
@@ -347,19 +359,22 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         call = _BackwardCall.of(arguments, accumulates)
         call.check_kept()
-        sums, accumulate = call.sums, {}
-        if sums.gate is not None:
-            accumulate["w1"] = sums.gate if sums.up is None else (sums.gate, sums.up)
-        if sums.w2 is not None:
-            accumulate["w2"] = sums.w2
+        sums = call.sums._asdict()
+        accumulate = {
+            name: one_or_two(sums[parts[0]], sums.get(parts[1]))
+            for name, parts in SUMMED.items()
+            if sums[parts[0]] is not None
+        }
         saved = _saved(call.read, call.grad_out, call.kept, call.options, call.save)
-        with torch.no_grad():
-            grads = mb.moe_backward(
-                call.grad_out, saved, needs=call.needs, keep_saved=not overwrites, accumulate=accumulate
-            )
-        # Kernels write through pointers, which autograd does not see.
-        touched = [*(call.kept[1:] if overwrites else ()), *sums]
-        torch.autograd.graph.increment_version([tensor for tensor in touched if tensor is not None])
+        try:
+            with torch.no_grad():
+                grads = mb.moe_backward(
+                    call.grad_out, saved, needs=call.needs, keep_saved=not overwrites, accumulate=accumulate
+                )
+        finally:  # kernels write through pointers, which autograd does not see
+            for tensor in (*(call.kept[1:] if saved.consumed else ()), *call.sums):
+                if tensor is not None:
+                    torch.autograd.graph.increment_version(tensor)
         return call.results(by_tensor(grads).__getitem__)
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -371,7 +386,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         saved = _saved(call.read, call.grad_out, call.kept, call.options, call.save)
         checks.layer_backward("moe_backward", _described(call.grad_out), read["x"], saved)
         sums = {name: tensor for name, tensor in call.sums._asdict().items() if tensor is not None}
-        for names in (("gate", "up"), ("w2",)):
+        for names in SUMMED.values():
             if given := {f"sum of {name}": _described(sums[name]) for name in names if name in sums}:
                 shapes = [read[name].shape for name in names if name in sums]
                 checks.accumulated("moe_backward", given, shapes, read["x"].dtype)

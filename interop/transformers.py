@@ -22,7 +22,7 @@ import moeblaze_cupy as mb
 from moeblaze_cupy.interop.torch import moe
 from moeblaze_cupy.structures import ACTIVATIONS, is_gated
 
-Numbers = tuple[tuple[tuple[str, ...], float], ...]
+Constants = tuple[tuple[tuple[str, ...], float | str], ...]
 
 # Gate and up values. The largest lie beyond any limit that a class clamps to.
 GRID = np.array([-3e4, -40.0, -11.0, -7.5, -4.0, -1.3, -0.4, 0.0, 0.3, 1.1, 3.2, 8.0, 26.0, 3e4])
@@ -37,13 +37,13 @@ class Formula(NamedTuple):
 
     activation: a name, or an Activation with constants; None where the layer has none such, for `reason`.
     gate_up: how gate and up columns lie, "halves" or "interleaved".
-    numbers: attributes of the module, by path, and the values under which this was found.
+    constants: attributes of the module and its activation, by path, and the values under which this was found.
     """
 
     activation: Any
     gate_up: str
     reason: str
-    numbers: Numbers
+    constants: Constants
 
 
 def register(name: str = "moeblaze", *, save: str = "minimal", fallback: bool | None = None) -> None:
@@ -94,7 +94,8 @@ def _experts(
     if not getattr(module, "has_post_expert_norm", False):
         return _layer(x, ids, weights, w1, w2, **options)
     slots = module.post_expert_norm(_layer(x, ids, None, w1, w2, unreduced=True, **options))
-    return (slots * weights[:, :, None]).sum(1).to(x.dtype)
+    out: torch.Tensor = (slots * weights[:, :, None]).sum(1).to(x.dtype)
+    return out
 
 
 def _layer(
@@ -114,23 +115,24 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 def _formula_of(module: Any) -> Formula:
-    """The module's formula, found once for all modules of its kind with its numbers.
+    """The module's formula, found once for all modules of its kind with its constants.
 
     A compiled graph is guarded by both. A kind that no eager call has met is probed while it is traced, which guards
     the graph by the module itself.
     """
     kind = _kind(module)
+    formula: Formula
     for formula in _found(*kind):
-        if _has(module, formula.numbers):
+        if _has(module, formula.constants):
             return formula
-    formula = _probe(module)
+    probed: Formula = _probe(module)
     if not torch.compiler.is_compiling():
-        _FOUND[kind] = (*_FOUND.get(kind, ()), formula)
-    return formula
+        _FOUND[kind] = (*_FOUND.get(kind, ()), probed)
+    return probed
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
-    """What decides a formula beside numbers. Wrappers such as peft's and FSDP's make classes, but keep the method."""
+    """What decides a formula beside constants. Wrappers such as peft's and FSDP's make classes, but keep the method."""
     activation = getattr(module, "act_fn", None)
     kind = type(activation) if isinstance(activation, torch.nn.Module) else activation
     flags = [getattr(module, name, default) for name, default in _FLAGS]
@@ -140,28 +142,28 @@ def _kind(module: Any) -> tuple[Any, ...]:
 _FLAGS = (("has_gate", True), ("has_bias", False), ("has_post_expert_norm", False))
 
 
-def _has(module: Any, numbers: Numbers) -> bool:
-    for path, number in numbers:
+def _has(module: Any, constants: Constants) -> bool:
+    for path, value in constants:
         part = module
         for name in path:
             part = getattr(part, name)
-        if part != number:
+        if part != value:
             return False
     return True
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _found(*kind: Any) -> tuple[Formula, ...]:
     return _FOUND.get(kind, ())
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _probe(module: Any) -> Formula:
     """A decorated module's formula by its values on a grid."""
     gated = getattr(module, "has_gate", True)
-    numbers = tuple(_numbers(module, ()))
+    constants = _constants(module)
     try:
-        activation, gate_up, reason = recognise(module._apply_gate if gated else module.act_fn, gated, numbers)
+        activation, gate_up, reason = recognise(module._apply_gate if gated else module.act_fn, gated, constants)
     except Exception as error:  # whatever a class of someone else raises for values on the CPU
         activation, gate_up = None, "halves"
         reason = f"its activation cannot be evaluated: {type(error).__name__}: {error}"
@@ -170,10 +172,10 @@ def _probe(module: Any) -> Formula:
     lacking = [name for name, is_needed in needed.items() if is_needed and name not in _OFFERED]
     if lacking and not reason:
         activation, reason = None, f"this version of the layer has no {' and '.join(lacking)}"
-    return Formula(activation, gate_up, reason, numbers)
+    return Formula(activation, gate_up, reason, constants)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[no-untyped-call,untyped-decorator]
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _refuse(kind: type, reason: str, instead: str, falls_back: bool) -> None:
     """Warns, once for each class and reason, or raises NotImplementedError."""
     name = _name_of(kind)
@@ -190,28 +192,34 @@ def _name_of(kind: type) -> str:
     return names[0] if names else kind.__name__
 
 
-def _numbers(module: torch.nn.Module, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], float]]:
-    """What may be an activation's constant among the attributes of a module and of its activation, by path."""
+def _constants(module: torch.nn.Module, path: tuple[str, ...] = ()) -> Constants:
+    """Attributes by which activations of one class differ, of the module and of its activation, by path."""
+    found: Constants = ()
     for name, value in vars(module).items():
-        if type(value) is float or (type(value) is int and any(word in name for word in ("limit", "alpha", "cap"))):
-            yield (*path, name), value
+        is_number = type(value) is float or (type(value) is int and any(word in name for word in _CONSTANT_WORDS))
+        if is_number or (path and type(value) is str):  # such as `approximate` of torch.nn.GELU
+            found += (((*path, name), value),)
     for name, child in module.named_children():
         if path or name == "act_fn":
-            yield from _numbers(child, (*path, name))
+            found += _constants(child, (*path, name))
+    return found
 
 
-def recognise(gate: Callable[[torch.Tensor], torch.Tensor], gated: bool, numbers: Numbers) -> tuple[Any, str, str]:
+_CONSTANT_WORDS = ("limit", "alpha", "cap")  # other integers are sizes
+
+
+def recognise(gate: Callable[[torch.Tensor], torch.Tensor], gated: bool, constants: Constants) -> tuple[Any, str, str]:
     """Which activation of the layer a function is: (activation, order of gate and up columns, "") or (None, "halves",
     reason).
 
     gate: takes (n, 2 m) gate and up columns, or (n, m) without a gate, to (n, m). It is asked in float64 on the CPU.
-    numbers: where the constants of an activation are looked for, such as ("limit",) or ("act_fn", "gate_softcap").
+    constants: what may be a constant of an activation, by path, such as ("limit",) or ("act_fn", "gate_softcap").
     """
     if any(True for _ in getattr(gate, "parameters", tuple)()):
         return None, "halves", "its activation has parameters"
     a, b = (values.ravel() for values in np.meshgrid(GRID, GRID, indexing="ij"))
     got = _values(gate, np.stack([a, b], 1) if gated else a[:, None])[:, 0]
-    for activation in _candidates(gated, numbers):
+    for activation in _candidates(gated, constants):
         wanted = layer_values(activation, gated, a, b)
         if not _alike(got, wanted):
             continue
@@ -236,19 +244,17 @@ def _alike(got: Any, wanted: Any) -> bool:
     return got.shape == wanted.shape and bool((abs(got - wanted) <= RELATIVE * abs(wanted) + ABSOLUTE).all())
 
 
-def _candidates(gated: bool, numbers: Numbers) -> Iterable[Any]:
-    """Activations with every choice of constants: numbers whose path has the words of a constant's name in it."""
+def _candidates(gated: bool, constants: Constants) -> Iterable[Any]:
+    """Activations with every choice of constants: numbers whose path has the words of a constant's name."""
+    numbers = [(".".join(path), value) for path, value in constants if not isinstance(value, str)]
     for name in ACTIVATIONS:
         if is_gated(name) != gated:
             continue
-        constants = tuple(_Activation(name).constants) if _Activation else ()
-        values = [
-            {number for path, number in numbers if all(word in ".".join(path) for word in constant.split("_"))}
-            for constant in constants
-        ]
+        names = tuple(_Activation(name).constants) if _Activation else ()
+        values = [{n for path, n in numbers if all(word in path for word in wanted.split("_"))} for wanted in names]
         for chosen in itertools.product(*values):
             if all(np.isfinite(number) and number > 0 for number in chosen):
-                yield _Activation(name, **dict(zip(constants, chosen, strict=True))) if constants else name
+                yield _Activation(name, **dict(zip(names, chosen, strict=True))) if names else name
 
 
 def layer_values(activation: Any, gated: bool, a: Any, b: Any) -> Any:
@@ -302,7 +308,7 @@ def _served(kind: str, module: Any) -> str | None:
 
 
 def _patch_one(kind: str, module: Any) -> str:
-    """Binds the forward, unless a reason comes back. The activation becomes an attribute, by which graphs are guarded."""
+    """Binds the forward, unless a reason comes back. Graphs are guarded by the attribute with the activation."""
     found = _PATCHES[kind]
     if getattr(vars(module).get("forward"), "__func__", None) is found.forward:
         return ""
@@ -310,7 +316,7 @@ def _patch_one(kind: str, module: Any) -> str:
         return f"this version of the layer has no {found.option}"
     if kind == "LongcatFlashExperts" and module.gate_up_proj is None:
         return "it has no experts with weights"
-    activation, _, reason = recognise(found.gate(module), True, tuple(_numbers(module, ())))
+    activation, _, reason = recognise(found.gate(module), True, _constants(module))
     if not reason:
         module.moeblaze_activation = activation
         module.forward = types.MethodType(found.forward, module)
@@ -353,7 +359,8 @@ def _jetmoe(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
     weights = chosen.softmax(1).to(x.dtype)
     w1, w2 = self.input_linear.weight.transpose(1, 2), self.output_linear.weight.transpose(1, 2)
     out = _layer(x, ids, weights, w1, w2, activation=self.moeblaze_activation)
-    return out.view_as(layer_input) + self.bias
+    biased: torch.Tensor = out.view_as(layer_input) + self.bias
+    return biased
 
 
 def _longcat(

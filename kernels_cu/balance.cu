@@ -91,7 +91,7 @@ __device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) 
     const Id* ids = p.ids + token * p.k;
     float log_sum = 0.f;
     if (p.score == SOFTMAX) {
-        float largest = -__int_as_float(0x7f800000), sum = 0.f;
+        float largest = __uint_as_float(0xff800000u), sum = 0.f;
         for (int e = lane; e < p.num_experts; e += 32) largest = fmaxf(largest, to_float(logits[e]));
 #pragma unroll
         for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
@@ -108,12 +108,11 @@ __device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) 
             any |= id >= 0 && id < p.num_experts;
         }
         if (e < p.num_experts && !is_chosen)
-            best = max(best, ordered_key(score_of(to_float(logits[e]), p.score, log_sum) + p.bias[e]));
+            best = max(best, sort_key(score_of(to_float(logits[e]), p.score, log_sum) + p.bias[e]));
     }
     best = __reduce_max_sync(0xffffffffu, best);
     if (lane == 0) {
-        const float line = __uint_as_float(best & 0x80000000u ? best & 0x7fffffffu : ~best);
-        p.lines[token] = {any ? line : __int_as_float(0x7fc00000), log_sum};
+        p.lines[token] = {any ? from_sort_key(best) : __uint_as_float(0x7fc00000u), log_sum};
     }
 }
 

@@ -23,6 +23,7 @@
 #endif
 static_assert(SELECT_THREADS % 32 == 0 && SELECT_THREADS <= 1024, "threads of a block");
 
+constexpr int LOADS = 4;  // slots of a thread on their way from global memory
 enum Order { POSITION, CHOICE, WEIGHTS, PRIORITY };
 enum ValueType { FLOAT32, BFLOAT16, FLOAT16 };
 
@@ -74,18 +75,52 @@ struct Slots {
         first = tokens.begin * p.k;
         number = static_cast<int>((tokens.end - tokens.begin) * p.k);
     }
-    // -1 for an empty slot.
-    __device__ __forceinline__ int id(int slot) const {
-        const auto found = p.ids[first + slot];
-        return found >= 0 && found < p.num_experts ? static_cast<int>(found) : -1;
+    // The keys of LOADS slots from `slot` on, `step` apart, of which those before `end` exist.
+    __device__ __forceinline__ void load_keys(unsigned (&keys)[LOADS], int slot, int step, int end) const {
+        if (p.order == CHOICE) {
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l)
+                keys[l] = static_cast<unsigned>(p.k - 1 - (slot + l * step) % p.k) << __clz(p.k - 1);  // k > 1
+        } else if (p.order != POSITION && p.value_type == FLOAT32) {
+            load_values<float>(keys, slot, step, end);
+        } else if (p.order != POSITION && p.value_type == BFLOAT16) {
+            load_values<bf16>(keys, slot, step, end);
+        } else if (p.order != POSITION) {
+            load_values<fp16>(keys, slot, step, end);
+        }
     }
-    __device__ __forceinline__ unsigned key(int slot) const {
-        if (p.order == POSITION) return 0;
-        if (p.order == CHOICE) return static_cast<unsigned>(p.k - 1 - slot % p.k) << __clz(p.k - 1);  // k > 1
-        const int64 place = p.order == WEIGHTS ? first + slot : first / p.k + slot / p.k;
-        if (p.value_type == FLOAT32) return ordered_key(static_cast<const float*>(p.values)[place]);
-        if (p.value_type == BFLOAT16) return ordered_key(to_float(static_cast<const bf16*>(p.values)[place]));
-        return ordered_key(to_float(static_cast<const fp16*>(p.values)[place]));
+    template <class T>
+    __device__ __forceinline__ void load_values(unsigned (&keys)[LOADS], int slot, int step, int end) const {
+        const T* values = static_cast<const T*>(p.values) + (p.order == WEIGHTS ? first : first / p.k);
+        T loaded[LOADS];
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            const int i = slot + l * step;
+            if (i < end) loaded[l] = values[p.order == WEIGHTS ? i : i / p.k];
+        }
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) keys[l] = slot + l * step < end ? sort_key(to_float(loaded[l])) : 0;
+    }
+    // Calls f(slot, id, key) for slots begin + offset, then every `step`-th, with LOADS of them on their way at one time.
+    // Threads with the same begin and end call f as often, past the end with id -1, as for empty slots.
+    template <class F>
+    __device__ __forceinline__ void for_each(int begin, int end, int offset, int step, const F& f) const {
+        for (int base = begin; base < end; base += LOADS * step) {
+            int ids[LOADS];
+            unsigned keys[LOADS] = {};
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l) {
+                const int slot = base + offset + l * step;
+                ids[l] = -1;
+                if (slot < end) {
+                    const auto id = p.ids[first + slot];
+                    if (id >= 0 && id < p.num_experts) ids[l] = static_cast<int>(id);
+                }
+            }
+            load_keys(keys, base + offset, step, end);
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l) f(base + offset + l * step, ids[l], keys[l]);
+        }
     }
     __device__ __forceinline__ const Column* columns() const { return p.columns + static_cast<int64>(sequence) * p.num_experts; }
 };
@@ -98,14 +133,11 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
     for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) counters[i] = 0;
     __syncthreads();
     const unsigned above = bits_above(p.shift, p.width), digits = (1u << p.width) - 1;
-    for (int slot = threadIdx.x; slot < slots.number; slot += SELECT_THREADS) {
-        const int id = slots.id(slot);
-        if (id < 0) continue;
-        const unsigned key = slots.key(slot);
-        if (above && (key & above) != slots.columns()[id].key) continue;
+    slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int, int id, unsigned key) {
+        if (id < 0 || (above && (key & above) != slots.columns()[id].key)) return;
         const int counter = static_cast<int>(key >> p.shift & digits) * p.num_experts + id;
         atomicAdd(counters + counter / 2, counter & 1 ? 1u << 16 : 1u);
-    }
+    });
     __syncthreads();
     int* histogram = p.histogram + (static_cast<int64>(slots.sequence) * p.num_experts << p.width);
     for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) {
@@ -131,10 +163,9 @@ __device__ __forceinline__ void count_ties(const CapacityTiesParams<Id>& p) {
     }
     __syncthreads();
     if (!any) return;
-    for (int slot = threadIdx.x; slot < slots.number; slot += SELECT_THREADS) {
-        const int id = slots.id(slot);
-        if (id >= 0 && (p.order == POSITION || slots.key(slot) == slots.columns()[id].key)) atomicAdd(counts + id, 1);
-    }
+    slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int, int id, unsigned key) {
+        if (id >= 0 && (p.order == POSITION || key == slots.columns()[id].key)) atomicAdd(counts + id, 1);
+    });
     __syncthreads();
     int* ties = p.ties + static_cast<int64>(blockIdx.x) * p.num_experts;
     for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) ties[e] = counts[e];
@@ -176,17 +207,19 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
         if (!stay && left > 0) some = 1;
     }
     __syncthreads();
+    if (p.sequences && (blockIdx.x == 0 || blockIdx.x == gridDim.x - 1)) {  // tokens that are in no sequence
+        const int64 begin = clamped(p.sequences[0], p.L) * p.k, end = clamped(p.sequences[p.num_sequences], p.L) * p.k;
+        if (blockIdx.x == 0)
+            for (int64 i = threadIdx.x; i < begin; i += SELECT_THREADS) p.kept[i] = -1;
+        if (blockIdx.x == gridDim.x - 1)
+            for (int64 i = end + threadIdx.x; i < p.L * p.k; i += SELECT_THREADS) p.kept[i] = -1;
+    }
     int* kept = p.kept + slots.first;
     if (!some) {
-        for (int slot = threadIdx.x; slot < slots.number; slot += SELECT_THREADS) {
-            const int id = slots.id(slot);
-            bool stays = false;
-            if (id >= 0) {
-                const unsigned key = slots.key(slot);
-                stays = key > last_key[id] || (key == last_key[id] && room[id] > 0);
-            }
-            kept[slot] = stays ? id : -1;
-        }
+        slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int slot, int id, unsigned key) {
+            const bool stays = id >= 0 && (key > last_key[id] || (key == last_key[id] && room[id] > 0));
+            if (slot < slots.number) kept[slot] = stays ? id : -1;
+        });
         return;
     }
     if (warp < p.walkers)
@@ -194,10 +227,9 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     __syncthreads();
     const int of_each = (slots.number + p.walkers - 1) / p.walkers, begin = min(warp * of_each, slots.number);
     const int end = warp < p.walkers ? min(begin + of_each, slots.number) : begin;
-    for (int slot = begin + lane; slot < end; slot += 32) {
-        const int id = slots.id(slot);
-        if (id >= 0 && slots.key(slot) == last_key[id]) atomicAdd(of_warp + warp * E + id, 1);
-    }
+    slots.for_each(begin, end, lane, 32, [&](int, int id, unsigned key) {
+        if (id >= 0 && key == last_key[id]) atomicAdd(of_warp + warp * E + id, 1);
+    });
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
         int sum = 0;
@@ -208,24 +240,22 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
         }
     }
     __syncthreads();
-    for (int first = begin; first < end; first += 32) {
-        const int slot = first + lane, id = slot < end ? slots.id(slot) : -1;
+    slots.for_each(begin, end, lane, 32, [&](int slot, int id, unsigned key) {
         bool stays = false, tie = false;
         if (id >= 0) {
-            const unsigned key = slots.key(slot);
-            stays = key > last_key[id] || (key == last_key[id] && room[id] == ALL);
-            tie = key == last_key[id] && room[id] != ALL && room[id] > 0;
+            const bool equal = key == last_key[id];
+            stays = key > last_key[id] || (equal && room[id] == ALL);
+            tie = equal && room[id] != ALL && room[id] > 0;
         }
         if (__any_sync(0xffffffffu, tie)) {
-            const unsigned alike = __match_any_sync(0xffffffffu, tie ? id : -1);
-            const unsigned before = alike & ((1u << lane) - 1);
+            const unsigned alike = __match_any_sync(0xffffffffu, tie ? id : -1), before = alike & ((1u << lane) - 1);
             if (tie) stays = of_warp[warp * E + id] + __popc(before) < room[id];
             __syncwarp();
             if (tie && before == 0) of_warp[warp * E + id] += __popc(alike);
             __syncwarp();
         }
         if (slot < end) kept[slot] = stays ? id : -1;
-    }
+    });
 }
 
 #define CAPACITY(SUFFIX, ID)                                                                                                \

@@ -1,5 +1,5 @@
-// Element types, rows in vectors of 8 elements, warp reductions. Offsets of rows have 64 bits everywhere: L * k * 2h exceeds
-// 2^31 elements in large layers.
+// Element types, rows in vectors of 8 elements, warp reductions, keys to sort by. Offsets of rows have 64 bits everywhere:
+// L * k * 2h exceeds 2^31 elements in large layers.
 #pragma once
 #include "ptx_sm80.cuh"
 
@@ -164,4 +164,13 @@ __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
     return v;
+}
+
+// Maps a float to an unsigned with the same order. NaN comes first, -0 equals +0, and 0 is below the key of every float.
+__device__ __forceinline__ unsigned sort_key(float v) {
+    const unsigned bits = __float_as_uint(canonical(v));
+    return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ float from_sort_key(unsigned key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // the key of NaN gives a NaN
 }

@@ -68,6 +68,13 @@ __device__ __forceinline__ float cvt_f32_from_fp16(unsigned short bits) {
     return r;
 }
 
+// v, but -0 as +0 and every NaN as the one without a sign.
+__device__ __forceinline__ float canonical(float v) {
+    float r;
+    asm("add.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(v));
+    return r;
+}
+
 // 1 / v to one unit in the last place; 0 for infinity.
 __device__ __forceinline__ float reciprocal(float v) {
     float r;

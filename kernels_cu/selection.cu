@@ -107,9 +107,9 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ unsigned key_of(float v) { return ordered_key(v); }
-__device__ __forceinline__ unsigned key_of(bf16 v) { return ordered_key(to_float(v)) & ~0x3ffu; }
-__device__ __forceinline__ unsigned key_of(fp16 v) { return ordered_key(to_float(v)) & ~0x3ffu; }
+__device__ __forceinline__ unsigned key_of(float v) { return sort_key(v); }
+__device__ __forceinline__ unsigned key_of(bf16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
+__device__ __forceinline__ unsigned key_of(fp16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 
 // Which pairs of a lane's column the selection is among, by the word of chosen pairs; of a column past the last none.
 struct Members {

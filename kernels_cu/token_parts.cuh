@@ -1,28 +1,22 @@
-// What selections of tokens share: the order of keys, and the tokens of a block.
+// What selections of tokens share: the tokens of a block, and what is known of a column's last key.
 #pragma once
 #include "common.cuh"
 
-// Maps a float to an unsigned with the same order. NaN of either sign is the largest, -0 equals +0, and 0 is below all. There
-// is no arithmetic on floats here, as kernels are compiled to flush denormals.
-__device__ __forceinline__ unsigned ordered_key(float v) {
-    const unsigned minus_zero = 0x80000000u, bits = __float_as_uint(v) == minus_zero ? 0 : __float_as_uint(v);
-    const unsigned key = bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | minus_zero);
-    return v != v ? 0xffffffffu : key;
-}
-
-// Where a sequence begins and ends. Without offsets all sequences are equally long. Offsets (S+1,) rise from 0 to L. Their
-// contents are not trusted: the first sequence begins at 0, the last ends at L, and the others are clamped to [0, L].
 struct Tokens {
     int64 begin, end;
 };
+
+__device__ __forceinline__ int64 clamped(int offset, int64 L) { return min(max(static_cast<int64>(offset), int64(0)), L); }
+
+// Where a sequence begins and ends. Without offsets all sequences are equally long. Offsets (S+1,) rise, and are clamped to
+// [0, L]. Tokens before the first and from the last on are in no sequence.
 __device__ __forceinline__ Tokens tokens_of_sequence(const int* offsets, int64 L, int num_sequences, int sequence) {
     if (!offsets) {
         const int64 length = L / num_sequences;
         return {sequence * length, (sequence + 1) * length};
     }
-    const int64 begin = sequence == 0 ? 0 : min(max(static_cast<int64>(offsets[sequence]), int64(0)), L);
-    const int64 end = sequence + 1 == num_sequences ? L : static_cast<int64>(offsets[sequence + 1]);
-    return {begin, min(max(end, begin), L)};
+    const int64 begin = clamped(offsets[sequence], L);
+    return {begin, max(begin, clamped(offsets[sequence + 1], L))};
 }
 
 // The part of a sequence's tokens that a block takes: all parts but the last ones are equally long.

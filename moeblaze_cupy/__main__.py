@@ -13,8 +13,8 @@ from moeblaze_cupy.structures import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHT
 
 BIAS_DTYPES = ("weights", "float32")
 SUITES = (
-    *("layer", "experts", "slots", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "ablation"),
-    "accuracy",
+    *("layer", "experts", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "selection", "slots"),
+    *("ablation", "accuracy"),
 )
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
@@ -193,8 +193,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time the layer and its kernels beside their bounds and peers")
     bench.add_argument("--quick", action="store_true", help="the layer alone, five cases, beside the cuBLAS bound")
     bench.add_argument(
-        "--suite", action="append", choices=SUITES, help="repeatable (default: all, or layer with --case)"
-    )
+        "--suite", action="append", choices=(*SUITES, "transformers"),
+        help="repeatable (default: all but transformers, or layer with --case)",
+    )  # fmt: skip
     bench.add_argument("--case", metavar="A,B", help="cases or groups of bench/cases.py")
     bench.add_argument("--provider", metavar="A,B", help="providers or groups of bench/providers.py")
     bench.add_argument(

@@ -33,7 +33,9 @@ MAX_SLOTS = 2**31 - TILE_ROWS  # the index lists are int32, and so is a row's nu
 MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact while (65536 + k) * k < 2^32
 MAX_ROUTER_EXPERTS = 4096
 MAX_ROUTER_K = 64
-ROUTER_TOKENS = 4  # per block, a warp each
+ROUTER_SUM_BLOCKS = 528  # at most, that add up for losses: what an H200 holds at one time; fixed, for sums that repeat
+ROUTER_SUM_ROWS = 32  # of the blocks' sums that are added side by side
+ROUTER_LISTED = 64  # keys of a token that are ranked by pairs
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
 BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows at a time
@@ -105,12 +107,6 @@ def kernel_constants(source: str) -> dict[str, int]:
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
         "slots.cu": sums,
         "aggregation.cu": sums,
-        "router.cu": {
-            "TOKENS_PER_BLOCK": ROUTER_TOKENS,
-            "MAX_ROUTER_EXPERTS": 1024,
-            "MAX_ROUTER_K": 32,
-            "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
-        },
         "selection.cu": {
             "SELECT_THREADS": SELECT_THREADS,
             "MAX_EXPERTS": MAX_EXPERTS,
@@ -119,6 +115,9 @@ def kernel_constants(source: str) -> dict[str, int]:
         "pairs.cu": {"PAIRS_THREADS": PAIRS_THREADS, "PAIRS_BLOCKS": PAIRS_BLOCKS},
         "capacity.cu": {"SELECT_THREADS": SELECT_THREADS},
         "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
+        "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
+        "router_backward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS},
+        "router_sums.cu": {"ROWS_AT_ONCE": ROUTER_SUM_ROWS},
         "dispatch.cu": {
             "TILE_ROWS": TILE_ROWS,
             "MAX_EXPERTS": MAX_EXPERTS,
@@ -469,3 +468,67 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
         route_threads=threads,
         route_shared_bytes=_route_shared_bytes(num_experts, columns, part_slots, threads, alone),
     )
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How threads hold tokens: lanes per token, its values per lane, tokens per block at a time and in all."""
+
+    lanes: int
+    values: int
+    threads: int
+    aligned: bool  # rows are read in vectors of 16 bytes
+    tokens_per_block: int
+    blocks: int
+    shared_bytes: int
+
+
+def _router_values(E: int, lanes: int, itemsize: int, aligned: bool) -> int:
+    """A lane's share of a row, in whole vectors."""
+    width = 16 // itemsize if aligned else 1
+    return ceil_div(E, lanes * width) * width
+
+
+def router_forward(
+    L: int, E: int, k: int | None, *, itemsize: int, aligned: bool, selects: bool, groups: int, sums: bool
+) -> RouterConfig:
+    """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
+
+    A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
+    these bounds the k-th key of all.
+    """
+    if E <= 32:
+        lanes = 1
+    elif E <= 64 and (k or 1) <= 8:
+        lanes = 8
+    elif E <= 512 and (k or 1) <= 16:
+        lanes = 16
+    else:
+        lanes = 32
+    aligned = aligned and E % (16 // itemsize) == 0
+    words = 2 * ((k or 0) + (ROUTER_LISTED if lanes > 1 else 0)) if selects else 0
+    words += (E + 2 * groups + 3) // 4 * 4 if groups else 0
+    if sums:
+        words += (E + 2) | 1 if lanes == 1 else (E + 5) // 4 * 4
+    threads = 128 if lanes == 1 else 256
+    while threads > 32 and 4 * words * (threads // lanes) > DEFAULT_SHARED_BYTES:
+        threads //= 2
+    tokens = threads // lanes
+    per_block = tokens * ceil_div(ceil_div(max(L, 1), tokens), ROUTER_SUM_BLOCKS) if sums else tokens
+    values = _router_values(E, lanes, itemsize, aligned)
+    return RouterConfig(
+        lanes, values, threads, aligned, per_block, max(1, ceil_div(L, per_block)), 4 * words * tokens + 16
+    )
+
+
+def router_backward(L: int, E: int, *, itemsize: int, aligned: bool) -> RouterConfig:
+    aligned = aligned and E % (16 // itemsize) == 0
+    lanes = 4
+    while lanes < 32 and lanes * 16 < E:
+        lanes *= 2
+    words, threads = (E + 3) // 4 * 4, 256
+    while threads > 32 and 4 * words * (threads // lanes) > DEFAULT_SHARED_BYTES:
+        threads //= 2
+    tokens = threads // lanes
+    values = _router_values(E, lanes, itemsize, aligned)
+    return RouterConfig(lanes, values, threads, aligned, tokens, max(1, ceil_div(L, tokens)), 4 * words * tokens)

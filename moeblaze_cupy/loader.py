@@ -22,7 +22,7 @@ from moeblaze_cupy.structures import FORMS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
-SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", *SELECTIONS)
+SHAPE_INDEPENDENT = ("dispatch.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", *SELECTIONS)
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
@@ -161,6 +161,25 @@ def bias_variant(dtype: str, aligned: bool, bias: str, out: str) -> Variant:
     """The gradient of a bias. dtype: of the rows that are summed. bias: of the bias itself. out: of the gradient."""
     types = {"ELEMENT": ELEMENTS[dtype], "BIAS": ELEMENTS[bias], "OUT": ELEMENTS[out]}
     return _variant("bias_bwd.cu", "bias_bwd", {"ENTRY": "bias_bwd", **types, "ALIGNED": int(aligned)})
+
+
+def router_variant(
+    entry: str, config: launch_config.RouterConfig, *, dtype: str, score: str, renormalize: bool, **macros: str | int
+) -> Variant:
+    """ "router_forward" or "router_backward" for a configuration and the options that are compiled in.
+
+    Where a kernel does not hold whole rows, `values` of the configuration counts for nothing.
+    """
+    common: dict[str, str | int] = {
+        "ELEMENT": ELEMENTS[dtype],
+        "LANES": config.lanes,
+        "VALUES": config.values,
+        "THREADS": config.threads,
+        "ALIGNED": int(config.aligned),
+        "SCORE": score.upper(),
+        "RENORMALIZE": int(renormalize),
+    }
+    return _variant(f"{entry}.cu", entry, common | macros)
 
 
 def _variant(source: str, entry: str, macros: Mapping[str, str | int]) -> Variant:

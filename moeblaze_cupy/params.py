@@ -186,18 +186,36 @@ _TABLES = {
             int32=("num_slots", "k", "num_experts", "columns", "part_slots", "counted_together"),
         ),
     },
-    "router.cu": {
-        "router_fwd": Params(
-            "RouterFwdParams<float>",
-            pointers=("logits", "weights", "ids"),
-            int64=("L",),
-            int32=("num_experts", "k", "over_selected"),
+    "router_forward.cu": {
+        "": Params(
+            "RouterForwardParams",
+            pointers=(
+                *("logits", "bias", "given", "token_offsets", "token_mask", "sequences", "weights", "ids"),
+                "partial_sums",
+            ),
+            int64=("bias_stride",),
+            int32=(
+                *("L", "num_experts", "k", "num_pairs", "given_wide"),
+                *("groups", "kept", "top", "group_size", "group_reciprocal"),
+                *("tokens_per_block", "num_sequences", "scale", "eps", "top_p", "threshold"),
+            ),
         ),
-        "router_bwd": Params(
-            "RouterBwdParams<float>",
-            pointers=("grad_weights", "logits", "weights", "ids", "grad_logits"),
-            int64=("L",),
-            int32=("num_experts", "k", "over_selected"),
+    },
+    "router_sums.cu": {
+        "": Params(
+            "RouterSumsParams",
+            pointers=("partial_sums", "sequences", "score_sums", "z_sums", "entropy_sums"),
+            int32=("L", "num_experts", "tokens_per_block", "num_sequences"),
+        ),
+    },
+    "router_backward.cu": {
+        "": Params(
+            "RouterBackwardParams",
+            pointers=(
+                *("grad_weights", "logits", "weights", "ids", "token_offsets", "token_mask", "sequences"),
+                *("grad_score_sums", "grad_z_sums", "grad_entropy_sums", "grad_logits"),
+            ),
+            int32=("L", "num_experts", "k", "num_pairs", "num_sequences", "scale", "eps"),
         ),
     },
     "slots.cu": {

@@ -160,6 +160,7 @@ def group_sizes(function: str, options: RouterOptions, k: int | None, E: int) ->
 def _common(function: str, given: Mapping[str, Array], options: RouterOptions) -> None:
     """Of the arrays that say which tokens belong together, or count."""
     L = given["logits"].shape[0]
+    checks.slots(function, "logits", L)
     if (mask := given.get("token_mask")) is not None:
         checks.shape(function, "token_mask", mask, "L", (L,))
         _array(function, "token_mask", mask, ("bool",))

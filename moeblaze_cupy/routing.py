@@ -92,7 +92,7 @@ def route(
             return (*made, RouterSums(*(s if s is None else call.export(s) for s in results[2]))) if sums else made
         pointers, export = call.pointers(), call.export
         layouts = tuple(zip(given, call.layout(*given), strict=True))
-        found = runtime.keep(key, call.prepared(router.configure_forward(layouts, slots, options, call.limits)))
+        found = runtime.keep(key, call.prepared(router.configure_forward(layouts, slots, options)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         weights, chosen, added = router.route(run, found.steps, dict(zip(given, pointers, strict=True)))
@@ -163,7 +163,7 @@ def route_backward(
             return call.export(reference.route_backward(**options._asdict() | at_most | host))
         pointers, export = call.pointers(), call.export
         layouts = tuple(zip(given, call.layout(*given), strict=True))
-        found = runtime.keep(key, call.prepared(router.configure_backward(layouts, options, call.limits)))
+        found = runtime.keep(key, call.prepared(router.configure_backward(layouts, options)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         grad = router.route_backward(run, found.steps, dict(zip(given, pointers, strict=True)))

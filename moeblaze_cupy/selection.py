@@ -1,8 +1,9 @@
 """The public functions that choose pairs of tokens and experts beyond the router's top-k, or count them.
 
 Results are integers or counts, so nothing here has a gradient: torch tensors that require one are read as they are.
-`sequences` divides the L tokens: a number S of equally long runs, or int32 offsets (S+1,) that rise from 0 to L. The
-first and the last offset are not read. Offsets that fall give an unspecified choice of pairs, and no fault.
+`sequences` divides the L tokens: a number S of equally long runs, or int32 offsets (S+1,) that rise. Tokens before the
+first offset, or from the last on, are in no sequence: they are not counted, and have no pairs. Offsets are clamped to
+[0, L]; those that fall give an unspecified choice of pairs, and no fault.
 """
 
 from typing import Any
@@ -20,7 +21,10 @@ def _divided(function: str, sequences: Any) -> tuple[int | None, dict[str, Any]]
     """The number of sequences, or None and their offsets by the argument's name."""
     if hasattr(sequences, "shape") and sequences.shape != ():
         return None, {"sequences": sequences}
-    return checks.integer(function, "sequences", sequences), {}
+    try:
+        return checks.integer(function, "sequences", sequences), {}
+    except TypeError:
+        raise checks.bad_type(function, "sequences", "an int or an array of offsets", repr(sequences)) from None
 
 
 def _call(function: str, given: dict[str, Any]) -> Call:
@@ -89,12 +93,11 @@ def limit_capacity(
     """ids with at most `capacity` slots per expert and sequence: (L, k) int32, dropped and empty slots -1.
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is an empty slot. num_experts <= 4096; capacity >= 0.
-    order: which slots of an expert stay.
-      "position"  the first by token, then slot (Switch Transformers; "position" of Megatron and DeepSpeed)
-      "choice"    first choices before second ones, then by token (GShard, arXiv 2006.16668; Tutel; NLLB)
-      "weights"   the largest of `weights` (L, k) (Megatron's and DeepSpeed's "probs")
-      "priority"  those of the tokens with the largest `priority` (L,) (batch-prioritised routing, arXiv 2106.05974;
-                  with random numbers DeepSpeed's random token selection)
+    order: which slots of an expert stay. "position": the first by token, then slot (Switch Transformers; "position" of
+    Megatron and DeepSpeed). "choice": first choices before second ones, then by token (GShard, arXiv 2006.16668; Tutel;
+    NLLB). "weights": the largest of weights (L, k) (Megatron's and DeepSpeed's "probs"). "priority": those of tokens
+    with the largest priority (L,) (batch-prioritised routing, arXiv 2106.05974; with random numbers DeepSpeed's random
+    token selection).
     Equal ones stay by rising token, then slot; NaN is the largest. weights and priority have any float dtype.
     sequences: a number S that divides L, or int32 offsets (S+1,), see the module: capacity counts per sequence.
     Weights of the slots that stay are route(logits, ids=...) of the result, which renormalises after dropping.

@@ -24,10 +24,10 @@ def rounded_pairs(num_tokens: int, k: int, num_experts: int, tile: int, rounding
 def parts_of_sequence(num_sequences: int, longest: int, blocks: int, fewest_tokens: int, most_tokens: int) -> int:
     """Into how many parts the tokens of each sequence are divided, a block each.
 
-    longest: tokens that a sequence may have. blocks: for all sequences together, if their parts then have
-    `fewest_tokens` or more. A part has `most_tokens` at most.
+    longest: tokens that a sequence may have. blocks: for all sequences together at most, if their parts then have
+    `fewest_tokens` or more, and `most_tokens` at most.
     """
-    wanted = min(launch_config.ceil_div(blocks, num_sequences), launch_config.ceil_div(longest, fewest_tokens))
+    wanted = min(blocks // num_sequences, launch_config.ceil_div(longest, fewest_tokens))
     return max(1, wanted, launch_config.ceil_div(longest, most_tokens))
 
 

@@ -1,5 +1,6 @@
 """The benchmark suites without a GPU: cases, routings, the check before timing, the clock, records and tables."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from environment import plain_environment
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, compare, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
+from bench import cases, compare, graphs, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
 from bench.layer import Layer  # noqa: E402
 from moeblaze_cupy import arrays, launch_config, reference  # noqa: E402
 
@@ -529,6 +530,8 @@ def test_suites_run_and_their_record_says_what_it_is_of(record_path):
     assert written["commit_info"]["id"] == "abc1234"
     assert "node" not in written["machine_info"] and "torch" in written["machine_info"]
     suites = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
+    if importlib.util.find_spec("transformers") is None:
+        suites.remove("transformers")
     assert {row["group"] for row in written["benchmarks"]} == {*suites, "small_batch"}
     rows = {(r["group"], r["extra_info"]["provider"], r["extra_info"].get("pass")): r for r in written["benchmarks"]}
     layer = rows["layer", "moeblaze", "forward_backward"]["extra_info"]
@@ -624,3 +627,9 @@ def test_a_timed_dispatch_is_one(monkeypatch):
 
 def reference_lists(ids, E):
     return reference.dispatch(ids.numpy(), E)
+
+
+def test_steps_of_graphs_run_without_a_gpu():
+    """Where there is no GPU, of eager mode alone."""
+    (row,) = graphs.measured(1, "cpu")
+    assert row["step"] == "eager" and row["median"] > 0

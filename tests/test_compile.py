@@ -1,6 +1,7 @@
 """Every kernel and variant compiles to a cubin with NVRTC, without a GPU, within recorded registers and spills."""
 
 import functools
+import inspect
 import os
 import re
 import shutil
@@ -12,9 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import moeblaze_cupy as mb
 from bench import nvrtc
 from bench.machine_code import code_sections
 from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy.arrays import Layout
+from moeblaze_cupy.ops import router
+from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.structures import ACTIVATIONS
 
 LIMITS = {
@@ -28,13 +33,14 @@ LIMITS = {
 
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
 # thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation, slots
-# and bias_bwd three blocks of 256. Measured: 64 in dispatch, 40 in the router, 79 in aggregation, 68 in slots, 44 in
-# wgrad_parts, 77 in bias_bwd, 64 in selections of 1024 threads, 32 in pairs, capacity and balance.
+# and bias_bwd three blocks of 256. Measured: 64 in dispatch, 79 in aggregation, 68 in slots, 44 in wgrad_parts, 77 in
+# bias_bwd, 64 in selections of 1024 threads, 32 in pairs, capacity and balance.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
     "dispatch.cu": 64,
-    "router.cu": 48,
+    "router_sums.cu": 48,
+    "router_backward.cu": 128,
     "aggregation.cu": 80,
     "slots.cu": 80,
     "wgrad_parts.cu": 48,
@@ -119,12 +125,11 @@ def entry_names(variant) -> set[str]:
         return {variant.entry}
     dtypes = tuple(loader.ELEMENTS)
     ids_dtypes = ("int32", "int64")
-    router = {f"router_{direction}_{dtype}" for direction in ("fwd", "bwd") for dtype in dtypes}
     weights = {(dtype, weights) for dtype in dtypes for weights in (dtype, "float32")}
     sums = {f"aggregate_{x}_{w}{suffix}" for x, w in weights for suffix in ("", "_unaligned")}
     return {
         "dispatch.cu": {f"dispatch_{step}_{ids}" for step in ("count", "route") for ids in ("int32", "int64")},
-        "router.cu": router,
+        "router_sums.cu": {"router_sums"},
         "slots.cu": {
             *(f"{step}_{ids}" for step in ("list_tokens", "mark_identity") for ids in ("int32", "int64")),
             *("rows_to_tokens", "slots_by_row"),
@@ -162,6 +167,35 @@ def accumulating(arch: str) -> list:
     return [v for v, macros in found if macros["OUT"] == ("float" if v.entry == "up_wgrad" else macros["ELEMENT"])]
 
 
+def logits_of(E: int, dtype: str) -> Layout:
+    return Layout((4096, E), (E, 1), dtype, 0)
+
+
+def router_variants() -> list:
+    """Kernels of the router that differ most."""
+    row, ids = Layout((4096,), (1,), "float32", 0), Layout((4096, 8), (8, 1), "int32", 0)
+    values = {name: inspect.signature(mb.route).parameters[name].default for name in RouterOptions._fields}
+    plain = RouterOptions(**values)._replace(renormalize=True)
+    deepseek = plain._replace(score="sigmoid", groups=(8, 4, 2), eps=1e-20)
+    losses = plain._replace(renormalize=False, sums=("softmax", "z", "entropy"))
+    found = []
+    for E, dtype, k, options, others in (
+        (256, "float32", 8, plain, {}),
+        (256, "bfloat16", 8, losses, {}),
+        (16, "float32", 4, plain, {}),
+        (1001, "float16", 40, plain._replace(top_p=0.5), {}),
+        (1024, "float32", 8, losses._replace(score="sqrt_softplus", sums=("sqrt_softplus", "z")), {"bias": row}),
+        (256, "float32", 8, deepseek, {"bias": Layout((256,), (1,), "float32", 0)}),
+        (256, "float32", 8, plain, {"ids": ids}),
+    ):
+        layouts = {"logits": logits_of(E, dtype), **others}
+        forward = router.configure_forward(tuple(layouts.items()), k, options)
+        gradients = {"grad_score_sums": row, "grad_z_sums": row, "grad_entropy_sums": row} if options.sums else {}
+        backward = router.configure_backward((("logits", layouts["logits"]), ("ids", ids), *gradients.items()), options)
+        found += [forward.route.variant, backward.launch.variant]
+    return list(dict.fromkeys(found))
+
+
 def variants_of(arch: str) -> list:
     """All dtypes, orders and alignments of one activation, and all activations of one dtype and order; or a selection.
 
@@ -181,7 +215,7 @@ def variants_of(arch: str) -> list:
             ("bfloat16", "float32"), ("row",), ("swiglu",), (True, False), limits, False, ("input",)
         )
         every += loader.variants(("bfloat16",), ("transposed",), ("gelu", "relu"), (True,), limits, False, ("input",))
-        every += accumulating(arch)
+        every += accumulating(arch) + router_variants()
         both = {"gate_ups": ("halves", "interleaved"), "biases": ("weights", "float32")}
         every += loader.variants(("bfloat16",), ("row",), ("swiglu_oai",), (True,), limits, **both)
         every += loader.variants(("float32",), ("row",), ("swiglu_oai",), (False,), limits, **both)
@@ -200,7 +234,7 @@ def test_every_variant_compiles_within_its_caps(arch):
 
 def one_of_each_source() -> list:
     """A variant per kernel source, for sm_90a."""
-    every = loader.variants(aligned=(True, False), biases=(None, "weights"))
+    every = loader.variants(aligned=(True, False), biases=(None, "weights")) + router_variants()
     return [next(v for v in every if v.source == source) for source in loader.sources()]
 
 
@@ -243,9 +277,13 @@ WRONG = [
     ("grouped_gemm_sm90.cu", "PRODUCER_REGISTERS", 80),
     ("grouped_gemm_sm90.cu", "CONSUMER_REGISTERS", 220),
     ("grouped_wgrad_sm90.cu", "SPARE_BYTES", 2 * 1024),
-    ("router.cu", "MAX_ROUTER_K", 64),
+    ("router_backward.cu", "LANES", 24),
+    ("router_backward.cu", "MAX_ROUTER_EXPERTS", 8192),
+    ("router_forward.cu", "MAX_LISTED", 32),
+    ("router_forward.cu", "THREADS", 48),
+    ("router_forward.cu", "VALUES", 6),
+    ("router_sums.cu", "ROWS_AT_ONCE", 64),
     ("slots.cu", "TOKENS_PER_BLOCK", 64),
-    ("router.cu", "MAX_ROUTER_EXPERTS", 4096),
     ("wgrad_parts.cu", "GROUPS_PER_BLOCK", 2048),
     ("selection.cu", "SELECT_THREADS", 512),
     ("selection.cu", "MAX_EXPERTS", 16384),
@@ -279,21 +317,21 @@ def test_line_information_names_files_and_leaves_the_machine_code_as_it_is(varia
 
 
 def test_errors_name_the_file_and_its_line_or_the_table_of_parameters():
-    variant = next(v for v in one_of_each_source() if v.source == "router.cu")
+    variant = next(v for v in one_of_each_source() if v.source == "router_forward.cu")
     source, options = loader.source(variant), loader.options(variant)
     with open(Path(loader.source_folder()) / variant.source) as file:
         line = next(number for number, text in enumerate(file, start=1) if "__syncwarp()" in text)
     for text, mistaken, place in (
-        ("__syncwarp()", "__syncwrp()", rf"\nrouter\.cu\({line}\): error"),
+        ("__syncwarp()", "__syncwrp()", rf"\nrouter_forward\.cu\({line}\): error"),
         (
-            "(sizeof(RouterFwdParams<float>) ==",
-            "(1 + sizeof(RouterFwdParams<float>) ==",
-            r"\n<parameters of router\.cu>\(2\)",
+            "(sizeof(RouterForwardParams) ==",
+            "(1 + sizeof(RouterForwardParams) ==",
+            r"\n<parameters of router_forward\.cu>\(2\)",
         ),
     ):
         assert text in source
         with pytest.raises(RuntimeError, match=place):
-            attempt(source.replace(text, mistaken), "router.cu", options, "90a")
+            attempt(source.replace(text, mistaken), "router_forward.cu", options, "90a")
 
 
 def test_hopper_takes_hoppers_kernels():

@@ -23,8 +23,8 @@ LEVELS = [
     ["arrays", "loader", "reasons", "selection_config", "tensor_map"],
     ["interop.dlpack", "checks", "memory", "runtime"],
     ["reference.numerics", "router_options"],
-    ["reference.activations", "reference.dispatch", "reference.router", "reference.selection"],
-    ["reference.experts"],
+    ["reference.activations", "reference.dispatch", "reference.router"],
+    ["reference.experts", "reference.selection"],
     ["reference", "rehearsal", "ops.dispatch", "ops.router", "ops.selection"],
     ["ops.aggregation", "ops.balance", "ops.biases"],
     ["ops.grouped_gemm"],
@@ -36,6 +36,7 @@ LEVELS = [
     ["interop.torch_ops"],
     ["interop.torch_autograd"],
     ["interop.torch"],
+    ["interop.transformers"],
     ["cli.sizes"],
     ["cli"],
     ["__main__"],
@@ -105,10 +106,11 @@ def test_imports_are_seen():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_frameworks_are_optional(module):
-    """torch is for interop.torch and its parts alone; CuPy and matplotlib are imported where used, never at import."""
+    """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    assert "torch" not in roots or module.startswith("interop.torch") or module == "interop.inductor"
+    assert "torch" not in roots or module.startswith("interop.t") or module == "interop.inductor"
+    assert "transformers" not in roots or module == "interop.transformers"
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in at_import for alias in node.names} | {getattr(n, "module", "") for n in at_import}
     assert not {"cupy", "matplotlib"} & {(name or "").partition(".")[0] for name in names}
@@ -138,11 +140,15 @@ def test_public_functions_have_docstrings(name):
     assert inspect.getdoc(public_functions()[name])
 
 
-def test_torch_functions_have_docstrings():
-    """By the source, as torch may be missing."""
-    tree = ast.parse(MODULES["interop.torch"].read_text())
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [("interop.torch", {"moe", "route", "MoE"}), ("interop.transformers", {"register", "patch", "Patched"})],
+)
+def test_functions_of_frameworks_have_docstrings(module, names):
+    """By the source, as torch and transformers may be missing."""
+    tree = ast.parse(MODULES[module].read_text())
     public = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
-    assert {node.name for node in public} >= {"moe", "route", "MoE"}
+    assert {node.name for node in public} >= names
     assert all(map(ast.get_docstring, public))
 
 
@@ -204,10 +210,11 @@ def test_metadata_files_exist(name, setup_cfg):
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "bench" / "README.md"])
-EXAMPLES = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)
+TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + GUIDE + TRANSFORMERS, re.DOTALL)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: text.split()[1])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: " ".join(text.split()[1:4]))
 def test_examples_run(example):
     for package in ("torch", "transformers"):
         if re.search(rf"^(?:import|from) {package}\b|interop\.{package}\b", example, re.MULTILINE):

@@ -68,10 +68,11 @@ def test_expert_choice_from_none_to_all(device, capacity):
 
 
 OFFSETS = np.array([0, 5, 5, 130, 301], np.int32)
+APART = np.array([7, 20, 260], np.int32)  # tokens on either side are in no sequence
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties"])
-@pytest.mark.parametrize("sequences", [7, 301, OFFSETS], ids=["7", "each", "offsets"])
+@pytest.mark.parametrize("sequences", [7, 301, OFFSETS, APART], ids=["7", "each", "offsets", "apart"])
 def test_expert_choice_in_sequences(device, sequences, kind):
     scores = scores_of(kind, 301, 40, np.float32, np.random.default_rng(2))
     assert_equal(device, "expert_choice", scores, 6, sequences=sequences)
@@ -134,7 +135,7 @@ def test_limit_capacity_by_16_bit_values(device, order, dtype):
     assert_equal(device, "limit_capacity", ids.astype(np.int32), 70, 9, **options)
 
 
-@pytest.mark.parametrize("sequences", [7, 301, OFFSETS], ids=["7", "each", "offsets"])
+@pytest.mark.parametrize("sequences", [7, 301, OFFSETS, APART], ids=["7", "each", "offsets", "apart"])
 @pytest.mark.parametrize("order", ["position", "choice", "weights", "priority"])
 def test_limit_capacity_in_sequences(device, order, sequences):
     for kind in ("normal", "ties"):
@@ -171,12 +172,12 @@ def test_tokens_per_expert(device, L, k, E, ids_dtype):
     assert counts.sum() == ((ids >= 0) & (ids < E)).sum()
 
 
-@pytest.mark.parametrize("sequences", [1, 7, OFFSETS], ids=["1", "7", "offsets"])
+@pytest.mark.parametrize("sequences", [1, 7, OFFSETS, APART], ids=["1", "7", "offsets", "apart"])
 @pytest.mark.parametrize("columns", [slice(0, 1), slice(1, 3), slice(0, 4)], ids=["first", "inner", "all"])
 def test_tokens_per_expert_of_rows_that_lie_apart(device, columns, sequences):
     ids = np.random.default_rng(13).integers(0, 9, (301, 4)).astype(np.int32)
     got = mb.tokens_per_expert(
-        device.put(ids)[:, columns], 9, sequences=device.put(OFFSETS) if sequences is OFFSETS else sequences
+        device.put(ids)[:, columns], 9, sequences=sequences if isinstance(sequences, int) else device.put(sequences)
     )
     device.synchronize()
     np.testing.assert_array_equal(got, reference.tokens_per_expert(ids[:, columns], 9, sequences=sequences))

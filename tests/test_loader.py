@@ -179,7 +179,7 @@ def test_kernels_that_an_activation_does_not_enter_are_shared():
 
 
 def test_names_tell_variants_apart():
-    assert Variant("router.cu", "router_fwd_float32").name == "router_fwd_float32"
+    assert Variant("aggregation.cu", "weights_bwd_float32").name == "weights_bwd_float32"
     name = gemm_variant("up_wgrad", dtype="float32", activation="silu", transposed=True, aligned=False, stages=2).name
     assert name == "up_wgrad element=float aligned=0 stages=2 gather_p=0 gather_q=1 accumulate=0 out=float"
     everything = loader.variants(
@@ -310,10 +310,10 @@ def test_line_information_is_for_those_who_ask(monkeypatch, value):
         monkeypatch.delenv("MOEBLAZE_LINEINFO", raising=False)
     else:
         monkeypatch.setenv("MOEBLAZE_LINEINFO", value)
-    variant = Variant("router.cu", "")
-    path = Path(loader.source_folder()) / "router.cu"
+    variant = Variant("aggregation.cu", "")
+    path = Path(loader.source_folder()) / "aggregation.cu"
     name, asked = loader.source(variant).partition("\n")[0], value == "1"
-    assert name == (f'#line 1 "{path.as_posix()}"' if asked else '#line 1 "router.cu"')
+    assert name == (f'#line 1 "{path.as_posix()}"' if asked else '#line 1 "aggregation.cu"')
     assert ("-lineinfo" in loader.options(variant)) == asked
 
 
@@ -386,7 +386,7 @@ def cupy(monkeypatch):
         cache.cache_clear()
 
 
-ROUTER = Variant("router.cu", "router_fwd_float32")
+WEIGHTS = Variant("aggregation.cu", "weights_bwd_float32")
 
 
 def test_device_limits_are_read_from_the_runtime(cupy):
@@ -394,19 +394,19 @@ def test_device_limits_are_read_from_the_runtime(cupy):
 
 
 def test_entries_of_one_source_share_a_module(cupy):
-    loader.kernel(0, ROUTER)
-    loader.kernel(0, Variant("router.cu", "router_bwd_float32"))
-    loader.kernel(0, ROUTER)
+    loader.kernel(0, WEIGHTS)
+    loader.kernel(0, Variant("aggregation.cu", "weights_by_row_float32"))
+    loader.kernel(0, WEIGHTS)
     (module,) = FakeModule.made
-    text = (Path(loader.source_folder()) / "router.cu").read_text()
-    assert module.code.startswith(f'#line 1 "router.cu"\n{text}')
-    assert module.code == loader.source(ROUTER)
-    assert module.options == loader.options(ROUTER)
+    text = (Path(loader.source_folder()) / "aggregation.cu").read_text()
+    assert module.code.startswith(f'#line 1 "aggregation.cu"\n{text}')
+    assert module.code == loader.source(WEIGHTS)
+    assert module.options == loader.options(WEIGHTS)
 
 
 def test_shared_memory_of_a_kernel_only_grows(cupy):
     for nbytes in (0, 48 * 1024, 64 * 1024, 1024, 96 * 1024, 64 * 1024):
-        loader.kernel(0, ROUTER, nbytes)
+        loader.kernel(0, WEIGHTS, nbytes)
     assert FakeModule.made[0].limits == [64 * 1024, 96 * 1024]  # up to 48 KiB needs no opt-in
 
 
@@ -415,7 +415,7 @@ def test_threads_get_one_kernel(cupy):
 
     def load():
         start.wait()
-        found.append(loader.kernel(0, ROUTER, 64 * 1024))
+        found.append(loader.kernel(0, WEIGHTS, 64 * 1024))
 
     threads = [threading.Thread(target=load) for _ in range(8)]
     for thread in threads:
@@ -426,31 +426,31 @@ def test_threads_get_one_kernel(cupy):
     assert FakeModule.made[0].limits == [64 * 1024]
 
 
-ROUTER_LAUNCH = runtime.Launch(
-    ROUTER,
+WEIGHTS_LAUNCH = runtime.Launch(
+    WEIGHTS,
     (3, 2),
     128,
-    ("logits", "weights", "ids"),
-    {"L": 1, "num_experts": 2, "k": 1, "over_selected": 0},
+    ("partial_sums", "token_index_map", "grad_weights"),
+    {"num_slots": 1, "parts": 2},
     56 * 1024,
 )
 
 
 def test_launch_passes_geometry_arguments_and_the_stream(cupy):
-    ROUTER_LAUNCH.bound.clear()
-    runtime.Runtime(arrays.CuPy, 0, 1234).launch(ROUTER_LAUNCH, 16, 32, 48)
+    WEIGHTS_LAUNCH.bound.clear()
+    runtime.Runtime(arrays.CuPy, 0, 1234).launch(WEIGHTS_LAUNCH, 16, 32, 48)
     ((*geometry, arguments, extra),) = cupy.cuda.driver.launches
     assert geometry == [100, 3, 2, 1, 128, 1, 1, 56 * 1024, 1234] and arguments and extra == 0
 
 
 def test_a_failed_launch_is_named(cupy):
-    ROUTER_LAUNCH.bound.clear()
+    WEIGHTS_LAUNCH.bound.clear()
     cupy.cuda.driver.error = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
     with pytest.raises(RuntimeError) as caught:
-        runtime.Runtime(arrays.CuPy, 0, 0).launch(ROUTER_LAUNCH, 16, 32, 48)
+        runtime.Runtime(arrays.CuPy, 0, 0).launch(WEIGHTS_LAUNCH, 16, 32, 48)
     assert str(caught.value) == (
-        "moeblaze_cupy: router_fwd_float32: expected a launch of grid (3, 2, 1), 128 threads and 57344 bytes of shared "
-        "memory to succeed, got CUDA_ERROR_INVALID_VALUE: invalid argument"
+        "moeblaze_cupy: weights_bwd_float32: expected a launch of grid (3, 2, 1), 128 threads and 57344 bytes of "
+        "shared memory to succeed, got CUDA_ERROR_INVALID_VALUE: invalid argument"
     )
 
 
@@ -470,8 +470,8 @@ def test_every_thread_and_device_gets_its_context_once(cupy):
 
 
 def test_precompile_compiles_once_per_module(cupy):
-    assert loader.precompile(ROUTER) >= 0
-    loader.kernel(0, ROUTER)
+    assert loader.precompile(WEIGHTS) >= 0
+    loader.kernel(0, WEIGHTS)
     assert [module.compiled for module in FakeModule.made] == [1]
 
 

@@ -19,30 +19,30 @@ def edited(tmp_path):
 
 
 def compare_routers(folder, capsys) -> tuple[int, list[str]]:
-    code = machine_code.main([str(folder), "--arch", "80", "--match", "router.cu"])
+    code = machine_code.main([str(folder), "--arch", "80", "--match", "router_sums.cu"])
     return code, capsys.readouterr().out.splitlines()
 
 
 @needs_nvrtc
 def test_comments_and_lines_change_nothing(edited, capsys):
-    source = edited / "moeblaze_cupy" / "kernels_cu" / "router.cu"
+    source = edited / "moeblaze_cupy" / "kernels_cu" / "router_sums.cu"
     source.write_text("// one line more\n" + source.read_text())
     code, lines = compare_routers(edited, capsys)
     assert code == 0
     assert lines == [
-        "same       sm_80 router.cu: router.cu",
+        "same       sm_80 router_sums.cu: router_sums.cu",
         "1 the same, 0 renamed, 0 different, 0 removed, 0 added",
     ]
 
 
 @needs_nvrtc
 def test_other_instructions_are_seen(edited, capsys):
-    source = edited / "moeblaze_cupy" / "kernels_cu" / "router.cu"
+    source = edited / "moeblaze_cupy" / "kernels_cu" / "router_sums.cu"
     source.write_text(source.read_text() + '\nextern "C" __global__ void more(int* place) { *place = 1; }\n')
     code, lines = compare_routers(edited, capsys)
     assert code == 1
     assert lines == [
-        "DIFFERENT  sm_80 router.cu: router.cu",
+        "DIFFERENT  sm_80 router_sums.cu: router_sums.cu",
         "0 the same, 0 renamed, 1 different, 0 removed, 0 added",
     ]
 

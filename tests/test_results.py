@@ -298,3 +298,34 @@ def test_every_suite_has_its_section():
     assert "| out of memory |" in text  # as the paper prints it
     assert "sonic-moe 0.1" in text and "0.4 s busy" in text
     assert "1.75" in numbers and "82.5" in numbers
+
+
+def transformers_record():
+    """A record of two implementations, as bench/bench_transformers.py writes it."""
+
+    def row(provider, what, tokens_per_second, peak):
+        info = {"case": "olmoe_1b_7b", "pass": what, "provider": provider, "tokens_per_second": tokens_per_second}
+        stats = {"median": 0.5, "iqr": 0.01}
+        return {"group": "transformers", "extra_info": info | {"peak_mib": peak}, "stats": stats}
+
+    rows = [row("moeblaze", "step", 3000.0, 1024.0), row("grouped_mm", "step", 2000.0, 2048.0)]
+    return {"benchmarks": [*rows, row("moeblaze", "generate_1", 50.0, None)]}
+
+
+def test_transformers_stand_beside_grouped_mm():
+    from bench import transformers_report
+
+    text = "\n".join(transformers_report.section([transformers_record()], report.table))
+    assert "| olmoe_1b_7b | step | moeblaze | 3,000 | 1.50 | 1.00 | 0.500 | 2.0 |" in text
+    assert "| olmoe_1b_7b | generate 1 | moeblaze | 50 | - | - | - | 2.0 |" in text
+    assert transformers_report.section([], report.table) == []
+
+
+def test_transformers_have_a_plot():
+    pytest.importorskip("matplotlib")
+    from bench import plots
+    from bench.recorded import Records
+
+    assert plots.transformers(Records({})) is None
+    figure = plots.transformers(Records({"record": transformers_record()}))
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["Tokens per second", "Peak memory, GiB"]

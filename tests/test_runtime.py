@@ -438,8 +438,8 @@ def test_a_record_lists_why_and_its_first_launch_is_printed_on_request(device, m
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
 def test_a_size_beyond_32_bits_is_refused(device, value):
-    scalars = {"L": 4, "num_experts": value, "k": 1, "over_selected": 0}
-    launch = Launch(loader.entry("router.cu", "router_fwd_float32"), (1,), 32, ("logits", "weights", "ids"), scalars)
+    scalars, addresses = {"num_slots": value, "parts": 1}, ("partial_sums", "token_index_map", "grad_weights")
+    launch = Launch(loader.entry("aggregation.cu", "weights_bwd_float32"), (1,), 32, addresses, scalars)
     with pytest.raises(OverflowError):
         runtime.Runtime(arrays.CuPy, 0, STREAM).launch(launch, 1, 2, 3)
 

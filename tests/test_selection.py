@@ -296,6 +296,17 @@ def test_quantile_balancing_evens_out_the_load():
     assert before > 1 and violation() < 0.3
 
 
+def test_tokens_outside_of_all_sequences_have_no_pairs():
+    rng = np.random.default_rng(8)
+    ids, scores = rng.integers(0, 3, (20, 2)).astype(np.int32), rng.random((20, 3)).astype(np.float32)
+    offsets = np.array([2, 9, 15], np.int32)
+    assert mb.tokens_per_expert(ids, 3, sequences=offsets).sum() == 2 * 13
+    kept = mb.limit_capacity(ids, 3, 100, sequences=offsets)
+    np.testing.assert_array_equal(kept[2:15], ids[2:15])
+    assert (kept[:2] == -1).all() and (kept[15:] == -1).all()
+    assert {t for t, _ in pairs_of(*mb.expert_choice(scores, 100, sequences=offsets))} == set(range(2, 15))
+
+
 def test_no_tokens():
     ids, scores = np.zeros((0, 2), np.int32), np.zeros((0, 5), np.float32)
     assert mb.tokens_per_expert(ids, 5, sequences=3).tolist() == [[0] * 5] * 3

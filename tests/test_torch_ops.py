@@ -277,6 +277,8 @@ def test_vmap_over_tokens_of_the_same_experts():
     many = torch.randn(3, *x.shape)
     want = torch.stack([moe(tokens, ids, weights, w1, w2) for tokens in many])
     assert torch.equal(torch.vmap(lambda tokens: moe(tokens, ids, weights, w1, w2))(many), want)
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(lambda tokens: moe(tokens, ids, weights, w1, w2, save=None))(many), want)
     layer = MoE(8, 6, 4, 2)
     many = torch.randn(3, 7, 8)
     torch.testing.assert_close(torch.vmap(layer)(many), torch.stack(list(map(layer, many))))

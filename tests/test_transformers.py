@@ -43,7 +43,12 @@ OPTIONS_OF = {
     "OpenAIPrivacyFilterExperts": {"b1", "b2"},
     "MuseSparkExperts": {"unreduced"},
 }
-IN_FLOAT32 = ("BeamExperts", "Inkling2Experts", "MuseSparkExperts")  # parts of these compute so whatever comes
+IN_FLOAT32 = (
+    "BeamExperts",
+    "Inkling2Experts",
+    "MuseSparkExperts",
+    "OpenAIPrivacyFilterExperts",
+)  # in part, whatever comes
 
 L, K, E, D, H = 12, 2, 4, 8, 12
 
@@ -392,7 +397,8 @@ def train(model, folder, **options):
     """Losses and gradient norms of three steps of two batches each."""
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, **options,
+        learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
+        **options,
     )  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
     trainer.train()

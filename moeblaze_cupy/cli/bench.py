@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CommandError(f"--out: {error}") from error
-    _check_names(args)
+    _check_names(args, suites)
     failed, measured = False, False
     for suite in suites:
         options = [str(folder / f"bench_{suite}.py"), "-m", "gpu" if has_gpu else "not gpu"]
@@ -63,9 +63,12 @@ def _needed() -> tuple[Any, Any]:
         raise CommandError(f"needs pytest, pytest-benchmark and torch: {error}") from error
 
 
-def _check_names(args: argparse.Namespace) -> None:
-    """Unknown cases and providers end the run before anything is measured."""
+def _check_names(args: argparse.Namespace, suites: list[str]) -> None:
+    """Unknown cases and providers end the run before anything is measured. Those of "transformers" are its own."""
     try:
+        if suites == ["transformers"]:
+            importlib.import_module("bench.bench_transformers").check_names(args.case, args.provider)
+            return
         importlib.import_module("bench.cases").select(args.case, "quick")
         importlib.import_module("bench.providers").select(args.provider, "quick")
     except ValueError as error:

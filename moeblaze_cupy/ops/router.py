@@ -1,62 +1,186 @@
-"""The router, forward and backward: kernels_cu/router.cu."""
+"""The router: kernels_cu/router_forward.cu, router_sums.cu and router_backward.cu."""
 
-from typing import Any
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.arrays import Buffer
+from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.runtime import Launch, Runtime
+from moeblaze_cupy.runtime import Launch, Runtime, cached
 
-ADDRESSES = {
-    "router_fwd": ("logits", "weights", "ids"),
-    "router_bwd": ("grad_weights", "logits", "weights", "ids", "grad_logits"),
-}
+ROUTED = ("logits", "bias", "ids", "token_offsets", "token_mask", "sequences")  # what the caller gives
+FORWARD = ("logits", "bias", "given", *ROUTED[3:], "weights", "ids", "partial_sums")
+ADDED = ("partial_sums", "sequences", "score_sums", "z_sums", "entropy_sums")
+BACKWARD = (
+    *("grad_weights", "logits", "weights", "ids", "token_offsets", "token_mask", "sequences"),
+    *("grad_score_sums", "grad_z_sums", "grad_entropy_sums", "grad_logits"),
+)
+Layouts = tuple[tuple[str, Layout], ...]  # by the argument's name
+Shape = tuple[int, ...]
 
 
-def _launch(entry: str, layouts: Any, k: Any, options: RouterOptions) -> Launch | None:
-    by_name = dict(layouts)
-    known = RouterOptions("softmax", options.renormalize, 0.0, 1.0, "scores", None, None, None, (), 1)
-    L, E = by_name["logits"].shape
-    if options != known or set(by_name) - set(ADDRESSES[entry]) or (entry == "router_fwd" and "ids" in by_name):
-        raise NotImplementedError("route: options: expected those of softmax on CUDA, got others")
-    if E > 1024 or k > 32:
-        raise NotImplementedError("route: logits: expected at most 1024 experts and k of at most 32 on CUDA, got more")
-    if L == 0:
-        return None
-    return Launch(
-        loader.entry("router.cu", f"{entry}_{by_name['logits'].dtype}"),
-        (launch_config.ceil_div(L, launch_config.ROUTER_TOKENS),),
-        32 * launch_config.ROUTER_TOKENS,
-        ADDRESSES[entry],
-        {"L": L, "num_experts": E, "k": k, "over_selected": int(options.renormalize or 0)},
-        4 * launch_config.ROUTER_TOKENS * E,
+class Forward(NamedTuple):
+    """route and sum are None where there is nothing to do; `sums`: shapes of the results, None for those not asked."""
+
+    route: Launch | None
+    sum: Launch | None
+    shape: Shape  # of weights and ids
+    partial_sums: Shape
+    sums: tuple[Shape | None, Shape | None, Shape | None]
+
+
+class Backward(NamedTuple):
+    launch: Launch | None
+    layout: Layout  # of the logits
+
+
+def _bits(value: float) -> int:
+    """A float32's, as the int32 that a struct of parameters holds. What is too large for one is infinite."""
+    try:
+        packed = struct.pack("=f", value)
+    except OverflowError:
+        packed = struct.pack("=f", float("inf") if value > 0 else float("-inf"))
+    bits: int = struct.unpack("=i", packed)[0]
+    return bits
+
+
+def _sums(shares: str | None, z: bool, entropy: bool) -> dict[str, str | int]:
+    return {"SHARES": shares.upper() if shares else 0, "SUM_Z": int(z), "SUM_ENTROPY": int(entropy)}
+
+
+def _group_top(groups: tuple[int, int, int] | None) -> int:
+    return 0 if groups is None else min(groups[2], 3)
+
+
+@cached
+def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -> Forward:
+    """Launches of a route whose options are settled. k: slots per token, None with token_offsets."""
+    given = dict(layouts)
+    logits, ids, bias, sequences = (given.get(name) for name in ("logits", "ids", "bias", "sequences"))
+    assert logits is not None
+    L, E = logits.shape
+    shape = ids.shape if ids is not None else (L, k or 0)
+    number = (sequences.shape[0] - 1) if sequences is not None else options.sequences or 1
+    groups = options.groups if ids is None else None
+    n, kept, top = groups or (1, 1, 1)
+    config = launch_config.router_forward(
+        *(L, E, k),
+        itemsize=logits.itemsize,
+        aligned=logits.misalignment == 0,
+        selects=ids is None,
+        groups=n if groups else 0,
+        sums=bool(options.sums),
+    )
+    biased = bias is not None and ids is None
+    variant = loader.router_variant(
+        "router_forward",
+        config,
+        dtype=logits.dtype,
+        score=options.score,
+        renormalize=bool(options.renormalize),
+        GIVEN=int(ids is not None),
+        BIAS=(1 if options.bias_on == "scores" else 2) if biased else 0,
+        GROUP_TOP=_group_top(groups),
+        CUT=int(options.top_p is not None or options.threshold is not None),
+        **_sums(options.shares, "z" in options.sums, "entropy" in options.sums),
+    )
+    infinity = float("inf")
+    scalars = {
+        "bias_stride": E if biased and bias is not None and len(bias.shape) == 2 else 0,
+        "L": L,
+        "num_experts": E,
+        "k": k or 0,
+        "num_pairs": ids.shape[0] if ids is not None and k is None else 0,
+        "given_wide": int(ids is not None and ids.dtype == "int64"),
+        "groups": n,
+        "kept": kept,
+        "top": top,
+        "group_size": E // n,
+        "group_reciprocal": _reciprocal(E // n),
+        "tokens_per_block": config.tokens_per_block,
+        "num_sequences": number,
+        "scale": _bits(options.scale),
+        "eps": _bits(options.eps),
+        "top_p": _bits(infinity if options.top_p is None else options.top_p),
+        "threshold": _bits(-infinity if options.threshold is None else options.threshold),
+    }
+    idle = not L and not (ids is not None and ids.shape[0])
+    route = Launch(variant, (config.blocks,), config.threads, FORWARD, scalars, config.shared_bytes)
+    add = Launch(
+        loader.entry("router_sums.cu", "router_sums"),
+        (launch_config.ceil_div(E + 2, 32), number),
+        32 * launch_config.ROUTER_SUM_ROWS,
+        ADDED,
+        {name: scalars[name] for name in ("L", "num_experts", "tokens_per_block", "num_sequences")},
+    )
+    shapes = (
+        (number, E) if options.shares else None,
+        (number,) if "z" in options.sums else None,
+        (number,) if "entropy" in options.sums else None,
+    )
+    return Forward(
+        None if idle else route, add if options.sums else None, shape, (config.blocks + number, E + 2), shapes
     )
 
 
-def configure_forward(layouts: Any, k: int | None, options: RouterOptions, limits: Any) -> Any:
-    """The launch, and the shape of weights and ids."""
-    return _launch("router_fwd", layouts, k, options), (dict(layouts)["logits"].shape[0], k)
+def _reciprocal(size: int) -> int:
+    """2^32 / size, rounded up, as an int32: a column times it, shifted right by 32 bits, is column // size. 0 for 1."""
+    value = 0 if size == 1 else 2**32 // size + 1
+    return value - 2**32 if value >= 2**31 else value
 
 
-def route(run: Runtime, steps: Any, pointers: dict[str, int]) -> tuple[Buffer, Buffer, tuple[Any, ...]]:
-    """weights, ids, and what was added up."""
-    step, shape = steps
-    weights, ids = run.empty(shape, "float32"), run.empty(shape, "int32")
-    if step:
-        run.launch(step, pointers["logits"], weights.ptr, ids.ptr)
-    return weights, ids, ()
+def route(
+    run: Runtime, steps: Forward, pointers: Mapping[str, int]
+) -> tuple[Buffer, Buffer, tuple[Buffer | None, Buffer | None, Buffer | None]]:
+    """weights float32, ids int32, and score, z and entropy sums float32. pointers: of the arrays that are given."""
+    weights, ids = run.empty(steps.shape, "float32"), run.empty(steps.shape, "int32")
+    given = [pointers.get(name, 0) for name in ROUTED]
+    partial = run.empty(steps.partial_sums, "float32") if steps.sum else None
+    if steps.route:
+        run.launch(steps.route, *given, weights.ptr, ids.ptr, partial.ptr if partial else 0)
+    score, z, entropy = (None if shape is None else run.empty(shape, "float32") for shape in steps.sums)
+    if steps.sum and partial:
+        run.launch(steps.sum, partial.ptr, given[-1], *(0 if b is None else b.ptr for b in (score, z, entropy)))
+    return weights, ids, (score, z, entropy)
 
 
-def configure_backward(layouts: Any, options: RouterOptions, limits: Any) -> Any:
-    """The launch, and the layout of the gradient."""
-    by_name = dict(layouts)
-    return _launch("router_bwd", layouts, by_name["ids"].shape[-1], options), by_name["logits"]
+@cached
+def configure_backward(layouts: Layouts, options: RouterOptions) -> Backward:
+    """The launch of a route's backward, with the gradients that are given among the layouts."""
+    given = dict(layouts)
+    logits, ids, sequences = given["logits"], given["ids"], given.get("sequences")
+    L, E = logits.shape
+    config = launch_config.router_backward(L, E, itemsize=logits.itemsize, aligned=logits.misalignment == 0)
+    ragged = "token_offsets" in given
+    variant = loader.router_variant(
+        "router_backward",
+        config,
+        dtype=logits.dtype,
+        score=options.score,
+        renormalize=bool(options.renormalize),
+        **_sums(
+            options.shares if "grad_score_sums" in given else None,
+            "grad_z_sums" in given,
+            "grad_entropy_sums" in given,
+        ),
+    )
+    scalars = {
+        "L": L,
+        "num_experts": E,
+        "k": 0 if ragged else ids.shape[1],
+        "num_pairs": ids.shape[0] if ragged else 0,
+        "num_sequences": (sequences.shape[0] - 1) if sequences is not None else options.sequences or 1,
+        "scale": _bits(options.scale),
+        "eps": _bits(options.eps),
+    }
+    launch = Launch(variant, (config.blocks,), config.threads, BACKWARD, scalars, config.shared_bytes)
+    return Backward(launch if L else None, logits)
 
 
-def route_backward(run: Runtime, steps: Any, pointers: dict[str, int]) -> Buffer:
-    """Gradient of the logits (L, E)."""
-    step, layout = steps
-    grad = run.empty(layout.shape, layout.dtype)
-    if step:
-        run.launch(step, *(pointers[name] for name in ADDRESSES["router_bwd"][:-1]), grad.ptr)
-    return grad
+def route_backward(run: Runtime, steps: Backward, pointers: Mapping[str, int]) -> Buffer:
+    """Gradient of the logits (L, E), in their layout. pointers: of the arrays that are given."""
+    grad_logits = run.empty(steps.layout.shape, steps.layout.dtype)
+    if steps.launch:
+        run.launch(steps.launch, *(pointers.get(name, 0) for name in BACKWARD[:-1]), grad_logits.ptr)
+    return grad_logits

@@ -133,7 +133,7 @@ def _configure(
     if L == 0:
         return None
     groups, S, threads = launch_config.ceil_div(E, 32), sequences.number, launch_config.SELECT_THREADS
-    blocks = launch_config.ceil_div(limits.multiprocessors, groups)
+    blocks = limits.multiprocessors // groups  # each has a multiprocessor to itself, for its shared memory
     longest = sequences.longest(L)
     parts = selection_config.parts_of_sequence(S, longest, blocks, 256, launch_config.PART_COUNTS)
     sizes = {"L": L, "num_experts": E, "num_sequences": S, "parts": parts}

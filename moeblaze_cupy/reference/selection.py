@@ -1,11 +1,13 @@
 """Which pairs of a token and an expert stay or are taken: counts, capacity, and selection per expert, in NumPy."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
 from moeblaze_cupy import selection_config
-from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype, softmax
+from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
+from moeblaze_cupy.reference.router import scores_of
 
 Sequences = int | HostArray
 
@@ -137,7 +139,7 @@ def quantile_histogram(
     """
     compute = compute_dtype(logits)
     num_experts, bins = histogram.shape
-    scores = _score(cast(logits, compute), score)
+    scores = scores_of(cast(logits, compute), score)
     biased = scores + cast(bias, compute)
     present = _present(ids, num_experts)
     token, slot = np.nonzero(present)
@@ -150,20 +152,6 @@ def quantile_histogram(
     token, expert = np.nonzero(~np.isnan(place))
     bin_ = np.clip(place[token, expert], 0, bins - 1).astype(np.int64)
     np.add.at(histogram, (expert, bin_), 1)
-
-
-def _score(logits: HostArray, score: str) -> HostArray:
-    if score == "softmax":
-        return softmax(logits)
-    with np.errstate(over="ignore"):
-        if score == "sigmoid":
-            sigmoid: HostArray = 1 / (1 + np.exp(-logits))
-            return sigmoid
-        if score == "sqrt_softplus":
-            softplus: HostArray = np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits)))
-            return np.sqrt(softplus)
-    rectified: HostArray = np.maximum(logits, 0)
-    return rectified if score == "relu" else logits
 
 
 def _present(ids: HostArray, num_experts: int) -> HostArray:
@@ -179,16 +167,11 @@ def _descending(values: HostArray) -> HostArray:
 
 
 def _ranges(sequences: Sequences, L: int) -> Iterator[tuple[int, int]]:
-    """Where each sequence begins and ends: equally long ones, or by offsets (S+1,) that rise from 0 to L.
-
-    The first and the last offset are not read, and others are clamped to [0, L].
-    """
+    """Where each sequence begins and ends: equally long ones, or by offsets (S+1,) that rise, clamped to [0, L]."""
     if isinstance(sequences, int):
         length = L // sequences
         yield from ((s * length, (s + 1) * length) for s in range(sequences))
         return
-    last = len(sequences) - 2
-    for s in range(last + 1):
-        begin = 0 if s == 0 else min(max(int(sequences[s]), 0), L)
-        end = L if s == last else min(max(int(sequences[s + 1]), begin), L)
-        yield begin, end
+    for first, last in itertools.pairwise(sequences.tolist()):
+        begin = min(max(first, 0), L)
+        yield begin, min(max(last, begin), L)

@@ -175,6 +175,8 @@ __device__ __forceinline__ unsigned cvt_fp16x2(float low, float high) {
     return cuemu::fp16_bits(low) | cuemu::fp16_bits(high) << 16;
 }
 
+__device__ __forceinline__ float canonical(float v) { return v != v ? __uint_as_float(0x7fffffffu) : v + 0.f; }
+
 __device__ __forceinline__ float reciprocal(float v) { return 1.f / v; }
 
 __device__ __forceinline__ uint4 load_global_16(const void* p) {

@@ -1,0 +1,51 @@
+"""The suite `transformers` in docs/results.md: a table, and what the plot shows."""
+
+from bench.table import number
+
+WHATS = ("step", "step_compiled")
+ABOUT = """Models of transformers with random weights at the sizes of their names, 4 layers, a vocabulary of 8,192,
+bf16. A step is forward, loss, backward and AdamW. Generation is of one token for each sequence. Ratios are of
+"grouped_mm" in the same record; above 1 is faster. Peak memory is of the whole step, weights and optimizer included."""
+
+
+def _newest(records: list[dict]) -> dict[tuple[str, str, str], dict]:
+    """Rows by case, pass and implementation; records come oldest first."""
+    found = {}
+    for record in records:
+        for row in record["benchmarks"]:
+            if row["group"] == "transformers":
+                info = row["extra_info"]
+                found[info["case"], info["pass"], info["provider"]] = info | row["stats"]
+    return found
+
+
+def rows(records: list[dict]) -> list[list[str]]:
+    """Cells: case, pass, implementation, tokens/s, speed over grouped_mm, peak GiB, of grouped_mm, spread in %."""
+    found, lines = _newest(records), []
+    for (case, what, name), row in found.items():
+        base = found.get((case, what, "grouped_mm"), {})
+        speed = row["tokens_per_second"] / base["tokens_per_second"] if base else None
+        peak = row.get("peak_mib")
+        share = peak / base["peak_mib"] if peak and base.get("peak_mib") else None
+        words = [case, what.replace("_", " "), name, f"{row['tokens_per_second']:,.0f}", number(speed)]
+        spread = 100 * row["iqr"] / row["median"]
+        lines.append([*words, number(None if peak is None else peak / 1024), number(share), f"{spread:.1f}"])
+    return lines
+
+
+def section(records: list[dict], table) -> list[str]:
+    """Lines of the page; none without a record."""
+    lines = rows(records)
+    if not lines:
+        return []
+    head = ["model", "pass", "experts", "tokens/s", "speed", "peak, GiB", "share", "spread, %"]
+    return ["", "## transformers", "", "![Training steps](transformers.svg)", "", ABOUT, *table(head, lines)]
+
+
+def bars(records: list[dict]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
+    """By case and pass, of training steps: tokens per second and peak GiB by implementation."""
+    found: dict = {}
+    for (case, what, name), row in _newest(records).items():
+        if what in WHATS and row.get("peak_mib"):
+            found.setdefault((case, what), {})[name] = row["tokens_per_second"], row["peak_mib"] / 1024
+    return found

@@ -1,0 +1,167 @@
+// Router backward: the gradient of the logits from those of the weights and of the sums.
+//
+// With g the gradient of the weights w and dot = sum of g w over a token's slots, a chosen logit gets w (g - dot / scale) if
+// weights are renormalised, else w g, times d log s / dx but for softmax. The other terms are one vector for the whole row:
+// softmax over all experts adds -p dot, and with v the gradient of a sum, shares q add q (v - <q, v>) d log s / dx, z adds
+// 2 v lse p, and entropy -v p (x - <p, x>).
+//
+// LANES lanes hold a token, THREADS / LANES tokens a block. Dynamic shared memory: E floats, rounded up to 4, for each.
+#include "router_scores.cuh"
+
+#if !defined(SCORE) || !defined(RENORMALIZE) || !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY)
+#error "SCORE, RENORMALIZE, SHARES, SUM_Z and SUM_ENTROPY are given by loader.py"
+#endif
+
+struct RouterBackwardParams {
+    const float* grad_weights;        // (L, k) or (P,) fp32, in
+    const ELEMENT* logits;            // (L, E), in
+    const float* weights;             // (L, k) or (P,) fp32, in
+    const int* ids;                   // (L, k) or (P,) int32, in
+    const int* token_offsets;         // (L + 1,) int32, in, or absent
+    const unsigned char* token_mask;  // (L,) bool, in, or absent
+    const int* sequences;             // (num_sequences + 1,) int32, in, or absent
+    const float* grad_score_sums;     // (num_sequences, E) fp32, in; absent without SHARES
+    const float* grad_z_sums;         // (num_sequences,) fp32, in; absent without SUM_Z
+    const float* grad_entropy_sums;   // (num_sequences,) fp32, in; absent without SUM_ENTROPY
+    ELEMENT* grad_logits;             // (L, E), out
+    int L, num_experts, k, num_pairs, num_sequences;
+    int scale, eps;  // bits of floats
+};
+
+constexpr bool LINEAR = SCORE == IDENTITY || SCORE == RELU;
+constexpr bool OVER_ALL = SCORE == SOFTMAX && !RENORMALIZE;
+constexpr bool SUMS = SHARES != 0 || SUM_Z != 0 || SUM_ENTROPY != 0;
+constexpr bool DENSE = OVER_ALL || SUMS;
+constexpr bool PROBABILITIES = OVER_ALL || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
+constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
+constexpr int TOKENS = THREADS / LANES;
+
+// Adds the chosen logits' gradients to the row; returns dot.
+__device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pairs& pairs, const ELEMENT* logits, float* row) {
+    const int lane = lane_of_token(), E = p.num_experts;
+    const float scale = __int_as_float(p.scale);
+    const int64 first = pairs.first;
+    float dot = 0.f, total = 0.f;
+    for (int j = lane; j < pairs.number; j += LANES) {
+        dot += p.weights[first + j] * p.grad_weights[first + j];
+        if (LINEAR && RENORMALIZE) {
+            const int id = p.ids[first + j];
+            if (static_cast<unsigned>(id) < static_cast<unsigned>(E)) total += score_of<SCORE>(to_float(logits[id]));
+        }
+    }
+    dot = sum_of_lanes(dot);
+    if (LINEAR && RENORMALIZE) total = sum_of_lanes(total) + __int_as_float(p.eps);
+    const int longest = __reduce_max_sync(WARP, pairs.number);
+    for (int base = 0; base < longest; base += LANES) {
+        const int j = base + lane;
+        int id = j < pairs.number ? p.ids[first + j] : -1;
+        const bool present = static_cast<unsigned>(id) < static_cast<unsigned>(E);
+        float h = 0.f;
+        if (present) {
+            const float g = p.grad_weights[first + j];
+            if (LINEAR) {
+                h = RENORMALIZE ? (scale * g - dot) / total : scale * g;
+                if (SCORE == RELU && !(to_float(logits[id]) > 0.f)) h = 0.f;
+            } else {
+                const float w = p.weights[first + j];
+                h = RENORMALIZE ? w * (g - dot / scale) : w * g;
+                if (SCORE != SOFTMAX) h *= log_slope<SCORE>(to_float(logits[id]));
+            }
+        }
+        // An expert that a token has twice gets both gradients, in the order of the slots.
+        const int place = threadIdx.x % 32 / LANES;
+        const unsigned same = __match_any_sync(WARP, present ? place << 16 | id : -1 - static_cast<int>(threadIdx.x % 32));
+        if (__any_sync(WARP, (same & (same - 1)) != 0)) {
+            for (int turn = 0; turn < LANES; ++turn) {
+                if (turn == lane && present) row[id] += h;
+                __syncwarp();
+            }
+        } else if (present) {
+            row[id] += h;
+        }
+        __syncwarp();
+    }
+    return dot;
+}
+
+__device__ __forceinline__ void store_vector(ELEMENT* out, const float (&v)[1]) { store_one(out, v[0]); }
+__device__ __forceinline__ void store_vector(float* out, const float (&v)[4]) {
+    store_global_16(out, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+}
+template <class Half>
+__device__ __forceinline__ void store_vector(Half* out, const float (&v)[8]) {
+    store_vector8(out, v);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const RouterBackwardParams p) {
+    const int E = p.num_experts, lane = lane_of_token(), place = threadIdx.x / LANES;
+    const int token = blockIdx.x * TOKENS + place;
+    const bool there = token < p.L;
+    const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
+    float* const row = reinterpret_cast<float*>(dynamic_shared) + place * ((E + 3) / 4 * 4);
+    float x[VALUES];
+    if (DENSE) load_row(logits, there, E, x);
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        const int column = column_of(v * WIDTH);
+        if (column >= E) continue;
+        if (WIDTH % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < WIDTH; i += 4) *reinterpret_cast<float4*>(row + column + i) = make_float4(0.f, 0.f, 0.f, 0.f);
+        } else {
+            row[column] = 0.f;
+        }
+    }
+    __syncwarp();
+    const float dot = scatter(p, pairs_of(p.token_offsets, token, p.k, p.num_pairs, there), logits, row);
+
+    LogSumExp lse = {0.f, 1.f};
+    if (PROBABILITIES) lse = log_sum_exp(x);
+    const float* v = nullptr;  // the gradient of the sequence's shares
+    float v_entropy = 0.f, of_all = OVER_ALL ? -dot : 0.f, mean_v = 0.f, share = 0.f;
+    if (SUMS) {
+        const Sequence sequence = sequence_of(p.sequences, p.num_sequences, there ? token : 0, p.L);
+        const bool counts = there && sequence.index >= 0 && sequence.index < p.num_sequences &&
+                            !(p.token_mask != nullptr && !p.token_mask[token]);
+        if (SHARES && counts) v = p.grad_score_sums + static_cast<int64>(sequence.index) * E;
+        if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence.index] * lse.value();
+        if (SUM_ENTROPY && counts) v_entropy = p.grad_entropy_sums[sequence.index];
+        float mean_x = 0.f, scores = 0.f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            float q = 0.f;
+            if (SHARES == SOFTMAX || SUM_ENTROPY) q = lse.probability(x[i]);
+            if (SUM_ENTROPY) mean_x += q * logit_or_zero(x[i], q);
+            if (SCORE_SHARES) q = score_of<SHARES>(x[i]), scores += q;
+            if (SHARES && v != nullptr && column_of(i) < E) mean_v += q * v[column_of(i)];
+        }
+        if (SUM_ENTROPY) of_all += v_entropy * sum_of_lanes(mean_x);
+        if (SHARES) mean_v = sum_of_lanes(mean_v);
+        if (SHARES == SOFTMAX) of_all -= mean_v;
+        if (SCORE_SHARES) {
+            share = reciprocal(sum_of_lanes(scores) + NORMALIZER);
+            mean_v *= share;
+        }
+    }
+    if (!there) return;
+    ELEMENT* const out = p.grad_logits + static_cast<int64>(token) * E;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int column = column_of(i * WIDTH);
+        if (column >= E) continue;
+        float grad[WIDTH];
+#pragma unroll
+        for (int c = 0; c < WIDTH; ++c) {
+            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES && v != nullptr ? v[column + c] : 0.f;
+            grad[c] = row[column + c];
+            if (PROBABILITIES) {
+                const float probability = lse.probability(x_c);
+                float factor = of_all + (SHARES == SOFTMAX ? v_c : 0.f);
+                if (SUM_ENTROPY) factor -= v_entropy * logit_or_zero(x_c, probability);
+                grad[c] += probability * factor;
+            }
+            if (SCORE_SHARES && v != nullptr) grad[c] += score_of<SHARES>(x_c) * share * (v_c - mean_v) * log_slope<SHARES>(x_c);
+        }
+        store_vector(out + column, grad);
+    }
+}

@@ -1,0 +1,252 @@
+// Router forward: the k experts of each token, their weights, and partial sums for balancing losses (paper section 2.1).
+//
+// All arithmetic is fp32. LANES lanes hold a token's logits in registers, VALUES each. A block has THREADS / LANES tokens at a
+// time and takes `tokens_per_block` consecutive ones in all. Without sums these are one and the same.
+//
+// Sums: a block's tokens of one sequence are added up in shared memory, in a row for each of its places for tokens, and these
+// rows in their order. What block b has of sequence s is row b + s of the partial sums. Each row has one writer, as tokens and
+// sequences rise together. router_sums.cu adds the rows.
+//
+// Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
+// E + 2 * groups for the choice of groups, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
+#include "router_select.cuh"
+
+#if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
+    !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY)
+#error "SCORE, RENORMALIZE, GIVEN, BIAS, GROUP_TOP, CUT, SHARES, SUM_Z and SUM_ENTROPY are given by loader.py"
+#endif
+
+struct RouterForwardParams {
+    const ELEMENT* logits;                         // (L, E), in
+    const float* bias;                             // (E,) or (L, E), in; absent without BIAS
+    const void* given;                             // (L, k) or (P,) int32 or int64: ids, in; absent without GIVEN
+    const int* token_offsets;                      // (L + 1,) int32, in, or absent: the pairs of each token
+    const unsigned char* token_mask;               // (L,) bool, in, or absent
+    const int* sequences;                          // (num_sequences + 1,) int32, in, or absent: equal runs
+    float* weights;                                // (L, k) or (P,) fp32, out
+    int* ids;                                      // (L, k) or (P,) int32, out: -1 in an empty slot
+    float* partial_sums;                           // (blocks + num_sequences, E + 2) fp32, out: shares, then z, then entropy
+    int64 bias_stride;                             // elements between tokens' biases: 0 or E
+    int L, num_experts, k, num_pairs, given_wide;  // given_wide: ids are int64
+    int groups, kept, top, group_size, group_reciprocal;
+    int tokens_per_block, num_sequences;
+    int scale, eps, top_p, threshold;  // bits of floats
+};
+
+constexpr bool SUMS = SHARES != 0 || SUM_Z != 0 || SUM_ENTROPY != 0;
+constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  // groups add up scores, not logits
+constexpr bool NEEDS_LSE =
+    (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
+constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
+constexpr int TOKENS = THREADS / LANES;                                              // of a block at a time
+constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? 4 : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
+
+__device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
+    return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
+}
+
+// Adds a token's shares to its place's row in shared memory, and its z and entropy behind them, if it `counts`.
+__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumExp& lse, int E, float* row, bool counts) {
+    float q[VALUES], sum = 0.f, entropy = 0.f;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        const float p = SHARES == SOFTMAX || SUM_ENTROPY ? lse.probability(x[i]) : 0.f;
+        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? score_of<SHARES>(x[i]) : p;
+        sum += q[i];
+        if (SUM_ENTROPY) entropy += p * logit_or_zero(x[i], p);
+    }
+    const float share = SHARES == SOFTMAX ? 1.f : reciprocal(sum_of_lanes(sum) + NORMALIZER);
+    if (SHARES) {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int column = column_of(v * WIDTH);
+            if (!counts || column >= E) continue;
+            if constexpr (LANES > 1 && WIDTH % 4 == 0) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; i += 4) {
+                    float4* const at = reinterpret_cast<float4*>(row + column + i);
+                    const float* const added = q + v * WIDTH + i;
+                    const float4 old = *at;
+                    *at = make_float4(old.x + added[0] * share, old.y + added[1] * share, old.z + added[2] * share,
+                                      old.w + added[3] * share);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) row[column + i] += q[v * WIDTH + i] * share;
+            }
+        }
+    }
+    if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
+    if (counts && lane_of_token() == 0) {
+        if (SUM_Z) row[E] += lse.value() * lse.value();
+        if (SUM_ENTROPY) row[E + 1] += lse.value() - entropy;
+    }
+}
+
+// Weights of a token's slots 0 .. number - 1, in order: id_of(j) is an expert, or outside of 0 .. E - 1 in an empty slot, and
+// logit_of(j) its logit. `put(j, weight, id)` stores. `longest` is the largest number in the warp.
+template <class Id, class Logit, class Put>
+__device__ __forceinline__ void weigh(int number, int longest, int E, const LogSumExp& lse, float scale, float eps, Id id_of,
+                                      Logit logit_of, Put put) {
+    const int lane = lane_of_token();
+    const auto is_present = [&](int j) { return j < number && static_cast<unsigned>(id_of(j)) < static_cast<unsigned>(E); };
+    float largest = minus_infinity();
+    if (SCORE == SOFTMAX && RENORMALIZE) {
+        for (int j = lane; j < number; j += LANES)
+            if (is_present(j)) largest = fmaxf(largest, logit_of(j));
+        largest = max_of_lanes(largest);
+    }
+    const auto value_of = [&](int j) {
+        return SCORE == SOFTMAX && RENORMALIZE ? expf(logit_of(j) - largest) : score_in_row(logit_of(j), lse);
+    };
+    float total = 0.f;
+    if (RENORMALIZE) {  // slot after slot: the sum does not depend on the lanes that hold the token
+        for (int base = 0; base < longest; base += LANES) {
+            const int j = base + lane;
+            const float value = is_present(j) ? value_of(j) : 0.f;
+#pragma unroll
+            for (int part = 0; part < LANES; part += 8)
+                if (base + part < longest)
+#pragma unroll
+                    for (int i = part; i < min(part + 8, LANES); ++i) total += from_lane(value, i);  // 0 behind the last
+        }
+        if (SCORE != SOFTMAX) total += eps;
+    }
+    for (int j = lane; j < number; j += LANES) {
+        const bool present = is_present(j);
+        float value = present ? value_of(j) : 0.f;
+        if (RENORMALIZE && present) value /= total;
+        put(j, value * scale, present ? id_of(j) : -1);
+    }
+}
+
+// One token, or none where `token` is no token of this block. `row` is its place's row of sums, if it has a share in them.
+__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, float* row, Entry* slots,
+                                            Entry* listed, unsigned* group_rows) {
+    const int E = p.num_experts, lane = lane_of_token();
+    const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
+    const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
+    const float scale = __int_as_float(p.scale), eps = __int_as_float(p.eps);
+    float x[VALUES];
+    LogSumExp lse = {0.f, 1.f};
+    if (NEEDS_ROW) load_row(logits, there, E, x);
+    if (NEEDS_LSE) lse = log_sum_exp(x);
+    if (SUMS) add_sums(x, lse, E, row, there && !masked && row != nullptr);
+    if (GIVEN) {
+        const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
+        const int longest = __reduce_max_sync(WARP, pairs.number);
+        const auto id_of = [&](int j) {
+            const int64 at = static_cast<int64>(pairs.first) + j;
+            if (masked) return -1;
+            if (!p.given_wide) return static_cast<const int*>(p.given)[at];
+            const int64 id = static_cast<const int64*>(p.given)[at];
+            return id < 0 || id >= E ? -1 : static_cast<int>(id);
+        };
+        weigh(
+            pairs.number, longest, E, lse, scale, eps, id_of, [&](int j) { return to_float(logits[id_of(j)]); },
+            [&](int j, float weight, int id) {
+                p.weights[static_cast<int64>(pairs.first) + j] = weight;
+                p.ids[static_cast<int64>(pairs.first) + j] = id;
+            });
+        return;
+    }
+    unsigned keys[VALUES];
+    const float* bias = p.bias + (there ? token : 0) * p.bias_stride;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        float key = x[i];
+        if (BIAS == 1) key = score_in_row(x[i], lse);
+        if (BIAS) key = column_of(i) < E && there ? key + bias[column_of(i)] : minus_infinity();
+        keys[i] = sort_key(key);
+    }
+    if (GROUP_TOP) {
+        unsigned ranked_by[VALUES];
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(score_in_row(x[i], lse)) : keys[i];
+        keep_groups<GROUP_TOP>(keys, ranked_by, group_rows, E, p.groups, p.kept, p.top, p.group_size,
+                               static_cast<unsigned>(p.group_reciprocal));
+    }
+    const int k = p.k;
+    select(keys, k, slots, listed);
+    __syncwarp();
+    const auto id_of = [&](int j) { return column_of_entry(slots[j]); };
+    const auto logit_of = [&](int j) { return BIAS ? to_float(logits[min(id_of(j), E - 1)]) : from_sort_key(key_of(slots[j])); };
+    int number = there && !masked ? k : 0;
+    if (CUT) {
+        int first_cut = number;
+        float mass = 0.f;
+        for (int base = 0; base < k; base += LANES) {
+            const int j = base + lane;
+            const float x_j = j < number ? logit_of(j) : 0.f, probability = j < number ? lse.probability(x_j) : 0.f;
+            float before = 0.f;
+#pragma unroll
+            for (int i = 0; i < LANES; ++i) {
+                if (i == lane) before = mass;
+                if (base + i < k) mass += from_lane(probability, i);
+            }
+            const float compared = BIAS ? from_sort_key(key_of(slots[min(j, k - 1)])) : score_in_row(x_j, lse);
+            const bool stays = (j == 0 || before < __int_as_float(p.top_p)) && compared >= __int_as_float(p.threshold);
+            if (j < number && !stays) first_cut = min(first_cut, j);
+        }
+        number = over_lanes(first_cut, [](int a, int b) { return min(a, b); });
+    }
+    // Each lane reads and writes its own slots; those that are empty come after.
+    weigh(number, k, E, lse, scale, eps, id_of, logit_of, [&](int j, float weight, int id) {
+        slots[j] = static_cast<Entry>(__float_as_uint(weight)) << 32 | static_cast<unsigned>(id);
+    });
+    for (int j = number + lane; j < k; j += LANES) slots[j] = 0xffffffffull;
+    __syncwarp();
+    // The warp's tokens are consecutive, and so are their slots, here as in the results.
+    const int place = threadIdx.x % 32 / LANES, first = token - place;
+    const unsigned there_lanes = __ballot_sync(WARP, there);
+    const int written = __popc(there_lanes) / LANES * k;
+    const Entry* warp_slots = slots - place * k;
+    for (int i = threadIdx.x % 32; i < written; i += 32) {
+        const Entry entry = warp_slots[i];
+        p.weights[static_cast<int64>(first) * k + i] = __uint_as_float(static_cast<unsigned>(entry >> 32));
+        p.ids[static_cast<int64>(first) * k + i] = static_cast<int>(static_cast<unsigned>(entry));
+    }
+    __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(const RouterForwardParams p) {
+    const int E = p.num_experts, place = threadIdx.x / LANES;
+    const int columns = E + 2, stride = LANES == 1 ? columns | 1 : (columns + 3) / 4 * 4;
+    Entry* const all_slots = reinterpret_cast<Entry*>(dynamic_shared);
+    Entry* const all_listed = all_slots + (GIVEN ? 0 : (TOKENS * p.k + 1) / 2 * 2);
+    unsigned* const all_groups = reinterpret_cast<unsigned*>(all_listed + (GIVEN || LANES == 1 ? 0 : TOKENS * MAX_LISTED));
+    const int group_words = GROUP_TOP ? (E + 2 * p.groups + 3) / 4 * 4 : 0;
+    float* const all_sums = reinterpret_cast<float*>(all_groups + TOKENS * group_words);
+    const int first = blockIdx.x * p.tokens_per_block, end = min(p.L, first + p.tokens_per_block);
+
+    if (GIVEN && p.token_offsets != nullptr && blockIdx.x == gridDim.x - 1) {  // pairs of no token
+        const int begin = clamped(p.token_offsets[0], p.num_pairs), behind = clamped(p.token_offsets[p.L], p.num_pairs);
+        for (int i = threadIdx.x; i < begin; i += THREADS) p.weights[i] = 0.f, p.ids[i] = -1;
+        for (int i = behind + threadIdx.x; i < p.num_pairs; i += THREADS) p.weights[i] = 0.f, p.ids[i] = -1;
+    }
+    for (int begin = first; begin < end;) {
+        Sequence sequence = {0, end};
+        if (SUMS) {
+            sequence = sequence_of(p.sequences, p.num_sequences, begin, p.L);
+            __syncthreads();
+            for (int i = threadIdx.x; i < TOKENS * stride; i += THREADS) all_sums[i] = 0.f;
+            __syncthreads();
+        }
+        const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
+        const int stop = min(end, sequence.end);
+        for (int base = begin; base < stop; base += TOKENS)
+            route_token(p, base + place, base + place < stop, SUMS && counts ? all_sums + place * stride : nullptr,
+                        all_slots + place * p.k, all_listed + place * MAX_LISTED, all_groups + place * group_words);
+        if (SUMS && counts) {
+            __syncthreads();
+            float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + sequence.index) * columns;
+            for (int i = threadIdx.x; i < columns; i += THREADS) {
+                float sum = 0.f;
+                for (int at = 0; at < TOKENS; ++at) sum += all_sums[at * stride + i];
+                out[i] = sum;
+            }
+        }
+        begin = stop;
+    }
+}

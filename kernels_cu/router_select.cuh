@@ -1,0 +1,201 @@
+// The k largest of a token's keys in order, each key in a register of the LANES lanes that hold the token. Equal keys rank by
+// rising column.
+//
+// One lane picks k times. Several lanes sort their largest keys; the k-th of these is no larger than the token's k-th key, so
+// that few keys reach it. Those are listed and ranked by pairs. Where too many reach it, or k > LANES, the k-th key is found
+// bit by bit.
+#pragma once
+#include "router_scores.cuh"
+
+typedef unsigned long long Entry;  // key, then the complement of its column: larger entries rank first
+
+#if !defined(MAX_LISTED)
+#error "MAX_LISTED, the number of keys that are ranked by pairs, is given by launch_config.py"
+#endif
+static_assert(MAX_LISTED >= 64 && MAX_LISTED % 2 == 0, "k keys fit, and what follows them in shared memory is aligned");
+
+__device__ __forceinline__ Entry entry_of(unsigned key, int column) {
+    return static_cast<Entry>(key) << 32 | ~static_cast<unsigned>(column);
+}
+__device__ __forceinline__ unsigned key_of(Entry entry) { return static_cast<unsigned>(entry >> 32); }
+__device__ __forceinline__ int column_of_entry(Entry entry) { return static_cast<int>(~static_cast<unsigned>(entry)); }
+
+__device__ __forceinline__ void pick(unsigned (&keys)[VALUES], int k, Entry* slots) {
+    for (int j = 0; j < k; ++j) {
+        unsigned best = keys[0];
+#pragma unroll
+        for (int i = 1; i < VALUES; ++i) best = max(best, keys[i]);
+        int first = 0;
+#pragma unroll
+        for (int i = VALUES - 1; i > 0; --i)
+            if (keys[i] == best) first = i;
+        if (keys[0] == best) first = 0;
+        slots[j] = entry_of(best, first);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            if (i == first) keys[i] = 0;
+    }
+}
+
+// The k-th largest of the lanes' values, each lane giving one.
+__device__ __forceinline__ unsigned kth_of_lanes(unsigned v, int k) {
+    const int lane = lane_of_token();
+#pragma unroll
+    for (int size = 2; size <= LANES; size <<= 1)
+#pragma unroll
+        for (int stride = size / 2; stride > 0; stride >>= 1) {
+            const unsigned other = __shfl_xor_sync(WARP, v, stride);
+            const bool keeps_larger = ((lane & stride) == 0) == ((lane & size & (LANES - 1)) == 0);
+            v = keeps_larger ? max(v, other) : min(v, other);
+        }
+    return from_lane(v, k - 1);
+}
+
+// What is listed: keys above `key`, and those that equal it up to `column`, counted from the lane's first.
+struct Bound {
+    unsigned key;
+    int column;
+};
+
+template <class F>
+__device__ __forceinline__ int count(F is_counted) {
+    int found = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) found += is_counted(i) ? 1 : 0;
+    return found;
+}
+
+// Exactly k keys pass. All lanes of the warp take part.
+__device__ __forceinline__ Bound exact_bound(const unsigned (&keys)[VALUES], int k) {
+    unsigned key = 0;
+    for (int bit = 31; bit >= 0; --bit) {
+        const unsigned trial = key | 1u << bit;
+        if (count_of_lanes(count([&](int i) { return keys[i] >= trial; })) >= k) key = trial;
+    }
+    const int missing = k - count_of_lanes(count([&](int i) { return keys[i] > key; }));
+    int column = 0;
+    for (int bit = COLUMN_BITS - 1; bit >= 0; --bit) {
+        const int trial = column | 1 << bit;
+        const int mine = trial - first_column();
+        if (count_of_lanes(count([&](int i) { return keys[i] == key && columns_after_first(i) < mine; })) < missing)
+            column = trial;
+    }
+    return {key, column - first_column()};
+}
+
+// Writes the keys that are listed one behind the other.
+template <class F>
+__device__ __forceinline__ void list(const unsigned (&keys)[VALUES], Entry* listed, F is_listed) {
+    const int mine = count(is_listed);
+    int before = mine;
+#pragma unroll
+    for (int step = 1; step < LANES; step <<= 1) {
+        const int other = __shfl_up_sync(WARP, before, step, LANES);
+        if (lane_of_token() >= step) before += other;
+    }
+    Entry* at = listed + before - mine;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        const bool is = is_listed(i);
+        if (is) *at = entry_of(keys[i], column_of(i));
+        at += is ? 1 : 0;
+    }
+}
+
+// Fills slots[0 .. k) in shared memory, after which the warp must synchronize. `listed` has MAX_LISTED entries.
+__device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* slots, Entry* listed) {
+    if (LANES == 1) {
+        pick(keys, k, slots);
+        return;
+    }
+    unsigned key = 0;
+    int total = MAX_LISTED + 1;
+    if (k <= LANES) {
+        unsigned largest = keys[0];
+#pragma unroll
+        for (int i = 1; i < VALUES; ++i) largest = max(largest, keys[i]);
+        key = kth_of_lanes(largest, k);
+        total = count_of_lanes(count([&](int i) { return keys[i] >= key; }));
+    }
+    if (__any_sync(WARP, total > MAX_LISTED)) {
+        const Bound bound = exact_bound(keys, k);
+        list(keys, listed,
+             [&](int i) { return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column); });
+        total = k;
+    } else {
+        list(keys, listed, [&](int i) { return keys[i] >= key; });
+    }
+    __syncwarp();
+    for (int i = lane_of_token(); i < total; i += LANES) {
+        const Entry entry = listed[i];
+        int rank = 0;
+        for (int other = 0; other < total; ++other) rank += listed[other] > entry ? 1 : 0;
+        if (rank < k) slots[rank] = entry;
+    }
+}
+
+// Gives the keys of experts outside of the `kept` groups the key 0, which is below that of -infinity. A group ranks by the sum
+// of its `top` largest entries, equal ones by rising number. `rows` is shared memory: a key of each column, then two words for
+// each group.
+template <int TOP>
+__device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsigned (&ranked_by)[VALUES], unsigned* rows, int E,
+                                            int groups, int kept, int top, int size, unsigned reciprocal_of_size) {
+    const int lane = lane_of_token();
+    unsigned* sums = rows + E;
+    unsigned* is_kept = sums + groups;
+    __syncwarp();  // the last token's reads
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+        if (column_of(i) < E) rows[column_of(i)] = ranked_by[i];
+    __syncwarp();
+    for (int group = lane; group < groups; group += LANES) {
+        const unsigned* row = rows + group * size;
+        float sum = 0.f;
+        if (TOP <= 2) {
+            unsigned first = 0, second = 0;
+            for (int i = 0, at = group % size; i < size; ++i) {  // other banks than the lanes beside it
+                const unsigned key = row[at];
+                second = max(second, min(first, key));
+                first = max(first, key);
+                at = at + 1 == size ? 0 : at + 1;
+            }
+            sum = TOP == 1 ? from_sort_key(first) : from_sort_key(first) + from_sort_key(second);
+        } else {
+            Entry last = ~0ull;
+            for (int j = 0; j < top; ++j) {
+                Entry next = 0;
+                for (int i = 0; i < size; ++i) {
+                    const Entry entry = entry_of(row[i], i);
+                    if (entry < last && entry > next) next = entry;
+                }
+                sum = j == 0 ? from_sort_key(key_of(next)) : sum + from_sort_key(key_of(next));
+                last = next;
+            }
+        }
+        sums[group] = sort_key(sum);
+    }
+    __syncwarp();
+    for (int group = lane; group < groups; group += LANES) {
+        const unsigned sum = sums[group];
+        int rank = 0;
+        for (int other = 0; other < groups; ++other) rank += sums[other] > sum || (sums[other] == sum && other < group) ? 1 : 0;
+        is_kept[group] = rank < kept;
+    }
+    __syncwarp();
+    const auto group_of = [&](int column) {
+        return reciprocal_of_size == 0 ? column : static_cast<int>(static_cast<Entry>(column) * reciprocal_of_size >> 32);
+    };
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        const int column = column_of(v * WIDTH);
+        if (size % WIDTH == 0) {
+            if (column < E && !is_kept[group_of(column)])
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) keys[v * WIDTH + i] = 0;
+        } else {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i)
+                if (column < E && !is_kept[group_of(column + i)]) keys[v * WIDTH + i] = 0;
+        }
+    }
+}

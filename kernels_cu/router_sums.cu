@@ -1,0 +1,47 @@
+// Adds the partial sums of router_forward.cu: what each block has of each sequence.
+//
+// Launch: a block of 32 columns and one sequence, ROWS_AT_ONCE warps, each of which takes every ROWS_AT_ONCE-th of the
+// sequence's rows. The order of the additions is fixed.
+#include "common.cuh"
+
+#if !defined(ROWS_AT_ONCE)
+#error "ROWS_AT_ONCE is given by launch_config.py"
+#endif
+static_assert(32 * ROWS_AT_ONCE <= 1024, "threads of a block");
+
+struct RouterSumsParams {
+    const float* partial_sums;  // (blocks + num_sequences, E + 2) fp32, in
+    const int* sequences;       // (num_sequences + 1,) int32, in, or absent
+    float* score_sums;          // (num_sequences, E) fp32, out, or absent
+    float* z_sums;              // (num_sequences,) fp32, out, or absent
+    float* entropy_sums;        // (num_sequences,) fp32, out, or absent
+    int L, num_experts, tokens_per_block, num_sequences;
+};
+
+extern "C" __global__ void __launch_bounds__(32 * ROWS_AT_ONCE) router_sums(const RouterSumsParams p) {
+    __shared__ float sums[ROWS_AT_ONCE][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, E = p.num_experts, columns = E + 2;
+    const int column = blockIdx.x * 32 + lane, sequence = blockIdx.y;
+    int begin = sequence * (p.L / p.num_sequences), end = begin + p.L / p.num_sequences;
+    if (p.sequences != nullptr) {
+        begin = min(max(p.sequences[sequence], 0), p.L);
+        end = min(max(p.sequences[sequence + 1], 0), p.L);
+    }
+    const int first = begin / p.tokens_per_block, stop = begin < end ? (end - 1) / p.tokens_per_block + 1 : first;
+    float sum = 0.f;
+    if (column < columns)
+        for (int block = first + warp; block < stop; block += ROWS_AT_ONCE)
+            sum += p.partial_sums[static_cast<int64>(block + sequence) * columns + column];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= columns) return;
+    sum = 0.f;
+    for (int i = 0; i < ROWS_AT_ONCE; ++i) sum += sums[i][lane];
+    if (column < E) {
+        if (p.score_sums != nullptr) p.score_sums[static_cast<int64>(sequence) * E + column] = sum;
+    } else if (column == E) {
+        if (p.z_sums != nullptr) p.z_sums[sequence] = sum;
+    } else if (p.entropy_sums != nullptr) {
+        p.entropy_sums[sequence] = sum;
+    }
+}

@@ -1,0 +1,74 @@
+"""Examples with other libraries, each as a user runs it, with few steps."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NEEDS = {"hf_training.py": ("torch", "transformers"), "hf_fsdp.py": ("torch", "transformers"), "jax_layer.py": ("jax",)}
+RUNS = [
+    "hf_training.py --steps 6",
+    "hf_training.py --steps 16 --how trainer --lora",
+    "hf_fsdp.py --steps 6",
+    "jax_layer.py",
+]
+
+
+def run(command: str, **environment: str) -> str:
+    name, *options = command.split()
+    for package in (*NEEDS[name], *(["accelerate", "peft"] if "--lora" in options else ())):
+        pytest.importorskip(package)
+    words = [sys.executable, str(ROOT / "examples" / name), *options]
+    ended = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_example_on_the_cpu(command):
+    said = run(command, CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
+    assert "loss" in said and ("on cpu" in said or "2 processes, 127680 of 255360 parameters" in said)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("command", RUNS[:-1])
+def test_example_on_a_gpu(command):
+    said = run(command)
+    assert "on cuda" in said or "parameters in each" in said
+
+
+@pytest.mark.gpu
+def test_jax_on_a_gpu():
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("jax has no GPU")
+    assert "on cuda" in run("jax_layer.py", XLA_PYTHON_CLIENT_PREALLOCATE="false")
+
+
+def test_the_jax_example_is_differentiated_as_jax_differentiates_its_formula():
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    from examples import jax_layer
+
+    def dense(x, ids, weights, w1, w2):
+        """Every expert for every token, the chosen ones weighted."""
+        gate, up = jnp.split(jnp.einsum("td,edh->teh", x, w1), 2, axis=-1)
+        outs = jnp.einsum("teh,ehd->ted", jax.nn.silu(gate) * up, w2)
+        return jnp.einsum("tkd,tk->td", jnp.take_along_axis(outs, ids[:, :, None], 1), weights)
+
+    L, k, E, d, h = 12, 2, 4, 6, 5
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 6)
+        shapes = ((L, d), (L, k), (E, d, 2 * h), (E, h, d), (L, d))
+        x, weights, w1, w2, grad_out = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=False))
+        ids = jax.vmap(lambda key: jax.random.permutation(key, E)[:k])(jax.random.split(keys[5], L))
+        results = []
+        for layer in (jax_layer.moe, dense):
+            out, pull = jax.vjp(layer, x, ids, weights, w1, w2)
+            results.append([out, *(grad for i, grad in enumerate(pull(grad_out)) if i != 1)])
+        assert results[0][0].dtype == jnp.float64
+        for got, wanted in zip(*results, strict=True):
+            assert jnp.linalg.norm(got - wanted) < 1e-12 * jnp.linalg.norm(wanted)
