@@ -193,6 +193,7 @@ def variants(
     aligned: Sequence[bool] = (True,),
     limits: launch_config.DeviceLimits = launch_config.H200,
     accumulates: bool = False,
+    *,
     gate_ups: Sequence[str] = ("halves",),
     biases: Sequence[str | None] = (None,),
     weights_on: Sequence[str] = ("output",),

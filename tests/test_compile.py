@@ -206,15 +206,11 @@ def variants_of(arch: str) -> list:
     if arch in ("80", "90a"):
         every += loader.variants(tuple(loader.ELEMENTS), ("row", "transposed"), ("swiglu",), (True, False), limits)
         every += loader.variants(("bfloat16",), ("row",), ACTIVATIONS, (True,), limits)
-        places = {"biases": ("weights",), "weights_on": ("output", "input")}
-        every += loader.variants(
-            ("bfloat16",), ("row",), ("swiglu_softcap",), (True,), limits, gate_ups=("interleaved",), **places
-        )
-        every += loader.variants(("bfloat16",), ("transposed",), ("swiglu", "gelu"), (True,), limits, **places)
-        every += loader.variants(
-            ("bfloat16", "float32"), ("row",), ("swiglu",), (True, False), limits, False, ("input",)
-        )
-        every += loader.variants(("bfloat16",), ("transposed",), ("gelu", "relu"), (True,), limits, False, ("input",))
+        on_input = {"weights_on": ("input",)}
+        every += loader.variants(("bfloat16", "float32"), ("row",), ("swiglu",), (True, False), limits, **on_input)
+        every += loader.variants(("bfloat16",), ("transposed",), ("gelu", "relu"), (True,), limits, **on_input)
+        pairs = {"gate_ups": ("interleaved",), "biases": ("weights",)}
+        every += loader.variants(("bfloat16",), ("row",), ("swiglu_softcap",), (True,), limits, **pairs, **on_input)
         every += accumulating(arch) + router_variants()
         both = {"gate_ups": ("halves", "interleaved"), "biases": ("weights", "float32")}
         every += loader.variants(("bfloat16",), ("row",), ("swiglu_oai",), (True,), limits, **both)
