@@ -319,9 +319,9 @@ def test_against_transformers():
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(1, 13, 8, dtype=torch.float64)
     want = module(x)[0] - module.shared_expert(x.reshape(-1, 8)).reshape(1, 13, 8)
-    logits = (x.reshape(-1, 8) @ module.router.weight.T).detach()
-    top, ids = logits.topk(2)
-    weights = torch.sigmoid(top.float()).double()  # in float32, as the model's router has them
+    scores, logits = module.router(x.reshape(-1, 8))
+    ids = logits.topk(2).indices
+    weights = scores.gather(1, ids).detach()  # a sigmoid that the model takes in float32
     arrays = [a.detach().numpy() for a in (module.experts.gate_up_proj, module.experts.down_proj)]
     got, _ = mb.moe_forward(x[0].numpy(), ids.to(torch.int32).numpy(), weights.numpy(), *arrays, weights_on="input")
     assert relative_error(got, want.detach().reshape(13, 8)) <= 1e-12
