@@ -40,7 +40,7 @@ struct GroupedGemmParams {
                                       // null: not wanted
     int64 lda, expert_stride, ldb;    // in elements
     int columns, depth;               // N, and K of one segment
-    int num_slots;                    // L*k
+    int num_slots;                    // L*k, or max_slots if that bounds the rows
 };
 
 enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };

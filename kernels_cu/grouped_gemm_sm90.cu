@@ -78,7 +78,7 @@ struct GroupedGemmParams {
 #endif
     int64 result_ld;     // elements from row to row of result, StoreRows and StoreTokenRows only
     int columns, depth;  // N, and K of one segment
-    int num_slots;       // L*k
+    int num_slots;       // L*k, or max_slots if that bounds the rows, but of rows that go to tokens L
 };
 
 #include "epilogue_sm90.cuh"  // works on the parameters

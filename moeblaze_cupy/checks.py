@@ -146,6 +146,25 @@ def ids(function: str, array: Array, num_experts: int) -> None:
         raise bad_value(function, "num_experts", f"1 to {launch_config.MAX_EXPERTS}", num_experts)
 
 
+def max_slots(function: str, value: Any, num_slots: int) -> int | None:
+    """Of slots that have a row: None, or 1 to L*k."""
+    if value is None:
+        return None
+    bound = integer(function, "max_slots", value)
+    if not 1 <= bound <= num_slots:
+        raise bad_value(function, "max_slots", f"None, or 1 to the {num_slots} slots L*k", bound)
+    return bound
+
+
+def spare_multiprocessors(function: str, value: Any, limits: launch_config.DeviceLimits | None) -> int:
+    """How many multiprocessors grids leave alone: 0 to all but one. limits: None on the CPU, where there are none."""
+    spare = integer(function, "spare_multiprocessors", value)
+    if spare < 0 or (limits is not None and spare >= limits.multiprocessors):
+        most = "" if limits is None else f" to {limits.multiprocessors - 1}, all but one of this GPU's"
+        raise bad_value(function, "spare_multiprocessors", f"0{most or ' or more'}", spare)
+    return spare
+
+
 def router(function: str, logits: Array, k: int, kind: str) -> None:
     one_of(function, "kind", kind, ROUTER_KINDS)
     shape(function, "logits", logits, "L, E", (None, None))

@@ -4,6 +4,7 @@ A number that a launch and its kernel must agree on is stated here alone. `kerne
 and `loader` gives them to the compiler. What the kernels assume about them is asserted when they are compiled.
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ MAX_ROUTER_K = 32
 ROUTER_TOKENS = 4  # per block, a warp each
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
+BOUND_THREADS = 256  # per block of bound_slots.cu
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 DEFAULT_SHARED_BYTES = 48 * 1024  # more needs an opt-in per kernel
 
@@ -84,6 +86,7 @@ def kernel_constants(source: str) -> dict[str, int]:
         "grouped_gemm_sm90.cu": hopper | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216},
         "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
+        "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
         "aggregation.cu": {
             "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
             "SLOTS_PER_BLOCK": SLOTS_PER_BLOCK,
@@ -246,12 +249,15 @@ def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) 
 
 
 @functools.lru_cache(maxsize=1024)
-def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+def index_lists(
+    num_tokens: int, k: int, num_experts: int, bounded: bool = False
+) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """Where dispatch's lists lie in their one int32 buffer, in elements, and the size of the buffer.
 
     The first value gives the first element and the shape of each list. Lists follow each other without gaps.
     token_index_map is written 16 bytes at a time, so it comes first. The pairs of row_tiles are read 8 bytes at a
-    time, so an even number of elements comes before it.
+    time, so an even number of elements comes before it. bounded: there are at most max_slots rows, and a count of the
+    slots that found none.
     """
     slots = num_tokens * k
     places: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -262,10 +268,30 @@ def index_lists(num_tokens: int, k: int, num_experts: int) -> tuple[dict[str, tu
         ("row_tiles", (max_row_tiles(slots, num_experts) + 1, 2)),
         ("expert_token_offsets", (num_experts + 1,)),
         ("experts_by_load", (num_experts,)),
+        *((("dropped", (1,)),) if bounded else ()),
     ):
         places[name] = end, shape
         end += math.prod(shape)
     return places, end
+
+
+def spared(limits: DeviceLimits, spare_multiprocessors: int) -> DeviceLimits:
+    """The limits of grids that leave so many multiprocessors to other work, such as kernels of NCCL."""
+    if not spare_multiprocessors:
+        return limits
+    return dataclasses.replace(limits, multiprocessors=limits.multiprocessors - spare_multiprocessors)
+
+
+def size_class(number: int) -> int:
+    """`number` rounded up to one of 16 sizes per power of two, at most a sixteenth more.
+
+    Buffers whose sizes change from step to step take these sizes, so that their layouts, and with them launch records,
+    come again, and an allocator gets the same few sizes.
+    """
+    if number <= 16:
+        return max(number, 0)
+    step = 1 << (number - 1).bit_length() - 5
+    return ceil_div(number, step) * step
 
 
 def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:

@@ -1,7 +1,8 @@
 """Memory of one MoE layer on CUDA, by formula: with index lists only (this package), and with routed buffers.
 
 Letters: L tokens, k experts per token, E experts, d model width, h expert hidden width; b bytes per element, g = 2 for
-gated activations, else 1. L*k is the number of routed slots. Every size is in bytes.
+gated activations, else 1. L*k is the number of slots. R is the number of rows in expert order, L*k or max_slots. Every
+size is in bytes.
 
 Each term carries its formula as text, written so that Python can evaluate it over these letters, `min`, `max` and
 `ceil`; the tests do, so the text and the number cannot drift apart.
@@ -35,10 +36,20 @@ class LayerShape:
     ids_are_int64: bool = False  # then dispatch keeps an int32 copy of the ids
     tier: str = "sm90"  # "sm80": the portable kernels, which also serve what Hopper's do not take
     transposed: bool = False  # the memory order of the experts' weights, of both
+    max_slots: int | None = None  # of slots that have a row; None: all L*k
 
     @property
     def slots(self) -> int:
         return self.L * self.k
+
+    @property
+    def R(self) -> int:
+        return self.slots if self.max_slots is None else self.max_slots
+
+    @property
+    def rows(self) -> str:
+        """R in a formula's text."""
+        return "L*k" if self.max_slots is None else "R"
 
     @property
     def b(self) -> int:
@@ -102,15 +113,15 @@ def _index_lists(s: LayerShape) -> tuple[Term, ...]:
 
 
 def _first_layer(s: LayerShape, name: str) -> Term:
-    return Term(name, "g*L*k*h*b", s.g * s.slots * s.h * s.b)
+    return Term(name, f"g*{s.rows}*h*b", s.g * s.R * s.h * s.b)
 
 
 def _per_slot(s: LayerShape, name: str) -> Term:
-    return Term(name, "L*k*h*b", s.slots * s.h * s.b)
+    return Term(name, f"{s.rows}*h*b", s.R * s.h * s.b)
 
 
 def _routed(s: LayerShape, name: str) -> Term:
-    return Term(name, "L*k*d*b", s.slots * s.d * s.b)
+    return Term(name, f"{s.rows}*d*b", s.R * s.d * s.b)
 
 
 def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
@@ -124,8 +135,8 @@ def _panels(s: LayerShape, overwrites: bool) -> tuple[Term, ...]:
     has_none = launch_config.rows_go_to_tokens(s.k, tier)
     if has_none or launch_config.panel_takes_left_operands_rows(s.d, spare_columns, tier):
         return ()
-    width = launch_config.panels(s.d, s.slots, tier)[0][1]
-    return (Term("one panel of the routed rows", f"L*k*{width}*b", s.slots * width * s.b),)
+    width = launch_config.panels(s.d, s.R, tier)[0][1]
+    return (Term("one panel of the routed rows", f"{s.rows}*{width}*b", s.R * width * s.b),)
 
 
 def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int) -> tuple[Term, ...]:
@@ -134,7 +145,7 @@ def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int
         return ()
     M, N = (columns, rows) if s.transposed else (rows, columns)
     tiles = launch_config.wgrad_tiles(M, N, s.E * halves)
-    splits = launch_config.split_k(tiles, s.slots, s.E, launch_config.H200)
+    splits = launch_config.split_k(tiles, s.R, s.E, launch_config.H200)
     formula = f"4*{splits}*{'g*' if halves == 2 else ''}E*d*h"
     sums = Term(f"split-K sums of {name}", formula, 4 * splits * s.E * halves * M * N)
     return () if splits == 1 else (sums,)
@@ -149,6 +160,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
     weighted y_swi (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
+    max_slots bounds every buffer in expert order but the index lists; their row tiles are for L*k slots too.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them, not their parts.
     """
     tiles = Term(
@@ -157,7 +169,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         2 * INDEX_BYTES * (launch_config.max_row_tiles(s.slots, s.E) + 1),
     )
     order = Term("experts_by_load", "4*E", INDEX_BYTES * s.E)
-    index = (*_index_lists(s), tiles, order)
+    dropped = () if s.max_slots is None else (Term("dropped", "4", INDEX_BYTES),)
+    index = (*_index_lists(s), tiles, order, *dropped)
     first_layer = (_first_layer(s, "first layer a, b" if s.g == 2 else "first layer a"),)
     y_swi = (_per_slot(s, "y_swi = act(a) * b" if s.g == 2 else "y_swi = act(a)"),)
     kept_first_layer = first_layer if save in ("minimal", "paper") else ()
@@ -167,11 +180,11 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     if save is None:
         return Plan(saved=(), forward=((*index, *new_y_swi, *_panels(s, True)),), backward=())
     columns = 256 if s.on_hopper else 128
-    sums = 4 * s.slots * launch_config.column_tiles(s.h, columns)
-    partial_sums = Term("partial sums of dweights", f"4*L*k*ceil(h/{columns})", sums)
+    sums = 4 * s.R * launch_config.column_tiles(s.h, columns)
+    partial_sums = Term("partial sums of dweights", f"4*{s.rows}*ceil(h/{columns})", sums)
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
     weighted = () if kept_y_swi else (_per_slot(s, "weighted y_swi, for dw2"),)
-    row_weights = Term("router weights by row", "4*L*k", 4 * s.slots)
+    row_weights = Term("router weights by row", f"4*{s.rows}", 4 * s.R)
     dx, dweights, dw1, dw2 = gradients(s)
     return Plan(
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_y_swi),

@@ -137,12 +137,22 @@ _TABLES = {
         "weights_bwd": Params(
             "WeightsBwdParams<float>",
             pointers=("partial_sums", "token_index_map", "grad_weights"),
-            int32=("num_slots", "parts"),
+            int32=("num_slots", "num_rows", "parts"),
         ),
         "weights_by_row": Params(
             "WeightsByRowParams<float>",
             pointers=("weights", "token_index_map", "row_weights"),
             int32=("num_slots",),
+        ),
+    },
+    "bound_slots.cu": {
+        "bound_slots": Params(
+            "BoundSlotsParams",
+            pointers=(
+                *("token_index_map", "expert_token_indices", "row_tiles", "expert_token_offsets", "experts_by_load"),
+                "dropped",
+            ),
+            int32=("num_slots", "num_experts", "max_slots"),
         ),
     },
     "dispatch.cu": {

@@ -203,6 +203,7 @@ class Layer:
     keep_saved: bool = False
     accumulate: tuple = ()
     totals: type = np.float32
+    max_slots: int | None = None
 
     def weight(self, device, label, E, rows, columns, dtype):
         if self.order.endswith("transposed"):
@@ -225,7 +226,8 @@ class Layer:
         return x, ids, weights, *self.weights_of(device, "", self.dtype).values()
 
     def forward(self, device):
-        return mb.moe_forward(*self.arguments(device), activation=self.activation, save=self.save)
+        options = {"activation": self.activation, "save": self.save, "max_slots": self.max_slots}
+        return mb.moe_forward(*self.arguments(device), **options)
 
     def backward(self, device, saved):
         options = {"needs": self.needs, "keep_saved": self.keep_saved}

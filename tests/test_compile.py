@@ -36,6 +36,7 @@ REGISTER_CAPS = {
     "router.cu": 48,
     "aggregation.cu": 80,
     "wgrad_parts.cu": 48,
+    "bound_slots.cu": 48,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -119,6 +120,7 @@ def entry_names(variant) -> set[str]:
         "router.cu": router,
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
+        "bound_slots.cu": {"bound_slots"},
     }[variant.source]
 
 
@@ -182,6 +184,7 @@ def test_a_missing_macro_is_an_error_that_names_it(variant):
 WRONG = [
     ("aggregation.cu", "PANEL_COLUMNS", 512),
     ("aggregation.cu", "TOKENS_PER_BLOCK", 64),
+    ("bound_slots.cu", "BOUND_THREADS", 2048),
     ("dispatch.cu", "MAX_EXPERTS", 16384),
     ("dispatch.cu", "MAX_K", 65536),
     ("dispatch.cu", "MIN_COLUMNS", 4),

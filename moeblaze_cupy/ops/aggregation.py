@@ -38,10 +38,10 @@ def aggregate(
 def weights_bwd(index: IndexLayout, dtype: str, parts: int) -> Launch:
     """The gradient of the router weights (L, k) from <dA, A> of each routed slot.
 
-    Addresses: partial_sums (parts, L*k), token_index_map, grad_weights.
+    Addresses: partial_sums (parts, rows), token_index_map, grad_weights.
     """
     addresses = ("partial_sums", "token_index_map", "grad_weights")
-    return _per_slot(index, f"weights_bwd_{dtype}", addresses, {"parts": parts})
+    return _per_slot(index, f"weights_bwd_{dtype}", addresses, {"num_rows": index.num_rows, "parts": parts})
 
 
 def weights_by_row(index: IndexLayout, dtype: str) -> Launch:

@@ -22,24 +22,30 @@ class IndexLayout:
     num_tokens: int
     k: int
     num_experts: int
+    max_slots: int | None = None  # of slots that have a row
 
     @property
     def num_slots(self) -> int:
         return self.num_tokens * self.k
 
     @property
+    def num_rows(self) -> int:
+        """Of buffers in expert order."""
+        return self.num_slots if self.max_slots is None else self.max_slots
+
+    @property
     def max_row_tiles(self) -> int:
-        return launch_config.max_row_tiles(self.num_slots, self.num_experts)
+        return launch_config.max_row_tiles(self.num_rows, self.num_experts)
 
     @functools.cached_property
     def places(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """First element and shape of each list."""
-        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts)[0]
+        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts, self.max_slots is not None)[0]
 
     @property
     def size(self) -> int:
         """Elements of the buffer."""
-        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts)[1]
+        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts, self.max_slots is not None)[1]
 
     @functools.cached_property
     def _offsets(self) -> Lists:
@@ -61,13 +67,14 @@ class Dispatch:
     counts: int  # int32 elements of workspace
     count: Launch | None  # None where one block knows all counts itself
     route: Launch
+    bound: Launch | None  # where max_slots bounds the rows
 
 
 @cached
-def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
-    """The launches for ids (L, k), int32 or int64."""
+def configure(ids: Layout, num_experts: int, limits: DeviceLimits, max_slots: int | None = None) -> Dispatch:
+    """The launches for ids (L, k), int32 or int64. max_slots: of slots that have a row, by expert, then token."""
     L, k = ids.shape
-    index, num_slots, copies_ids = IndexLayout(L, k, num_experts), L * k, ids.dtype == "int64"
+    index, num_slots, copies_ids = IndexLayout(L, k, num_experts, max_slots), L * k, ids.dtype == "int64"
     config = launch_config.dispatch(num_slots, num_experts, limits)
     count, dtype, why = None, ids.dtype, reasons.dispatch(config, num_slots, num_experts)
     if config.counts:
@@ -105,7 +112,20 @@ def configure(ids: Layout, num_experts: int, limits: DeviceLimits) -> Dispatch:
         why=why[-1:],
     )
     counts = config.workspace_bytes(num_experts) // 4 if config.counts else 0
-    return Dispatch(index, copies_ids, counts, count, route)
+    return Dispatch(index, copies_ids, counts, count, route, _bound(index))
+
+
+def _bound(index: IndexLayout) -> Launch | None:
+    """What cuts off the lists at `max_slots`, which are made as without a bound."""
+    if index.max_slots is None:
+        return None
+    return Launch(
+        loader.entry("bound_slots.cu", "bound_slots"),
+        (1 + launch_config.ceil_div(index.num_slots, launch_config.BOUND_THREADS),),
+        launch_config.BOUND_THREADS,
+        (*LISTS, "dropped"),
+        {"num_slots": index.num_slots, "num_experts": index.num_experts, "max_slots": index.max_slots},
+    )
 
 
 def dispatch(run: Runtime, steps: Dispatch, ids: int) -> tuple[Buffer, Buffer | None, Lists]:
@@ -121,4 +141,6 @@ def dispatch(run: Runtime, steps: Dispatch, ids: int) -> tuple[Buffer, Buffer | 
     lists = run.empty((index.size,), "int32")
     addresses = index.addresses(lists.ptr)
     run.launch(steps.route, ids, copy_ptr, counts_ptr, *addresses)
+    if steps.bound:
+        run.launch(steps.bound, *addresses, lists.ptr + 4 * index.places["dropped"][0])
     return lists, copy, addresses

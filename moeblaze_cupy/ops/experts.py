@@ -50,10 +50,12 @@ def configure_forward(
     activation: str,
     save: str | None,
     limits: DeviceLimits,
+    max_slots: int | None = None,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`."""
-    (L, d), (E, h, _), R, dtype = x.shape, w2.shape, ids.shape[0] * ids.shape[1], x.dtype
-    steps = dispatch.configure(ids._replace(device=0), E, limits)
+    (L, d), (E, h, _), dtype = x.shape, w2.shape, x.dtype
+    steps = dispatch.configure(ids._replace(device=0), E, limits, max_slots)
+    R = steps.index.num_rows
     first_layer = (R, h * (1 + is_gated(activation))) if save in ("minimal", "paper") else None
     up, down = Weight.of(w1, _half_columns(w1, h, activation)), Weight.of((w2,))
     up_fwd = down_fwd = None
@@ -128,6 +130,7 @@ class Backward:
     up_bwd: Panels | None
     up_wgrad: Wgrad | None
     needs: tuple[str, ...]
+    defers_weights: bool
 
     @functools.cached_property
     def needs_first_layer_grad(self) -> bool:
@@ -148,14 +151,18 @@ def configure_backward(
     needs: tuple[str, ...],
     keep_saved: bool,
     limits: DeviceLimits,
+    max_slots: int | None = None,
+    defers_weights: bool = False,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 
     Unless `keep_saved`, the gradients of a, b (and weighted_y_swi in place of y_swi) overwrite the saved activations.
     accumulate: by name, the layouts of the buffers that gradients of weights are added to, in place of new ones.
+    defers_weights: what the gradients of w1 and w2 are products of stays in memory, and the products are not launched.
     """
     (L, d), k, (E, h, _), dtype = x.shape, weights.shape[1], w2.shape, x.dtype
-    R, index, buffers = L * k, IndexLayout(L, k, E), dict(accumulate)
+    index, buffers = IndexLayout(L, k, E, max_slots), dict(accumulate)
+    R = index.num_rows
     half = _half_columns(w1, h, activation)
     up, down = Weight.of(w1, half), Weight.of((w2,))
     up_gradient = Weight.of(buffers.get("w1") or up.gradient_layouts(), half)
@@ -196,11 +203,11 @@ def configure_backward(
         if down_bwd.partial_sums:
             launches["weights_bwd"] = aggregation.weights_bwd(index, weights.dtype, down_bwd.partial_sums[0])
     wgrad = functools.partial(_configure_wgrad, index, activation, limits)
-    if "w2" in needs:
+    if "w2" in needs and not defers_weights:
         launches["down_wgrad"] = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
     if "x" in needs and L:
         launches["up_bwd"] = panels.configure("up_bwd", index, first_rows, up, h, d, activation, limits)
-    if "w1" in needs:
+    if "w1" in needs and not defers_weights:
         gated = is_gated(activation)
         columns = first_rows, h if gated else 0
         launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), columns, up_gradient, d, h, 1 + gated, buffers)
@@ -226,6 +233,7 @@ def configure_backward(
         launches.get("up_bwd"),
         launches.get("up_wgrad"),
         needs,
+        defers_weights,
     )
 
 
@@ -256,6 +264,8 @@ class BackwardResult:
     weights: Buffer | None
     w1: tuple[Buffer, ...] | None
     w2: tuple[Buffer, ...] | None
+    first_layer_grad: Buffer | None = None  # where weight gradients are deferred, memory that is not the saved one
+    weighted_y_swi: Buffer | None = None
 
 
 def moe_backward(
@@ -294,7 +304,7 @@ def moe_backward(
     saved.consumed = steps.consumes
 
     if steps.down_bwd and steps.weights_by_row:
-        row_weights = run.empty((steps.index.num_slots,), "float32")
+        row_weights = run.empty((steps.index.num_rows,), "float32")
         run.launch(steps.weights_by_row, weights, token_index_map, row_weights.ptr)
         partial_sums = grouped_gemm.gemm(
             run,
@@ -317,6 +327,7 @@ def moe_backward(
         grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
         addresses = accumulate["w2"] if grad_w2 is None else _addresses(grad_w2)
         grouped_gemm.wgrad(run, steps.down_wgrad, index, weighted_ptr, grad_out, steps.down_gradient.halves(addresses))
+    deferred = (separate or recomputed, weighted) if steps.defers_weights else (None, None)
     del weighted
     grad_x = run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
     if steps.up_bwd and grad_x:
@@ -326,7 +337,78 @@ def moe_backward(
         grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
         addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
         grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
-    return BackwardResult(grad_x, grad_weights, grad_w1, grad_w2)
+    return BackwardResult(grad_x, grad_weights, grad_w1, grad_w2, *deferred)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What the gradients of the weights launch, after a backward that deferred them."""
+
+    index: IndexLayout
+    up: Weight
+    down: Weight
+    up_gradient: Weight
+    down_gradient: Weight
+    down_wgrad: Wgrad | None
+    up_wgrad: Wgrad | None
+
+
+@cached
+def configure_weights(
+    grad_out: Layout,
+    x: Layout,
+    w2: Layout,
+    w1: tuple[Layout, ...],
+    first_layer_grad: Layout,
+    weighted_y_swi: Layout,
+    accumulate: tuple[tuple[str, tuple[Layout, ...]], ...],
+    activation: str,
+    needs: tuple[str, ...],
+    limits: DeviceLimits,
+    index: IndexLayout,
+) -> Weights:
+    """The launches of `moe_backward_weights` for arrays of these layouts; accumulate as of `configure_backward`."""
+    d, h, dtype, gated, buffers = x.shape[1], w2.shape[1], x.dtype, is_gated(activation), dict(accumulate)
+    half = _half_columns(w1, h, activation)
+    up, down = Weight.of(w1, half), Weight.of((w2,))
+    up_gradient = Weight.of(buffers.get("w1") or up.gradient_layouts(), half)
+    down_gradient = Weight.of(buffers.get("w2") or down.gradient_layouts())
+    x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
+    first_rows = Operand(dtype, h * (1 + gated), first_layer_grad.misalignment)
+    y_rows = Operand(dtype, h, weighted_y_swi.misalignment)
+    wgrad = functools.partial(_configure_wgrad, index, activation, limits)
+    down_wgrad = up_wgrad = None
+    if "w2" in needs:
+        down_wgrad = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
+    if "w1" in needs:
+        columns = first_rows, h if gated else 0
+        up_wgrad = wgrad("up_wgrad", (x_rows, 0), columns, up_gradient, d, h, 1 + gated, buffers)
+    return Weights(index, up, down, up_gradient, down_gradient, down_wgrad, up_wgrad)
+
+
+def moe_backward_weights(
+    run: Runtime,
+    steps: Weights,
+    grad_out: int,
+    x: int,
+    lists: int,
+    first_layer_grad: int,
+    weighted_y_swi: int,
+    accumulate: dict[str, tuple[int, ...]],
+) -> BackwardResult:
+    """The gradients of w2 and w1 (Algorithm 1, lines 18 and 29), from addresses as of `moe_backward`."""
+    index = steps.index.addresses(lists)
+    grad_w1 = grad_w2 = None
+    if steps.down_wgrad:
+        grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
+        addresses = accumulate["w2"] if grad_w2 is None else _addresses(grad_w2)
+        gradient = steps.down_gradient.halves(addresses)
+        grouped_gemm.wgrad(run, steps.down_wgrad, index, weighted_y_swi, grad_out, gradient)
+    if steps.up_wgrad:
+        grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
+        addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
+        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
+    return BackwardResult(None, None, grad_w1, grad_w2)
 
 
 def _addresses(buffers: tuple[Buffer, ...]) -> tuple[int, ...]:

@@ -7,12 +7,14 @@ from moeblaze_cupy.reference.numerics import HostArray
 from moeblaze_cupy.structures import DispatchIndices
 
 
-def dispatch(ids: HostArray, num_experts: int) -> DispatchIndices:
+def dispatch(ids: HostArray, num_experts: int, max_slots: int | None = None) -> DispatchIndices:
     """Build the index lists of Section 4.1 in the three steps of Section 4.2.
 
     ids (L, k) int32 or int64, contiguous: the experts of each token. An id < 0 or >= E is "no expert in this slot": its
     token_index_map entry is -1, and the end of expert_token_indices is filled with -1. A token that names an expert
     twice has two slots there. Within an expert the order is by token, then slot.
+
+    max_slots: slots past so many, in the order of experts, then tokens, then slots, are no slots either.
 
     Returns DispatchIndices, all int32; row_tiles is -1 past its last tile. token_expert_indices is a view of int32 ids;
     of int64 ids it is an int32 copy in which absent slots are -1. Arguments are not checked.
@@ -34,6 +36,10 @@ def dispatch(ids: HostArray, num_experts: int) -> DispatchIndices:
 
     # Step 3, route indices to gates: a slot's position (the location map) is its expert's offset plus its rank there.
     slot_at_position = np.concatenate(slots_of_expert)  # (offsets[E],)
+    chosen = slot_at_position.size
+    if max_slots is not None:
+        slot_at_position = slot_at_position[:max_slots]  # (offsets[E],)
+        np.minimum(expert_token_offsets, max_slots, out=expert_token_offsets)
     num_routed = slot_at_position.size
     expert_token_indices = np.full(num_slots, -1, np.int32)  # (L*k,)
     expert_token_indices[:num_routed] = slot_at_position // k
@@ -43,10 +49,11 @@ def dispatch(ids: HostArray, num_experts: int) -> DispatchIndices:
     # The GEMMs' row tiles, and the order in which weight gradients take the experts.
     tile_rows, offsets = launch_config.TILE_ROWS, expert_token_offsets
     tiles = [(e, row) for e in range(num_experts) for row in range(offsets[e], offsets[e + 1], tile_rows)]
-    places, size = launch_config.index_lists(*ids.shape, num_experts)
-    index = DispatchIndices(
-        np.full(size, -1, np.int32), token_expert_indices.reshape(ids.shape), places, num_experts, ids.dtype != np.int32
-    )
+    places, size = launch_config.index_lists(*ids.shape, num_experts, max_slots is not None)
+    lists, experts, copied = np.full(size, -1, np.int32), token_expert_indices.reshape(ids.shape), ids.dtype != np.int32
+    index = DispatchIndices(lists, experts, places, num_experts, copied, max_slots)
+    if max_slots is not None:
+        index.dropped[:] = chosen - num_routed
     index.expert_token_indices[:] = expert_token_indices
     index.expert_token_offsets[:] = expert_token_offsets
     index.token_index_map[:] = token_index_map.reshape(ids.shape)

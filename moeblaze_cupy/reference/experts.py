@@ -84,6 +84,8 @@ def moe_forward(
     *,
     activation: str = "swiglu",
     save: str | None = "minimal",
+    max_slots: int | None = None,
+    spare_multiprocessors: int = 0,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -96,23 +98,26 @@ def moe_forward(
     w2       (E, h, d); w1 and w2 in any memory order, used in place
     save     what to keep for backward: "minimal" the first layer, "paper" also y_swi (Algorithm 1, line 11),
              "recompute" neither, None nothing at all
+    max_slots  rows of what is kept, R, in place of L*k; see dispatch
+    spare_multiprocessors  for symmetry with the GPU backend: this backend has none
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
     num_experts, h, d = w2.shape
     compute = compute_dtype(x)
     w1_parts = _parts(w1, activation)  # each (E, d, h)
+    # Token dispatch: index lists only, no routed copy of x.
+    index = dispatch(ids, num_experts, max_slots)
+    num_rows = index.num_rows
+
     first_layer = y_swi = None
     if save in ("minimal", "paper"):
-        first_layer = np.zeros((ids.size, h * len(w1_parts)), x.dtype)  # (L*k, 2h) or (L*k, h)
+        first_layer = np.zeros((num_rows, h * len(w1_parts)), x.dtype)  # (R, 2h) or (R, h)
     if save == "paper":
-        y_swi = np.zeros((ids.size, h), x.dtype)  # (L*k, h)
-
-    # Token dispatch: index lists only, no routed copy of x.
-    index = dispatch(ids, num_experts)
+        y_swi = np.zeros((num_rows, h), x.dtype)  # (R, h)
 
     # Expert computation. All experts' results are held at once because the sum over slots is in slot order.
-    expert_out = np.empty((ids.size, d), compute)  # (L*k, d)
+    expert_out = np.empty((num_rows, d), compute)  # (R, d)
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
         ab = _first_layer(x_rows, w1_parts, expert, x.dtype)  # (n, 2h) or (n, h)
@@ -138,6 +143,7 @@ def moe_backward(
     needs: Sequence[str] = GRADIENTS,
     keep_saved: bool = True,
     accumulate: Mapping[str, Any] | None = None,
+    spare_multiprocessors: int = 0,
 ) -> Gradients:
     """Gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
 
@@ -147,6 +153,7 @@ def moe_backward(
     keep_saved  for symmetry with the GPU backend: this backend never consumes `saved`
     accumulate  by name, "w1" or "w2", what that gradient is added to, in the weight's form and any dtype and memory
                 order; nothing of experts with no token is touched
+    spare_multiprocessors  as of moe_forward
 
     Returns Gradients, None where not in `needs`: x (L, d); weights (L, k), 0 for absent slots; w1 and w2 in the form
     and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names. Each has the
@@ -154,7 +161,7 @@ def moe_backward(
     """
     x, w2, index, activation = saved.x, saved.w2, saved.index, saved.activation
     compute = compute_dtype(x)
-    num_slots = index.token_expert_indices.size
+    num_rows = index.num_rows
     w1_parts = _parts(saved.w1, activation)  # each (E, d, h)
     buffers = accumulate or {}
     grad_w1: Any = None
@@ -164,11 +171,11 @@ def moe_backward(
     if "w2" in needs:
         grad_w2 = buffers["w2"] if "w2" in buffers else _zeros_like(w2)  # (E, h, d)
     grad_w1_parts = _parts(grad_w1, activation) if "w1" in needs else ()  # views of grad_w1, each (E, d, h)
-    grad_x_rows: Any = np.empty((num_slots, x.shape[1]), compute) if "x" in needs else None  # (L*k, d)
-    grad_row_weights = np.empty(num_slots, compute)  # (L*k,)
+    grad_x_rows: Any = np.empty((num_rows, x.shape[1]), compute) if "x" in needs else None  # (R, d)
+    grad_row_weights = np.empty(num_rows, compute)  # (R,)
     present = index.token_index_map >= 0  # (L, k)
     position = index.token_index_map[present]  # (offsets[E],)
-    row_weights = np.empty(num_slots, compute)  # (L*k,) the router weights in expert order
+    row_weights = np.empty(num_rows, compute)  # (R,) the router weights in expert order
     row_weights[position] = saved.weights[present]
 
     for expert, rows, tokens in _experts_with_tokens(index):
