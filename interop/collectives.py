@@ -74,7 +74,7 @@ class Header:
         if gathered.is_cuda:
             on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
             on_host.copy_(gathered, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             self._arrived.record()
             gathered = on_host
         self._values = gathered

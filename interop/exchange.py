@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Header, Pending
@@ -113,7 +114,7 @@ class ExpertGroup:
         if dropped.is_cuda:
             on_host = torch.empty(dropped.shape, dtype=dropped.dtype, pin_memory=True)
             dropped = on_host.copy_(dropped, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             arrived.record()
         self._overflow = dropped, arrived, self.calls
 
@@ -144,6 +145,7 @@ class Route:
     sent: list[int] = field(default_factory=list)  #: rows to each rank
     arriving: list[int] = field(default_factory=list)  #: rows from each rank
     slots: int | None = None  #: of this rank's experts in the rows received; None if the host does not know it
+    _places: Tensor | None = None  # positions by token, int32
 
     @property
     def received(self) -> int:
@@ -174,13 +176,10 @@ class Route:
 
     def sum(self, returned: Tensor) -> Tensor:
         """(L, columns): of each token the rows that came back, added in the order of ranks, in fp32 or wider."""
-        wide = torch.promote_types(returned.dtype, torch.float32)
-        total = returned.new_zeros((self.num_tokens, returned.shape[1]), dtype=wide)
-        if len(returned):
-            for positions in self.positions:
-                rows = returned.index_select(0, positions.clamp(min=0))
-                total += torch.where((positions >= 0)[:, None], rows, 0)
-        return total.to(returned.dtype)
+        if self._places is None:
+            self._places = self.positions.T.to(torch.int32).contiguous()
+        total: Tensor = mb.sum_rows(returned, self._places)
+        return total
 
     def slots_of(self, returned: Tensor) -> Tensor:
         """(L, k): what each slot's rank gave back in the slot's column; 0 for slots without an expert."""
@@ -248,9 +247,10 @@ class Begun:
             dtypes = (collectives.DTYPES.index(t.dtype) for t in (x, weights))
             values = [0, experts.calls, x.shape[1], ids.shape[1], experts.num_experts, *dtypes, grads, len(x)]
             self.route, counts = _route(ids, experts)
-        header = torch.cat([torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True), counts])
-        what = f"all-gather of sizes (call {experts.calls})"
-        self.header = Header(header, what, experts.group)
+        self.header: Header | None = None
+        if device.type == "cpu" or experts.route == "exact":
+            header = torch.cat([torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True), counts])
+            self.header = Header(header, f"all-gather of sizes (call {experts.calls})", experts.group)
 
     def finish(self) -> Route:
         """Raises one ValueError on all ranks if their arguments do not fit together."""
@@ -259,7 +259,7 @@ class Begun:
         if self.error is not None:
             raise self.error
         route = self.route
-        if not exact and route.positions.is_cuda:  # no wait on the host: the sizes are known
+        if self.header is None:  # the sizes are known, and the host does not wait
             return route
         by_rank = self.header.read()
         collectives.check_same(by_rank, same_tokens=not exact)
@@ -353,7 +353,7 @@ class _Send(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch gives it no types
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
         return route.sum(route.give_back(grad.contiguous(), "rows' gradients").wait()), None
@@ -366,7 +366,7 @@ class _SendWeights(torch.autograd.Function):
         return received
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         route = ctx.route
         return route.slots_of(route.give_back(grad.contiguous(), "weights' gradients").wait()), None, None
@@ -379,7 +379,7 @@ class _Collect(torch.autograd.Function):
         return route.sum(route.give_back(y, "results").wait())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
         rows = route.send(grad.contiguous(), "results' gradients").wait()

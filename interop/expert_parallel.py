@@ -85,19 +85,12 @@ class _ExpertParallel(torch.autograd.Function):
         pieces = _pieces(route, local_ids)
         if len(pieces) > 1 and save is not None:
             save = "recompute"
-        options = {"activation": activation, "save": save, "spare_multiprocessors": experts.spare_multiprocessors}
+        options: dict[str, Any] = {"activation": activation, "save": save}
+        options |= {"spare_multiprocessors": experts.spare_multiprocessors}
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
-            out, saved = mb.moe_forward(
-                rows[part],
-                local_ids[part],
-                got[part],
-                w1,
-                w2,
-                max_slots=bound,
-                **options,  # type: ignore[call-overload]  # save is a str or None
-            )
+            out, saved = mb.moe_forward(rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options)
             results.append(out)
             if bound is not None and (experts.slots is not None):
                 index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
@@ -115,7 +108,7 @@ class _ExpertParallel(torch.autograd.Function):
         return route.sum(route.give_back(y, "results").wait())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch gives it no types
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
         route: Route = ctx.route
         experts = route.experts
@@ -137,7 +130,7 @@ class _ExpertParallel(torch.autograd.Function):
             shared = kept.activation, kept.save, kept.consumed
             return part, SavedForBackward(rows[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
 
-        spare = {"spare_multiprocessors": experts.spare_multiprocessors}
+        spare: dict[str, Any] = {"spare_multiprocessors": experts.spare_multiprocessors}
         backs: dict[str, Any] = {}
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
         sums: dict[str, Any] = {}

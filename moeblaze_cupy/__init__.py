@@ -8,6 +8,7 @@ from moeblaze_cupy.layer import (
     moe_forward,
 )
 from moeblaze_cupy.routing import route, route_backward
+from moeblaze_cupy.rows import sum_rows
 from moeblaze_cupy.structures import DispatchIndices, Gradients, PendingWeights, SavedForBackward
 
 __version__ = "0.1.0"
@@ -23,4 +24,5 @@ __all__ = [
     "moe_forward",
     "route",
     "route_backward",
+    "sum_rows",
 ]

@@ -29,7 +29,7 @@ LEVELS = [
     ["ops.aggregation", "ops.grouped_gemm"],
     ["ops.panels"],
     ["ops.experts", "call"],
-    ["layer", "routing"],
+    ["layer", "routing", "rows"],
     ["__init__"],
     ["interop.torch", "interop.collectives", "cli.progress"],
     ["interop.exchange"],

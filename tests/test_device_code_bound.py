@@ -62,3 +62,18 @@ def test_halves_of_backward(tier, save, keep_saved):
         device.synchronize()
         halves = {"out": out, "x": first.x, "weights": first.weights, "w1": second.w1, "w2": second.w2}
     assert not differences(whole, halves)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("d", [24, 264, 31])
+def test_sum_rows(d, offset):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((40, d)).astype(DTYPES["bfloat16"])
+    positions = rng.integers(-1, 40, (33, 4)).astype(np.int32)
+    with emulated() as device:
+        got = mb.sum_rows(device.put(rows, offset), device.put(positions))
+        empty = mb.sum_rows(device.put(rows, offset), device.put(positions[:0]))
+        device.synchronize()
+        assert device.launched == [f"aggregate_bfloat16_float32{'' if d % 8 == 0 and not offset else '_unaligned'}"]
+    np.testing.assert_array_equal(got, reference.sum_rows(rows, positions))
+    assert empty.shape == (0, d)

@@ -199,3 +199,20 @@ def test_size_classes():
     assert [launch_config.size_class(n) for n in (0, 1, 16, 17, 32, 33, 1000, 1024, 1025)] == [
         *(0, 1, 16, 17, 32, 34, 1024, 1024, 1088)
     ]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_sum_rows(dtype):
+    rng = np.random.default_rng(0)
+    rows, positions = rng.standard_normal((20, 5)).astype(dtype), rng.integers(-1, 20, (30, 3)).astype(np.int32)
+    wide = np.vstack([rows.astype(np.float64), np.zeros(5)])
+    got = mb.sum_rows(rows, positions)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got, wide[positions].sum(1), rtol=1e-14 if dtype == np.float64 else 2e-3, atol=1e-6)
+    with pytest.raises(ValueError, match="sum_rows: positions: expected rows below 20, got 20"):
+        mb.sum_rows(rows, positions * 0 + 20)
+    with pytest.raises(TypeError, match="sum_rows: positions: expected dtype int32"):
+        mb.sum_rows(rows, positions.astype(np.int64))
+    with pytest.raises(ValueError, match="sum_rows: rows: expected at least one column"):
+        mb.sum_rows(rows[:, :0].copy(), positions)
+    assert mb.sum_rows(rows, positions[:0]).shape == (0, 5)

@@ -6,14 +6,21 @@ from moeblaze_cupy.runtime import Launch
 
 
 def aggregate(
-    index: IndexLayout, dtype: str, weights_dtype: str | None, d: int, first_column: int, columns: int, panel_ld: int
+    index: IndexLayout,
+    dtype: str,
+    weights_dtype: str | None,
+    d: int,
+    first_column: int,
+    columns: int,
+    panel_ld: int,
+    misalignment: int = 0,
 ) -> Launch:
     """out[:, first_column : first_column + columns] from the first `columns` of panel's rows, `panel_ld` apart.
 
     Addresses: panel, token_index_map (L, k) that names a row for each slot, weights (L, k) that scale the slots, and
-    out (L, d). weights_dtype None leaves slots unscaled, as the gradient of x does.
+    out (L, d). weights_dtype None leaves slots unscaled, as the gradient of x does. misalignment: of the panel.
     """
-    aligned = d % 8 == 0 and first_column % 8 == 0
+    aligned = d % 8 == 0 and first_column % 8 == 0 and not misalignment
     suffix = "" if aligned else "_unaligned"
     return Launch(
         loader.entry("aggregation.cu", f"aggregate_{dtype}_{weights_dtype or 'float32'}{suffix}"),

@@ -75,6 +75,19 @@ def _sum_over_slots(rows: HostArray, index: DispatchIndices, scale: HostArray | 
     return out
 
 
+def sum_rows(rows: HostArray, positions: HostArray) -> HostArray:
+    """out[t] = sum over j, in order, of rows[positions[t, j]] where that is not below 0.
+
+    rows (n, d) any float dtype, positions (L, P) int32 -> (L, d) in rows' dtype. Arguments are not checked.
+    """
+    compute = compute_dtype(rows)
+    out = np.zeros((len(positions), rows.shape[1]), compute)  # (L, d)
+    for column in positions.T:  # (L,)
+        present = column >= 0  # (L,)
+        out[present] += cast(rows[column[present]], compute)
+    return cast(out, rows.dtype)
+
+
 def moe_forward(
     x: HostArray,
     ids: HostArray,
