@@ -4,7 +4,7 @@ In forward the sizes travel while a shared expert is launched. In backward the g
 gradients of the experts' weights are computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import compress
 from typing import Any
 
@@ -167,6 +167,26 @@ class _ExpertParallel(torch.autograd.Function):
         grad_w2 = sums["w2"].to(w2.dtype) if "w2" in sums else None
         experts_grads = grad_gate if needed[2] else None, grad_up if needed[3] else None, grad_w2
         return grad_x, grad_weights, *experts_grads, None, None, None, None
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for parameters that are DTensors on several meshes; returns the norm of all.
+
+    Each mesh's gradients have a norm of their own, whose powers are added. All ranks call it with the same parameters in
+    the same order, so not with a set.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    norms = []
+    for group in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    for group in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
 
 
 def expert_parallel_moe(

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
-from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.interop.expert_parallel import clip_grad_norm_, expert_parallel_moe
+from moeblaze_cupy.interop.torch import moe
 
 TIMEOUT = timedelta(seconds=6)
 GPU_TIMEOUT = timedelta(seconds=120)  # compiling takes some of it
@@ -377,6 +378,73 @@ def faults(rank, size, group):
     inputs = Inputs(rank, counts_of(size, "uneven"))
     expect(ValueError, 'tokens: expected the same on all ranks for routes "gather"', results_of, inputs, gathering)
     assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+class Experts(torch.nn.Module):
+    """A module of its own, so that FSDP2 can wrap it apart from the router."""
+
+    def __init__(self, w1, w2):
+        super().__init__()
+        self.w1, self.w2 = torch.nn.Parameter(w1.clone()), torch.nn.Parameter(w2.clone())
+
+    def forward(self, x, ids, weights, group):
+        w1, w2 = (w.to_local() if hasattr(w, "to_local") else w for w in (self.w1, self.w2))
+        if group is None:
+            return moe(x, ids, weights, w1, w2)
+        return expert_parallel_moe(x, ids, weights, w1, w2, group)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, inputs, group=None):
+        super().__init__()
+        self.router = torch.nn.Parameter(torch.linspace(-1, 1, E * D, dtype=torch.float64).view(E, D).sin())
+        self.experts, self.group = Experts(inputs.w1, inputs.w2), group
+
+    def forward(self, x):
+        probabilities = torch.softmax(x @ self.router.T, 1)
+        weights, ids = probabilities.topk(K, 1)
+        return x + self.experts(x, ids.int(), weights, self.group)
+
+
+@case
+def fsdp2(rank, size, group):
+    """FSDP2 on the mesh (efsdp, ep): losses, norms and parameters after three steps of AdamW with clipping."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    ep = 2
+    mesh = DeviceMesh("cpu", torch.arange(size).view(size // ep, ep), mesh_dim_names=("efsdp", "ep"))
+    everyone = DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("dp",))
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+
+    def train(model, parameters, x, clip):
+        optimizer, seen = torch.optim.AdamW(parameters, lr=0.05), []
+        for _ in range(3):
+            loss = model(x).square().sum() / len(inputs.x)  # by the tokens of all ranks
+            loss.backward()
+            seen.append((loss.detach(), clip(parameters, 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    one = Block(inputs)
+    want = train(one, list(one.parameters()), inputs.x, torch.nn.utils.clip_grad_norm_)
+    model = Block(inputs, ExpertGroup(mesh["ep"], E))
+    for name in ("w1", "w2"):
+        whole = getattr(model.experts, name).detach()
+        setattr(model.experts, name, torch.nn.Parameter(distribute_tensor(whole, mesh["ep"], [Shard(0)])))
+    fully_shard(model.experts, mesh=mesh["efsdp"])
+    fully_shard(model, mesh=everyone)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    got = train(model, list(model.parameters()), inputs.x[inputs.here], clip_grad_norm_)
+    for (loss, norm), (whole_loss, whole_norm) in zip(got, want, strict=True):
+        dist.all_reduce(loss)
+        assert difference(loss, whole_loss) <= 1e-12 and difference(norm, whole_norm) <= 1e-12
+    for name, parameter in model.named_parameters():
+        assert difference(parameter.full_tensor(), dict(one.named_parameters())[name]) <= 1e-12, name
 
 
 @case

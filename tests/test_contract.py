@@ -22,7 +22,7 @@ LEVELS = [
     ["launch_config", "params", "structures"],
     ["arrays", "loader", "reasons", "tensor_map"],
     ["interop.dlpack", "checks", "memory", "runtime"],
-    ["reference.numerics"],
+    ["reference.numerics", "expert_parallel_plan"],
     ["reference.dispatch", "reference.router"],
     ["reference.experts"],
     ["reference", "rehearsal", "ops.dispatch", "ops.router"],
