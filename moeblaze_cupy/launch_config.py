@@ -37,6 +37,8 @@ ROUTER_TOKENS = 4  # per block, a warp each
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
 BOUND_THREADS = 256  # per block of bound_slots.cu
+PULL_THREADS = 512  # per block of pull_rows
+PULL_BLOCKS = 32  # at most: NVLink is full with fewer, and other multiprocessors are left to other work
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 DEFAULT_SHARED_BYTES = 48 * 1024  # more needs an opt-in per kernel
 
@@ -87,6 +89,11 @@ def kernel_constants(source: str) -> dict[str, int]:
         "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
+        "pull.cu": {
+            "PULL_THREADS": PULL_THREADS,
+            "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
+            "PANEL_COLUMNS": PANEL_COLUMNS,
+        },
         "aggregation.cu": {
             "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
             "SLOTS_PER_BLOCK": SLOTS_PER_BLOCK,

@@ -22,7 +22,7 @@ from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 ACTIVATION_KINDS = {"swiglu": "SILU", "silu": "SILU", "geglu": "GELU", "gelu": "GELU", "reglu": "RELU", "relu": "RELU"}
-SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu", "bound_slots.cu")
+SHAPE_INDEPENDENT = ("dispatch.cu", "router.cu", "aggregation.cu", "wgrad_parts.cu", "bound_slots.cu", "pull.cu")
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}

@@ -172,6 +172,14 @@ _TABLES = {
             int32=("num_slots", "k", "num_experts", "columns", "part_slots", "counted_together"),
         ),
     },
+    "pull.cu": {
+        "pull_rows": Params(
+            "PullRowsParams",
+            pointers=("peers", "sources", "out"),
+            int32=("num_rows", "rows_per_peer", "pieces"),
+        ),
+        "pull_sum": Params("PullSumParams<float>", pointers=("peers", "positions", "out"), int32=("L", "P", "d")),
+    },
     "router.cu": {
         "router_fwd": Params(
             "RouterFwdParams<float>",

@@ -1,10 +1,10 @@
-"""Sums of rows that are named by index, which put together what other ranks' experts made of a token."""
+"""Rows named by index, here or in the memory of other GPUs, and sums of them: a token's way to its experts and back."""
 
 from typing import Any
 
 from moeblaze_cupy import arrays, checks, reference
 from moeblaze_cupy.call import Call
-from moeblaze_cupy.ops import aggregation
+from moeblaze_cupy.ops import aggregation, pull
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Launch, Runtime, cached, current_device
 
@@ -51,3 +51,59 @@ def _configure(L: int, P: int, d: int, dtype: str, misalignment: int) -> Launch 
     if L == 0:
         return None
     return aggregation.aggregate(IndexLayout(L, P, 1), dtype, None, d, 0, d, d, misalignment)
+
+
+def pull_rows(peers: Any, sources: Any, rows_per_peer: int, out: Any) -> None:
+    """out[i] = row sources[i] of the peers' rows, counted on from peer to peer; rows with a source below 0 stay.
+
+    peers: (P,) int64, addresses of (rows_per_peer, d) in out's dtype, in the memory of GPUs that this one can read.
+    sources: (n,) int32 below P * rows_per_peer. out: (n, d), aligned, d a multiple of 8. All CuPy or torch arrays on
+    CUDA, contiguous. Nothing is looked at on the host. The peers have written their rows before: a barrier comes first.
+    Raises TypeError (dtype, device) or ValueError (shape, memory order, alignment).
+    """
+    call = _pulled("pull_rows", {"out": out, "sources": sources, "peers": peers})
+    into, wanted = call.described["out"], call.described["sources"]
+    checks.shape("pull_rows", "sources", wanted, "n", (into.shape[0],))
+    rows_per_peer = checks.integer("pull_rows", "rows_per_peer", rows_per_peer)
+    if into.shape[0] == 0 or rows_per_peer == 0:
+        return
+    step = pull.pull_rows(into.shape[0], rows_per_peer, into.shape[1], into.dtype)
+    with current_device(call.device):
+        run = Runtime.current(call.prepared(step).framework, call.device)
+        run.launch(step, call.described["peers"].ptr, wanted.ptr, into.ptr)
+
+
+def sum_peer_rows(peers: Any, positions: Any, out: Any) -> None:
+    """out[t] = sum over peers j, in order, of peer j's row positions[t, j], in fp32, rounded once; below 0: no row.
+
+    peers: (P,) int64, addresses of rows of d in out's dtype. positions: (L, P) int32. out: (L, d). Otherwise as
+    `pull_rows`.
+    """
+    call = _pulled("sum_peer_rows", {"out": out, "positions": positions, "peers": peers})
+    into, where = call.described["out"], call.described["positions"]
+    P = call.described["peers"].size
+    checks.shape("sum_peer_rows", "positions", where, "L, P", (into.shape[0], P))
+    if into.shape[0] == 0:
+        return
+    step = pull.pull_sum(into.shape[0], P, into.shape[1], into.dtype)
+    with current_device(call.device):
+        run = Runtime.current(call.prepared(step).framework, call.device)
+        run.launch(step, call.described["peers"].ptr, where.ptr, into.ptr)
+
+
+def _pulled(function: str, named: dict[str, Any]) -> Call:
+    """A call that reads other GPUs' rows, checked."""
+    checks.untracked(function, named)
+    call = Call(function, **named)
+    if call.on_cpu:
+        raise checks.bad_type(function, "out", "an array on CUDA", "one on the CPU, which has no peers")
+    for name, array in call.described.items():
+        checks.contiguous(function, name, array)
+        checks.dtype(function, name, array, {"out": checks.floats(array), "peers": ("int64",)}.get(name, ("int32",)))
+    out, peers = call.described["out"], call.described["peers"]
+    checks.shape(function, "out", out, "n, d", (None, None))
+    checks.shape(function, "peers", peers, "P", (None,))
+    if out.shape[1] % 8 or out.ptr % arrays.ALIGNMENT:
+        got = f"{out.shape[1]} at {out.ptr % arrays.ALIGNMENT} bytes past one"
+        raise checks.bad_value(function, "out", "columns in multiples of 8 at a multiple of 16 bytes", got)
+    return call

@@ -37,6 +37,7 @@ REGISTER_CAPS = {
     "aggregation.cu": 80,
     "wgrad_parts.cu": 48,
     "bound_slots.cu": 48,
+    "pull.cu": 64,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -121,6 +122,7 @@ def entry_names(variant) -> set[str]:
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
         "bound_slots.cu": {"bound_slots"},
+        "pull.cu": {"pull_rows", *(f"pull_sum_{dtype}" for dtype in dtypes)},
     }[variant.source]
 
 
@@ -210,6 +212,8 @@ WRONG = [
     ("grouped_gemm_sm90.cu", "PRODUCER_REGISTERS", 80),
     ("grouped_gemm_sm90.cu", "CONSUMER_REGISTERS", 220),
     ("grouped_wgrad_sm90.cu", "SPARE_BYTES", 2 * 1024),
+    ("pull.cu", "PULL_THREADS", 2048),
+    ("pull.cu", "PANEL_COLUMNS", 512),
     ("router.cu", "MAX_ROUTER_K", 64),
     ("router.cu", "MAX_ROUTER_EXPERTS", 4096),
     ("wgrad_parts.cu", "GROUPS_PER_BLOCK", 2048),

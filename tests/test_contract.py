@@ -26,7 +26,7 @@ LEVELS = [
     ["reference.dispatch", "reference.router"],
     ["reference.experts"],
     ["reference", "rehearsal", "ops.dispatch", "ops.router"],
-    ["ops.aggregation", "ops.grouped_gemm"],
+    ["ops.aggregation", "ops.grouped_gemm", "ops.pull"],
     ["ops.panels"],
     ["ops.experts", "call"],
     ["layer", "routing", "rows"],
