@@ -35,7 +35,7 @@ from moeblaze_cupy.interop.torch import MoE, moe
 
 TOLERANCE = 0.02
 STACKED = 4  # layers under FSDP2
-ROUTES = ("exact", "gather")
+ROUTES = ("exact", "gather", "pull")
 MOST_FSDP_BYTES = 24 * 2**30  # of a stack's parameters, for which FSDP2 has a row: dsv3's are for expert parallelism
 
 
@@ -213,7 +213,8 @@ def expert_rows(case, sizes, rank, rounds, everyone):
         if case.E % size:
             continue
         group = alone if size == 1 else groups[rank // size]
-        for provider in ("moeblaze",) if size == 1 else (*ROUTES, "slots"):
+        several = (*(route for route in ROUTES if has_gpu() or route != "pull"), "slots")  # the CPU has no peers
+        for provider in ("moeblaze",) if size == 1 else several:
             layer = ExpertParallel(case, group, provider)
             errors = layer.errors()
             layer.release()

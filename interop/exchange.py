@@ -18,11 +18,13 @@ from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Header, Pending
+from moeblaze_cupy.interop.peers import PeerRows
 
 Tensor = torch.Tensor
-ROUTES = ("auto", "exact", "gather", "static")
+ROUTES = ("auto", "exact", "gather", "static", "pull")
 OVERFLOWS = ("chunk", "drop", "raise")
 
 
@@ -33,7 +35,10 @@ class ExpertGroup:
     num_experts: E, a multiple of the group's size.
     route: "exact" sends just the rows that are needed, of any number per rank, and reads P*(9+2P) integers on the host.
     "gather" sends all rows to all ranks. "static" sends `rows` rows from each rank to each, or L if that is None. Both
-    need as many tokens on all ranks, and on CUDA read nothing on the host. "auto" is "exact".
+    need as many tokens on all ranks, and on CUDA read nothing on the host. So does "pull", for GPUs that reach each
+    other's memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index,
+    with nothing packed. d is a multiple of 8 then, and results take twice the memory of all ranks' rows, once for all
+    layers that share the ExpertGroup. "auto" is "exact".
     rows: of "static"; rows past it are dropped.
     slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: as many as
     come in "exact", all P*L*k in the others.
@@ -86,7 +91,11 @@ class ExpertGroup:
         if self.num_experts < 1 or self.num_experts % self.size:
             expected = f"a multiple of the group's {self.size} ranks"
             raise checks.bad_value("ExpertGroup", "num_experts", expected, num_experts)
+        if self.route == "pull" and "nccl" not in dist.get_backend(group):
+            backend = dist.get_backend(group)
+            raise ValueError(f'ExpertGroup: route: expected another than "pull" on a group of {backend}, got "pull"')
         self.calls = 0
+        self.peer_rows: dict[str, PeerRows] = {}  # by what is sent
         self._overflow: tuple[Tensor, Any, int] | None = None  # counted by an earlier call
 
     @property
@@ -105,6 +114,12 @@ class ExpertGroup:
                 if other[name] != by_rank[0][name]:
                     got = f"{name}={by_rank[0][name]!r} on rank 0 and {name}={other[name]!r} on rank {rank}"
                     raise ValueError(f"ExpertGroup: options: expected the same on all ranks, got {got}")
+
+    def offer(self, kind: str, rows: Tensor) -> Tensor:
+        """Of route "pull": puts rows where the other ranks read them; see `PeerRows.offer`."""
+        if kind not in self.peer_rows:
+            self.peer_rows[kind] = PeerRows(self.group)
+        return self.peer_rows[kind].offer(rows)
 
     def count_overflow(self, dropped: Tensor) -> None:
         """Remembers a count of what was dropped; a later call raises for it if that was asked for."""
@@ -145,6 +160,7 @@ class Route:
     sent: list[int] = field(default_factory=list)  #: rows to each rank
     arriving: list[int] = field(default_factory=list)  #: rows from each rank
     slots: int | None = None  #: of this rank's experts in the rows received; None if the host does not know it
+    sources: Tensor | None = None  #: (P*L,) int32, of "pull": the rows of all ranks that this one needs, -1 for others
     _places: Tensor | None = None  # positions by token, int32
 
     @property
@@ -162,6 +178,11 @@ class Route:
 
     def send(self, x: Tensor, name: str) -> Pending:
         """Rows of tokens (L, columns) to the ranks that need them; the result has `room` rows."""
+        if self.sources is not None:
+            rows = x.new_empty((self.room, x.shape[1]))
+            if self.num_tokens:
+                mb_rows.pull_rows(self.experts.offer("rows", x), self.sources, self.num_tokens, rows)
+            return Pending(rows, None, name, self.experts.group, None)
         if self.tokens is None:
             return collectives.all_gather(x, f"all-gather of {name} (call {self.call})", self.experts.group)
         return collectives.all_to_all(
@@ -173,6 +194,29 @@ class Route:
         group = self.experts.group
         arriving, sent, what = self.arriving, self.sent, self._what(name)
         return collectives.all_to_all(rows[: self.received], arriving, sent, sum(sent), what, group)
+
+    def bring_back(self, rows: Tensor, name: str) -> Callable[[], Tensor]:
+        """Starts the way back of results (room, columns). What it returns gives (L, columns), the sums over ranks."""
+        if self.sources is None:
+            pending = self.give_back(rows, name)
+            return lambda: self.sum(pending.wait())
+        out = rows.new_empty((self.num_tokens, rows.shape[1]))
+        if not self.num_tokens:
+            return lambda: out
+        addresses = self.experts.offer("results", rows)
+        if self._places is None:  # each rank has this one's tokens at the same rows
+            first = self.num_tokens * torch.arange(self.experts.size, device=rows.device)[:, None]
+            at_peers = torch.where(
+                self.positions >= 0, self.positions - first + self.num_tokens * self.experts.rank, -1
+            )
+            self._places = at_peers.T.to(torch.int32).contiguous()
+        places = self._places
+
+        def pull_sums() -> Tensor:
+            mb_rows.sum_peer_rows(addresses, places, out)
+            return out
+
+        return pull_sums
 
     def sum(self, returned: Tensor) -> Tensor:
         """(L, columns): of each token the rows that came back, added in the order of ranks, in fp32 or wider."""
@@ -211,6 +255,8 @@ def _check(x: Any, ids: Any, weights: Any, experts: Any) -> None:
     for name, tensor in (("x", x), ("weights", weights)):
         if tensor.dtype not in collectives.DTYPES:
             raise TypeError(f"exchange: {name}: expected a float dtype, got {tensor.dtype}")
+    if experts.route == "pull" and x.shape[1] % 8:
+        raise checks.bad_value("exchange", "x", 'd in multiples of 8 for route "pull"', tuple(x.shape))
     if experts.slots is not None and experts.slots < ids.shape[1]:
         raise checks.bad_value("exchange", "slots", f"at least k = {ids.shape[1]}", experts.slots)
 
@@ -291,7 +337,7 @@ def _route(ids: Tensor, experts: ExpertGroup) -> tuple[Route, Tensor]:
     tokens: Tensor | None = None
     token = torch.arange(L, device=device).expand(P, L)
     dropped = torch.zeros(1, dtype=torch.int64, device=device)
-    if experts.route == "gather":
+    if experts.route in ("gather", "pull"):
         positions = torch.where(needed, token + L * torch.arange(P, device=device)[:, None], -1)
         arriving = [L] * P
     else:
@@ -341,22 +387,31 @@ def send_meta(route: Route, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
     local = torch.where((got_ids >= 0) & (local >= 0) & (local < experts.local_experts), local, -1)
     local[route.received :] = -1  # rows that only fill the buffer up
     got_weights[route.received :] = 0
+    if experts.route == "pull":
+        every = torch.arange(route.received, dtype=torch.int32, device=ids.device)
+        route.sources = torch.where((local >= 0).any(1), every, -1)
     return local.contiguous(), got_weights
+
+
+def _without_garbage(route: Route, rows: Tensor) -> Tensor:
+    """Zeros in rows that only fill the buffer up, or were not asked for."""
+    if route.sources is not None:
+        return torch.where((route.sources >= 0)[:, None], rows, 0)
+    rows[route.received :] = 0
+    return rows
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        rows = route.send(x, "rows").wait()
-        rows[route.received :] = 0
-        return rows
+        return _without_garbage(route, route.send(x.contiguous(), "rows").wait())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
-        return route.sum(route.give_back(grad.contiguous(), "rows' gradients").wait()), None
+        return route.bring_back(grad.contiguous(), "rows' gradients")(), None
 
 
 class _SendWeights(torch.autograd.Function):
@@ -376,15 +431,13 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return route.sum(route.give_back(y, "results").wait())
+        return route.bring_back(y.contiguous(), "results")()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
-        rows = route.send(grad.contiguous(), "results' gradients").wait()
-        rows[route.received :] = 0
-        return rows, None
+        return _without_garbage(route, route.send(grad.contiguous(), "results' gradients").wait()), None
 
 
 def required(*tensors: Sequence[Any]) -> int:

@@ -105,7 +105,7 @@ class _ExpertParallel(torch.autograd.Function):
         ctx.route, ctx.pieces, ctx.kept = route, pieces, kept
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows if experts.keep_received else x, got, gate, up, w2, *tensors)
-        return route.sum(route.give_back(y, "results").wait())
+        return route.bring_back(y, "results")()
 
     @staticmethod
     @once_differentiable
@@ -150,7 +150,8 @@ class _ExpertParallel(torch.autograd.Function):
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
                 for name in of_rows:
                     whole = parts[name][0] if len(parts[name]) == 1 else torch.cat(parts[name])
-                    backs[name] = route.give_back(whole, f"gradients of {name}")
+                    start = route.bring_back if name == "x" else route.give_back
+                    backs[name] = start(whole, f"gradients of {name}")
             if pending is not None and len(ctx.pieces) == 1:
                 made = mb.moe_backward_weights(pending, needs=of_experts, **spare)
                 sums = {name: getattr(made, name) for name in of_experts}
@@ -160,7 +161,7 @@ class _ExpertParallel(torch.autograd.Function):
                     zeros = {n: tuple(torch.zeros_like(w, dtype=wide) for w in pair(of[n])) for n in of_experts}
                     sums = {n: z if len(z) == 2 else z[0] for n, z in zeros.items()}
                 mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums, **spare)
-        grad_x = route.sum(backs["x"].wait()) if "x" in backs else None
+        grad_x = backs["x"]() if "x" in backs else None
         grad_weights = route.slots_of(backs["weights"].wait()) if "weights" in backs else None
         grad_w1 = tuple(g.to(w2.dtype) for g in pair(sums["w1"])) if "w1" in sums else (None, None)
         grad_gate, grad_up = (*grad_w1, None)[:2]

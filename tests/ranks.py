@@ -11,6 +11,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -147,6 +148,60 @@ def parity_of_routes(rank, size, group):
             compare(inputs, results_of(inputs, experts), 1e-14)
         inputs = Inputs(rank, [0] * size)
         compare(inputs, results_of(inputs, experts), 1e-14)
+
+
+class PeersOverGloo:
+    """For `PeerRows` and the kernels that read from peers: `offer` gathers what the peers' memory would hold."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def offer(self, rows):
+        held = [torch.empty_like(rows) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(held, rows.contiguous(), group=self.group)
+        return held
+
+    @staticmethod
+    def pull_rows(peers, sources, rows_per_peer, out):
+        out[:] = torch.nan  # what is not pulled must not be used
+        for place, source in enumerate(sources.tolist()):
+            if source >= 0:
+                out[place] = peers[source // rows_per_peer][source % rows_per_peer]
+
+    @staticmethod
+    def sum_peer_rows(peers, positions, out):
+        out[:] = 0
+        for token, row in enumerate(positions.tolist()):
+            for peer, position in zip(peers, row, strict=True):
+                if position >= 0:
+                    out[token] += peer[position]
+
+
+@case
+def pulled_rows(rank, size, group):
+    """Route "pull" reads the right rows of the right peers, and leaves the others' alone."""
+    module = "moeblaze_cupy.interop.exchange"
+    with (
+        mock.patch(f"{module}.PeerRows", PeersOverGloo),
+        mock.patch(f"{module}.mb_rows", PeersOverGloo),
+        mock.patch(f"{module}.dist.get_backend", lambda _: "nccl"),
+    ):
+        experts = ExpertGroup(group, E, route="pull")
+        for routing in ("random", "one_rank", "absent", "duplicate", "all_absent"):
+            inputs = Inputs(rank, counts_of(size, "equal"), routing)
+            compare(inputs, results_of(inputs, experts), 1e-14)
+        assert experts.peer_rows.keys() == {"rows", "results"}
+        inputs = Inputs(rank, [0] * size)
+        compare(inputs, results_of(inputs, experts), 1e-14)
+        inputs = Inputs(rank, counts_of(size, "equal"), "absent")
+        x, ids, weights, _, _ = inputs.local()
+        rows, _, got, route = exchange(x, ids, weights, experts)
+        collect(rows * got.sum(1, keepdim=True), route).backward(inputs.grad[inputs.here])
+        # a received row has the weights of all of its token's slots
+        ranks_of = torch.where((ids >= 0) & (ids < E), ids // (E // size), -1)
+        times = sum((ranks_of == r).any(1, keepdim=True) for r in range(size))
+        total = weights.sum(1, keepdim=True) * times
+        assert not x.grad.isnan().any() and difference(x.grad, total * inputs.grad[inputs.here]) <= 1e-14
 
 
 @case
@@ -334,6 +389,7 @@ def faults(rank, size, group):
     expect(ValueError, "num_experts: expected a multiple of the group's", ExpertGroup, group, E + 1)
     options = "options: expected the same on all ranks, got slots=64 on rank 0 and slots=65 on rank 1"
     expect(ValueError, options, lambda: ExpertGroup(group, E, slots=64 + (rank == 1)))
+    expect(ValueError, 'expected another than "pull" on a group of gloo', lambda: ExpertGroup(group, E, route="pull"))
     odd = rank == size - 1
 
     def attempt(experts, **changes):
@@ -470,7 +526,7 @@ def on_gpu(inputs, dtype):
     return moved
 
 
-GPU_ROUTES = {"exact": {}, "gather": {"route": "gather"}, "static": {"route": "static"}}
+GPU_ROUTES = {name: {"route": name} if name != "exact" else {} for name in ("exact", "gather", "static", "pull")}
 
 
 @gpu_case
@@ -507,8 +563,8 @@ def overflow_on_gpus(rank, size, group):
 
 @gpu_case
 def no_host_sync(rank, size, group):
-    """With "gather" and "static" the host waits for nothing."""
-    for route in ("gather", "static"):
+    """With these routes the host waits for nothing."""
+    for route in ("gather", "static", "pull"):
         experts = ExpertGroup(group, E, route=route, on_overflow="drop")
         inputs = on_gpu(Inputs(rank, counts_of(size, "equal")), torch.bfloat16)
         x, ids, weights, w1, w2 = inputs.local()

@@ -31,7 +31,7 @@ LEVELS = [
     ["ops.experts", "call"],
     ["layer", "routing", "rows"],
     ["__init__"],
-    ["interop.torch", "interop.collectives", "cli.progress"],
+    ["interop.torch", "interop.collectives", "interop.peers", "cli.progress"],
     ["interop.exchange"],
     ["interop.expert_parallel"],
     ["cli.sizes"],
@@ -106,7 +106,7 @@ def test_frameworks_are_optional(module):
     """torch is for what speaks torch alone; CuPy and matplotlib are imported where they are used, never at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    speak_torch = "interop.torch", "interop.collectives", "interop.exchange", "interop.expert_parallel"
+    speak_torch = "interop.torch", "interop.collectives", "interop.peers", "interop.exchange", "interop.expert_parallel"
     assert "torch" not in roots or module in speak_torch
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in at_import for alias in node.names} | {getattr(n, "module", "") for n in at_import}
