@@ -70,6 +70,7 @@ class ExpertGroup:
                 got = f'a mesh of {names}: pass mesh["{last}"]'
                 raise ValueError(f"ExpertGroup: group: expected {expected}, got {got}")
             group = group.get_group()
+        group = dist.group.WORLD if group is None else group
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("ExpertGroup: group: expected one that this process is in, got another")

@@ -32,8 +32,7 @@ __device__ __forceinline__ void bound_experts(const BoundSlotsParams& p) {
     // First rows rise from tile to tile, so the tiles that are left come first.
     const int all_tiles = p.row_tiles[0];
     int left = 0;
-    for (int tile = threadIdx.x; tile < all_tiles; tile += BOUND_THREADS)
-        left += p.row_tiles[2ll * (tile + 1) + 1] < p.max_slots;
+    for (int tile = threadIdx.x; tile < all_tiles; tile += BOUND_THREADS) left += p.row_tiles[2ll * (tile + 1) + 1] < p.max_slots;
     atomicAdd(&tiles, left);
     for (int e = threadIdx.x; e < num_experts; e += BOUND_THREADS) {
         const int slots = p.expert_token_offsets[e + 1] - p.expert_token_offsets[e];

@@ -93,10 +93,8 @@ __device__ void pull_sum(const PullSumParams<T>& p) {
     store_row8<true>(p.out + token * p.d + column, sum, int64(8));
 }
 
-#define PULL_SUM_ENTRY(NAME, T)                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) NAME(const PullSumParams<T> p) { \
-        pull_sum(p);                                                                                        \
-    }
+#define PULL_SUM_ENTRY(NAME, T) \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) NAME(const PullSumParams<T> p) { pull_sum(p); }
 PULL_SUM_ENTRY(pull_sum_bfloat16, bf16)
 PULL_SUM_ENTRY(pull_sum_float16, fp16)
 PULL_SUM_ENTRY(pull_sum_float32, float)
