@@ -119,7 +119,8 @@ class Kernels:
         """Calls by name, of records made now."""
         from moeblaze_cupy.arrays import Torch
         from moeblaze_cupy.ops import aggregation, dispatch
-        from moeblaze_cupy.ops.experts import configure_backward, configure_forward
+        from moeblaze_cupy.ops.backward import configure_backward
+        from moeblaze_cupy.ops.experts import configure_forward
         from moeblaze_cupy.ops.grouped_gemm import gemm, wgrad
         from moeblaze_cupy.ops.panels import sum_of_rows
         from moeblaze_cupy.structures import GRADIENTS

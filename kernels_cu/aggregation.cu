@@ -24,10 +24,11 @@ struct AggregateParams {
 
 template <class W>
 struct WeightsBwdParams {
-    const float* partial_sums;   // (parts, num_slots) fp32, in: <dA, A> of each row over the columns of each part
+    const float* partial_sums;   // (parts, num_rows) fp32, in: <dA, A> of each row over the columns of each part
     const int* token_index_map;  // (num_slots,) int32, in
     W* grad_weights;             // (num_slots,) as weights, out
-    int num_slots, parts;        // L*k slots
+    int num_slots, num_rows;     // L*k slots, and rows in the order of experts, fewer if max_slots bounds them
+    int parts;
 };
 
 template <class W>
@@ -40,12 +41,12 @@ struct WeightsByRowParams {
 
 template <class W>
 __device__ void weights_bwd(const WeightsBwdParams<W>& p) {
-    const int64 slot = blockIdx.x * int64(SLOTS_PER_BLOCK) + threadIdx.x, num_slots = p.num_slots;
-    if (slot >= num_slots) return;
+    const int64 slot = blockIdx.x * int64(SLOTS_PER_BLOCK) + threadIdx.x, num_rows = p.num_rows;
+    if (slot >= p.num_slots) return;
     const int position = p.token_index_map[slot];
     float sum = 0.f;
     if (position >= 0)
-        for (int part = 0; part < p.parts; ++part) sum += p.partial_sums[part * num_slots + position];
+        for (int part = 0; part < p.parts; ++part) sum += p.partial_sums[part * num_rows + position];
     store_one(p.grad_weights + slot, sum);
 }
 

@@ -36,7 +36,7 @@ struct BiasBwdParams {
     OUT *out0, *out1;                 // (E, half) each, OUT, out: of the first `half` columns and of the others; null: not wanted
     int64 ld, bias_stride, out_stride;  // elements from row to row, and from expert to expert
     int columns, half;
-    int num_slots;   // L*k
+    int num_slots;   // L*k, or max_slots if that bounds the rows
     int accumulate;  // not 0: adds to what out0 and out1 hold, in fp32, rounded once; leaves an expert without rows alone
 };
 

@@ -57,7 +57,7 @@ struct GroupedGemmParams {
     int64 bias_stride;  // elements of a bias from expert to expert
 #endif
     int columns, depth;   // N, and K of one segment
-    int num_slots;        // L*k
+    int num_slots;        // L*k, or max_slots if that bounds the rows
     ACTIVATION_CONSTANTS  // of ACTIVATE and ACTIVATE_BWD
 };
 

@@ -92,7 +92,7 @@ struct GroupedGemmParams {
     int64 bias_stride;  // elements of a bias from expert to expert
 #endif
     int columns, depth;   // N, and K of one segment
-    int num_slots;        // L*k
+    int num_slots;        // L*k, or max_slots if that bounds the rows, but of rows that go to tokens L
     ACTIVATION_CONSTANTS  // of the activations' epilogues
 };
 

@@ -1,7 +1,9 @@
 """Mixture-of-Experts training kernels without routed buffers, after the MoEBlaze paper (arXiv 2601.05296)."""
 
-from moeblaze_cupy.layer import build_dispatch, moe_backward, moe_forward
+from moeblaze_cupy.backward import moe_backward, moe_backward_data, moe_backward_weights
+from moeblaze_cupy.layer import build_dispatch, moe_forward
 from moeblaze_cupy.routing import route, route_backward
+from moeblaze_cupy.rows import sum_rows
 from moeblaze_cupy.selection import (
     expert_choice,
     limit_capacity,
@@ -10,13 +12,21 @@ from moeblaze_cupy.selection import (
     round_tokens,
     tokens_per_expert,
 )
-from moeblaze_cupy.structures import Activation, DispatchIndices, Gradients, RouterSums, SavedForBackward
+from moeblaze_cupy.structures import (
+    Activation,
+    DispatchIndices,
+    Gradients,
+    PendingWeights,
+    RouterSums,
+    SavedForBackward,
+)
 
 __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "DispatchIndices",
     "Gradients",
+    "PendingWeights",
     "RouterSums",
     "SavedForBackward",
     "build_dispatch",
@@ -24,10 +34,13 @@ __all__ = [
     "limit_capacity",
     "list_pairs",
     "moe_backward",
+    "moe_backward_data",
+    "moe_backward_weights",
     "moe_forward",
     "quantile_histogram",
     "round_tokens",
     "route",
     "route_backward",
+    "sum_rows",
     "tokens_per_expert",
 ]

@@ -189,6 +189,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--tier", choices=TIERS, default="sm90",
         help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",
     )  # fmt: skip
+    plan.add_argument(
+        "--ranks", type=integer(1), metavar="N", help="instead: time and memory of experts shared by up to N GPUs"
+    )
+    plan.add_argument("--nodes", type=integer(1), default=1, metavar="M", help="that the GPUs are in (%(default)s)")
+    plan.add_argument("--limit-nodes", type=integer(1), metavar="n", help="a token's experts are on n nodes at most")
+    plan.add_argument(
+        "--nvlink", type=positive_number, default=300, metavar="GB/s", help="out of a GPU in a node (%(default)s)"
+    )
+    plan.add_argument(
+        "--network", type=positive_number, default=45, metavar="GB/s", help="out of a GPU between nodes (%(default)s)"
+    )
+    plan.add_argument(
+        "--tflops", type=positive_number, default=600, metavar="T", help="of the experts' products (%(default)s)"
+    )
 
     bench = commands.add_parser("bench", help="time the layer and its kernels beside their bounds and peers")
     bench.add_argument("--quick", action="store_true", help="the layer alone, five cases, beside the cuBLAS bound")

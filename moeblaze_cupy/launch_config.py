@@ -4,6 +4,7 @@ A number that a launch and its kernel must agree on is stated here alone. `kerne
 and `loader` gives them to the compiler. What the kernels assume about them is asserted when they are compiled.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -40,6 +41,9 @@ AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
 BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows at a time
 BIAS_THREADS = BIAS_COLUMNS // 8 * BIAS_ROWS  # 8 columns each
+BOUND_THREADS = 256  # per block of bound_slots.cu
+PULL_THREADS = 512  # per block of pull_rows
+PULL_BLOCKS = 32  # at most: NVLink is full with fewer, and other multiprocessors are left to other work
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
 SELECT_BITS = 11  # the widest digit of a radix select
@@ -105,6 +109,12 @@ def kernel_constants(source: str) -> dict[str, int]:
         "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
         "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
+        "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
+        "pull.cu": {
+            "PULL_THREADS": PULL_THREADS,
+            "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
+            "PANEL_COLUMNS": PANEL_COLUMNS,
+        },
         "slots.cu": sums,
         "aggregation.cu": sums,
         "selection.cu": {
@@ -278,13 +288,14 @@ def index_lists(
     num_experts: int,
     num_pairs: int | None = None,
     minimum: Callable[[int, int], int] = min,
+    bounded: bool = False,
 ) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
     """Where dispatch's lists lie in their one int32 buffer, in elements, and the size of the buffer.
 
     The first value gives the first element and the shape of each list. Lists follow each other without gaps.
     token_index_map is written 16 bytes at a time, so it comes first. The pairs of row_tiles are read 8 bytes at a
     time, so an even number of elements comes before it. num_pairs: of slots, where tokens have any number of them; k
-    is None then.
+    is None then. bounded: there are at most max_slots rows, and a count of the slots that found none.
     """
     slots_shape = (num_tokens, k) if k is not None else (0 if num_pairs is None else num_pairs,)
     slots = math.prod(slots_shape)
@@ -297,10 +308,30 @@ def index_lists(
         ("expert_token_offsets", (num_experts + 1,)),
         ("experts_by_load", (num_experts,)),
         *((("token_offsets", (num_tokens + 1,)),) if k is None else ()),
+        *((("dropped", (1,)),) if bounded else ()),
     ):
         places[name] = end, shape
         end += math.prod(shape)
     return places, end
+
+
+def spared(limits: DeviceLimits, spare_multiprocessors: int) -> DeviceLimits:
+    """The limits of grids that leave so many multiprocessors to other work, such as kernels of NCCL."""
+    if not spare_multiprocessors:
+        return limits
+    return dataclasses.replace(limits, multiprocessors=limits.multiprocessors - spare_multiprocessors)
+
+
+def size_class(number: int) -> int:
+    """`number` rounded up to one of 16 sizes per power of two, at most a sixteenth more.
+
+    Buffers whose sizes change from step to step take these sizes, so that their layouts, and with them launch records,
+    come again, and an allocator gets the same few sizes.
+    """
+    if number <= 16:
+        return max(number, 0)
+    step = 1 << (number - 1).bit_length() - 5
+    return ceil_div(number, step) * step
 
 
 def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:

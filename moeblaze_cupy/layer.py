@@ -1,22 +1,19 @@
-"""The public functions of the layer: check arguments, choose NumPy or CUDA, hand back the caller's kind of array."""
+"""Dispatch and forward of the layer: check arguments, choose NumPy or CUDA, hand back the caller's kind of array."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
-from moeblaze_cupy import arrays, checks, reference, runtime
-from moeblaze_cupy.arrays import Export, Framework
+from moeblaze_cupy import arrays, checks, launch_config, reference, runtime
+from moeblaze_cupy.arrays import Export
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.ops import dispatch, experts
-from moeblaze_cupy.ops.dispatch import IndexLayout
-from moeblaze_cupy.runtime import Key, Runtime, current_device
+from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import (
     Activation,
     DispatchIndices,
-    Gradients,
     SavedForBackward,
     SlotOptions,
-    is_consumed,
     one_or_pair,
     pair,
 )
@@ -24,7 +21,7 @@ from moeblaze_cupy.structures import (
 _SAVED_ARRAYS = ("x", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
 
 
-def _map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
+def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
     """The same, with every array passed through `convert`."""
 
     def each(value: Any) -> Any:
@@ -34,17 +31,17 @@ def _map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
 
     return dataclasses.replace(
         saved,
-        index=_map_index(saved.index, convert),
+        index=map_index(saved.index, convert),
         **{name: each(getattr(saved, name)) for name in _SAVED_ARRAYS},
     )
 
 
-def _map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
+def map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
     lists, rest = index.split()
     return rest.joined([None if array is None else convert(array) for array in lists])
 
 
-def _named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
+def named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
     """The arrays of a weight or a bias by argument name; none for None."""
     if w1 is None:
         return {}
@@ -54,41 +51,9 @@ def _named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
     return {name: parts[0]} if len(parts) == 1 else {f"{name}[0]": parts[0], f"{name}[1]": parts[1]}
 
 
-def _buffers(
-    function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward
-) -> dict[str, dict[str, Any]]:
-    """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
-    checks.accumulated_names(function, accumulate, needs, saved.gradients)
-    found: dict[str, dict[str, Any]] = {}
-    for name, given in accumulate.items():
-        if given is None:
-            raise checks.bad_type(function, f"accumulate[{name!r}]", "a NumPy, CuPy or torch array", type(given))
-        argument, wanted = f"accumulate[{name!r}]", len(pair(getattr(saved, name)))
-        found[name] = _named_pair(function, argument, given)
-        if len(found[name]) != wanted:
-            forms = {1: "one array", 2: "a pair (gate, up)"}
-            raise checks.bad_value(function, argument, f"{forms[wanted]}, as the weight is", forms[len(found[name])])
-        for part, array in found[name].items():
-            framework = arrays.framework_of(array)
-            if framework is None:  # what speaks DLPack alone may be immutable
-                raise checks.bad_type(function, part, "a NumPy, CuPy or torch array", type(array))
-            if framework is arrays.NumPy and not array.flags.writeable:
-                raise checks.bad_value(function, part, "an array that can be written", "a read-only one")
-    return found
-
-
-def _check_apart(framework: Framework, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]) -> None:
-    """What gradients are added to is no memory that backward reads; see `checks.apart`."""
-    read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
-    read |= _named_pair("moe_backward", "saved.w1", saved.w1)
-    read |= _named_pair("moe_backward", "saved.b1", saved.b1) | {"saved.b2": saved.b2}
-    read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
-    read |= {"saved.index.lists": saved.index.lists, "saved.index.ids": saved.index.ids}
-    present = {name: framework.describe(array) for name, array in read.items() if array is not None}
-    checks.apart("moe_backward", present, {name: framework.describe(array) for name, array in buffers.items()})
-
-
-def build_dispatch(ids: Any, num_experts: int, token_offsets: Any = None) -> DispatchIndices:
+def build_dispatch(
+    ids: Any, num_experts: int, token_offsets: Any = None, *, max_slots: int | None = None
+) -> DispatchIndices:
     """The paper's index lists (section 4.1), built in its three steps (section 4.2).
 
     ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
@@ -96,12 +61,15 @@ def build_dispatch(ids: Any, num_experts: int, token_offsets: Any = None) -> Dis
     token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is of
     token t for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Whatever the offsets hold, a
     pair has at most one token, one whose offsets enclose it, and a larger pair has no smaller token.
+    max_slots: 1 to L*k (to P), a bound of the slots that have a position, for buffers in expert order of so many rows.
+    Slots past it, by expert, then token, then slot, count as absent, and `dropped` of the result says how many there
+    are.
     Returns DispatchIndices of int32 arrays of the caller's kind.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
     """
     num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
     named = {"ids": ids} if token_offsets is None else {"ids": ids, "token_offsets": token_offsets}
-    key, pointers = runtime.key_of("build_dispatch", (num_experts,), tuple(named.values()))
+    key, pointers = runtime.key_of("build_dispatch", (num_experts, max_slots), tuple(named.values()))
     export: Export = keep
     found, kept = runtime.find(key), ids
     if found is None:
@@ -109,23 +77,27 @@ def build_dispatch(ids: Any, num_experts: int, token_offsets: Any = None) -> Dis
         call = Call("build_dispatch", **named)
         offsets = call.described.get("token_offsets")
         checks.ids("build_dispatch", call.described["ids"], num_experts, offsets)
+        max_slots = checks.max_slots("build_dispatch", max_slots, call.described["ids"].size)
         if call.on_cpu:
             offsets_on_host = None if offsets is None else call.host("token_offsets")
-            index = _map_index(reference.dispatch(call.host("ids"), num_experts, offsets_on_host), call.export)
+            on_host = reference.dispatch(call.host("ids"), num_experts, offsets_on_host, max_slots)
+            index = map_index(on_host, call.export)
             # The caller's own array, as the view of it may be read-only, of which DLPack makes a copy.
             return index if index.ids_copied or call.export is keep else dataclasses.replace(index, ids=ids)
         (layout,), pointers, export, kept = call.layout("ids"), call.pointers(), call.export, call.owners()[0]
         num_tokens = None if offsets is None else offsets.size - 1
-        found = runtime.keep(key, call.prepared(dispatch.configure(layout, num_experts, call.limits, num_tokens)))
+        steps = dispatch.configure(layout, num_experts, call.limits, num_tokens, max_slots=max_slots)
+        found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         lists, copy, _ = dispatch.dispatch(run, found.steps, *pointers)
-        return _map_index(_index(found.steps, lists, copy, kept), export)
+        return map_index(_index(found.steps, lists, copy, kept), export)
 
 
 def _index(steps: dispatch.Dispatch, lists: arrays.Buffer, copy: arrays.Buffer | None, ids: Any) -> DispatchIndices:
     index = steps.index
-    return DispatchIndices(lists.array, copy.array if copy else ids, index.places, index.num_experts, steps.copies_ids)
+    kept = copy.array if copy else ids
+    return DispatchIndices(lists.array, kept, index.places, index.num_experts, steps.copies_ids, index.max_slots)
 
 
 @overload
@@ -145,6 +117,8 @@ def moe_forward(
     weights_on: str = "output",
     unreduced: bool = False,
     identity_experts: int = 0,
+    max_slots: int | None = None,
+    spare_multiprocessors: int = 0,
 ) -> tuple[Any, SavedForBackward]: ...
 
 
@@ -165,6 +139,8 @@ def moe_forward(
     weights_on: str = "output",
     unreduced: bool = False,
     identity_experts: int = 0,
+    max_slots: int | None = None,
+    spare_multiprocessors: int = 0,
 ) -> tuple[Any, None]: ...
 
 
@@ -184,6 +160,8 @@ def moe_forward(
     weights_on: str = "output",
     unreduced: bool = False,
     identity_experts: int = 0,
+    max_slots: int | None = None,
+    spare_multiprocessors: int = 0,
 ) -> tuple[Any, SavedForBackward | None]:
     """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
@@ -207,6 +185,11 @@ def moe_forward(
     This is the one option with a buffer of L*k rows of d.
     identity_experts: number Z of experts without weights and biases, ids E to E+Z-1, that return their input, as in
     LongCat-Flash; not with unreduced.
+    max_slots: None, or a bound of the slots that are present, from 1 to L*k (to P); those of identity experts count
+    nothing. All buffers in expert order but the index lists then have so many rows in place of L*k. Slots past it count
+    as absent; saved.index.dropped says how many.
+    spare_multiprocessors: how many of the GPU's multiprocessors the experts' products leave to other work, such as
+    kernels of NCCL; of the portable kernels dispatch alone does. On the CPU it says nothing.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
     gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -216,8 +199,8 @@ def moe_forward(
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
     transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
-    w1_by_name = _named_pair("moe_forward", "w1", w1)
-    b1_by_name = _named_pair("moe_forward", "b1", b1)
+    w1_by_name = named_pair("moe_forward", "w1", w1)
+    b1_by_name = named_pair("moe_forward", "b1", b1)
     named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name, **b1_by_name, "b2": b2}
     named["token_offsets"] = token_offsets
     optional = ("weights", weights), ("b2", b2), ("token_offsets", token_offsets)
@@ -227,7 +210,8 @@ def moe_forward(
     given: Sequence[Any] = tuple(named.values())
     forms = len(w1_by_name), len(b1_by_name), *(value is not None for _, value in optional)
     slots = SlotOptions(weights_on, unreduced, identity_experts)
-    key, pointers = runtime.key_of("moe_forward", (activation, save, gate_up, slots, *forms), given)
+    options = activation, save, gate_up, slots, max_slots, spare_multiprocessors
+    key, pointers = runtime.key_of("moe_forward", (*options, *forms), given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
     if found is None:
@@ -240,8 +224,11 @@ def moe_forward(
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
         checks.layer("moe_forward", *layer, offsets)
         checks.identity_experts("moe_forward", slots, w2_array)
-        if call.on_cpu:
-            out, saved = _forward_on_cpu(call, tuple(w1_by_name), tuple(b1_by_name), activation, save, gate_up, slots)
+        max_slots = checks.max_slots("moe_forward", max_slots, ids_array.size)
+        limits = spared("moe_forward", call, spare_multiprocessors)
+        if limits is None:
+            names = tuple(w1_by_name), tuple(b1_by_name)
+            out, saved = _forward_on_cpu(call, *names, activation, save, gate_up, slots, max_slots)
             if saved is not None and call.framework is arrays.Torch:
                 own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2, "b2": b2}
                 own["b1"] = one_or_pair(tuple(b1_by_name.values())) if b1_by_name else None
@@ -260,9 +247,10 @@ def moe_forward(
             activation,
             gate_up,
             save,
-            call.limits,
+            limits,
             slots,
             token_offsets is not None,
+            max_slots,
         )
         given, pointers, export = call.owners(), call.pointers(), call.export
         found = runtime.keep(key, call.prepared(steps))
@@ -298,6 +286,13 @@ def _forward_values(values: Sequence[Any], forms: tuple[Any, ...], absent: Any) 
     return values[0], values[1], weights, values[at_w2], tuple(w1), tuple(b1), tuple(b2), offsets
 
 
+def spared(function: str, call: Call, spare_multiprocessors: int) -> launch_config.DeviceLimits | None:
+    """The limits of a call's launches; None on the CPU."""
+    limits = None if call.on_cpu else call.limits
+    spare = checks.spare_multiprocessors(function, spare_multiprocessors, limits)
+    return None if limits is None else launch_config.spared(limits, spare)
+
+
 def _forward_on_cpu(
     call: Call,
     w1_names: tuple[str, ...],
@@ -306,6 +301,7 @@ def _forward_on_cpu(
     save: str | None,
     gate_up: str,
     slots: SlotOptions,
+    max_slots: int | None,
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
     w1, b1 = (tuple(host[name] for name in names) for names in (w1_names, b1_names))
@@ -320,186 +316,9 @@ def _forward_on_cpu(
         save=save,
         b1=one_or_pair(b1) if b1 else None,
         gate_up=gate_up,
+        max_slots=max_slots,
         **options,
     )
     if saved is not None and call.framework is arrays.Torch:
-        saved = _map_saved(saved, call.export)
+        saved = map_saved(saved, call.export)
     return call.export(out), saved
-
-
-def moe_backward(
-    grad_out: Any,
-    saved: SavedForBackward,
-    *,
-    needs: tuple[str, ...] | None = None,
-    keep_saved: bool = False,
-    accumulate: Mapping[str, Any] | None = None,
-) -> Gradients:
-    """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
-
-    grad_out: of out's shape, (L, d) or per slot, x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2",
-    "b1", "b2" to compute; the others stay None and their kernels do not run, as does that of weights which there are
-    not. None is all that the layer has: b1 and b2 only with such a bias.
-    On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
-    backward over them raises RuntimeError, on the CPU too. With save="recompute" there are none to overwrite.
-    accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2, b1 or b2 are added to, {"w2": total}, of the
-    weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
-    products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
-    memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
-    nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
-    views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
-    Returns Gradients: x (L, d), weights (L, k) or (P,) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
-    memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
-    Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
-    """
-    if not isinstance(saved, SavedForBackward):
-        raise checks.bad_type(
-            "moe_backward", "saved", "SavedForBackward from moe_forward (save is not None)", type(saved)
-        )
-    needs = checks.gradient_names("moe_backward", needs, saved.gradients)
-    key, given, pointers = _backward_key(grad_out, saved, needs, keep_saved, accumulate)
-    export: Export = keep
-    found = runtime.find(key)
-    if found is not None:
-        checks.not_consumed("moe_backward", saved)
-        totals_given = sum(len(pair(total)) for total in (accumulate or {}).values())
-        strides_in_bytes = found.framework is arrays.CuPy
-        if totals_given and key and checks.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals_given):
-            buffers = _buffers("moe_backward", accumulate, needs, saved)
-            parts = {part: array for parts in buffers.values() for part, array in parts.items()}
-            _check_apart(found.framework, grad_out, saved, parts)
-    else:
-        tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
-        for name in ("w1", "b1", "b2"):
-            tracked |= _named_pair("moe_backward", f"saved.{name}", getattr(saved, name))
-        checks.untracked("moe_backward", tracked)
-        buffers = _buffers("moe_backward", accumulate, needs, saved) if accumulate is not None else {}
-        parts = {part: array for parts in buffers.values() for part, array in parts.items()}
-        call = Call("moe_backward", **{"saved.x": saved.x}, grad_out=grad_out, **parts)
-        d = call.described
-        checks.layer_backward("moe_backward", d["grad_out"], d["saved.x"], saved)
-        for name, of_weight in buffers.items():
-            shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
-            checks.accumulated("moe_backward", {part: d[part] for part in of_weight}, shapes, d["saved.x"].dtype)
-        if parts:
-            _check_apart(call.framework, d["grad_out"].owner, saved, parts)
-        if call.on_cpu:
-            saved.consumed = is_consumed(saved.first_layer is not None, saved.y_swi is not None, needs, keep_saved)
-            host_saved = _map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
-            host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
-            on_host = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=host_buffers)
-            of_weights = (on_host.w1, on_host.w2, on_host.b1, on_host.b2)
-            parts_of = (None if g is None else pair(g) for g in of_weights)
-            return _export_gradients(call.export, accumulate, on_host.x, on_host.weights, *parts_of)
-        given[0], export = d["grad_out"].owner, call.export
-        described = [call.framework.describe(array) for array in given]
-        pointers = [array.ptr for array in described]
-        layouts = [array.layout for array in described]
-        *inputs, _, first_layer, y_swi, totals = _backward_values(saved, accumulate, layouts, None)
-        grad_layout, x_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
-        steps = experts.configure_backward(
-            grad_layout,
-            x_layout,
-            weights_layout,
-            w2_layout,
-            w1_layouts,
-            b1_layouts,
-            b2_layouts,
-            first_layer,
-            y_swi,
-            tuple(totals.items()),
-            saved.activation,
-            saved.gate_up,
-            needs,
-            bool(keep_saved),
-            call.limits,
-            _index_layout(saved.index),
-            saved.slots,
-        )
-        found = runtime.keep(key, call.prepared(steps))
-    with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        grads = experts.moe_backward(run, found.steps, saved, *_backward_values(saved, accumulate, pointers, 0))
-        return _export_gradients(
-            export,
-            accumulate,
-            grads.x and grads.x.array,
-            grads.weights and grads.weights.array,
-            *(g and tuple(buffer.array for buffer in g) for g in (grads.w1, grads.w2, grads.b1, grads.b2)),
-        )
-
-
-def _backward_key(
-    grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], keep_saved: Any, accumulate: Any
-) -> tuple[Key | None, list[Any], list[int]]:
-    """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
-    totals = {} if accumulate is None else accumulate
-    if not isinstance(totals, Mapping):
-        return None, [], []
-    optional = saved.weights, saved.b2, saved.first_layer, saved.y_swi
-    w1, b1 = pair(saved.w1), () if saved.b1 is None else pair(saved.b1)
-    given = [grad_out, saved.x, saved.w2, saved.index.lists, *w1, *b1]
-    given += [array for array in optional if array is not None]
-    # These tell which of the arrays is what.
-    forms = [len(w1), len(b1), *(array is None for array in optional), saved.slots, saved.index.is_ragged]
-    for name, total in totals.items():
-        parts = pair(total)
-        given += parts
-        forms += name, len(parts)
-    options = saved.activation, saved.gate_up, needs, bool(keep_saved), *forms
-    key, pointers = runtime.key_of("moe_backward", options, given)
-    return key, given, pointers
-
-
-def _backward_values(
-    saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: Sequence[Any], absent: Any
-) -> tuple[Any, ...]:
-    """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
-    start = 4 + len(pair(saved.w1))
-    end = start + (0 if saved.b1 is None else len(pair(saved.b1)))
-    w1, b1 = tuple(values[4:start]), tuple(values[start:end])
-    b2: tuple[Any, ...] = ()
-    weights = first_layer = y_swi = absent
-    if saved.weights is not None:
-        weights, end = values[end], end + 1
-    if saved.b2 is not None:
-        b2, end = (values[end],), end + 1
-    if saved.first_layer is not None:
-        first_layer, end = values[end], end + 1
-    if saved.y_swi is not None:
-        y_swi, end = values[end], end + 1
-    totals = {}
-    for name, total in (accumulate or {}).items():
-        start, end = end, end + len(pair(total))
-        totals[name] = tuple(values[start:end])
-    grad_out, x, w2, lists = values[:4]
-    return grad_out, x, weights, w2, w1, b1, b2, lists, first_layer, y_swi, totals
-
-
-def _index_layout(index: DispatchIndices) -> IndexLayout:
-    return IndexLayout(index.num_tokens, index.k, index.num_experts, index.num_slots if index.is_ragged else 0)
-
-
-def _export_gradients(
-    export: Export,
-    accumulate: Mapping[str, Any] | None,
-    x: Any,
-    weights: Any,
-    w1: tuple[Any, ...] | None,
-    w2: tuple[Any, ...] | None,
-    b1: tuple[Any, ...] | None,
-    b2: tuple[Any, ...] | None,
-) -> Gradients:
-    """In the caller's kind; what was accumulated is the caller's own."""
-    if export is keep and not accumulate:
-        return Gradients(x, weights, *(parts and one_or_pair(parts) for parts in (w1, w2, b1, b2)))
-    own = accumulate or {}
-
-    def one(array: Any) -> Any:
-        return None if array is None else export(array)
-
-    def parts(name: str, given: tuple[Any, ...] | None) -> Any:
-        return own[name] if name in own else None if given is None else one_or_pair(tuple(map(export, given)))
-
-    by_name = {"w1": w1, "w2": w2, "b1": b1, "b2": b2}
-    return Gradients(one(x), one(weights), **{name: parts(name, given) for name, given in by_name.items()})

@@ -22,7 +22,10 @@ from moeblaze_cupy.structures import FORMS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
-SHAPE_INDEPENDENT = ("dispatch.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", *SELECTIONS)
+SHAPE_INDEPENDENT = (
+    *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
+    *SELECTIONS,
+)
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS")  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}

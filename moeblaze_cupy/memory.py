@@ -1,14 +1,15 @@
 """Memory of one MoE layer on CUDA, by formula: with index lists only (this package), and with routed buffers.
 
 Letters: L tokens, k experts per token, E experts, d model width, h expert hidden width; b bytes per element, g = 2 for
-gated activations, else 1. L*k is the number of routed slots. Every size is in bytes.
+gated activations, else 1. L*k is the number of slots. R is the number of rows in expert order, L*k or max_slots. Every
+size is in bytes.
 
 Each term carries its formula as text, written so that Python can evaluate it over these letters, `min`, `max` and
 `ceil`; the tests do, so the text and the number cannot drift apart.
 
-The buffers are those that `ops.experts` allocates. Left out is what never makes a peak: what dispatch has for itself,
-and the router weights by row of weights_on="input" in forward, which are free again before the output is allocated, and
-the 4-byte tile counter of up_fwd and down_bwd.
+The buffers are those that `ops.experts` and `ops.backward` allocate. Left out is what never makes a peak: what dispatch
+has for itself, and the router weights by row of weights_on="input" in forward, which are free again before the output
+is allocated, and the 4-byte tile counter of up_fwd and down_bwd.
 """
 
 from dataclasses import dataclass
@@ -40,10 +41,20 @@ class LayerShape:
     gate_up: str = "halves"  # "interleaved": the order of w1's columns
     ragged: bool = False  # the L*k slots are pairs, of tokens with any number of them
     options: SlotOptions = PLAIN_SLOTS
+    max_slots: int | None = None  # of slots that have a row; None: all L*k
 
     @property
     def slots(self) -> int:
         return self.L * self.k
+
+    @property
+    def R(self) -> int:
+        return self.slots if self.max_slots is None else self.max_slots
+
+    @property
+    def rows(self) -> str:
+        """R in a formula's text."""
+        return "L*k" if self.max_slots is None else "R"
 
     @property
     def has_weights(self) -> bool:
@@ -113,15 +124,15 @@ def _index_lists(s: LayerShape) -> tuple[Term, ...]:
 
 
 def _first_layer(s: LayerShape, name: str) -> Term:
-    return Term(name, "g*L*k*h*b", s.g * s.slots * s.h * s.b)
+    return Term(name, f"g*{s.rows}*h*b", s.g * s.R * s.h * s.b)
 
 
 def _per_slot(s: LayerShape, name: str) -> Term:
-    return Term(name, "L*k*h*b", s.slots * s.h * s.b)
+    return Term(name, f"{s.rows}*h*b", s.R * s.h * s.b)
 
 
 def _routed(s: LayerShape, name: str) -> Term:
-    return Term(name, "L*k*d*b", s.slots * s.d * s.b)
+    return Term(name, f"{s.rows}*d*b", s.R * s.d * s.b)
 
 
 def _slots_by_row(s: LayerShape) -> Term:
@@ -142,8 +153,8 @@ def _panels(s: LayerShape, overwrites: bool, per_slot: bool = False) -> tuple[Te
         return (_slots_by_row(s),)
     if has_none or launch_config.panel_takes_left_operands_rows(s.d, spare_columns, tier):
         return ()
-    width = launch_config.panels(s.d, s.slots, tier)[0][1]
-    return (Term("one panel of the routed rows", f"L*k*{width}*b", s.slots * width * s.b),)
+    width = launch_config.panels(s.d, s.R, tier)[0][1]
+    return (Term("one panel of the routed rows", f"{s.rows}*{width}*b", s.R * width * s.b),)
 
 
 def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int) -> tuple[Term, ...]:
@@ -152,7 +163,7 @@ def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int
         return ()
     M, N = (columns, rows) if s.transposed else (rows, columns)
     tiles = launch_config.wgrad_tiles(M, N, s.E * halves)
-    splits = launch_config.split_k(tiles, s.slots, s.E, launch_config.H200)
+    splits = launch_config.split_k(tiles, s.R, s.E, launch_config.H200)
     formula = f"4*{splits}*{'g*' if halves * rows * columns == 2 * s.d * s.h else ''}E*d*h"
     sums = Term(f"split-K sums of {name}", formula, 4 * splits * s.E * halves * M * N)
     return () if splits == 1 else (sums,)
@@ -167,6 +178,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
     weighted y_swi (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
+    max_slots bounds every buffer in expert order but the index lists; their row tiles are for L*k slots too.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them, not their parts.
     With unreduced=True, and no other option, the output and its gradient have a row of d for each of the L*k slots.
     """
@@ -176,7 +188,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         2 * INDEX_BYTES * (launch_config.max_row_tiles(s.slots, s.E) + 1),
     )
     order = Term("experts_by_load", "4*E", INDEX_BYTES * s.E)
-    index = (*_index_lists(s), tiles, order)
+    dropped = () if s.max_slots is None else (Term("dropped", "4", INDEX_BYTES),)
+    index = (*_index_lists(s), tiles, order, *dropped)
     first_layer = (_first_layer(s, "first layer a, b" if s.g == 2 else "first layer a"),)
     y_swi = (_per_slot(s, "y_swi = act(a) * b" if s.g == 2 else "y_swi = act(a)"),)
     kept_first_layer = first_layer if save in ("minimal", "paper") else ()
@@ -187,15 +200,15 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         panels = _panels(s, True, s.options.unreduced)
         return Plan(saved=(), forward=((*index, *new_y_swi, *panels),), backward=())
     columns = 256 if s.on_hopper else 128
-    parts, formula = launch_config.column_tiles(s.h, columns), f"4*L*k*ceil(h/{columns})"
+    parts, formula = launch_config.column_tiles(s.h, columns), f"4*{s.rows}*ceil(h/{columns})"
     if s.bias and not s.options.on_input:
         width = launch_config.BIAS_COLUMNS
         parts += launch_config.column_tiles(s.d, width)
-        formula = f"4*L*k*(ceil(h/{columns}) + ceil(d/{width}))"
-    partial_sums = (Term("partial sums of dweights", formula, 4 * s.slots * parts),) if s.has_weights else ()
+        formula = f"4*{s.rows}*(ceil(h/{columns}) + ceil(d/{width}))"
+    partial_sums = (Term("partial sums of dweights", formula, 4 * s.R * parts),) if s.has_weights else ()
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
     weighted = () if kept_y_swi else (_per_slot(s, "weighted y_swi, for dw2"),)
-    row_weights = Term("router weights by row", "4*L*k", 4 * s.slots)
+    row_weights = Term("router weights by row", f"4*{s.rows}", 4 * s.R)
     columns_of_dw1 = (s.g * s.h, 1) if s.gate_up == "interleaved" else (s.h, s.g)  # of each of its halves
     found = {term.name: (term,) for term in gradients(s)}
     dx, dw1, dw2 = (found[name][0] for name in ("dx", "dw1", "dw2"))

@@ -161,12 +161,22 @@ _TABLES = {
         "weights_bwd": Params(
             "WeightsBwdParams<float>",
             pointers=("partial_sums", "token_index_map", "grad_weights"),
-            int32=("num_slots", "parts"),
+            int32=("num_slots", "num_rows", "parts"),
         ),
         "weights_by_row": Params(
             "WeightsByRowParams<float>",
             pointers=("weights", "token_index_map", "row_weights"),
             int32=("num_slots",),
+        ),
+    },
+    "bound_slots.cu": {
+        "bound_slots": Params(
+            "BoundSlotsParams",
+            pointers=(
+                *("token_index_map", "expert_token_indices", "row_tiles", "expert_token_offsets", "experts_by_load"),
+                "dropped",
+            ),
+            int32=("num_slots", "num_experts", "max_slots"),
         ),
     },
     "dispatch.cu": {
@@ -185,6 +195,14 @@ _TABLES = {
             int64=("block_slots",),
             int32=("num_slots", "k", "num_experts", "columns", "part_slots", "counted_together"),
         ),
+    },
+    "pull.cu": {
+        "pull_rows": Params(
+            "PullRowsParams",
+            pointers=("peers", "sources", "out"),
+            int32=("num_rows", "rows_per_peer", "pieces"),
+        ),
+        "pull_sum": Params("PullSumParams<float>", pointers=("peers", "positions", "out"), int32=("L", "P", "d")),
     },
     "router_forward.cu": {
         "": Params(

@@ -196,6 +196,7 @@ class DispatchIndices:
     places: Mapping[str, tuple[int, tuple[int, ...]]]  #: first element and shape of each list in `lists`
     num_experts: int
     ids_copied: bool = False  #: `ids` is not the caller's array (that was int64)
+    max_slots: int | None = None  #: of slots that have a row, if that is bounded
 
     def _list(self, name: str) -> Any:
         start, shape = self.places[name]
@@ -242,6 +243,16 @@ class DispatchIndices:
         return "token_offsets" in self.places
 
     @property
+    def dropped(self) -> Any:
+        """(1,): how many slots past max_slots count as absent; None without that bound."""
+        return None if self.max_slots is None else self._list("dropped")
+
+    @property
+    def num_rows(self) -> int:
+        """Of buffers in expert order: max_slots, or L*k."""
+        return self.num_slots if self.max_slots is None else self.max_slots
+
+    @property
     def num_tokens(self) -> int:
         return self.places["token_offsets"][1][0] - 1 if self.is_ragged else self.places["token_index_map"][1][0]
 
@@ -266,7 +277,7 @@ class DispatchIndices:
 
     def joined(self, arrays: Sequence[Any]) -> "DispatchIndices":
         lists, ids = arrays
-        return DispatchIndices(lists, ids, self.places, self.num_experts, self.ids_copied)
+        return DispatchIndices(lists, ids, self.places, self.num_experts, self.ids_copied, self.max_slots)
 
 
 def pair(weight: Any) -> tuple[Any, ...]:
@@ -302,8 +313,8 @@ class SavedForBackward:
     w1: Any  #: (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
     w2: Any  #: (E, h, d)
     index: DispatchIndices
-    first_layer: Any  #: (L*k, 2h): a, b in the order of w1's columns, or (L*k, h) if not gated; None if recomputed
-    y_swi: Any  #: (L*k, h): V(a) * M(b); None unless save="paper"
+    first_layer: Any  #: (R, 2h): a, b in the order of w1's columns, or (R, h) if not gated; None if recomputed
+    y_swi: Any  #: (R, h), R being L*k or max_slots: V(a) * M(b); None unless save="paper"
     activation: str | Activation
     save: str
     consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
@@ -320,6 +331,21 @@ class SavedForBackward:
     @property
     def nbytes(self) -> int:
         return self.index.nbytes + nbytes(self.first_layer) + nbytes(self.y_swi)
+
+
+@dataclass
+class PendingWeights:
+    """What `moe_backward_data` leaves for `moe_backward_weights`, which takes it once.
+
+    grad_out and what `saved` refers to are the caller's own arrays. On the CPU the last two are None, and the steps
+    before the weight gradients run again.
+    """
+
+    grad_out: Any  #: (L, d)
+    saved: SavedForBackward
+    first_layer_grad: Any = None  #: (R, 2h) or (R, h), the first layer's gradient, often in the first layer's memory
+    weighted_y_swi: Any = None  #: (R, h), y_swi times the router weight
+    consumed: bool = False  #: the weight gradients have been taken
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,7 @@ class Layer:
     keep_saved: bool = False
     accumulate: tuple = ()
     totals: type = np.float32
+    max_slots: int | None = None
     slots: SlotOptions = PLAIN_SLOTS
     ragged: bool = False  # the L*k slots as pairs
 
@@ -232,7 +233,8 @@ class Layer:
 
     def forward(self, device):
         offsets = device.array(("token_offsets",), (self.L + 1,), np.int32) if self.ragged else None
-        options = {"activation": self.activation, "save": self.save, "token_offsets": offsets} | self.slots._asdict()
+        options = {"activation": self.activation, "save": self.save, "max_slots": self.max_slots}
+        options |= {"token_offsets": offsets, **self.slots._asdict()}
         return mb.moe_forward(*self.arguments(device), **options)
 
     def backward(self, device, saved):

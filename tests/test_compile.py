@@ -49,6 +49,8 @@ REGISTER_CAPS = {
     "capacity.cu": 64,
     "balance.cu": 40,
     "bias_bwd.cu": 80,
+    "bound_slots.cu": 48,
+    "pull.cu": 64,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -146,6 +148,8 @@ def entry_names(variant) -> set[str]:
         "balance.cu": {f"tokens_per_expert_{ids}" for ids in ids_dtypes}
         | {f"quantile_counts_{dtype}" for dtype in dtypes}
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},
+        "bound_slots.cu": {"bound_slots"},
+        "pull.cu": {"pull_rows", *(f"pull_sum_{dtype}" for dtype in dtypes)},
     }[variant.source]
 
 
@@ -248,6 +252,7 @@ def test_a_missing_macro_is_an_error_that_names_it(variant):
 WRONG = [
     ("aggregation.cu", "PANEL_COLUMNS", 512),
     ("aggregation.cu", "TOKENS_PER_BLOCK", 64),
+    ("bound_slots.cu", "BOUND_THREADS", 2048),
     ("dispatch.cu", "MAX_EXPERTS", 16384),
     ("dispatch.cu", "MAX_K", 65536),
     ("dispatch.cu", "MIN_COLUMNS", 4),
@@ -273,6 +278,8 @@ WRONG = [
     ("grouped_gemm_sm90.cu", "PRODUCER_REGISTERS", 80),
     ("grouped_gemm_sm90.cu", "CONSUMER_REGISTERS", 220),
     ("grouped_wgrad_sm90.cu", "SPARE_BYTES", 2 * 1024),
+    ("pull.cu", "PULL_THREADS", 2048),
+    ("pull.cu", "PANEL_COLUMNS", 512),
     ("router_backward.cu", "LANES", 24),
     ("router_backward.cu", "MAX_ROUTER_EXPERTS", 8192),
     ("router_forward.cu", "MAX_LISTED", 32),

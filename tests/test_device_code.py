@@ -266,13 +266,15 @@ class Layer:
     device: Device
     inputs: tuple
     activation: str = "swiglu"
+    max_slots: int | None = None
 
     def __post_init__(self):
         self.on_device = [a if is_on_device(a) else self.device.put(a) for a in self.inputs]
 
     def forward(self, save="minimal"):
         x, ids, weights, w1, w2, _ = self.on_device
-        return mb.moe_forward(x, ids, weights, w1, w2, activation=self.activation, save=save)
+        options = {"activation": self.activation, "save": save, "max_slots": self.max_slots}
+        return mb.moe_forward(x, ids, weights, w1, w2, **options)
 
     def backward(self, saved, **options):
         gradients = vars(mb.moe_backward(self.on_device[5], saved, **options))

@@ -21,6 +21,7 @@ SHAPES = (
     memory.LayerShape(L=4096, d=256, h=129, E=8, k=2, activation="relu"),
     memory.LayerShape(L=100, d=4360, h=64, E=2, k=2),  # on Hopper one panel, as rows are few
     memory.LayerShape(L=2000, d=4360, h=64, E=2, k=2),  # three
+    memory.LayerShape(L=4096, d=256, h=136, E=8, k=4, max_slots=5000),
     memory.LayerShape(L=20000, d=264, h=136, E=2, k=1, activation="silu"),  # weight gradients by split-K
     memory.LayerShape(L=300, d=96, h=200, E=7, k=3, ragged=True, ids_are_int64=True),
     memory.LayerShape(L=300, d=264, h=200, E=7, k=1, options=SlotOptions(identity_experts=2)),
@@ -72,7 +73,7 @@ def test_numbers_of_qwen3_30b():
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_formula_text_gives_the_number(shape):
-    letters = {name: getattr(shape, name) for name in ("L", "d", "h", "E", "k", "b", "g")}
+    letters = {name: getattr(shape, name) for name in ("L", "d", "h", "E", "k", "b", "g", "R")}
     names = letters | {"min": min, "max": max}
     plans = [memory.layer(shape, save) for save in memory.POLICIES] + [memory.routed_layer(shape)]
     terms = [memory.output(shape), *memory.gradients(shape)]
@@ -92,7 +93,7 @@ def test_policies_are_ordered(shape):
     assert recompute.saved_bytes < minimal.saved_bytes < paper.saved_bytes
     order = 4 * shape.E  # experts_by_load, which a routed layer does without
     assert minimal.saved_bytes - order < memory.routed_layer(shape).saved_bytes
-    hidden = shape.slots * shape.h * shape.b
+    hidden = shape.R * shape.h * shape.b
     assert minimal.saved_bytes - recompute.saved_bytes == shape.g * hidden
     assert paper.saved_bytes - recompute.saved_bytes == (shape.g + 1) * hidden
     assert paper.backward_peak_bytes <= minimal.backward_peak_bytes < recompute.backward_peak_bytes
@@ -129,7 +130,7 @@ def layer_of(s, save, **options):
     """The call of a shape, on a fake device."""
     order = "transposed" if s.transposed else "row"
     ids = np.int64 if s.ids_are_int64 else np.int32
-    fields = {"activation": s.activation, "save": save, "dtype": np.float16, "ids": ids}
+    fields = {"activation": s.activation, "save": save, "dtype": np.float16, "ids": ids, "max_slots": s.max_slots}
     options |= {"slots": s.options, "ragged": s.ragged}
     return Layer(s.L, s.k, s.E, s.d, s.h, order, **fields, **options)
 
@@ -137,15 +138,18 @@ def layer_of(s, save, **options):
 @pytest.mark.parametrize("ids_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize(
-    ("d", "k", "E"), [(64, 2, 5), (600, 2, 5), (600, 1, 5), (512, 3, 5), (2056, 2, 5), (600, 17, 1)]
+    ("d", "k", "E", "max_slots"),
+    [
+        *((64, 2, 5, None), (600, 2, 5, None), (600, 1, 5, None), (512, 3, 5, None), (2056, 2, 5, None)),
+        *((600, 17, 1, None), (600, 2, 5, 300), (600, 1, 5, 300), (2056, 8, 5, 1100)),
+    ],
 )
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @pytest.mark.parametrize("save", memory.POLICIES)
-def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, E, activation, ids_dtype, monkeypatch):
+def test_formulas_are_what_the_cuda_layer_allocates(save, tier, d, k, E, max_slots, activation, ids_dtype, monkeypatch):
     device = use(monkeypatch, limits_of(tier))
-    s = memory.LayerShape(
-        512, d, 200, E, k, activation=activation, dtype="float16", ids_are_int64=ids_dtype == "int64", tier=tier
-    )
+    fields = {"activation": activation, "dtype": "float16", "tier": tier, "max_slots": max_slots}
+    s = memory.LayerShape(512, d, 200, E, k, ids_are_int64=ids_dtype == "int64", **fields)
     assert_allocates(device, s, save)
 
 

@@ -16,7 +16,7 @@ from fakes import STREAM, DeviceArray, Layer, launches, limits_of, use
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, loader, runtime
-from moeblaze_cupy.ops import experts
+from moeblaze_cupy.ops import backward, experts
 from moeblaze_cupy.runtime import Launch
 from moeblaze_cupy.structures import GRADIENTS
 
@@ -31,14 +31,14 @@ def device(monkeypatch):
 def configured(monkeypatch):
     """Names of the functions that have made records."""
     names = []
-    for name in ("configure_forward", "configure_backward"):
-        run = getattr(experts, name)
+    for module, name in ((experts, "configure_forward"), (backward, "configure_backward")):
+        run = getattr(module, name)
 
         def counted(*args, name=name, run=run, **options):
             names.append(name.removeprefix("configure_"))
             return run(*args, **options)
 
-        monkeypatch.setattr(experts, name, counted)
+        monkeypatch.setattr(module, name, counted)
     return names
 
 

@@ -250,7 +250,7 @@ def test_gradients_that_are_not_contiguous():
 
 
 def consuming(save, needs):
-    """Whether a backward overwrites what was saved, by what `ops.experts.moe_backward` writes into."""
+    """Whether a backward overwrites what was saved, by what `ops.backward.moe_backward` writes into."""
     return {
         "minimal": "x" in needs or "w1" in needs,
         "paper": "x" in needs or "w1" in needs or "w2" in needs,

@@ -12,7 +12,7 @@ from moeblaze_cupy.cli.progress import CommandError, one_line
 from moeblaze_cupy.cli.sizes import layer_shape, slot_options
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.memory import LayerShape, format_bytes
-from moeblaze_cupy.ops import experts
+from moeblaze_cupy.ops import backward, experts
 from moeblaze_cupy.rehearsal import Allocation, Rehearsal, allocation_of
 from moeblaze_cupy.structures import BIASES, GRADIENTS
 
@@ -141,13 +141,13 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     saved_layouts = first_layer, y_swi, tuple(sums.items())
     needs = (*GRADIENTS, *(name for name, given in zip(BIASES, (b1, b2), strict=True) if given))
     index = forward_steps.dispatch.index
-    backward_steps = experts.configure_backward(
+    backward_steps = backward.configure_backward(
         grad_out, *arrays, *saved_layouts, *shared, needs, False, limits, index, options
     )
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    gradients = experts.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, *addresses, 0, 0, 0, given)
+    gradients = backward.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, *addresses, 0, 0, 0, given)
     found = {"x": gradients.x, "weights": gradients.weights}
     for name in ("w1", "w2", "b1", "b2"):
         found[name] = (getattr(gradients, name) or (None,))[0]

@@ -24,14 +24,16 @@ def aggregate(
     columns: int,
     panel_ld: int,
     source: Source | None = None,
+    misalignment: int = 0,
 ) -> Launch:
     """out[:, first_column : first_column + columns] from the first `columns` of panel's rows, `panel_ld` apart.
 
     Addresses: panel, token_index_map that names a row for each slot, weights that scale the slots, out (L, d),
     token_offsets where tokens have any number of slots, and source, the rows of identity experts. weights_dtype None
-    leaves slots unscaled, as the gradient of x does; those of identity experts are scaled in any case.
+    leaves slots unscaled, as the gradient of x does; those of identity experts are scaled in any case. misalignment: of
+    the panel.
     """
-    aligned = d % 8 == 0 and first_column % 8 == 0 and not (source and source.misalignment)
+    aligned = d % 8 == 0 and first_column % 8 == 0 and not misalignment and not (source and source.misalignment)
     suffix = "" if aligned else "_unaligned"
     scaled_by = weights_dtype or (source.weights_dtype if source else "float32")
     sizes = {
@@ -89,10 +91,10 @@ def slots_by_row(index: IndexLayout) -> Launch:
 def weights_bwd(index: IndexLayout, dtype: str, parts: int) -> Launch:
     """The gradient of the router weights (L, k) from <dA, A> of each routed slot.
 
-    Addresses: partial_sums (parts, L*k), token_index_map, grad_weights.
+    Addresses: partial_sums (parts, rows), token_index_map, grad_weights.
     """
     addresses = ("partial_sums", "token_index_map", "grad_weights")
-    return _per_slot(index, f"weights_bwd_{dtype}", addresses, {"parts": parts})
+    return _per_slot(index, f"weights_bwd_{dtype}", addresses, {"num_rows": index.num_rows, "parts": parts})
 
 
 def weights_by_row(index: IndexLayout, dtype: str) -> Launch:

@@ -98,7 +98,7 @@ def configure(
             "out_stride": gradient.stride,
             "columns": columns,
             "half": gradient.half,
-            "num_slots": index.num_slots,
+            "num_slots": index.num_rows,
             "accumulate": int(accumulate),
         },
         why=(reasons.bias_accesses(aligned),),

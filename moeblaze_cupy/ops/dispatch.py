@@ -33,6 +33,7 @@ class IndexLayout:
     k: int | None
     num_experts: int
     num_pairs: int = 0
+    max_slots: int | None = None  # of slots that have a row
 
     @property
     def num_slots(self) -> int:
@@ -46,21 +47,31 @@ class IndexLayout:
     @property
     def by_slot(self) -> "IndexLayout":
         """The same slots, each as a token of its own."""
-        return IndexLayout(self.num_slots, 1, self.num_experts)
+        return IndexLayout(self.num_slots, 1, self.num_experts, max_slots=self.max_slots)
+
+    @property
+    def num_rows(self) -> int:
+        """Of buffers in expert order."""
+        return self.num_slots if self.max_slots is None else self.max_slots
 
     @property
     def max_row_tiles(self) -> int:
-        return launch_config.max_row_tiles(self.num_slots, self.num_experts)
+        return launch_config.max_row_tiles(self.num_rows, self.num_experts)
+
+    @property
+    def _lists(self) -> tuple[Mapping[str, tuple[int, tuple[int, ...]]], int]:
+        sizes = self.num_tokens, self.k, self.num_experts, self.num_pairs
+        return launch_config.index_lists(*sizes, bounded=self.max_slots is not None)
 
     @functools.cached_property
     def places(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """First element and shape of each list."""
-        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts, self.num_pairs)[0]
+        return self._lists[0]
 
     @property
     def size(self) -> int:
         """Elements of the buffer."""
-        return launch_config.index_lists(self.num_tokens, self.k, self.num_experts, self.num_pairs)[1]
+        return self._lists[1]
 
     @functools.cached_property
     def _offsets(self) -> tuple[int, int, int, int, int, int | None]:
@@ -85,20 +96,27 @@ class Dispatch:
     list_tokens: Launch | None  # where tokens have any number of slots
     rows_to_tokens: Launch | None  # likewise
     mark_identity: Launch | None  # where there are identity experts
+    bound: Launch | None  # where max_slots bounds the rows
 
 
 @cached
 def configure(
-    ids: Layout, num_experts: int, limits: DeviceLimits, num_tokens: int | None = None, identity_experts: int = 0
+    ids: Layout,
+    num_experts: int,
+    limits: DeviceLimits,
+    num_tokens: int | None = None,
+    identity_experts: int = 0,
+    max_slots: int | None = None,
 ) -> Dispatch:
     """The launches for ids (L, k), int32 or int64; (P,) of `num_tokens` tokens if that is given.
 
     Pairs are dispatched as P tokens with one expert each, from a copy of the ids that has none for pairs of no token.
-    A launch before finds each pair's token, and one after puts tokens in the place of pairs.
+    A launch before finds each pair's token, and one after puts tokens in the place of pairs. max_slots: of slots that
+    have a row, by expert, then token.
     """
     ragged, num_slots = num_tokens is not None, math.prod(ids.shape)
     tokens, k = (num_tokens, None) if num_tokens is not None else ids.shape
-    index = IndexLayout(tokens, k, num_experts, num_slots if ragged else 0)
+    index = IndexLayout(tokens, k, num_experts, num_slots if ragged else 0, max_slots)
     copies_ids, dtype = ids.dtype == "int64", "int32" if ragged else ids.dtype
     config = launch_config.dispatch(num_slots, num_experts, limits)
     count, why = None, reasons.dispatch(config, num_slots, num_experts)
@@ -147,7 +165,20 @@ def configure(
     if identity_experts and num_slots:
         sizes = {"num_slots": num_slots, "num_experts": num_experts, "identity_experts": identity_experts}
         mark_identity = _per_slot(f"mark_identity_{ids.dtype}", num_slots, ("ids", "tokens", *LISTS), sizes)
-    return Dispatch(index, copies_ids, counts, count, route, list_tokens, rows_to_tokens, mark_identity)
+    return Dispatch(index, copies_ids, counts, count, route, list_tokens, rows_to_tokens, mark_identity, _bound(index))
+
+
+def _bound(index: IndexLayout) -> Launch | None:
+    """What cuts off the lists at `max_slots`, which are made as without a bound."""
+    if index.max_slots is None:
+        return None
+    return Launch(
+        loader.entry("bound_slots.cu", "bound_slots"),
+        (1 + launch_config.ceil_div(index.num_slots, launch_config.BOUND_THREADS),),
+        launch_config.BOUND_THREADS,
+        (*LISTS, "dropped"),
+        {"num_slots": index.num_slots, "num_experts": index.num_experts, "max_slots": index.max_slots},
+    )
 
 
 def _per_slot(entry: str, number: int, addresses: tuple[str, ...], scalars: dict[str, int]) -> Launch:
@@ -170,7 +201,13 @@ def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) ->
     lists = run.empty((index.size,), "int32")
     addresses = index.addresses(lists.ptr)
     run.launch(steps.route, ids, copy_ptr, counts_ptr, *addresses)
+    _cut_off(run, steps, lists, addresses)
     return lists, copy, addresses
+
+
+def _cut_off(run: Runtime, steps: Dispatch, lists: Buffer, addresses: Lists) -> None:
+    if steps.bound:
+        run.launch(steps.bound, *addresses, lists.ptr + 4 * steps.index.places["dropped"][0])
 
 
 def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int) -> tuple[Buffer, Buffer | None, Lists]:
@@ -197,4 +234,5 @@ def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int)
         run.launch(steps.mark_identity, ids, tokens.ptr if tokens else 0, *addresses)
     if tokens and steps.rows_to_tokens:
         run.launch(steps.rows_to_tokens, tokens.ptr, *addresses)
+    _cut_off(run, steps, lists, addresses)
     return lists, copy, addresses

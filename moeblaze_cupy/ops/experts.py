@@ -1,42 +1,39 @@
-"""The MoE layer on CUDA: the paper's Algorithm 1 over the index lists of dispatch, kernel by kernel.
+"""The forward of the MoE layer on CUDA: the paper's Algorithm 1 over the index lists of dispatch, kernel by kernel.
 
-`configure_forward` and `configure_backward` choose all launches and buffers from layouts alone, once per layout;
-`moe_forward` and `moe_backward` allocate and launch, in straight lines.
+`configure_forward` chooses all launches and buffers from layouts alone, once per layout; `moe_forward` allocates and
+launches, in a straight line.
 """
 
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, biases, dispatch, grouped_gemm, panels
+from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels
 from moeblaze_cupy.ops.aggregation import Source
-from moeblaze_cupy.ops.biases import Bias, BiasBwd
+from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import (
     EXPERT_TOKEN_INDICES,
     EXPERT_TOKEN_OFFSETS,
     TOKEN_INDEX_MAP,
-    TOKEN_OFFSETS,
     Dispatch,
-    IndexLayout,
     Lists,
 )
-from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
+from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
-from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, SavedForBackward, SlotOptions, is_consumed, is_gated
+from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, SlotOptions, is_gated
 
 Shape = tuple[int, ...]
 
 
-def _half_columns(parts: tuple[Layout, ...], h: int, activation: str | Activation, interleaved: bool) -> int | None:
+def half_columns(parts: tuple[Layout, ...], h: int, activation: str | Activation, interleaved: bool) -> int | None:
     """Of w1 or b1: h where one array has gate columns, then up columns."""
     return h if is_gated(activation) and len(parts) == 1 and not interleaved else None
 
 
-def _rows_of_slots(
+def rows_of_slots(
     run: Runtime, launch: Launch | None, lists: Lists, row_weights: int = 0
 ) -> tuple[Lists, Buffer | None]:
     """The lists with the slot of each row in place of its token, and the slots' memory; without `launch` as they are.
@@ -91,18 +88,20 @@ def configure_forward(
     limits: DeviceLimits,
     slots: SlotOptions = PLAIN_SLOTS,
     ragged: bool = False,
+    max_slots: int | None = None,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
 
     b1, b2: () without a bias. ragged: ids are pairs, of tokens with any number of slots.
     """
     (L, d), (E, h, _), dtype = x.shape, w2.shape, x.dtype
-    steps = dispatch.configure(ids._replace(device=0), E, limits, L if ragged else None, slots.identity_experts)
-    index, R = steps.index, steps.index.num_slots
+    num_tokens = L if ragged else None
+    steps = dispatch.configure(ids._replace(device=0), E, limits, num_tokens, slots.identity_experts, max_slots)
+    index, R = steps.index, steps.index.num_rows
     first_layer = (R, h * (1 + is_gated(activation))) if save in ("minimal", "paper") else None
     interleaved = gate_up == "interleaved"
-    up, down = Weight.of(w1, _half_columns(w1, h, activation, interleaved)), Weight.of((w2,))
-    up_bias = Bias.of(b1, _half_columns(b1, h, activation, interleaved)) if b1 else None
+    up, down = Weight.of(w1, half_columns(w1, h, activation, interleaved)), Weight.of((w2,))
+    up_bias = Bias.of(b1, half_columns(b1, h, activation, interleaved)) if b1 else None
     up_fwd = down_fwd = weights_by_row = slots_by_row = None
     if L and R:
         a = Operand(dtype, d, x.misalignment)
@@ -132,7 +131,7 @@ def configure_forward(
             bias=Bias.of(b2) if b2 else None,
             weights_dtype=None if weights is None or slots.on_input else weights.dtype,
             overwrites=save != "paper",
-            source=_source(x, weights, slots),
+            source=identity_rows(x, weights, slots),
         )
         if slots.on_input and weights is not None:
             weights_by_row = aggregation.weights_by_row(index, weights.dtype)
@@ -144,7 +143,7 @@ def configure_forward(
     return Forward(steps, dtype, first_layer, (R, h), out, up, down, up_bias, *launches, scales_slots)
 
 
-def _source(rows: Layout, weights: Layout | None, slots: SlotOptions) -> Source | None:
+def identity_rows(rows: Layout, weights: Layout | None, slots: SlotOptions) -> Source | None:
     """Of the rows that identity experts add, if there are any."""
     return Source(rows.misalignment, weights.dtype) if slots.identity_experts and weights else None
 
@@ -179,7 +178,7 @@ def moe_forward(
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     row_weights = None
     if steps.weights_by_row:
-        row_weights = run.empty((steps.dispatch.index.num_slots,), "float32")
+        row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
         run.launch(steps.weights_by_row, weights, index[TOKEN_INDEX_MAP], row_weights.ptr)
     first_layer = run.empty(steps.first_layer, steps.dtype) if steps.first_layer else None
     y_swi = run.empty(steps.y_swi, steps.dtype)
@@ -201,7 +200,7 @@ def moe_forward(
     del row_weights
     out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
-        rows_index, by_row = _rows_of_slots(run, steps.slots_by_row, index)
+        rows_index, by_row = rows_of_slots(run, steps.slots_by_row, index)
         weights, bias_ptr = weights if steps.scales_slots else 0, b2[0] if b2 else 0
         panels.sum_of_rows(
             run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias=bias_ptr, source=x
@@ -210,356 +209,3 @@ def moe_forward(
     elif steps.cleared_bytes:
         run.clear(out.ptr, steps.cleared_bytes)
     return ForwardResult(out, lists, ids_copy, first_layer, y_swi if steps.keeps_y_swi else None)
-
-
-@dataclass(frozen=True, eq=False)
-class Backward:
-    """What a backward launches and allocates. Launches are None where they are not needed, or without tokens."""
-
-    index: IndexLayout
-    dtype: str
-    weights_dtype: str
-    x: Shape
-    up: Weight
-    down: Weight
-    up_gradient: Weight  # w1's, new or the caller's
-    down_gradient: Weight
-    up_bias: Bias | None
-    up_bias_gradient: Bias | None
-    down_bias: Bias | None
-    first_layer: Shape | None  # computed again
-    first_layer_grad: Shape | None  # new memory; None if it takes the first layer's place
-    weighted_y_swi: Shape | None  # new memory; None if it takes y_swi's place, or is not needed
-    consumes: bool  # what was saved is overwritten
-    up_fwd: Gemm | None
-    weights_by_row: Launch | None
-    down_bwd: Gemm | None
-    weights_bwd: Launch | None
-    down_wgrad: Wgrad | None
-    up_bwd: Panels | None
-    up_wgrad: Wgrad | None
-    up_bias_bwd: BiasBwd | None
-    down_bias_bwd: BiasBwd | None
-    further_parts: int  # of the partial sums, which down_bias_bwd writes
-    needs: tuple[str, ...]
-    slots_by_row: Launch | None  # where grad_out has a row per slot
-    identity_weights: Launch | None
-    reads_y_swi: bool  # it is the operand of w2's gradient as it was saved
-    stored_y_swi: bool  # down_bwd reads it
-    scales_slots: bool  # the sum over slots takes the router weights, for identity experts
-    weights_on_output: bool  # there are any, and they scale the rows of grad_out
-
-    @functools.cached_property
-    def cleared_bytes(self) -> tuple[int, int]:
-        """Of the gradients of x and of weights, where no kernel writes them."""
-        of_x = 0 if self.up_bwd else math.prod(self.x) * ITEMSIZE[self.dtype]
-        of_weights = 0 if self.weights_bwd else self.index.num_slots * ITEMSIZE[self.weights_dtype]
-        return of_x, of_weights
-
-    @functools.cached_property
-    def needs_first_layer_grad(self) -> bool:
-        return not {"x", "w1", "b1"}.isdisjoint(self.needs)
-
-
-@cached
-def configure_backward(
-    grad_out: Layout,
-    x: Layout,
-    weights: Layout | None,
-    w2: Layout,
-    w1: tuple[Layout, ...],
-    b1: tuple[Layout, ...],
-    b2: tuple[Layout, ...],
-    first_layer: Layout | None,
-    y_swi: Layout | None,
-    accumulate: tuple[tuple[str, tuple[Layout, ...]], ...],
-    activation: str | Activation,
-    gate_up: str,
-    needs: tuple[str, ...],
-    keep_saved: bool,
-    limits: DeviceLimits,
-    index: IndexLayout,
-    slots: SlotOptions = PLAIN_SLOTS,
-) -> Backward:
-    """The launches of `moe_backward` for arrays of these layouts.
-
-    Unless `keep_saved`, the gradients of a, b (and weighted_y_swi in place of y_swi) overwrite the saved activations.
-    b1, b2: () without a bias. accumulate: by name, the layouts of the buffers that gradients of weights and biases are
-    added to, in place of new ones.
-    """
-    (L, d), h, dtype = x.shape, w2.shape[1], x.dtype
-    R, buffers = index.num_slots, dict(accumulate)
-    if weights is None:
-        needs = tuple(name for name in needs if name != "weights")
-    gated, interleaved = is_gated(activation), gate_up == "interleaved"
-    half, bias_half = (_half_columns(parts, h, activation, interleaved) for parts in (w1, b1))
-    up, down = Weight.of(w1, half), Weight.of((w2,))
-    up_gradient = Weight.of(buffers.get("w1") or up.gradient_layouts(), half)
-    down_gradient = Weight.of(buffers.get("w2") or down.gradient_layouts())
-    up_bias, down_bias = Bias.of(b1, bias_half) if b1 else None, Bias.of(b2) if b2 else None
-    up_bias_gradient = None
-    first_layer_shape = (R, h * (1 + gated))
-    needs_first_layer_grad = not {"x", "w1", "b1"}.isdisjoint(needs)
-    in_place = first_layer is None or not keep_saved
-    reads_y_swi = slots.on_input and "w2" in needs and y_swi is not None  # no weight is to be put on it
-    takes_y_swi = "w2" in needs and y_swi is not None and (in_place or reads_y_swi)
-    consumes = is_consumed(first_layer is not None, y_swi is not None, needs, keep_saved)
-
-    def misaligned(layout: Layout | None) -> int:
-        return 0 if layout is None else layout.misalignment
-
-    x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
-    first_rows = Operand(dtype, first_layer_shape[1], misaligned(first_layer) if in_place else 0)
-    y_rows = Operand(dtype, h, misaligned(y_swi) if takes_y_swi else 0)
-    launches: dict[str, Any] = {}
-    further_parts, on_output = 0, weights is not None and not slots.on_input
-    if down_bias and ("b2" in needs or ("weights" in needs and on_output)):
-        gradient = Bias.of(buffers.get("b2") or down_bias.gradient_layouts())
-        step = biases.configure(index, dtype, grad_out.misalignment, down_bias, gradient, True, "b2" in buffers)
-        launches["down_bias_bwd"] = step
-        further_parts = step.parts if on_output else 0
-    beyond_b2 = bool(set(needs) - {"b2"})
-    if L and R and needs:
-        if weights is not None and (on_output or beyond_b2):
-            launches["weights_by_row"] = aggregation.weights_by_row(index, weights.dtype)
-        if slots.unreduced:
-            launches["slots_by_row"] = aggregation.slots_by_row(index)
-    if L and R and beyond_b2:
-        if first_layer is None:
-            launches["up_fwd"] = grouped_gemm.configure(
-                "up_fwd",
-                index,
-                x_rows,
-                up,
-                h,
-                d,
-                activation,
-                limits,
-                interleaved=interleaved,
-                bias=up_bias,
-                result_ld=0,
-            )
-        down_bwd = grouped_gemm.configure(
-            "down_bwd",
-            index,
-            grad_rows,
-            down,
-            h,
-            d,
-            activation,
-            limits,
-            interleaved=interleaved,
-            result_ld=h if "w2" in needs and not reads_y_swi else 0,
-            stored_y_swi=y_swi is not None and not slots.on_input,
-            wants_partial_sums="weights" in needs,
-            further_parts=further_parts,
-            weights_on_input=slots.on_input,
-        )
-        launches["down_bwd"] = down_bwd
-        if down_bwd.partial_sums and weights is not None:
-            launches["weights_bwd"] = aggregation.weights_bwd(index, weights.dtype, down_bwd.partial_sums[0])
-            if slots.identity_experts:
-                launches["identity_weights"] = aggregation.identity_weights(index, x, grad_out, weights.dtype)
-    wgrad = functools.partial(_configure_wgrad, index, activation, limits)
-    if "w2" in needs:
-        launches["down_wgrad"] = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
-    if "x" in needs and L and R:
-        depth, source = 2 * h if interleaved else h, _source(grad_out, weights, slots)
-        launches["up_bwd"] = panels.configure(
-            "up_bwd", index, first_rows, up, depth, d, activation, limits, interleaved=interleaved, source=source
-        )
-    if "w1" in needs:
-        # Interleaved columns are one matrix to the product, as the first layer's and the gradient's order is the same.
-        halves, columns = (1, 2 * h) if interleaved else (1 + gated, h)
-        operand = first_rows, h if halves == 2 else 0
-        launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, buffers)
-    if "b1" in needs and up_bias:
-        up_bias_gradient = Bias.of(buffers.get("b1") or up_bias.gradient_layouts(), bias_half)
-        launches["up_bias_bwd"] = biases.configure(
-            index, dtype, first_rows.misalignment, up_bias, up_bias_gradient, False, "b1" in buffers
-        )
-    return Backward(
-        index,
-        dtype,
-        dtype if weights is None else weights.dtype,
-        x.shape,
-        up,
-        down,
-        up_gradient,
-        down_gradient,
-        up_bias,
-        up_bias_gradient,
-        down_bias,
-        first_layer_shape if first_layer is None and beyond_b2 else None,
-        first_layer_shape if needs_first_layer_grad and not in_place else None,
-        (R, h) if "w2" in needs and not takes_y_swi else None,
-        consumes,
-        launches.get("up_fwd"),
-        launches.get("weights_by_row"),
-        launches.get("down_bwd"),
-        launches.get("weights_bwd"),
-        launches.get("down_wgrad"),
-        launches.get("up_bwd"),
-        launches.get("up_wgrad"),
-        launches.get("up_bias_bwd"),
-        launches.get("down_bias_bwd"),
-        further_parts,
-        needs,
-        launches.get("slots_by_row"),
-        launches.get("identity_weights"),
-        reads_y_swi,
-        y_swi is not None and not slots.on_input,
-        slots.identity_experts > 0,
-        on_output,
-    )
-
-
-def _configure_wgrad(
-    index: IndexLayout,
-    activation: str | Activation,
-    limits: DeviceLimits,
-    entry: str,
-    rows: tuple[Operand, int],
-    columns: tuple[Operand, int],
-    gradient: Weight,
-    M: int,
-    N: int,
-    halves: int,
-    buffers: dict[str, tuple[Layout, ...]],
-) -> Wgrad:
-    accumulate = {"down_wgrad": "w2", "up_wgrad": "w1"}[entry] in buffers
-    return grouped_gemm.configure_wgrad(
-        entry, index, rows, columns, gradient, M, N, halves, activation, limits, accumulate
-    )
-
-
-@dataclass(slots=True)
-class BackwardResult:
-    """Gradients, None where not asked for; of weights and biases that are accumulated None as well."""
-
-    x: Buffer | None
-    weights: Buffer | None
-    w1: tuple[Buffer, ...] | None
-    w2: tuple[Buffer, ...] | None
-    b1: tuple[Buffer, ...] | None
-    b2: tuple[Buffer, ...] | None
-
-
-def moe_backward(
-    run: Runtime,
-    steps: Backward,
-    saved: SavedForBackward,
-    grad_out: int,
-    x: int,
-    weights: int,
-    w2: int,
-    w1: tuple[int, ...],
-    b1: tuple[int, ...],
-    b2: tuple[int, ...],
-    lists: int,
-    first_layer: int,
-    y_swi: int,
-    accumulate: dict[str, tuple[int, ...]],
-) -> BackwardResult:
-    """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
-
-    b1, b2: () without a bias. lists: the buffer of the index lists. first_layer, y_swi: 0 for what was not saved.
-    accumulate: by name, the buffers that gradients of weights and biases are added to. `saved` is told when it is about
-    to be overwritten.
-    """
-    index = steps.index.addresses(lists)
-    token_index_map, up = index[TOKEN_INDEX_MAP], steps.up.halves(w1)
-
-    # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
-    grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in steps.needs else None
-    recomputed = run.empty(steps.first_layer, steps.dtype) if steps.first_layer else None
-    if recomputed:
-        first_layer = recomputed.ptr
-        if steps.up_fwd:
-            bias = steps.up_bias.halves(b1) if steps.up_bias else (0, 0)
-            grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer, bias=bias)
-    separate = run.empty(steps.first_layer_grad, steps.dtype) if steps.first_layer_grad else None
-    first_layer_grad = separate.ptr if separate else first_layer
-    weighted = run.empty(steps.weighted_y_swi, steps.dtype) if steps.weighted_y_swi else None
-    weighted_ptr = weighted.ptr if weighted else y_swi
-    saved.consumed = steps.consumes
-
-    of_x, of_weights = steps.cleared_bytes
-    if grad_weights and of_weights:
-        run.clear(grad_weights.ptr, of_weights)
-    row_weights = partial_sums = grad_b2 = None
-    grad_rows, by_row = index, None
-    if steps.weights_by_row or steps.slots_by_row:
-        row_weights = run.empty((steps.index.num_slots,), "float32")
-        if steps.weights_by_row:
-            run.launch(steps.weights_by_row, weights, token_index_map, row_weights.ptr)
-        ones = 0 if steps.weights_by_row else row_weights.ptr
-        grad_rows, by_row = _rows_of_slots(run, steps.slots_by_row, index, ones)
-    row_weights_ptr = row_weights.ptr if row_weights else 0
-    if steps.down_bwd:
-        partial_sums = grouped_gemm.gemm(
-            run,
-            steps.down_bwd,
-            grad_rows,
-            grad_out,
-            (w2, w2),
-            first_layer=first_layer,
-            first_layer_grad=first_layer_grad if steps.needs_first_layer_grad else 0,
-            result=weighted_ptr if "w2" in steps.needs and not steps.reads_y_swi else 0,
-            y_swi=y_swi if steps.stored_y_swi else 0,
-            weights=row_weights_ptr,
-        )
-    if steps.down_bias_bwd and steps.down_bias:
-        own = "b2" in steps.needs and "b2" not in accumulate
-        grad_b2 = steps.down_bias.empty_gradient(run) if own else None
-        addresses = _addresses(grad_b2) if grad_b2 else accumulate.get("b2", (0,))
-        further = 0
-        if partial_sums and steps.further_parts and steps.down_bwd and steps.down_bwd.partial_sums:
-            parts, slots = steps.down_bwd.partial_sums
-            further = partial_sums.ptr + 4 * slots * (parts - steps.further_parts)
-        biases.bias_bwd(
-            run,
-            steps.down_bias_bwd,
-            grad_rows,
-            grad_out,
-            (addresses[0], addresses[0]),
-            row_weights=row_weights_ptr if steps.weights_on_output else 0,
-            bias=b2[0],
-            partial_sums=further,
-        )
-    del row_weights
-    if partial_sums and steps.weights_bwd and grad_weights:
-        run.launch(steps.weights_bwd, partial_sums.ptr, token_index_map, grad_weights.ptr)
-        if steps.identity_weights:
-            token_offsets = index[TOKEN_OFFSETS]
-            run.launch(steps.identity_weights, x, grad_out, token_index_map, token_offsets, grad_weights.ptr)
-    del partial_sums
-    grad_w2 = None
-    if steps.down_wgrad:
-        grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
-        addresses = accumulate["w2"] if grad_w2 is None else _addresses(grad_w2)
-        down_gradient = steps.down_gradient.halves(addresses)
-        grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_ptr, grad_out, down_gradient)
-    del weighted, by_row
-    grad_x = run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
-    if steps.up_bwd and grad_x:
-        weights = weights if steps.scales_slots else 0
-        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, up, weights, grad_x.ptr, source=grad_out)
-    elif grad_x and of_x:
-        run.clear(grad_x.ptr, of_x)
-    grad_w1 = None
-    if steps.up_wgrad:
-        grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
-        addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
-        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
-    grad_b1 = None
-    if steps.up_bias_bwd and steps.up_bias and steps.up_bias_gradient:
-        grad_b1 = None if "b1" in accumulate else steps.up_bias.empty_gradient(run)
-        addresses = accumulate["b1"] if grad_b1 is None else _addresses(grad_b1)
-        sums = steps.up_bias_gradient.halves(addresses)
-        biases.bias_bwd(run, steps.up_bias_bwd, index, first_layer_grad, sums)
-    return BackwardResult(grad_x, grad_weights, grad_w1, grad_w2, grad_b1, grad_b2)
-
-
-def _addresses(buffers: tuple[Buffer, ...]) -> tuple[int, ...]:
-    return tuple(buffer.ptr for buffer in buffers)

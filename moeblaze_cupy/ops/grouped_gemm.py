@@ -1,7 +1,8 @@
 """Grouped GEMMs and weight gradients of the experts: kernels_cu/grouped_gemm_*.cu, grouped_wgrad_*.cu.
 
-R = L*k slots; only the first expert_token_offsets[E] rows of (R, ...) buffers are written and read. `configure` and
-`configure_wgrad` choose kernel and grid from layouts alone, `gemm` and `wgrad` launch.
+R = L*k slots, or max_slots if that bounds them. Only the first expert_token_offsets[E] rows of (R, ...) buffers are
+written and read. `configure` and `configure_wgrad` choose kernel and grid from layouts alone; `gemm` and `wgrad`
+launch.
 """
 
 import math
@@ -206,10 +207,11 @@ def configure(
     why_panels: sentences for `Launch.why`.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
-    slots, dynamic, clusters = index.num_slots, False, False
+    slots, dynamic, clusters = index.num_rows, False, False
     why = (*why_panels, *reasons.tier(config, a.dtype, aligned, slots, limits))
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
-    sizes: dict[str, float] = {"columns": N, "depth": K, "num_slots": slots, "lda": a.ld}
+    num_slots = index.num_slots if to_tokens else slots
+    sizes: dict[str, float] = {"columns": N, "depth": K, "num_slots": num_slots, "lda": a.ld}
     sizes |= {f"constant{i}": value for i, value in enumerate(activation_of(activation).constants.values())}
     if bias:
         sizes["bias_stride"] = bias.stride
@@ -330,13 +332,13 @@ def configure_wgrad(
     if swapped:
         M, N = N, M
     sizes = (M, N, p.ld, q.ld, p_half, q_half, gradient.ld, gradient.expert_stride)
-    aligned = is_aligned((p.misalignment, q.misalignment, gradient.misalignment), sizes) and index.num_slots > 0
+    aligned = is_aligned((p.misalignment, q.misalignment, gradient.misalignment), sizes) and index.num_rows > 0
     config = launch_config.gemm(p.dtype, aligned, False, limits)
     E, dtype = index.num_experts, gradient.dtype
     added_to = dtype if accumulate else None
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
-    why: tuple[str, ...] = reasons.tier(config, p.dtype, aligned, index.num_slots, limits)
+    why: tuple[str, ...] = reasons.tier(config, p.dtype, aligned, index.num_rows, limits)
 
     def launch(
         grid: tuple[int, ...],
@@ -355,13 +357,13 @@ def configure_wgrad(
         product = launch((tiles, E, halves), {**operands, **result}, {}, why, accumulate=added_to)
         return Wgrad(product, swapped, True, None, None)
     tiles = launch_config.wgrad_tiles(M, N, E * halves)
-    splits = launch_config.split_k(tiles, index.num_slots, E, limits)
+    splits = launch_config.split_k(tiles, index.num_rows, E, limits)
     grid = (min(tiles * splits, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped
-    maps = {"routed": _rows_map(q if routed_is_q else p, index.num_slots, launch_config.STEP_ROWS)}
+    maps = {"routed": _rows_map(q if routed_is_q else p, index.num_rows, launch_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "splits": splits}
     number = tiles * splits
-    why += (reasons.split_k(splits, tiles, index.num_slots, E, limits),)
+    why += (reasons.split_k(splits, tiles, index.num_rows, E, limits),)
     if splits == 1:
         product = launch(grid, {**operands, **result, **schedule}, maps, why, accumulate=added_to)
         return Wgrad(product, swapped, routed_is_q, None, None)

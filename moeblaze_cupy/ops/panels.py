@@ -57,19 +57,19 @@ def configure(
     shared: dict[str, Any] = {"interleaved": interleaved, "bias": bias}
     if launch_config.rows_go_to_tokens(index.k, tier) and source is None:
         options: dict[str, Any] = {**shared, "result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
-        why = (reasons.panels((), d, index.num_slots, tier, False),)
+        why = (reasons.panels((), d, index.num_rows, tier, False),)
         product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
         return Panels((product,), (), None, a.dtype)
-    panels = launch_config.panels(d, index.num_slots, tier)
+    panels = launch_config.panels(d, index.num_rows, tier)
     in_place = launch_config.panel_takes_left_operands_rows(d, a.ld if overwrites else 0, tier)
-    why = (reasons.panels(tuple(width for _, width in panels), d, index.num_slots, tier, in_place),)
+    why = (reasons.panels(tuple(width for _, width in panels), d, index.num_rows, tier, in_place),)
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
         options = {**shared, "first_column": first_column, "result_ld": ld}
         products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
         sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld, source))
-    panel = None if in_place else (index.num_slots, panels[0][1])
+    panel = None if in_place else (index.num_rows, panels[0][1])
     return Panels(tuple(products), tuple(sums), panel, a.dtype)
 
 

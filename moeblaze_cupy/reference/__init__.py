@@ -11,7 +11,7 @@ No function here checks its arguments: the package's public functions do that be
 """
 
 from moeblaze_cupy.reference.dispatch import dispatch
-from moeblaze_cupy.reference.experts import moe_backward, moe_forward
+from moeblaze_cupy.reference.experts import moe_backward, moe_forward, sum_rows
 from moeblaze_cupy.reference.numerics import HostArray, erf
 from moeblaze_cupy.reference.router import route, route_backward
 from moeblaze_cupy.reference.selection import (
@@ -36,5 +36,6 @@ __all__ = [
     "round_tokens",
     "route",
     "route_backward",
+    "sum_rows",
     "tokens_per_expert",
 ]

@@ -23,7 +23,9 @@ def _offsets_up_to(offsets: HostArray, num_pairs: int) -> HostArray:
     return found
 
 
-def dispatch(ids: HostArray, num_experts: int, token_offsets: HostArray | None = None) -> DispatchIndices:
+def dispatch(
+    ids: HostArray, num_experts: int, token_offsets: HostArray | None = None, max_slots: int | None = None
+) -> DispatchIndices:
     """Build the index lists of Section 4.1 in the three steps of Section 4.2.
 
     ids (L, k) int32 or int64, contiguous: the experts of each token. An id < 0 or >= E is "no expert in this slot": its
@@ -31,6 +33,8 @@ def dispatch(ids: HostArray, num_experts: int, token_offsets: HostArray | None =
     twice has two slots there. Within an expert the order is by token, then slot.
     token_offsets (L+1,) int32: ids are (P,), and pair p is token t's for token_offsets[t] <= p < token_offsets[t+1]. A
     pair of no token is no slot.
+
+    max_slots: slots past so many, in the order of experts, then tokens, then slots, are no slots either.
 
     Returns DispatchIndices, all int32; row_tiles is -1 past its last tile. token_expert_indices is a view of int32 ids;
     of int64 ids it is an int32 copy in which absent slots are -1. Arguments are not checked.
@@ -61,6 +65,10 @@ def dispatch(ids: HostArray, num_experts: int, token_offsets: HostArray | None =
 
     # Step 3, route indices to gates: a slot's position (the location map) is its expert's offset plus its rank there.
     slot_at_position = np.concatenate(slots_of_expert)  # (offsets[E],)
+    chosen = slot_at_position.size
+    if max_slots is not None:
+        slot_at_position = slot_at_position[:max_slots]  # (offsets[E],)
+        np.minimum(expert_token_offsets, max_slots, out=expert_token_offsets)
     num_routed = slot_at_position.size
     expert_token_indices = np.full(num_slots, -1, np.int32)  # (L*k,)
     expert_token_indices[:num_routed] = token_of_slot[slot_at_position]
@@ -70,10 +78,11 @@ def dispatch(ids: HostArray, num_experts: int, token_offsets: HostArray | None =
     # The GEMMs' row tiles, and the order in which weight gradients take the experts.
     tile_rows, offsets = launch_config.TILE_ROWS, expert_token_offsets
     tiles = [(e, row) for e in range(num_experts) for row in range(offsets[e], offsets[e + 1], tile_rows)]
-    places, size = launch_config.index_lists(num_tokens, k, num_experts, num_slots)
-    index = DispatchIndices(
-        np.full(size, -1, np.int32), token_expert_indices.reshape(ids.shape), places, num_experts, ids.dtype != np.int32
-    )
+    places, size = launch_config.index_lists(num_tokens, k, num_experts, num_slots, bounded=max_slots is not None)
+    lists, experts, copied = np.full(size, -1, np.int32), token_expert_indices.reshape(ids.shape), ids.dtype != np.int32
+    index = DispatchIndices(lists, experts, places, num_experts, copied, max_slots)
+    if max_slots is not None:
+        index.dropped[:] = chosen - num_routed
     index.expert_token_indices[:] = expert_token_indices
     index.expert_token_offsets[:] = expert_token_offsets
     index.token_index_map[:] = token_index_map.reshape(ids.shape)

@@ -124,9 +124,9 @@ def _has_token(index: DispatchIndices) -> HostArray:
 
 
 def _row_weights(weights: HostArray | None, index: DispatchIndices, compute: np.dtype[Any]) -> HostArray:
-    """(L*k, 1): the router weight of each of the experts' rows; 1 without weights."""
+    """(R, 1): the router weight of each of the experts' rows; 1 without weights."""
     positions = index.token_index_map.reshape(-1)  # (L*k,)
-    row_weights = np.ones((index.num_slots, 1), compute)
+    row_weights = np.ones((index.num_rows, 1), compute)
     if weights is not None:
         row_weights[positions[positions >= 0], 0] = weights.reshape(-1)[positions >= 0]
     return row_weights
@@ -149,6 +149,19 @@ def _source(rows: HostArray, slots: SlotOptions, compute: np.dtype[Any]) -> Host
     return cast(rows, compute) if slots.identity_experts else None
 
 
+def sum_rows(rows: HostArray, positions: HostArray) -> HostArray:
+    """out[t] = sum over j, in order, of rows[positions[t, j]] where that is not below 0.
+
+    rows (n, d) any float dtype, positions (L, P) int32 -> (L, d) in rows' dtype. Arguments are not checked.
+    """
+    compute = compute_dtype(rows)
+    out = np.zeros((len(positions), rows.shape[1]), compute)  # (L, d)
+    for column in positions.T:  # (L,)
+        present = column >= 0  # (L,)
+        out[present] += cast(rows[column[present]], compute)
+    return cast(out, rows.dtype)
+
+
 def moe_forward(
     x: HostArray,
     ids: HostArray,
@@ -165,6 +178,8 @@ def moe_forward(
     weights_on: str = "output",
     unreduced: bool = False,
     identity_experts: int = 0,
+    max_slots: int | None = None,
+    spare_multiprocessors: int = 0,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -184,6 +199,8 @@ def moe_forward(
     weights_on        "input": E_e(weight * x) without a weight on the output; b1 is None then
     unreduced         the outputs of each slot, (L, k, d) or (P, d), without weights, which are None if not on the input
     identity_experts  Z: ids E .. E + Z - 1 are E_e(x) = x
+    max_slots  rows of what is kept, R, in place of L*k; see dispatch
+    spare_multiprocessors  for symmetry with the GPU backend: this backend has none
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -192,23 +209,24 @@ def moe_forward(
     act = activation_of(activation)
     w1_parts = _parts(w1, act, gate_up)  # each (E, d, h)
     b1_parts = () if b1 is None else _parts(b1, act, gate_up)  # each (E, h)
-    first_layer = y_swi = None
-    if save in ("minimal", "paper"):
-        first_layer = np.zeros((ids.size, h * len(w1_parts)), x.dtype)  # (L*k, 2h) or (L*k, h)
-    if save == "paper":
-        y_swi = np.zeros((ids.size, h), x.dtype)  # (L*k, h)
-
     # Token dispatch: index lists only, no routed copy of x.
-    index = dispatch(ids, num_experts, token_offsets)
+    index = dispatch(ids, num_experts, token_offsets, max_slots)
+    num_rows = index.num_rows
     slots = SlotOptions(weights_on, unreduced, identity_experts)
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     if identity_experts:
         is_identity = (ids.reshape(-1) >= num_experts) & (ids.reshape(-1) < num_experts + identity_experts)  # (L*k,)
         positions[is_identity & _has_token(index)] = IDENTITY
-    row_weights = _row_weights(weights, index, compute) if slots.on_input else None  # (L*k, 1)
+    row_weights = _row_weights(weights, index, compute) if slots.on_input else None  # (R, 1)
+
+    first_layer = y_swi = None
+    if save in ("minimal", "paper"):
+        first_layer = np.zeros((num_rows, h * len(w1_parts)), x.dtype)  # (R, 2h) or (R, h)
+    if save == "paper":
+        y_swi = np.zeros((num_rows, h), x.dtype)  # (R, h)
 
     # Expert computation. All experts' results are held at once because the sum over slots is in slot order.
-    expert_out = np.empty((ids.size, d), compute)  # (L*k, d)
+    expert_out = np.empty((num_rows, d), compute)  # (R, d)
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
         ab = _first_layer(x_rows, w1_parts, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
@@ -244,6 +262,7 @@ def moe_backward(
     needs: Sequence[str] | None = None,
     keep_saved: bool = True,
     accumulate: Mapping[str, Any] | None = None,
+    spare_multiprocessors: int = 0,
 ) -> Gradients:
     """Gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
 
@@ -253,6 +272,7 @@ def moe_backward(
     keep_saved  for symmetry with the GPU backend: this backend never consumes `saved`
     accumulate  by name, of weights and biases, what that gradient is added to, in the weight's form and any dtype and
                 memory order; nothing of experts with no token is touched
+    spare_multiprocessors  as of moe_forward
 
     Returns Gradients, None where not in `needs`: x (L, d); weights (L, k) or (P,), 0 for absent slots; w1, w2, b1 and
     b2 in the form and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names.
@@ -261,7 +281,7 @@ def moe_backward(
     x, w2, b2, index, activation = saved.x, saved.w2, saved.b2, saved.index, activation_of(saved.activation)
     needs, gate_up = saved.gradients if needs is None else needs, saved.gate_up
     compute = compute_dtype(x)
-    num_slots = index.expert_token_indices.size
+    num_rows = index.num_rows
     w1_parts = _parts(saved.w1, activation, gate_up)  # each (E, d, h)
     b1_parts = () if saved.b1 is None else _parts(saved.b1, activation, gate_up)  # each (E, h)
     buffers = accumulate or {}
@@ -272,15 +292,15 @@ def moe_backward(
     }
     # Views, each (E, d, h) or (E, h).
     w1_totals, b1_totals = (_parts(totals[name], activation, gate_up) if name in needs else () for name in ("w1", "b1"))
-    grad_x_rows: Any = np.empty((num_slots, x.shape[1]), compute) if "x" in needs else None  # (L*k, d)
-    grad_row_weights = np.empty(num_slots, compute)  # (L*k,)
+    grad_x_rows: Any = np.empty((num_rows, x.shape[1]), compute) if "x" in needs else None  # (R, d)
+    grad_row_weights = np.empty(num_rows, compute)  # (R,)
     slots, weights = saved.slots, saved.weights
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     present = positions >= 0  # (L*k,)
-    row_weights = _row_weights(weights, index, compute)  # (L*k, 1)
+    row_weights = _row_weights(weights, index, compute)  # (R, 1)
     grad_of_row = index.expert_token_indices  # (L*k,) which of grad_out's rows is a row's
     if slots.unreduced:
-        grad_of_row = np.empty(num_slots, int)
+        grad_of_row = np.empty(num_rows, int)
         grad_of_row[positions[present]] = np.flatnonzero(present)
         grad_out = grad_out.reshape(-1, x.shape[1])  # (L*k, d)
 

@@ -1,0 +1,361 @@
+"""Experts on several GPUs of one host, a process each: python -m bench.parallel [--case A,B] [--gpus 1,2,4].
+
+Weak scaling: every GPU has the case's L tokens. P GPUs share its E experts, or under FSDP2 the parameters of a stack of
+layers. Efficiency is the time of forward and backward on one GPU over that on P. The time on one GPU is taken on all
+GPUs at once, whose clocks and power are then alike. Without GPUs a tiny case runs on the CPU over gloo, which shows
+that the suite runs and nothing else.
+
+The peer `slots` is a layer in the order of torchtitan's default dispatcher, written from public torch calls: slots
+sorted by expert, counts exchanged and read on the host, an all-to-all of a row per slot, a permutation by local expert,
+grouped products, the way back, and a sum over each token's slots.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench import cases, measure
+from bench.inputs import device, has_gpu, layer_inputs
+from bench.providers import _activate as activated
+from bench.providers import _grouped_mm as grouped_product
+from moeblaze_cupy.interop.exchange import ExpertGroup
+from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.interop.torch import MoE, moe
+
+TOLERANCE = 0.02
+STACKED = 4  # layers under FSDP2
+ROUTES = ("exact", "gather", "pull")
+MOST_FSDP_BYTES = 24 * 2**30  # of a stack's parameters, for which FSDP2 has a row: dsv3's are for expert parallelism
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, sent, received, group):
+        ctx.splits = sent, received, group
+        out = rows.new_empty((sum(received), rows.shape[1]))
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        sent, received, group = ctx.splits
+        return _AllToAll.apply(grad, received, sent, group), None, None, None
+
+
+def slots_layer(x, ids, weights, w1, w2, num_experts, activation, group):
+    """The peer `slots`."""
+    k, size, local = ids.shape[1], dist.get_world_size(group), len(w2)
+    flat = ids.reshape(-1).long()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=num_experts)  # (E,)
+    arriving = torch.empty_like(counts)  # by source rank, then local expert
+    dist.all_to_all_single(arriving, counts, group=group)
+    sent, received = torch.stack([counts, arriving]).view(2, size, local).sum(2).cpu().tolist()
+    rows = _AllToAll.apply(x[order // k], sent, received, group)
+    by_source = torch.arange(local, device=x.device).repeat(size).repeat_interleave(arriving, output_size=sum(received))
+    permutation = torch.argsort(by_source, stable=True)
+    ends = arriving.view(size, local).sum(0).cumsum(0).int()
+    y = grouped_product(activated(grouped_product(rows[permutation], w1, ends), activation), w2, ends)
+    back = torch.zeros_like(y).index_copy(0, permutation, y)
+    slots = _AllToAll.apply(back, received, sent, group) * weights.reshape(-1)[order][:, None].to(y.dtype)
+    return torch.zeros_like(x).index_add(0, order // k, slots)
+
+
+def relative_error(got, want):
+    """In float32 norms, an expert or a thousand rows at a time."""
+    parts = zip(got.split(1024), want.split(1024), strict=True)
+    squares = [((a.float() - b.float()).square().sum(), b.float().square().sum()) for a, b in parts]
+    difference, size = (float(torch.stack(column).sum()) for column in zip(*squares, strict=True))
+    return (difference / size) ** 0.5
+
+
+class Timer:
+    """Milliseconds of a call by CUDA events, the largest over the ranks, median of the rounds."""
+
+    def __init__(self, group, rounds):
+        self.group, self.rounds = group, rounds
+
+    def __call__(self, work):
+        """(ms, MiB that the call takes at its peak beyond what was there before)."""
+        for _ in range(2):
+            work()
+        self._wait()
+        if has_gpu():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            work()
+            peak = (torch.cuda.max_memory_allocated() - before) / measure.MIB
+            start = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            # as many calls on all ranks, or collectives would wait for ever
+            calls = self._most(max(1.0, measure.BUSY_SECONDS / max(time.perf_counter() - start, 1e-4)))
+            for _ in range(min(200, round(calls))):
+                work()
+        else:
+            peak = 0.0
+        times = []
+        for _ in range(self.rounds):
+            self._wait()
+            clock = measure.DeviceClock()
+            clock.run(work)
+            times.append(1000 * clock.now)
+        every = torch.tensor([*times, peak], dtype=torch.float64, device=device())
+        dist.all_reduce(every, dist.ReduceOp.MAX, group=self.group)
+        *times, peak = every.tolist()
+        return statistics.median(times), peak
+
+    def _most(self, value):
+        tensor = torch.tensor([value], dtype=torch.float64, device=device())
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return float(tensor)
+
+    def _wait(self):
+        dist.barrier(group=self.group)
+        if has_gpu():
+            torch.cuda.synchronize()
+
+
+class ExpertParallel:
+    """A case's layer on a group, where each rank has its own tokens and its share of the experts.
+
+    provider: a route, "slots" for the peer, or "moeblaze" for the layer of one GPU.
+    """
+
+    def __init__(self, case, group, provider):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.case, self.group, self.rank = case, group, rank
+        inputs = []
+        for seed in range(size):
+            made = layer_inputs(case, seed=seed)
+            inputs.append({n: t for n, t in made.items() if seed == 0 or n not in ("w1", "w2")})
+        self.whole = inputs  # the first has the experts
+        mine, share = inputs[rank], slice(rank * case.E // size, (rank + 1) * case.E // size)
+        self.ids, self.grad = mine["ids"], mine["grad_out"]
+        weights = [inputs[0][name][share].clone(memory_format=torch.preserve_format) for name in ("w1", "w2")]
+        self.leaves = [t.detach().requires_grad_() for t in (mine["x"], mine["weights"], *weights)]
+        self.experts = ExpertGroup(group, case.E, route=provider) if provider in ROUTES else None
+        self.provider = provider
+
+    def forward(self):
+        x, weights, w1, w2 = self.leaves
+        if self.provider == "moeblaze":
+            return moe(x, self.ids, weights, w1, w2, activation=self.case.activation)
+        if self.provider == "slots":
+            return slots_layer(x, self.ids, weights, w1, w2, self.case.E, self.case.activation, self.group)
+        return expert_parallel_moe(x, self.ids, weights, w1, w2, self.experts, activation=self.case.activation)
+
+    def forward_backward(self):
+        return torch.autograd.grad(self.forward(), self.leaves, self.grad)
+
+    def errors(self):
+        """Relative norms of the differences from one GPU's layer on the tokens of all ranks, by name."""
+        first = self.whole[0]
+        leaves = [torch.cat([i[name] for i in self.whole]) for name in ("x", "weights")] + [first["w1"], first["w2"]]
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        x, weights, w1, w2 = leaves
+        ids, grad = (torch.cat([i[name] for i in self.whole]) for name in ("ids", "grad_out"))
+        want = moe(x, ids, weights, w1, w2, activation=self.case.activation)
+        wanted = torch.autograd.grad(want, leaves, grad)
+        size, got = len(self.whole), self.forward()
+        made = torch.autograd.grad(got, self.leaves, self.grad)
+        pairs = zip((got.detach(), *made), (want.detach(), *wanted), strict=True)
+        named = dict(zip(cases.RESULTS, pairs, strict=True))
+        return {name: relative_error(a, b.chunk(size)[self.rank]) for name, (a, b) in named.items()}
+
+    def release(self):
+        """Drops what only `errors` reads."""
+        self.whole = None
+
+
+def stack_of(case, mesh):
+    """STACKED layers of norm, router and experts with residuals, under FSDP2 on a mesh, or plain without one."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.RMSNorm(case.d, device=device(), dtype=torch.bfloat16)
+            options = {"activation": case.activation, "device": device(), "dtype": torch.bfloat16}
+            self.moe = MoE(case.d, case.h, case.E, case.k, **options)
+
+        def forward(self, x):
+            return x + self.moe(self.norm(x))
+
+    stack = torch.nn.Sequential(*(Block() for _ in range(STACKED)))
+    if mesh is not None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in stack:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(stack, mesh=mesh, mp_policy=policy)
+        for block, following in itertools.pairwise(stack):
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
+    return stack
+
+
+def expert_rows(case, sizes, rank, rounds, everyone):
+    """Rows of expert parallelism: one GPU, then each size, route and peer."""
+    rows, alone = [], dist.new_group([rank], use_local_synchronization=True)
+    for size in sizes:
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+        if case.E % size:
+            continue
+        group = alone if size == 1 else groups[rank // size]
+        several = (*(route for route in ROUTES if has_gpu() or route != "pull"), "slots")  # the CPU has no peers
+        for provider in ("moeblaze",) if size == 1 else several:
+            layer = ExpertParallel(case, group, provider)
+            errors = layer.errors()
+            layer.release()
+            largest = max(errors.values())
+            row = {"case": case.name, "what": "experts", "provider": provider, "gpus": size, "errors": errors}
+            flags = torch.tensor([largest > TOLERANCE or largest != largest], dtype=torch.int64, device=device())
+            dist.all_reduce(flags, group=everyone)
+            if int(flags):
+                row["wrong"] = f"an error of {largest:.3f} or another rank's is above {TOLERANCE}"
+            else:
+                row["ms"], row["peak_mib"] = Timer(everyone, rounds)(layer.forward_backward)
+                row["state"] = measure.gpu_state()
+            rows.append(row)
+            del layer
+            if has_gpu():
+                torch.cuda.empty_cache()
+    return rows
+
+
+def fsdp_rows(case, sizes, rank, rounds, everyone):
+    """Rows of FSDP2: the plain stack on each GPU, then sharded over each size."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    nbytes = 2 * STACKED * case.E * case.d * (case.first_columns + case.h)
+    if nbytes > MOST_FSDP_BYTES:
+        return []
+    rows = []
+    for size in sizes:
+        mesh, world = None, dist.get_world_size()
+        if size > 1:
+            table = torch.arange(world // size * size).view(-1, size)
+            mesh = DeviceMesh(device(), table, mesh_dim_names=("replicate", "shard"))["shard"]
+        torch.manual_seed(0)
+        stack = stack_of(case, mesh)
+        x = torch.randn(case.L, case.d, device=device(), dtype=torch.bfloat16)
+
+        def work(stack=stack, x=x):
+            stack(x).backward(x)
+            stack.zero_grad()
+
+        row = {"case": case.name, "what": "fsdp", "provider": "moeblaze", "gpus": size}
+        row["ms"], row["peak_mib"] = Timer(everyone, rounds)(work)
+        rows.append(row)
+        del stack, work
+        if has_gpu():
+            torch.cuda.empty_cache()
+    return rows
+
+
+def with_efficiency(rows):
+    """Each row with the time of one GPU over its own."""
+    alone = {(row["case"], row["what"]): row["ms"] for row in rows if row["gpus"] == 1 and "ms" in row}
+    for row in rows:
+        if "ms" in row and (row["case"], row["what"]) in alone:
+            row["efficiency"] = alone[row["case"], row["what"]] / row["ms"]
+    return rows
+
+
+def table(rows):
+    lines = ["case        what     provider   GPUs        ms   of one GPU   peak MiB   largest error"]
+    for row in rows:
+        head = f"{row['case']:<12}{row['what']:<9}{row['provider']:<11}{row['gpus']:>4}"
+        if "ms" not in row:
+            lines.append(f"{head}   {row['wrong']}")
+            continue
+        efficiency = f"{row['efficiency']:.1%}" if "efficiency" in row else "-"
+        error = f"{max(row['errors'].values()):.4f}" if "errors" in row else "-"
+        lines.append(f"{head}{row['ms']:>10.3f}{efficiency:>13}{row['peak_mib']:>11.0f}{error:>16}")
+    return lines
+
+
+def work_of_rank(args):
+    """One process; rank 0 writes what all have measured."""
+    rank, size = args.rank, args.world
+    backend = "nccl" if has_gpu() else "gloo"
+    if has_gpu():
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    store = dist.FileStore(args.store, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
+    everyone = dist.group.WORLD
+    chosen = (
+        [cases.LAYERS[name] for name in cases.select(args.case, "conf1,conf5,qwen30b")] if has_gpu() else [cases.TINY]
+    )
+    sizes = [int(n) for n in args.gpus.split(",") if int(n) <= size]
+    rows, end = [], time.monotonic() + 60 * args.minutes
+    for case in chosen:
+        late = torch.tensor([int(time.monotonic() > end)], device=device())
+        dist.broadcast(late, 0)
+        if int(late):
+            break
+        rows += expert_rows(case, sizes, rank, args.rounds, everyone)
+        if args.fsdp:
+            rows += fsdp_rows(case, sizes, rank, args.rounds, everyone)
+        if rank == 0:
+            record = {"environment": measure.environment(), "commit": args.commit, "rows": with_efficiency(rows)}
+            Path(args.result).write_text(json.dumps(record, indent=1))
+    dist.barrier()
+    os._exit(0)  # NCCL's groups take long to end
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m bench.parallel", description=__doc__.split("\n")[0])
+    parser.add_argument("--case", help="cases or groups of bench/cases.py (conf1,conf5,qwen30b)")
+    parser.add_argument("--gpus", default="1,2,4", help="numbers of GPUs (%(default)s); the largest is what starts")
+    parser.add_argument("--rounds", type=int, default=12, help="timed calls of each row (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=8, help="start no case later than this (%(default)s)")
+    parser.add_argument("--no-fsdp", dest="fsdp", action="store_false", help="leave out the rows of FSDP2")
+    parser.add_argument("--commit", default="", help="commit to write into the record")
+    parser.add_argument("--out", help="write the record there, as JSON")
+    for name in ("--rank", "--world"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    for name in ("--store", "--result"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        return work_of_rank(args)
+    most = torch.cuda.device_count() if has_gpu() else 2
+    world = max((int(n) for n in args.gpus.split(",") if int(n) <= most), default=0)
+    if world < 1:
+        parser.error(f"--gpus: expected some number up to the {most} GPUs here, got {args.gpus}")
+    if odd := [n for n in args.gpus.split(",") if int(n) <= most and world % int(n)]:
+        parser.error(f"--gpus: expected divisors of the largest number, {world}, got {odd}")
+    environment = os.environ | {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "record.json"
+        own = ["--world", str(world), "--store", str(Path(folder) / "store"), "--result", str(result)]
+        command = [sys.executable, "-m", "bench.parallel", *sys.argv[1:], *own]
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(world)]
+        codes = [process.wait() for process in ranks]
+        if any(codes) or not result.exists():
+            print(f"exit codes of the ranks: {codes}", file=sys.stderr)
+        if not result.exists():
+            return 1
+        record = json.loads(result.read_text())
+    print("\n".join(table(record["rows"])))
+    if args.out:
+        Path(args.out).write_text(json.dumps(record, indent=1))
+    return int(any(codes) or any("wrong" in row for row in record["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Collectives of torch.distributed for the exchange of tokens: bytes, uneven splits, errors that name the call."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Tensor = torch.Tensor
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SAME = ("failed", "call", "d", "k", "experts", "dtype", "weights", "requires_grad", "tokens")  # in the header's order
+
+
+@contextmanager
+def named(what: str, group: Any) -> Iterator[None]:
+    """Errors of a collective in it become a RuntimeError that says which rank waited for what."""
+    try:
+        yield
+    except RuntimeError as error:  # dist.DistBackendError and its kin are
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        raise RuntimeError(f"exchange: {what}: rank {rank} of {size} got no answer from the others: {error}") from error
+
+
+class Pending:
+    """A collective under way. `wait` gives its result; on CUDA the current stream then waits, not the host."""
+
+    def __init__(self, result: Tensor, work: Any, what: str, group: Any, inputs: Any) -> None:
+        self._result, self._work, self._what, self._group = result, work, what, group
+        self._inputs = inputs  # alive until the collective has read them
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            with named(self._what, self._group):
+                self._work.wait()
+        self._work = self._inputs = None
+        return self._result
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """(n, columns) as (n, bytes): gloo has no bf16."""
+    if not rows.numel():  # NumPy's empty arrays have strides that torch takes no view of
+        return rows.new_empty((len(rows), rows.shape[1] * rows.itemsize), dtype=torch.uint8)
+    return rows.view(torch.uint8)
+
+
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], room: int, what: str, group: Any) -> Pending:
+    """Rows (n, columns), by rank, to their ranks; `room` rows are allocated for what comes, by rank, from row 0 on."""
+    rows = rows.contiguous()
+    result, total = rows.new_empty((room, rows.shape[1])), sum(received)
+    with named(what, group):
+        work = dist.all_to_all_single(
+            _bytes(result[:total]), _bytes(rows), list(received), list(sent), group=group, async_op=True
+        )
+    return Pending(result, work, what, group, rows)
+
+
+def all_gather(rows: Tensor, what: str, group: Any) -> Pending:
+    """Rows (n, columns) of all ranks, by rank: (P*n, columns). All have as many."""
+    rows, size = rows.contiguous(), dist.get_world_size(group)
+    result = rows.new_empty((size * len(rows), *rows.shape[1:]))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    with named(what, group):
+        work = gather(_bytes(result), _bytes(rows), group=group, async_op=True)
+    return Pending(result, work, what, group, rows)
+
+
+class Header:
+    """A few integers of every rank, on the way to the host while the device works on."""
+
+    def __init__(self, values: Tensor, what: str, group: Any) -> None:
+        gathered = all_gather(values[None], what, group).wait()
+        self._arrived = None
+        if gathered.is_cuda:
+            on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            on_host.copy_(gathered, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+            self._arrived.record()
+            gathered = on_host
+        self._values = gathered
+
+    def read(self) -> list[list[int]]:
+        """By rank. The host waits for them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        values: list[list[int]] = self._values.tolist()
+        return values
+
+
+def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
+    """Raises one ValueError on all ranks if what must be the same differs among them; `SAME` names the columns."""
+    failed = [rank for rank, values in enumerate(by_rank) if values[0]]
+    if failed:
+        raise ValueError(
+            f"exchange: arguments: expected ones that pass the checks on all ranks, got errors on {failed}"
+        )
+    for column, name in enumerate(SAME[1:], 1):
+        values = [of_rank[column] for of_rank in by_rank]
+        if len(set(values)) == 1 or (name == "tokens" and not same_tokens):
+            continue
+        got: list[Any] = values
+        expected = "the same on all ranks"
+        if name == "call":
+            expected = "all ranks at the same exchange, of which one has skipped a layer"
+        elif name == "requires_grad":
+            expected += ", or backward would wait for ever"
+            got = [[of for bit, of in enumerate(("x", "weights", "experts")) if v >> bit & 1] for v in values]
+        elif name in ("dtype", "weights"):
+            got = [str(DTYPES[v]) for v in values]
+        elif name == "tokens":
+            expected += ' for routes "gather" and "static"'
+        raise ValueError(f"exchange: {name}: expected {expected}, got {got}")

@@ -1,0 +1,234 @@
+"""The MoE layer with its experts on many GPUs, as one function of autograd, so that exchanges and products overlap.
+
+In forward the sizes travel while a shared expert is launched. In backward the gradient of x travels back while the
+gradients of the experts' weights are computed.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import compress
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required, send_meta
+from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, SavedForBackward, is_gated, pair
+
+Tensor = torch.Tensor
+Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
+
+
+def _check_weights(x: Tensor, gate: Any, up: Any, w2: Any, activation: str, save: Any, experts: ExpertGroup) -> None:
+    function = "expert_parallel_moe"
+    checks.one_of(function, "activation", activation, ACTIVATIONS)
+    checks.one_of(function, "save", save, SAVE_POLICIES)
+    columns = "2h" if up is None and is_gated(activation) else "h"
+    first = experts.rank * experts.local_experts
+    for name, weight, letters in (("w1", gate, f"d, {columns}"), ("w1[1]", up, "d, h"), ("w2", w2, "h, d")):
+        if weight is None:
+            continue
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{function}: {name}: expected a torch tensor, got {type(weight)}")
+        if hasattr(weight, "to_local"):
+            raise ValueError(f"{function}: {name}: expected this rank's tensor, got a DTensor; pass .to_local()")
+        if weight.dim() != 3 or len(weight) != experts.local_experts:
+            last = first + experts.local_experts - 1
+            expected = f"the ({experts.local_experts}, {letters}) of this rank's experts {first}..{last}"
+            raise checks.bad_value(function, name, expected, tuple(weight.shape))
+        if weight.device != x.device or weight.dtype != x.dtype:
+            expected = f"x's {x.dtype} on {x.device}"
+            raise TypeError(f"{function}: {name}: expected {expected}, got {weight.dtype} on {weight.device}")
+
+
+def _pieces(route: Route, local_ids: Tensor) -> Pieces:
+    """The rows that are computed together: all, or as many as `slots` of the group bounds."""
+    experts, room, k = route.experts, route.room, route.k
+    if room == 0:
+        return [(0, 0, None)]
+    bound = experts.slots
+    if route.slots is None:
+        return [(0, room, None if bound is None else min(bound, room * k))]
+    if bound is None or route.slots <= bound or experts.on_overflow == "drop":
+        known = launch_config.size_class(max(route.slots, 1))
+        return [(0, room, min(known, room * k, known if bound is None else bound))]
+    pieces: Pieces = []
+    start = slots = 0
+    for row, more in enumerate((local_ids >= 0).sum(1).tolist()):
+        if slots + more > bound:
+            pieces.append((start, row, min(bound, (row - start) * k)))
+            start, slots = row, 0
+        slots += more
+    return [*pieces, (start, room, min(bound, (room - start) * k))]
+
+
+class _ExpertParallel(torch.autograd.Function):
+    """w1 arrives as gate and up; up is None where w1 is one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        w2: Tensor,
+        ids: Tensor,
+        route: Route,
+        activation: str,
+        save: str | None,
+    ) -> Tensor:
+        experts, w1 = route.experts, gate if up is None else (gate, up)
+        local_ids, got = send_meta(route, ids, weights)
+        rows = route.send(x, "rows").wait()
+        pieces = _pieces(route, local_ids)
+        if len(pieces) > 1 and save is not None:
+            save = "recompute"
+        options: dict[str, Any] = {"activation": activation, "save": save}
+        options |= {"spare_multiprocessors": experts.spare_multiprocessors}
+        results, kept, tensors = [], [], []
+        for start, stop, bound in pieces:
+            part = slice(start, stop)
+            out, saved = mb.moe_forward(rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options)
+            results.append(out)
+            if bound is not None and (experts.slots is not None):
+                index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
+                route.dropped += index.dropped
+            if saved is not None:
+                lists, index = saved.index.split()
+                kept.append(SavedForBackward(None, None, None, None, index, None, None, activation, saved.save))
+                tensors += [saved.first_layer, saved.y_swi, *lists]
+        y = results[0] if len(results) == 1 else torch.cat(results)
+        del results
+        experts.count_overflow(route.dropped)
+        ctx.route, ctx.pieces, ctx.kept = route, pieces, kept
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows if experts.keep_received else x, got, gate, up, w2, *tensors)
+        return route.bring_back(y, "results")()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        route: Route = ctx.route
+        experts = route.experts
+        kept_rows, got, gate, up, w2, *tensors = ctx.saved_tensors
+        if grad_out is None:  # other ranks may wait for this one
+            grad_out = gate.new_zeros((route.num_tokens, w2.shape[2]))
+        w1 = gate if up is None else (gate, up)
+        needed = ctx.needs_input_grad
+        of_rows = tuple(compress(("x", "weights"), needed[:2]))
+        of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
+        pending_grad = route.send(grad_out.contiguous(), "results' gradients")
+        rows = kept_rows if experts.keep_received else route.send(kept_rows, "rows").wait()
+        grad_rows = pending_grad.wait()
+
+        def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
+            kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
+            first_layer, y_swi, *lists = tensors[4 * piece : 4 * piece + 4]
+            index = kept.index.joined(lists)
+            shared = kept.activation, kept.save, kept.consumed
+            return part, SavedForBackward(rows[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
+
+        spare: dict[str, Any] = {"spare_multiprocessors": experts.spare_multiprocessors}
+        backs: dict[str, Any] = {}
+        parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
+        sums: dict[str, Any] = {}
+        wide = torch.promote_types(w2.dtype, torch.float32)
+        for piece in range(len(ctx.pieces)):
+            part, saved = saved_of(piece)
+            pending = None
+            try:
+                if of_experts:
+                    grads, pending = mb.moe_backward_data(grad_rows[part], saved, needs=of_rows, **spare)
+                else:
+                    grads = mb.moe_backward(grad_rows[part], saved, needs=of_rows, **spare)
+            finally:
+                ctx.kept[piece].consumed = saved.consumed
+            for name in of_rows:
+                parts[name].append(getattr(grads, name))
+            if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
+                for name in of_rows:
+                    whole = parts[name][0] if len(parts[name]) == 1 else torch.cat(parts[name])
+                    start = route.bring_back if name == "x" else route.give_back
+                    backs[name] = start(whole, f"gradients of {name}")
+            if pending is not None and len(ctx.pieces) == 1:
+                made = mb.moe_backward_weights(pending, needs=of_experts, **spare)
+                sums = {name: getattr(made, name) for name in of_experts}
+            elif pending is not None:
+                if not sums:
+                    of = {"w1": w1, "w2": w2}
+                    zeros = {n: tuple(torch.zeros_like(w, dtype=wide) for w in pair(of[n])) for n in of_experts}
+                    sums = {n: z if len(z) == 2 else z[0] for n, z in zeros.items()}
+                mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums, **spare)
+        grad_x = backs["x"]() if "x" in backs else None
+        grad_weights = route.slots_of(backs["weights"].wait()) if "weights" in backs else None
+        grad_w1 = tuple(g.to(w2.dtype) for g in pair(sums["w1"])) if "w1" in sums else (None, None)
+        grad_gate, grad_up = (*grad_w1, None)[:2]
+        grad_w2 = sums["w2"].to(w2.dtype) if "w2" in sums else None
+        experts_grads = grad_gate if needed[2] else None, grad_up if needed[3] else None, grad_w2
+        return grad_x, grad_weights, *experts_grads, None, None, None, None
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for parameters that are DTensors on several meshes; returns the norm of all.
+
+    Each mesh's gradients have a norm of their own, whose powers are added. All ranks call it with the same parameters
+    in the same order, so not with a set.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    norms = []
+    for group in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    for group in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def expert_parallel_moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor | tuple[Tensor, Tensor],
+    w2: Tensor,
+    experts: ExpertGroup,
+    *,
+    shared: Callable[[Tensor], Tensor] | None = None,
+    activation: str = "swiglu",
+    save: str | None = "minimal",
+) -> Tensor:
+    """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.
+
+    x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With route
+    "exact" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
+    shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel.
+    activation, save: as of `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
+    save="recompute".
+    Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
+    rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
+    of all ranks, in the order of ranks. They are of the sum of all ranks' losses: divide these by all ranks' tokens.
+    All ranks call it, forward and backward, equally often. There are no second derivatives.
+    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.interop.exchange.exchange` does.
+    """
+    parts = pair(w1)
+    gate, up = (*parts, None)[:2]
+
+    def check() -> None:
+        if len(parts) not in (1, 2):
+            raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
+        _check_weights(x, gate, up, w2, activation, save, experts)
+
+    grads = required((x,), (weights,), (*parts, w2))
+    begun = Begun(x, ids, weights, experts, grads, check)
+    beside = None if shared is None or begun.error is not None else shared(x)
+    route = begun.finish()
+    if grads and save is None:
+        raise ValueError("expert_parallel_moe: save: expected a policy that keeps something, as gradients are required")
+    arguments = x.contiguous(), weights.contiguous(), gate, up, w2, ids.contiguous(), route
+    out: Tensor = _ExpertParallel.apply(*arguments, activation, save if grads else None)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return out if beside is None else out + beside

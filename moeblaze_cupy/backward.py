@@ -1,0 +1,369 @@
+"""Backward of the layer, whole or in two halves: check arguments, choose NumPy or CUDA, hand back the caller's kind."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moeblaze_cupy import arrays, checks, reference, runtime
+from moeblaze_cupy.arrays import Export, Framework
+from moeblaze_cupy.call import Call, keep
+from moeblaze_cupy.layer import map_saved, named_pair, spared
+from moeblaze_cupy.ops import backward
+from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.runtime import Key, Runtime, current_device
+from moeblaze_cupy.structures import (
+    GRADIENTS,
+    DispatchIndices,
+    Gradients,
+    PendingWeights,
+    SavedForBackward,
+    is_consumed,
+    one_or_pair,
+    pair,
+)
+
+
+def _buffers(
+    function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward
+) -> dict[str, dict[str, Any]]:
+    """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
+    checks.accumulated_names(function, accumulate, needs, saved.gradients)
+    found: dict[str, dict[str, Any]] = {}
+    for name, given in accumulate.items():
+        if given is None:
+            raise checks.bad_type(function, f"accumulate[{name!r}]", "a NumPy, CuPy or torch array", type(given))
+        argument, wanted = f"accumulate[{name!r}]", len(pair(getattr(saved, name)))
+        found[name] = named_pair(function, argument, given)
+        if len(found[name]) != wanted:
+            forms = {1: "one array", 2: "a pair (gate, up)"}
+            raise checks.bad_value(function, argument, f"{forms[wanted]}, as the weight is", forms[len(found[name])])
+        for part, array in found[name].items():
+            framework = arrays.framework_of(array)
+            if framework is None:  # what speaks DLPack alone may be immutable
+                raise checks.bad_type(function, part, "a NumPy, CuPy or torch array", type(array))
+            if framework is arrays.NumPy and not array.flags.writeable:
+                raise checks.bad_value(function, part, "an array that can be written", "a read-only one")
+    return found
+
+
+def _check_apart(
+    function: str, framework: Framework, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]
+) -> None:
+    """What gradients are added to is no memory that backward reads; see `checks.apart`."""
+    read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+    read |= named_pair(function, "saved.w1", saved.w1)
+    read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
+    read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
+    read |= {"saved.index.lists": saved.index.lists, "saved.index.ids": saved.index.ids}
+    present = {name: framework.describe(array) for name, array in read.items() if array is not None}
+    checks.apart(function, present, {name: framework.describe(array) for name, array in buffers.items()})
+
+
+def moe_backward(
+    grad_out: Any,
+    saved: SavedForBackward,
+    *,
+    needs: tuple[str, ...] | None = None,
+    keep_saved: bool = False,
+    accumulate: Mapping[str, Any] | None = None,
+    spare_multiprocessors: int = 0,
+) -> Gradients:
+    """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
+
+    grad_out: of out's shape, (L, d) or per slot, x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2",
+    "b1", "b2" to compute; the others stay None and their kernels do not run, as does that of weights which there are
+    not. None is all that the layer has: b1 and b2 only with such a bias.
+    On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
+    backward over them raises RuntimeError, on the CPU too. With save="recompute" there are none to overwrite.
+    accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2, b1 or b2 are added to, {"w2": total}, of the
+    weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
+    products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
+    memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
+    nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
+    views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
+    spare_multiprocessors: as of `moe_forward`.
+    Returns Gradients: x (L, d), weights (L, k) or (P,) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
+    memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
+    Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
+    """
+    return _backward("moe_backward", grad_out, saved, needs, keep_saved, accumulate, spare_multiprocessors)[0]
+
+
+def moe_backward_data(
+    grad_out: Any,
+    saved: SavedForBackward,
+    *,
+    needs: tuple[str, ...] = ("x", "weights"),
+    keep_saved: bool = False,
+    spare_multiprocessors: int = 0,
+) -> tuple[Gradients, PendingWeights]:
+    """The first half of `moe_backward`: the gradients of x and weights, before those of w1 and w2.
+
+    The gradient of x can then travel to other GPUs while `moe_backward_weights` computes, or a pipeline's stage can
+    hand it on and compute the gradients of its weights in a bubble. The halves give the bits of the whole.
+    grad_out, saved, keep_saved, spare_multiprocessors: as of `moe_backward`. needs: "x", "weights", both or none.
+    Between the halves the saved activations' gradients stay in memory, and with them (R, h) of weighted act(a) * b,
+    R being L*k or max_slots. grad_out and saved.x are read again, so they must not change.
+    Returns Gradients, of which w1 and w2 are None, and PendingWeights.
+    Raises TypeError, ValueError or RuntimeError as `moe_backward` does, and ValueError for a layer with biases.
+    """
+    needs = checks.gradient_names("moe_backward_data", needs, ("x", "weights"))
+    all_needs = (*needs, "w1", "w2")
+    grads, pending = _backward(
+        "moe_backward_data", grad_out, saved, all_needs, keep_saved, None, spare_multiprocessors, defers_weights=True
+    )
+    assert pending is not None
+    return grads, pending
+
+
+def moe_backward_weights(
+    pending: PendingWeights,
+    *,
+    needs: tuple[str, ...] = ("w1", "w2"),
+    accumulate: Mapping[str, Any] | None = None,
+    spare_multiprocessors: int = 0,
+) -> Gradients:
+    """The second half of `moe_backward`: the gradients of w1 and w2, after `moe_backward_data`.
+
+    pending: what that returned, which is taken once. needs: "w1", "w2" or both. accumulate, spare_multiprocessors: as
+    of `moe_backward`. It runs on the current stream, which must come after that of the first half.
+    Returns Gradients, of which x and weights are None.
+    Raises TypeError, ValueError or RuntimeError as `moe_backward` does, and RuntimeError for a pending taken before.
+    """
+    function = "moe_backward_weights"
+    if not isinstance(pending, PendingWeights):
+        raise checks.bad_type(function, "pending", "PendingWeights from moe_backward_data", type(pending))
+    needs = checks.gradient_names(function, needs, ("w1", "w2"))
+    if pending.consumed:
+        raise RuntimeError(f"{function}: pending: expected gradients that are still to be taken, got ones taken before")
+    grad_out, saved = pending.grad_out, pending.saved
+    buffers = _buffers(function, accumulate, needs, saved) if accumulate is not None else {}
+    parts = {part: array for of_weight in buffers.values() for part, array in of_weight.items()}
+    call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
+    for name, of_weight in buffers.items():
+        shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
+        checks.accumulated(
+            function, {part: call.described[part] for part in of_weight}, shapes, call.described["saved.x"].dtype
+        )
+    describe = call.framework.describe
+    if parts:
+        _check_apart(function, call.framework, grad_out, saved, parts)
+        left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
+        kept = {name: describe(array) for name, array in left.items() if array is not None}
+        checks.apart(function, kept, {part: call.described[part] for part in parts})
+    limits = spared(function, call, spare_multiprocessors)
+    pending.consumed = True
+    if limits is None:
+        host_saved = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
+        totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
+        host = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=totals)
+        w1, w2 = (None if g is None else pair(g) for g in (host.w1, host.w2))
+        return _export_gradients(call.export, accumulate, None, None, w1, w2)
+    w1_layouts = tuple(describe(part).layout for part in pair(saved.w1))
+    lists = describe(saved.index.lists)
+    read = {name: describe(getattr(pending, name)) for name in ("first_layer_grad", "weighted_y_swi")}
+    steps = backward.configure_weights(
+        call.described["grad_out"].layout,
+        call.described["saved.x"].layout,
+        describe(saved.w2).layout,
+        w1_layouts,
+        read["first_layer_grad"].layout,
+        read["weighted_y_swi"].layout,
+        tuple((name, tuple(call.layout(*names))) for name, names in buffers.items()),
+        saved.activation,
+        saved.gate_up,
+        needs,
+        limits,
+        _index_layout(saved.index),
+        saved.slots,
+    )
+    prepared = call.prepared(steps)
+    with current_device(prepared.device):
+        grads = backward.moe_backward_weights(
+            Runtime.current(prepared.framework, prepared.device),
+            steps,
+            call.described["grad_out"].ptr,
+            call.described["saved.x"].ptr,
+            lists.ptr,
+            read["first_layer_grad"].ptr,
+            read["weighted_y_swi"].ptr,
+            {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
+        )
+        w1, w2 = (g and tuple(buffer.array for buffer in g) for g in (grads.w1, grads.w2))
+        return _export_gradients(call.export, accumulate, None, None, w1, w2)
+
+
+def _backward(
+    function: str,
+    grad_out: Any,
+    saved: SavedForBackward,
+    needs: tuple[str, ...] | None,
+    keep_saved: bool,
+    accumulate: Mapping[str, Any] | None,
+    spare_multiprocessors: int,
+    defers_weights: bool = False,
+) -> tuple[Gradients, PendingWeights | None]:
+    """`moe_backward`, or its first half; `function` is the one that messages name."""
+    if not isinstance(saved, SavedForBackward):
+        raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
+    needs = checks.gradient_names(function, needs, saved.gradients)
+    if defers_weights and saved.gradients != GRADIENTS:
+        given_biases = " and ".join(saved.gradients[len(GRADIENTS) :])
+        raise checks.bad_value(function, "saved", "a layer without biases, which moe_backward serves", given_biases)
+    options = bool(keep_saved), spare_multiprocessors, defers_weights
+    key, given, pointers = _backward_key(grad_out, saved, needs, options, accumulate)
+    export: Export = keep
+    found = runtime.find(key)
+    if found is not None:
+        checks.not_consumed(function, saved)
+        totals_given = sum(len(pair(total)) for total in (accumulate or {}).values())
+        strides_in_bytes = found.framework is arrays.CuPy
+        if totals_given and key and checks.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals_given):
+            buffers = _buffers(function, accumulate, needs, saved)
+            parts = {part: array for parts in buffers.values() for part, array in parts.items()}
+            _check_apart(function, found.framework, grad_out, saved, parts)
+    else:
+        tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+        for name in ("w1", "b1", "b2"):
+            tracked |= named_pair(function, f"saved.{name}", getattr(saved, name))
+        checks.untracked(function, tracked)
+        buffers = _buffers(function, accumulate, needs, saved) if accumulate is not None else {}
+        parts = {part: array for parts in buffers.values() for part, array in parts.items()}
+        call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
+        d = call.described
+        checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
+        for name, of_weight in buffers.items():
+            shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
+            checks.accumulated(function, {part: d[part] for part in of_weight}, shapes, d["saved.x"].dtype)
+        if parts:
+            _check_apart(function, call.framework, d["grad_out"].owner, saved, parts)
+        limits = spared(function, call, spare_multiprocessors)
+        if limits is None:
+            saved.consumed = is_consumed(saved.first_layer is not None, saved.y_swi is not None, needs, keep_saved)
+            host_saved = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
+            host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
+            now = tuple(name for name in needs if name in ("x", "weights")) if defers_weights else needs
+            on_host = reference.moe_backward(call.host("grad_out"), host_saved, needs=now, accumulate=host_buffers)
+            of_weights = (on_host.w1, on_host.w2, on_host.b1, on_host.b2)
+            parts_of = (None if g is None else pair(g) for g in of_weights)
+            exported = _export_gradients(call.export, accumulate, on_host.x, on_host.weights, *parts_of)
+            return exported, PendingWeights(grad_out, saved) if defers_weights else None
+        given[0], export = d["grad_out"].owner, call.export
+        described = [call.framework.describe(array) for array in given]
+        pointers = [array.ptr for array in described]
+        layouts = [array.layout for array in described]
+        *inputs, _, first_layer, y_swi, totals = _backward_values(saved, accumulate, layouts, None)
+        grad_layout, x_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
+        steps = backward.configure_backward(
+            grad_layout,
+            x_layout,
+            weights_layout,
+            w2_layout,
+            w1_layouts,
+            b1_layouts,
+            b2_layouts,
+            first_layer,
+            y_swi,
+            tuple(totals.items()),
+            saved.activation,
+            saved.gate_up,
+            needs,
+            bool(keep_saved),
+            limits,
+            _index_layout(saved.index),
+            saved.slots,
+            defers_weights,
+        )
+        found = runtime.keep(key, call.prepared(steps))
+    with current_device(found.device):
+        run = Runtime.current(found.framework, found.device)
+        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(saved, accumulate, pointers, 0))
+        exported = _export_gradients(
+            export,
+            accumulate,
+            grads.x and grads.x.array,
+            grads.weights and grads.weights.array,
+            *(g and tuple(buffer.array for buffer in g) for g in (grads.w1, grads.w2, grads.b1, grads.b2)),
+        )
+        if not defers_weights:
+            return exported, None
+        first_layer_grad = grads.first_layer_grad.array if grads.first_layer_grad else saved.first_layer
+        weighted = grads.weighted_y_swi.array if grads.weighted_y_swi else saved.y_swi
+        return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted)
+
+
+def _backward_key(
+    grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], options: tuple[Any, ...], accumulate: Any
+) -> tuple[Key | None, list[Any], list[int]]:
+    """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
+    totals = {} if accumulate is None else accumulate
+    if not isinstance(totals, Mapping):
+        return None, [], []
+    optional = saved.weights, saved.b2, saved.first_layer, saved.y_swi
+    w1, b1 = pair(saved.w1), () if saved.b1 is None else pair(saved.b1)
+    given = [grad_out, saved.x, saved.w2, saved.index.lists, *w1, *b1]
+    given += [array for array in optional if array is not None]
+    # These tell which of the arrays is what.
+    of_index = saved.index.is_ragged, saved.index.max_slots
+    forms = [len(w1), len(b1), *(array is None for array in optional), saved.slots, *of_index]
+    for name, total in totals.items():
+        parts = pair(total)
+        given += parts
+        forms += name, len(parts)
+    of_layer = saved.activation, saved.gate_up, needs
+    key, pointers = runtime.key_of("moe_backward", (*of_layer, *options, *forms), given)
+    return key, given, pointers
+
+
+def _backward_values(
+    saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: Sequence[Any], absent: Any
+) -> tuple[Any, ...]:
+    """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
+    start = 4 + len(pair(saved.w1))
+    end = start + (0 if saved.b1 is None else len(pair(saved.b1)))
+    w1, b1 = tuple(values[4:start]), tuple(values[start:end])
+    b2: tuple[Any, ...] = ()
+    weights = first_layer = y_swi = absent
+    if saved.weights is not None:
+        weights, end = values[end], end + 1
+    if saved.b2 is not None:
+        b2, end = (values[end],), end + 1
+    if saved.first_layer is not None:
+        first_layer, end = values[end], end + 1
+    if saved.y_swi is not None:
+        y_swi, end = values[end], end + 1
+    totals = {}
+    for name, total in (accumulate or {}).items():
+        start, end = end, end + len(pair(total))
+        totals[name] = tuple(values[start:end])
+    grad_out, x, w2, lists = values[:4]
+    return grad_out, x, weights, w2, w1, b1, b2, lists, first_layer, y_swi, totals
+
+
+def _index_layout(index: DispatchIndices) -> IndexLayout:
+    num_pairs = index.num_slots if index.is_ragged else 0
+    return IndexLayout(index.num_tokens, index.k, index.num_experts, num_pairs, index.max_slots)
+
+
+def _export_gradients(
+    export: Export,
+    accumulate: Mapping[str, Any] | None,
+    x: Any,
+    weights: Any,
+    w1: tuple[Any, ...] | None,
+    w2: tuple[Any, ...] | None,
+    b1: tuple[Any, ...] | None = None,
+    b2: tuple[Any, ...] | None = None,
+) -> Gradients:
+    """In the caller's kind; what was accumulated is the caller's own."""
+    if export is keep and not accumulate:
+        return Gradients(x, weights, *(parts and one_or_pair(parts) for parts in (w1, w2, b1, b2)))
+    own = accumulate or {}
+
+    def one(array: Any) -> Any:
+        return None if array is None else export(array)
+
+    def parts(name: str, given: tuple[Any, ...] | None) -> Any:
+        return own[name] if name in own else None if given is None else one_or_pair(tuple(map(export, given)))
+
+    by_name = {"w1": w1, "w2": w2, "b1": b1, "b2": b2}
+    return Gradients(one(x), one(weights), **{name: parts(name, given) for name, given in by_name.items()})

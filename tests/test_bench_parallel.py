@@ -1,0 +1,28 @@
+"""The suite for several GPUs runs on the CPU, and its rows are right and comparable."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from environment import plain_environment
+
+pytest.importorskip("torch")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_suite_runs_on_two_processes(tmp_path):
+    record = tmp_path / "record.json"
+    command = [sys.executable, "-m", "bench.parallel", "--rounds", "1", "--gpus", "1,2", "--out", str(record)]
+    environment = plain_environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    named = [(row["what"], row["provider"], row["gpus"]) for row in rows]
+    assert named == [
+        *(("experts", "moeblaze", 1), ("experts", "exact", 2), ("experts", "gather", 2), ("experts", "slots", 2)),
+        *(("fsdp", "moeblaze", 1), ("fsdp", "moeblaze", 2)),
+    ]
+    assert all(row["ms"] > 0 and row["efficiency"] > 0 and "wrong" not in row for row in rows)
+    assert all(max(row["errors"].values()) < 0.02 for row in rows if row["what"] == "experts")

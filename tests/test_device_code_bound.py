@@ -1,0 +1,117 @@
+"""The bound of slots and the halves of backward in the emulator, on both tiers' kernels."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import Case, make_ids, make_inputs
+from test_device_code import ALIGNED, DTYPES, UNALIGNED, Layer, differences, dispatch_limits, emulated
+from test_max_slots import LISTS, slots_that_fit
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import reference
+from moeblaze_cupy.rows import pull_rows, sum_peer_rows
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("L", "k", "E"), [(101, 3, 5), (500, 2, 200), (1100, 3, 128)])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_bounded_dispatch(L, k, E, dtype, seed):
+    """Below, at and above what is routed; within an expert's rows, at the end of one, and in its first row."""
+    ids = make_ids(Case(L=L, k=k, E=E, d=1, h=1, routing="absent"), np.random.default_rng(seed)).astype(dtype)
+    offsets = reference.dispatch(ids, E).expert_token_offsets
+    middle = int(offsets[E // 2])
+    with emulated(dispatch_limits(2), seed) as device:
+        for max_slots in (1, 127, middle, middle + 1, int(offsets[-1]), int(offsets[-1]) + 1, L * k):
+            got = mb.build_dispatch(device.put(ids), E, max_slots=max_slots)
+            device.synchronize()
+            want = reference.dispatch(ids, E, max_slots)
+            for name in (*LISTS, "dropped"):
+                np.testing.assert_array_equal(getattr(got, name), getattr(want, name), f"{name}, {max_slots}")
+            tiles = want.row_tiles[0, 0] + 1
+            np.testing.assert_array_equal(got.row_tiles[:tiles], want.row_tiles[:tiles], str(max_slots))
+
+
+TIERS = [("sm80", "bfloat16", ALIGNED), ("sm90", "bfloat16", ALIGNED), ("sm80", "bfloat16", UNALIGNED)]
+
+
+@pytest.mark.parametrize(("tier", "dtype", "case"), TIERS, ids=str)
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+def test_bounded_layer(tier, dtype, case, save):
+    """The bits of the layer whose ids lack what the bound cuts off; buffers of so many rows, as guards would show."""
+    x, ids, weights, w1, w2, grad_out = make_inputs(replace(case, routing="absent"), 0, DTYPES[dtype])
+    present = int(((ids >= 0) & (ids < case.E)).sum())
+    for max_slots in (present, present // 2):
+        fitting, _ = slots_that_fit(ids, case.E, max_slots)
+        with emulated(tier=tier) as device:
+            plain = Layer(device, (x, fitting, weights, w1, w2, grad_out)).run(save)
+            bounded = Layer(device, (x, ids, weights, w1, w2, grad_out), max_slots=max_slots).run(save)
+        assert not differences(plain, bounded)
+
+
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+@pytest.mark.parametrize(
+    ("save", "keep_saved"), [("minimal", False), ("minimal", True), ("paper", False), ("recompute", False)]
+)
+def test_halves_of_backward(tier, save, keep_saved):
+    with emulated(tier=tier) as device:
+        layer = Layer(device, make_inputs(ALIGNED, 0, DTYPES["bfloat16"]))
+        whole = layer.run(save)
+        out, saved = layer.forward(save)
+        first, pending = mb.moe_backward_data(layer.on_device[5], saved, keep_saved=keep_saved)
+        second = mb.moe_backward_weights(pending)
+        device.synchronize()
+        halves = {"out": out, "x": first.x, "weights": first.weights, "w1": second.w1, "w2": second.w2}
+    assert not differences(whole, halves)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("d", [24, 264, 31])
+def test_sum_rows(d, offset):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((40, d)).astype(DTYPES["bfloat16"])
+    positions = rng.integers(-1, 40, (33, 4)).astype(np.int32)
+    with emulated() as device:
+        got = mb.sum_rows(device.put(rows, offset), device.put(positions))
+        empty = mb.sum_rows(device.put(rows, offset), device.put(positions[:0]))
+        device.synchronize()
+        assert device.launched == [f"aggregate_bfloat16_float32{'' if d % 8 == 0 and not offset else '_unaligned'}"]
+    np.testing.assert_array_equal(got, reference.sum_rows(rows, positions))
+    assert empty.shape == (0, d)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [24, 264, 1040])
+def test_rows_of_peers(d, dtype):
+    """Peers are other arrays of the same memory here."""
+    rng = np.random.default_rng(0)
+    rows = [rng.standard_normal((40, d)).astype(DTYPES[dtype]) for _ in range(3)]
+    sources = rng.integers(-1, 120, 70).astype(np.int32)
+    positions = rng.integers(-1, 40, (33, 3)).astype(np.int32)
+    with emulated() as device:
+        peers = [device.put(part) for part in rows]
+        addresses = device.put(np.array([peer.ctypes.data for peer in peers], np.int64))
+        pulled = device.allocate((70, d), DTYPES[dtype])
+        pulled[:] = 7
+        pull_rows(addresses, device.put(sources), 40, pulled)
+        summed = device.allocate((33, d), DTYPES[dtype])
+        sum_peer_rows(addresses, device.put(positions), summed)
+        device.synchronize()
+    every = np.concatenate(rows)
+    np.testing.assert_array_equal(pulled, np.where((sources >= 0)[:, None], every[sources], DTYPES[dtype](7)))
+    flat = np.where(positions >= 0, positions + 40 * np.arange(3), -1).astype(np.int32)
+    np.testing.assert_array_equal(summed, reference.sum_rows(every, flat))
+
+
+def test_messages_of_pulled_rows():
+    with emulated() as device:
+        out, peers = device.allocate((4, 24), np.float16), device.put(np.zeros(2, np.int64))
+        sources = device.put(np.zeros(4, np.int32))
+        with pytest.raises(ValueError, match="pull_rows: sources: expected shape"):
+            pull_rows(peers, sources[:3], 4, out)
+        with pytest.raises(TypeError, match="pull_rows: peers: expected dtype int64"):
+            pull_rows(sources, sources, 4, out)
+        with pytest.raises(ValueError, match="pull_rows: out: expected columns in multiples of 8"):
+            pull_rows(peers, sources, 4, device.allocate((4, 20), np.float16))
+    with pytest.raises(TypeError, match="sum_peer_rows: out: expected an array on CUDA"):
+        sum_peer_rows(np.zeros(2, np.int64), np.zeros((4, 2), np.int32), np.zeros((4, 8), np.float32))

@@ -1,0 +1,64 @@
+"""Experts on 2 and 4 processes over gloo, and on as many GPUs over NCCL. One start of the processes runs all cases.
+
+`ranks.py` has the cases.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from environment import plain_environment
+
+pytest.importorskip("torch")
+import ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(size, folder, backend):
+    """By rank, then case: None, or what went wrong."""
+    environment = plain_environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment |= {"NCCL_NVLS_ENABLE": "0"}  # not all machines that share GPUs allow NVLink's multicast
+    command = [sys.executable, str(ROOT / "tests" / "ranks.py")]
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [
+        subprocess.Popen([*command, str(rank), str(size), str(folder), backend], **options) for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    found = [folder / f"{rank}.json" for rank in range(size)]
+    assert all(path.exists() for path in found), "\n".join(said)
+    return [json.loads(path.read_text()) for path in found]
+
+
+def assert_right(results, name):
+    wrong = {rank: found.get(name, "did not come so far") for rank, found in enumerate(results)}
+    assert not any(wrong.values()), "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items() if text)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request, tmp_path_factory):
+    return run(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_case(results, name):
+    assert_right(results, name)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def gpu_results(request, tmp_path_factory):
+    if ranks.torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, here are {ranks.torch.cuda.device_count()}")
+    return run(request.param, tmp_path_factory.mktemp("ranks"), "nccl")
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize("name", ranks.GPU_CASES)
+def test_case_on_gpus(gpu_results, name):
+    assert_right(gpu_results, name)
