@@ -431,7 +431,7 @@ WEIGHTS_LAUNCH = runtime.Launch(
     (3, 2),
     128,
     ("partial_sums", "token_index_map", "grad_weights"),
-    {"num_slots": 1, "parts": 2},
+    {"num_slots": 1, "num_rows": 1, "parts": 2},
     56 * 1024,
 )
 
