@@ -14,15 +14,17 @@ from torch.autograd.function import once_differentiable
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required, send_meta
-from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, SavedForBackward, is_gated, pair
+from moeblaze_cupy.structures import SAVE_POLICIES, Activation, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
 Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
 
 
-def _check_weights(x: Tensor, gate: Any, up: Any, w2: Any, activation: str, save: Any, experts: ExpertGroup) -> None:
+def _check_weights(
+    x: Tensor, gate: Any, up: Any, w2: Any, activation: str | Activation, save: Any, experts: ExpertGroup
+) -> None:
     function = "expert_parallel_moe"
-    checks.one_of(function, "activation", activation, ACTIVATIONS)
+    checks.activation(function, activation)
     checks.one_of(function, "save", save, SAVE_POLICIES)
     columns = "2h" if up is None and is_gated(activation) else "h"
     first = experts.rank * experts.local_experts
@@ -76,7 +78,7 @@ class _ExpertParallel(torch.autograd.Function):
         w2: Tensor,
         ids: Tensor,
         route: Route,
-        activation: str,
+        activation: str | Activation,
         save: str | None,
     ) -> Tensor:
         experts, w1 = route.experts, gate if up is None else (gate, up)
@@ -199,7 +201,7 @@ def expert_parallel_moe(
     experts: ExpertGroup,
     *,
     shared: Callable[[Tensor], Tensor] | None = None,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     save: str | None = "minimal",
 ) -> Tensor:
     """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.

@@ -257,7 +257,9 @@ def routed_layer(s: LayerShape) -> Plan:
 
 
 def output(s: LayerShape) -> Term:
-    return _routed(s, "out, a row per slot") if s.options.unreduced else Term("out", "L*d*b", s.L * s.d * s.b)
+    if s.options.unreduced:
+        return Term("out, a row per slot", "L*k*d*b", s.slots * s.d * s.b)
+    return Term("out", "L*d*b", s.L * s.d * s.b)
 
 
 def gradients(s: LayerShape) -> tuple[Term, ...]:

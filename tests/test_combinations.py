@@ -1,4 +1,5 @@
-"""Biases, constants and interleaved gates with pairs, weights on the input, outputs per slot and identity experts.
+"""Biases, constants and interleaved gates with pairs, weights on the input, outputs per slot and identity experts; and
+all of these with a bound of slots and with backward in halves.
 
 On the CPU against loops over slots, in the kernels of both tiers against the CPU in float64, and through torch.
 """
@@ -13,9 +14,11 @@ pytest.importorskip("torch")
 import torch
 from cases import Case
 from oracle import LIMITED
+from slot_cases import IDENTITY, as_bits, inputs_of, without_weights
+from slot_cases import ragged as slots_as_pairs
 from test_device_code import DTYPES, OUTLIER, TOLERANCES, emulated, in_float64
 from test_device_slots import FEW, TIERS
-from test_slots import problem, ragged, relative_error
+from test_slots import Problem, problem, ragged, relative_error
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
@@ -106,6 +109,109 @@ def test_in_the_kernels(name, tier):
                 assert relative_error(got, want[n]) <= tolerance, n
                 scale = np.abs(want[n]) + np.linalg.norm(want[n]) / np.sqrt(max(want[n].size, 1))
                 assert (np.abs(got - want[n]) <= OUTLIER * tolerance * scale).all(), n
+
+
+def cut_off(one, max_slots):
+    """The layer whose ids are -1 in the slots past the bound, and their number, by sorting (expert, slot)."""
+    E, offsets, ids = len(one.w2), one.options.get("token_offsets"), one.ids.copy()
+    first, last = (0, ids.size) if offsets is None else offsets[[0, -1]]
+    present = [(e, slot) for slot, e in enumerate(ids.reshape(-1)) if 0 <= e < E and first <= slot < last]
+    for _, slot in sorted(present)[max_slots:]:
+        ids.reshape(-1)[slot] = -1
+    return replace(one, ids=ids), max(len(present) - max_slots, 0)
+
+
+def bounded(one, max_slots):
+    return replace(one, options=one.options | {"max_slots": max_slots})
+
+
+def assert_same_bits(got, want):
+    assert got.keys() == want.keys()
+    for n, values in want.items():
+        assert (got[n] is None and values is None) or np.array_equal(got[n], values), n
+
+
+@pytest.mark.parametrize("max_slots", [1, 6, 60])
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_slots_past_a_bound_are_absent(name, save, max_slots):
+    one = layer(name, L=40)
+    fitting, dropped = cut_off(one, max_slots)
+    assert_same_bits(bounded(one, max_slots).run(save), fitting.run(save))
+    assert dropped > 0 or max_slots == 60
+    index = mb.build_dispatch(one.ids, len(one.w2), one.options.get("token_offsets"), max_slots=max_slots)
+    assert index.dropped[0] == dropped and index.num_rows == max_slots
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_halves_of_backward(name, save):
+    """The halves refuse biases; without them they give the bits of the whole."""
+    one = layer(name, L=40)
+    without = bounded(replace(one, b1=None, b2=None), 6)
+    arrays = one.x, one.ids, one.weights, one.w1, one.w2
+    _, saved = mb.moe_forward(*arrays, b1=one.b1, b2=one.b2, **one.options)
+    biases = "b2" if one.b1 is None else "b1 and b2"
+    with pytest.raises(ValueError, match=f"moe_backward_data: saved: expected a layer without biases.*got {biases}$"):
+        mb.moe_backward_data(np.zeros(np.shape(one.run()["out"])), saved)
+    out, saved = mb.moe_forward(*arrays, save=save, **without.options)
+    grad_out = np.random.default_rng(5).standard_normal(out.shape)
+    first, pending = mb.moe_backward_data(grad_out, saved)
+    second = mb.moe_backward_weights(pending)
+    got = {"out": out, "x": first.x, "weights": first.weights, "w1": second.w1, "w2": second.w2}
+    assert_same_bits(got, without.run(save))
+
+
+BOUNDED = {  # options, whether slots are pairs; the variants of tests/test_device_slots.py
+    "pairs": ({}, True),
+    "on input": ({"weights_on": "input"}, False),
+    "identity pairs": ({"identity_experts": IDENTITY}, True),
+    "per slot": ({"unreduced": True}, False),
+    "pairs per slot, on input": ({"unreduced": True, "weights_on": "input"}, True),
+    "interleaved": ({"gate_up": "interleaved"}, False),
+}
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper"])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_and_halves_in_the_kernels(name, tier, save):
+    """The bits of the layer whose ids lack what the bound cuts off, in buffers of so many rows, as guards show."""
+    options, is_ragged = BOUNDED[name]
+    inputs, offsets = inputs_of(tier), None
+    if is_ragged:
+        inputs, offsets = slots_as_pairs(inputs)
+    if options.get("unreduced"):
+        weights = inputs[2] if "weights_on" in options else None
+        inputs = (*inputs[:2], weights, *inputs[3:5], without_weights(inputs)[5])
+    x, ids, weights, w1, w2, grad_out = inputs
+    max_slots = 150
+    one, dropped = cut_off(Problem(x, ids, weights, w1, w2, {"token_offsets": offsets}), max_slots)
+    assert dropped > 0
+    with emulated(FEW, tier=tier) as device:
+        x, ids, weights, w1, w2, grad_out = (None if a is None else device.put(a) for a in inputs)
+        token_offsets = None if offsets is None else device.put(offsets)
+
+        def forward(of_ids, bound):
+            given = {"save": save, "token_offsets": token_offsets, "max_slots": bound} | options
+            return mb.moe_forward(x, of_ids, weights, w1, w2, **given)
+
+        def whole(of_ids, bound):
+            out, saved = forward(of_ids, bound)
+            return {"out": out} | vars(mb.moe_backward(grad_out, saved))
+
+        want, got = whole(device.put(one.ids), None), whole(ids, max_slots)
+        out, saved = forward(ids, max_slots)
+        first, pending = mb.moe_backward_data(grad_out, saved)
+        second = mb.moe_backward_weights(pending)
+        device.synchronize()
+    halves = {"out": out, "x": first.x, "weights": first.weights, "w1": second.w1, "w2": second.w2}
+    for found in (got, halves):
+        assert not [n for n, values in found.items() if as_bits_of(values) != as_bits_of(want[n])]
+
+
+def as_bits_of(values):
+    return None if values is None else as_bits(values)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -25,7 +25,7 @@ def test_bounded_dispatch(L, k, E, dtype, seed):
         for max_slots in (1, 127, middle, middle + 1, int(offsets[-1]), int(offsets[-1]) + 1, L * k):
             got = mb.build_dispatch(device.put(ids), E, max_slots=max_slots)
             device.synchronize()
-            want = reference.dispatch(ids, E, max_slots)
+            want = reference.dispatch(ids, E, max_slots=max_slots)
             for name in (*LISTS, "dropped"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name), f"{name}, {max_slots}")
             tiles = want.row_tiles[0, 0] + 1

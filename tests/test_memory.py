@@ -165,12 +165,13 @@ OPTIONS = [
 
 @pytest.mark.parametrize("ids_are_int64", [False, True])
 @pytest.mark.parametrize(("ragged", "options"), OPTIONS, ids=str)
-@pytest.mark.parametrize(("d", "k"), [(64, 1), (600, 3)])
+@pytest.mark.parametrize(("d", "k", "max_slots"), [(64, 1, None), (600, 3, None), (600, 3, 700)])
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @pytest.mark.parametrize("save", memory.POLICIES)
-def test_formulas_of_slot_options(save, tier, d, k, ragged, options, ids_are_int64, monkeypatch):
+def test_formulas_of_slot_options(save, tier, d, k, max_slots, ragged, options, ids_are_int64, monkeypatch):
     s = memory.LayerShape(512, d, 200, 5, k, dtype="float16", tier=tier, ragged=ragged, options=options)
-    assert_allocates(use(monkeypatch, limits_of(tier)), replace(s, ids_are_int64=ids_are_int64), save)
+    s = replace(s, ids_are_int64=ids_are_int64, max_slots=max_slots)
+    assert_allocates(use(monkeypatch, limits_of(tier)), s, save)
 
 
 def assert_allocates(device, s, save):
