@@ -25,9 +25,11 @@
 //   round_targets   (E,) int32; one block
 #include "token_parts.cuh"
 
-#if !defined(SELECT_THREADS) || !defined(FINISH_THREADS) || !defined(FINISH_SHARED_BYTES) || !defined(MAX_EXPERTS) || \
-    !defined(DEFAULT_SHARED_BYTES)
-#error "launch constants are given by launch_config.py"
+#if !defined(SELECT_THREADS) || !defined(FINISH_THREADS) || !defined(FINISH_SHARED_BYTES)
+#error "SELECT_THREADS, FINISH_THREADS and FINISH_SHARED_BYTES are given by launch_config.py"
+#endif
+#if !defined(MAX_EXPERTS) || !defined(DEFAULT_SHARED_BYTES)
+#error "MAX_EXPERTS and DEFAULT_SHARED_BYTES are given by launch_config.py"
 #endif
 static_assert(SELECT_THREADS == 1024, "a warp sums the counts of all warps, a lane each");
 static_assert(FINISH_THREADS % 32 == 0 && FINISH_THREADS <= 1024, "threads of a block");
