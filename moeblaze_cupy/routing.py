@@ -79,7 +79,7 @@ def route(
     if k is not None and type(k) is not int:
         k = checks.integer("route", "k", k)
     number, offsets = sequences, None
-    if type(sums) is not tuple or type(groups) is list or type(sequences) is not int:
+    if type(sums) is not tuple or isinstance(groups, list) or type(sequences) is not int:
         sums, groups, number, offsets = _settled("route", sums, groups, sequences)
     options = (score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums, number)
     arrays = (logits, bias, ids, token_offsets, token_mask, offsets)
@@ -148,7 +148,7 @@ def route_backward(
     dtype; None is 0. Raises TypeError, ValueError or RuntimeError as `route` does.
     """
     number, offsets = sequences, None
-    if type(sums) is not tuple or type(groups) is list or type(sequences) is not int:
+    if type(sums) is not tuple or isinstance(groups, list) or type(sequences) is not int:
         sums, groups, number, offsets = _settled("route_backward", sums, groups, sequences)
     options = (score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums, number)
     masks = (token_offsets, token_mask, offsets)
