@@ -100,6 +100,7 @@ class Kernels:
         ids = made["ids"]
         described = Torch.describe(ids)
         steps = dispatch.configure(described.layout, case.E, self.limits)
+        self.index_layout = steps.index
         lists, copy, self.addresses = dispatch.dispatch(self.run, steps, described.ptr)
         kept = copy.array if copy else ids
         self.index = DispatchIndices(lists.array, kept, steps.index.places, case.E, copy is not None)
@@ -152,6 +153,7 @@ class Kernels:
             GRADIENTS,
             True,
             self.limits,
+            self.index_layout,
         )
         token_index_map, row_weights = index[dispatch.TOKEN_INDEX_MAP], address(self.row_weights)
         x, grad_out, weights, w1, w2 = map(address, (x, grad_out, weights, w1, w2))
