@@ -341,10 +341,10 @@ class PendingWeights:
     before the weight gradients run again.
     """
 
-    grad_out: Any  #: (L, d)
+    grad_out: Any  #: (L, d), or a row per slot if the output is unreduced
     saved: SavedForBackward
     first_layer_grad: Any = None  #: (R, 2h) or (R, h), the first layer's gradient, often in the first layer's memory
-    weighted_y_swi: Any = None  #: (R, h), y_swi times the router weight
+    weighted_y_swi: Any = None  #: (R, h), y_swi times the router weight, if that is on the output
     consumed: bool = False  #: the weight gradients have been taken
 
 

@@ -185,7 +185,7 @@ def test_bounds_and_halves_in_the_kernels(name, tier, save):
         weights = inputs[2] if "weights_on" in options else None
         inputs = (*inputs[:2], weights, *inputs[3:5], without_weights(inputs)[5])
     x, ids, weights, w1, w2, grad_out = inputs
-    max_slots = 150
+    max_slots = 70
     one, dropped = cut_off(Problem(x, ids, weights, w1, w2, {"token_offsets": offsets}), max_slots)
     assert dropped > 0
     with emulated(FEW, tier=tier) as device:
