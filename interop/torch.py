@@ -24,7 +24,6 @@ from moeblaze_cupy.structures import (
     RouterSums,
     SlotOptions,
     is_gated,
-    pair,
 )
 
 
@@ -71,25 +70,18 @@ def moe(
     in float32; of another dtype than that and autocast's they come to it.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
-    parts = pair(w1)
-    if len(parts) not in (1, 2):
-        raise ValueError(f"moe: w1: expected one tensor or a pair (gate, up), got {len(parts)} tensors")
-    gate, up = (*parts, None)[:2]
-    of_b1 = () if b1 is None else pair(b1)
-    if len(of_b1) > 2 or (b1 is not None and not of_b1):
-        raise ValueError(f"moe: b1: expected one tensor or a pair (gate, up), got {len(of_b1)} tensors")
-    b1_gate, b1_up = (*of_b1, None, None)[:2]
-    tensors = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w2": w2} | ({} if gate is w1 else {"w1[1]": up})
-    tensors |= dict(zip(("b1", "b1[1]"), of_b1, strict=False))
-    tensors |= {name: t for name, t in (("b2", b2), ("token_offsets", token_offsets)) if t is not None}
-    if weights is None and unreduced:
-        del tensors["weights"]
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
-    as_operators = torch_autograd.wanted(tensors.values())
+    gate, up = _gate_and_up("w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("b1", b1)
+    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
+        _check_tensor(name, tensor)
+    if weights is not None or not unreduced:
+        _check_tensor("weights", weights)
+    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
+        if optional is not None:
+            _check_tensor(name, optional)
+    as_operators = torch_autograd.wanted((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
     if not as_operators:
-        checks.untransformed("moe", tensors)
+        checks.untransformed("moe", {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2})
     main_grads = {}
     if accumulate_into_main_grad and torch.is_grad_enabled():
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
@@ -98,25 +90,18 @@ def moe(
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = _autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
         )
-    differentiable = x.requires_grad or gate.requires_grad or w2.requires_grad
-    optional = weights, up, b1_gate, b1_up, b2
-    differentiable = differentiable or any(t is not None and t.requires_grad for t in optional)
-    differentiable = torch.is_grad_enabled() and differentiable
     layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+    differentiable = torch.is_grad_enabled() and (
+        x.requires_grad or gate.requires_grad or any(t is not None and t.requires_grad for t in layer[2:])
+    )
+    options = activation, gate_up, weights_on, unreduced, identity_experts
     out: torch.Tensor
-    if as_operators:
-        options = Options.of(activation, gate_up, weights_on, unreduced, identity_experts)
-        if not differentiable and not torch_autograd.transformed():
-            out = torch_ops.moe_infer(*layer, *options)
-            return out
-    else:
-        own: dict[str, Any] = {"activation": activation, "gate_up": gate_up, "weights_on": weights_on}
-        own |= {"unreduced": unreduced, "identity_experts": identity_experts}
-        if not differentiable:
-            w1, b1 = torch_ops.one_or_two(gate, up), torch_ops.one_or_two(b1_gate, b1_up)
-            given: dict[str, Any] = {"b1": b1, "b2": b2, "token_offsets": token_offsets, **own}
-            out = mb.moe_forward(x, ids, weights, w1, w2, save=None, **given)[0]
-            return out
+    if as_operators and not differentiable and not torch_autograd.transformed():
+        out = torch_ops.moe_infer(*layer, *Options.of(*options))
+        return out
+    if not as_operators and not differentiable:
+        out = torch_autograd.forward(layer, options, None)[0]
+        return out
     if save is None and not differentiable:
         save = "recompute"  # of what torch.func may differentiate
     if save is None:
@@ -125,10 +110,29 @@ def moe(
         sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
         # Compiled code changes no attributes in backward, so it is told here.
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
-        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *Options.of(*options), *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
-    out = torch_autograd.EagerMoE.apply(save, keep_saved, main_grads, own, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    # apply looks at each argument, so it gets the tensors that there are.
+    tensors = layer if any(t is not None for t in layer[6:]) else layer[:6]
+    out = torch_autograd.EagerMoE.apply((save, keep_saved, main_grads, options), *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
+
+
+def _gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
+    """The tensor and None, or the pair (gate, up)."""
+    if not isinstance(weight, (tuple, list)):
+        return weight, None
+    if len(weight) not in (1, 2):
+        raise ValueError(f"moe: {name}: expected one tensor or a pair (gate, up), got {len(weight)} tensors")
+    gate, up = (*weight, None)[:2]
+    if len(weight) == 2:
+        _check_tensor(f"{name}[1]", up)
+    return gate, up
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
 
 
 def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:

@@ -1,8 +1,7 @@
 """The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -31,7 +30,7 @@ from moeblaze_cupy.interop.torch_ops import (
     split,
 )
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import pair
+from moeblaze_cupy.structures import SavedForBackward, pair
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -251,47 +250,61 @@ class MainGrad:
         return "zeros" if getattr(self.parameter, "zero_out_wgrad", False) else "empty"
 
 
+def forward(tensors: Sequence[Any], options: tuple[Any, ...], save: Any) -> tuple[Tensor, SavedForBackward | None]:
+    """`mb.moe_forward` of the tensors of Layer, of which the last four may be missing, and the values of Options."""
+    (x, ids, weights, gate, up, w2), rest = tensors[:6], tensors[6:] or (None,) * 4
+    b1_gate, b1_up, b2, token_offsets = rest
+    activation, gate_up, weights_on, unreduced, identity_experts = options
+    out: Tensor
+    out, saved = mb.moe_forward(
+        x,
+        ids,
+        weights,
+        one_or_two(gate, up),
+        w2,
+        activation=activation,
+        save=save,
+        b1=one_or_two(b1_gate, b1_up),
+        b2=b2,
+        gate_up=gate_up,
+        token_offsets=token_offsets,
+        weights_on=weights_on,
+        unreduced=unreduced,
+        identity_experts=identity_experts,
+    )
+    return out, saved
+
+
 class EagerMoE(torch.autograd.Function):
-    """options: of `mb.moe_forward`, those that are no tensors. main_grads: by name, of gate, up and w2."""
+    """call: the save policy, keep_saved, main_grads by name (of gate, up and w2), and the options of `forward`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        save: str,
-        keep_saved: bool,
-        main_grads: dict[str, MainGrad],
-        options: dict[str, Any],
-        *tensors: Tensor | None,
+        ctx: Any, call: tuple[str, bool, dict[str, MainGrad], tuple[Any, ...]], *tensors: Tensor | None
     ) -> Tensor:
-        """tensors: of Layer, in order."""
-        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = tensors
-        w1, b1 = one_or_two(gate, up), one_or_two(b1_gate, b1_up)
-        out: Tensor
-        out, saved = mb.moe_forward(
-            x, ids, weights, w1, w2, save=save, b1=b1, b2=b2, token_offsets=token_offsets, **options
-        )
+        """tensors: of Layer, in order; the last four may be missing."""
+        save, ctx.keep_saved, ctx.main_grads, options = call
+        out, saved = forward(tensors, options, save)
+        assert saved is not None
         lists, index = saved.index.split()
-        read = x, weights, gate, up, w2, b1_gate, b1_up, b2
-        ctx.save_for_backward(*read, saved.first_layer, saved.y_swi, *lists)
-        arrays: dict[str, Any] = {"x": None, "weights": None, "w1": None, "w2": None, "b1": None, "b2": None}
-        ctx.saved = replace(saved, index=index, first_layer=None, y_swi=None, **arrays)
-        ctx.keep_saved, ctx.main_grads = keep_saved, main_grads
+        ctx.save_for_backward(*tensors[:1], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
+        ctx.kept, ctx.consumed = (index, saved.activation, save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     @first_derivatives_only("moe")
     def backward(ctx: Any, grad_out: Tensor | None) -> Grads:
-        before = (None,) * 4
+        needed = ctx.needs_input_grad[1:]
         if grad_out is None:
-            return (*before, *(None,) * len(Layer._fields))
-        x, weights, gate, up, w2, b1_gate, b1_up, b2, first_layer, y_swi, *lists = ctx.saved_tensors
-        kept, w1, b1 = ctx.saved, one_or_two(gate, up), one_or_two(b1_gate, b1_up)
-        arrays: dict[str, Any] = {"x": x, "weights": weights, "w1": w1, "w2": w2, "b1": b1, "b2": b2}
-        index = kept.index.joined(lists)
-        saved = replace(kept, index=index, first_layer=first_layer, y_swi=y_swi, **arrays)
-        needed = ctx.needs_input_grad[4:]
-        of_biases = needed[6] or needed[7], needed[8]
+            return (None, *(None for _ in needed))
+        x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = ctx.saved_tensors
+        b1_gate, b1_up, b2 = biases or (None,) * 3
+        index, activation, save, gate_up, slots = ctx.kept
+        made = index.joined((lists, ids)), first_layer, y_swi, activation, save, ctx.consumed
+        b1 = one_or_two(b1_gate, b1_up)
+        saved = SavedForBackward(x, weights, one_or_two(gate, up), w2, *made, b1, b2, gate_up, slots)
+        of_biases = (needed[6] or needed[7], needed[8]) if biases else (False, False)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *of_biases)))
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
         accumulate = {}
@@ -304,12 +317,13 @@ class EagerMoE(torch.autograd.Function):
                 grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
             )
         finally:  # what runs out of memory half way may have overwritten them as well
-            kept.consumed = saved.consumed
+            ctx.consumed = saved.consumed
         of_tensors = by_tensor(grads)
         for name, weight in (("gate", gate), ("up", up), ("w2", w2)):
             if name in buffers and of_tensors[name] is not None:
                 of_tensors[name] = stand_in(ctx.main_grads[name].announce(), weight)
-        return (*before, *(of_tensors[n] if need else None for n, need in zip(Layer._fields, needed, strict=True)))
+        wanted = (of_tensors[n] if need else None for n, need in zip(Layer._fields, needed, strict=False))
+        return (None, *wanted)
 
 
 def main_grads(

@@ -17,6 +17,7 @@
 #error "COUNT_THREADS is given by launch_config.py"
 #endif
 static_assert(COUNT_THREADS % 32 == 0 && COUNT_THREADS <= 1024, "threads of a block");
+constexpr int LOADS = 8;  // scores of a thread on their way from global memory
 
 template <class Id>
 struct TokensPerExpertParams {
@@ -100,16 +101,20 @@ __device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) 
     }
     unsigned best = 0;
     bool any = false;
-    for (int e = lane; e - lane < p.num_experts; e += 32) {
-        bool is_chosen = false;
-        for (int j = 0; j < p.k; ++j) {
+    const int last = p.num_experts - 1;
+    for (int first = 0; first < p.num_experts; first += 32) {
+        unsigned chosen = 0;  // a bit for each of these experts
+        for (int j = lane; j < p.k; j += 32) {
             const Id id = ids[j];
-            is_chosen |= id == e;
-            any |= id >= 0 && id < p.num_experts;
+            any |= id >= 0 && id <= last;
+            if (id >= first && id < first + 32) chosen |= 1u << (static_cast<int>(id) - first);
         }
-        if (e < p.num_experts && !is_chosen)
+        chosen = __reduce_or_sync(0xffffffffu, chosen);
+        const int e = first + lane;
+        if (e <= last && !(chosen >> lane & 1))
             best = max(best, sort_key(score_of(to_float(logits[e]), p.score, log_sum) + p.bias[e]));
     }
+    any = __any_sync(0xffffffffu, any);
     best = __reduce_max_sync(0xffffffffu, best);
     if (lane == 0) {
         p.lines[token] = {any ? from_sort_key(best) : __uint_as_float(0x7fc00000u), log_sum};
@@ -127,13 +132,24 @@ __device__ __forceinline__ void count_lines(const QuantileCountsParams<T>& p) {
     const int column = threadIdx.x & (p.columns - 1), rows = COUNT_THREADS / p.columns;
     const int expert = blockIdx.y * p.columns + column;
     const Tokens tokens = tokens_of_part({0, p.L}, gridDim.x, blockIdx.x);
-    for (int64 token = tokens.begin + threadIdx.x / p.columns; token < tokens.end && expert < p.num_experts; token += rows) {
-        const Line line = p.lines[token];
-        const float s = score_of(to_float(p.logits[token * p.num_experts + expert]), p.score, line.log_sum);
-        const float place = (line.line - s - low) * scale;
-        if (place == place) {
-            const int bin = static_cast<int>(fminf(fmaxf(place, 0.f), static_cast<float>(p.bins - 1)));
-            atomicAdd(counts + column * p.bins + bin, 1);
+    for (int64 first = tokens.begin + threadIdx.x / p.columns; first < tokens.end && expert < p.num_experts;
+         first += LOADS * rows) {
+        Line lines[LOADS];
+        T logits[LOADS];
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            const int64 token = min(first + l * rows, tokens.end - 1);
+            lines[l] = p.lines[token];
+            logits[l] = p.logits[token * p.num_experts + expert];
+        }
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            const float s = score_of(to_float(logits[l]), p.score, lines[l].log_sum);
+            const float place = (lines[l].line - s - low) * scale;
+            if (place == place && first + l * rows < tokens.end) {
+                const int bin = static_cast<int>(fminf(fmaxf(place, 0.f), static_cast<float>(p.bins - 1)));
+                atomicAdd(counts + column * p.bins + bin, 1);
+            }
         }
     }
     __syncthreads();

@@ -33,7 +33,7 @@ struct CapacityCountParams {
     const void* values;     // (L, k) for WEIGHTS or (L,) for PRIORITY, of value_type, in; else null
     const Column* columns;  // (S, E) of 16 bytes, in; not read for the first digit
     const int* sequences;   // (S+1,) int32 offsets, in; null for equal lengths
-    int* histogram;         // (S, E, 2^width) int32, in and out: zeros at first
+    int* histogram;         // (S, 2^width, E) int32, in and out: zeros at first
     int64 L;
     int k, num_experts, num_sequences, parts, order, value_type, width, shift;
 };
@@ -143,10 +143,8 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
     for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) {
         const unsigned both = counters[i];
         if (both == 0) continue;
-        for (int counter = 2 * i; counter < 2 * i + 2; ++counter) {
-            const int found = both >> (counter & 1) * 16 & 0xffff, digit = counter / p.num_experts;
-            if (found) atomicAdd(histogram + (static_cast<int64>(counter - digit * p.num_experts) << p.width) + digit, found);
-        }
+        if (both & 0xffff) atomicAdd(histogram + 2 * i, static_cast<int>(both & 0xffff));
+        if (both >> 16) atomicAdd(histogram + 2 * i + 1, static_cast<int>(both >> 16));
     }
 }
 

@@ -6,7 +6,7 @@
 //                are -1.
 //
 // Launch: PAIRS_THREADS threads. mask_bits: any grid, a warp per word. The other two: at most PAIRS_BLOCKS blocks, each with
-// as many consecutive words. Dynamic shared memory: pairs_count one int32; pairs_write (2,) int64 and (WARPS + 1,) int32.
+// as many consecutive words. Dynamic shared memory: pairs_count one int32; pairs_write (2, WARPS) int64 and (WARPS + 1,) int32.
 #include "token_parts.cuh"
 
 #if !defined(PAIRS_THREADS) || !defined(PAIRS_BLOCKS)
@@ -92,18 +92,25 @@ __device__ __forceinline__ int sum_before(int v, int* of_warps) {
 }
 
 extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_write(const PairsWriteParams p) {
-    unsigned long long* sums = reinterpret_cast<unsigned long long*>(dynamic_shared);  // (2,): blocks before, and all
-    int* of_warps = reinterpret_cast<int*>(sums + 2);
-    if (threadIdx.x < 2) sums[threadIdx.x] = 0;
-    __syncthreads();
+    int64* sums = reinterpret_cast<int64*>(dynamic_shared);  // (2, WARPS): of blocks before, and of all
+    int* of_warps = reinterpret_cast<int*>(sums + 2 * WARPS);
+    int64 before = 0, all = 0;
     for (unsigned b = threadIdx.x; b < gridDim.x; b += PAIRS_THREADS) {
-        const unsigned long long count = p.block_counts[b];
-        if (count && b < blockIdx.x) atomicAdd(sums, count);
-        if (count) atomicAdd(sums + 1, count);
+        const int count = p.block_counts[b];
+        if (b < blockIdx.x) before += count;
+        all += count;
     }
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) {
+        before += __shfl_xor_sync(0xffffffffu, before, step);
+        all += __shfl_xor_sync(0xffffffffu, all, step);
+    }
+    if ((threadIdx.x & 31) == 0) sums[threadIdx.x / 32] = before, sums[WARPS + threadIdx.x / 32] = all;
     __syncthreads();
-    int64 position = static_cast<int64>(sums[0]);
-    const int64 listed = min(static_cast<int64>(sums[1]), p.num_pairs);
+    int64 position = 0;
+    all = 0;
+    for (int w = 0; w < WARPS; ++w) position += sums[w], all += sums[WARPS + w];
+    const int64 listed = min(all, p.num_pairs);
     const Tokens words = tokens_of_part({0, p.num_words}, gridDim.x, blockIdx.x);
     for (int64 first = words.begin; first < words.end; first += PAIRS_THREADS) {
         const int64 i = first + threadIdx.x;

@@ -4,6 +4,10 @@
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
+__device__ __forceinline__ void store_shared_8(unsigned address, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 // Copies 16 bytes from global to shared memory, asynchronously. Only the first src_bytes are read; the rest becomes zeros.
 __device__ __forceinline__ void cp_async_16(unsigned dst_shared, const void* src, unsigned src_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_shared), "l"(src), "r"(src_bytes) : "memory");

@@ -92,6 +92,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     const auto is_present = [&](int j) { return j < number && static_cast<unsigned>(id_of(j)) < static_cast<unsigned>(E); };
     float largest = minus_infinity();
     if (SCORE == SOFTMAX && RENORMALIZE) {
+#pragma unroll 1  // most often one turn
         for (int j = lane; j < number; j += LANES)
             if (is_present(j)) largest = fmaxf(largest, logit_of(j));
         largest = max_of_lanes(largest);
@@ -112,6 +113,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
         }
         if (SCORE != SOFTMAX) total += eps;
     }
+#pragma unroll 1
     for (int j = lane; j < number; j += LANES) {
         const bool present = is_present(j);
         float value = present ? value_of(j) : 0.f;
@@ -195,6 +197,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     weigh(number, k, E, lse, scale, eps, id_of, logit_of, [&](int j, float weight, int id) {
         slots[j] = static_cast<Entry>(__float_as_uint(weight)) << 32 | static_cast<unsigned>(id);
     });
+#pragma unroll 1
     for (int j = number + lane; j < k; j += LANES) slots[j] = 0xffffffffull;
     __syncwarp();
     // The warp's tokens are consecutive, and so are their slots, here as in the results.
@@ -202,6 +205,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     const unsigned there_lanes = __ballot_sync(WARP, there);
     const int written = __popc(there_lanes) / LANES * k;
     const Entry* warp_slots = slots - place * k;
+#pragma unroll 1
     for (int i = threadIdx.x % 32; i < written; i += 32) {
         const Entry entry = warp_slots[i];
         p.weights[static_cast<int64>(first) * k + i] = __uint_as_float(static_cast<unsigned>(entry >> 32));

@@ -12,7 +12,8 @@ typedef unsigned long long Entry;  // key, then the complement of its column: la
 #if !defined(MAX_LISTED)
 #error "MAX_LISTED, the number of keys that are ranked by pairs, is given by launch_config.py"
 #endif
-static_assert(MAX_LISTED >= 64 && MAX_LISTED % 2 == 0, "k keys fit, and what follows them in shared memory is aligned");
+static_assert(MAX_LISTED >= 64 && MAX_LISTED % 4 == 0, "k keys fit, fours of them, and what follows is aligned");
+static_assert(LANES == 1 || LANES >= 4, "a lane for each entry that makes the last four whole");
 
 __device__ __forceinline__ Entry entry_of(unsigned key, int column) {
     return static_cast<Entry>(key) << 32 | ~static_cast<unsigned>(column);
@@ -83,23 +84,51 @@ __device__ __forceinline__ Bound exact_bound(const unsigned (&keys)[VALUES], int
     return {key, column - first_column()};
 }
 
-// Writes the keys that are listed one behind the other.
-template <class F>
-__device__ __forceinline__ void list(const unsigned (&keys)[VALUES], Entry* listed, F is_listed) {
-    const int mine = count(is_listed);
+// A bit for each of a lane's values.
+struct Marks {
+    static constexpr int WORDS = (VALUES + 31) / 32;
+    unsigned words[WORDS];
+    template <class F>
+    __device__ __forceinline__ explicit Marks(F is_marked) {
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) words[w] = 0;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            if (is_marked(i)) words[i / 32] |= 1u << i % 32;
+    }
+    __device__ __forceinline__ bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+    __device__ __forceinline__ int number() const {
+        int found = 0;
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) found += __popc(words[w]);
+        return found;
+    }
+};
+
+// Where this lane's part of what all lanes of the token list begins, and how much that is.
+struct Share {
+    int begin, total;
+};
+__device__ __forceinline__ Share share_of(int mine) {
     int before = mine;
 #pragma unroll
     for (int step = 1; step < LANES; step <<= 1) {
         const int other = __shfl_up_sync(WARP, before, step, LANES);
         if (lane_of_token() >= step) before += other;
     }
-    Entry* at = listed + before - mine;
+    return {before - mine, from_lane(before, LANES - 1)};
+}
+
+// Writes the marked keys one behind the other from `listed`, an address in shared memory. An address out of a shuffle is kept
+// in a register; the compiler would compute that of `dynamic_shared` again for every key.
+__device__ __forceinline__ void list(const unsigned (&keys)[VALUES], unsigned listed, int begin, const Marks& marks) {
+    unsigned at = from_lane(listed, 0) + begin * static_cast<int>(sizeof(Entry));
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        const bool is = is_listed(i);
-        if (is) *at = entry_of(keys[i], column_of(i));
-        at += is ? 1 : 0;
-    }
+    for (int i = 0; i < VALUES; ++i)
+        if (marks.has(i)) {
+            store_shared_8(at, make_uint2(~static_cast<unsigned>(column_of(i)), keys[i]));
+            at += sizeof(Entry);
+        }
 }
 
 // Fills slots[0 .. k) in shared memory, after which the warp must synchronize. `listed` has MAX_LISTED entries.
@@ -109,27 +138,32 @@ __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* s
         return;
     }
     unsigned key = 0;
-    int total = MAX_LISTED + 1;
     if (k <= LANES) {
         unsigned largest = keys[0];
 #pragma unroll
         for (int i = 1; i < VALUES; ++i) largest = max(largest, keys[i]);
         key = kth_of_lanes(largest, k);
-        total = count_of_lanes(count([&](int i) { return keys[i] >= key; }));
     }
-    if (__any_sync(WARP, total > MAX_LISTED)) {
+    Marks marks([&](int i) { return keys[i] >= key; });
+    Share share = share_of(marks.number());
+    if (__any_sync(WARP, share.total > MAX_LISTED)) {
         const Bound bound = exact_bound(keys, k);
-        list(keys, listed,
-             [&](int i) { return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column); });
-        total = k;
-    } else {
-        list(keys, listed, [&](int i) { return keys[i] >= key; });
+        marks =
+            Marks([&](int i) { return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column); });
+        share = share_of(marks.number());
     }
+    list(keys, shared_address(listed), share.begin, marks);
+    const int total = share.total;
+    if (lane_of_token() < (-total & 3)) listed[total + lane_of_token()] = 0;  // fours of entries; 0 ranks behind all
     __syncwarp();
+#pragma unroll 1
     for (int i = lane_of_token(); i < total; i += LANES) {
         const Entry entry = listed[i];
         int rank = 0;
-        for (int other = 0; other < total; ++other) rank += listed[other] > entry ? 1 : 0;
+#pragma unroll 1
+        for (int other = 0; other < total; other += 4)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) rank += listed[other + j] > entry ? 1 : 0;
         if (rank < k) slots[rank] = entry;
     }
 }
@@ -143,12 +177,38 @@ __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsi
     const int lane = lane_of_token();
     unsigned* sums = rows + E;
     unsigned* is_kept = sums + groups;
+    const auto group_of = [&](int column) {
+        return reciprocal_of_size == 0 ? column : static_cast<int>(static_cast<Entry>(column) * reciprocal_of_size >> 32);
+    };
+    const int lanes = size / WIDTH;  // that hold a group in one vector each, if they do
+    const bool in_lanes = TOP <= 2 && WIDTH > 1 && size % WIDTH == 0 && lanes <= LANES && (lanes & (lanes - 1)) == 0;
     __syncwarp();  // the last token's reads
+    if (in_lanes) {
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i)
-        if (column_of(i) < E) rows[column_of(i)] = ranked_by[i];
+        for (int v = 0; v < VECTORS; ++v) {
+            unsigned first = 0, second = 0;
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                const unsigned key = ranked_by[v * WIDTH + i];
+                if (TOP == 2) second = max(second, min(first, key));
+                first = max(first, key);
+            }
+            for (int step = 1; step < lanes; step <<= 1) {
+                const unsigned other = __shfl_xor_sync(WARP, first, step);
+                if (TOP == 2) second = max(max(second, __shfl_xor_sync(WARP, second, step)), min(first, other));
+                first = max(first, other);
+            }
+            const int column = column_of(v * WIDTH);
+            const float sum = TOP == 1 ? from_sort_key(first) : from_sort_key(first) + from_sort_key(second);
+            if (column < E && (lane & (lanes - 1)) == 0) sums[group_of(column)] = sort_key(sum);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            if (column_of(i) < E) rows[column_of(i)] = ranked_by[i];
+    }
     __syncwarp();
-    for (int group = lane; group < groups; group += LANES) {
+    for (int group = lane; group < groups && !in_lanes; group += LANES) {
         const unsigned* row = rows + group * size;
         float sum = 0.f;
         if (TOP <= 2) {
@@ -182,9 +242,6 @@ __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsi
         is_kept[group] = rank < kept;
     }
     __syncwarp();
-    const auto group_of = [&](int column) {
-        return reciprocal_of_size == 0 ? column : static_cast<int>(static_cast<Entry>(column) * reciprocal_of_size >> 32);
-    };
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int column = column_of(v * WIDTH);

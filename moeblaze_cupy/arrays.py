@@ -106,7 +106,10 @@ class DeviceFramework(Framework, Protocol):
         """New memory on the device, row-major, without contents."""
 
     def layouts(self, given: Sequence[Any], /) -> tuple[tuple[Any, ...], list[int]]:
-        """A key of all that `describe` tells of these arrays, but of their addresses the remainders; the addresses."""
+        """A key of all that `describe` tells of these arrays, but of their addresses the remainders; the addresses.
+
+        An absent array is None, also in the key, and has the address 0.
+        """
 
     def stream(self, device: int, /) -> int:
         """The current stream of the device, which must be current."""
@@ -138,9 +141,9 @@ class CuPy:
 
     @staticmethod
     def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-        pointers = [a.data.ptr for a in given]
+        pointers = [0 if a is None else a.data.ptr for a in given]
         layouts = [
-            (a.shape, a.strides, a.dtype, a.device.id, pointer % ALIGNMENT)
+            None if a is None else (a.shape, a.strides, a.dtype, a.device.id, pointer % ALIGNMENT)
             for a, pointer in zip(given, pointers, strict=True)
         ]
         return tuple(layouts), pointers
@@ -191,7 +194,9 @@ class Torch:
             if proxies is not None and proxies.get_proxy_mode() is not None:
                 return "make_fx"
         forward_ad = torch.autograd.forward_ad
-        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(a).tangent is not None for a in given):
+        if forward_ad._current_level >= 0 and any(
+            a is not None and forward_ad.unpack_dual(a).tangent is not None for a in given
+        ):
             return "forward-mode differentiation (a tensor with a tangent)"
         return None
 
@@ -208,9 +213,9 @@ class Torch:
         """
         if Torch.transformed(given) is not None:
             raise RuntimeError
-        pointers = [a.data_ptr() for a in given]
+        pointers = [0 if a is None else a.data_ptr() for a in given]
         layouts = [
-            (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT, a.requires_grad)
+            None if a is None else (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT, a.requires_grad)
             for a, pointer in zip(given, pointers, strict=True)
         ]
         return (sys.modules["torch"].is_grad_enabled(), *layouts), pointers
@@ -269,8 +274,8 @@ def _framework_of_type(kind: type) -> Framework | None:
 
 @functools.cache
 def device_framework_of(kinds: tuple[type, ...]) -> DeviceFramework | None:
-    """CuPy or Torch, if arrays of all these types are of this one; else None."""
-    found = {_framework_of_type(kind) for kind in kinds}
+    """CuPy or Torch, if arrays of all these types are of this one; else None. Absent arrays are None."""
+    found = {_framework_of_type(kind) for kind in kinds if kind is not type(None)}
     framework = found.pop() if len(found) == 1 else None
     return None if framework is None else _DEVICE_FRAMEWORKS.get(framework.name)
 

@@ -247,11 +247,11 @@ def _backward(
             parts_of = (None if g is None else pair(g) for g in of_weights)
             exported = _export_gradients(call.export, accumulate, on_host.x, on_host.weights, *parts_of)
             return exported, PendingWeights(grad_out, saved) if defers_weights else None
-        given[0], export = d["grad_out"].owner, call.export
-        described = [call.framework.describe(array) for array in given]
-        pointers = [array.ptr for array in described]
-        layouts = [array.layout for array in described]
-        *inputs, _, first_layer, y_swi, totals = _backward_values(saved, accumulate, layouts, None)
+        given = d["grad_out"].owner, *given[1:]
+        described = [None if array is None else call.framework.describe(array) for array in given]
+        pointers, export = [array.ptr if array else 0 for array in described], call.export
+        layouts = [array and array.layout for array in described]
+        *inputs, _, first_layer, y_swi, totals = _backward_values(accumulate, layouts)
         grad_layout, x_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
         steps = backward.configure_backward(
             grad_layout,
@@ -276,7 +276,7 @@ def _backward(
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(saved, accumulate, pointers, 0))
+        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(accumulate, pointers))
         exported = _export_gradients(
             export,
             accumulate,
@@ -292,51 +292,38 @@ def _backward(
 
 
 def _backward_key(
-    grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], options: tuple[Any, ...], accumulate: Any
-) -> tuple[Key | None, list[Any], list[int]]:
+    grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], of_call: tuple[Any, ...], accumulate: Any
+) -> tuple[Key | None, tuple[Any, ...], list[int]]:
     """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
-    totals = {} if accumulate is None else accumulate
-    if not isinstance(totals, Mapping):
-        return None, [], []
-    optional = saved.weights, saved.b2, saved.first_layer, saved.y_swi
-    w1, b1 = pair(saved.w1), () if saved.b1 is None else pair(saved.b1)
-    given = [grad_out, saved.x, saved.w2, saved.index.lists, *w1, *b1]
-    given += [array for array in optional if array is not None]
-    # These tell which of the arrays is what.
-    of_index = saved.index.is_ragged, saved.index.max_slots
-    forms = [len(w1), len(b1), *(array is None for array in optional), saved.slots, *of_index]
-    for name, total in totals.items():
+    if not (accumulate is None or isinstance(accumulate, Mapping)):
+        return None, (), []
+    w1, b1, index = saved.w1, saved.b1, saved.index
+    gate, up = w1 if isinstance(w1, (tuple, list)) else (w1, None)
+    b1_gate, b1_up = b1 if isinstance(b1, (tuple, list)) else (b1, None)
+    arrays_of = grad_out, saved.x, saved.weights, saved.w2, gate, up, b1_gate, b1_up, saved.b2, index.lists
+    given: tuple[Any, ...] = *arrays_of, saved.first_layer, saved.y_swi
+    options: tuple[Any, ...]
+    options = saved.activation, saved.gate_up, needs, *of_call, saved.slots, index.is_ragged, index.max_slots
+    for name, total in (accumulate or {}).items():
         parts = pair(total)
-        given += parts
-        forms += name, len(parts)
-    of_layer = saved.activation, saved.gate_up, needs
-    key, pointers = runtime.key_of("moe_backward", (*of_layer, *options, *forms), given)
+        given, options = (*given, *parts), (*options, name, len(parts))
+    key, pointers = runtime.key_of("moe_backward", options, given)
     return key, given, pointers
 
 
-def _backward_values(
-    saved: SavedForBackward, accumulate: Mapping[str, Any] | None, values: Sequence[Any], absent: Any
-) -> tuple[Any, ...]:
-    """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward."""
-    start = 4 + len(pair(saved.w1))
-    end = start + (0 if saved.b1 is None else len(pair(saved.b1)))
-    w1, b1 = tuple(values[4:start]), tuple(values[start:end])
-    b2: tuple[Any, ...] = ()
-    weights = first_layer = y_swi = absent
-    if saved.weights is not None:
-        weights, end = values[end], end + 1
-    if saved.b2 is not None:
-        b2, end = (values[end],), end + 1
-    if saved.first_layer is not None:
-        first_layer, end = values[end], end + 1
-    if saved.y_swi is not None:
-        y_swi, end = values[end], end + 1
-    totals = {}
+def _backward_values(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> tuple[Any, ...]:
+    """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward.
+
+    What says nothing, None or an address of 0, is an array that there is not.
+    """
+    grad_out, x, weights, w2, gate, up, b1_gate, b1_up, b2, lists, first_layer, y_swi = values[:12]
+    totals, end = {}, 12
     for name, total in (accumulate or {}).items():
         start, end = end, end + len(pair(total))
         totals[name] = tuple(values[start:end])
-    grad_out, x, w2, lists = values[:4]
-    return grad_out, x, weights, w2, w1, b1, b2, lists, first_layer, y_swi, totals
+    w1 = (gate, up) if up else (gate,)
+    b1 = (b1_gate, b1_up) if b1_up else (b1_gate,) if b1_gate else ()
+    return grad_out, x, weights, w2, w1, b1, (b2,) if b2 else (), lists, first_layer, y_swi, totals
 
 
 def _index_layout(index: DispatchIndices) -> IndexLayout:

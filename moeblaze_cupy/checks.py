@@ -398,18 +398,22 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 
 @functools.lru_cache(maxsize=1024)
 def _extents(strides_in_bytes: bool, layouts: tuple[Any, ...]) -> list[tuple[int, int]]:
-    units = ((1 if strides_in_bytes else dtype.itemsize) for _, _, dtype, *_ in layouts)
-    return [
-        _extent(shape, tuple(unit * stride for stride in strides), dtype.itemsize)
-        for unit, (shape, strides, dtype, *_) in zip(units, layouts, strict=True)
-    ]
+    found = []
+    for layout in layouts:
+        if layout is None:
+            found.append((0, 0))
+            continue
+        shape, strides, dtype, *_ = layout
+        unit = 1 if strides_in_bytes else dtype.itemsize
+        found.append(_extent(shape, tuple(unit * stride for stride in strides), dtype.itemsize))
+    return found
 
 
 def ranges_meet(strides_in_bytes: bool, layouts: tuple[Any, ...], pointers: Sequence[int], written: int) -> bool:
     """Whether the address range of one of the last `written` arrays meets that of any other.
 
-    layouts as `arrays.CuPy.layouts` gives them. Ranges of views of one buffer may meet where the views share no
-    element: `apart` tells.
+    layouts as `arrays.CuPy.layouts` gives them; None, with an address of 0, for what is absent. Ranges of views of one
+    buffer may meet where the views share no element: `apart` tells.
     """
     ranges = [(p + low, p + high) for p, (low, high) in zip(pointers, _extents(strides_in_bytes, layouts), strict=True)]
     for last in range(len(ranges) - written, len(ranges)):

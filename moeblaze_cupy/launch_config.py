@@ -46,7 +46,9 @@ PULL_THREADS = 512  # per block of pull_rows
 PULL_BLOCKS = 32  # at most: NVLink is full with fewer, and other multiprocessors are left to other work
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
-SELECT_BITS = 11  # the widest digit of a radix select
+FINISH_THREADS = 1024  # per block of columns_finish, a column each
+FINISH_SHARED_BYTES = 34 * 1024  # of columns_finish: more than 4,000 candidates of 8 bytes, and counters
+SELECT_BITS = 10  # the widest digit of a radix select
 SELECT_SHARED_BYTES = 128 * 1024  # of counters per block, where a block may have them
 SELECT_HISTOGRAM_BYTES = 64 * 1024 * 1024  # of a digit's counters of all columns
 PART_COUNTS = 2**16 - 1  # of what a block counts in 16 bits
@@ -119,6 +121,8 @@ def kernel_constants(source: str) -> dict[str, int]:
         "aggregation.cu": sums,
         "selection.cu": {
             "SELECT_THREADS": SELECT_THREADS,
+            "FINISH_THREADS": FINISH_THREADS,
+            "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
             "MAX_EXPERTS": MAX_EXPERTS,
             "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
         },

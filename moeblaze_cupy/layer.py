@@ -199,43 +199,39 @@ def moe_forward(
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
     transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
-    w1_by_name = named_pair("moe_forward", "w1", w1)
-    b1_by_name = named_pair("moe_forward", "b1", b1)
-    named = {"x": x, "ids": ids, "weights": weights, "w2": w2, **w1_by_name, **b1_by_name, "b2": b2}
-    named["token_offsets"] = token_offsets
-    optional = ("weights", weights), ("b2", b2), ("token_offsets", token_offsets)
-    for name, value in optional:
-        if value is None:
-            del named[name]
-    given: Sequence[Any] = tuple(named.values())
-    forms = len(w1_by_name), len(b1_by_name), *(value is not None for _, value in optional)
-    slots = SlotOptions(weights_on, unreduced, identity_experts)
-    options = activation, save, gate_up, slots, max_slots, spare_multiprocessors
-    key, pointers = runtime.key_of("moe_forward", (*options, *forms), given)
+    gate, up = _gate_and_up("moe_forward", "w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
+    given: Sequence[Any] = (x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets)
+    options: tuple[Any, ...] = activation, save, gate_up, weights_on, unreduced, identity_experts
+    options = *options, max_slots, spare_multiprocessors
+    key, pointers = runtime.key_of("moe_forward", options, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
     if found is None:
+        names = _forward_names(up is not None, b1_up is not None)
+        required = (*names[:2], *names[3:5])
+        named = {n: array for n, array in zip(names, given, strict=True) if array is not None or n in required}
         checks.untracked("moe_forward", named)
         call = Call("moe_forward", **named)
-        d = call.described
+        slots = SlotOptions(weights_on, unreduced, identity_experts)
         slots = checks.slot_options("moe_forward", slots, weights is not None, b1 is not None)
-        arrays_of = _forward_values([d[name] for name in named], forms, None)
-        x_array, ids_array, weights_array, w2_array, w1_arrays, b1_arrays, b2_arrays, offsets = arrays_of
+        described = _forward_values([call.described.get(name) for name in names])
+        x_array, ids_array, weights_array, w2_array, w1_arrays, b1_arrays, b2_arrays, offsets = described
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
         checks.layer("moe_forward", *layer, offsets)
         checks.identity_experts("moe_forward", slots, w2_array)
         max_slots = checks.max_slots("moe_forward", max_slots, ids_array.size)
         limits = spared("moe_forward", call, spare_multiprocessors)
         if limits is None:
-            names = tuple(w1_by_name), tuple(b1_by_name)
-            out, saved = _forward_on_cpu(call, *names, activation, save, gate_up, slots, max_slots)
+            w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[4:6], names[6:8]))
+            out, saved = _forward_on_cpu(call, w1_names, b1_names, activation, save, gate_up, slots, max_slots)
             if saved is not None and call.framework is arrays.Torch:
-                own = {"x": x, "weights": weights, "w1": one_or_pair(tuple(w1_by_name.values())), "w2": w2, "b2": b2}
-                own["b1"] = one_or_pair(tuple(b1_by_name.values())) if b1_by_name else None
-                saved = dataclasses.replace(saved, **own)
+                own = {"x": x, "weights": weights, "w1": _joined(gate, up), "w2": w2, "b1": _joined(b1_gate, b1_up)}
+                saved = dataclasses.replace(saved, b2=b2, **own)
             return out, saved
-        *inputs, _ = _forward_values(call.layout(*named), forms, None)
-        x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
+        present = [call.described.get(name) for name in names]
+        *layouts, _ = _forward_values([array and array.layout for array in present])
+        x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = layouts
         steps = experts.configure_forward(
             x_layout,
             ids_layout,
@@ -252,38 +248,55 @@ def moe_forward(
             token_offsets is not None,
             max_slots,
         )
-        given, pointers, export = call.owners(), call.pointers(), call.export
-        found = runtime.keep(key, call.prepared(steps))
-    steps = found.steps
+        given, pointers = [array and array.owner for array in present], [array.ptr if array else 0 for array in present]
+        export, found = call.export, runtime.keep(key, call.prepared((steps, slots)))
+    steps, slots = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        result = experts.moe_forward(run, steps, *_forward_values(pointers, forms, 0))
+        result = experts.moe_forward(run, steps, *_forward_values(pointers))
         out = export(result.out.array)
         if save is None:
             return out, None
-        x, ids, weights, w2, w1_parts, b1_parts, b2_parts, _ = _forward_values(given, forms, None)
+        x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, _ = given
         index = _index(steps.dispatch, result.lists, result.ids, ids)
         first_layer = result.first_layer.array if result.first_layer else None
         y_swi = result.y_swi.array if result.y_swi else None
-        kept = x, weights, one_or_pair(w1_parts), w2, index, first_layer, y_swi, activation, save
-        b1, b2 = (one_or_pair(parts) if parts else None for parts in (b1_parts, b2_parts))
-        return out, SavedForBackward(*kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots)
+        kept = x, weights, _joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
+        return out, SavedForBackward(*kept, _joined(b1_gate, b1_up), b2, gate_up, slots)
 
 
-def _forward_values(values: Sequence[Any], forms: tuple[Any, ...], absent: Any) -> tuple[Any, ...]:
+def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
+    """The array and None, or the pair (gate, up)."""
+    if not isinstance(weight, (tuple, list)):
+        return weight, None
+    parts = named_pair(function, name, weight)
+    for part, array in parts.items():
+        if array is None:
+            raise checks.bad_type(function, part, "a NumPy, CuPy or torch array, or one with __dlpack__", type(array))
+    gate, up = (*parts.values(), None)[:2]
+    return gate, up
+
+
+def _joined(gate: Any, up: Any) -> Any:
+    """What `_gate_and_up` was given."""
+    return gate if up is None else (gate, up)
+
+
+def _forward_names(w1_is_pair: bool, b1_is_pair: bool) -> tuple[str, ...]:
+    """Argument names of the arrays of a forward, in the order of `_forward_values`."""
+    w1, b1 = ("w1[0]" if w1_is_pair else "w1"), ("b1[0]" if b1_is_pair else "b1")
+    return "x", "ids", "weights", "w2", w1, "w1[1]", b1, "b1[1]", "b2", "token_offsets"
+
+
+def _forward_values(values: Sequence[Any]) -> tuple[Any, ...]:
     """What `values` says of the arrays of a forward, in the order of experts.moe_forward: w1, b1 and b2 as tuples.
 
-    forms: the numbers of arrays of w1 and b1, then whether there are weights, b2 and token_offsets. absent: what stands
-    for weights and token_offsets that there are not.
+    What says nothing, None or an address of 0, is an array that there is not.
     """
-    num_w1, num_b1, has_weights, has_b2, has_offsets = forms
-    at_w2 = 2 + has_weights
-    b1_start = at_w2 + 1 + num_w1
-    b2_start = b1_start + num_b1
-    end = b2_start + has_b2
-    weights, offsets = values[2] if has_weights else absent, values[end] if has_offsets else absent
-    w1, b1, b2 = values[at_w2 + 1 : b1_start], values[b1_start:b2_start], values[b2_start:end]
-    return values[0], values[1], weights, values[at_w2], tuple(w1), tuple(b1), tuple(b2), offsets
+    x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets = values
+    w1 = (gate, up) if up else (gate,)
+    b1 = (b1_gate, b1_up) if b1_up else (b1_gate,) if b1_gate else ()
+    return x, ids, weights, w2, w1, b1, (b2,) if b2 else (), token_offsets
 
 
 def spared(function: str, call: Call, spare_multiprocessors: int) -> launch_config.DeviceLimits | None:

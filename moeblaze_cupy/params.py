@@ -280,25 +280,24 @@ _TABLES = {
             "ColumnsCountParams<float>",
             pointers=("scores", "chosen", "columns", "sequences", "histogram"),
             int64=("L",),
-            int32=("num_experts", "num_sequences", "parts", "width", "shift"),
+            int32=("num_experts", "num_sequences", "parts", "width"),
         ),
         "columns_pick": Params(
             "ColumnsPickParams",
             pointers=("histogram", "columns"),
-            int64=("num_columns",),
-            int32=("width", "shift", "last", "wanted"),
+            int32=("num_experts", "width", "shift", "last", "wanted"),
         ),
-        "columns_ties": Params(
-            "ColumnsTiesParams<float>",
-            pointers=("scores", "chosen", "columns", "sequences", "ties"),
+        "columns_split": Params(
+            "ColumnsSplitParams<float>",
+            pointers=("scores", "chosen", "columns", "sequences", "taken", "candidates"),
             int64=("L",),
-            int32=("num_experts", "num_sequences", "parts"),
+            int32=("num_experts", "num_sequences", "parts", "width"),
         ),
-        "columns_mark": Params(
-            "ColumnsMarkParams<float>",
-            pointers=("scores", "chosen", "columns", "sequences", "ties", "taken"),
+        "columns_finish": Params(
+            "ColumnsFinishParams<float>",
+            pointers=("scores", "columns", "sequences", "candidates", "taken"),
             int64=("L",),
-            int32=("num_experts", "num_sequences", "parts"),
+            int32=("num_experts", "num_sequences", "width"),
         ),
         "chosen_bits": Params(
             "ChosenBitsParams<int>",

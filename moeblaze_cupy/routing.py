@@ -10,12 +10,23 @@ from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import RouterSums
 
 
-def _is_array(sequences: Any) -> bool:
-    return getattr(sequences, "shape", ()) != ()
+def _settled(function: str, sums: Any, groups: Any, sequences: Any) -> tuple[Any, Any, Any, Any]:
+    """sums and groups, lists made tuples, and sequences as (an int or None, offsets or None).
+
+    What is left then can be part of a call's key as it came, before any check.
+    """
+    if isinstance(sums, (list, set, frozenset)):
+        sums = tuple(sums)
+    if isinstance(groups, list):
+        groups = tuple(groups)
+    if getattr(sequences, "shape", ()) != ():
+        return sums, groups, None, sequences
+    return sums, groups, None if sequences is None else checks.integer(function, "sequences", sequences), None
 
 
-def _present(**given: Any) -> dict[str, Any]:
-    return {name: array for name, array in given.items() if array is not None}
+def _named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Any]:
+    """The arrays that are present."""
+    return {name: array for name, array in zip(names, given, strict=True) if array is not None}
 
 
 def route(
@@ -37,7 +48,7 @@ def route(
     sums: tuple[str, ...] = (),
     sequences: Any = 1,
 ) -> tuple[Any, ...]:
-    """Choose k experts per token, and their weights (paper section 2.1): w = s[ids], w /= sum(w) + eps, w *= scale.
+    """Choose k experts per token, and their weights (paper section 2.1): w = s[ids], w /= sum(w) + eps, times scale.
 
     logits: x (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 4096; k <= min(E, 64).
     score: s = softmax(x), sigmoid(x), "sqrt_softplus" (its square root), "identity" (x) or "relu" (max(x, 0)).
@@ -65,41 +76,43 @@ def route(
     Raises TypeError (dtype, device), ValueError (shape, k, options), or RuntimeError of tensors that autograd or a
     transform of torch would have to follow.
     """
-    k = None if k is None else checks.integer("route", "k", k)
-    offsets = sequences if _is_array(sequences) else None
-    options = router_options.of(
-        *("route", score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums),
-        sequences if offsets is None else None,
-    )
-    given = _present(
-        logits=logits, bias=bias, ids=ids, token_offsets=token_offsets, token_mask=token_mask, sequences=offsets
-    )
-    key, pointers = runtime.key_of("route", (k, options, *given), tuple(given.values()))
+    if k is not None and type(k) is not int:
+        k = checks.integer("route", "k", k)
+    number, offsets = sequences, None
+    if type(sums) is not tuple or isinstance(groups, list) or type(sequences) is not int:
+        sums, groups, number, offsets = _settled("route", sums, groups, sequences)
+    options = (score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums, number)
+    arrays = (logits, bias, ids, token_offsets, token_mask, offsets)
+    # The types tell True from 1, which are equal.
+    key, pointers = runtime.key_of("route", (k, options, *map(type, options)), arrays)
     export: Export = keep
     found = runtime.find(key)
     if found is None:
+        checked = router_options.of("route", *options)
+        given = {"logits": logits} | _named(router.ROUTED, arrays)
         checks.untracked("route", given)
         call = Call("route", **given)
-        router_options.forward("route", call.described, k, options)
+        router_options.forward("route", call.described, k, checked)
         ragged = token_offsets is not None
         slots = None if ragged else (k if ids is None else call.described["ids"].shape[1])
-        options = options.renormalized(slots)
+        checked = checked.renormalized(slots)
         if call.on_cpu:
             host = {name: call.host(name) for name in given}
-            at_most = {"sequences": options.sequences} if offsets is None else {}
-            results = reference.route(k=k, **options._asdict() | at_most | host)
+            at_most = {"sequences": checked.sequences} if offsets is None else {}
+            results = reference.route(k=k, **checked._asdict() | at_most | host)
             made = tuple(map(call.export, results[:2]))
             return (*made, RouterSums(*(s if s is None else call.export(s) for s in results[2]))) if sums else made
-        pointers, export = call.pointers(), call.export
+        export, described = call.export, call.described
+        pointers = [described[name].ptr if name in described else 0 for name in router.ROUTED]
         layouts = tuple(zip(given, call.layout(*given), strict=True))
-        found = runtime.keep(key, call.prepared(router.configure_forward(layouts, slots, options)))
+        found = runtime.keep(key, call.prepared(router.configure_forward(layouts, slots, checked)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        weights, chosen, added = router.route(run, found.steps, dict(zip(given, pointers, strict=True)))
-        made = export(weights.array), export(chosen.array)
+        weights, chosen, added = router.route(run, found.steps, pointers)
         if not sums:
-            return made
-        return (*made, RouterSums(*(None if s is None else export(s.array) for s in added)))
+            return export(weights.array), export(chosen.array)
+        totals = RouterSums(*(None if s is None else export(s.array) for s in added))
+        return export(weights.array), export(chosen.array), totals
 
 
 def route_backward(
@@ -134,37 +147,32 @@ def route_backward(
     grad_score_sums (S, E), grad_z_sums (S,), grad_entropy_sums (S,): gradients of what `sums` names, of the weights'
     dtype; None is 0. Raises TypeError, ValueError or RuntimeError as `route` does.
     """
-    offsets = sequences if _is_array(sequences) else None
-    options = router_options.of(
-        *("route_backward", score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums),
-        sequences if offsets is None else None,
-    )
-    given = _present(
-        token_offsets=token_offsets,
-        token_mask=token_mask,
-        sequences=offsets,
-        grad_score_sums=grad_score_sums,
-        grad_z_sums=grad_z_sums,
-        grad_entropy_sums=grad_entropy_sums,
-    )
-    given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids, **given}
-    key, pointers = runtime.key_of("route_backward", (options, *given), tuple(given.values()))
+    number, offsets = sequences, None
+    if type(sums) is not tuple or isinstance(groups, list) or type(sequences) is not int:
+        sums, groups, number, offsets = _settled("route_backward", sums, groups, sequences)
+    options = (score, renormalize, eps, scale, bias_on, groups, top_p, threshold, sums, number)
+    masks = (token_offsets, token_mask, offsets)
+    arrays = (logits, grad_weights, weights, ids, *masks, grad_score_sums, grad_z_sums, grad_entropy_sums)
+    key, pointers = runtime.key_of("route_backward", (options, *map(type, options)), arrays)
     export: Export = keep
     found = runtime.find(key)
     if found is None:
+        checked = router_options.of("route_backward", *options)
+        given = _named(router.BACKWARD[:-1], arrays)
+        given = {"logits": logits, "grad_weights": grad_weights, "weights": weights, "ids": ids} | given
         checks.untracked("route_backward", given)
         call = Call("route_backward", **given)
-        router_options.backward("route_backward", call.described, options)
+        router_options.backward("route_backward", call.described, checked)
         shape = call.described["ids"].shape
-        options = options.renormalized(shape[1] if token_offsets is None else None)
+        checked = checked.renormalized(shape[1] if token_offsets is None else None)
         if call.on_cpu:
             host = {name: call.host(name) for name in given}
-            at_most = {"sequences": options.sequences} if offsets is None else {}
-            return call.export(reference.route_backward(**options._asdict() | at_most | host))
-        pointers, export = call.pointers(), call.export
+            at_most = {"sequences": checked.sequences} if offsets is None else {}
+            return call.export(reference.route_backward(**checked._asdict() | at_most | host))
+        export, described = call.export, call.described
+        pointers = [described[name].ptr if name in described else 0 for name in router.BACKWARD[:-1]]
         layouts = tuple(zip(given, call.layout(*given), strict=True))
-        found = runtime.keep(key, call.prepared(router.configure_backward(layouts, options)))
+        found = runtime.keep(key, call.prepared(router.configure_backward(layouts, checked)))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        grad = router.route_backward(run, found.steps, dict(zip(given, pointers, strict=True)))
-        return export(grad.array)
+        return export(router.route_backward(run, found.steps, pointers).array)

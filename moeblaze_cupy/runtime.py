@@ -10,7 +10,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -211,6 +211,7 @@ def cached(configure: Function) -> Function:
 def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tuple[Key | None, list[int]]:
     """What tells a call's record from others, and the addresses of its arrays; None for calls that have no record.
 
+    An array that is absent is None, and its address 0.
     Those are calls on the CPU, and calls with arrays that neither CuPy nor torch made, or of more than one framework.
     """
     framework = arrays.device_framework_of(tuple(map(type, given)))
@@ -231,9 +232,9 @@ def find(key: Key | None) -> Prepared | None:
 
 
 def keep(key: Key | None, prepared: Prepared) -> Prepared:
-    """Beside the latest others."""
+    """Beside the latest others. A call with an option that is not hashable has no record."""
     if key is not None:
-        with _lock:
+        with _lock, suppress(TypeError):
             _prepared[key] = prepared
             if len(_prepared) > MAX_RECORDS:
                 del _prepared[next(iter(_prepared))]

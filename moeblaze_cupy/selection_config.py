@@ -31,19 +31,21 @@ def parts_of_sequence(num_sequences: int, longest: int, blocks: int, fewest_toke
     return max(1, wanted, launch_config.ceil_div(longest, most_tokens))
 
 
-def digits(
-    key_bits: int, block_columns: int, num_columns: int, limits: launch_config.DeviceLimits
-) -> list[tuple[int, int]]:
-    """(width, shift) of each digit of a radix select, the highest first, of which `key_bits` leading bits of 32 count.
+def digit_bits(block_bytes: int, num_columns: int, limits: launch_config.DeviceLimits) -> int:
+    """The widest digit of a radix select.
 
-    block_columns: of a block's 16-bit counters in shared memory. num_columns: of all 32-bit counters in global memory.
+    block_bytes: of a block's counters in shared memory per value of a digit. num_columns: of all 32-bit counters in
+    global memory.
     """
     shared = min(launch_config.SELECT_SHARED_BYTES, limits.shared_bytes_per_block - launch_config.RESERVED_BYTES)
-    width = launch_config.SELECT_BITS
-    while width > 1 and (
-        2 * block_columns << width > shared or 4 * num_columns << width > launch_config.SELECT_HISTOGRAM_BYTES
-    ):
+    width, memory = launch_config.SELECT_BITS, launch_config.SELECT_HISTOGRAM_BYTES
+    while width > 1 and (block_bytes << width > shared or 4 * num_columns << width > memory):
         width -= 1
+    return width
+
+
+def digits(key_bits: int, width: int) -> list[tuple[int, int]]:
+    """(width, shift) of each digit, the highest first, of keys whose `key_bits` leading bits of 32 count."""
     return [(min(width, key_bits - done), 32 - min(done + width, key_bits)) for done in range(0, key_bits, width)]
 
 

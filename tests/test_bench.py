@@ -16,7 +16,21 @@ from environment import plain_environment
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, compare, graphs, inputs, kernels, measure, merge, peers, providers, table, variants, verify  # noqa: E402
+from bench import (  # noqa: E402
+    cases,
+    compare,
+    graphs,
+    inputs,
+    kernel_times,
+    kernels,
+    measure,
+    merge,
+    peers,
+    providers,
+    table,
+    variants,
+    verify,
+)
 from bench.layer import Layer  # noqa: E402
 from moeblaze_cupy import arrays, launch_config, reference  # noqa: E402
 
@@ -633,3 +647,16 @@ def test_steps_of_graphs_run_without_a_gpu():
     """Where there is no GPU, of eager mode alone."""
     (row,) = graphs.measured(1, "cpu")
     assert row["step"] == "eager" and row["median"] > 0
+
+
+def test_times_of_kernels_are_medians_by_position():
+    """Of two calls with two kernels each."""
+    events = [("a", 0.0, 2.0), ("b", 5.0, 6.0), ("a", 20.0, 24.0), ("b", 25.0, 28.0)]
+    rows = kernel_times.by_position(2, events)
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["a", "3.00", "0.00"],
+        ["b", "2.00", "2.00"],
+        ["sum", "5.00", ""],
+    ]
+    with pytest.raises(RuntimeError, match="different kernels"):
+        kernel_times.by_position(2, [*events[:3], events[0]])

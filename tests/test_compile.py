@@ -140,7 +140,7 @@ def entry_names(variant) -> set[str]:
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
         "bias_bwd.cu": {"bias_bwd"},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
-        "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "ties", "mark") for dtype in dtypes}
+        "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "split", "finish") for dtype in dtypes}
         | {f"chosen_bits_{ids}" for ids in ids_dtypes}
         | {"columns_pick", "round_targets"},
         "pairs.cu": {"mask_bits", "pairs_count", "pairs_write"},

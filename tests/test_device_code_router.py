@@ -120,7 +120,15 @@ def test_scores_and_biases(device, score, bias, E):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("E", "groups", "k"), [(32, (8, 4, 2), 6), (96, (4, 2, 1), 8), (60, (5, 2, 3), 4), (96, (96, 9, 1), 9)]
+    ("E", "groups", "k"),
+    [
+        (32, (8, 4, 2), 6),
+        (128, (8, 4, 2), 8),
+        (64, (4, 2, 1), 8),
+        (96, (4, 2, 1), 8),
+        (60, (5, 2, 3), 4),
+        (96, (96, 9, 1), 9),
+    ],
 )
 @pytest.mark.parametrize(("score", "biased"), [("sigmoid", True), ("softmax", False)])
 def test_groups(device, score, biased, E, groups, k):  # noqa: F811

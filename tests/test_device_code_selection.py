@@ -67,6 +67,13 @@ def test_expert_choice_from_none_to_all(device, capacity):
         assert_equal(device, "expert_choice", scores, capacity)
 
 
+@pytest.mark.parametrize("kind", ["normal", "constant"])
+def test_expert_choice_among_more_candidates_than_a_block_lists(device, kind):
+    """Scores that begin with the same bits, of which a block's shared memory holds about 4,200."""
+    scores = scores_of(kind, 6000, 2, np.float32, np.random.default_rng(4)) / 1e3 + 1
+    assert_equal(device, "expert_choice", scores.astype(np.float32), 2500)
+
+
 OFFSETS = np.array([0, 5, 5, 130, 301], np.int32)
 APART = np.array([7, 20, 260], np.int32)  # tokens on either side are in no sequence
 
@@ -300,8 +307,9 @@ def test_digits_and_parts_of_large_problems():
         for limits in (launch_config.H200, SMALL, THREE_STAGES):
             parts = selection_config.parts_of_sequence(S, L // S, limits.multiprocessors, 256, 65535)
             assert launch_config.ceil_div(L // S, parts) <= 65535
-            for columns, bits in ((32, 32), (32, 22), (E, 32), (E, 3)):
-                found = selection_config.digits(bits, columns, S * E, limits)
+            for row_bytes, bits in ((128, 10), (2 * E, 32), (2 * E, 3)):
+                width = selection_config.digit_bits(row_bytes, S * E, limits)
+                found = selection_config.digits(bits, width)
                 assert sum(width for width, _ in found) == bits and found[-1][1] == 32 - bits
-                assert all(2 * columns << width <= limits.shared_bytes_per_block for width, _ in found)
-                assert S * E << found[0][0] <= 2**24 or found[0][0] == 1
+                assert row_bytes << width <= limits.shared_bytes_per_block
+                assert S * E << width <= 2**24 or width == 1

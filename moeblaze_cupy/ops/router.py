@@ -1,7 +1,7 @@
 """The router: kernels_cu/router_forward.cu, router_sums.cu and router_backward.cu."""
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moeblaze_cupy import launch_config, loader
@@ -13,7 +13,7 @@ ROUTED = ("logits", "bias", "ids", "token_offsets", "token_mask", "sequences")  
 FORWARD = ("logits", "bias", "given", *ROUTED[3:], "weights", "ids", "partial_sums")
 ADDED = ("partial_sums", "sequences", "score_sums", "z_sums", "entropy_sums")
 BACKWARD = (
-    *("grad_weights", "logits", "weights", "ids", "token_offsets", "token_mask", "sequences"),
+    *("logits", "grad_weights", "weights", "ids", "token_offsets", "token_mask", "sequences"),
     *("grad_score_sums", "grad_z_sums", "grad_entropy_sums", "grad_logits"),
 )
 Layouts = tuple[tuple[str, Layout], ...]  # by the argument's name
@@ -130,18 +130,21 @@ def _reciprocal(size: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-def route(
-    run: Runtime, steps: Forward, pointers: Mapping[str, int]
-) -> tuple[Buffer, Buffer, tuple[Buffer | None, Buffer | None, Buffer | None]]:
-    """weights float32, ids int32, and score, z and entropy sums float32. pointers: of the arrays that are given."""
+Sums = tuple[Buffer | None, Buffer | None, Buffer | None]
+
+
+def route(run: Runtime, steps: Forward, pointers: Sequence[int]) -> tuple[Buffer, Buffer, Sums]:
+    """weights float32, ids int32, and score, z and entropy sums float32. pointers: of ROUTED, 0 for absent ones."""
     weights, ids = run.empty(steps.shape, "float32"), run.empty(steps.shape, "int32")
-    given = [pointers.get(name, 0) for name in ROUTED]
-    partial = run.empty(steps.partial_sums, "float32") if steps.sum else None
+    if steps.sum is None:
+        if steps.route:
+            run.launch(steps.route, *pointers, weights.ptr, ids.ptr, 0)
+        return weights, ids, (None, None, None)
+    partial = run.empty(steps.partial_sums, "float32")
     if steps.route:
-        run.launch(steps.route, *given, weights.ptr, ids.ptr, partial.ptr if partial else 0)
+        run.launch(steps.route, *pointers, weights.ptr, ids.ptr, partial.ptr)
     score, z, entropy = (None if shape is None else run.empty(shape, "float32") for shape in steps.sums)
-    if steps.sum and partial:
-        run.launch(steps.sum, partial.ptr, given[-1], *(0 if b is None else b.ptr for b in (score, z, entropy)))
+    run.launch(steps.sum, partial.ptr, pointers[-1], *(0 if b is None else b.ptr for b in (score, z, entropy)))
     return weights, ids, (score, z, entropy)
 
 
@@ -178,9 +181,9 @@ def configure_backward(layouts: Layouts, options: RouterOptions) -> Backward:
     return Backward(launch if L else None, logits)
 
 
-def route_backward(run: Runtime, steps: Backward, pointers: Mapping[str, int]) -> Buffer:
-    """Gradient of the logits (L, E), in their layout. pointers: of the arrays that are given."""
+def route_backward(run: Runtime, steps: Backward, pointers: Sequence[int]) -> Buffer:
+    """Gradient of the logits (L, E), in their layout. pointers: of BACKWARD but the last, 0 for absent ones."""
     grad_logits = run.empty(steps.layout.shape, steps.layout.dtype)
     if steps.launch:
-        run.launch(steps.launch, *(pointers.get(name, 0) for name in BACKWARD[:-1]), grad_logits.ptr)
+        run.launch(steps.launch, *pointers, grad_logits.ptr)
     return grad_logits

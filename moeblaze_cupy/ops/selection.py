@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from moeblaze_cupy import launch_config, loader, selection_config
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.loader import Variant
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import CAPACITY_ORDERS, ROUNDINGS
 
 COLUMN = 4  # int32 elements of a `Column`, see token_parts.cuh
 VALUE_TYPES = ("float32", "bfloat16", "float16")
-KEY_BITS = {"float32": 32, "bfloat16": 22, "float16": 22}
 Pairs = tuple[Buffer, Buffer]  # token_offsets and ids
 
 
@@ -66,7 +66,7 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
         threads,
         ("taken", "block_counts", "token_offsets", "ids"),
         {"num_words": num_words, "num_pairs": num_pairs, "row_words": row_words},
-        16 + 4 * (threads // 32 + 1),
+        16 * (threads // 32) + 4 * (threads // 32 + 1),
     )
     return ListPairs((num_tokens, row_words), num_tokens, num_pairs, blocks, pack if from_mask else None, count, write)
 
@@ -95,14 +95,14 @@ class Digit:
     pick: Launch
 
 
-def _pick(num_columns: int, width: int, shift: int, last: bool, wanted: int) -> Launch:
-    warps = launch_config.SELECT_THREADS // 32
+def _pick(num_sequences: int, num_experts: int, width: int, shift: int, last: bool, wanted: int) -> Launch:
     return Launch(
         loader.entry("selection.cu", "columns_pick"),
-        (launch_config.ceil_div(num_columns, warps),),
+        (num_sequences, launch_config.ceil_div(num_experts, 32)),
         launch_config.SELECT_THREADS,
         ("histogram", "columns"),
-        {"num_columns": num_columns, "width": width, "shift": shift, "last": int(last), "wanted": wanted},
+        {"num_experts": num_experts, "width": width, "shift": shift, "last": int(last), "wanted": wanted},
+        4 * launch_config.SELECT_THREADS,
     )
 
 
@@ -112,10 +112,9 @@ class Select:
 
     num_columns: int
     histogram: int  # int32 elements
-    ties_shape: tuple[int, int, int]
-    digits: tuple[Digit, ...]
-    ties: Launch
-    mark: Launch
+    digit: Digit
+    split: Launch
+    finish: Launch
     pairs: ListPairs
     choose: tuple[Launch, Launch] | None  # chosen_bits and round_targets of token rounding
     clear_bits: bool  # offsets might leave tokens out
@@ -133,31 +132,25 @@ def _configure(
     if L == 0:
         return None
     groups, S, threads = launch_config.ceil_div(E, 32), sequences.number, launch_config.SELECT_THREADS
-    blocks = limits.multiprocessors // groups  # each has a multiprocessor to itself, for its shared memory
+    blocks = max(1, limits.multiprocessors // groups)  # each has a multiprocessor to itself, for its shared memory
     longest = sequences.longest(L)
-    parts = selection_config.parts_of_sequence(S, longest, blocks, 256, launch_config.PART_COUNTS)
-    sizes = {"L": L, "num_experts": E, "num_sequences": S, "parts": parts}
-    widths = selection_config.digits(KEY_BITS[scores.dtype], 32, S * E, limits)
+    parts = selection_config.parts_of_sequence(S, longest, blocks, 256, longest)
+    width = selection_config.digit_bits(4 * 32, S * E, limits)
+    sizes = {"L": L, "num_experts": E, "num_sequences": S, "parts": parts, "width": width}
 
-    def launch(step: str, addresses: tuple[str, ...], scalars: dict[str, int], shared_bytes: int) -> Launch:
-        entry = loader.entry("selection.cu", f"columns_{step}_{scores.dtype}")
-        inputs = ("scores", "chosen", "columns", "sequences")
-        return Launch(entry, (S * parts, groups), threads, (*inputs, *addresses), scalars, shared_bytes)
+    def entry(step: str) -> Variant:
+        return loader.entry("selection.cu", f"columns_{step}_{scores.dtype}")
 
-    digits = tuple(
-        Digit(
-            launch("count", ("histogram",), {**sizes, "width": width, "shift": shift}, 64 << width),
-            _pick(S * E, width, shift, i == len(widths) - 1, -1 if i or choose else wanted),
-        )
-        for i, (width, shift) in enumerate(widths)
-    )
+    inputs, grid = ("scores", "chosen", "columns", "sequences"), (S * parts, groups)
+    count = Launch(entry("count"), grid, threads, (*inputs, "histogram"), sizes, 4 * 32 << width)
+    bits = (*inputs, "taken", "candidates")
+    finish_threads, finish_bytes = launch_config.FINISH_THREADS, launch_config.FINISH_SHARED_BYTES
     return Select(
         num_columns=S * E,
-        histogram=S * E << widths[0][0],
-        ties_shape=(S, parts, E),
-        digits=digits,
-        ties=launch("ties", ("ties",), sizes, 4 * 32),
-        mark=launch("mark", ("ties", "taken"), sizes, 4 * 32 * (1 + threads // 32)),
+        histogram=S * E << width,
+        digit=Digit(count, _pick(S, E, width, 32 - width, True, -1 if choose else wanted)),
+        split=Launch(entry("split"), grid, threads, bits, sizes),
+        finish=Launch(entry("finish"), (S * E,), finish_threads, bits, sizes, finish_bytes),
         pairs=configure_pairs(L, E, num_pairs),
         choose=choose,
         clear_bits=sequences.by_offsets,
@@ -210,15 +203,14 @@ def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int 
         run.launch(choose, ids, chosen.ptr, frequencies.ptr)
         run.launch(target, frequencies.ptr, columns.ptr)
     inputs = (scores, chosen.ptr if chosen else 0, columns.ptr, offsets)
-    for digit in steps.digits:
-        run.launch(digit.count, *inputs, histogram.ptr)
-        run.launch(digit.pick, histogram.ptr, columns.ptr)
-    ties, taken = run.empty(steps.ties_shape, "int32"), run.empty(steps.pairs.words, "int32")
+    run.launch(steps.digit.count, *inputs, histogram.ptr)
+    run.launch(steps.digit.pick, histogram.ptr, columns.ptr)
+    taken, candidates = run.empty(steps.pairs.words, "int32"), run.empty(steps.pairs.words, "int32")
     if steps.clear_bits:
         rows, words = steps.pairs.words
         run.clear(taken.ptr, 4 * rows * words)
-    run.launch(steps.ties, *inputs, ties.ptr)
-    run.launch(steps.mark, *inputs, ties.ptr, taken.ptr)
+    run.launch(steps.split, *inputs, taken.ptr, candidates.ptr)
+    run.launch(steps.finish, *inputs, taken.ptr, candidates.ptr)
     return _listed(run, steps.pairs, taken)
 
 
@@ -258,7 +250,7 @@ def configure_capacity(
     if order == "choice" and k == 1:
         order = "position"
     key_bits = {"position": 0, "choice": (k - 1).bit_length()}.get(order, 32)
-    widths = selection_config.digits(key_bits, E, S * E, limits)
+    widths = selection_config.digits(key_bits, selection_config.digit_bits(2 * E, S * E, limits))
     blocks = limits.multiprocessors * (1 if widths else 2)
     most = max(1, launch_config.PART_COUNTS // k)
     longest, fewest = sequences.longest(L), launch_config.ceil_div(4096, k)
@@ -285,7 +277,7 @@ def configure_capacity(
     digits = tuple(
         Digit(
             launch("count", ("histogram",), {"width": width, "shift": shift}, counters(width)),
-            _pick(S * E, width, shift, i == len(widths) - 1, -1 if i else capacity),
+            _pick(S, E, width, shift, i == len(widths) - 1, -1 if i else capacity),
         )
         for i, (width, shift) in enumerate(widths)
     )

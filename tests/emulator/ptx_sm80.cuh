@@ -43,6 +43,10 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return cuemu::STATIC + static_cast<unsigned>(byte - cuemu::shared_range.begin);
 }
 
+__device__ __forceinline__ void store_shared_8(unsigned address, uint2 v) {
+    memcpy(cuemu::shared_at(address, 8, "store_shared_8"), &v, 8);
+}
+
 // The destination holds poison from issue to wait: reading it early shows, and so does overwriting a
 // buffer that another warp still reads.
 __device__ __forceinline__ void cp_async_16(unsigned dst_shared, const void* src, unsigned src_bytes) {
