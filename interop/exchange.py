@@ -372,7 +372,8 @@ def send_meta(route: Route, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
     if route.tokens is not None and experts.route == "static" and route.num_tokens:
         chosen = torch.zeros(len(route.tokens) + 1, dtype=torch.bool, device=ids.device)
         last = len(route.tokens)
-        chosen[torch.where(route.positions >= 0, route.positions, last).reshape(-1)] = True
+        positions = torch.where(route.positions >= 0, route.positions, last).reshape(-1)
+        chosen.scatter_(0, positions.to(torch.int64), True)  # an assignment would copy its value from the host
         absent = torch.cat([packed.new_full((1, 4 * k), 255), packed[:1, 4 * k :]], 1)  # int32 -1 is four bytes of 255
         rows = torch.where(chosen[:last, None], packed.index_select(0, route.tokens), absent)
         what = route._what("ids and weights")

@@ -292,7 +292,7 @@ def _backward(
 
 
 def _backward_key(
-    grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], options: tuple[Any, ...], accumulate: Any
+    grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], of_call: tuple[Any, ...], accumulate: Any
 ) -> tuple[Key | None, tuple[Any, ...], list[int]]:
     """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
     if not (accumulate is None or isinstance(accumulate, Mapping)):
@@ -302,8 +302,8 @@ def _backward_key(
     b1_gate, b1_up = b1 if isinstance(b1, (tuple, list)) else (b1, None)
     arrays_of = grad_out, saved.x, saved.weights, saved.w2, gate, up, b1_gate, b1_up, saved.b2, index.lists
     given: tuple[Any, ...] = *arrays_of, saved.first_layer, saved.y_swi
-    of_layer = saved.activation, saved.gate_up, needs, saved.slots, index.is_ragged, index.max_slots
-    options = *of_layer, *options
+    options: tuple[Any, ...]
+    options = saved.activation, saved.gate_up, needs, *of_call, saved.slots, index.is_ragged, index.max_slots
     for name, total in (accumulate or {}).items():
         parts = pair(total)
         given, options = (*given, *parts), (*options, name, len(parts))
@@ -312,7 +312,7 @@ def _backward_key(
 
 
 def _backward_values(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> tuple[Any, ...]:
-    """What `values` says of the arrays of `_backward_key`, in the order of ops.backward.moe_backward.
+    """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward.
 
     What says nothing, None or an address of 0, is an array that there is not.
     """

@@ -202,7 +202,8 @@ def moe_forward(
     gate, up = _gate_and_up("moe_forward", "w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     given: Sequence[Any] = (x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets)
-    options = activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
+    options: tuple[Any, ...] = activation, save, gate_up, weights_on, unreduced, identity_experts
+    options = *options, max_slots, spare_multiprocessors
     key, pointers = runtime.key_of("moe_forward", options, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
