@@ -37,7 +37,9 @@ def route(
     sums: tuple[str, ...] = (),
     sequences: Any = 1,
 ) -> tuple[Any, ...]:
-    """Choose k experts per token, and their weights (paper section 2.1): w = s[ids], w /= sum(w) + eps, w *= scale.
+    """Choose k experts per token, and their weights (paper section 2.1).
+
+    ``w = s[ids]``, ``w /= sum(w) + eps``, ``w *= scale``.
 
     logits: x (L, E) bf16, fp16 or fp32 (fp64 on the CPU), E <= 4096; k <= min(E, 64).
     score: s = softmax(x), sigmoid(x), "sqrt_softplus" (its square root), "identity" (x) or "relu" (max(x, 0)).
