@@ -5,7 +5,6 @@ and the activation of the layer that gives the same values is taken. A module th
 with one warning for its class. `patch` serves the classes that transformers does not dispatch.
 """
 
-import inspect
 import itertools
 import os
 import types
@@ -28,9 +27,6 @@ Constants = tuple[tuple[tuple[str, ...], float | str], ...]
 GRID = np.array([-3e4, -40.0, -11.0, -7.5, -4.0, -1.3, -0.4, 0.0, 0.3, 1.1, 3.2, 8.0, 26.0, 3e4])
 RELATIVE, ABSOLUTE = 1e-5, 1e-6  # some classes compute in float32 whatever comes
 
-_OFFERED = frozenset(inspect.signature(moe).parameters)
-_Activation: Any = getattr(mb, "Activation", None)
-
 
 class Formula(NamedTuple):
     """What an experts module computes, in the layer's words.
@@ -40,7 +36,7 @@ class Formula(NamedTuple):
     constants: attributes of the module and its activation, by path, and the values under which this was found.
     """
 
-    activation: Any
+    activation: str | mb.Activation | None
     gate_up: str
     reason: str
     constants: Constants
@@ -85,9 +81,7 @@ def _experts(
     w1, w2 = module.gate_up_proj if gated else module.up_proj, module.down_proj
     if not getattr(module, "is_transposed", False):
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-    options: dict[str, Any] = {"activation": formula.activation, "save": save}
-    if formula.gate_up != "halves":
-        options["gate_up"] = formula.gate_up
+    options: dict[str, Any] = {"activation": formula.activation, "gate_up": formula.gate_up, "save": save}
     if getattr(module, "has_bias", False):
         options["b1"] = module.gate_up_proj_bias if gated else module.up_proj_bias
         options["b2"] = module.down_proj_bias
@@ -105,7 +99,7 @@ def _layer(
     rows = x if torch.is_autocast_enabled(x.device.type) else x.to(w2.dtype)
     if weights is not None:
         weights = (weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()).contiguous()
-    out = moe(rows.contiguous(), ids.contiguous(), weights, w1, w2, **options)  # type: ignore[arg-type]
+    out = moe(rows.contiguous(), ids.contiguous(), weights, w1, w2, **options)
     return out.to(x.dtype)
 
 
@@ -167,11 +161,6 @@ def _probe(module: Any) -> Formula:
     except Exception as error:  # whatever a class of someone else raises for values on the CPU
         activation, gate_up = None, "halves"
         reason = f"its activation cannot be evaluated: {type(error).__name__}: {error}"
-    needed = {"gate_up": gate_up != "halves", "unreduced": getattr(module, "has_post_expert_norm", False)}
-    needed |= dict.fromkeys(("b1", "b2"), getattr(module, "has_bias", False))
-    lacking = [name for name, is_needed in needed.items() if is_needed and name not in _OFFERED]
-    if lacking and not reason:
-        activation, reason = None, f"this version of the layer has no {' and '.join(lacking)}"
     return Formula(activation, gate_up, reason, constants)
 
 
@@ -208,7 +197,9 @@ def _constants(module: torch.nn.Module, path: tuple[str, ...] = ()) -> Constants
 _CONSTANT_WORDS = ("limit", "alpha", "cap")  # other integers are sizes
 
 
-def recognise(gate: Callable[[torch.Tensor], torch.Tensor], gated: bool, constants: Constants) -> tuple[Any, str, str]:
+def recognise(
+    gate: Callable[[torch.Tensor], torch.Tensor], gated: bool, constants: Constants
+) -> tuple[str | mb.Activation | None, str, str]:
     """Which activation of the layer a function is: (activation, order of gate and up columns, "") or (None, "halves",
     reason).
 
@@ -244,20 +235,20 @@ def _alike(got: Any, wanted: Any) -> bool:
     return got.shape == wanted.shape and bool((abs(got - wanted) <= RELATIVE * abs(wanted) + ABSOLUTE).all())
 
 
-def _candidates(gated: bool, constants: Constants) -> Iterable[Any]:
+def _candidates(gated: bool, constants: Constants) -> Iterable[str | mb.Activation]:
     """Activations with every choice of constants: numbers whose path has the words of a constant's name."""
     numbers = [(".".join(path), value) for path, value in constants if not isinstance(value, str)]
     for name in ACTIVATIONS:
         if is_gated(name) != gated:
             continue
-        names = tuple(_Activation(name).constants) if _Activation else ()
+        names = tuple(mb.Activation(name).constants)
         values = [{n for path, n in numbers if all(word in path for word in wanted.split("_"))} for wanted in names]
         for chosen in itertools.product(*values):
             if all(np.isfinite(number) and number > 0 for number in chosen):
-                yield _Activation(name, **dict(zip(names, chosen, strict=True))) if names else name
+                yield mb.Activation(name, **dict(zip(names, chosen, strict=True))) if names else name
 
 
-def layer_values(activation: Any, gated: bool, a: Any, b: Any) -> Any:
+def layer_values(activation: str | mb.Activation, gated: bool, a: Any, b: Any) -> Any:
     """(n,) float64: what the layer itself makes of gate values a (n,) and up values b (n,)."""
     columns = 2 if gated else 1
     x, w1, w2 = np.stack([a, b], 1)[:, :columns], np.eye(columns)[None], np.eye(columns)[None, :1]
@@ -312,8 +303,6 @@ def _patch_one(kind: str, module: Any) -> str:
     found = _PATCHES[kind]
     if getattr(vars(module).get("forward"), "__func__", None) is found.forward:
         return ""
-    if found.option and found.option not in _OFFERED:
-        return f"this version of the layer has no {found.option}"
     if kind == "LongcatFlashExperts" and module.gate_up_proj is None:
         return "it has no experts with weights"
     activation, _, reason = recognise(found.gate(module), True, _constants(module))
@@ -382,14 +371,13 @@ def _step(
 class _Patch(NamedTuple):
     forward: Callable[..., Any]
     gate: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]  # the module's, of gate and up columns
-    option: str = ""  # of the layer, that it needs
 
 
 _PATCHES = {
     "DbrxExperts": _Patch(_dbrx, lambda module: _glu(module.mlp.activation_fn)),
-    "Llama4TextMoe": _Patch(_llama4, lambda module: _glu(module.experts.act_fn), "weights_on"),
+    "Llama4TextMoe": _Patch(_llama4, lambda module: _glu(module.experts.act_fn)),
     "JetMoeMoE": _Patch(_jetmoe, lambda module: _glu(module.activation)),
-    "LongcatFlashExperts": _Patch(_longcat, lambda module: _glu(module.act_fn), "identity_experts"),
+    "LongcatFlashExperts": _Patch(_longcat, lambda module: _glu(module.act_fn)),
     "Step3p7Experts": _Patch(_step, lambda module: module._apply_gate),
 }
 for _patched in _PATCHES.values():

@@ -17,7 +17,6 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="needs
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from moeblaze_cupy.interop import transformers as backend  # noqa: E402
-from moeblaze_cupy.structures import ACTIVATIONS  # noqa: E402
 
 # Every class that transformers dispatches, without "Experts" at its end, by the activation it is served with. A class
 # that is found and not listed fails: look at its layout and its formula, then list it.
@@ -146,25 +145,16 @@ def test_every_class_is_listed():
 
 
 @pytest.mark.parametrize(("module", "name"), CLASSES, ids=[name for _, name in CLASSES])
-def test_class_gives_what_its_own_code_gives(module, name, calls, monkeypatch):
-    """Or falls back with one warning, if the layer has no such activation or option."""
+def test_class_gives_what_its_own_code_gives(module, name, calls):
     experts = made(module, name)
-    activation, needed = ACTIVATION_OF[name], OPTIONS_OF.get(name, set())
-    if activation in ACTIVATIONS and needed <= backend._OFFERED:
-        wanted = results(experts, *inputs())
-        assert not calls
-        experts.config._experts_implementation = "moeblaze"
-        check_equal(results(experts, *inputs()), wanted, 2e-6 if name in IN_FLOAT32 else 1e-12)
-        (options,) = calls
-        assert getattr(options["activation"], "name", options["activation"]) == activation
-        assert needed <= options.keys()
-        return
+    wanted = results(experts, *inputs())
+    assert not calls
     experts.config._experts_implementation = "moeblaze"
-    monkeypatch.setattr(backend, "_WARNED", set())
-    with pytest.warns(UserWarning, match=f"{name} runs as grouped_mm") as warned:
-        for _ in range(2):
-            experts.float()(*(t.float() if t.is_floating_point() else t for t in inputs()[:3]))
-    assert not calls and len([w for w in warned if "moeblaze" in str(w.message)]) == 1
+    check_equal(results(experts, *inputs()), wanted, 2e-6 if name in IN_FLOAT32 else 1e-12)
+    (options,) = calls
+    assert getattr(options["activation"], "name", options["activation"]) == ACTIVATION_OF[name]
+    used = {option for option in ("b1", "b2", "unreduced") if option in options}
+    assert used | ({"gate_up"} if options["gate_up"] != "halves" else set()) == OPTIONS_OF.get(name, set())
 
 
 QWEN = ("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts")
@@ -184,8 +174,6 @@ def test_another_activation_of_a_listed_class(act, calls):
     experts = made(*QWEN)
     experts.act_fn = act
     name = {"GELU(approximate='none')": "geglu", "ReLU()": "reglu"}.get(str(act), "geglu_tanh")
-    if name not in ACTIVATIONS:
-        pytest.skip(f"the layer has no {name}")
     wanted = results(experts, *inputs())
     experts.config._experts_implementation = "moeblaze"
     check_equal(results(experts, *inputs()), wanted, 1e-12)
@@ -345,7 +333,7 @@ def test_save_policies(policy, calls):
     check_equal(got, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_compiles_to_one_graph(model_type):
     model = tiny(model_type, "moeblaze", num_hidden_layers=1)
     wanted = step(model)
@@ -354,6 +342,17 @@ def test_compiles_to_one_graph(model_type):
     model.compile(fullgraph=True, backend="aot_eager")
     check_equal(step(model), wanted, 1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("name", ["GptOssExperts", "DeepseekV4Experts", "Inkling2Experts"])
+def test_constants_of_an_activation_reach_the_compiled_operator(name):
+    """`experts_config` has limits other than the defaults."""
+    module = next(module for module, found in CLASSES if found == name)
+    wanted = results(made(module, name), *inputs())
+    experts = made(module, name, "moeblaze")
+    torch._dynamo.reset()
+    experts.compile(fullgraph=True, backend="aot_eager")
+    check_equal(results(experts, *inputs()), wanted, 2e-6 if name in IN_FLOAT32 else 1e-12)
 
 
 @pytest.mark.parametrize("first", ["eager", "patch"])
@@ -463,15 +462,12 @@ DBRX = {
     "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
 }  # fmt: skip
 PATCHED = {
-    "DbrxExperts": ("", ("dbrx", "DbrxConfig", "DbrxForCausalLM", DBRX)),
-    "JetMoeMoE": ("", ("jetmoe", "JetMoeConfig", "JetMoeForCausalLM", {"kv_channels": 16, "num_key_value_heads": 1})),
+    "DbrxExperts": ("dbrx", "DbrxConfig", "DbrxForCausalLM", DBRX),
+    "JetMoeMoE": ("jetmoe", "JetMoeConfig", "JetMoeForCausalLM", {"kv_channels": 16, "num_key_value_heads": 1}),
     "Llama4TextMoe": (
-        "weights_on",
-        ("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {"moe_layers": [0, 1], "intermediate_size_mlp": 16}),
+        "llama4", "Llama4TextConfig", "Llama4ForCausalLM", {"moe_layers": [0, 1], "intermediate_size_mlp": 16}
     ),
-    "LongcatFlashExperts": ("identity_experts", None),
-    "Step3p7Experts": ("", None),
-}
+}  # fmt: skip
 
 
 class Holder(torch.nn.Module):
@@ -483,20 +479,11 @@ class Holder(torch.nn.Module):
         return self.experts(*args)
 
 
-def check_refused(model, name):
-    with pytest.warns(UserWarning, match=f"{name} runs as before: this version of the layer has no"):
-        patched = backend.patch(model)
-    assert not patched.served and patched.refused
-
-
-@pytest.mark.parametrize("name", ["DbrxExperts", "JetMoeMoE", "Llama4TextMoe"])
+@pytest.mark.parametrize("name", PATCHED)
 def test_patch_serves_models_that_are_not_dispatched(name, calls, monkeypatch):
     monkeypatch.setattr(backend, "_WARNED", set())
-    option, (*family, sizes) = PATCHED[name]
+    *family, sizes = PATCHED[name]
     model = text_model(*family, **sizes)
-    if option and option not in backend._OFFERED:
-        check_refused(model, name)
-        return
     modules = [path for path, module in model.named_modules() if type(module).__name__ == name]
     wanted = step(model)
     with warnings.catch_warnings():
@@ -521,10 +508,6 @@ def test_patch_step(limit, calls, monkeypatch):
     model = Holder(family.Step3p7Experts(experts_config(), swiglu_limit=limit).double())
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    if limit and "swiglu_clamp_after" not in ACTIVATIONS:
-        with pytest.warns(UserWarning, match="Step3p7Experts runs as before: its activation is none of"):
-            assert backend.patch(model).refused
-        return
     wanted = results(model, *inputs())
     assert backend.patch(model).served == ("experts",)
     check_equal(results(model, *inputs()), wanted, 1e-12)
@@ -541,9 +524,6 @@ def test_patch_longcat(identities, calls, monkeypatch):
     model = Holder(family.LongcatFlashExperts(config).double())
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    if "identity_experts" not in backend._OFFERED:
-        check_refused(model, "LongcatFlashExperts")
-        return
     x, _, weights, grad_out = inputs()
     ids = torch.rand(L, E + identities).argsort(1)[:, :K].contiguous()
     wanted = results(model, x, ids, weights, grad_out)
@@ -565,7 +545,7 @@ def test_patch_tells_of_implementations_that_are_not_the_layers(monkeypatch):
 
 
 def test_a_model_can_be_pickled_and_patched_again(calls):
-    model = text_model(*PATCHED["DbrxExperts"][1][:3], **DBRX)
+    model = text_model(*PATCHED["DbrxExperts"][:3], **DBRX)
     backend.patch(model)
     again = pickle.loads(pickle.dumps(model))
     assert backend.patch(again).served == backend.patch(model).served
