@@ -260,13 +260,41 @@ def gather_section(records: Records) -> list[str]:
 
 
 def small_section(records: Records, group: str) -> list[str]:
-    """Aggregation and router: us and times the copy of the same bytes."""
+    """Aggregation or router: us and times the copy of the same bytes."""
     lines = []
     for row in records.rows(group):
         if row["provider"] != "copy":
             words = [row["case"], row.get("kernel") or row["pass"], title(row["provider"])]
             lines.append([*words, us(row["seconds"]), ratio(row.get("times_bound")), number(row.get("gb_per_s"))])
     return table(["case", "pass", "provider", "µs", "times copy", "GB/s"], lines)
+
+
+def router_section(records: Records) -> list[str]:
+    return ["", "torch's backward is autograd's forward and backward together.", *small_section(records, "router")]
+
+
+def selection_section(records: Records) -> list[str]:
+    """Selections and counts beside what they are compared with, and layers on pairs beside k experts per token."""
+    lines = []
+    for row in records.rows("selection"):
+        kind = row.get("kernel") or row["pass"]
+        lines.append([row["case"], kind, title(row["provider"]), us(row["seconds"]), ratio(row.get("times_bound"))])
+    about = (
+        "The bound is the first row of a kind: dispatch of the same ids, a copy of what is read, k experts per token."
+    )
+    return ["", about, *table(["case", "kind", "provider", "µs", "times bound"], lines)]
+
+
+def experts_section(records: Records) -> list[str]:
+    """What activations, biases and interleaved columns cost beside the layer without them."""
+    lines = []
+    for row in records.rows("experts"):
+        ratios = (ratio(row.get(name)) for name in ("times_bound", "times_base"))
+        lines.append(
+            [row["case"], title(row["provider"]), row["pass"].replace("_", " + "), ms(row["seconds"]), *ratios]
+        )
+    about = "The base of a kind is swiglu, of relu2 relu. gpt_oss has swiglu_oai, biases and interleaved columns."
+    return ["", about, *table(["case", "layer", "pass", "ms", "times bound", "times base"], lines)]
 
 
 def ablation_section(records: Records) -> list[str]:
@@ -351,7 +379,9 @@ def results(records: Records) -> str:
         ("grouped_gemm", "Products of the experts", kernel_section),
         ("grouped_gemm", "Section 7.3: gather against contiguous rows (paper: about 30% slower)", gather_section),
         ("aggregation", "Aggregation", lambda r: small_section(r, "aggregation")),
-        ("router", "Router", lambda r: small_section(r, "router")),
+        ("router", "Router", router_section),
+        ("selection", "Selections of pairs", selection_section),
+        ("experts", "Activations, biases, interleaved columns", experts_section),
         ("ablation", "Tables 4 and 5: ablation, forward and backward", ablation_section),
     ):
         if group in groups and (body := section(records)):

@@ -47,6 +47,9 @@ def measured(case: str) -> set[float]:
             for other, bound in seconds.items():
                 about = json.loads(other)
                 same = all(about.get(n) == extra.get(n) for n in ("order", "pass"))
+                base = "relu" if extra["provider"] == "relu2" else "swiglu"
+                if same and row["group"] == "experts" and about["provider"] == base:
+                    values.add(median / bound)
                 if same and about["provider"] == "moeblaze" and row["group"] == "layer":
                     values.add(median / bound)
                     if "back_to_back_ms" in extra and "back_to_back_ms" in about:
