@@ -75,7 +75,8 @@ class Options(NamedTuple):
     @classmethod
     def of(cls, activation: str | Activation, *others: Any) -> "Options":
         if isinstance(activation, Activation):
-            return cls(activation.name, tuple(activation.constants.values()), *others)
+            # Not by the property `constants`: dynamo calls none of an object that is a constant to it.
+            return cls(activation.name, activation._values, *others)
         return cls(activation, (), *others)
 
     @property
