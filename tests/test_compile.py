@@ -34,18 +34,18 @@ LIMITS = {
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
 # thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation, slots
 # and bias_bwd three blocks of 256. Measured: 64 in dispatch, 79 in aggregation, 68 in slots, 44 in wgrad_parts, 77 in
-# bias_bwd, 81 in balance on sm_80, 64 in selections of 1024 threads, 32 in pairs and capacity.
+# bias_bwd, 81 in balance on sm_80, 64 in selections of 1024 threads, 57 in router_sums and 56 in pairs on sm_120.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
     "dispatch.cu": 64,
-    "router_sums.cu": 48,
+    "router_sums.cu": 64,
     "router_backward.cu": 128,
     "aggregation.cu": 80,
     "slots.cu": 80,
     "wgrad_parts.cu": 48,
     "selection.cu": 64,
-    "pairs.cu": 40,
+    "pairs.cu": 64,
     "capacity.cu": 64,
     "balance.cu": 88,
     "bias_bwd.cu": 80,
