@@ -470,7 +470,7 @@ def test_train_errors(tmp_path, capsys, monkeypatch):
     assert_fails(capsys, ["train", "--text", str(short)], "--text", "4096", "got 9")
     assert_fails(capsys, ["train", "--d-model", "100"], "--d-model", "16")
     assert_fails(capsys, ["train", "--k", "9"], "--k", "8")
-    assert_fails(capsys, ["train", "--experts", "2000"], "--experts", "1024")
+    assert_fails(capsys, ["train", "--experts", "5000"], "--experts", "4096")
     assert_fails(capsys, ["train", "--batch", "100000000000"], "--batch times --k", "got 200000000000")
     assert_fails(capsys, ["train", "--device", "gpu", "--dtype", "float64"], "--device gpu", "float64", "CPU only")
     monkeypatch.setattr(loader, "import_cupy", lambda: 1 / 0)
