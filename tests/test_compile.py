@@ -200,27 +200,34 @@ def router_variants() -> list:
 
 
 def variants_of(arch: str) -> list:
-    """All dtypes, orders and alignments of one activation, and all activations of one dtype and order; or a selection.
+    """A selection: of sm_80 and sm_90a each value of each option, and the pairs of options that share registers.
 
-    Kernels for odd sizes take longest to compile; in these, router weights of x's dtype are one load more.
+    Kernels for odd sizes take longest to compile; in these, router weights of x's dtype are one load more. On sm_90a
+    they are the portable ones, of which one order is compiled again.
     """
-    limits = LIMITS[arch]
+    bf16, fp32, fp16 = ("bfloat16",), ("float32",), ("float16",)
+    row, transposed, swiglu, orders = ("row",), ("transposed",), ("swiglu",), ("row", "transposed")
+    variants = functools.partial(loader.variants, limits=LIMITS[arch])
     every = []
     if arch in ("80", "90a"):
-        every += loader.variants(tuple(loader.ELEMENTS), ("row", "transposed"), ("swiglu",), (True, False), limits)
-        every += loader.variants(("bfloat16",), ("row",), ACTIVATIONS, (True,), limits)
+        every += variants((*bf16, *fp32), orders, swiglu, (True,)) + variants(fp16, row, swiglu, (True,))
+        every += variants(bf16, transposed, swiglu, (False,))
+        if arch == "80":
+            every += variants(fp32, orders, swiglu, (False,)) + variants(fp16, row, swiglu, (False,))
+        # Clusters and a stored y_swi add the same to all activations.
+        beside = {("CLUSTER_CTAS", "2"), ("STORED_Y_SWI", "1")}
+        every += [v for v in variants(bf16, row, ACTIVATIONS, (True,)) if beside.isdisjoint(v.macros)]
         on_input = {"weights_on": ("input",)}
-        every += loader.variants(("bfloat16", "float32"), ("row",), ("swiglu",), (True, False), limits, **on_input)
-        every += loader.variants(("bfloat16",), ("transposed",), ("gelu", "relu"), (True,), limits, **on_input)
+        every += variants(bf16, row, swiglu, (True,), **on_input) + variants(fp32, row, swiglu, (False,), **on_input)
+        every += variants(bf16, transposed, ("gelu", "relu"), (True,), **on_input)
         pairs = {"gate_ups": ("interleaved",), "biases": ("weights",)}
-        every += loader.variants(("bfloat16",), ("row",), ("swiglu_softcap",), (True,), limits, **pairs, **on_input)
+        every += variants(bf16, row, ("swiglu_softcap",), (True,), **pairs, **on_input)
         every += accumulating(arch) + router_variants()
         both = {"gate_ups": ("halves", "interleaved"), "biases": ("weights", "float32")}
-        every += loader.variants(("bfloat16",), ("row",), ("swiglu_oai",), (True,), limits, **both)
-        every += loader.variants(("float32",), ("row",), ("swiglu_oai",), (False,), limits, **both)
+        every += variants(bf16, row, ("swiglu_oai",), (True,), **both)
+        every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)
     else:
-        every += loader.variants(("bfloat16", "float32"), ("row",), ("swiglu",), (True,), limits)
-        every += loader.variants(("bfloat16",), ("transposed",), ("gelu",), (True, False), limits)
+        every += variants((*bf16, *fp32), row, swiglu, (True,)) + variants(bf16, transposed, ("gelu",), (False,))
     return [v for v in dict.fromkeys(every) if not ({("ALIGNED", "0"), ("WEIGHT", "bf16")} <= set(v.macros))]
 
 
