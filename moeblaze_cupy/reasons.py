@@ -75,7 +75,7 @@ def clusters(
     elif to_tokens:
         why = "rows go straight to their tokens"
     elif num_slots > 1024 * num_experts:
-        why = f"an expert has {num_slots / num_experts:.1f} rows on average, more than 1024"
+        why = f"an expert has {num_slots / num_experts:.10g} rows on average, more than 1024"
     else:
         why = f"the number of column tiles is odd ({column_tiles})"
     return f"no 2-CTA clusters: {why}"

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fakes import Layer, limits_of, use
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moeblaze_cupy import launch_config, loader, memory, runtime
@@ -228,6 +228,7 @@ def check_sentences(passes):
     gpu=st.sampled_from(GPUS),
     transposed=st.booleans(),
 )
+@example(rows=1024, widths=(8, 2048), E=128, k=5, activation="swiglu", gpu="h200", transposed=False)  # 1024.02 rows
 def test_sentences_are_true(rows, widths, E, k, activation, gpu, transposed):
     k = min(k, E)
     s = memory.LayerShape(-(-rows * E // k), *widths, E, k, activation, transposed=transposed)
