@@ -16,6 +16,23 @@ def missing_gpu() -> str | None:
 
 
 MISSING_GPU = missing_gpu()
+MOST_PROCESSES = 16
+
+
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_xdist_auto_num_workers():
+    """A process on a GPU takes half a gigabyte of its memory before the first test."""
+    return min((yield), MOST_PROCESSES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests share what they compiled, so `pytest -n auto` gives them to one process."""
+    if config.getvalue("dist") != "load":  # what was asked for
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items):

@@ -116,7 +116,7 @@ def test_ci_runs_the_commands_of_the_readme():
     found = re.findall(pattern + ".*", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert found == [
         "pip install -e . && python -m moeblaze_cupy train",
-        'pip install -e ".[test]" && pytest',
+        'pip install -e ".[test]" && pytest -n auto',
     ]
 
 
