@@ -24,13 +24,12 @@ from moeblaze_cupy.interop.torch_ops import (
     moe_bwd_acc,
     moe_bwd_acc_,
     moe_fwd,
-    one_or_two,
     route,
     route_bwd,
     split,
 )
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import SavedForBackward, pair
+from moeblaze_cupy.structures import SavedForBackward, joined, pair
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -260,11 +259,11 @@ def forward(tensors: Sequence[Any], options: tuple[Any, ...], save: Any) -> tupl
         x,
         ids,
         weights,
-        one_or_two(gate, up),
+        joined(gate, up),
         w2,
         activation=activation,
         save=save,
-        b1=one_or_two(b1_gate, b1_up),
+        b1=joined(b1_gate, b1_up),
         b2=b2,
         gate_up=gate_up,
         token_offsets=token_offsets,
@@ -302,8 +301,8 @@ class EagerMoE(torch.autograd.Function):
         b1_gate, b1_up, b2 = biases or (None,) * 3
         index, activation, save, gate_up, slots = ctx.kept
         made = index.joined((lists, ids)), first_layer, y_swi, activation, save, ctx.consumed
-        b1 = one_or_two(b1_gate, b1_up)
-        saved = SavedForBackward(x, weights, one_or_two(gate, up), w2, *made, b1, b2, gate_up, slots)
+        b1 = joined(b1_gate, b1_up)
+        saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots)
         of_biases = (needed[6] or needed[7], needed[8]) if biases else (False, False)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *of_biases)))
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
@@ -319,11 +318,10 @@ class EagerMoE(torch.autograd.Function):
         finally:  # what runs out of memory half way may have overwritten them as well
             ctx.consumed = saved.consumed
         of_tensors = by_tensor(grads)
-        for name, weight in (("gate", gate), ("up", up), ("w2", w2)):
+        for name, weight in (("gate", gate), ("up", up), ("w2", w2)) if buffers else ():
             if name in buffers and of_tensors[name] is not None:
                 of_tensors[name] = stand_in(ctx.main_grads[name].announce(), weight)
-        wanted = (of_tensors[n] if need else None for n, need in zip(Layer._fields, needed, strict=False))
-        return (None, *wanted)
+        return (None, *list(of_tensors.values())[: len(needed)])  # autograd drops those that nobody asked for
 
 
 def main_grads(

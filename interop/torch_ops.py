@@ -32,7 +32,9 @@ from moeblaze_cupy.structures import (
     Gradients,
     SavedForBackward,
     SlotOptions,
+    gate_and_up,
     is_gated,
+    joined,
 )
 
 Tensor = torch.Tensor
@@ -55,11 +57,11 @@ class Layer(NamedTuple):
 
     @property
     def w1(self) -> Any:
-        return one_or_two(self.gate, self.up)
+        return joined(self.gate, self.up)
 
     @property
     def b1(self) -> Any:
-        return one_or_two(self.b1_gate, self.b1_up)
+        return joined(self.b1_gate, self.b1_up)
 
 
 class Options(NamedTuple):
@@ -89,11 +91,6 @@ class Options(NamedTuple):
     @property
     def slots(self) -> SlotOptions:
         return SlotOptions(self.weights_on, self.unreduced, self.identity_experts)
-
-
-def one_or_two(gate: Any, up: Any) -> Any:
-    """What a weight or a bias is to the layer: one tensor, or the pair."""
-    return gate if up is None else (gate, up)
 
 
 class Kept(NamedTuple):
@@ -252,7 +249,7 @@ def _saved(read: dict[str, Any], grad_out: Tensor, kept: Kept, options: Options,
     slots_shape, num_experts = tuple(map(_concrete, _slots_shape(read, grad_out))), w2.shape[0]
     places, _ = _index_lists(_concrete(read["x"].shape[0]), slots_shape, num_experts)
     index = DispatchIndices(kept.lists, None, places, num_experts)
-    w1, b1 = one_or_two(read["gate"], read["up"]), one_or_two(read["b1_gate"], read["b1_up"])
+    w1, b1 = joined(read["gate"], read["up"]), joined(read["b1_gate"], read["b1_up"])
     made = index, kept.first_layer, kept.y_swi, options.activation, save
     other = {"b1": b1, "b2": read["b2"], "gate_up": options.gate_up, "slots": options.slots}
     return SavedForBackward(read["x"], weights, w1, w2, *made, **other)
@@ -348,10 +345,11 @@ class _BackwardCall(NamedTuple):
 
 
 def by_tensor(grads: Gradients) -> dict[str, Any]:
-    """The gradients by the names of DIFFERENTIABLE."""
-    (gate, up), (b1_gate, b1_up) = (g if isinstance(g, tuple) else (g, None) for g in (grads.w1, grads.b1))
-    of_biases = {"b1_gate": b1_gate, "b1_up": b1_up, "b2": grads.b2}
-    return {"x": grads.x, "weights": grads.weights, "gate": gate, "up": up, "w2": grads.w2, **of_biases}
+    """The gradients by the names of Layer, None for its integers."""
+    gate, up = gate_and_up(grads.w1)
+    b1_gate, b1_up = gate_and_up(grads.b1)
+    of_inputs, of_biases = (grads.x, None, grads.weights), (b1_gate, b1_up, grads.b2)
+    return dict(zip(Layer._fields, (*of_inputs, gate, up, grads.w2, *of_biases, None), strict=True))
 
 
 def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -362,7 +360,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
         call.check_kept()
         sums = call.sums._asdict()
         accumulate = {
-            name: one_or_two(sums[parts[0]], sums.get(parts[1]))
+            name: joined(sums[parts[0]], sums.get(parts[1]))
             for name, parts in SUMMED.items()
             if sums[parts[0]] is not None
         }

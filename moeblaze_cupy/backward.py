@@ -16,18 +16,22 @@ from moeblaze_cupy.structures import (
     Gradients,
     PendingWeights,
     SavedForBackward,
+    gate_and_up,
     is_consumed,
     one_or_pair,
     pair,
+    present,
 )
 
+Parts = dict[str, dict[str, Any]]  # of a weight or bias by name: its arrays by argument name
 
-def _buffers(
-    function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward
-) -> dict[str, dict[str, Any]]:
+
+def _buffers(function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward) -> Parts:
     """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
+    if accumulate is None:
+        return {}
     checks.accumulated_names(function, accumulate, needs, saved.gradients)
-    found: dict[str, dict[str, Any]] = {}
+    found: Parts = {}
     for name, given in accumulate.items():
         if given is None:
             raise checks.bad_type(function, f"accumulate[{name!r}]", "a NumPy, CuPy or torch array", type(given))
@@ -45,6 +49,18 @@ def _buffers(
     return found
 
 
+def _arrays(buffers: Parts) -> dict[str, Any]:
+    """All arrays of `_buffers` by argument name."""
+    return {name: array for parts in buffers.values() for name, array in parts.items()}
+
+
+def _check_accumulated(call: Call, buffers: Parts, saved: SavedForBackward) -> None:
+    for name, parts in buffers.items():
+        shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
+        described = {part: call.described[part] for part in parts}
+        checks.accumulated(call.function, described, shapes, call.described["saved.x"].dtype)
+
+
 def _check_apart(
     function: str, framework: Framework, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]
 ) -> None:
@@ -54,8 +70,8 @@ def _check_apart(
     read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
     read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
     read |= {"saved.index.lists": saved.index.lists, "saved.index.ids": saved.index.ids}
-    present = {name: framework.describe(array) for name, array in read.items() if array is not None}
-    checks.apart(function, present, {name: framework.describe(array) for name, array in buffers.items()})
+    described = {name: framework.describe(array) for name, array in read.items() if array is not None}
+    checks.apart(function, described, {name: framework.describe(array) for name, array in buffers.items()})
 
 
 def moe_backward(
@@ -136,14 +152,10 @@ def moe_backward_weights(
     if pending.consumed:
         raise RuntimeError(f"{function}: pending: expected gradients that are still to be taken, got ones taken before")
     grad_out, saved = pending.grad_out, pending.saved
-    buffers = _buffers(function, accumulate, needs, saved) if accumulate is not None else {}
-    parts = {part: array for of_weight in buffers.values() for part, array in of_weight.items()}
+    buffers = _buffers(function, accumulate, needs, saved)
+    parts = _arrays(buffers)
     call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
-    for name, of_weight in buffers.items():
-        shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
-        checks.accumulated(
-            function, {part: call.described[part] for part in of_weight}, shapes, call.described["saved.x"].dtype
-        )
+    _check_accumulated(call, buffers, saved)
     describe = call.framework.describe
     if parts:
         _check_apart(function, call.framework, grad_out, saved, parts)
@@ -156,8 +168,7 @@ def moe_backward_weights(
         host_saved = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
         totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
         host = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=totals)
-        w1, w2 = (None if g is None else pair(g) for g in (host.w1, host.w2))
-        return _export_gradients(call.export, accumulate, None, None, w1, w2)
+        return _exported(call.export, accumulate, host)
     w1_layouts = tuple(describe(part).layout for part in pair(saved.w1))
     lists = describe(saved.index.lists)
     read = {name: describe(getattr(pending, name)) for name in ("first_layer_grad", "weighted_y_swi")}
@@ -188,8 +199,7 @@ def moe_backward_weights(
             read["weighted_y_swi"].ptr,
             {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
         )
-        w1, w2 = (g and tuple(buffer.array for buffer in g) for g in (grads.w1, grads.w2))
-        return _export_gradients(call.export, accumulate, None, None, w1, w2)
+        return _exported(call.export, accumulate, grads.gradients)
 
 
 def _backward(
@@ -215,25 +225,22 @@ def _backward(
     found = runtime.find(key)
     if found is not None:
         checks.not_consumed(function, saved)
-        totals_given = sum(len(pair(total)) for total in (accumulate or {}).values())
-        strides_in_bytes = found.framework is arrays.CuPy
-        if totals_given and key and checks.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals_given):
-            buffers = _buffers(function, accumulate, needs, saved)
-            parts = {part: array for parts in buffers.values() for part, array in parts.items()}
-            _check_apart(function, found.framework, grad_out, saved, parts)
+        if accumulate and key:
+            totals, strides_in_bytes = len(given) - _READ, found.framework is arrays.CuPy
+            if checks.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals):
+                buffers = _buffers(function, accumulate, needs, saved)
+                _check_apart(function, found.framework, grad_out, saved, _arrays(buffers))
     else:
         tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
         for name in ("w1", "b1", "b2"):
             tracked |= named_pair(function, f"saved.{name}", getattr(saved, name))
         checks.untracked(function, tracked)
-        buffers = _buffers(function, accumulate, needs, saved) if accumulate is not None else {}
-        parts = {part: array for parts in buffers.values() for part, array in parts.items()}
+        buffers = _buffers(function, accumulate, needs, saved)
+        parts = _arrays(buffers)
         call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
         d = call.described
         checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
-        for name, of_weight in buffers.items():
-            shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
-            checks.accumulated(function, {part: d[part] for part in of_weight}, shapes, d["saved.x"].dtype)
+        _check_accumulated(call, buffers, saved)
         if parts:
             _check_apart(function, call.framework, d["grad_out"].owner, saved, parts)
         limits = spared(function, call, spare_multiprocessors)
@@ -243,15 +250,13 @@ def _backward(
             host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
             now = tuple(name for name in needs if name in ("x", "weights")) if defers_weights else needs
             on_host = reference.moe_backward(call.host("grad_out"), host_saved, needs=now, accumulate=host_buffers)
-            of_weights = (on_host.w1, on_host.w2, on_host.b1, on_host.b2)
-            parts_of = (None if g is None else pair(g) for g in of_weights)
-            exported = _export_gradients(call.export, accumulate, on_host.x, on_host.weights, *parts_of)
+            exported = _exported(call.export, accumulate, on_host)
             return exported, PendingWeights(grad_out, saved) if defers_weights else None
         given = d["grad_out"].owner, *given[1:]
         described = [None if array is None else call.framework.describe(array) for array in given]
         pointers, export = [array.ptr if array else 0 for array in described], call.export
         layouts = [array and array.layout for array in described]
-        *inputs, _, first_layer, y_swi, totals = _backward_values(accumulate, layouts)
+        *inputs, _, first_layer, y_swi, to_totals = _backward_values(accumulate, layouts)
         grad_layout, x_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
         steps = backward.configure_backward(
             grad_layout,
@@ -263,7 +268,7 @@ def _backward(
             b2_layouts,
             first_layer,
             y_swi,
-            tuple(totals.items()),
+            tuple(to_totals.items()),
             saved.activation,
             saved.gate_up,
             needs,
@@ -277,18 +282,15 @@ def _backward(
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         grads = backward.moe_backward(run, found.steps, saved, *_backward_values(accumulate, pointers))
-        exported = _export_gradients(
-            export,
-            accumulate,
-            grads.x and grads.x.array,
-            grads.weights and grads.weights.array,
-            *(g and tuple(buffer.array for buffer in g) for g in (grads.w1, grads.w2, grads.b1, grads.b2)),
-        )
+        exported = _exported(export, accumulate, grads.gradients)
         if not defers_weights:
             return exported, None
         first_layer_grad = grads.first_layer_grad.array if grads.first_layer_grad else saved.first_layer
         weighted = grads.weighted_y_swi.array if grads.weighted_y_swi else saved.y_swi
         return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted)
+
+
+_READ = 12  # arrays of `_backward_key` before those that gradients are added to
 
 
 def _backward_key(
@@ -297,16 +299,15 @@ def _backward_key(
     """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
     if not (accumulate is None or isinstance(accumulate, Mapping)):
         return None, (), []
-    w1, b1, index = saved.w1, saved.b1, saved.index
-    gate, up = w1 if isinstance(w1, (tuple, list)) else (w1, None)
-    b1_gate, b1_up = b1 if isinstance(b1, (tuple, list)) else (b1, None)
-    arrays_of = grad_out, saved.x, saved.weights, saved.w2, gate, up, b1_gate, b1_up, saved.b2, index.lists
-    given: tuple[Any, ...] = *arrays_of, saved.first_layer, saved.y_swi
+    index, biases = saved.index, (*gate_and_up(saved.b1), saved.b2)
+    read = grad_out, saved.x, saved.weights, saved.w2, *gate_and_up(saved.w1), *biases
+    given: tuple[Any, ...] = *read, index.lists, saved.first_layer, saved.y_swi
     options: tuple[Any, ...]
     options = saved.activation, saved.gate_up, needs, *of_call, saved.slots, index.is_ragged, index.max_slots
-    for name, total in (accumulate or {}).items():
-        parts = pair(total)
-        given, options = (*given, *parts), (*options, name, len(parts))
+    if accumulate:
+        for name, total in accumulate.items():
+            parts = pair(total)
+            given, options = (*given, *parts), (*options, name, len(parts))
     key, pointers = runtime.key_of("moe_backward", options, given)
     return key, given, pointers
 
@@ -316,14 +317,14 @@ def _backward_values(accumulate: Mapping[str, Any] | None, values: Sequence[Any]
 
     What says nothing, None or an address of 0, is an array that there is not.
     """
-    grad_out, x, weights, w2, gate, up, b1_gate, b1_up, b2, lists, first_layer, y_swi = values[:12]
-    totals, end = {}, 12
-    for name, total in (accumulate or {}).items():
-        start, end = end, end + len(pair(total))
-        totals[name] = tuple(values[start:end])
+    grad_out, x, weights, w2, gate, up, b1_gate, b1_up, b2, lists, first_layer, y_swi = values[:_READ]
+    totals, end = {}, _READ
+    if accumulate:
+        for name, total in accumulate.items():
+            start, end = end, end + len(pair(total))
+            totals[name] = tuple(values[start:end])
     w1 = (gate, up) if up else (gate,)
-    b1 = (b1_gate, b1_up) if b1_up else (b1_gate,) if b1_gate else ()
-    return grad_out, x, weights, w2, w1, b1, (b2,) if b2 else (), lists, first_layer, y_swi, totals
+    return grad_out, x, weights, w2, w1, present(b1_gate, b1_up), present(b2), lists, first_layer, y_swi, totals
 
 
 def _index_layout(index: DispatchIndices) -> IndexLayout:
@@ -331,26 +332,10 @@ def _index_layout(index: DispatchIndices) -> IndexLayout:
     return IndexLayout(index.num_tokens, index.k, index.num_experts, num_pairs, index.max_slots)
 
 
-def _export_gradients(
-    export: Export,
-    accumulate: Mapping[str, Any] | None,
-    x: Any,
-    weights: Any,
-    w1: tuple[Any, ...] | None,
-    w2: tuple[Any, ...] | None,
-    b1: tuple[Any, ...] | None = None,
-    b2: tuple[Any, ...] | None = None,
-) -> Gradients:
+def _exported(export: Export, accumulate: Mapping[str, Any] | None, grads: Gradients) -> Gradients:
     """In the caller's kind; what was accumulated is the caller's own."""
     if export is keep and not accumulate:
-        return Gradients(x, weights, *(parts and one_or_pair(parts) for parts in (w1, w2, b1, b2)))
+        return grads
     own = accumulate or {}
-
-    def one(array: Any) -> Any:
-        return None if array is None else export(array)
-
-    def parts(name: str, given: tuple[Any, ...] | None) -> Any:
-        return own[name] if name in own else None if given is None else one_or_pair(tuple(map(export, given)))
-
-    by_name = {"w1": w1, "w2": w2, "b1": b1, "b2": b2}
-    return Gradients(one(x), one(weights), **{name: parts(name, given) for name, given in by_name.items()})
+    made = {name: value for name, value in vars(grads).items() if value is not None and name not in own}
+    return Gradients(**{name: one_or_pair(tuple(map(export, pair(value)))) for name, value in made.items()}, **own)

@@ -19,6 +19,7 @@ class Call:
     """One public call's arrays in working form (NumPy on the CPU; CuPy or torch on CUDA) and the way back."""
 
     def __init__(self, function: str, **given: Any) -> None:
+        self.function = function
         self.export: Export = keep
         self.described: dict[str, arrays.Array] = {}
         frameworks: dict[str, Framework] = {}

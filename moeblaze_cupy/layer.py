@@ -14,8 +14,11 @@ from moeblaze_cupy.structures import (
     DispatchIndices,
     SavedForBackward,
     SlotOptions,
+    gate_and_up,
+    joined,
     one_or_pair,
     pair,
+    present,
 )
 
 _SAVED_ARRAYS = ("x", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
@@ -215,8 +218,9 @@ def moe_forward(
         call = Call("moe_forward", **named)
         slots = SlotOptions(weights_on, unreduced, identity_experts)
         slots = checks.slot_options("moe_forward", slots, weights is not None, b1 is not None)
-        described = _forward_values([call.described.get(name) for name in names])
-        x_array, ids_array, weights_array, w2_array, w1_arrays, b1_arrays, b2_arrays, offsets = described
+        described = [call.described.get(name) for name in names]
+        of_layer = _forward_values(described)
+        x_array, ids_array, weights_array, w2_array, w1_arrays, b1_arrays, b2_arrays, offsets = of_layer
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
         checks.layer("moe_forward", *layer, offsets)
         checks.identity_experts("moe_forward", slots, w2_array)
@@ -226,11 +230,10 @@ def moe_forward(
             w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[4:6], names[6:8]))
             out, saved = _forward_on_cpu(call, w1_names, b1_names, activation, save, gate_up, slots, max_slots)
             if saved is not None and call.framework is arrays.Torch:
-                own = {"x": x, "weights": weights, "w1": _joined(gate, up), "w2": w2, "b1": _joined(b1_gate, b1_up)}
+                own = {"x": x, "weights": weights, "w1": joined(gate, up), "w2": w2, "b1": joined(b1_gate, b1_up)}
                 saved = dataclasses.replace(saved, b2=b2, **own)
             return out, saved
-        present = [call.described.get(name) for name in names]
-        *layouts, _ = _forward_values([array and array.layout for array in present])
+        *layouts, _ = _forward_values([array and array.layout for array in described])
         x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = layouts
         steps = experts.configure_forward(
             x_layout,
@@ -248,7 +251,8 @@ def moe_forward(
             token_offsets is not None,
             max_slots,
         )
-        given, pointers = [array and array.owner for array in present], [array.ptr if array else 0 for array in present]
+        given = [array and array.owner for array in described]
+        pointers = [array.ptr if array else 0 for array in described]
         export, found = call.export, runtime.keep(key, call.prepared((steps, slots)))
     steps, slots = found.steps
     with current_device(found.device):
@@ -261,25 +265,18 @@ def moe_forward(
         index = _index(steps.dispatch, result.lists, result.ids, ids)
         first_layer = result.first_layer.array if result.first_layer else None
         y_swi = result.y_swi.array if result.y_swi else None
-        kept = x, weights, _joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
-        return out, SavedForBackward(*kept, _joined(b1_gate, b1_up), b2, gate_up, slots)
+        kept = x, weights, joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
+        return out, SavedForBackward(*kept, joined(b1_gate, b1_up), b2, gate_up, slots)
 
 
 def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
     """The array and None, or the pair (gate, up)."""
     if not isinstance(weight, (tuple, list)):
         return weight, None
-    parts = named_pair(function, name, weight)
-    for part, array in parts.items():
+    for part, array in named_pair(function, name, weight).items():
         if array is None:
             raise checks.bad_type(function, part, "a NumPy, CuPy or torch array, or one with __dlpack__", type(array))
-    gate, up = (*parts.values(), None)[:2]
-    return gate, up
-
-
-def _joined(gate: Any, up: Any) -> Any:
-    """What `_gate_and_up` was given."""
-    return gate if up is None else (gate, up)
+    return gate_and_up(weight)
 
 
 def _forward_names(w1_is_pair: bool, b1_is_pair: bool) -> tuple[str, ...]:
@@ -295,8 +292,7 @@ def _forward_values(values: Sequence[Any]) -> tuple[Any, ...]:
     """
     x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets = values
     w1 = (gate, up) if up else (gate,)
-    b1 = (b1_gate, b1_up) if b1_up else (b1_gate,) if b1_gate else ()
-    return x, ids, weights, w2, w1, b1, (b2,) if b2 else (), token_offsets
+    return x, ids, weights, w2, w1, present(b1_gate, b1_up), present(b2), token_offsets
 
 
 def spared(function: str, call: Call, spare_multiprocessors: int) -> launch_config.DeviceLimits | None:

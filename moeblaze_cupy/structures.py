@@ -181,7 +181,7 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return array.__array_namespace__().reshape(array, shape)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, which would take three times as long to make
 class DispatchIndices:
     """The index lists of the paper's section 4.1, all int32, in the caller's kind of array.
 
@@ -290,6 +290,21 @@ def one_or_pair(parts: tuple[Any, ...]) -> Any:
     return parts if len(parts) == 2 else parts[0]
 
 
+def gate_and_up(weight: Any) -> tuple[Any, Any]:
+    """One weight's array and None, or its (gate, up)."""
+    return (*weight, None)[:2] if isinstance(weight, (tuple, list)) else (weight, None)
+
+
+def joined(gate: Any, up: Any) -> Any:
+    """What `gate_and_up` was given."""
+    return gate if up is None else (gate, up)
+
+
+def present(*values: Any) -> tuple[Any, ...]:
+    """Those that say something: layouts that are not None, or addresses that are not 0."""
+    return tuple(filter(None, values))
+
+
 def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], keep_saved: bool) -> bool:
     """Whether a backward for the gradients `needs` overwrites what was saved.
 
@@ -300,7 +315,7 @@ def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], 
     return not keep_saved and (overwrites_first_layer or (has_y_swi and "w2" in needs))
 
 
-@dataclass
+@dataclass(eq=False)
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.
 
@@ -326,6 +341,8 @@ class SavedForBackward:
     @property
     def gradients(self) -> tuple[str, ...]:
         """The names of what this layer has gradients of; "weights" among them always."""
+        if self.b1 is None and self.b2 is None:
+            return GRADIENTS
         return (*GRADIENTS, *(name for name in BIASES if getattr(self, name) is not None))
 
     @property
@@ -333,7 +350,7 @@ class SavedForBackward:
         return self.index.nbytes + nbytes(self.first_layer) + nbytes(self.y_swi)
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingWeights:
     """What `moe_backward_data` leaves for `moe_backward_weights`, which takes it once.
 
@@ -360,7 +377,7 @@ class RouterSums:
         return (getattr(self, f.name) for f in fields(self))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Gradients:
     """Gradients of one layer, None where not asked for. Each in the form, dtype and memory order of its input.
 

@@ -18,7 +18,16 @@ from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_o
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
-from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, SavedForBackward, SlotOptions, is_consumed, is_gated
+from moeblaze_cupy.structures import (
+    PLAIN_SLOTS,
+    Activation,
+    Gradients,
+    SavedForBackward,
+    SlotOptions,
+    is_consumed,
+    is_gated,
+    one_or_pair,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,14 +264,20 @@ def _configure_wgrad(
 class BackwardResult:
     """Gradients, None where not asked for; of weights and biases that are accumulated None as well."""
 
-    x: Buffer | None
-    weights: Buffer | None
-    w1: tuple[Buffer, ...] | None
-    w2: tuple[Buffer, ...] | None
-    b1: tuple[Buffer, ...] | None
-    b2: tuple[Buffer, ...] | None
+    x: Buffer | None = None
+    weights: Buffer | None = None
+    w1: tuple[Buffer, ...] | None = None
+    w2: tuple[Buffer, ...] | None = None
+    b1: tuple[Buffer, ...] | None = None
+    b2: tuple[Buffer, ...] | None = None
     first_layer_grad: Buffer | None = None  # where weight gradients are deferred, memory that is not the saved one
     weighted_y_swi: Buffer | None = None
+
+    @property
+    def gradients(self) -> Gradients:
+        """Their arrays."""
+        x, weights = self.x.array if self.x else None, self.weights.array if self.weights else None
+        return Gradients(x, weights, _arrays(self.w1), _arrays(self.w2), _arrays(self.b1), _arrays(self.b2))
 
 
 def moe_backward(
@@ -458,8 +473,13 @@ def moe_backward_weights(
         grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
         addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
         grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
-    return BackwardResult(None, None, grad_w1, grad_w2, None, None)
+    return BackwardResult(w1=grad_w1, w2=grad_w2)
 
 
 def _addresses(buffers: tuple[Buffer, ...]) -> tuple[int, ...]:
-    return tuple(buffer.ptr for buffer in buffers)
+    return tuple([buffer.ptr for buffer in buffers])
+
+
+def _arrays(buffers: tuple[Buffer, ...] | None) -> Any:
+    """One array, or the pair (gate, up)."""
+    return None if buffers is None else one_or_pair(tuple([buffer.array for buffer in buffers]))
