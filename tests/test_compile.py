@@ -227,7 +227,7 @@ def variants_of(arch: str) -> list:
         every += variants(bf16, row, ("swiglu_oai",), (True,), **both)
         every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)
     else:
-        every += variants((*bf16, *fp32), row, swiglu, (True,)) + variants(bf16, transposed, ("gelu",), (False,))
+        every += variants(bf16, row, swiglu, (True,)) + variants(fp32, transposed, ("gelu",), (False,))
     return [v for v in dict.fromkeys(every) if not ({("ALIGNED", "0"), ("WEIGHT", "bf16")} <= set(v.macros))]
 
 
