@@ -1,6 +1,6 @@
 """What the processes of `test_exchange.py` run: python ranks.py RANK SIZE FOLDER BACKEND. Each case has its own group.
 
-The cases are in the files `ranks_*.py`, the last first, as after some of the exchange's faults a process is of no use.
+The cases are in the files `ranks_*.py`. Those of the exchange's faults are last, as groups are of no use after them.
 """
 
 import json
@@ -11,6 +11,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import ranks_composition  # noqa: F401
 import ranks_exchange  # noqa: F401
 import ranks_gpus  # noqa: F401
 import torch
