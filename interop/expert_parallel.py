@@ -188,8 +188,9 @@ class _ExpertParallel(torch.autograd.Function):
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that are DTensors on several meshes; returns the norm of all.
 
-    Each mesh's gradients have a norm of their own, whose powers are added. All ranks call it with the same parameters
-    in the same order, so not with a set.
+    Each mesh's gradients have a norm of their own, whose powers are added. Plain tensors have to be the same on all
+    ranks: give the experts of one rank as a DTensor, as otherwise each rank has its own norm, and clips by it.
+    All ranks call it with the same parameters in the same order, so not with a set.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in parameters:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from ranks_common import D, E, H, Inputs, K, case, compare, counts_of, difference, expect
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, exchange
@@ -79,11 +81,11 @@ class Meshes:
         self.both = DeviceMesh("cpu", ranks.view(efsdp, ep), mesh_dim_names=("efsdp", "ep"))
         self.everyone = DeviceMesh("cpu", ranks, mesh_dim_names=("dp",))
 
-    def model(self, seed=0, checkpointed=None, **options):
-        experts = ExpertGroup(self.both["ep"], E, **options)
-        model = model_of(seed, partial(PAGE.Experts, experts=experts), checkpointed)
+    def model(self, seed=0, checkpointed=None, dtype=torch.float64, **options):
+        experts = ExpertGroup(self.both["ep"], E)
+        model = model_of(seed, partial(PAGE.Experts, experts=experts), checkpointed).to(dtype)
         for block in model:
-            PAGE.shard_block(block, self.both, self.everyone)
+            PAGE.shard_block(block, self.both, self.everyone, **options)
         return model
 
 
@@ -150,6 +152,23 @@ def gradients_on_meshes(rank, size, group):
 
 
 @case
+def mixed_precision_on_meshes(rank, size, group):
+    """In float32, and computed in bf16 with sums in float32: errors of these, where a wrong scale were 0.5 or more."""
+    one, inputs = model_of(), Inputs(rank, counts_of(size, "uneven"))
+    one(inputs.x).square().sum().backward()
+    want = {name: parameter.grad for name, parameter in one.named_parameters()}
+    half = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    for shape in shapes_of(size):
+        meshes = Meshes(*shape)
+        for options, tolerance in (({}, 1e-5), (half, 0.08)):
+            model = meshes.model(dtype=torch.float32, **options)
+            model(inputs.x[inputs.here].float()).float().square().sum().backward()
+            for name, parameter in model.named_parameters():
+                assert parameter.grad.dtype == torch.float32
+                assert difference(whole(parameter.grad), want[name]) <= tolerance, (shape, name)
+
+
+@case
 def training_on_meshes(rank, size, group):
     """Losses, norms and parameters after three steps of AdamW with clipping."""
     one, counts = model_of(), counts_of(size, "uneven")
@@ -191,8 +210,9 @@ def checkpoints_on_meshes(rank, size, group):
     for name, parameter in again.named_parameters():
         assert torch.equal(whole(parameter), parameters[name]), name
 
-    smaller = [(1, 1), *([(1, 2)] if size == 4 else [])]
-    for shape in [shape for shape in shapes_of(size) if shape != (size // 2, 2)] + smaller:
+    others = [(shape, {}) for shape in shapes_of(size) if shape != (size // 2, 2)]
+    others += [((size // 2, 2), {"shard_placement_fn": lambda _: Shard(1)}), ((1, 1), {})]
+    for shape, options in others + ([((1, 2), {})] if size == 4 else []):
         ranks = shape[0] * shape[1]
         meshes, some = Meshes(*shape), dist.new_group(list(range(ranks)))
         if rank >= ranks:
@@ -200,7 +220,7 @@ def checkpoints_on_meshes(rank, size, group):
         if ranks == 1:
             model, here = model_of(seed=2), [sum(counts)]  # without DTensors
         else:
-            model, here = meshes.model(seed=2), counts if ranks == size else [sum(counts) - 40, 40]
+            model, here = meshes.model(seed=2, **options), counts if ranks == size else [sum(counts) - 40, 40]
         optimizer = adamw(model)
         PAGE.load(folder[0], model, optimizer, some)
         losses, _ = train(model, optimizer, batches(rank, here, 4)[0][2:], tokens)
