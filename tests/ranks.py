@@ -6,6 +6,7 @@ The cases are in the files `ranks_*.py`. Those of the exchange's faults are last
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from datetime import timedelta
@@ -22,12 +23,15 @@ from ranks_common import CASES, GPU_CASES, GPU_TIMEOUT, TIMEOUT
 def main():
     rank, size, folder, backend = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
+    tempfile.tempdir = str(folder)  # what cases write
     cases, timeout = (CASES, TIMEOUT) if backend == "gloo" else (GPU_CASES, GPU_TIMEOUT)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=180))
     results = {}
+    written = folder / f"{rank}.json"
+    written.write_text("{}")
     for name, function in cases.items():
         group = dist.new_group(timeout=timeout)
         start = time.monotonic()
@@ -37,7 +41,7 @@ def main():
         except Exception:
             results[name] = traceback.format_exc()
         print(rank, name, f"{time.monotonic() - start:.1f} s", flush=True)
-        (folder / f"{rank}.json").write_text(json.dumps(results))
+        written.write_text(json.dumps(results))
     os._exit(0)  # groups whose collectives failed do not end well
 
 
