@@ -226,8 +226,8 @@ def expert_parallel_moe(
     shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel.
     activation, save: as of `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
     save="recompute".
-    accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. w1 and w2 then are parameters of this rank's
-    experts alone, no DTensors, or views of them.
+    accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
+    {"w1": parameter or pair, "w2": parameter}; their main_grad is a DTensor too, or this rank's part.
     Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
     rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
     of all ranks, in the order of ranks. They are of the sum of all ranks' losses: divide these by all ranks' tokens.

@@ -204,6 +204,12 @@ class MoE(torch.autograd.Function):
         return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, None, None, None)
 
 
+def _here(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    here: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return here
+
+
 class MainGrad:
     """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
 
@@ -214,11 +220,11 @@ class MainGrad:
             self.parameter = parameter
         self.shape, self.strides = weight.shape, weight.stride()
         self.first: Any = 0  # element of the parameter
-        if self.parameter is not None and self.parameter.numel() != weight.numel():
+        if self.parameter is not None and (whole := _here(self.parameter)).numel() != weight.numel():
             if torch.compiler.is_compiling():  # which does not know where a view begins
                 expected = "a parameter or a view of a whole one, in what torch.compile compiles"
                 raise TypeError(f"{name}: expected {expected}, got a view of a part")
-            self.first = weight.storage_offset() - self.parameter.storage_offset()
+            self.first = weight.storage_offset() - whole.storage_offset()
         self.buffer()  # raises now what backward would raise
 
     def buffer(self) -> Tensor:
@@ -226,6 +232,7 @@ class MainGrad:
         if parameter is None or not isinstance(main_grad, torch.Tensor):
             expected = "a parameter, or a view of one, whose main_grad is a tensor"
             raise TypeError(f"{self.name}: expected {expected}, got {type(main_grad)}")
+        parameter, main_grad = _here(parameter), _here(main_grad)
         got, wanted = ((tuple(t.shape), t.stride()) for t in (main_grad, parameter))
         if got != wanted:
             raise ValueError(

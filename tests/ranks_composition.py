@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks_common import D, E, H, Inputs, K, case, compare, counts_of, difference, expect
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, exchange
@@ -337,7 +337,7 @@ def sums_in_main_grad(rank, size, group):
 
 @case
 def main_grad_is_checked(rank, size, group):
-    """Some weights frozen, checkpointing, and errors that reach all ranks."""
+    """Some weights frozen, checkpointing, DTensors, and errors that reach all ranks."""
     inputs = Inputs(rank, counts_of(size, "uneven"))
     want = inputs.whole()
     for reentrant in (False, True):
@@ -349,6 +349,18 @@ def main_grad_is_checked(rank, size, group):
         out.backward(inputs.grad[inputs.here])
         assert w2.grad is None and difference(w2.main_grad - 1, want["w2"]) <= 1e-14
         assert difference(x.grad, want["x"]) <= 1e-14
+    mesh = DeviceMesh("cpu", torch.arange(size))
+    for on_mesh in (True, False):
+        x, ids, weights, *_ = inputs.local()
+        shards = [torch.nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for w in (inputs.w1, inputs.w2)]
+        for shard in shards:
+            shard.main_grad = torch.zeros_like(shard if on_mesh else shard.to_local())
+        into = dict(zip(("w1", "w2"), shards, strict=True))
+        call = partial(expert_parallel_moe, experts=ExpertGroup(group, E), accumulate_into_main_grad=into)
+        call(x, ids, weights, *(shard.to_local() for shard in shards)).backward(inputs.grad[inputs.here])
+        for name, shard in into.items():
+            main_grad = shard.main_grad.to_local() if on_mesh else shard.main_grad
+            assert shard.grad is None and torch.equal(main_grad, want[name])
     x, ids, weights, w1, w2 = inputs.local()
     for weight in (w1, w2):
         weight.main_grad = torch.zeros_like(weight)
