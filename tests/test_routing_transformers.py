@@ -217,6 +217,7 @@ def built(row, **config):
     config = types.SimpleNamespace(**CONFIG | row.config | config)
     if row.name == "DbrxFFN":  # its method that chooses needs no more of it
         config.route_tokens_to_experts = types.MethodType(kind.route_tokens_to_experts, config)
+        del config.norm_topk_prob  # which it does not have
         return config
     if row.name == "JetMoeTopKGating":
         made = kind(E, E, K)
