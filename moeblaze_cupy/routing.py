@@ -11,7 +11,7 @@ from moeblaze_cupy.structures import RouterSums
 
 
 def _settled(function: str, sums: Any, groups: Any, sequences: Any) -> tuple[Any, Any, Any, Any]:
-    """sums and groups, lists made tuples, and sequences as (an int or None, offsets or None).
+    """sums and groups, lists made tuples, and sequences as (the number, None) or (None, the offsets).
 
     What is left then can be part of a call's key as it came, before any check.
     """
@@ -19,9 +19,7 @@ def _settled(function: str, sums: Any, groups: Any, sequences: Any) -> tuple[Any
         sums = tuple(sums)
     if isinstance(groups, list):
         groups = tuple(groups)
-    if getattr(sequences, "shape", ()) != ():
-        return sums, groups, None, sequences
-    return sums, groups, None if sequences is None else checks.integer(function, "sequences", sequences), None
+    return sums, groups, *checks.divided(function, sequences)
 
 
 def _named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Any]:
