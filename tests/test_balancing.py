@@ -156,9 +156,8 @@ def test_transformers_loss_takes_the_softmax_of_any_routers_logits(page):
 def test_sequences_of_megatron_alternate(page):
     """Its tokens are (s, b): those of one sequence are b apart, until they are transposed."""
     T, S = L // 4, 4
-    logits = (
-        logits_of(10) + torch.linspace(-3, 3, S, dtype=torch.float64).repeat(T)[:, None] * torch.randn(E)
-    ).detach()
+    towards = torch.linspace(-3, 3, S, dtype=torch.float64).repeat(T)[:, None] * torch.linspace(-1, 1, E)
+    logits = logits_of(10).detach() + towards  # sequences prefer different experts
     per_sequence = logits.view(T, S, E)
     want = sum(page["aux_loss"](per_sequence[:, s].contiguous(), K, 0.25) for s in range(S)) / S
     transposed = per_sequence.transpose(0, 1).reshape(L, E)
