@@ -107,6 +107,38 @@ def longcat(x, k, b):
     return 6 * w, ids
 
 
+def deepseek_without_bias(x, k, b):
+    """DeepSeek's own code of V3, where there is no bias: a group ranks by its largest score, and no eps is added."""
+    s = x.sigmoid()
+    w, ids = top(s, without_groups(s, 4, 2, 1), k)
+    return 2.5 * divided(w), ids
+
+
+def megatron_groups(x, k, b):
+    """Megatron-Core and TransformerEngine: as many of a group's largest keys count as it has slots on average."""
+    s = x.sigmoid()
+    w, ids = top(s, without_groups(s + b, 4, 2, k // 2), k)
+    return 2.5 * divided(w, 1e-20), ids
+
+
+def megatron_pre_softmax(x, k, b):
+    p = x.softmax(1)
+    w, ids = top(p, without_groups(p, 4, 2, k // 2), k)
+    return 2.5 * w, ids
+
+
+def megatron_sqrt_softplus(x, k, b):
+    s = F.softplus(x, threshold=700).sqrt()
+    w, ids = top(s, without_groups(s + b, 4, 2, k // 2), k)
+    return divided(w, 1e-20), ids
+
+
+def torchtitan(x, k, b):
+    p = x.softmax(1)
+    w, ids = top(p, without_groups(p + b, 4, 2, 2), k)
+    return 2.5 * w, ids
+
+
 def identity(x, k, b):
     w, ids = top(x, x + b, k)
     return divided(w, 30.0), ids
@@ -134,6 +166,11 @@ ROWS = {
     deepseek_v4: ({"score": "sqrt_softplus", "eps": 1e-20, "scale": 1.5}, True),
     ernie: ({}, True),
     longcat: ({"renormalize": False, "scale": 6}, True),
+    deepseek_without_bias: ({"score": "sigmoid", "groups": (4, 2, 1), "scale": 2.5}, False),
+    megatron_groups: (DEEPSEEK_V3 | {"groups": (4, 2, 3)}, True),
+    megatron_pre_softmax: ({"renormalize": False, "groups": (4, 2, 3), "scale": 2.5}, False),
+    megatron_sqrt_softplus: ({"score": "sqrt_softplus", "groups": (4, 2, 3), "eps": 1e-20}, True),
+    torchtitan: ({"renormalize": False, "groups": (4, 2, 2), "scale": 2.5}, True),
     identity: ({"score": "identity", "eps": 30.0}, True),
     relu: ({"score": "relu", "eps": 1.0}, False),
 }
