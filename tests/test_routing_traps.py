@@ -16,6 +16,8 @@ from cases import relative_error
 import moeblaze_cupy as mb
 
 SIZES = [(E, k) for E in (1, 2, 7, 16, 64, 128, 255, 256, 512, 1000, 2048, 4096) for k in (1, 2, 8, 64) if k <= E]
+SIZES += [(E, 8) for E in (8, 33, 40, 160, 288, 384, 768, 896, 1024, 2304)]  # of published models, and beside lanes
+SIZES += [(128, k) for k in (6, 10, 12, 16, 22, 32, 33)]
 
 
 def sigmoid(x):
@@ -51,6 +53,24 @@ def test_any_size(E, k, score):
             for sign in (1, -1)
         ]
         assert abs((grad * along).sum() - (ends[0] - ends[1]) / (2 * step)) < 1e-7
+
+
+@pytest.mark.parametrize("L", [0, 1, 513])
+def test_any_number_of_tokens(L):
+    """Each is routed as if it were alone, and none at all is a number too."""
+    x = np.random.default_rng(L).standard_normal((L, 12))
+    options = {"score": "sigmoid", "groups": (3, 2, 2), "sums": ("softmax", "z", "entropy")}
+    weights, ids, sums = mb.route(x, 5, **options)
+    assert weights.shape == ids.shape == (L, 5) and sums.score_sums.shape == (1, 12)
+    grad = mb.route_backward(weights, x, weights, ids, **options, grad_z_sums=np.ones(1))
+    alone = [mb.route(x[t : t + 1], 5, **options) for t in range(L)]
+    for t, (of_one, chosen, _) in enumerate(alone):
+        np.testing.assert_array_equal(ids[t], chosen[0])
+        np.testing.assert_allclose(weights[t], of_one[0], rtol=1e-14)
+        row = mb.route_backward(of_one, x[t : t + 1], of_one, chosen, **options, grad_z_sums=np.ones(1))
+        np.testing.assert_allclose(grad[t], row[0], rtol=0, atol=1e-13)
+    for name, total in vars(sums).items():
+        np.testing.assert_allclose(total, sum(getattr(s, name) for _, _, s in alone) + np.zeros(total.shape))
 
 
 def test_experts_outside_of_the_kept_groups_lose_to_every_key():
