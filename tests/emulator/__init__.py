@@ -1,10 +1,14 @@
 """Runs the CUDA sources of kernels_cu on the CPU: g++ compiles them against cuemu.h, one fibre per thread.
 
+The engine (fibres, blocks, mbarriers, products) is compiled once, to an archive that every library of kernels links, and
+cuemu.h to a precompiled header. A library keeps its own copy of the engine's state.
+
 Covers indexing, shared memory layout, fragments, barriers and cp.async waits, of Hopper mbarriers, bulk tensor copies,
 wgmma and clusters. Does not cover what depends on the order of writes to memory.
 """
 
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -25,7 +29,7 @@ KERNELS = HERE.parent.parent / "kernels_cu"
 COMPILER = shutil.which("g++")
 # The sanitizers trap, which needs no run-time library: cuemu.h turns the trap into an error with its line.
 FLAGS = shlex.split(
-    "-std=c++17 -O2 -g1 -shared -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
+    "-std=c++17 -O2 -g1 -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow -fsanitize-undefined-trap-on-error "
     "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE -Wno-attributes -Wno-psabi"
 )
@@ -39,6 +43,7 @@ GUARD = 0xAB
 MAX_SHARED_BYTES = 227 * 1024  # what a block of an sm_90 device may ask for
 
 _launch_lock = threading.Lock()  # the fault handlers belong to the process, the fibres to the library
+_engine_lock = threading.Lock()
 _stacks = None  # of the fibres: shared by all libraries, whose guard pages would exhaust the process's mappings
 
 
@@ -143,7 +148,7 @@ class Emulated:
     def _locate(self, text: str) -> str:
         """Replace code addresses by source lines, the innermost inlined call first."""
 
-        own = {path.name for path in HERE.glob("*.*h")}
+        own = {path.name for path in _own_files()}
 
         def lines(match):
             tool = shutil.which("addr2line")
@@ -165,7 +170,7 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     if COMPILER is None:
         raise EmulatorError("g++ not found")
     sources = {path.name: path.read_bytes() for path in sorted(KERNELS.glob("*.cu*"))}
-    sources |= {path.name: path.read_bytes() for path in HERE.glob("*.*h")}
+    sources |= {path.name: path.read_bytes() for path in _own_files()}
     sources |= {name: text.encode() for name, text in (headers or {}).items()}
     if source_text is not None:
         sources[source_name] = source_text.encode()
@@ -174,25 +179,72 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     defines = [
         f"-D{name}" if value is None else f"-D{name}={_literal(value)}" for name, value in (macros or {}).items()
     ]
-    version = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
-    key = hashlib.sha256(repr((source_name, sorted(sources.items()), sorted(defines), FLAGS, version)).encode())
-    stem = _cache_directory() / f"{Path(source_name).stem}-{key.hexdigest()[:24]}"
+    key = _key(source_name, sources, defines)
+    stem = _cache_directory() / f"{Path(source_name).stem}-{key}"
     library, signatures = stem.with_suffix(".so"), stem.with_suffix(".json")
     if not library.exists():
+        # Only the engine's own options reach it and the precompiled header.
+        engine = _engine(
+            {path.name: sources.pop(path.name) for path in _own_files()},
+            [define for define in defines if define.startswith("-DCUEMU_")],
+        )
         with tempfile.TemporaryDirectory(dir=stem.parent) as directory:
             for name, content in sources.items():
                 (Path(directory) / name).write_bytes(content)
-            preprocess = ["-E", "-include", "cuemu.h", "-x", "c++", *defines, source_name, "-o", "unit.ii"]
-            _compile(preprocess, directory)
+            for name in ("ptx_sm80.cuh", "ptx_sm90.cuh"):  # a source's directory comes first, before any -I
+                (Path(directory) / name).write_bytes((engine / name).read_bytes())
+            # The precompiled header stays one: the preprocessed text is that of the kernels alone.
+            preprocess = ["-E", "-fpch-preprocess", "-include", str(engine / "cuemu.h"), "-x", "c++", *defines]
+            _compile([*preprocess, source_name, "-o", "unit.ii"], directory)
             kernels = _entry_points((Path(directory) / "unit.ii").read_text())
             with (Path(directory) / "unit.ii").open("a") as unit:
                 unit.writelines(ENTRY.format(name=name) for name in kernels)
-            _compile(["unit.ii", "-o", "unit.so"], directory)
+            link = ["-shared", "-Wl,-u,cuemu_launch", "unit.ii", "-x", "none", str(engine / "engine.a"), "-o", "unit.so"]
+            _compile(["-fpch-preprocess", *link], directory)
             (Path(directory) / "unit.json").write_text(json.dumps(kernels))
             # The library last: where it is, its signatures are.
             os.replace(Path(directory) / "unit.json", signatures)
             os.replace(Path(directory) / "unit.so", library)
     return Emulated(library, json.loads(signatures.read_text()))
+
+
+def _own_files() -> list[Path]:
+    return sorted([*HERE.glob("*.*h"), *HERE.glob("*.cc")])
+
+
+@functools.cache
+def _compiler_version() -> bytes:
+    return subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
+
+
+def _key(name, sources, defines) -> str:
+    text = repr((name, sorted(sources.items()), sorted(defines), FLAGS, _compiler_version()))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _engine(sources, defines) -> Path:
+    """A directory with the engine's headers, cuemu.h precompiled, and engine.a."""
+    place = _cache_directory() / f"engine-{_key('engine', sources, defines)}"
+    with _engine_lock:
+        if place.exists():
+            return place
+        with tempfile.TemporaryDirectory(dir=place.parent) as directory:
+            built = Path(directory) / "engine"
+            built.mkdir()
+            for name, content in sources.items():
+                (built / name).write_bytes(content)
+            _compile([*defines, "-x", "c++-header", "cuemu.h", "-o", "cuemu.h.gch"], built)
+            units = sorted(name for name in sources if name.endswith(".cc"))
+            _compile([*defines, "-c", *units], built)
+            # Of an archive a library takes what its kernels use: the Hopper part keeps more state for each thread.
+            objects = [str(Path(name).with_suffix(".o")) for name in units]
+            subprocess.run(["ar", "rcs", "engine.a", *objects], cwd=built, capture_output=True, check=True)
+            try:
+                built.rename(place)
+            except OSError:  # another process was first
+                if not place.exists():
+                    raise
+    return place
 
 
 def _compile(arguments, directory):
