@@ -1,10 +1,10 @@
 """Runs the CUDA sources of kernels_cu on the CPU: g++ compiles them against cuemu.h, one fibre per thread.
 
-The engine (fibres, blocks, mbarriers, products) is compiled once, to an archive that every library of kernels links, and
-cuemu.h to a precompiled header. A library keeps its own copy of the engine's state.
-
 Covers indexing, shared memory layout, fragments, barriers and cp.async waits, of Hopper mbarriers, bulk tensor copies,
 wgmma and clusters. Does not cover what depends on the order of writes to memory.
+
+The engine (fibres, blocks, mbarriers, products: the .cc files) is compiled once, and cuemu.h to a precompiled header.
+Every library links the engine and has its state to itself.
 """
 
 import ctypes
@@ -33,6 +33,7 @@ FLAGS = shlex.split(
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow -fsanitize-undefined-trap-on-error "
     "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE -Wno-attributes -Wno-psabi"
 )
+ENGINE_FLAGS = ("-O3", "-fno-sanitize=all")  # in addition: kernels' accesses are in their own library's code
 # Added to the preprocessed source for each of its kernels.
 ENTRY = """
 extern "C" __attribute__((visibility("default"))) const cuemu::Entry cuemu_entry_{name} =
@@ -183,24 +184,19 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     stem = _cache_directory() / f"{Path(source_name).stem}-{key}"
     library, signatures = stem.with_suffix(".so"), stem.with_suffix(".json")
     if not library.exists():
-        # Only the engine's own options reach it and the precompiled header.
-        engine = _engine(
-            {path.name: sources.pop(path.name) for path in _own_files()},
-            [define for define in defines if define.startswith("-DCUEMU_")],
-        )
+        own = {path.name: sources.pop(path.name) for path in _own_files()}
+        engine = _engine(own, [define for define in defines if define.startswith("-DCUEMU_")])
         with tempfile.TemporaryDirectory(dir=stem.parent) as directory:
             for name, content in sources.items():
                 (Path(directory) / name).write_bytes(content)
-            for name in ("ptx_sm80.cuh", "ptx_sm90.cuh"):  # a source's directory comes first, before any -I
-                (Path(directory) / name).write_bytes((engine / name).read_bytes())
-            # The precompiled header stays one: the preprocessed text is that of the kernels alone.
-            preprocess = ["-E", "-fpch-preprocess", "-include", str(engine / "cuemu.h"), "-x", "c++", *defines]
-            _compile([*preprocess, source_name, "-o", "unit.ii"], directory)
+            # With -fpch-preprocess the text names the precompiled header, which the compiler then loads.
+            preprocess = ["-E", "-fpch-preprocess", f"-I{engine}", "-include", str(engine / "cuemu.h"), "-x", "c++"]
+            _compile([*preprocess, *defines, source_name, "-o", "unit.ii"], directory)
             kernels = _entry_points((Path(directory) / "unit.ii").read_text())
             with (Path(directory) / "unit.ii").open("a") as unit:
                 unit.writelines(ENTRY.format(name=name) for name in kernels)
-            link = ["-shared", "-Wl,-u,cuemu_launch", "unit.ii", "-x", "none", str(engine / "engine.a"), "-o", "unit.so"]
-            _compile(["-fpch-preprocess", *link], directory)
+            library_of = ["-shared", "-Wl,-u,cuemu_launch", "unit.ii", str(engine / "engine.a")]
+            _compile(["-fpch-preprocess", *library_of, "-o", "unit.so"], directory)
             (Path(directory) / "unit.json").write_text(json.dumps(kernels))
             # The library last: where it is, its signatures are.
             os.replace(Path(directory) / "unit.json", signatures)
@@ -218,12 +214,12 @@ def _compiler_version() -> bytes:
 
 
 def _key(name, sources, defines) -> str:
-    text = repr((name, sorted(sources.items()), sorted(defines), FLAGS, _compiler_version()))
+    text = repr((name, sorted(sources.items()), sorted(defines), FLAGS, ENGINE_FLAGS, _compiler_version()))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _engine(sources, defines) -> Path:
-    """A directory with the engine's headers, cuemu.h precompiled, and engine.a."""
+    """A directory in the cache with the engine's headers, cuemu.h precompiled, and engine.a."""
     place = _cache_directory() / f"engine-{_key('engine', sources, defines)}"
     with _engine_lock:
         if place.exists():
@@ -235,7 +231,7 @@ def _engine(sources, defines) -> Path:
                 (built / name).write_bytes(content)
             _compile([*defines, "-x", "c++-header", "cuemu.h", "-o", "cuemu.h.gch"], built)
             units = sorted(name for name in sources if name.endswith(".cc"))
-            _compile([*defines, "-c", *units], built)
+            _compile([*defines, *ENGINE_FLAGS, "-c", *units], built)
             # Of an archive a library takes what its kernels use: the Hopper part keeps more state for each thread.
             objects = [str(Path(name).with_suffix(".o")) for name in units]
             subprocess.run(["ar", "rcs", "engine.a", *objects], cwd=built, capture_output=True, check=True)
