@@ -149,7 +149,7 @@ class Emulated:
     def _locate(self, text: str) -> str:
         """Replace code addresses by source lines, the innermost inlined call first."""
 
-        own = {path.name for path in _own_files()}
+        own = own_sources()
 
         def lines(match):
             tool = shutil.which("addr2line")
@@ -171,7 +171,7 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     if COMPILER is None:
         raise EmulatorError("g++ not found")
     sources = {path.name: path.read_bytes() for path in sorted(KERNELS.glob("*.cu*"))}
-    sources |= {path.name: path.read_bytes() for path in _own_files()}
+    sources |= own_sources()
     sources |= {name: text.encode() for name, text in (headers or {}).items()}
     if source_text is not None:
         sources[source_name] = source_text.encode()
@@ -184,19 +184,17 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     stem = _cache_directory() / f"{Path(source_name).stem}-{key}"
     library, signatures = stem.with_suffix(".so"), stem.with_suffix(".json")
     if not library.exists():
-        own = {path.name: sources.pop(path.name) for path in _own_files()}
-        engine = _engine(own, [define for define in defines if define.startswith("-DCUEMU_")])
+        own = {name: sources.pop(name) for name in own_sources()}
+        engine = engine_of(own, [define for define in defines if define.startswith("-DCUEMU_")])
         with tempfile.TemporaryDirectory(dir=stem.parent) as directory:
             for name, content in sources.items():
                 (Path(directory) / name).write_bytes(content)
-            # With -fpch-preprocess the text names the precompiled header, which the compiler then loads.
-            preprocess = ["-E", "-fpch-preprocess", f"-I{engine}", "-include", str(engine / "cuemu.h"), "-x", "c++"]
-            _compile([*preprocess, *defines, source_name, "-o", "unit.ii"], directory)
+            run_compiler([*preprocess_with(engine), *defines, source_name, "-o", "unit.ii"], directory)
             kernels = _entry_points((Path(directory) / "unit.ii").read_text())
             with (Path(directory) / "unit.ii").open("a") as unit:
                 unit.writelines(ENTRY.format(name=name) for name in kernels)
             library_of = ["-shared", "-Wl,-u,cuemu_launch", "unit.ii", str(engine / "engine.a")]
-            _compile(["-fpch-preprocess", *library_of, "-o", "unit.so"], directory)
+            run_compiler(["-fpch-preprocess", *library_of, "-o", "unit.so"], directory)
             (Path(directory) / "unit.json").write_text(json.dumps(kernels))
             # The library last: where it is, its signatures are.
             os.replace(Path(directory) / "unit.json", signatures)
@@ -204,8 +202,9 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     return Emulated(library, json.loads(signatures.read_text()))
 
 
-def _own_files() -> list[Path]:
-    return sorted([*HERE.glob("*.*h"), *HERE.glob("*.cc")])
+def own_sources() -> dict[str, bytes]:
+    """The emulator's headers and the engine's files."""
+    return {path.name: path.read_bytes() for path in sorted([*HERE.glob("*.*h"), *HERE.glob("*.cc")])}
 
 
 @functools.cache
@@ -218,7 +217,12 @@ def _key(name, sources, defines) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _engine(sources, defines) -> Path:
+def preprocess_with(engine) -> list[str]:
+    """Options, for a text that names the precompiled header in place of its content."""
+    return ["-E", "-fpch-preprocess", f"-I{engine}", "-include", str(engine / "cuemu.h"), "-x", "c++"]
+
+
+def engine_of(sources, defines) -> Path:
     """A directory in the cache with the engine's headers, cuemu.h precompiled, and engine.a."""
     place = _cache_directory() / f"engine-{_key('engine', sources, defines)}"
     with _engine_lock:
@@ -229,9 +233,9 @@ def _engine(sources, defines) -> Path:
             built.mkdir()
             for name, content in sources.items():
                 (built / name).write_bytes(content)
-            _compile([*defines, "-x", "c++-header", "cuemu.h", "-o", "cuemu.h.gch"], built)
+            run_compiler([*defines, "-x", "c++-header", "cuemu.h", "-o", "cuemu.h.gch"], built)
             units = sorted(name for name in sources if name.endswith(".cc"))
-            _compile([*defines, *ENGINE_FLAGS, "-c", *units], built)
+            run_compiler([*defines, *ENGINE_FLAGS, "-c", *units], built)
             # Of an archive a library takes what its kernels use: the Hopper part keeps more state for each thread.
             objects = [str(Path(name).with_suffix(".o")) for name in units]
             subprocess.run(["ar", "rcs", "engine.a", *objects], cwd=built, capture_output=True, check=True)
@@ -243,7 +247,7 @@ def _engine(sources, defines) -> Path:
     return place
 
 
-def _compile(arguments, directory):
+def run_compiler(arguments, directory):
     done = subprocess.run([COMPILER, *FLAGS, *arguments], cwd=directory, capture_output=True, text=True, check=False)
     if done.returncode:
         raise EmulatorError(f"g++ {' '.join(arguments)} failed:\n{done.stderr}")
