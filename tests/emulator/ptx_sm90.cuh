@@ -17,6 +17,7 @@ bool hook_states();
 static const bool hooked = hook_states();  // before the first launch of a library whose kernels include this file
 
 struct Barrier;
+
 // Addresses in the cluster: the block's rank, plus 1, above the address there.
 constexpr unsigned RANK_SHIFT = 24;
 Block& split_cluster_address(unsigned& address, const char* what, const void* pc = here());
@@ -53,9 +54,7 @@ void wait_for_products(unsigned left);
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned count) {
     cuemu::initialise_barrier(barrier, count, cuemu::here());
 }
-__device__ __forceinline__ void fence_mbarrier_init() {
-    cuemu::fence_barriers();
-}
+__device__ __forceinline__ void fence_mbarrier_init() { cuemu::fence_barriers(); }
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
     cuemu::arrive(*cuemu::find_barrier(*cuemu::block, barrier, "mbarrier.arrive"), cuemu::here());
 }
