@@ -146,7 +146,7 @@ def _gemm(source: str, macros: tuple[tuple[str, str], ...]) -> Params:
 
 _WGRAD_POINTERS = ("p", "q", "expert_token_indices", "expert_token_offsets", "out0", "out1")
 _WGRAD_INT64 = ("ldp", "ldq", "expert_stride", "ldo")
-_CAPACITY_INT32 = ("k", "num_experts", "num_sequences", "parts", "order", "value_type")
+_CAPACITY_INT32 = ("k", "num_experts", "num_sequences", "parts")
 _WGRAD_INT32 = ("p_half", "q_half", "rows", "columns")
 
 # By source, then by the start of an entry's name. Without an entry of its own, a source's kernels have one table.
@@ -284,18 +284,19 @@ _TABLES = {
         ),
         "columns_pick": Params(
             "ColumnsPickParams",
-            pointers=("histogram", "columns"),
-            int32=("num_experts", "width", "shift", "last", "wanted"),
+            pointers=("histogram", "columns", "reserved"),
+            int64=("room",),
+            int32=("num_experts", "width", "wanted"),
         ),
         "columns_split": Params(
             "ColumnsSplitParams<float>",
-            pointers=("scores", "chosen", "columns", "sequences", "taken", "candidates"),
+            pointers=("scores", "chosen", "columns", "sequences", "taken", "candidates", "list", "listed"),
             int64=("L",),
             int32=("num_experts", "num_sequences", "parts", "width"),
         ),
         "columns_finish": Params(
             "ColumnsFinishParams<float>",
-            pointers=("scores", "columns", "sequences", "candidates", "taken"),
+            pointers=("scores", "columns", "sequences", "candidates", "list", "listed", "taken"),
             int64=("L",),
             int32=("num_experts", "num_sequences", "width"),
         ),
@@ -325,19 +326,31 @@ _TABLES = {
     "capacity.cu": {
         "capacity_count": Params(
             "CapacityCountParams<int>",
-            pointers=("ids", "values", "columns", "sequences", "histogram"),
+            pointers=("ids", "values", "sequences", "histogram"),
             int64=("L",),
-            int32=(*_CAPACITY_INT32, "width", "shift"),
+            int32=(*_CAPACITY_INT32, "order", "value_type", "width"),
         ),
-        "capacity_ties": Params(
-            "CapacityTiesParams<int>",
-            pointers=("ids", "values", "columns", "sequences", "ties"),
+        "capacity_list": Params(
+            "CapacityListParams<int>",
+            pointers=("ids", "values", "columns", "sequences", "list", "listed", "kept"),
+            int64=("L",),
+            int32=(*_CAPACITY_INT32, "order", "value_type", "width"),
+        ),
+        "capacity_finish": Params(
+            "CapacityFinishParams",
+            pointers=("columns", "sequences", "list", "listed", "kept"),
+            int64=("L",),
+            int32=("k", "num_experts", "num_sequences", "width"),
+        ),
+        "capacity_parts": Params(
+            "CapacityPartsParams<int>",
+            pointers=("ids", "sequences", "counts"),
             int64=("L",),
             int32=_CAPACITY_INT32,
         ),
         "capacity_mark": Params(
             "CapacityMarkParams<int>",
-            pointers=("ids", "values", "columns", "sequences", "ties", "kept"),
+            pointers=("ids", "sequences", "counts", "kept"),
             int64=("L",),
             int32=(*_CAPACITY_INT32, "capacity", "walkers"),
         ),

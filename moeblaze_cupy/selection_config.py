@@ -32,7 +32,7 @@ def parts_of_sequence(num_sequences: int, longest: int, blocks: int, fewest_toke
 
 
 def digit_bits(block_bytes: int, num_columns: int, limits: launch_config.DeviceLimits) -> int:
-    """The widest digit of a radix select.
+    """The widest leading digit that a selection counts.
 
     block_bytes: of a block's counters in shared memory per value of a digit. num_columns: of all 32-bit counters in
     global memory.
@@ -44,9 +44,13 @@ def digit_bits(block_bytes: int, num_columns: int, limits: launch_config.DeviceL
     return width
 
 
-def digits(key_bits: int, width: int) -> list[tuple[int, int]]:
-    """(width, shift) of each digit, the highest first, of keys whose `key_bits` leading bits of 32 count."""
-    return [(min(width, key_bits - done), 32 - min(done + width, key_bits)) for done in range(0, key_bits, width)]
+def listed_candidates(num_tokens: int, num_experts: int) -> int:
+    """How many candidates of 8 bytes columns_split lists: an eighth of all scores, a byte per score.
+
+    Of scores that differ fewer have the digit in which the selection ends. Columns for which there is no room are read
+    again, through a bit per score.
+    """
+    return min(launch_config.ceil_div(num_tokens * num_experts, 8), 2**31 - 1)
 
 
 def walkers(num_experts: int, limits: launch_config.DeviceLimits) -> int:

@@ -144,7 +144,8 @@ def entry_names(variant) -> set[str]:
         | {f"chosen_bits_{ids}" for ids in ids_dtypes}
         | {"columns_pick", "round_targets"},
         "pairs.cu": {"mask_bits", "pairs_count", "pairs_write"},
-        "capacity.cu": {f"capacity_{step}_{ids}" for step in ("count", "ties", "mark") for ids in ids_dtypes},
+        "capacity.cu": {f"capacity_{step}_{ids}" for step in ("count", "list", "parts", "mark") for ids in ids_dtypes}
+        | {"capacity_finish"},
         "balance.cu": {f"tokens_per_expert_{ids}" for ids in ids_dtypes}
         | {f"quantile_counts_{dtype}" for dtype in dtypes}
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},

@@ -9,7 +9,8 @@ from moeblaze_cupy.loader import Variant
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import CAPACITY_ORDERS, ROUNDINGS
 
-COLUMN = 4  # int32 elements of a `Column`, see token_parts.cuh
+COLUMN, CANDIDATE = 4, 2  # int32 elements of a `Column` and a `Candidate`, see token_parts.cuh and candidates.cuh
+RESERVED = 2  # int32 elements of a 64-bit number
 VALUE_TYPES = ("float32", "bfloat16", "float16")
 Pairs = tuple[Buffer, Buffer]  # token_offsets and ids
 
@@ -89,29 +90,39 @@ def _listed(run: Runtime, steps: ListPairs, taken: Buffer) -> Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Digit:
-    """One step of a radix select."""
+    """The digit in which the selection of each column ends."""
 
+    num_columns: int
+    histogram: int  # int32 elements
+    room: int  # candidates that the list may have
     count: Launch
     pick: Launch
 
 
-def _pick(num_sequences: int, num_experts: int, width: int, shift: int, last: bool, wanted: int) -> Launch:
-    return Launch(
+def _digit(num_sequences: int, num_experts: int, width: int, room: int, count: Launch, wanted: int) -> Digit:
+    """wanted: of each column; -1 where `columns` says."""
+    pick = Launch(
         loader.entry("selection.cu", "columns_pick"),
         (num_sequences, launch_config.ceil_div(num_experts, 32)),
         launch_config.SELECT_THREADS,
-        ("histogram", "columns"),
-        {"num_experts": num_experts, "width": width, "shift": shift, "last": int(last), "wanted": wanted},
+        ("histogram", "columns", "reserved"),
+        {"room": room, "num_experts": num_experts, "width": width, "wanted": wanted},
         4 * launch_config.SELECT_THREADS,
     )
+    return Digit(num_sequences * num_experts, num_sequences * num_experts << width, room, count, pick)
+
+
+def _zeros(run: Runtime, *sizes: int) -> tuple[Buffer, list[int]]:
+    """One buffer of int32 zeros for arrays of these sizes, and the address of each."""
+    buffer = run.empty((sum(sizes),), "int32")
+    run.clear(buffer.ptr, 4 * sum(sizes))
+    return buffer, [buffer.ptr + 4 * sum(sizes[:i]) for i in range(len(sizes))]
 
 
 @dataclass(frozen=True, eq=False)
 class Select:
     """The tokens with the largest scores of each expert: what is launched and allocated."""
 
-    num_columns: int
-    histogram: int  # int32 elements
     digit: Digit
     split: Launch
     finish: Launch
@@ -143,13 +154,12 @@ def _configure(
 
     inputs, grid = ("scores", "chosen", "columns", "sequences"), (S * parts, groups)
     count = Launch(entry("count"), grid, threads, (*inputs, "histogram"), sizes, 4 * 32 << width)
-    bits = (*inputs, "taken", "candidates")
+    bits = (*inputs, "taken", "candidates", "list", "listed")
+    split_bytes = launch_config.SPLIT_SHARED_BYTES
     finish_threads, finish_bytes = launch_config.FINISH_THREADS, launch_config.FINISH_SHARED_BYTES
     return Select(
-        num_columns=S * E,
-        histogram=S * E << width,
-        digit=Digit(count, _pick(S, E, width, 32 - width, True, -1 if choose else wanted)),
-        split=Launch(entry("split"), grid, threads, bits, sizes),
+        digit=_digit(S, E, width, selection_config.listed_candidates(L, E), count, -1 if choose else wanted),
+        split=Launch(entry("split"), grid, threads, bits, sizes, split_bytes),
         finish=Launch(entry("finish"), (S * E,), finish_threads, bits, sizes, finish_bytes),
         pairs=configure_pairs(L, E, num_pairs),
         choose=choose,
@@ -193,24 +203,26 @@ def configure_round_tokens(
 
 def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int = 0) -> Pairs:
     """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
-    columns = run.empty((steps.num_columns, COLUMN), "int32")
-    histogram, chosen = run.empty((steps.histogram,), "int32"), None
-    run.clear(histogram.ptr, 4 * steps.histogram)
+    digit, chosen = steps.digit, None
+    columns = run.empty((digit.num_columns, COLUMN), "int32")
+    sizes = (RESERVED, digit.histogram, digit.num_columns, digit.num_columns if steps.choose else 0)
+    _memory, (reserved, histogram, listed, frequencies) = _zeros(run, *sizes)
     if steps.choose:
         choose, target = steps.choose
-        chosen, frequencies = run.empty(steps.pairs.words, "int32"), run.empty((steps.num_columns,), "int32")
-        run.clear(frequencies.ptr, 4 * steps.num_columns)
-        run.launch(choose, ids, chosen.ptr, frequencies.ptr)
-        run.launch(target, frequencies.ptr, columns.ptr)
+        chosen = run.empty(steps.pairs.words, "int32")
+        run.launch(choose, ids, chosen.ptr, frequencies)
+        run.launch(target, frequencies, columns.ptr)
     inputs = (scores, chosen.ptr if chosen else 0, columns.ptr, offsets)
-    run.launch(steps.digit.count, *inputs, histogram.ptr)
-    run.launch(steps.digit.pick, histogram.ptr, columns.ptr)
+    run.launch(digit.count, *inputs, histogram)
+    run.launch(digit.pick, histogram, columns.ptr, reserved)
     taken, candidates = run.empty(steps.pairs.words, "int32"), run.empty(steps.pairs.words, "int32")
+    found = run.empty((digit.room, CANDIDATE), "int32")
     if steps.clear_bits:
         rows, words = steps.pairs.words
         run.clear(taken.ptr, 4 * rows * words)
-    run.launch(steps.split, *inputs, taken.ptr, candidates.ptr)
-    run.launch(steps.finish, *inputs, taken.ptr, candidates.ptr)
+    outputs = (taken.ptr, candidates.ptr, found.ptr, listed)
+    run.launch(steps.split, *inputs, *outputs)
+    run.launch(steps.finish, *inputs, *outputs)
     return _listed(run, steps.pairs, taken)
 
 
@@ -222,15 +234,24 @@ def no_pairs(run: Runtime, num_pairs: int) -> Pairs:
 
 
 @dataclass(frozen=True, eq=False)
-class Capacity:
-    """What limit_capacity launches and allocates."""
+class CapacityByKey:
+    """What limit_capacity launches and allocates where slots differ in their keys."""
 
-    num_columns: int
-    histogram: int  # int32 elements
-    ties_shape: tuple[int, int, int]
-    digits: tuple[Digit, ...]
-    ties: Launch
+    digit: Digit
+    select: Launch
+    finish: Launch
+
+
+@dataclass(frozen=True, eq=False)
+class CapacityByPosition:
+    """The same where they do not."""
+
+    counts_shape: tuple[int, int, int]
+    count: Launch
     mark: Launch
+
+
+Capacity = CapacityByKey | CapacityByPosition
 
 
 @cached
@@ -247,47 +268,52 @@ def configure_capacity(
     (L, k), E, S, threads = ids.shape, num_experts, sequences.number, launch_config.SELECT_THREADS
     if L == 0:
         return None
-    if order == "choice" and k == 1:
-        order = "position"
-    key_bits = {"position": 0, "choice": (k - 1).bit_length()}.get(order, 32)
-    widths = selection_config.digits(key_bits, selection_config.digit_bits(2 * E, S * E, limits))
-    blocks = limits.multiprocessors * (1 if widths else 2)
+    by_position = order == "position" or (order == "choice" and k == 1)
     most = max(1, launch_config.PART_COUNTS // k)
     longest, fewest = sequences.longest(L), launch_config.ceil_div(4096, k)
+    blocks = limits.multiprocessors * (2 if by_position else 1)
     parts = selection_config.parts_of_sequence(S, longest, blocks, min(fewest, most), most)
-    sizes = {
-        "L": L,
-        "k": k,
-        "num_experts": E,
-        "num_sequences": S,
-        "parts": parts,
-        "order": CAPACITY_ORDERS.index(order),
-        "value_type": VALUE_TYPES.index(values or "float32"),
-    }
-    capacity, ranking = min(capacity, launch_config.MAX_SLOTS), selection_config.walkers(E, limits)
+    sizes = {"L": L, "k": k, "num_experts": E, "num_sequences": S, "parts": parts}
+    capacity = min(capacity, launch_config.MAX_SLOTS)
 
     def launch(step: str, addresses: tuple[str, ...], scalars: dict[str, int], shared_bytes: int) -> Launch:
         entry = loader.entry("capacity.cu", f"capacity_{step}_{ids.dtype}")
-        inputs = ("ids", "values", "columns", "sequences")
-        return Launch(entry, (S * parts,), threads, (*inputs, *addresses), sizes | scalars, shared_bytes)
+        return Launch(entry, (S * parts,), threads, ("ids", *addresses), sizes | scalars, shared_bytes)
 
-    def counters(width: int) -> int:  # bytes, in whole words
-        return launch_config.ceil_div(E << width, 2) * 4
-
-    digits = tuple(
-        Digit(
-            launch("count", ("histogram",), {"width": width, "shift": shift}, counters(width)),
-            _pick(S, E, width, shift, i == len(widths) - 1, -1 if i else capacity),
+    if by_position:
+        ranking = selection_config.walkers(E, limits)
+        return CapacityByPosition(
+            counts_shape=(S, parts, E),
+            count=launch("parts", ("sequences", "counts"), {}, 4 * E),
+            mark=launch(
+                "mark",
+                ("sequences", "counts", "kept"),
+                {"capacity": capacity, "walkers": ranking},
+                4 * (E * (1 + ranking) + 1),
+            ),
         )
-        for i, (width, shift) in enumerate(widths)
-    )
-    return Capacity(
-        num_columns=S * E if widths else 0,
-        histogram=S * E << widths[0][0] if widths else 0,
-        ties_shape=(S, parts, E),
-        digits=digits,
-        ties=launch("ties", ("ties",), {}, 4 * (E + 1)),
-        mark=launch("mark", ("ties", "kept"), {"capacity": capacity, "walkers": ranking}, 4 * (E * (2 + ranking) + 1)),
+    width = selection_config.digit_bits(2 * E, S * E, limits)
+    if order == "choice":
+        width = min(width, (k - 1).bit_length())
+    keys = {
+        "order": CAPACITY_ORDERS.index(order),
+        "value_type": VALUE_TYPES.index(values or "float32"),
+        "width": width,
+    }
+    counters = launch_config.ceil_div(E << width, 2) * 4  # bytes, in whole words
+    count = launch("count", ("values", "sequences", "histogram"), keys, counters)
+    outputs = ("columns", "sequences", "list", "listed", "kept")
+    return CapacityByKey(
+        digit=_digit(S, E, width, L * k, count, capacity),
+        select=launch("list", ("values", *outputs), keys, 16 * E),
+        finish=Launch(
+            loader.entry("capacity.cu", "capacity_finish"),
+            (S * E,),
+            launch_config.FINISH_THREADS,
+            outputs,
+            {"L": L, "k": k, "num_experts": E, "num_sequences": S, "width": width},
+            launch_config.FINISH_SHARED_BYTES,
+        ),
     )
 
 
@@ -296,17 +322,17 @@ def limit_capacity(
 ) -> Buffer:
     """ids (L, k) int32 of `shape`, -1 where a slot is dropped or empty."""
     kept = run.empty(shape, "int32")
-    if steps is None:
-        return kept
-    columns = run.empty((steps.num_columns, COLUMN), "int32") if steps.digits else None
-    inputs = (ids, values, columns.ptr if columns else 0, offsets)
-    if columns:
-        histogram = run.empty((steps.histogram,), "int32")
-        run.clear(histogram.ptr, 4 * steps.histogram)
-        for digit in steps.digits:
-            run.launch(digit.count, *inputs, histogram.ptr)
-            run.launch(digit.pick, histogram.ptr, columns.ptr)
-    ties = run.empty(steps.ties_shape, "int32")
-    run.launch(steps.ties, *inputs, ties.ptr)
-    run.launch(steps.mark, *inputs, ties.ptr, kept.ptr)
+    if isinstance(steps, CapacityByPosition):
+        counts = run.empty(steps.counts_shape, "int32")
+        run.launch(steps.count, ids, offsets, counts.ptr)
+        run.launch(steps.mark, ids, offsets, counts.ptr, kept.ptr)
+    elif steps:
+        digit = steps.digit
+        columns, found = run.empty((digit.num_columns, COLUMN), "int32"), run.empty((digit.room, CANDIDATE), "int32")
+        _memory, (reserved, histogram, listed) = _zeros(run, RESERVED, digit.histogram, digit.num_columns)
+        run.launch(digit.count, ids, values, offsets, histogram)
+        run.launch(digit.pick, histogram, columns.ptr, reserved)
+        outputs = (columns.ptr, offsets, found.ptr, listed, kept.ptr)
+        run.launch(steps.select, ids, values, *outputs)
+        run.launch(steps.finish, *outputs)
     return kept
