@@ -23,7 +23,7 @@
 //   columns_count   (2^width, 32) int32: each lane has a bank to itself
 //   columns_split   SPLIT_SHARED_BYTES
 //   columns_pick    (32, 32) int32; grid (S, ceil(E / 32)), a block for 32 columns
-//   columns_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block per column
+//   columns_finish  FINISH_SHARED_BYTES and (PAIRS_BLOCKS,) int32; FINISH_THREADS threads, grid S * E, a block per column
 //   chosen_bits     (E,) int32; grid (parts, 1)
 //   round_targets   (E,) int32; one block
 #include "candidates.cuh"
@@ -32,8 +32,8 @@
 #if !defined(SELECT_THREADS) || !defined(SELECT_BITS) || !defined(SPLIT_SHARED_BYTES)
 #error "SELECT_THREADS, SELECT_BITS and SPLIT_SHARED_BYTES are given by launch_config.py"
 #endif
-#if !defined(MAX_EXPERTS) || !defined(DEFAULT_SHARED_BYTES)
-#error "MAX_EXPERTS and DEFAULT_SHARED_BYTES are given by launch_config.py"
+#if !defined(PAIRS_BLOCKS) || !defined(MAX_EXPERTS) || !defined(DEFAULT_SHARED_BYTES)
+#error "PAIRS_BLOCKS, MAX_EXPERTS and DEFAULT_SHARED_BYTES are given by launch_config.py"
 #endif
 static_assert(SELECT_THREADS == 1024, "a warp sums the counts of all warps, a lane each");
 static_assert(SELECT_BITS >= 5, "a warp has a bin at least");
@@ -79,8 +79,10 @@ struct ColumnsSplitParams {
     unsigned* candidates;    // (ceil(E/32), L) uint32, out
     Candidate* list;         // (room,) of 8 bytes, out
     unsigned* listed;        // (S, E) uint32, in and out: zeros at first; numbers of candidates, or'd with LOST
+    int* block_counts;       // of pairs, as pairs_count gives them, in and out: zeros at first; or null
     int64 L;
     int num_experts, num_sequences, parts, width;
+    int block_shift;  // log2 of the tokens of a block of pairs_write
 };
 
 template <class T>
@@ -92,8 +94,10 @@ struct ColumnsFinishParams {
     const Candidate* list;       // (room,) of 8 bytes, in
     const unsigned* listed;      // (S, E) uint32, in
     unsigned* taken;             // (L, ceil(E/32)) uint32, in and out
+    int* block_counts;           // (at most PAIRS_BLOCKS,) int32, in and out; or null
     int64 L;
     int num_experts, num_sequences, width;
+    int block_shift;  // log2 of the tokens of a block of pairs_write
 };
 
 template <class Id>
@@ -208,6 +212,7 @@ template <class T>
 __device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitShared& shared, int64 first_column) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int number = shared.numbers[warp], fit = min(number, SplitShared::MOST);
+    const int first = p.columns[first_column + warp].first;
     __syncwarp();  // all lanes have read the number
     if (number == 0) return;
     unsigned place = 0;
@@ -217,7 +222,6 @@ __device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitSha
         if (number > fit) atomicOr(p.listed + first_column + warp, LOST);
     }
     place = __shfl_sync(0xffffffffu, place, 0);
-    const int first = p.columns[first_column + warp].first;
     if (first < 0 || place & LOST) return;
     for (int i = lane; i < fit; i += 32) p.list[first + static_cast<int64>(place) + i] = shared.list[warp][i];
 }
@@ -236,6 +240,7 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     const unsigned highest = least ? (least << shift) - 1 : 0;
     const unsigned below = !has_candidates(column) ? 0xffffffffu : digit ? (digit << shift) - 1 : 0;
     const unsigned always = column.among_chosen ? 0 : members.mask;  // of the chosen pairs
+    int block = 0, sum = 0;                                          // of the lane's last taken pairs
     if (threadIdx.x < 32) shared.numbers[threadIdx.x] = 0;
     __syncthreads();
     for (int64 end = place.tokens.end; end > place.tokens.begin; end -= SPLIT_TOKENS) {
@@ -270,6 +275,9 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
             if (lane < min(LOADS, rows.number - first)) {
                 taken[static_cast<int64>(first + lane) * place.num_words] = of_taken;
                 candidates[first + lane] = of_candidates;
+                const int now = static_cast<int>((begin + first + lane) >> p.block_shift);
+                if (now != block && sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
+                sum = __popc(of_taken) + (now == block ? sum : 0), block = now;
             }
             found &= 0xffffffffu >> (32 - min(LOADS, rows.number - first));
             if (found) {
@@ -285,6 +293,7 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
         if (32 * blockIdx.y + threadIdx.x / 32 < p.num_experts) pass_on(p, shared, first_column);
         __syncthreads();
     }
+    if (sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
 }
 
 // The candidates of a block's column: in shared memory where they fit, else in the list, else those of the bits.
@@ -348,6 +357,7 @@ template <class T>
 __device__ __forceinline__ void finish(const ColumnsFinishParams<T>& p) {
     Candidate* shared = reinterpret_cast<Candidate*>(dynamic_shared);  // (MAX_LISTED,)
     Search& search = *reinterpret_cast<Search*>(shared + MAX_LISTED);
+    int* sums = reinterpret_cast<int*>(dynamic_shared + FINISH_SHARED_BYTES);  // (PAIRS_BLOCKS,): pairs that are taken here
     const Column column = p.columns[blockIdx.x];
     const unsigned number = p.listed[blockIdx.x];
     if (!has_candidates(column)) return;
@@ -356,14 +366,21 @@ __device__ __forceinline__ void finish(const ColumnsFinishParams<T>& p) {
     const Tokens tokens = tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence);
     Candidates<T> candidates = {p, tokens, expert, listed, shared, static_cast<int>(number & ~LOST)};
     if (threadIdx.x == 0) search.here = 0;
+    for (int i = threadIdx.x; i < PAIRS_BLOCKS; i += FINISH_THREADS) sums[i] = 0;
     __syncthreads();
     candidates.fill(&search.here);
     const Candidate last = find_last(search, column.key, p.width, column.wanted, [&](const auto& f) { candidates.for_each(f); });
     const int word = expert / 32, num_words = (p.num_experts + 31) / 32;
     candidates.for_each([&](Candidate v) {
         const int64 token = candidates.tokens.begin + index_of(v);
-        if (v >= last) atomicOr(p.taken + token * num_words + word, 1u << (expert & 31));
+        if (v < last) return;
+        atomicOr(p.taken + token * num_words + word, 1u << (expert & 31));
+        atomicAdd(sums + (token >> p.block_shift), 1);
     });
+    if (!p.block_counts) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < PAIRS_BLOCKS; i += FINISH_THREADS)
+        if (sums[i]) atomicAdd(p.block_counts + i, sums[i]);
 }
 
 template <class Id>

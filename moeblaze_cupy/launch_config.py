@@ -124,6 +124,7 @@ def kernel_constants(source: str) -> dict[str, int]:
             "SELECT_THREADS": SELECT_THREADS,
             "SELECT_BITS": SELECT_BITS,
             "SPLIT_SHARED_BYTES": SPLIT_SHARED_BYTES,
+            "PAIRS_BLOCKS": PAIRS_BLOCKS,
             "FINISH_THREADS": FINISH_THREADS,
             "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
             "MAX_EXPERTS": MAX_EXPERTS,

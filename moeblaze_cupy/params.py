@@ -290,15 +290,18 @@ _TABLES = {
         ),
         "columns_split": Params(
             "ColumnsSplitParams<float>",
-            pointers=("scores", "chosen", "columns", "sequences", "taken", "candidates", "list", "listed"),
+            pointers=(
+                *("scores", "chosen", "columns", "sequences", "taken", "candidates", "list", "listed"),
+                "block_counts",
+            ),
             int64=("L",),
-            int32=("num_experts", "num_sequences", "parts", "width"),
+            int32=("num_experts", "num_sequences", "parts", "width", "block_shift"),
         ),
         "columns_finish": Params(
             "ColumnsFinishParams<float>",
-            pointers=("scores", "columns", "sequences", "candidates", "list", "listed", "taken"),
+            pointers=("scores", "columns", "sequences", "candidates", "list", "listed", "taken", "block_counts"),
             int64=("L",),
-            int32=("num_experts", "num_sequences", "width"),
+            int32=("num_experts", "num_sequences", "width", "block_shift"),
         ),
         "chosen_bits": Params(
             "ChosenBitsParams<int>",
@@ -315,12 +318,17 @@ _TABLES = {
     },
     "pairs.cu": {
         "mask_bits": Params("MaskBitsParams", pointers=("mask", "taken"), int64=("L",), int32=("num_experts",)),
-        "pairs_count": Params("PairsCountParams", pointers=("taken", "block_counts"), int64=("num_words",)),
+        "pairs_count": Params(
+            "PairsCountParams",
+            pointers=("taken", "block_counts"),
+            int64=("num_words",),
+            int32=("row_words", "block_shift"),
+        ),
         "pairs_write": Params(
             "PairsWriteParams",
             pointers=("taken", "block_counts", "token_offsets", "ids"),
             int64=("num_words", "num_pairs"),
-            int32=("row_words",),
+            int32=("row_words", "block_shift"),
         ),
     },
     "capacity.cu": {

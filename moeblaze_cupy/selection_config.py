@@ -31,6 +31,13 @@ def parts_of_sequence(num_sequences: int, longest: int, blocks: int, fewest_toke
     return max(1, wanted, launch_config.ceil_div(longest, most_tokens))
 
 
+def pairs_block_shift(num_tokens: int, row_words: int) -> int:
+    """log2 of the tokens whose pairs a block lists: a word for each thread or more, in at most PAIRS_BLOCKS blocks."""
+    fewest = launch_config.ceil_div(launch_config.PAIRS_THREADS, row_words)
+    tokens = max(fewest, launch_config.ceil_div(num_tokens, launch_config.PAIRS_BLOCKS))
+    return (tokens - 1).bit_length()
+
+
 def digit_bits(block_bytes: int, num_columns: int, limits: launch_config.DeviceLimits) -> int:
     """The widest leading digit that a selection counts.
 

@@ -35,6 +35,7 @@ class ListPairs:
     num_tokens: int
     num_pairs: int
     blocks: int
+    block_shift: int  # log2 of a block's tokens
     pack: Launch | None  # bits from a mask
     count: Launch
     write: Launch
@@ -45,7 +46,9 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
     """The launches that list the set pairs of (L, E), at most num_pairs."""
     row_words = launch_config.ceil_div(num_experts, 32)
     num_words, threads = num_tokens * row_words, launch_config.PAIRS_THREADS
-    blocks = max(1, min(launch_config.PAIRS_BLOCKS, launch_config.ceil_div(num_words, threads)))
+    shift = selection_config.pairs_block_shift(num_tokens, row_words)
+    blocks = max(1, launch_config.ceil_div(num_tokens, 1 << shift))
+    of_blocks = {"num_words": num_words, "row_words": row_words, "block_shift": shift}
     pack = Launch(
         loader.entry("pairs.cu", "mask_bits"),
         (max(1, min(8 * launch_config.PAIRS_BLOCKS, launch_config.ceil_div(num_words, threads // 32))),),
@@ -58,7 +61,7 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
         (blocks,),
         threads,
         ("taken", "block_counts"),
-        {"num_words": num_words},
+        of_blocks,
         4,
     )
     write = Launch(
@@ -66,10 +69,11 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
         (blocks,),
         threads,
         ("taken", "block_counts", "token_offsets", "ids"),
-        {"num_words": num_words, "num_pairs": num_pairs, "row_words": row_words},
+        of_blocks | {"num_pairs": num_pairs},
         16 * (threads // 32) + 4 * (threads // 32 + 1),
     )
-    return ListPairs((num_tokens, row_words), num_tokens, num_pairs, blocks, pack if from_mask else None, count, write)
+    bits = (num_tokens, row_words)
+    return ListPairs(bits, num_tokens, num_pairs, blocks, shift, pack if from_mask else None, count, write)
 
 
 def list_pairs(run: Runtime, steps: ListPairs, mask: int) -> Pairs:
@@ -77,14 +81,18 @@ def list_pairs(run: Runtime, steps: ListPairs, mask: int) -> Pairs:
     taken = run.empty(steps.words, "int32")
     assert steps.pack
     run.launch(steps.pack, mask, taken.ptr)
-    return _listed(run, steps, taken)
+    return _counted(run, steps, taken)
 
 
-def _listed(run: Runtime, steps: ListPairs, taken: Buffer) -> Pairs:
+def _counted(run: Runtime, steps: ListPairs, taken: Buffer) -> Pairs:
     counts = run.empty((steps.blocks,), "int32")
-    token_offsets, ids = run.empty((steps.num_tokens + 1,), "int32"), run.empty((steps.num_pairs,), "int32")
     run.launch(steps.count, taken.ptr, counts.ptr)
-    run.launch(steps.write, taken.ptr, counts.ptr, token_offsets.ptr, ids.ptr)
+    return _listed(run, steps, taken, counts.ptr)
+
+
+def _listed(run: Runtime, steps: ListPairs, taken: Buffer, counts: int) -> Pairs:
+    token_offsets, ids = run.empty((steps.num_tokens + 1,), "int32"), run.empty((steps.num_pairs,), "int32")
+    run.launch(steps.write, taken.ptr, counts, token_offsets.ptr, ids.ptr)
     return token_offsets, ids
 
 
@@ -128,7 +136,7 @@ class Select:
     finish: Launch
     pairs: ListPairs
     choose: tuple[Launch, Launch] | None  # chosen_bits and round_targets of token rounding
-    clear_bits: bool  # offsets might leave tokens out
+    by_offsets: bool  # which might leave tokens out, or have sequences that overlap
 
 
 def _configure(
@@ -147,23 +155,26 @@ def _configure(
     longest = sequences.longest(L)
     parts = selection_config.parts_of_sequence(S, longest, blocks, 256, longest)
     width = selection_config.digit_bits(4 * 32, S * E, limits)
+    pairs = configure_pairs(L, E, num_pairs)
     sizes = {"L": L, "num_experts": E, "num_sequences": S, "parts": parts, "width": width}
+    sizes["block_shift"] = pairs.block_shift
 
     def entry(step: str) -> Variant:
         return loader.entry("selection.cu", f"columns_{step}_{scores.dtype}")
 
     inputs, grid = ("scores", "chosen", "columns", "sequences"), (S * parts, groups)
     count = Launch(entry("count"), grid, threads, (*inputs, "histogram"), sizes, 4 * 32 << width)
-    bits = (*inputs, "taken", "candidates", "list", "listed")
+    bits = (*inputs, "taken", "candidates", "list", "listed", "block_counts")
     split_bytes = launch_config.SPLIT_SHARED_BYTES
-    finish_threads, finish_bytes = launch_config.FINISH_THREADS, launch_config.FINISH_SHARED_BYTES
+    finish_threads = launch_config.FINISH_THREADS
+    finish_bytes = launch_config.FINISH_SHARED_BYTES + 4 * launch_config.PAIRS_BLOCKS
     return Select(
         digit=_digit(S, E, width, selection_config.listed_candidates(L, E), count, -1 if choose else wanted),
         split=Launch(entry("split"), grid, threads, bits, sizes, split_bytes),
         finish=Launch(entry("finish"), (S * E,), finish_threads, bits, sizes, finish_bytes),
-        pairs=configure_pairs(L, E, num_pairs),
+        pairs=pairs,
         choose=choose,
-        clear_bits=sequences.by_offsets,
+        by_offsets=sequences.by_offsets,
     )
 
 
@@ -205,8 +216,8 @@ def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int 
     """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
     digit, chosen = steps.digit, None
     columns = run.empty((digit.num_columns, COLUMN), "int32")
-    sizes = (RESERVED, digit.histogram, digit.num_columns, digit.num_columns if steps.choose else 0)
-    _memory, (reserved, histogram, listed, frequencies) = _zeros(run, *sizes)
+    sizes = (digit.histogram, digit.num_columns, steps.pairs.blocks, digit.num_columns if steps.choose else 0)
+    _memory, (reserved, histogram, listed, counts, frequencies) = _zeros(run, RESERVED, *sizes)
     if steps.choose:
         choose, target = steps.choose
         chosen = run.empty(steps.pairs.words, "int32")
@@ -217,13 +228,14 @@ def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int 
     run.launch(digit.pick, histogram, columns.ptr, reserved)
     taken, candidates = run.empty(steps.pairs.words, "int32"), run.empty(steps.pairs.words, "int32")
     found = run.empty((digit.room, CANDIDATE), "int32")
-    if steps.clear_bits:
+    if steps.by_offsets:
         rows, words = steps.pairs.words
         run.clear(taken.ptr, 4 * rows * words)
-    outputs = (taken.ptr, candidates.ptr, found.ptr, listed)
+        counts = 0
+    outputs = (taken.ptr, candidates.ptr, found.ptr, listed, counts)
     run.launch(steps.split, *inputs, *outputs)
     run.launch(steps.finish, *inputs, *outputs)
-    return _listed(run, steps.pairs, taken)
+    return _listed(run, steps.pairs, taken, counts) if counts else _counted(run, steps.pairs, taken)
 
 
 def no_pairs(run: Runtime, num_pairs: int) -> Pairs:
