@@ -8,11 +8,13 @@
 //   capacity_list    the ids, without the candidates, and the list of these
 //   capacity_finish  the ids of the candidates that stay
 //
-// For "position" all keys are equal, and slots are counted instead:
+// For "position" all keys are equal, and for "choice" there are few, unless tokens have very many slots. Then slots are counted
+// instead, apart for each of `choices`, which is 1 or k:
 //
-//   capacity_parts   slots of each expert in each part
-//   capacity_mark    the ids. A block knows the slots of the parts before it. In most blocks all slots of an expert stay or
-//                    none does. Where some do, warps take consecutive slots and rank them.
+//   capacity_parts   slots of each choice and expert in each part, and in all
+//   capacity_mark    the ids. A block finds the choice of which not all slots stay, and sums the slots of the parts before it.
+//                    In most blocks all slots of this choice stay or none does. Where some do, warps take consecutive slots
+//                    and rank them.
 //
 // The order within the list of candidates varies, the selection among them does not. Other atomics are sums of integers, the
 // same in any order.
@@ -22,8 +24,8 @@
 //   capacity_count   16-bit counters (2^width, E). So a part has fewer than 65536 slots.
 //   capacity_list    (4, E) int32: first digit that stays, first place in the list, slots and place of a round
 //   capacity_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block per column
-//   capacity_parts   (E,) int32
-//   capacity_mark    (1 + walkers, E) int32 and one more: room, slots of each warp that ranks them
+//   capacity_parts   (choices, E) int32
+//   capacity_mark    (2 + walkers, E) int32 and one more: room, last choice, slots of each warp that ranks them
 #include "candidates.cuh"
 
 #if !defined(SELECT_THREADS)
@@ -31,8 +33,9 @@
 #endif
 static_assert(SELECT_THREADS % 32 == 0 && SELECT_THREADS <= 1024, "threads of a block");
 
-constexpr int LOADS = 4;        // slots of a thread on their way from global memory
-constexpr int PARTS_LOADS = 8;  // counts of parts, likewise
+constexpr int LOADS = 4;        // slots of a thread with keys on their way from global memory
+constexpr int COUNT_LOADS = 8;  // without keys
+constexpr int SUM_LOADS = 16;   // counts, likewise
 enum Order { POSITION, CHOICE, WEIGHTS, PRIORITY };
 enum ValueType { FLOAT32, BFLOAT16, FLOAT16 };
 
@@ -73,19 +76,21 @@ template <class Id>
 struct CapacityPartsParams {
     const Id* ids;         // (L, k), in
     const int* sequences;  // (S+1,) int32 offsets, in; null for equal lengths
-    int* counts;           // (S, parts, E) int32, out
+    int* counts;           // (S, parts, choices, E) int32, out
+    int* totals;           // (S, choices, E) int32, in and out: zeros at first; null for one choice
     int64 L;
-    int k, num_experts, num_sequences, parts;
+    int k, num_experts, num_sequences, parts, choices;
 };
 
 template <class Id>
 struct CapacityMarkParams {
     const Id* ids;         // (L, k), in
     const int* sequences;  // (S+1,) int32 offsets, in; null for equal lengths
-    const int* counts;     // (S, parts, E) int32, in
+    const int* counts;     // (S, parts, choices, E) int32, in
+    const int* totals;     // (S, choices, E) int32, in; null for one choice
     int* kept;             // (L, k) int32, out: the ids that stay, -1 for dropped and empty slots
     int64 L;
-    int k, num_experts, num_sequences, parts, capacity, walkers;
+    int k, num_experts, num_sequences, parts, choices, capacity, walkers;
 };
 
 // The slots of a block.
@@ -102,10 +107,11 @@ struct Slots {
         begin = tokens.begin * p.k;
         number = static_cast<int>((tokens.end - tokens.begin) * p.k);
     }
-    // The ids of LOADS slots from `slot` on, `step` apart; -1 for empty slots and from `end` on.
-    __device__ __forceinline__ void load_ids(int (&ids)[LOADS], int slot, int step, int end) const {
+    // The ids of N slots from `slot` on, `step` apart; -1 for empty slots and from `end` on.
+    template <int N>
+    __device__ __forceinline__ void load_ids(int (&ids)[N], int slot, int step, int end) const {
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
+        for (int l = 0; l < N; ++l) {
             const int i = slot + l * step;
             ids[l] = -1;
             if (i < end) {
@@ -114,7 +120,7 @@ struct Slots {
             }
         }
     }
-    // Their keys; 0 from `end` on.
+    // The keys of LOADS slots; 0 from `end` on.
     __device__ __forceinline__ void load_keys(unsigned (&keys)[LOADS], int slot, int step, int end) const {
         if (p.order == CHOICE) {
 #pragma unroll
@@ -140,15 +146,15 @@ struct Slots {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) keys[l] = slot + l * step < end ? sort_key(to_float(loaded[l])) : 0;
     }
-    // Calls f(slot, id) for slots first + offset, then every `step`-th, with LOADS of them on their way at one time. Threads
-    // with the same first and end call f as often, past the end with id -1, as for empty slots.
+    // Calls f(slot, id) for slots first + offset, then every `step`-th, with COUNT_LOADS of them on their way at one time.
+    // Threads with the same first and end call f as often, past the end with id -1, as for empty slots.
     template <class F>
     __device__ __forceinline__ void for_each(int first, int end, int offset, int step, const F& f) const {
-        for (int base = first + offset; base - offset < end; base += LOADS * step) {
-            int ids[LOADS];
+        for (int base = first + offset; base - offset < end; base += COUNT_LOADS * step) {
+            int ids[COUNT_LOADS];
             load_ids(ids, base, step, end);
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) f(base + l * step, ids[l]);
+            for (int l = 0; l < COUNT_LOADS; ++l) f(base + l * step, ids[l]);
         }
     }
     // Drops the slots of tokens that are in no sequence.
@@ -255,53 +261,84 @@ __device__ __forceinline__ void finish(const CapacityFinishParams& p) {
     });
 }
 
+// The number of a slot in its token, of `choices` that are told apart. A block begins with a token.
+__device__ __forceinline__ int choice_of(int slot, int choices) { return choices > 1 ? slot % choices : 0; }
+
 template <class Id>
 __device__ __forceinline__ void count_parts(const CapacityPartsParams<Id>& p) {
-    int* numbers = reinterpret_cast<int*>(dynamic_shared);
+    int* numbers = reinterpret_cast<int*>(dynamic_shared);  // (choices, E)
     const Slots<CapacityPartsParams<Id>> slots(p);
-    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) numbers[e] = 0;
+    const int size = p.choices * p.num_experts;
+    for (int i = threadIdx.x; i < size; i += SELECT_THREADS) numbers[i] = 0;
     __syncthreads();
-    slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int, int id) {
-        if (id >= 0) atomicAdd(numbers + id, 1);
+    slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int slot, int id) {
+        if (id >= 0) atomicAdd(numbers + choice_of(slot, p.choices) * p.num_experts + id, 1);
     });
     __syncthreads();
-    int* counts = p.counts + static_cast<int64>(blockIdx.x) * p.num_experts;
-    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) counts[e] = numbers[e];
+    int* counts = p.counts + static_cast<int64>(blockIdx.x) * size;
+    int* totals = p.totals + static_cast<int64>(slots.sequence) * size;
+    for (int i = threadIdx.x; i < size; i += SELECT_THREADS) {
+        counts[i] = numbers[i];
+        if (p.totals && numbers[i]) atomicAdd(totals + i, numbers[i]);
+    }
 }
 
-// `room` of an expert: how many of its slots in this block stay, the first ones; ALL where all do.
+// The sum of values first, first + step, ... before `end`, `stride` elements apart.
+__device__ __forceinline__ int sum_of(const int* values, int first, int end, int step, int64 stride) {
+    int sum = 0;
+    for (int i = first; i < end; i += SUM_LOADS * step) {
+        int loaded[SUM_LOADS];
+#pragma unroll
+        for (int l = 0; l < SUM_LOADS; ++l) loaded[l] = i + l * step < end ? values[(i + l * step) * stride] : 0;
+#pragma unroll
+        for (int l = 0; l < SUM_LOADS; ++l) sum += loaded[l];
+    }
+    return sum;
+}
+
+// The choice of which not all slots of an expert stay: earlier ones stay, later ones do not. `left` becomes how many stay.
+__device__ __forceinline__ int last_choice(const int* totals, int choices, int64 stride, int& left) {
+    for (int first = 0; first < choices; first += SUM_LOADS) {
+        int loaded[SUM_LOADS];
+#pragma unroll
+        for (int l = 0; l < SUM_LOADS; ++l) loaded[l] = first + l < choices ? totals[(first + l) * stride] : 0;
+#pragma unroll
+        for (int l = 0; l < SUM_LOADS; ++l) {
+            if (first + l == choices - 1 || left < loaded[l]) return first + l;
+            left -= loaded[l];
+        }
+    }
+    return 0;
+}
+
+// `room` of an expert: how many of its slots of the last choice stay in this block, the first ones; ALL where all do.
 template <class Id>
 __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, E = p.num_experts;
     int* room = reinterpret_cast<int*>(dynamic_shared);
-    int* of_warp = room + E;             // (walkers, E)
+    int* last = room + E;                // the choice of which not all slots stay
+    int* of_warp = last + E;             // (walkers, E)
     int& some = of_warp[p.walkers * E];  // whether of some expert only the first slots stay
     const Slots<CapacityMarkParams<Id>> slots(p);
+    const int64 of_part = static_cast<int64>(p.choices) * E;  // counts
     if (threadIdx.x == 0) some = 0;
-    for (int e = threadIdx.x; e < E; e += SELECT_THREADS) room[e] = p.capacity;
+    for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
+        int left = p.capacity;
+        last[e] = p.choices > 1 ? last_choice(p.totals + slots.sequence * of_part + e, p.choices, E, left) : 0;
+        room[e] = left;
+    }
     __syncthreads();
     // As many threads per expert as there are share the parts before this one.
-    const int* counts = p.counts + (static_cast<int64>(blockIdx.x) - slots.part) * E;
+    const int* counts = p.counts + (static_cast<int64>(blockIdx.x) - slots.part) * of_part;
     const int share = max(SELECT_THREADS / E, 1);
     for (int i = threadIdx.x; i < share * E; i += SELECT_THREADS) {
-        const int e = i % E;
-        int before = 0;
-        for (int part = i / E; part < slots.part; part += PARTS_LOADS * share) {
-            int loaded[PARTS_LOADS];
-#pragma unroll
-            for (int l = 0; l < PARTS_LOADS; ++l) {
-                const int other = part + l * share;
-                loaded[l] = other < slots.part ? counts[static_cast<int64>(other) * E + e] : 0;
-            }
-#pragma unroll
-            for (int l = 0; l < PARTS_LOADS; ++l) before += loaded[l];
-        }
+        const int e = i % E, before = sum_of(counts + last[e] * E + e, i / E, slots.part, share, of_part);
         if (before) atomicAdd(room + e, -before);
     }
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
         const int left = max(room[e], 0);
-        const bool stay = left > 0 && counts[static_cast<int64>(slots.part) * E + e] <= left;
+        const bool stay = left > 0 && counts[slots.part * of_part + last[e] * E + e] <= left;
         room[e] = stay ? ALL : left;
         if (!stay && left > 0) some = 1;
     }
@@ -310,7 +347,8 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     int* kept = p.kept + slots.begin;
     if (!some) {
         slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int slot, int id) {
-            if (slot < slots.number) kept[slot] = id >= 0 && room[id] > 0 ? id : -1;
+            const int later = id < 0 ? 1 : choice_of(slot, p.choices) - last[id];
+            if (slot < slots.number) kept[slot] = later < 0 || (later == 0 && room[id] > 0) ? id : -1;
         });
         return;
     }
@@ -319,8 +357,8 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     __syncthreads();
     const int of_each = (slots.number + p.walkers - 1) / p.walkers, begin = min(warp * of_each, slots.number);
     const int end = warp < p.walkers ? min(begin + of_each, slots.number) : begin;
-    slots.for_each(begin, end, lane, 32, [&](int, int id) {
-        if (id >= 0) atomicAdd(of_warp + warp * E + id, 1);
+    slots.for_each(begin, end, lane, 32, [&](int slot, int id) {
+        if (id >= 0 && choice_of(slot, p.choices) == last[id]) atomicAdd(of_warp + warp * E + id, 1);
     });
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
@@ -333,8 +371,9 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     }
     __syncthreads();
     slots.for_each(begin, end, lane, 32, [&](int slot, int id) {
-        bool stays = id >= 0 && room[id] == ALL;
-        const bool ranks = id >= 0 && !stays && room[id] > 0;
+        const int later = id < 0 ? 1 : choice_of(slot, p.choices) - last[id];
+        bool stays = later < 0 || (later == 0 && room[id] == ALL);
+        const bool ranks = later == 0 && !stays && room[id] > 0;
         if (__any_sync(0xffffffffu, ranks)) {
             const unsigned alike = __match_any_sync(0xffffffffu, ranks ? id : -1), before = alike & ((1u << lane) - 1);
             if (ranks) stays = of_warp[warp * E + id] + __popc(before) < room[id];

@@ -352,15 +352,15 @@ _TABLES = {
         ),
         "capacity_parts": Params(
             "CapacityPartsParams<int>",
-            pointers=("ids", "sequences", "counts"),
+            pointers=("ids", "sequences", "counts", "totals"),
             int64=("L",),
-            int32=_CAPACITY_INT32,
+            int32=(*_CAPACITY_INT32, "choices"),
         ),
         "capacity_mark": Params(
             "CapacityMarkParams<int>",
-            pointers=("ids", "sequences", "counts", "kept"),
+            pointers=("ids", "sequences", "counts", "totals", "kept"),
             int64=("L",),
-            int32=(*_CAPACITY_INT32, "capacity", "walkers"),
+            int32=(*_CAPACITY_INT32, "choices", "capacity", "walkers"),
         ),
     },
     "balance.cu": {

@@ -66,6 +66,12 @@ def walkers(num_experts: int, limits: launch_config.DeviceLimits) -> int:
     return max(1, min(launch_config.SELECT_THREADS // 32, available // (4 * num_experts) - 2))
 
 
+def counts_choices(num_counts: int, num_parts: int, limits: launch_config.DeviceLimits) -> bool:
+    """Whether slots are counted apart for each choice and expert, num_counts in each part, or compared by keys."""
+    available = min(launch_config.SELECT_SHARED_BYTES, limits.shared_bytes_per_block - launch_config.RESERVED_BYTES)
+    return 4 * num_counts <= available and 4 * num_counts * num_parts <= launch_config.SELECT_HISTOGRAM_BYTES
+
+
 def quantile_columns(bins: int) -> int:
     """Experts of a block of quantile_counts: a power of two up to 32 whose counters fit."""
     return min(32, 1 << (launch_config.DEFAULT_SHARED_BYTES // (4 * bins)).bit_length() - 1)

@@ -189,6 +189,27 @@ def test_limit_capacity_with_many_slots_and_experts(device, order):
     assert_equal(device, "limit_capacity", ids, 4096, 2, order=order)
 
 
+@pytest.mark.parametrize("k", [16, 17, 40])
+@pytest.mark.parametrize("capacity", [0, 50, 600, 700, 5000])
+def test_limit_capacity_by_many_choices(device, capacity, k):
+    """Choices are counted apart, 16 of them summed at a time."""
+    ids = np.random.default_rng(12).integers(-1, 3, (150, k)).astype(np.int32)
+    assert_equal(device, "limit_capacity", ids, 3, capacity, order="choice")
+
+
+@pytest.mark.parametrize(
+    ("order", "E", "counted"), [("position", 4096, True), ("choice", 8, True), ("choice", 4096, False)]
+)
+def test_choices_are_counted_apart_where_their_counts_fit(order, E, counted):
+    from moeblaze_cupy.arrays import Layout
+    from moeblaze_cupy.launch_config import H200
+    from moeblaze_cupy.ops import selection
+
+    ids, sequences = Layout((2**20, 16), (16, 1), "int32", 0), selection.Sequences(2**14, False)
+    found = selection.configure_capacity(ids, E, 5, order, None, sequences, H200)
+    assert isinstance(found, selection.CapacityByCounts) == counted
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_any_order_of_threads_and_blocks_gives_the_same_bits(seed):
     rng = np.random.default_rng(11)

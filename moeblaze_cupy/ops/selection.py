@@ -255,15 +255,16 @@ class CapacityByKey:
 
 
 @dataclass(frozen=True, eq=False)
-class CapacityByPosition:
-    """The same where they do not."""
+class CapacityByCounts:
+    """The same where they do not, or have few keys."""
 
-    counts_shape: tuple[int, int, int]
+    counts: int  # int32 elements
+    totals: int  # likewise
     count: Launch
     mark: Launch
 
 
-Capacity = CapacityByKey | CapacityByPosition
+Capacity = CapacityByKey | CapacityByCounts
 
 
 @cached
@@ -280,11 +281,9 @@ def configure_capacity(
     (L, k), E, S, threads = ids.shape, num_experts, sequences.number, launch_config.SELECT_THREADS
     if L == 0:
         return None
-    by_position = order == "position" or (order == "choice" and k == 1)
     most = max(1, launch_config.PART_COUNTS // k)
     longest, fewest = sequences.longest(L), launch_config.ceil_div(4096, k)
-    blocks = limits.multiprocessors * (2 if by_position else 1)
-    parts = selection_config.parts_of_sequence(S, longest, blocks, min(fewest, most), most)
+    parts = selection_config.parts_of_sequence(S, longest, limits.multiprocessors, min(fewest, most), most)
     sizes = {"L": L, "k": k, "num_experts": E, "num_sequences": S, "parts": parts}
     capacity = min(capacity, launch_config.MAX_SLOTS)
 
@@ -292,17 +291,15 @@ def configure_capacity(
         entry = loader.entry("capacity.cu", f"capacity_{step}_{ids.dtype}")
         return Launch(entry, (S * parts,), threads, ("ids", *addresses), sizes | scalars, shared_bytes)
 
-    if by_position:
-        ranking = selection_config.walkers(E, limits)
-        return CapacityByPosition(
-            counts_shape=(S, parts, E),
-            count=launch("parts", ("sequences", "counts"), {}, 4 * E),
-            mark=launch(
-                "mark",
-                ("sequences", "counts", "kept"),
-                {"capacity": capacity, "walkers": ranking},
-                4 * (E * (1 + ranking) + 1),
-            ),
+    choices = {"position": 1, "choice": k}.get(order)
+    if choices == 1 or (choices and selection_config.counts_choices(choices * E, S * parts, limits)):
+        ranking, counts = selection_config.walkers(E, limits), ("sequences", "counts", "totals")
+        marked = {"choices": choices, "capacity": capacity, "walkers": ranking}
+        return CapacityByCounts(
+            counts=S * parts * choices * E,
+            totals=S * choices * E if choices > 1 else 0,
+            count=launch("parts", counts, {"choices": choices}, 4 * choices * E),
+            mark=launch("mark", (*counts, "kept"), marked, 4 * (E * (2 + ranking) + 1)),
         )
     width = selection_config.digit_bits(2 * E, S * E, limits)
     if order == "choice":
@@ -334,10 +331,11 @@ def limit_capacity(
 ) -> Buffer:
     """ids (L, k) int32 of `shape`, -1 where a slot is dropped or empty."""
     kept = run.empty(shape, "int32")
-    if isinstance(steps, CapacityByPosition):
-        counts = run.empty(steps.counts_shape, "int32")
-        run.launch(steps.count, ids, offsets, counts.ptr)
-        run.launch(steps.mark, ids, offsets, counts.ptr, kept.ptr)
+    if isinstance(steps, CapacityByCounts):
+        counts = run.empty((steps.counts,), "int32")
+        _memory, (totals,) = _zeros(run, steps.totals) if steps.totals else (None, [0])
+        run.launch(steps.count, ids, offsets, counts.ptr, totals)
+        run.launch(steps.mark, ids, offsets, counts.ptr, totals, kept.ptr)
     elif steps:
         digit = steps.digit
         columns, found = run.empty((digit.num_columns, COLUMN), "int32"), run.empty((digit.room, CANDIDATE), "int32")
