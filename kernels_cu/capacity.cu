@@ -3,8 +3,9 @@
 // Slots of an expert stay by falling key, equal ones by rising token, then slot. A key falls with the slot's number in its token
 // (order "choice"), or orders the slot's weight ("weights") or the token's priority ("priority"):
 //
-//   capacity_count   histogram of the leading digit of the keys. columns_pick of selection.cu then finds the digit of the last
-//                    key that stays, and room in the list for the candidates: slots with this digit where not all stay
+//   capacity_count   histogram of the leading digit of the keys
+//   capacity_pick    the digit of the last key that stays, and room in the list for the candidates: slots with this digit where
+//                    not all stay
 //   capacity_list    the ids, without the candidates, and the list of these
 //   capacity_finish  the ids of the candidates that stay
 //
@@ -19,19 +20,16 @@
 // The order within the list of candidates varies, the selection among them does not. Other atomics are sums of integers, the
 // same in any order.
 //
-// Launch: SELECT_THREADS threads, grid S * parts, but for capacity_finish. A block takes one part of a sequence's tokens.
-// Dynamic shared memory:
+// Launch: SELECT_THREADS threads, grid S * parts, but for capacity_pick and capacity_finish. A block takes one part of a
+// sequence's tokens. Dynamic shared memory:
 //   capacity_count   16-bit counters (2^width, E). So a part has fewer than 65536 slots.
+//   capacity_pick    (32, 32) int32; grid (S, ceil(E / 32)), a block for 32 experts
 //   capacity_list    (4, E) int32: first digit that stays, first place in the list, slots and place of a round
 //   capacity_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block per column
 //   capacity_parts   (choices, E) int32
 //   capacity_mark    (2 + walkers, E) int32 and one more: room, last choice, slots of each warp that ranks them
 #include "candidates.cuh"
-
-#if !defined(SELECT_THREADS)
-#error "SELECT_THREADS is given by launch_config.py"
-#endif
-static_assert(SELECT_THREADS % 32 == 0 && SELECT_THREADS <= 1024, "threads of a block");
+#include "pick.cuh"
 
 constexpr int LOADS = 4;        // slots of a thread with keys on their way from global memory
 constexpr int COUNT_LOADS = 8;  // without keys
@@ -47,6 +45,14 @@ struct CapacityCountParams {
     int* histogram;        // (S, 2^width, E) int32, in and out: zeros at first
     int64 L;
     int k, num_experts, num_sequences, parts, order, value_type, width;
+};
+
+struct CapacityPickParams {
+    const int* histogram;          // (S, 2^width, E) int32, in
+    Column* columns;               // (S, E) of 16 bytes, out
+    unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
+    int64 room;                    // candidates that the list may have
+    int num_experts, width, capacity;
 };
 
 template <class Id>
@@ -401,4 +407,10 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
 CAPACITY(int32, int)
 CAPACITY(int64, long long)
 
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_pick(const CapacityPickParams p) {
+    const int* histogram = p.histogram + (static_cast<int64>(blockIdx.x) << p.width) * p.num_experts;
+    Column* columns = p.columns + static_cast<int64>(blockIdx.x) * p.num_experts;
+    int* of_warps = reinterpret_cast<int*>(dynamic_shared);
+    pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.capacity, blockIdx.y, of_warps);
+}
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) capacity_finish(const CapacityFinishParams p) { finish(p); }

@@ -3,14 +3,13 @@
 // Of each column it takes a given number of tokens: the largest scores, equal ones by rising token. NaN ranks first, -0 equals
 // +0. A column is one expert's in one sequence. Keys have 32 bits. Of scores with 16 bits the last 10 tell nothing and are 0.
 //
-//   columns_count   histogram of the leading digit of the keys
-//   columns_pick    the digit of the last key that is taken, how many are still wanted there, and room in the list for these
-//                   candidates. capacity.cu uses it too
+//   columns_count   histogram of the leading digit of the keys. A column's last block then finds the digit of the last key that
+//                   is taken, how many are still wanted there, and room in the list for these candidates
 //   columns_split   one bit per token and expert: taken, as the digit is higher; and another: a candidate, whose digit is that.
 //                   Lists the candidates
 //   columns_finish  takes the candidates that are still wanted, of those that are equal the lowest tokens
-//   chosen_bits     for token rounding: a bit per chosen pair, and the number of tokens that chose each expert
-//   round_targets   for token rounding: how many tokens of each expert are taken
+//   chosen_bits     for token rounding: a bit per chosen pair, and the number of tokens that chose each expert. The last block
+//                   then decides how many tokens of each expert are taken
 //
 // In token rounding a chosen pair ranks before all that are not chosen. If no more than the chosen ones are wanted, the
 // selection is among these; else all of them are taken, and the selection is among the others.
@@ -20,23 +19,20 @@
 //
 // Launch: SELECT_THREADS threads; grid (S * parts, ceil(E / 32)) but for the kernels named below. A block takes one part of a
 // sequence's tokens and 32 columns, a lane each. Dynamic shared memory:
-//   columns_count   (2^width, 32) int32: each lane has a bank to itself
+//   columns_count   (2^width, 32) int32: each lane has a bank to itself; (32, 32) int32 at least
 //   columns_split   SPLIT_SHARED_BYTES
-//   columns_pick    (32, 32) int32; grid (S, ceil(E / 32)), a block for 32 columns
 //   columns_finish  FINISH_SHARED_BYTES and (PAIRS_BLOCKS,) int32; FINISH_THREADS threads, grid S * E, a block per column
 //   chosen_bits     (E,) int32; grid (parts, 1)
-//   round_targets   (E,) int32; one block
 #include "candidates.cuh"
+#include "pick.cuh"
 #include "score_columns.cuh"
 
-#if !defined(SELECT_THREADS) || !defined(SELECT_BITS) || !defined(SPLIT_SHARED_BYTES)
-#error "SELECT_THREADS, SELECT_BITS and SPLIT_SHARED_BYTES are given by launch_config.py"
+#if !defined(SPLIT_SHARED_BYTES)
+#error "SPLIT_SHARED_BYTES is given by launch_config.py"
 #endif
 #if !defined(PAIRS_BLOCKS) || !defined(MAX_EXPERTS) || !defined(DEFAULT_SHARED_BYTES)
 #error "PAIRS_BLOCKS, MAX_EXPERTS and DEFAULT_SHARED_BYTES are given by launch_config.py"
 #endif
-static_assert(SELECT_THREADS == 1024, "a warp sums the counts of all warps, a lane each");
-static_assert(SELECT_BITS >= 5, "a warp has a bin at least");
 static_assert(4 * MAX_EXPERTS <= DEFAULT_SHARED_BYTES, "launches ask for no more shared memory");
 constexpr int SPLIT_TOKENS = 2048;   // of a block of columns_split between two times that it passes its candidates on
 constexpr int FINISH_LOADS = 8;      // tokens of a thread of columns_finish on their way from global memory
@@ -51,21 +47,16 @@ static_assert(sizeof(SplitShared) <= SPLIT_SHARED_BYTES, "its launches");
 
 template <class T>
 struct ColumnsCountParams {
-    const T* scores;         // (L, E) bf16, fp16 or fp32, in
-    const unsigned* chosen;  // (L, ceil(E/32)) uint32, in; null where no pair is chosen
-    const Column* columns;   // (S, E) of 16 bytes, in; not read if `chosen` is null
-    const int* sequences;    // (S+1,) int32 offsets, in; null for equal lengths
-    int* histogram;          // (S, 2^width, E) int32, in and out: zeros at first
-    int64 L;
-    int num_experts, num_sequences, parts, width;
-};
-
-struct ColumnsPickParams {
-    const int* histogram;          // (S, 2^width, E) int32, in
-    Column* columns;               // (S, E) of 16 bytes, in and out
+    const T* scores;               // (L, E) bf16, fp16 or fp32, in
+    const unsigned* chosen;        // (L, ceil(E/32)) uint32, in; null where no pair is chosen
+    const int* sequences;          // (S+1,) int32 offsets, in; null for equal lengths
+    Column* columns;               // (S, E) of 16 bytes, out; in and out if `wanted` is -1
+    int* histogram;                // (S, 2^width, E) int32, in and out: zeros at first
+    int* done;                     // (S, ceil(E/32)) int32, in and out: zeros at first; blocks that have counted
     unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
-    int64 room;                    // candidates that the list may have
-    int num_experts, width;
+    int64 L;
+    int64 room;  // candidates that the list may have
+    int num_experts, num_sequences, parts, width;
     int wanted;  // of each column; -1: `columns` says
 };
 
@@ -105,18 +96,13 @@ struct ChosenBitsParams {
     const Id* ids;     // (L, k) int32 or int64, in; id < 0 or >= E: an empty slot
     unsigned* chosen;  // (L, ceil(E/32)) uint32, out
     int* frequencies;  // (E,) int32, in and out: zeros at first; tokens that chose each expert
+    int* done;         // int32, in and out: 0 at first; blocks that have counted
+    Column* columns;   // (E,) of 16 bytes, out
     int64 L;
-    int k, num_experts, parts;
+    int k, num_experts, parts, tile, rounding;
 };
 
 enum Rounding { UP, DOWN, NEAREST, BALANCE };
-
-struct RoundTargetsParams {
-    const int* frequencies;  // (E,) int32, in
-    Column* columns;         // (E,) of 16 bytes, out
-    int64 L;
-    int num_experts, tile, rounding;
-};
 
 template <class T, bool CHOSEN>
 __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
@@ -152,59 +138,16 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
         }
     }
     __syncthreads();
-    if (!place.exists) return;
-    int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts + place.expert;
+    int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts;
     const int bins = 1 << p.width, positive = bins / 2;
     for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) {
         const int digit = i / 32 & positive ? bins - 1 - i / 32 : i / 32 + positive;  // of the key, see sort_key
-        if (counters[i]) atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts, counters[i]);
+        if (place.exists && counters[i])
+            atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts + place.expert, counters[i]);
     }
-}
-
-// Lanes take a column each, warps as many bins each, from the highest down.
-__device__ __forceinline__ void pick(const ColumnsPickParams& p) {
-    constexpr int MOST = (1 << SELECT_BITS) / WARPS;         // bins of a warp
-    int* of_warps = reinterpret_cast<int*>(dynamic_shared);  // (32, 32)
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, expert = 32 * blockIdx.y + lane;
-    const int bins = 1 << p.width, of_warp = max(bins / WARPS, 1), highest = bins - 1 - warp * of_warp, shift = 32 - p.width;
-    const int number = expert < p.num_experts && highest >= 0 ? of_warp : 0;
-    const int* histogram = p.histogram + (static_cast<int64>(blockIdx.x) << p.width) * p.num_experts + expert;
-    Column* found = p.columns + static_cast<int64>(blockIdx.x) * p.num_experts + expert;
-    int counts[MOST], sum = 0;
-#pragma unroll
-    for (int i = 0; i < MOST; ++i) counts[i] = i < number ? histogram[static_cast<int64>(highest - i) * p.num_experts] : 0;
-    Column column = {0, p.wanted, 0, -1};
-    if (expert < p.num_experts && p.wanted < 0) column = *found;
-#pragma unroll
-    for (int i = 0; i < MOST; ++i) sum += counts[i];
-    of_warps[32 * warp + lane] = sum;
-    __syncthreads();  // all have read the column, of which one thread writes another
-    int before = 0, total = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        if (w == warp) before = total;
-        total += of_warps[32 * w + lane];
-    }
-    const int wanted = column.wanted;
-    if (number && wanted > 0 && before < wanted && wanted <= before + sum) {
-        int bin = highest, here = counts[0];
-#pragma unroll
-        for (int i = 1; i < MOST; ++i)
-            if (before + here < wanted) before += here, here = counts[i], bin = highest - i;
-        column.key = static_cast<unsigned>(bin) << shift;
-        column.wanted = here == wanted - before ? ALL : wanted - before;
-        if (column.wanted != ALL) {
-            const unsigned long long first = atomicAdd(p.reserved, static_cast<unsigned long long>(here));
-            column.first = first + here <= static_cast<unsigned long long>(p.room) ? static_cast<int>(first) : -1;
-        }
-        *found = column;
-    } else if (warp == 0 && number && wanted <= 0) {  // above all keys but NaN's, of which none is taken
-        column.key = static_cast<unsigned>(bins - 1) << shift;
-        *found = column;
-    } else if (warp == 0 && number && wanted > total) {  // below all keys
-        column.wanted = ALL;
-        *found = column;
-    }
+    if (!comes_last(p.done + place.sequence * place.num_words + place.word, p.parts, counters)) return;
+    Column* columns = p.columns + static_cast<int64>(place.sequence) * p.num_experts;
+    pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.wanted, place.word, counters);
 }
 
 // Passes the candidates of a block's columns on to the list, a column by each warp.
@@ -383,30 +326,6 @@ __device__ __forceinline__ void finish(const ColumnsFinishParams<T>& p) {
         if (sums[i]) atomicAdd(p.block_counts + i, sums[i]);
 }
 
-template <class Id>
-__device__ __forceinline__ void mark_chosen(const ChosenBitsParams<Id>& p) {
-    int* frequencies = reinterpret_cast<int*>(dynamic_shared);
-    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) frequencies[e] = 0;
-    __syncthreads();
-    const int num_words = (p.num_experts + 31) / 32;
-    const Tokens tokens = tokens_of_part({0, p.L}, p.parts, blockIdx.x);
-    for (int64 i = tokens.begin * num_words + threadIdx.x; i < tokens.end * num_words; i += SELECT_THREADS) {
-        const int64 token = i / num_words;
-        const int first = 32 * static_cast<int>(i - token * num_words);
-        const Id* ids = p.ids + token * p.k;
-        unsigned bits = 0;
-        for (int j = 0; j < p.k; ++j) {
-            const Id id = ids[j];
-            if (id >= first && id < min(first + 32, p.num_experts)) bits |= 1u << (static_cast<int>(id) - first);
-        }
-        p.chosen[i] = bits;
-        for (; bits; bits &= bits - 1) atomicAdd(frequencies + first + __ffs(static_cast<int>(bits)) - 1, 1);
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS)
-        if (frequencies[e]) atomicAdd(p.frequencies + e, frequencies[e]);
-}
-
 // Of `frequency` tokens, what is left over a multiple of the tile, and what rounding up adds; there are L tokens at most.
 struct Rounded {
     int over, missing;
@@ -415,8 +334,9 @@ struct Rounded {
     }
 };
 
-__device__ __forceinline__ void round_frequencies(const RoundTargetsParams& p) {
-    int* change = reinterpret_cast<int*>(dynamic_shared);  // (E,), from the frequency to the target
+// change: shared memory (E,), from the frequency to the target.
+template <class Params>
+__device__ __forceinline__ void round_frequencies(const Params& p, int* change) {
     for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) {
         const int frequency = p.frequencies[e];
         const Rounded rounded(frequency, p.tile, p.L);
@@ -442,6 +362,31 @@ __device__ __forceinline__ void round_frequencies(const RoundTargetsParams& p) {
     }
 }
 
+template <class Id>
+__device__ __forceinline__ void mark_chosen(const ChosenBitsParams<Id>& p) {
+    int* frequencies = reinterpret_cast<int*>(dynamic_shared);
+    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) frequencies[e] = 0;
+    __syncthreads();
+    const int num_words = (p.num_experts + 31) / 32;
+    const Tokens tokens = tokens_of_part({0, p.L}, p.parts, blockIdx.x);
+    for (int64 i = tokens.begin * num_words + threadIdx.x; i < tokens.end * num_words; i += SELECT_THREADS) {
+        const int64 token = i / num_words;
+        const int first = 32 * static_cast<int>(i - token * num_words);
+        const Id* ids = p.ids + token * p.k;
+        unsigned bits = 0;
+        for (int j = 0; j < p.k; ++j) {
+            const Id id = ids[j];
+            if (id >= first && id < min(first + 32, p.num_experts)) bits |= 1u << (static_cast<int>(id) - first);
+        }
+        p.chosen[i] = bits;
+        for (; bits; bits &= bits - 1) atomicAdd(frequencies + first + __ffs(static_cast<int>(bits)) - 1, 1);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS)
+        if (frequencies[e]) atomicAdd(p.frequencies + e, frequencies[e]);
+    if (comes_last(p.done, p.parts, frequencies)) round_frequencies(p, frequencies);
+}
+
 #define SELECTION_OF_SCORES(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(SELECT_THREADS) columns_count_##SUFFIX(const ColumnsCountParams<T> p) {   \
         p.chosen ? count_columns<T, true>(p) : count_columns<T, false>(p);                                                 \
@@ -462,6 +407,3 @@ SELECTION_OF_SCORES(float32, float)
     }
 SELECTION_OF_IDS(int32, int)
 SELECTION_OF_IDS(int64, long long)
-
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) columns_pick(const ColumnsPickParams p) { pick(p); }
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) round_targets(const RoundTargetsParams p) { round_frequencies(p); }

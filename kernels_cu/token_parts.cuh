@@ -1,4 +1,4 @@
-// What selections of tokens share: the tokens of a block, and what is known of a column's last key.
+// What selections of tokens share: the tokens of a block, what is known of a column's last key, and which block is the last.
 #pragma once
 #include "common.cuh"
 
@@ -38,3 +38,18 @@ struct __align__(16) Column {
 constexpr int ALL = 0x7fffffff;
 // Whether only some of the keys with the digit are taken.
 __device__ __forceinline__ bool has_candidates(const Column& column) { return column.wanted > 0 && column.wanted != ALL; }
+
+// Whether of `blocks` blocks this one is the last that comes here. It sees all that the others have written. done: their
+// number so far, 0 at first. `shared`: shared memory that no thread needs any more.
+__device__ __forceinline__ bool comes_last(int* done, int blocks, int* shared) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        *shared = atomicAdd(done, 1) == blocks - 1;
+    }
+    __syncthreads();
+    const bool last = *shared != 0;
+    __syncthreads();  // all have read it
+    if (last) __threadfence();
+    return last;
+}

@@ -133,6 +133,7 @@ def kernel_constants(source: str) -> dict[str, int]:
         "pairs.cu": {"PAIRS_THREADS": PAIRS_THREADS, "PAIRS_BLOCKS": PAIRS_BLOCKS},
         "capacity.cu": {
             "SELECT_THREADS": SELECT_THREADS,
+            "SELECT_BITS": SELECT_BITS,
             "FINISH_THREADS": FINISH_THREADS,
             "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
         },

@@ -278,15 +278,9 @@ _TABLES = {
     "selection.cu": {
         "columns_count": Params(
             "ColumnsCountParams<float>",
-            pointers=("scores", "chosen", "columns", "sequences", "histogram"),
-            int64=("L",),
-            int32=("num_experts", "num_sequences", "parts", "width"),
-        ),
-        "columns_pick": Params(
-            "ColumnsPickParams",
-            pointers=("histogram", "columns", "reserved"),
-            int64=("room",),
-            int32=("num_experts", "width", "wanted"),
+            pointers=("scores", "chosen", "sequences", "columns", "histogram", "done", "reserved"),
+            int64=("L", "room"),
+            int32=("num_experts", "num_sequences", "parts", "width", "wanted"),
         ),
         "columns_split": Params(
             "ColumnsSplitParams<float>",
@@ -305,15 +299,9 @@ _TABLES = {
         ),
         "chosen_bits": Params(
             "ChosenBitsParams<int>",
-            pointers=("ids", "chosen", "frequencies"),
+            pointers=("ids", "chosen", "frequencies", "done", "columns"),
             int64=("L",),
-            int32=("k", "num_experts", "parts"),
-        ),
-        "round_targets": Params(
-            "RoundTargetsParams",
-            pointers=("frequencies", "columns"),
-            int64=("L",),
-            int32=("num_experts", "tile", "rounding"),
+            int32=("k", "num_experts", "parts", "tile", "rounding"),
         ),
     },
     "pairs.cu": {
@@ -337,6 +325,12 @@ _TABLES = {
             pointers=("ids", "values", "sequences", "histogram"),
             int64=("L",),
             int32=(*_CAPACITY_INT32, "order", "value_type", "width"),
+        ),
+        "capacity_pick": Params(
+            "CapacityPickParams",
+            pointers=("histogram", "columns", "reserved"),
+            int64=("room",),
+            int32=("num_experts", "width", "capacity"),
         ),
         "capacity_list": Params(
             "CapacityListParams<int>",

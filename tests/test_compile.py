@@ -141,11 +141,10 @@ def entry_names(variant) -> set[str]:
         "bias_bwd.cu": {"bias_bwd"},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
         "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "split", "finish") for dtype in dtypes}
-        | {f"chosen_bits_{ids}" for ids in ids_dtypes}
-        | {"columns_pick", "round_targets"},
+        | {f"chosen_bits_{ids}" for ids in ids_dtypes},
         "pairs.cu": {"mask_bits", "pairs_count", "pairs_write"},
         "capacity.cu": {f"capacity_{step}_{ids}" for step in ("count", "list", "parts", "mark") for ids in ids_dtypes}
-        | {"capacity_finish"},
+        | {"capacity_pick", "capacity_finish"},
         "balance.cu": {f"tokens_per_expert_{ids}" for ids in ids_dtypes}
         | {f"quantile_counts_{dtype}" for dtype in dtypes}
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},

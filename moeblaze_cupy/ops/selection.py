@@ -96,30 +96,6 @@ def _listed(run: Runtime, steps: ListPairs, taken: Buffer, counts: int) -> Pairs
     return token_offsets, ids
 
 
-@dataclass(frozen=True, eq=False)
-class Digit:
-    """The digit in which the selection of each column ends."""
-
-    num_columns: int
-    histogram: int  # int32 elements
-    room: int  # candidates that the list may have
-    count: Launch
-    pick: Launch
-
-
-def _digit(num_sequences: int, num_experts: int, width: int, room: int, count: Launch, wanted: int) -> Digit:
-    """wanted: of each column; -1 where `columns` says."""
-    pick = Launch(
-        loader.entry("selection.cu", "columns_pick"),
-        (num_sequences, launch_config.ceil_div(num_experts, 32)),
-        launch_config.SELECT_THREADS,
-        ("histogram", "columns", "reserved"),
-        {"room": room, "num_experts": num_experts, "width": width, "wanted": wanted},
-        4 * launch_config.SELECT_THREADS,
-    )
-    return Digit(num_sequences * num_experts, num_sequences * num_experts << width, room, count, pick)
-
-
 def _zeros(run: Runtime, *sizes: int) -> tuple[Buffer, list[int]]:
     """One buffer of int32 zeros for arrays of these sizes, and the address of each."""
     buffer = run.empty((sum(sizes),), "int32")
@@ -131,11 +107,15 @@ def _zeros(run: Runtime, *sizes: int) -> tuple[Buffer, list[int]]:
 class Select:
     """The tokens with the largest scores of each expert: what is launched and allocated."""
 
-    digit: Digit
+    num_columns: int
+    histogram: int  # int32 elements
+    groups: int  # of 32 columns
+    room: int  # candidates that the list may have
+    count: Launch
     split: Launch
     finish: Launch
     pairs: ListPairs
-    choose: tuple[Launch, Launch] | None  # chosen_bits and round_targets of token rounding
+    choose: Launch | None  # chosen_bits of token rounding
     by_offsets: bool  # which might leave tokens out, or have sequences that overlap
 
 
@@ -145,7 +125,7 @@ def _configure(
     sequences: Sequences,
     num_pairs: int,
     limits: DeviceLimits,
-    choose: tuple[Launch, Launch] | None = None,
+    choose: Launch | None = None,
 ) -> Select | None:
     L, E = scores.shape
     if L == 0:
@@ -155,7 +135,7 @@ def _configure(
     longest = sequences.longest(L)
     parts = selection_config.parts_of_sequence(S, longest, blocks, 256, longest)
     width = selection_config.digit_bits(4 * 32, S * E, limits)
-    pairs = configure_pairs(L, E, num_pairs)
+    pairs, room = configure_pairs(L, E, num_pairs), selection_config.listed_candidates(L, E)
     sizes = {"L": L, "num_experts": E, "num_sequences": S, "parts": parts, "width": width}
     sizes["block_shift"] = pairs.block_shift
 
@@ -163,13 +143,25 @@ def _configure(
         return loader.entry("selection.cu", f"columns_{step}_{scores.dtype}")
 
     inputs, grid = ("scores", "chosen", "columns", "sequences"), (S * parts, groups)
-    count = Launch(entry("count"), grid, threads, (*inputs, "histogram"), sizes, 4 * 32 << width)
+    counted = {"room": room, "wanted": -1 if choose else wanted}
+    count = Launch(
+        entry("count"),
+        grid,
+        threads,
+        (*inputs, "histogram", "done", "reserved"),
+        sizes | counted,
+        4 * max(32 << width, threads),
+    )
     bits = (*inputs, "taken", "candidates", "list", "listed", "block_counts")
     split_bytes = launch_config.SPLIT_SHARED_BYTES
     finish_threads = launch_config.FINISH_THREADS
     finish_bytes = launch_config.FINISH_SHARED_BYTES + 4 * launch_config.PAIRS_BLOCKS
     return Select(
-        digit=_digit(S, E, width, selection_config.listed_candidates(L, E), count, -1 if choose else wanted),
+        num_columns=S * E,
+        histogram=S * E << width,
+        groups=S * groups,
+        room=room,
+        count=count,
         split=Launch(entry("split"), grid, threads, bits, sizes, split_bytes),
         finish=Launch(entry("finish"), (S * E,), finish_threads, bits, sizes, finish_bytes),
         pairs=pairs,
@@ -197,37 +189,27 @@ def configure_round_tokens(
         loader.entry("selection.cu", f"chosen_bits_{ids.dtype}"),
         (parts,),
         threads,
-        ("ids", "chosen", "frequencies"),
-        {"L": L, "k": k, "num_experts": E, "parts": parts},
+        ("ids", "chosen", "frequencies", "done", "columns"),
+        {"L": L, "k": k, "num_experts": E, "parts": parts, "tile": tile, "rounding": ROUNDINGS.index(rounding)},
         4 * E,
     )
-    targets = Launch(
-        loader.entry("selection.cu", "round_targets"),
-        (1,),
-        threads,
-        ("frequencies", "columns"),
-        {"L": L, "num_experts": E, "tile": tile, "rounding": ROUNDINGS.index(rounding)},
-        4 * E,
-    )
-    return _configure(scores, -1, Sequences(1, False), num_pairs, limits, (bits, targets))
+    return _configure(scores, -1, Sequences(1, False), num_pairs, limits, bits)
 
 
 def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int = 0) -> Pairs:
     """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
-    digit, chosen = steps.digit, None
-    columns = run.empty((digit.num_columns, COLUMN), "int32")
-    sizes = (digit.histogram, digit.num_columns, steps.pairs.blocks, digit.num_columns if steps.choose else 0)
-    _memory, (reserved, histogram, listed, counts, frequencies) = _zeros(run, RESERVED, *sizes)
+    chosen, columns = None, run.empty((steps.num_columns, COLUMN), "int32")
+    sizes = (steps.histogram, steps.groups, steps.num_columns, steps.pairs.blocks)
+    of_choice = (1, steps.num_columns) if steps.choose else (0, 0)
+    _memory, addresses = _zeros(run, RESERVED, *sizes, *of_choice)
+    reserved, histogram, counted, listed, counts, chose, frequencies = addresses
     if steps.choose:
-        choose, target = steps.choose
         chosen = run.empty(steps.pairs.words, "int32")
-        run.launch(choose, ids, chosen.ptr, frequencies)
-        run.launch(target, frequencies, columns.ptr)
+        run.launch(steps.choose, ids, chosen.ptr, frequencies, chose, columns.ptr)
     inputs = (scores, chosen.ptr if chosen else 0, columns.ptr, offsets)
-    run.launch(digit.count, *inputs, histogram)
-    run.launch(digit.pick, histogram, columns.ptr, reserved)
+    run.launch(steps.count, *inputs, histogram, counted, reserved)
     taken, candidates = run.empty(steps.pairs.words, "int32"), run.empty(steps.pairs.words, "int32")
-    found = run.empty((digit.room, CANDIDATE), "int32")
+    found = run.empty((steps.room, CANDIDATE), "int32")
     if steps.by_offsets:
         rows, words = steps.pairs.words
         run.clear(taken.ptr, 4 * rows * words)
@@ -249,7 +231,11 @@ def no_pairs(run: Runtime, num_pairs: int) -> Pairs:
 class CapacityByKey:
     """What limit_capacity launches and allocates where slots differ in their keys."""
 
-    digit: Digit
+    num_columns: int
+    histogram: int  # int32 elements
+    room: int  # candidates that the list may have
+    count: Launch
+    pick: Launch
     select: Launch
     finish: Launch
 
@@ -313,7 +299,18 @@ def configure_capacity(
     count = launch("count", ("values", "sequences", "histogram"), keys, counters)
     outputs = ("columns", "sequences", "list", "listed", "kept")
     return CapacityByKey(
-        digit=_digit(S, E, width, L * k, count, capacity),
+        num_columns=S * E,
+        histogram=S * E << width,
+        room=L * k,
+        count=count,
+        pick=Launch(
+            loader.entry("capacity.cu", "capacity_pick"),
+            (S, launch_config.ceil_div(E, 32)),
+            threads,
+            ("histogram", "columns", "reserved"),
+            {"room": L * k, "num_experts": E, "width": width, "capacity": capacity},
+            4 * threads,
+        ),
         select=launch("list", ("values", *outputs), keys, 16 * E),
         finish=Launch(
             loader.entry("capacity.cu", "capacity_finish"),
@@ -337,11 +334,10 @@ def limit_capacity(
         run.launch(steps.count, ids, offsets, counts.ptr, totals)
         run.launch(steps.mark, ids, offsets, counts.ptr, totals, kept.ptr)
     elif steps:
-        digit = steps.digit
-        columns, found = run.empty((digit.num_columns, COLUMN), "int32"), run.empty((digit.room, CANDIDATE), "int32")
-        _memory, (reserved, histogram, listed) = _zeros(run, RESERVED, digit.histogram, digit.num_columns)
-        run.launch(digit.count, ids, values, offsets, histogram)
-        run.launch(digit.pick, histogram, columns.ptr, reserved)
+        columns, found = run.empty((steps.num_columns, COLUMN), "int32"), run.empty((steps.room, CANDIDATE), "int32")
+        _memory, (reserved, histogram, listed) = _zeros(run, RESERVED, steps.histogram, steps.num_columns)
+        run.launch(steps.count, ids, values, offsets, histogram)
+        run.launch(steps.pick, histogram, columns.ptr, reserved)
         outputs = (columns.ptr, offsets, found.ptr, listed, kept.ptr)
         run.launch(steps.select, ids, values, *outputs)
         run.launch(steps.finish, *outputs)
