@@ -120,18 +120,21 @@ extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_write(const Pa
     __syncthreads();
     int64 position = 0;
     all = 0;
+#pragma unroll 4
     for (int w = 0; w < WARPS; ++w) position += sums[w], all += sums[WARPS + w];
     const int64 listed = min(all, p.num_pairs);
     const Tokens words = words_of_block(p);
-    for (int64 first = words.begin; first < words.end; first += PAIRS_THREADS) {
-        const int64 i = first + threadIdx.x;
-        unsigned bits = i < words.end ? p.taken[i] : 0;
+    const int number = static_cast<int>(words.end - words.begin);  // of whole tokens
+    const unsigned* taken = p.taken + words.begin;
+    int* token_offsets = p.token_offsets + (static_cast<int64>(blockIdx.x) << p.block_shift);
+    for (int first = 0; first < number; first += PAIRS_THREADS) {
+        const int i = first + threadIdx.x;
+        unsigned bits = i < number ? taken[i] : 0;
         int64 pair = position + sum_before(__popc(bits), of_warps);
         position += of_warps[WARPS];
-        if (i >= words.end) continue;
-        const int64 token = i / p.row_words;
-        const int word = static_cast<int>(i - token * p.row_words);
-        if (word == 0) p.token_offsets[token] = static_cast<int>(min(pair, listed));
+        if (i >= number) continue;
+        const int token = i / p.row_words, word = i - token * p.row_words;
+        if (word == 0) token_offsets[token] = static_cast<int>(min(pair, listed));
         for (; bits && pair < listed; bits &= bits - 1, ++pair) p.ids[pair] = 32 * word + __ffs(static_cast<int>(bits)) - 1;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) p.token_offsets[p.num_words / p.row_words] = static_cast<int>(listed);

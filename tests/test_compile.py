@@ -34,7 +34,7 @@ LIMITS = {
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
 # thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation, slots
 # and bias_bwd three blocks of 256. Measured: 64 in dispatch, 79 in aggregation, 68 in slots, 44 in wgrad_parts, 77 in
-# bias_bwd, 81 in balance on sm_80, 64 in selections of 1024 threads, 57 in router_sums and 56 in pairs on sm_120.
+# bias_bwd, 63 in balance on sm_80, 64 in selections of 1024 threads, 57 in router_sums and 40 in pairs on sm_120.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
@@ -45,9 +45,9 @@ REGISTER_CAPS = {
     "slots.cu": 80,
     "wgrad_parts.cu": 48,
     "selection.cu": 64,
-    "pairs.cu": 64,
+    "pairs.cu": 48,
     "capacity.cu": 64,
-    "balance.cu": 88,
+    "balance.cu": 64,
     "bias_bwd.cu": 80,
     "bound_slots.cu": 48,
     "pull.cu": 64,
