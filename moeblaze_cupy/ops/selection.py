@@ -1,6 +1,7 @@
 """Pairs of tokens and experts that stay or are taken: kernels_cu/selection.cu, pairs.cu, capacity.cu."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moeblaze_cupy import launch_config, loader, selection_config
 from moeblaze_cupy.arrays import Buffer, Layout
@@ -98,9 +99,10 @@ def _listed(run: Runtime, steps: ListPairs, taken: Buffer, counts: int) -> Pairs
 
 def _zeros(run: Runtime, *sizes: int) -> tuple[Buffer, list[int]]:
     """One buffer of int32 zeros for arrays of these sizes, and the address of each."""
-    buffer = run.empty((sum(sizes),), "int32")
-    run.clear(buffer.ptr, 4 * sum(sizes))
-    return buffer, [buffer.ptr + 4 * sum(sizes[:i]) for i in range(len(sizes))]
+    *starts, size = accumulate(sizes, initial=0)
+    buffer = run.empty((size,), "int32")
+    run.clear(buffer.ptr, 4 * size)
+    return buffer, [buffer.ptr + 4 * start for start in starts]
 
 
 @dataclass(frozen=True, eq=False)
