@@ -225,9 +225,9 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
             found &= 0xffffffffu >> (32 - min(LOADS, rows.number - first));
             if (found) {
                 int i = atomicAdd(shared.numbers + lane, __popc(found));
-                for (; found; found &= found - 1, ++i) {
+                for (; found && i < SplitShared::MOST; found &= found - 1, ++i) {
                     const int token = first + __ffs(static_cast<int>(found)) - 1;
-                    if (i < SplitShared::MOST) shared.list[lane][i] = candidate(key_of(rows.score(token)), index + token);
+                    shared.list[lane][i] = candidate(key_of(rows.score(token)), index + token);
                 }
             }
         }
