@@ -17,7 +17,8 @@
 #error "COUNT_THREADS is given by launch_config.py"
 #endif
 static_assert(COUNT_THREADS % 32 == 0 && COUNT_THREADS <= 1024, "threads of a block");
-constexpr int LOADS = 8;  // scores of a thread on their way from global memory
+constexpr int LOADS = 8;       // scores of a thread of quantile_counts on their way from global memory
+constexpr int LINE_LOADS = 4;  // of quantile_lines
 
 template <class Id>
 struct TokensPerExpertParams {
@@ -78,9 +79,25 @@ __device__ __forceinline__ void count_tokens(const TokensPerExpertParams<Id>& p)
 
 __device__ __forceinline__ float score_of(float x, int score, float log_sum) {
     if (score == SOFTMAX) return expf(x - log_sum);
-    if (score == SIGMOID) return 1.f / (1.f + expf(-x));
+    if (score == SIGMOID) return reciprocal(1.f + expf(-x));
     if (score == SQRT_SOFTPLUS) return sqrtf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
     return score == RELU && x < 0.f ? 0.f : x;
+}
+
+// Calls f(first, logit of expert first + lane) for every 32 experts. All lanes call it as often: past the last expert they get
+// that one's logit.
+template <class T, class F>
+__device__ __forceinline__ void for_experts(const T* logits, int num_experts, const F& f) {
+    const int lane = threadIdx.x & 31;
+    for (int first = 0; first < num_experts; first += 32 * LINE_LOADS) {
+        T loaded[LINE_LOADS];
+#pragma unroll
+        for (int l = 0; l < LINE_LOADS; ++l) loaded[l] = logits[min(first + 32 * l + lane, num_experts - 1)];
+        __syncwarp();  // keeps the compiler from putting the loads off until their use
+#pragma unroll
+        for (int l = 0; l < LINE_LOADS; ++l)
+            if (first + 32 * l < num_experts) f(first + 32 * l, to_float(loaded[l]));
+    }
 }
 
 template <class T, class Id>
@@ -90,30 +107,28 @@ __device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) 
     if (token >= p.L) return;
     const T* logits = p.logits + token * p.num_experts;
     const Id* ids = p.ids + token * p.k;
+    const Id own = lane < p.k ? ids[lane] : static_cast<Id>(-1);  // of slot `lane`, on its way together with the logits
     float log_sum = 0.f;
     if (p.score == SOFTMAX) {
         float largest = __uint_as_float(0xff800000u), sum = 0.f;
-        for (int e = lane; e < p.num_experts; e += 32) largest = fmaxf(largest, to_float(logits[e]));
+        for_experts(logits, p.num_experts, [&](int, float x) { largest = fmaxf(largest, x); });
 #pragma unroll
         for (int step = 16; step > 0; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-        for (int e = lane; e < p.num_experts; e += 32) sum += expf(to_float(logits[e]) - largest);
+        for_experts(logits, p.num_experts,
+                    [&](int first, float x) { sum += first + lane < p.num_experts ? expf(x - largest) : 0.f; });
         log_sum = largest + logf(warp_sum(sum));
     }
     unsigned best = 0;
-    bool any = false;
-    const int last = p.num_experts - 1;
-    for (int first = 0; first < p.num_experts; first += 32) {
-        unsigned chosen = 0;  // a bit for each of these experts
-        for (int j = lane; j < p.k; j += 32) {
-            const Id id = ids[j];
-            any |= id >= 0 && id <= last;
-            if (id >= first && id < first + 32) chosen |= 1u << (static_cast<int>(id) - first);
-        }
+    bool any = own >= 0 && own < p.num_experts;
+    for (int j = lane + 32; j < p.k; j += 32) any |= ids[j] >= 0 && ids[j] < p.num_experts;
+    for_experts(logits, p.num_experts, [&](int first, float x) {
+        unsigned chosen = own >= first && own < first + 32 ? 1u << (static_cast<int>(own) - first) : 0;  // a bit per expert
+        for (int j = lane + 32; j < p.k; j += 32)
+            if (ids[j] >= first && ids[j] < first + 32) chosen |= 1u << (static_cast<int>(ids[j]) - first);
         chosen = __reduce_or_sync(0xffffffffu, chosen);
-        const int e = first + lane;
-        if (e <= last && !(chosen >> lane & 1))
-            best = max(best, sort_key(score_of(to_float(logits[e]), p.score, log_sum) + p.bias[e]));
-    }
+        if (first + lane < p.num_experts && !(chosen >> lane & 1))
+            best = max(best, sort_key(score_of(x, p.score, log_sum) + p.bias[first + lane]));
+    });
     any = __any_sync(0xffffffffu, any);
     best = __reduce_max_sync(0xffffffffu, best);
     if (lane == 0) {
@@ -132,21 +147,25 @@ __device__ __forceinline__ void count_lines(const QuantileCountsParams<T>& p) {
     const int column = threadIdx.x & (p.columns - 1), rows = COUNT_THREADS / p.columns;
     const int expert = blockIdx.y * p.columns + column;
     const Tokens tokens = tokens_of_part({0, p.L}, gridDim.x, blockIdx.x);
-    for (int64 first = tokens.begin + threadIdx.x / p.columns; first < tokens.end && expert < p.num_experts;
-         first += LOADS * rows) {
+    const int number = expert < p.num_experts ? static_cast<int>(tokens.end - tokens.begin) : 0;
+    // Offsets of rows have 32 bits, so that an address takes few instructions.
+    const unsigned row_bytes = p.num_experts * sizeof(T);
+    const Line* of_lines = p.lines + tokens.begin;
+    const char* of_logits = reinterpret_cast<const char*>(p.logits + tokens.begin * p.num_experts + expert);
+    for (int first = threadIdx.x / p.columns; first < number; first += LOADS * rows) {
         Line lines[LOADS];
         T logits[LOADS];
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
-            const int64 token = min(first + l * rows, tokens.end - 1);
-            lines[l] = p.lines[token];
-            logits[l] = p.logits[token * p.num_experts + expert];
+            const unsigned token = min(first + l * rows, number - 1);
+            lines[l] = of_lines[token];
+            logits[l] = *reinterpret_cast<const T*>(of_logits + static_cast<unsigned long long>(token) * row_bytes);
         }
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
             const float s = score_of(to_float(logits[l]), p.score, lines[l].log_sum);
             const float place = (lines[l].line - s - low) * scale;
-            if (place == place && first + l * rows < tokens.end) {
+            if (place == place && first + l * rows < number) {
                 const int bin = static_cast<int>(fminf(fmaxf(place, 0.f), static_cast<float>(p.bins - 1)));
                 atomicAdd(counts + column * p.bins + bin, 1);
             }

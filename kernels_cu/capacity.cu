@@ -1,65 +1,102 @@
 // Slots that stay where an expert takes at most `capacity` of them per sequence: ids (L, k) with dropped slots -1.
 //
-// Slots of an expert stay by falling key, equal ones by rising token, then slot. A key is the same for all slots (order
-// "position"), falls with the slot's number in its token ("choice"), or orders the slot's weight ("weights") or the token's
-// priority ("priority"). So "position" has nothing but ties. For other orders a radix select finds the last key that stays,
-// with columns_pick of selection.cu between two digits.
+// Slots of an expert stay by falling key, equal ones by rising token, then slot. A key falls with the slot's number in its token
+// (order "choice"), or orders the slot's weight ("weights") or the token's priority ("priority"):
 //
-//   capacity_count  histogram of one digit of the keys whose higher digits are those of the column's `Column`
-//   capacity_ties   per part and expert, slots whose key equals that of the last that stays, or all slots for "position"
-//   capacity_mark   the ids. A block knows the ties of the parts before it. In most blocks all ties of an expert stay or none
-//                   does. Where some do, warps take consecutive slots and rank the ties.
+//   capacity_count   histogram of the leading digit of the keys
+//   capacity_pick    the digit of the last key that stays, and room in the list for the candidates: slots with this digit where
+//                    not all stay
+//   capacity_list    the ids, without the candidates, and the list of these
+//   capacity_finish  the ids of the candidates that stay
 //
-// Atomics are sums of integers in shared and global memory, the same in any order.
+// For "position" all keys are equal, and for "choice" there are few, unless tokens have very many slots. Then slots are counted
+// instead, apart for each of `choices`, which is 1 or k:
 //
-// Launch: SELECT_THREADS threads, grid S * parts. A block takes one part of a sequence's tokens. Dynamic shared memory:
-//   capacity_count  16-bit counters (2^width, E). So a part has fewer than 65536 slots.
-//   capacity_ties   (E + 1,) int32
-//   capacity_mark   (2 + walkers, E) int32 and one more: the last keys, room for ties, ties of each warp that ranks them
-#include "token_parts.cuh"
+//   capacity_parts   slots of each choice and expert in each part, and in all
+//   capacity_mark    the ids. A block finds the choice of which not all slots stay, and sums the slots of the parts before it.
+//                    In most blocks all slots of this choice stay or none does. Where some do, warps take consecutive slots
+//                    and rank them.
+//
+// The order within the list of candidates varies, the selection among them does not. Other atomics are sums of integers, the
+// same in any order.
+//
+// Launch: SELECT_THREADS threads, grid S * parts, but for capacity_pick and capacity_finish. A block takes one part of a
+// sequence's tokens. Dynamic shared memory:
+//   capacity_count   16-bit counters (2^width, E). So a part has fewer than 65536 slots.
+//   capacity_pick    (32, 32) int32; grid (S, ceil(E / 32)), a block for 32 experts
+//   capacity_list    (4, E) int32: first digit that stays, first place in the list, slots and place of a round
+//   capacity_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block per column
+//   capacity_parts   (choices, E) int32
+//   capacity_mark    (2 + walkers, E) int32 and one more: room, last choice, slots of each warp that ranks them
+#include "candidates.cuh"
+#include "pick.cuh"
 
-#if !defined(SELECT_THREADS)
-#error "SELECT_THREADS is given by launch_config.py"
-#endif
-static_assert(SELECT_THREADS % 32 == 0 && SELECT_THREADS <= 1024, "threads of a block");
-
-constexpr int LOADS = 4;  // slots of a thread on their way from global memory
+constexpr int LOADS = 4;        // slots of a thread with keys on their way from global memory
+constexpr int COUNT_LOADS = 8;  // without keys
+constexpr int SUM_LOADS = 16;   // counts, likewise
 enum Order { POSITION, CHOICE, WEIGHTS, PRIORITY };
 enum ValueType { FLOAT32, BFLOAT16, FLOAT16 };
 
 template <class Id>
 struct CapacityCountParams {
-    const Id* ids;          // (L, k) int32 or int64, in; id < 0 or >= E: an empty slot
-    const void* values;     // (L, k) for WEIGHTS or (L,) for PRIORITY, of value_type, in; else null
-    const Column* columns;  // (S, E) of 16 bytes, in; not read for the first digit
-    const int* sequences;   // (S+1,) int32 offsets, in; null for equal lengths
-    int* histogram;         // (S, 2^width, E) int32, in and out: zeros at first
+    const Id* ids;         // (L, k) int32 or int64, in; id < 0 or >= E: an empty slot
+    const void* values;    // (L, k) for WEIGHTS or (L,) for PRIORITY, of value_type, in; else null
+    const int* sequences;  // (S+1,) int32 offsets, in; null for equal lengths
+    int* histogram;        // (S, 2^width, E) int32, in and out: zeros at first
     int64 L;
-    int k, num_experts, num_sequences, parts, order, value_type, width, shift;
+    int k, num_experts, num_sequences, parts, order, value_type, width;
+};
+
+struct CapacityPickParams {
+    const int* histogram;          // (S, 2^width, E) int32, in
+    Column* columns;               // (S, E) of 16 bytes, out
+    unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
+    int64 room;                    // candidates that the list may have
+    int num_experts, width, capacity;
 };
 
 template <class Id>
-struct CapacityTiesParams {
+struct CapacityListParams {
     const Id* ids;          // (L, k), in
     const void* values;     // as in CapacityCountParams, in
-    const Column* columns;  // (S, E) of 16 bytes, in; null for POSITION
+    const Column* columns;  // (S, E) of 16 bytes, in
     const int* sequences;   // (S+1,) int32 offsets, in; null for equal lengths
-    int* ties;              // (S, parts, E) int32, out
+    Candidate* list;        // (L * k,) of 8 bytes, out
+    unsigned* listed;       // (S, E) uint32, in and out: zeros at first; numbers of candidates
+    int* kept;              // (L, k) int32, out: the ids that stay, -1 for other slots and for candidates
     int64 L;
-    int k, num_experts, num_sequences, parts, order, value_type;
+    int k, num_experts, num_sequences, parts, order, value_type, width;
+};
+
+struct CapacityFinishParams {
+    const Column* columns;   // (S, E) of 16 bytes, in
+    const int* sequences;    // (S+1,) int32 offsets, in; null for equal lengths
+    const Candidate* list;   // (L * k,) of 8 bytes, in
+    const unsigned* listed;  // (S, E) uint32, in
+    int* kept;               // (L, k) int32, in and out
+    int64 L;
+    int k, num_experts, num_sequences, width;
+};
+
+template <class Id>
+struct CapacityPartsParams {
+    const Id* ids;         // (L, k), in
+    const int* sequences;  // (S+1,) int32 offsets, in; null for equal lengths
+    int* counts;           // (S, parts, choices, E) int32, out
+    int* totals;           // (S, choices, E) int32, in and out: zeros at first; null for one choice
+    int64 L;
+    int k, num_experts, num_sequences, parts, choices;
 };
 
 template <class Id>
 struct CapacityMarkParams {
-    const Id* ids;          // (L, k), in
-    const void* values;     // as in CapacityCountParams, in
-    const Column* columns;  // (S, E) of 16 bytes, in; null for POSITION
-    const int* sequences;   // (S+1,) int32 offsets, in; null for equal lengths
-    const int* ties;        // (S, parts, E) int32, in
-    int* kept;              // (L, k) int32, out: the ids that stay, -1 for dropped and empty slots
+    const Id* ids;         // (L, k), in
+    const int* sequences;  // (S+1,) int32 offsets, in; null for equal lengths
+    const int* counts;     // (S, parts, choices, E) int32, in
+    const int* totals;     // (S, choices, E) int32, in; null for one choice
+    int* kept;             // (L, k) int32, out: the ids that stay, -1 for dropped and empty slots
     int64 L;
-    int k, num_experts, num_sequences, parts, order, value_type;
-    int capacity, walkers;
+    int k, num_experts, num_sequences, parts, choices, capacity, walkers;
 };
 
 // The slots of a block.
@@ -67,31 +104,45 @@ template <class Params>
 struct Slots {
     const Params& p;
     int sequence, part, number;
-    int64 first;
+    int64 sequence_begin, begin;  // the first slot of the sequence, and of the block
     __device__ __forceinline__ explicit Slots(const Params& params)
         : p(params), sequence(blockIdx.x / params.parts), part(blockIdx.x % params.parts) {
         const Tokens all = tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence);
         const Tokens tokens = tokens_of_part(all, p.parts, part);
-        first = tokens.begin * p.k;
+        sequence_begin = all.begin * p.k;
+        begin = tokens.begin * p.k;
         number = static_cast<int>((tokens.end - tokens.begin) * p.k);
     }
-    // The keys of LOADS slots from `slot` on, `step` apart, of which those before `end` exist.
+    // The ids of N slots from `slot` on, `step` apart; -1 for empty slots and from `end` on.
+    template <int N>
+    __device__ __forceinline__ void load_ids(int (&ids)[N], int slot, int step, int end) const {
+#pragma unroll
+        for (int l = 0; l < N; ++l) {
+            const int i = slot + l * step;
+            ids[l] = -1;
+            if (i < end) {
+                const auto id = p.ids[begin + i];
+                if (id >= 0 && id < p.num_experts) ids[l] = static_cast<int>(id);
+            }
+        }
+    }
+    // The keys of LOADS slots; 0 from `end` on.
     __device__ __forceinline__ void load_keys(unsigned (&keys)[LOADS], int slot, int step, int end) const {
         if (p.order == CHOICE) {
 #pragma unroll
             for (int l = 0; l < LOADS; ++l)
                 keys[l] = static_cast<unsigned>(p.k - 1 - (slot + l * step) % p.k) << __clz(p.k - 1);  // k > 1
-        } else if (p.order != POSITION && p.value_type == FLOAT32) {
+        } else if (p.value_type == FLOAT32) {
             load_values<float>(keys, slot, step, end);
-        } else if (p.order != POSITION && p.value_type == BFLOAT16) {
+        } else if (p.value_type == BFLOAT16) {
             load_values<bf16>(keys, slot, step, end);
-        } else if (p.order != POSITION) {
+        } else {
             load_values<fp16>(keys, slot, step, end);
         }
     }
     template <class T>
     __device__ __forceinline__ void load_values(unsigned (&keys)[LOADS], int slot, int step, int end) const {
-        const T* values = static_cast<const T*>(p.values) + (p.order == WEIGHTS ? first : first / p.k);
+        const T* values = static_cast<const T*>(p.values) + (p.order == WEIGHTS ? begin : begin / p.k);
         T loaded[LOADS];
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
@@ -101,43 +152,47 @@ struct Slots {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) keys[l] = slot + l * step < end ? sort_key(to_float(loaded[l])) : 0;
     }
-    // Calls f(slot, id, key) for slots begin + offset, then every `step`-th, with LOADS of them on their way at one time.
-    // Threads with the same begin and end call f as often, past the end with id -1, as for empty slots.
+    // Calls f(slot, id) for slots first + offset, then every `step`-th, with COUNT_LOADS of them on their way at one time.
+    // Threads with the same first and end call f as often, past the end with id -1, as for empty slots.
     template <class F>
-    __device__ __forceinline__ void for_each(int begin, int end, int offset, int step, const F& f) const {
-        for (int base = begin; base < end; base += LOADS * step) {
-            int ids[LOADS];
-            unsigned keys[LOADS] = {};
+    __device__ __forceinline__ void for_each(int first, int end, int offset, int step, const F& f) const {
+        for (int base = first + offset; base - offset < end; base += COUNT_LOADS * step) {
+            int ids[COUNT_LOADS];
+            load_ids(ids, base, step, end);
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) {
-                const int slot = base + offset + l * step;
-                ids[l] = -1;
-                if (slot < end) {
-                    const auto id = p.ids[first + slot];
-                    if (id >= 0 && id < p.num_experts) ids[l] = static_cast<int>(id);
-                }
-            }
-            load_keys(keys, base + offset, step, end);
-#pragma unroll
-            for (int l = 0; l < LOADS; ++l) f(base + offset + l * step, ids[l], keys[l]);
+            for (int l = 0; l < COUNT_LOADS; ++l) f(base + l * step, ids[l]);
         }
     }
-    __device__ __forceinline__ const Column* columns() const { return p.columns + static_cast<int64>(sequence) * p.num_experts; }
+    // Drops the slots of tokens that are in no sequence.
+    __device__ __forceinline__ void drop_others() const {
+        if (!p.sequences || (blockIdx.x > 0 && blockIdx.x < gridDim.x - 1)) return;
+        const int64 before = clamped(p.sequences[0], p.L) * p.k, after = clamped(p.sequences[p.num_sequences], p.L) * p.k;
+        if (blockIdx.x == 0)
+            for (int64 i = threadIdx.x; i < before; i += SELECT_THREADS) p.kept[i] = -1;
+        if (blockIdx.x == gridDim.x - 1)
+            for (int64 i = after + threadIdx.x; i < p.L * p.k; i += SELECT_THREADS) p.kept[i] = -1;
+    }
 };
 
 template <class Id>
 __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
     unsigned* counters = reinterpret_cast<unsigned*>(dynamic_shared);  // (2^width, E) of 16 bits, in pairs
     const Slots<CapacityCountParams<Id>> slots(p);
-    const int num_counters = p.num_experts << p.width;
+    const int num_counters = p.num_experts << p.width, shift = 32 - p.width;
     for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) counters[i] = 0;
     __syncthreads();
-    const unsigned above = bits_above(p.shift, p.width), digits = (1u << p.width) - 1;
-    slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int, int id, unsigned key) {
-        if (id < 0 || (above && (key & above) != slots.columns()[id].key)) return;
-        const int counter = static_cast<int>(key >> p.shift & digits) * p.num_experts + id;
-        atomicAdd(counters + counter / 2, counter & 1 ? 1u << 16 : 1u);
-    });
+    for (int slot = threadIdx.x; slot < slots.number; slot += LOADS * SELECT_THREADS) {
+        int ids[LOADS];
+        unsigned keys[LOADS];
+        slots.load_ids(ids, slot, SELECT_THREADS, slots.number);
+        slots.load_keys(keys, slot, SELECT_THREADS, slots.number);
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            if (ids[l] < 0) continue;
+            const int counter = static_cast<int>(keys[l] >> shift) * p.num_experts + ids[l];
+            atomicAdd(counters + counter / 2, counter & 1 ? 1u << 16 : 1u);
+        }
+    }
     __syncthreads();
     int* histogram = p.histogram + (static_cast<int64>(slots.sequence) * p.num_experts << p.width);
     for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) {
@@ -148,75 +203,158 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
     }
 }
 
+// Slots with the digit before the least are candidates, if their expert has a place in the list.
 template <class Id>
-__device__ __forceinline__ void count_ties(const CapacityTiesParams<Id>& p) {
-    int* counts = reinterpret_cast<int*>(dynamic_shared);
-    int& any = counts[p.num_experts];  // whether an expert has ties
-    const Slots<CapacityTiesParams<Id>> slots(p);
-    if (threadIdx.x == 0) any = p.order == POSITION;
-    __syncthreads();
-    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) {
-        counts[e] = 0;
-        if (p.order != POSITION && has_ties(slots.columns()[e])) any = 1;
+__device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p) {
+    const int E = p.num_experts, shift = 32 - p.width;
+    unsigned* least = reinterpret_cast<unsigned*>(dynamic_shared);  // the first digit of which all slots stay
+    int* first = reinterpret_cast<int*>(least + E);                 // place in the list; -1: no candidates
+    int* numbers = first + E;                                       // of candidates in a round
+    int* places = numbers + E;                                      // of a round's candidates in the list
+    const Slots<CapacityListParams<Id>> slots(p);
+    const Column* columns = p.columns + static_cast<int64>(slots.sequence) * E;
+    unsigned* listed = p.listed + static_cast<int64>(slots.sequence) * E;
+    for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
+        const Column column = columns[e];
+        least[e] = (column.key >> shift) + (column.wanted == ALL ? 0 : 1);
+        first[e] = has_candidates(column) ? column.first : -1;
     }
-    __syncthreads();
-    if (!any) return;
-    slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int, int id, unsigned key) {
-        if (id >= 0 && (p.order == POSITION || key == slots.columns()[id].key)) atomicAdd(counts + id, 1);
-    });
-    __syncthreads();
-    int* ties = p.ties + static_cast<int64>(blockIdx.x) * p.num_experts;
-    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) ties[e] = counts[e];
+    for (int round = 0; round < slots.number; round += LOADS * SELECT_THREADS) {
+        const int slot = round + threadIdx.x;
+        int ids[LOADS], ranks[LOADS];
+        unsigned keys[LOADS];
+        slots.load_ids(ids, slot, SELECT_THREADS, slots.number);
+        slots.load_keys(keys, slot, SELECT_THREADS, slots.number);
+        for (int e = threadIdx.x; e < E; e += SELECT_THREADS) numbers[e] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            const int i = slot + l * SELECT_THREADS, id = ids[l];
+            const unsigned digit = keys[l] >> shift;
+            ranks[l] = id >= 0 && digit + 1 == least[id] && first[id] >= 0 ? atomicAdd(numbers + id, 1) : -1;
+            if (i < slots.number) p.kept[slots.begin + i] = id >= 0 && digit >= least[id] ? id : -1;
+        }
+        __syncthreads();
+        for (int e = threadIdx.x; e < E; e += SELECT_THREADS)
+            if (numbers[e]) places[e] = first[e] + static_cast<int>(atomicAdd(listed + e, static_cast<unsigned>(numbers[e])));
+        __syncthreads();
+        const unsigned index = static_cast<unsigned>(slots.begin - slots.sequence_begin) + slot;
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l)
+            if (ranks[l] >= 0) p.list[places[ids[l]] + ranks[l]] = candidate(keys[l], index + l * SELECT_THREADS);
+    }
+    slots.drop_others();
 }
 
-// `room` of an expert: how many of its ties in this block stay, the first ones; ALL where all do.
+__device__ __forceinline__ void finish(const CapacityFinishParams& p) {
+    Candidate* shared = reinterpret_cast<Candidate*>(dynamic_shared);  // (MAX_LISTED,)
+    Search& search = *reinterpret_cast<Search*>(shared + MAX_LISTED);
+    const Column column = p.columns[blockIdx.x];
+    const int number = static_cast<int>(p.listed[blockIdx.x]);
+    if (!has_candidates(column) || column.first < 0) return;
+    const int sequence = blockIdx.x / p.num_experts, expert = blockIdx.x % p.num_experts;
+    const bool fit = number <= MAX_LISTED;
+    const Candidate* from = fit ? shared : p.list + column.first;
+    if (fit) copy_candidates(shared, p.list + column.first, number);
+    __syncthreads();
+    const auto for_each = [&](const auto& f) {
+        for (int i = threadIdx.x; i < number; i += FINISH_THREADS) f(from[i]);
+    };
+    const Candidate last = find_last(search, column.key, p.width, column.wanted, for_each);
+    int* kept = p.kept + tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence).begin * p.k;
+    for_each([&](Candidate v) {
+        if (v >= last) kept[index_of(v)] = expert;
+    });
+}
+
+// The number of a slot in its token, of `choices` that are told apart. A block begins with a token.
+__device__ __forceinline__ int choice_of(int slot, int choices) { return choices > 1 ? slot % choices : 0; }
+
+template <class Id>
+__device__ __forceinline__ void count_parts(const CapacityPartsParams<Id>& p) {
+    int* numbers = reinterpret_cast<int*>(dynamic_shared);  // (choices, E)
+    const Slots<CapacityPartsParams<Id>> slots(p);
+    const int size = p.choices * p.num_experts;
+    for (int i = threadIdx.x; i < size; i += SELECT_THREADS) numbers[i] = 0;
+    __syncthreads();
+    slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int slot, int id) {
+        if (id >= 0) atomicAdd(numbers + choice_of(slot, p.choices) * p.num_experts + id, 1);
+    });
+    __syncthreads();
+    int* counts = p.counts + static_cast<int64>(blockIdx.x) * size;
+    int* totals = p.totals + static_cast<int64>(slots.sequence) * size;
+    for (int i = threadIdx.x; i < size; i += SELECT_THREADS) {
+        counts[i] = numbers[i];
+        if (p.totals && numbers[i]) atomicAdd(totals + i, numbers[i]);
+    }
+}
+
+// The sum of values first, first + step, ... before `end`, `stride` elements apart.
+__device__ __forceinline__ int sum_of(const int* values, int first, int end, int step, int64 stride) {
+    int sum = 0;
+    for (int i = first; i < end; i += SUM_LOADS * step) {
+        int loaded[SUM_LOADS];
+#pragma unroll
+        for (int l = 0; l < SUM_LOADS; ++l) loaded[l] = i + l * step < end ? values[(i + l * step) * stride] : 0;
+#pragma unroll
+        for (int l = 0; l < SUM_LOADS; ++l) sum += loaded[l];
+    }
+    return sum;
+}
+
+// The choice of which not all slots of an expert stay: earlier ones stay, later ones do not. `left` becomes how many stay.
+__device__ __forceinline__ int last_choice(const int* totals, int choices, int64 stride, int& left) {
+    for (int first = 0; first < choices; first += SUM_LOADS) {
+        int loaded[SUM_LOADS];
+#pragma unroll
+        for (int l = 0; l < SUM_LOADS; ++l) loaded[l] = first + l < choices ? totals[(first + l) * stride] : 0;
+#pragma unroll
+        for (int l = 0; l < SUM_LOADS; ++l) {
+            if (first + l == choices - 1 || left < loaded[l]) return first + l;
+            left -= loaded[l];
+        }
+    }
+    return 0;
+}
+
+// `room` of an expert: how many of its slots of the last choice stay in this block, the first ones; ALL where all do.
 template <class Id>
 __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
-    unsigned* last_key = reinterpret_cast<unsigned*>(dynamic_shared);
-    int* room = reinterpret_cast<int*>(last_key + p.num_experts);
-    int* of_warp = room + p.num_experts;             // (walkers, E)
-    int& some = of_warp[p.walkers * p.num_experts];  // whether of some expert only the first ties stay
-    const Slots<CapacityMarkParams<Id>> slots(p);
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, E = p.num_experts;
+    int* room = reinterpret_cast<int*>(dynamic_shared);
+    int* last = room + E;                // the choice of which not all slots stay
+    int* of_warp = last + E;             // (walkers, E)
+    int& some = of_warp[p.walkers * E];  // whether of some expert only the first slots stay
+    const Slots<CapacityMarkParams<Id>> slots(p);
+    const int64 of_part = static_cast<int64>(p.choices) * E;  // counts
     if (threadIdx.x == 0) some = 0;
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
-        Column column = {0, p.capacity, 0, 0};
-        if (p.order != POSITION) column = slots.columns()[e];
-        last_key[e] = column.key;
-        room[e] = column.wanted;
+        int left = p.capacity;
+        last[e] = p.choices > 1 ? last_choice(p.totals + slots.sequence * of_part + e, p.choices, E, left) : 0;
+        room[e] = left;
     }
     __syncthreads();
     // As many threads per expert as there are share the parts before this one.
-    const int* ties = p.ties + (static_cast<int64>(blockIdx.x) - slots.part) * E;
+    const int* counts = p.counts + (static_cast<int64>(blockIdx.x) - slots.part) * of_part;
     const int share = max(SELECT_THREADS / E, 1);
     for (int i = threadIdx.x; i < share * E; i += SELECT_THREADS) {
-        const int e = i % E;
-        if (p.order != POSITION && !has_ties(slots.columns()[e])) continue;
-        int before = 0;
-        for (int part = i / E; part < slots.part; part += share) before += ties[static_cast<int64>(part) * E + e];
+        const int e = i % E, before = sum_of(counts + last[e] * E + e, i / E, slots.part, share, of_part);
         if (before) atomicAdd(room + e, -before);
     }
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
-        if (room[e] == ALL) continue;
         const int left = max(room[e], 0);
-        const bool stay = left > 0 && ties[static_cast<int64>(slots.part) * E + e] <= left;
+        const bool stay = left > 0 && counts[slots.part * of_part + last[e] * E + e] <= left;
         room[e] = stay ? ALL : left;
         if (!stay && left > 0) some = 1;
     }
     __syncthreads();
-    if (p.sequences && (blockIdx.x == 0 || blockIdx.x == gridDim.x - 1)) {  // tokens that are in no sequence
-        const int64 begin = clamped(p.sequences[0], p.L) * p.k, end = clamped(p.sequences[p.num_sequences], p.L) * p.k;
-        if (blockIdx.x == 0)
-            for (int64 i = threadIdx.x; i < begin; i += SELECT_THREADS) p.kept[i] = -1;
-        if (blockIdx.x == gridDim.x - 1)
-            for (int64 i = end + threadIdx.x; i < p.L * p.k; i += SELECT_THREADS) p.kept[i] = -1;
-    }
-    int* kept = p.kept + slots.first;
+    slots.drop_others();
+    int* kept = p.kept + slots.begin;
     if (!some) {
-        slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int slot, int id, unsigned key) {
-            const bool stays = id >= 0 && (key > last_key[id] || (key == last_key[id] && room[id] > 0));
-            if (slot < slots.number) kept[slot] = stays ? id : -1;
+        slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int slot, int id) {
+            const int later = id < 0 ? 1 : choice_of(slot, p.choices) - last[id];
+            if (slot < slots.number) kept[slot] = later < 0 || (later == 0 && room[id] > 0) ? id : -1;
         });
         return;
     }
@@ -225,8 +363,8 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     __syncthreads();
     const int of_each = (slots.number + p.walkers - 1) / p.walkers, begin = min(warp * of_each, slots.number);
     const int end = warp < p.walkers ? min(begin + of_each, slots.number) : begin;
-    slots.for_each(begin, end, lane, 32, [&](int, int id, unsigned key) {
-        if (id >= 0 && key == last_key[id]) atomicAdd(of_warp + warp * E + id, 1);
+    slots.for_each(begin, end, lane, 32, [&](int slot, int id) {
+        if (id >= 0 && choice_of(slot, p.choices) == last[id]) atomicAdd(of_warp + warp * E + id, 1);
     });
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
@@ -238,18 +376,15 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
         }
     }
     __syncthreads();
-    slots.for_each(begin, end, lane, 32, [&](int slot, int id, unsigned key) {
-        bool stays = false, tie = false;
-        if (id >= 0) {
-            const bool equal = key == last_key[id];
-            stays = key > last_key[id] || (equal && room[id] == ALL);
-            tie = equal && room[id] != ALL && room[id] > 0;
-        }
-        if (__any_sync(0xffffffffu, tie)) {
-            const unsigned alike = __match_any_sync(0xffffffffu, tie ? id : -1), before = alike & ((1u << lane) - 1);
-            if (tie) stays = of_warp[warp * E + id] + __popc(before) < room[id];
+    slots.for_each(begin, end, lane, 32, [&](int slot, int id) {
+        const int later = id < 0 ? 1 : choice_of(slot, p.choices) - last[id];
+        bool stays = later < 0 || (later == 0 && room[id] == ALL);
+        const bool ranks = later == 0 && !stays && room[id] > 0;
+        if (__any_sync(0xffffffffu, ranks)) {
+            const unsigned alike = __match_any_sync(0xffffffffu, ranks ? id : -1), before = alike & ((1u << lane) - 1);
+            if (ranks) stays = of_warp[warp * E + id] + __popc(before) < room[id];
             __syncwarp();
-            if (tie && before == 0) of_warp[warp * E + id] += __popc(alike);
+            if (ranks && before == 0) of_warp[warp * E + id] += __popc(alike);
             __syncwarp();
         }
         if (slot < end) kept[slot] = stays ? id : -1;
@@ -260,11 +395,22 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_count_##SUFFIX(const CapacityCountParams<ID> p) { \
         count(p);                                                                                                           \
     }                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_ties_##SUFFIX(const CapacityTiesParams<ID> p) {   \
-        count_ties(p);                                                                                                      \
+    extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_list_##SUFFIX(const CapacityListParams<ID> p) {   \
+        list_candidates(p);                                                                                                 \
+    }                                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_parts_##SUFFIX(const CapacityPartsParams<ID> p) { \
+        count_parts(p);                                                                                                     \
     }                                                                                                                       \
     extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_mark_##SUFFIX(const CapacityMarkParams<ID> p) {   \
         mark(p);                                                                                                            \
     }
 CAPACITY(int32, int)
 CAPACITY(int64, long long)
+
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_pick(const CapacityPickParams p) {
+    const int* histogram = p.histogram + (static_cast<int64>(blockIdx.x) << p.width) * p.num_experts;
+    Column* columns = p.columns + static_cast<int64>(blockIdx.x) * p.num_experts;
+    int* of_warps = reinterpret_cast<int*>(dynamic_shared);
+    pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.capacity, blockIdx.y, of_warps);
+}
+extern "C" __global__ void __launch_bounds__(FINISH_THREADS) capacity_finish(const CapacityFinishParams p) { finish(p); }

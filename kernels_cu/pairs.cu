@@ -1,12 +1,13 @@
 // Pairs of a token and an expert, listed from one bit per pair: token_offsets (L+1,) and ids, by token, then expert.
 //
 //   mask_bits    bits from a mask with a byte per pair
-//   pairs_count  number of bits in each block's words
+//   pairs_count  number of bits in each block's words. columns_split and columns_finish of selection.cu count along, but for
+//                offsets of sequences
 //   pairs_write  token_offsets and ids. Pairs past the last that there is room for are left out, ids past the last pair
 //                are -1.
 //
 // Launch: PAIRS_THREADS threads. mask_bits: any grid, a warp per word. The other two: at most PAIRS_BLOCKS blocks, each with
-// as many consecutive words. Dynamic shared memory: pairs_count one int32; pairs_write (2, WARPS) int64 and (WARPS + 1,) int32.
+// the words of 2^block_shift tokens. Dynamic shared memory: pairs_count one int32; pairs_write (2, WARPS) int64 and (WARPS + 1,) int32.
 #include "token_parts.cuh"
 
 #if !defined(PAIRS_THREADS) || !defined(PAIRS_BLOCKS)
@@ -27,6 +28,8 @@ struct PairsCountParams {
     const unsigned* taken;  // (L, ceil(E/32)) uint32, in
     int* block_counts;      // (blocks,) int32, out
     int64 num_words;        // L * ceil(E/32)
+    int row_words;          // ceil(E/32)
+    int block_shift;        // log2 of a block's tokens
 };
 
 struct PairsWriteParams {
@@ -35,8 +38,16 @@ struct PairsWriteParams {
     int* token_offsets;       // (L+1,) int32, out
     int* ids;                 // (num_pairs,) int32, out
     int64 num_words, num_pairs;
-    int row_words;  // ceil(E/32)
+    int row_words;    // ceil(E/32)
+    int block_shift;  // log2 of a block's tokens
 };
+
+// The words of a block.
+template <class Params>
+__device__ __forceinline__ Tokens words_of_block(const Params& p) {
+    const int64 number = static_cast<int64>(p.row_words) << p.block_shift, begin = blockIdx.x * number;
+    return {begin, min(begin + number, p.num_words)};
+}
 
 extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) mask_bits(const MaskBitsParams p) {
     const int lane = threadIdx.x & 31, row_words = (p.num_experts + 31) / 32;
@@ -54,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_count(const Pa
     int* total = reinterpret_cast<int*>(dynamic_shared);
     if (threadIdx.x == 0) *total = 0;
     __syncthreads();
-    const Tokens words = tokens_of_part({0, p.num_words}, gridDim.x, blockIdx.x);
+    const Tokens words = words_of_block(p);
     int count = 0;
     for (int64 i = words.begin + threadIdx.x; i < words.end; i += PAIRS_THREADS) count += __popc(p.taken[i]);
     count = __reduce_add_sync(0xffffffffu, count);
@@ -109,18 +120,21 @@ extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_write(const Pa
     __syncthreads();
     int64 position = 0;
     all = 0;
+#pragma unroll 4
     for (int w = 0; w < WARPS; ++w) position += sums[w], all += sums[WARPS + w];
     const int64 listed = min(all, p.num_pairs);
-    const Tokens words = tokens_of_part({0, p.num_words}, gridDim.x, blockIdx.x);
-    for (int64 first = words.begin; first < words.end; first += PAIRS_THREADS) {
-        const int64 i = first + threadIdx.x;
-        unsigned bits = i < words.end ? p.taken[i] : 0;
+    const Tokens words = words_of_block(p);
+    const int number = static_cast<int>(words.end - words.begin);  // of whole tokens
+    const unsigned* taken = p.taken + words.begin;
+    int* token_offsets = p.token_offsets + (static_cast<int64>(blockIdx.x) << p.block_shift);
+    for (int first = 0; first < number; first += PAIRS_THREADS) {
+        const int i = first + threadIdx.x;
+        unsigned bits = i < number ? taken[i] : 0;
         int64 pair = position + sum_before(__popc(bits), of_warps);
         position += of_warps[WARPS];
-        if (i >= words.end) continue;
-        const int64 token = i / p.row_words;
-        const int word = static_cast<int>(i - token * p.row_words);
-        if (word == 0) p.token_offsets[token] = static_cast<int>(min(pair, listed));
+        if (i >= number) continue;
+        const int token = i / p.row_words, word = i - token * p.row_words;
+        if (word == 0) token_offsets[token] = static_cast<int>(min(pair, listed));
         for (; bits && pair < listed; bits &= bits - 1, ++pair) p.ids[pair] = 32 * word + __ffs(static_cast<int>(bits)) - 1;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) p.token_offsets[p.num_words / p.row_words] = static_cast<int>(listed);

@@ -3,64 +3,60 @@
 // Of each column it takes a given number of tokens: the largest scores, equal ones by rising token. NaN ranks first, -0 equals
 // +0. A column is one expert's in one sequence. Keys have 32 bits. Of scores with 16 bits the last 10 tell nothing and are 0.
 //
-//   columns_count   histogram of the leading digit of the keys
-//   columns_pick    the digit of the last key that is taken, and how many are still wanted there
-//   columns_split   one bit per token and expert: taken, as the digit is higher; and another: a candidate, whose digit is that
+//   columns_count   histogram of the leading digit of the keys. A column's last block then finds the digit of the last key that
+//                   is taken, how many are still wanted there, and room in the list for these candidates
+//   columns_split   one bit per token and expert: taken, as the digit is higher; and another: a candidate, whose digit is that.
+//                   Lists the candidates
 //   columns_finish  takes the candidates that are still wanted, of those that are equal the lowest tokens
-//   chosen_bits     for token rounding: a bit per chosen pair, and the number of tokens that chose each expert
-//   round_targets   for token rounding: how many tokens of each expert are taken
+//   chosen_bits     for token rounding: a bit per chosen pair, and the number of tokens that chose each expert. The last block
+//                   then decides how many tokens of each expert are taken
 //
 // In token rounding a chosen pair ranks before all that are not chosen. If no more than the chosen ones are wanted, the
 // selection is among these; else all of them are taken, and the selection is among the others.
 //
-// Atomics are sums of integers and bits that are set, the same in any order.
+// The order within the list of candidates varies, the selection among them does not. Other atomics are sums of integers and
+// bits that are set, the same in any order.
 //
 // Launch: SELECT_THREADS threads; grid (S * parts, ceil(E / 32)) but for the kernels named below. A block takes one part of a
 // sequence's tokens and 32 columns, a lane each. Dynamic shared memory:
-//   columns_count   (2^width, 32) int32: each lane has a bank to itself
-//   columns_split   none
-//   columns_pick    (32, 32) int32; grid (S, ceil(E / 32)), a block for 32 columns
-//   columns_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block per column
+//   columns_count   (2^width, 32) int32: each lane has a bank to itself; (32, 32) int32 at least
+//   columns_split   SPLIT_SHARED_BYTES
+//   columns_finish  FINISH_SHARED_BYTES and (PAIRS_BLOCKS,) int32; FINISH_THREADS threads, grid S * E, a block per column
 //   chosen_bits     (E,) int32; grid (parts, 1)
-//   round_targets   (E,) int32; one block
-#include "token_parts.cuh"
+#include "candidates.cuh"
+#include "pick.cuh"
+#include "score_columns.cuh"
 
-#if !defined(SELECT_THREADS) || !defined(FINISH_THREADS) || !defined(FINISH_SHARED_BYTES)
-#error "SELECT_THREADS, FINISH_THREADS and FINISH_SHARED_BYTES are given by launch_config.py"
+#if !defined(SPLIT_SHARED_BYTES)
+#error "SPLIT_SHARED_BYTES is given by launch_config.py"
 #endif
-#if !defined(MAX_EXPERTS) || !defined(DEFAULT_SHARED_BYTES)
-#error "MAX_EXPERTS and DEFAULT_SHARED_BYTES are given by launch_config.py"
+#if !defined(PAIRS_BLOCKS) || !defined(MAX_EXPERTS) || !defined(DEFAULT_SHARED_BYTES)
+#error "PAIRS_BLOCKS, MAX_EXPERTS and DEFAULT_SHARED_BYTES are given by launch_config.py"
 #endif
-static_assert(SELECT_THREADS == 1024, "a warp sums the counts of all warps, a lane each");
-static_assert(FINISH_THREADS % 32 == 0 && FINISH_THREADS <= 1024, "threads of a block");
 static_assert(4 * MAX_EXPERTS <= DEFAULT_SHARED_BYTES, "launches ask for no more shared memory");
-constexpr int WARPS = SELECT_THREADS / 32;
-constexpr int FINISH_LOADS = 16;             // tokens of a thread of columns_finish on their way from global memory
-constexpr int DIGIT = 8, BINS = 1 << DIGIT;  // of columns_finish
+constexpr int SPLIT_TOKENS = 2048;   // of a block of columns_split between two times that it passes its candidates on
+constexpr int FINISH_LOADS = 8;      // tokens of a thread of columns_finish on their way from global memory
+constexpr unsigned LOST = 1u << 31;  // in the number of a column's candidates: they are not all in the list
 
-struct FinishShared {
-    unsigned long long list[(FINISH_SHARED_BYTES - 4 * BINS - 16) / 8];  // candidates
-    int histogram[BINS];
-    int listed, digit, wanted, here;
+struct SplitShared {
+    static constexpr int MOST = (SPLIT_SHARED_BYTES / 32 - 4) / sizeof(Candidate);  // candidates of a column
+    Candidate list[32][MOST];
+    int numbers[32];
 };
-static_assert(sizeof(FinishShared) <= FINISH_SHARED_BYTES && FINISH_SHARED_BYTES <= DEFAULT_SHARED_BYTES, "its launches");
-constexpr int MAX_LISTED = sizeof(FinishShared::list) / 8;
+static_assert(sizeof(SplitShared) <= SPLIT_SHARED_BYTES, "its launches");
 
 template <class T>
 struct ColumnsCountParams {
-    const T* scores;         // (L, E) bf16, fp16 or fp32, in
-    const unsigned* chosen;  // (L, ceil(E/32)) uint32, in; null where no pair is chosen
-    const Column* columns;   // (S, E) of 16 bytes, in; not read if `chosen` is null
-    const int* sequences;    // (S+1,) int32 offsets, in; null for equal lengths
-    int* histogram;          // (S, 2^width, E) int32, in and out: zeros at first
+    const T* scores;               // (L, E) bf16, fp16 or fp32, in
+    const unsigned* chosen;        // (L, ceil(E/32)) uint32, in; null where no pair is chosen
+    const int* sequences;          // (S+1,) int32 offsets, in; null for equal lengths
+    Column* columns;               // (S, E) of 16 bytes, out; in and out if `wanted` is -1
+    int* histogram;                // (S, 2^width, E) int32, in and out: zeros at first
+    int* done;                     // (S, ceil(E/32)) int32, in and out: zeros at first; blocks that have counted
+    unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
     int64 L;
+    int64 room;  // candidates that the list may have
     int num_experts, num_sequences, parts, width;
-};
-
-struct ColumnsPickParams {
-    int* histogram;   // (S, 2^width, E) int32, in; set to zeros unless `last`
-    Column* columns;  // (S, E) of 16 bytes, in and out
-    int num_experts, width, shift, last;
     int wanted;  // of each column; -1: `columns` says
 };
 
@@ -72,8 +68,12 @@ struct ColumnsSplitParams {
     const int* sequences;    // (S+1,) int32 offsets, in; null for equal lengths
     unsigned* taken;         // (L, ceil(E/32)) uint32, out
     unsigned* candidates;    // (ceil(E/32), L) uint32, out
+    Candidate* list;         // (room,) of 8 bytes, out
+    unsigned* listed;        // (S, E) uint32, in and out: zeros at first; numbers of candidates, or'd with LOST
+    int* block_counts;       // of pairs, as pairs_count gives them, in and out: zeros at first; or null
     int64 L;
     int num_experts, num_sequences, parts, width;
+    int block_shift;  // log2 of the tokens of a block of pairs_write
 };
 
 template <class T>
@@ -82,9 +82,13 @@ struct ColumnsFinishParams {
     const Column* columns;       // (S, E) of 16 bytes, in
     const int* sequences;        // (S+1,) int32 offsets, in; null for equal lengths
     const unsigned* candidates;  // (ceil(E/32), L) uint32, in
+    const Candidate* list;       // (room,) of 8 bytes, in
+    const unsigned* listed;      // (S, E) uint32, in
     unsigned* taken;             // (L, ceil(E/32)) uint32, in and out
+    int* block_counts;           // (at most PAIRS_BLOCKS,) int32, in and out; or null
     int64 L;
     int num_experts, num_sequences, width;
+    int block_shift;  // log2 of the tokens of a block of pairs_write
 };
 
 template <class Id>
@@ -92,251 +96,270 @@ struct ChosenBitsParams {
     const Id* ids;     // (L, k) int32 or int64, in; id < 0 or >= E: an empty slot
     unsigned* chosen;  // (L, ceil(E/32)) uint32, out
     int* frequencies;  // (E,) int32, in and out: zeros at first; tokens that chose each expert
+    int* done;         // int32, in and out: 0 at first; blocks that have counted
+    Column* columns;   // (E,) of 16 bytes, out
     int64 L;
-    int k, num_experts, parts;
+    int k, num_experts, parts, tile, rounding;
 };
 
 enum Rounding { UP, DOWN, NEAREST, BALANCE };
 
-struct RoundTargetsParams {
-    const int* frequencies;  // (E,) int32, in
-    Column* columns;         // (E,) of 16 bytes, out
-    int64 L;
-    int num_experts, tile, rounding;
-};
-
-// A block's place: its sequence, its part of that, and its lane's column.
-template <class Params>
-struct Place {
-    int sequence, part, expert, word, num_words;
-    Tokens tokens;
-    __device__ __forceinline__ explicit Place(const Params& p)
-        : sequence(blockIdx.x / p.parts), part(blockIdx.x % p.parts), expert(32 * blockIdx.y + (threadIdx.x & 31)),
-          word(blockIdx.y), num_words((p.num_experts + 31) / 32),
-          tokens(tokens_of_part(tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence), p.parts, part)) {}
-    __device__ __forceinline__ int64 column(const Params& p) const {
-        return static_cast<int64>(sequence) * p.num_experts + expert;
-    }
-};
-
-__device__ __forceinline__ unsigned key_of(float v) { return sort_key(v); }
-__device__ __forceinline__ unsigned key_of(bf16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
-__device__ __forceinline__ unsigned key_of(fp16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
-
-// Which pairs of a lane's column the selection is among, by the word of chosen pairs; of a column past the last none.
-struct Members {
-    unsigned flip, mask;
-    __device__ __forceinline__ Members(bool among_chosen, bool exists)
-        : flip(among_chosen ? 0 : 0xffffffffu), mask(exists ? 1u << (threadIdx.x & 31) : 0) {}
-    __device__ __forceinline__ bool has(unsigned chosen) const { return ((chosen ^ flip) & mask) != 0; }
-};
-
-// Calls f(i, key, the word of chosen pairs) for the tokens first, first + step, ... of `tokens` and the lane's column, with
-// LOADS of them on their way at one time. All lanes of a warp call f, which may hold collectives. Lanes past the last column
-// see that one's keys.
-template <int LOADS, class T, template <class> class Params, class F>
-__device__ __forceinline__ void for_tokens(const Params<T>& p, const Place<Params<T>>& place, const Tokens& tokens, int first,
-                                           int step, const F& f) {
-    const T* column = p.scores + tokens.begin * p.num_experts + min(place.expert, p.num_experts - 1);
-    const unsigned* words = p.chosen ? p.chosen + tokens.begin * place.num_words + place.word : nullptr;
-    const int number = static_cast<int>(tokens.end - tokens.begin);
-    for (int begin = first; begin < number; begin += LOADS * step) {
-        T loaded[LOADS];
-        unsigned chosen[LOADS];
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const int i = begin + l * step;
-            if (i < number) loaded[l] = column[static_cast<int64>(i) * p.num_experts];
-            chosen[l] = words && i < number ? words[static_cast<int64>(i) * place.num_words] : 0;
-        }
-#pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const int i = begin + l * step;
-            if (i < number) f(i, key_of(loaded[l]), chosen[l]);
-        }
-    }
-}
-
-template <class T>
+template <class T, bool CHOSEN>
 __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     int* counters = reinterpret_cast<int*>(dynamic_shared);  // (2^width, 32)
     const int num_counters = 32 << p.width, lane = threadIdx.x & 31, shift = 32 - p.width;
-    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) counters[i] = 0;
     const Place<ColumnsCountParams<T>> place(p);
-    const bool exists = place.expert < p.num_experts;
-    const Members members(exists && p.chosen && p.columns[place.column(p)].among_chosen, exists);
+    const Rows<T, CHOSEN> rows(p, place, place.tokens);
+    T next[LOADS];
+    unsigned next_chosen[LOADS];
+    if (rows.number > 0) rows.load(next, next_chosen, 0);
+    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) counters[i] = 0;
+    const Members members(CHOSEN && place.exists && p.columns[place.column(p)].among_chosen, place.exists);
+    // By the leading bits of the float itself, which takes two instructions less. Lanes past the last column count for nobody.
+    const auto add = [&](T score, unsigned chosen) {
+        const unsigned bits = __float_as_uint(canonical(to_float(score)));
+        atomicAdd(counters + (bits >> shift) * 32 + lane, CHOSEN ? static_cast<int>(members.has(chosen)) : 1);
+    };
     __syncthreads();
-    for_tokens<16>(p, place, place.tokens, threadIdx.x / 32, WARPS, [&](int, unsigned key, unsigned chosen) {
-        if (members.has(chosen)) atomicAdd(counters + (key >> shift) * 32 + lane, 1);
-    });
-    __syncthreads();
-    int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts + place.expert;
-    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS)
-        if (counters[i]) atomicAdd(histogram + static_cast<int64>(i / 32) * p.num_experts, counters[i]);
-}
-
-// Lanes take a column each, warps as many bins each, from the highest down.
-__device__ __forceinline__ void pick(const ColumnsPickParams& p) {
-    int* of_warps = reinterpret_cast<int*>(dynamic_shared);  // (32, 32)
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, expert = 32 * blockIdx.y + lane;
-    const int bins = 1 << p.width, of_warp = max(bins / WARPS, 1), highest = bins - 1 - warp * of_warp;
-    const int number = expert < p.num_experts && highest >= 0 ? of_warp : 0;
-    int* histogram = p.histogram + (static_cast<int64>(blockIdx.x) << p.width) * p.num_experts + expert;
-    Column* found = p.columns + static_cast<int64>(blockIdx.x) * p.num_experts + expert;
-    int sum = 0;
-#pragma unroll 8
-    for (int i = 0; i < number; ++i) sum += histogram[static_cast<int64>(highest - i) * p.num_experts];
-    of_warps[32 * warp + lane] = sum;
-    Column column = {0, p.wanted, 0, 0};
-    if (expert < p.num_experts && (p.wanted < 0 || bits_above(p.shift, p.width))) column = *found;
-    __syncthreads();  // all have read the column, of which one thread writes another
-    int before = 0, total = 0;
+    for (int first = 0; first < rows.number; first += LOADS) {
+        T loaded[LOADS];
+        unsigned chosen[LOADS];
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        if (w == warp) before = total;
-        total += of_warps[32 * w + lane];
-    }
-    const int wanted = column.wanted;
-    if (number && wanted > 0 && before < wanted && wanted <= before + sum) {
-        int bin = highest, here = histogram[static_cast<int64>(bin) * p.num_experts];
-        while (before + here < wanted) before += here, here = histogram[static_cast<int64>(--bin) * p.num_experts];
-        column.key |= static_cast<unsigned>(bin) << p.shift;
-        column.wanted = p.last && here == wanted - before ? ALL : wanted - before;
-        *found = column;
-    } else if (warp == 0 && number && wanted <= 0) {  // above all keys but NaN's, of which none is taken
-        column.key |= static_cast<unsigned>(bins - 1) << p.shift;
-        *found = column;
-    } else if (warp == 0 && number && wanted > total) {  // below all keys
-        column.wanted = ALL;
-        *found = column;
-    }
-    if (!p.last)
-        for (int i = 0; i < number; ++i) histogram[static_cast<int64>(highest - i) * p.num_experts] = 0;
-}
-
-template <class T>
-__device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, shift = 32 - p.width;
-    const Place<ColumnsSplitParams<T>> place(p);
-    const bool exists = place.expert < p.num_experts;
-    Column column = {0, 0, 0, 0};
-    if (exists) column = p.columns[place.column(p)];
-    const Members members(column.among_chosen != 0, exists);
-    const unsigned digit = column.key >> shift, least = column.wanted == ALL ? digit : digit + 1;
-    const unsigned candidate = has_ties(column) ? digit : 0xffffffffu;
-    const unsigned always = column.among_chosen ? 0 : members.mask;  // of the chosen pairs
-    const Tokens tokens = tokens_of_part(place.tokens, WARPS, warp);
-    unsigned* taken = p.taken + tokens.begin * place.num_words + place.word;
-    unsigned* candidates = p.candidates + place.word * p.L + tokens.begin;
-    for_tokens<8>(p, place, tokens, 0, 1, [&](int i, unsigned key, unsigned chosen) {
-        const bool is_member = members.has(chosen);
-        const unsigned takes = __ballot_sync(0xffffffffu, (is_member && key >> shift >= least) || (chosen & always));
-        const unsigned maybe = __ballot_sync(0xffffffffu, is_member && key >> shift == candidate);
-        if (lane == 0) {
-            taken[static_cast<int64>(i) * place.num_words] = takes;
-            candidates[i] = maybe;
+        for (int l = 0; l < LOADS; ++l) loaded[l] = next[l], chosen[l] = next_chosen[l];
+        rows.load(next, next_chosen, first + LOADS);
+        __syncwarp();  // keeps the compiler from putting the loads off until their use
+        if (first + LOADS <= rows.number) {
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l) add(loaded[l], chosen[l]);
+        } else {
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l)
+                if (first + l < rows.number) add(loaded[l], chosen[l]);
         }
-    });
+    }
+    __syncthreads();
+    int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts;
+    const int bins = 1 << p.width, positive = bins / 2;
+    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) {
+        const int digit = i / 32 & positive ? bins - 1 - i / 32 : i / 32 + positive;  // of the key, see sort_key
+        if (place.exists && counters[i])
+            atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts + place.expert, counters[i]);
+    }
+    if (!comes_last(p.done + place.sequence * place.num_words + place.word, p.parts, counters)) return;
+    Column* columns = p.columns + static_cast<int64>(place.sequence) * p.num_experts;
+    pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.wanted, place.word, counters);
 }
 
-// The candidates of a block's column as 64-bit values with the order in which they are taken, the largest first: the key,
-// then the token. Those that do not fit into `list` are read again each time.
+// Passes the candidates of a block's columns on to the list, a column by each warp.
+template <class T>
+__device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitShared& shared, int64 first_column) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const int number = shared.numbers[warp], fit = min(number, SplitShared::MOST);
+    const int first = p.columns[first_column + warp].first;
+    __syncwarp();  // all lanes have read the number
+    if (number == 0) return;
+    unsigned place = 0;
+    if (lane == 0) {
+        shared.numbers[warp] = 0;
+        place = atomicAdd(p.listed + first_column + warp, static_cast<unsigned>(number));
+        if (number > fit) atomicOr(p.listed + first_column + warp, LOST);
+    }
+    place = __shfl_sync(0xffffffffu, place, 0);
+    if (first < 0 || place & LOST) return;
+    for (int i = lane; i < fit; i += 32) p.list[first + static_cast<int64>(place) + i] = shared.list[warp][i];
+}
+
+// Tokens run downwards: the L2 cache has those that columns_count read last.
+template <class T, bool CHOSEN>
+__device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
+    SplitShared& shared = *reinterpret_cast<SplitShared*>(dynamic_shared);
+    const int lane = threadIdx.x & 31, shift = 32 - p.width;
+    const Place<ColumnsSplitParams<T>> place(p);
+    Column column = {0, 0, 0, -1};
+    if (place.exists) column = p.columns[place.column(p)];
+    const Members members(column.among_chosen != 0, place.exists);
+    const unsigned digit = column.key >> shift, least = column.wanted == ALL ? digit : digit + 1;
+    // Keys above these are taken and candidates. No key is 0, and none is above 2^32 - 1, which is what 0 - 1 gives.
+    const unsigned highest = least ? (least << shift) - 1 : 0;
+    const unsigned below = !has_candidates(column) ? 0xffffffffu : digit ? (digit << shift) - 1 : 0;
+    const unsigned always = column.among_chosen ? 0 : members.mask;  // of the chosen pairs
+    int block = 0, sum = 0;                                          // of the lane's last taken pairs
+    if (threadIdx.x < 32) shared.numbers[threadIdx.x] = 0;
+    __syncthreads();
+    for (int64 end = place.tokens.end; end > place.tokens.begin; end -= SPLIT_TOKENS) {
+        const Tokens tokens = {max(end - SPLIT_TOKENS, place.tokens.begin), end};
+        const Rows<T, CHOSEN> rows(p, place, tokens);
+        const int64 begin = tokens.begin + rows.begin;
+        unsigned* taken = p.taken + begin * place.num_words + place.word;
+        unsigned* candidates = p.candidates + place.word * p.L + begin;
+        const unsigned index = static_cast<unsigned>(begin - place.all.begin);
+        const int last = (rows.number - 1) / LOADS * LOADS;
+        T next[LOADS];
+        unsigned next_chosen[LOADS];
+        if (rows.number > 0) rows.load(next, next_chosen, last);
+        for (int first = rows.number > 0 ? last : -1; first >= 0; first -= LOADS) {
+            T loaded[LOADS];
+            unsigned chosen[LOADS];
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l) loaded[l] = next[l], chosen[l] = next_chosen[l];
+            rows.load(next, next_chosen, first - LOADS);
+            __syncwarp();  // keeps the compiler from putting the loads off until their use
+            unsigned of_taken = 0, of_candidates = 0, found = 0;
+#pragma unroll
+            for (int l = 0; l < LOADS; ++l) {
+                const unsigned key = key_of(loaded[l]);
+                const bool is_member = CHOSEN ? members.has(chosen[l]) : place.exists;
+                const bool takes = is_member && key > highest, maybe = is_member && key > below && key <= highest;
+                const unsigned all_taken = __ballot_sync(0xffffffffu, takes || (CHOSEN && (chosen[l] & always)));
+                const unsigned all_maybe = __ballot_sync(0xffffffffu, maybe);
+                if (lane == l) of_taken = all_taken, of_candidates = all_maybe;
+                if (maybe) found |= 1u << l;
+            }
+            if (lane < min(LOADS, rows.number - first)) {
+                taken[static_cast<int64>(first + lane) * place.num_words] = of_taken;
+                candidates[first + lane] = of_candidates;
+                const int now = static_cast<int>((begin + first + lane) >> p.block_shift);
+                if (now != block && sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
+                sum = __popc(of_taken) + (now == block ? sum : 0), block = now;
+            }
+            found &= 0xffffffffu >> (32 - min(LOADS, rows.number - first));
+            if (found) {
+                int i = atomicAdd(shared.numbers + lane, __popc(found));
+                for (; found && i < SplitShared::MOST; found &= found - 1, ++i) {
+                    const int token = first + __ffs(static_cast<int>(found)) - 1;
+                    shared.list[lane][i] = candidate(key_of(rows.score(token)), index + token);
+                }
+            }
+        }
+        __syncthreads();
+        const int64 first_column = place.column(p) - lane;
+        if (32 * blockIdx.y + threadIdx.x / 32 < p.num_experts) pass_on(p, shared, first_column);
+        __syncthreads();
+    }
+    if (sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
+}
+
+// The candidates of a block's column: in shared memory where they fit, else in the list, else those of the bits.
 template <class T>
 struct Candidates {
     const ColumnsFinishParams<T>& p;
     const Tokens tokens;
     const int expert;
-    unsigned long long* list;
-    int* listed;
-    __device__ __forceinline__ static unsigned long long value(unsigned key, unsigned token) {
-        return static_cast<unsigned long long>(key) << 32 | ~token;
-    }
+    const Candidate* listed;  // null: not all are in the list
+    Candidate* shared;
+    int number;
+
     template <class F>
-    __device__ __forceinline__ void read(const F& f) const {
+    __device__ __forceinline__ void read_bits(const F& f) const {
         const unsigned* words = p.candidates + expert / 32 * p.L + tokens.begin;
         const T* column = p.scores + tokens.begin * p.num_experts + expert;
-        const unsigned number = static_cast<unsigned>(tokens.end - tokens.begin);
-        for (unsigned first = 0; first < number; first += FINISH_LOADS * FINISH_THREADS) {
+        const unsigned all = static_cast<unsigned>(tokens.end - tokens.begin);
+        for (unsigned first = 0; first < all; first += FINISH_LOADS * FINISH_THREADS) {
             const unsigned begin = first + threadIdx.x;
             unsigned bits[FINISH_LOADS], found = 0;
             T loaded[FINISH_LOADS];
 #pragma unroll
-            for (int l = 0; l < FINISH_LOADS; ++l) bits[l] = words[min(begin + l * FINISH_THREADS, number - 1)];
+            for (int l = 0; l < FINISH_LOADS; ++l) bits[l] = words[min(begin + l * FINISH_THREADS, all - 1)];
             __syncwarp();  // keeps the compiler from waiting for each word before it loads the next
 #pragma unroll
             for (int l = 0; l < FINISH_LOADS; ++l)
-                if (begin + l * FINISH_THREADS < number) found |= (bits[l] >> (expert & 31) & 1) << l;
+                if (begin + l * FINISH_THREADS < all) found |= (bits[l] >> (expert & 31) & 1) << l;
 #pragma unroll
             for (int l = 0; l < FINISH_LOADS; ++l)
                 if (found >> l & 1) loaded[l] = column[static_cast<int64>(begin + l * FINISH_THREADS) * p.num_experts];
 #pragma unroll
             for (int l = 0; l < FINISH_LOADS; ++l)
-                if (found >> l & 1) f(value(key_of(loaded[l]), begin + l * FINISH_THREADS));
+                if (found >> l & 1) f(candidate(key_of(loaded[l]), begin + l * FINISH_THREADS));
         }
     }
-    __device__ __forceinline__ void fill() const {
-        read([&](unsigned long long v) {
-            const int place = atomicAdd(listed, 1);
-            if (place < MAX_LISTED) list[place] = v;
-        });
+    // next: 0 at first, in shared memory. Where sequences overlap, against the rules, the bits of one are another's. So the
+    // number of bits is what counts.
+    __device__ __forceinline__ void fill(int* next) {
+        if (number > MAX_LISTED) return;
+        if (listed) {
+            copy_candidates(shared, listed, number);
+            __syncthreads();
+        } else {
+            read_bits([&](Candidate v) {
+                const int i = atomicAdd(next, 1);
+                if (i < MAX_LISTED) shared[i] = v;
+            });
+            __syncthreads();
+            number = min(*next, MAX_LISTED);
+        }
     }
     template <class F>
     __device__ __forceinline__ void for_each(const F& f) const {
-        if (*listed > MAX_LISTED) return read(f);
-        for (int i = threadIdx.x; i < *listed; i += FINISH_THREADS) f(list[i]);
+        if (number > MAX_LISTED && !listed) return read_bits(f);
+        const Candidate* from = number > MAX_LISTED ? listed : shared;
+        for (int i = threadIdx.x; i < number; i += FINISH_THREADS) f(from[i]);
     }
 };
 
 template <class T>
 __device__ __forceinline__ void finish(const ColumnsFinishParams<T>& p) {
-    FinishShared& shared = *reinterpret_cast<FinishShared*>(dynamic_shared);
+    Candidate* shared = reinterpret_cast<Candidate*>(dynamic_shared);  // (MAX_LISTED,)
+    Search& search = *reinterpret_cast<Search*>(shared + MAX_LISTED);
+    int* sums = reinterpret_cast<int*>(dynamic_shared + FINISH_SHARED_BYTES);  // (PAIRS_BLOCKS,): pairs that are taken here
     const Column column = p.columns[blockIdx.x];
-    if (!has_ties(column)) return;
-    const int sequence = blockIdx.x / p.num_experts, expert = blockIdx.x % p.num_experts, lane = threadIdx.x & 31;
-    const Candidates<T> candidates = {p, tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence), expert, shared.list,
-                                      &shared.listed};
-    if (threadIdx.x == 0) shared.listed = 0, shared.wanted = column.wanted;
+    const unsigned number = p.listed[blockIdx.x];
+    if (!has_candidates(column)) return;
+    const int sequence = blockIdx.x / p.num_experts, expert = blockIdx.x % p.num_experts;
+    const Candidate* listed = column.first < 0 || number & LOST ? nullptr : p.list + column.first;
+    const Tokens tokens = tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence);
+    Candidates<T> candidates = {p, tokens, expert, listed, shared, static_cast<int>(number & ~LOST)};
+    if (threadIdx.x == 0) search.here = 0;
+    for (int i = threadIdx.x; i < PAIRS_BLOCKS; i += FINISH_THREADS) sums[i] = 0;
     __syncthreads();
-    candidates.fill();
-    unsigned long long known = static_cast<unsigned long long>(column.key) << 32;  // leading bits of the last that is taken
-    int shift = 64 - p.width;                                                      // of these
-    do {
-        const int width = min(DIGIT, shift);
-        shift -= width;
-        for (int i = threadIdx.x; i < BINS; i += FINISH_THREADS) shared.histogram[i] = 0;
-        __syncthreads();
-        candidates.for_each([&](unsigned long long v) {
-            if ((v ^ known) >> (shift + width) == 0)
-                atomicAdd(shared.histogram + (v >> shift & (BINS - 1) >> (DIGIT - width)), 1);
-        });
-        __syncthreads();
-        if (threadIdx.x < 32) {
-            const int still = shared.wanted, highest = BINS - 1 - lane * (BINS / 32);
-            int sum = 0;
-#pragma unroll
-            for (int i = 0; i < BINS / 32; ++i) sum += shared.histogram[highest - i];
-            int before = sum;
-#pragma unroll
-            for (int step = 1; step < 32; step <<= 1) {
-                const int other = __shfl_up_sync(0xffffffffu, before, step);
-                if (lane >= step) before += other;
-            }
-            if (lane == 31 && before < still) shared.digit = 0, shared.here = still;  // fewer candidates than wanted: all of them
-            before -= sum;
-            if (before < still && still <= before + sum) {
-                int bin = highest;
-                while (before + shared.histogram[bin] < still) before += shared.histogram[bin--];
-                shared.digit = bin, shared.here = shared.histogram[bin], shared.wanted = still - before;
-            }
-        }
-        __syncthreads();
-        known |= static_cast<unsigned long long>(shared.digit) << shift;
-    } while (shared.here != shared.wanted && shift > 0);
+    candidates.fill(&search.here);
+    const Candidate last = find_last(search, column.key, p.width, column.wanted, [&](const auto& f) { candidates.for_each(f); });
     const int word = expert / 32, num_words = (p.num_experts + 31) / 32;
-    candidates.for_each([&](unsigned long long v) {
-        const int64 token = candidates.tokens.begin + ~static_cast<unsigned>(v);
-        if (v >= known) atomicOr(p.taken + token * num_words + word, 1u << (expert & 31));
+    candidates.for_each([&](Candidate v) {
+        const int64 token = candidates.tokens.begin + index_of(v);
+        if (v < last) return;
+        atomicOr(p.taken + token * num_words + word, 1u << (expert & 31));
+        atomicAdd(sums + (token >> p.block_shift), 1);
     });
+    if (!p.block_counts) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < PAIRS_BLOCKS; i += FINISH_THREADS)
+        if (sums[i]) atomicAdd(p.block_counts + i, sums[i]);
+}
+
+// Of `frequency` tokens, what is left over a multiple of the tile, and what rounding up adds; there are L tokens at most.
+struct Rounded {
+    int over, missing;
+    __device__ __forceinline__ Rounded(int frequency, int tile, int64 L) : over(frequency % tile), missing(0) {
+        if (over) missing = static_cast<int>(min(static_cast<int64>(tile - over), L - frequency));
+    }
+};
+
+// change: shared memory (E,), from the frequency to the target.
+template <class Params>
+__device__ __forceinline__ void round_frequencies(const Params& p, int* change) {
+    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) {
+        const int frequency = p.frequencies[e];
+        const Rounded rounded(frequency, p.tile, p.L);
+        const bool nearest_is_up = p.tile - rounded.over < rounded.over;  // half a tile goes down
+        const bool up = p.rounding == UP || (p.rounding == NEAREST && nearest_is_up);
+        change[e] = p.rounding == BALANCE ? frequency : up ? rounded.missing : -rounded.over;
+    }
+    __syncthreads();
+    if (p.rounding == BALANCE && threadIdx.x == 0) {
+        int sum = 0;  // of the changes so far
+        for (int e = 0; e < p.num_experts; ++e) {
+            const Rounded rounded(change[e], p.tile, p.L);
+            const int up = sum + rounded.missing, down = sum - rounded.over;
+            const bool goes_up = (up < 0 ? -up : up) < (down < 0 ? -down : down);
+            change[e] = goes_up ? rounded.missing : -rounded.over;
+            sum += change[e];
+        }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) {
+        const int among_chosen = change[e] < 0;
+        p.columns[e] = {0, among_chosen ? p.frequencies[e] + change[e] : change[e], among_chosen, -1};
+    }
 }
 
 template <class Id>
@@ -361,49 +384,15 @@ __device__ __forceinline__ void mark_chosen(const ChosenBitsParams<Id>& p) {
     __syncthreads();
     for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS)
         if (frequencies[e]) atomicAdd(p.frequencies + e, frequencies[e]);
-}
-
-// Of `frequency` tokens, what is left over a multiple of the tile, and what rounding up adds; there are L tokens at most.
-struct Rounded {
-    int over, missing;
-    __device__ __forceinline__ Rounded(int frequency, int tile, int64 L) : over(frequency % tile), missing(0) {
-        if (over) missing = static_cast<int>(min(static_cast<int64>(tile - over), L - frequency));
-    }
-};
-
-__device__ __forceinline__ void round_frequencies(const RoundTargetsParams& p) {
-    int* change = reinterpret_cast<int*>(dynamic_shared);  // (E,), from the frequency to the target
-    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) {
-        const int frequency = p.frequencies[e];
-        const Rounded rounded(frequency, p.tile, p.L);
-        const bool nearest_is_up = p.tile - rounded.over < rounded.over;  // half a tile goes down
-        const bool up = p.rounding == UP || (p.rounding == NEAREST && nearest_is_up);
-        change[e] = p.rounding == BALANCE ? frequency : up ? rounded.missing : -rounded.over;
-    }
-    __syncthreads();
-    if (p.rounding == BALANCE && threadIdx.x == 0) {
-        int sum = 0;  // of the changes so far
-        for (int e = 0; e < p.num_experts; ++e) {
-            const Rounded rounded(change[e], p.tile, p.L);
-            const int up = sum + rounded.missing, down = sum - rounded.over;
-            const bool goes_up = (up < 0 ? -up : up) < (down < 0 ? -down : down);
-            change[e] = goes_up ? rounded.missing : -rounded.over;
-            sum += change[e];
-        }
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) {
-        const int among_chosen = change[e] < 0;
-        p.columns[e] = {0, among_chosen ? p.frequencies[e] + change[e] : change[e], among_chosen, 0};
-    }
+    if (comes_last(p.done, p.parts, frequencies)) round_frequencies(p, frequencies);
 }
 
 #define SELECTION_OF_SCORES(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(SELECT_THREADS) columns_count_##SUFFIX(const ColumnsCountParams<T> p) {   \
-        count_columns(p);                                                                                                  \
+        p.chosen ? count_columns<T, true>(p) : count_columns<T, false>(p);                                                 \
     }                                                                                                                      \
     extern "C" __global__ void __launch_bounds__(SELECT_THREADS) columns_split_##SUFFIX(const ColumnsSplitParams<T> p) {   \
-        split(p);                                                                                                          \
+        p.chosen ? split<T, true>(p) : split<T, false>(p);                                                                 \
     }                                                                                                                      \
     extern "C" __global__ void __launch_bounds__(FINISH_THREADS) columns_finish_##SUFFIX(const ColumnsFinishParams<T> p) { \
         finish(p);                                                                                                         \
@@ -418,6 +407,3 @@ SELECTION_OF_SCORES(float32, float)
     }
 SELECTION_OF_IDS(int32, int)
 SELECTION_OF_IDS(int64, long long)
-
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) columns_pick(const ColumnsPickParams p) { pick(p); }
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) round_targets(const RoundTargetsParams p) { round_frequencies(p); }

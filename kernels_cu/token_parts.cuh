@@ -1,4 +1,4 @@
-// What selections of tokens share: the tokens of a block, and what is known of a column's last key.
+// What selections of tokens share: the tokens of a block, what is known of a column's last key, and which block is the last.
 #pragma once
 #include "common.cuh"
 
@@ -26,20 +26,30 @@ __device__ __forceinline__ Tokens tokens_of_part(const Tokens& sequence, int par
     return {begin, min(begin + length, sequence.end)};
 }
 
-// What is known of the key that ends a column's selection: the leading bits found so far, the others 0; how many are still
-// wanted among the keys with these leading bits; and whether the selection is among the chosen pairs (see round_tokens).
-// Once all bits are known `wanted` is how many of the keys that equal `key` are taken, the lowest tokens first, or ALL.
+// Of the key that ends a column's selection: its leading digit, the other bits 0; how many are taken of the keys with this
+// digit, ALL or fewer; whether the selection is among the chosen pairs (see round_tokens); and, where not all with this digit
+// are taken, from where on they are in the list of candidates, -1 where it has no room for them.
 struct __align__(16) Column {
     unsigned key;
     int wanted;
     int among_chosen;
-    int unused;
+    int first;
 };
 constexpr int ALL = 0x7fffffff;
-// Whether only some of the keys that equal `key` are taken, once all bits are known.
-__device__ __forceinline__ bool has_ties(const Column& column) { return column.wanted > 0 && column.wanted != ALL; }
+// Whether only some of the keys with the digit are taken.
+__device__ __forceinline__ bool has_candidates(const Column& column) { return column.wanted > 0 && column.wanted != ALL; }
 
-// Bits of a key above the digit at `shift` with `width` bits.
-__device__ __forceinline__ unsigned bits_above(int shift, int width) {
-    return shift + width < 32 ? 0xffffffffu << (shift + width) : 0;
+// Whether of `blocks` blocks this one is the last that comes here. It sees all that the others have written. done: their
+// number so far, 0 at first. `shared`: shared memory that no thread needs any more.
+__device__ __forceinline__ bool comes_last(int* done, int blocks, int* shared) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        *shared = atomicAdd(done, 1) == blocks - 1;
+    }
+    __syncthreads();
+    const bool last = *shared != 0;
+    __syncthreads();  // all have read it
+    if (last) __threadfence();
+    return last;
 }

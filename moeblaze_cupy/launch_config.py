@@ -46,8 +46,9 @@ PULL_THREADS = 512  # per block of pull_rows
 PULL_BLOCKS = 32  # at most: NVLink is full with fewer, and other multiprocessors are left to other work
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
-FINISH_THREADS = 1024  # per block of columns_finish, a column each
-FINISH_SHARED_BYTES = 34 * 1024  # of columns_finish: more than 4,000 candidates of 8 bytes, and counters
+SPLIT_SHARED_BYTES = 96 * 1024  # of columns_split: 383 candidates of 8 bytes for each of 32 columns
+FINISH_THREADS = 1024  # per block that selects among the candidates of a column
+FINISH_SHARED_BYTES = 34 * 1024  # of that: more than 4,000 candidates of 8 bytes, and counters
 SELECT_BITS = 10  # the widest digit of a radix select
 SELECT_SHARED_BYTES = 128 * 1024  # of counters per block, where a block may have them
 SELECT_HISTOGRAM_BYTES = 64 * 1024 * 1024  # of a digit's counters of all columns
@@ -121,13 +122,21 @@ def kernel_constants(source: str) -> dict[str, int]:
         "aggregation.cu": sums,
         "selection.cu": {
             "SELECT_THREADS": SELECT_THREADS,
+            "SELECT_BITS": SELECT_BITS,
+            "SPLIT_SHARED_BYTES": SPLIT_SHARED_BYTES,
+            "PAIRS_BLOCKS": PAIRS_BLOCKS,
             "FINISH_THREADS": FINISH_THREADS,
             "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
             "MAX_EXPERTS": MAX_EXPERTS,
             "DEFAULT_SHARED_BYTES": DEFAULT_SHARED_BYTES,
         },
         "pairs.cu": {"PAIRS_THREADS": PAIRS_THREADS, "PAIRS_BLOCKS": PAIRS_BLOCKS},
-        "capacity.cu": {"SELECT_THREADS": SELECT_THREADS},
+        "capacity.cu": {
+            "SELECT_THREADS": SELECT_THREADS,
+            "SELECT_BITS": SELECT_BITS,
+            "FINISH_THREADS": FINISH_THREADS,
+            "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
+        },
         "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
         "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
         "router_backward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS},

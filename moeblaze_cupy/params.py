@@ -146,7 +146,7 @@ def _gemm(source: str, macros: tuple[tuple[str, str], ...]) -> Params:
 
 _WGRAD_POINTERS = ("p", "q", "expert_token_indices", "expert_token_offsets", "out0", "out1")
 _WGRAD_INT64 = ("ldp", "ldq", "expert_stride", "ldo")
-_CAPACITY_INT32 = ("k", "num_experts", "num_sequences", "parts", "order", "value_type")
+_CAPACITY_INT32 = ("k", "num_experts", "num_sequences", "parts")
 _WGRAD_INT32 = ("p_half", "q_half", "rows", "columns")
 
 # By source, then by the start of an entry's name. Without an entry of its own, a source's kernels have one table.
@@ -278,68 +278,83 @@ _TABLES = {
     "selection.cu": {
         "columns_count": Params(
             "ColumnsCountParams<float>",
-            pointers=("scores", "chosen", "columns", "sequences", "histogram"),
-            int64=("L",),
-            int32=("num_experts", "num_sequences", "parts", "width"),
-        ),
-        "columns_pick": Params(
-            "ColumnsPickParams",
-            pointers=("histogram", "columns"),
-            int32=("num_experts", "width", "shift", "last", "wanted"),
+            pointers=("scores", "chosen", "sequences", "columns", "histogram", "done", "reserved"),
+            int64=("L", "room"),
+            int32=("num_experts", "num_sequences", "parts", "width", "wanted"),
         ),
         "columns_split": Params(
             "ColumnsSplitParams<float>",
-            pointers=("scores", "chosen", "columns", "sequences", "taken", "candidates"),
+            pointers=(
+                *("scores", "chosen", "columns", "sequences", "taken", "candidates", "list", "listed"),
+                "block_counts",
+            ),
             int64=("L",),
-            int32=("num_experts", "num_sequences", "parts", "width"),
+            int32=("num_experts", "num_sequences", "parts", "width", "block_shift"),
         ),
         "columns_finish": Params(
             "ColumnsFinishParams<float>",
-            pointers=("scores", "columns", "sequences", "candidates", "taken"),
+            pointers=("scores", "columns", "sequences", "candidates", "list", "listed", "taken", "block_counts"),
             int64=("L",),
-            int32=("num_experts", "num_sequences", "width"),
+            int32=("num_experts", "num_sequences", "width", "block_shift"),
         ),
         "chosen_bits": Params(
             "ChosenBitsParams<int>",
-            pointers=("ids", "chosen", "frequencies"),
+            pointers=("ids", "chosen", "frequencies", "done", "columns"),
             int64=("L",),
-            int32=("k", "num_experts", "parts"),
-        ),
-        "round_targets": Params(
-            "RoundTargetsParams",
-            pointers=("frequencies", "columns"),
-            int64=("L",),
-            int32=("num_experts", "tile", "rounding"),
+            int32=("k", "num_experts", "parts", "tile", "rounding"),
         ),
     },
     "pairs.cu": {
         "mask_bits": Params("MaskBitsParams", pointers=("mask", "taken"), int64=("L",), int32=("num_experts",)),
-        "pairs_count": Params("PairsCountParams", pointers=("taken", "block_counts"), int64=("num_words",)),
+        "pairs_count": Params(
+            "PairsCountParams",
+            pointers=("taken", "block_counts"),
+            int64=("num_words",),
+            int32=("row_words", "block_shift"),
+        ),
         "pairs_write": Params(
             "PairsWriteParams",
             pointers=("taken", "block_counts", "token_offsets", "ids"),
             int64=("num_words", "num_pairs"),
-            int32=("row_words",),
+            int32=("row_words", "block_shift"),
         ),
     },
     "capacity.cu": {
         "capacity_count": Params(
             "CapacityCountParams<int>",
-            pointers=("ids", "values", "columns", "sequences", "histogram"),
+            pointers=("ids", "values", "sequences", "histogram"),
             int64=("L",),
-            int32=(*_CAPACITY_INT32, "width", "shift"),
+            int32=(*_CAPACITY_INT32, "order", "value_type", "width"),
         ),
-        "capacity_ties": Params(
-            "CapacityTiesParams<int>",
-            pointers=("ids", "values", "columns", "sequences", "ties"),
+        "capacity_pick": Params(
+            "CapacityPickParams",
+            pointers=("histogram", "columns", "reserved"),
+            int64=("room",),
+            int32=("num_experts", "width", "capacity"),
+        ),
+        "capacity_list": Params(
+            "CapacityListParams<int>",
+            pointers=("ids", "values", "columns", "sequences", "list", "listed", "kept"),
             int64=("L",),
-            int32=_CAPACITY_INT32,
+            int32=(*_CAPACITY_INT32, "order", "value_type", "width"),
+        ),
+        "capacity_finish": Params(
+            "CapacityFinishParams",
+            pointers=("columns", "sequences", "list", "listed", "kept"),
+            int64=("L",),
+            int32=("k", "num_experts", "num_sequences", "width"),
+        ),
+        "capacity_parts": Params(
+            "CapacityPartsParams<int>",
+            pointers=("ids", "sequences", "counts", "totals"),
+            int64=("L",),
+            int32=(*_CAPACITY_INT32, "choices"),
         ),
         "capacity_mark": Params(
             "CapacityMarkParams<int>",
-            pointers=("ids", "values", "columns", "sequences", "ties", "kept"),
+            pointers=("ids", "sequences", "counts", "totals", "kept"),
             int64=("L",),
-            int32=(*_CAPACITY_INT32, "capacity", "walkers"),
+            int32=(*_CAPACITY_INT32, "choices", "capacity", "walkers"),
         ),
     },
     "balance.cu": {

@@ -34,7 +34,7 @@ LIMITS = {
 # Registers: 255 leaves two portable GEMM blocks of 128 threads per multiprocessor, 168 is what 384 threads leave each
 # thread at entry (setmaxnreg moves them between warpgroups), 64 what 1024 threads leave; 80 leaves aggregation, slots
 # and bias_bwd three blocks of 256. Measured: 64 in dispatch, 79 in aggregation, 68 in slots, 44 in wgrad_parts, 77 in
-# bias_bwd, 81 in balance on sm_80, 64 in selections of 1024 threads, 57 in router_sums and 56 in pairs on sm_120.
+# bias_bwd, 63 in balance on sm_80, 64 in selections of 1024 threads, 57 in router_sums and 40 in pairs on sm_120.
 REGISTER_CAPS = {
     "grouped_gemm_sm90.cu": 168,
     "grouped_wgrad_sm90.cu": 168,
@@ -45,9 +45,9 @@ REGISTER_CAPS = {
     "slots.cu": 80,
     "wgrad_parts.cu": 48,
     "selection.cu": 64,
-    "pairs.cu": 64,
+    "pairs.cu": 48,
     "capacity.cu": 64,
-    "balance.cu": 88,
+    "balance.cu": 64,
     "bias_bwd.cu": 80,
     "bound_slots.cu": 48,
     "pull.cu": 64,
@@ -141,10 +141,10 @@ def entry_names(variant) -> set[str]:
         "bias_bwd.cu": {"bias_bwd"},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
         "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "split", "finish") for dtype in dtypes}
-        | {f"chosen_bits_{ids}" for ids in ids_dtypes}
-        | {"columns_pick", "round_targets"},
+        | {f"chosen_bits_{ids}" for ids in ids_dtypes},
         "pairs.cu": {"mask_bits", "pairs_count", "pairs_write"},
-        "capacity.cu": {f"capacity_{step}_{ids}" for step in ("count", "ties", "mark") for ids in ids_dtypes},
+        "capacity.cu": {f"capacity_{step}_{ids}" for step in ("count", "list", "parts", "mark") for ids in ids_dtypes}
+        | {"capacity_pick", "capacity_finish"},
         "balance.cu": {f"tokens_per_expert_{ids}" for ids in ids_dtypes}
         | {f"quantile_counts_{dtype}" for dtype in dtypes}
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},

@@ -9,6 +9,7 @@ from moeblaze_cupy import reference
 from moeblaze_cupy.launch_config import DeviceLimits
 
 SMALL = DeviceLimits(89, 3, 101376, 102400)  # a digit has 10 bits
+LARGE = DeviceLimits(89, 128, 101376, 102400)  # parts have fewer tokens
 IDS = {"int32": np.int32, "int64": np.int64}
 
 
@@ -68,10 +69,31 @@ def test_expert_choice_from_none_to_all(device, capacity):
 
 
 @pytest.mark.parametrize("kind", ["normal", "constant"])
-def test_expert_choice_among_more_candidates_than_a_block_lists(device, kind):
-    """Scores that begin with the same bits, of which a block's shared memory holds about 4,200."""
-    scores = scores_of(kind, 6000, 2, np.float32, np.random.default_rng(4)) / 1e3 + 1
-    assert_equal(device, "expert_choice", scores.astype(np.float32), 2500)
+@pytest.mark.parametrize("L", [3000, 6000])
+def test_expert_choice_among_candidates_without_room_in_the_list(device, L, kind):
+    """Scores that begin with the same bits. A block's shared memory holds about 4,200 of them."""
+    scores = scores_of(kind, L, 2, np.float32, np.random.default_rng(4)) / 1e3 + 1
+    assert_equal(device, "expert_choice", scores.astype(np.float32), 1250)
+
+
+@pytest.mark.parametrize("kind", ["normal", "constant"])
+def test_expert_choice_among_listed_candidates_that_shared_memory_does_not_hold(kind):
+    """One column of 64 with 5,000 candidates, where an eighth of all scores have room in the list."""
+    rng = np.random.default_rng(4)
+    scores = rng.standard_normal((5000, 64)).astype(np.float32) * 100
+    scores[:, 33] = scores_of(kind, 5000, 1, np.float32, rng)[:, 0] / 1e3 + 1
+    with emulated(LARGE) as large:
+        assert_equal(large, "expert_choice", scores, 20)
+
+
+@pytest.mark.parametrize("alike", [0, 1000, 3000])
+def test_expert_choice_in_parts_of_many_tokens(alike):
+    """Blocks pass candidates on after every 2,048 tokens. Of more than 383 in a column they lose the others."""
+    rng = np.random.default_rng(5)
+    scores = rng.standard_normal((7000, 16)).astype(np.float32)
+    scores[1500 : 1500 + alike, 3] = 1 + rng.random(alike, dtype=np.float32) / 4
+    with emulated(SMALL) as small:
+        assert_equal(small, "expert_choice", scores, 900)
 
 
 OFFSETS = np.array([0, 5, 5, 130, 301], np.int32)
@@ -135,6 +157,15 @@ def test_limit_capacity(device, order, capacity, ids_dtype):
         assert_equal(device, "limit_capacity", ids.astype(IDS[ids_dtype]), 5, capacity, **options)
 
 
+@pytest.mark.parametrize("order", ["choice", "weights", "priority"])
+@pytest.mark.parametrize("kind", ["normal", "constant"])
+def test_limit_capacity_among_more_candidates_than_shared_memory_holds(order, kind):
+    """About 5,300 slots of one expert, in parts of which a block lists 4,096 slots at a time."""
+    ids, options = capacity_inputs(8000, 2, 1, order, np.float32, kind, np.random.default_rng(10))
+    with emulated(SMALL) as small:
+        assert_equal(small, "limit_capacity", ids.astype(np.int32), 1, 2000, **options)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("order", ["weights", "priority"])
 def test_limit_capacity_by_16_bit_values(device, order, dtype):
@@ -156,6 +187,27 @@ def test_limit_capacity_with_many_slots_and_experts(device, order):
     ids = np.random.default_rng(10).integers(0, 4096, (40, 200)).astype(np.int32)
     ids[:, :20] = 17
     assert_equal(device, "limit_capacity", ids, 4096, 2, order=order)
+
+
+@pytest.mark.parametrize("k", [16, 17, 40])
+@pytest.mark.parametrize("capacity", [0, 50, 600, 700, 5000])
+def test_limit_capacity_by_many_choices(device, capacity, k):
+    """Choices are counted apart, 16 of them summed at a time."""
+    ids = np.random.default_rng(12).integers(-1, 3, (150, k)).astype(np.int32)
+    assert_equal(device, "limit_capacity", ids, 3, capacity, order="choice")
+
+
+@pytest.mark.parametrize(
+    ("order", "E", "counted"), [("position", 4096, True), ("choice", 8, True), ("choice", 4096, False)]
+)
+def test_choices_are_counted_apart_where_their_counts_fit(order, E, counted):
+    from moeblaze_cupy.arrays import Layout
+    from moeblaze_cupy.launch_config import H200
+    from moeblaze_cupy.ops import selection
+
+    ids, sequences = Layout((2**20, 16), (16, 1), "int32", 0), selection.Sequences(2**14, False)
+    found = selection.configure_capacity(ids, E, 5, order, None, sequences, H200)
+    assert isinstance(found, selection.CapacityByCounts) == counted
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -307,9 +359,7 @@ def test_digits_and_parts_of_large_problems():
         for limits in (launch_config.H200, SMALL, THREE_STAGES):
             parts = selection_config.parts_of_sequence(S, L // S, limits.multiprocessors, 256, 65535)
             assert launch_config.ceil_div(L // S, parts) <= 65535
-            for row_bytes, bits in ((128, 10), (2 * E, 32), (2 * E, 3)):
+            for row_bytes in (128, 2 * E):
                 width = selection_config.digit_bits(row_bytes, S * E, limits)
-                found = selection_config.digits(bits, width)
-                assert sum(width for width, _ in found) == bits and found[-1][1] == 32 - bits
                 assert row_bytes << width <= limits.shared_bytes_per_block
                 assert S * E << width <= 2**24 or width == 1

@@ -1,6 +1,7 @@
 """Pairs of tokens and experts that stay or are taken: kernels_cu/selection.cu, pairs.cu, capacity.cu."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moeblaze_cupy import launch_config, loader, selection_config
 from moeblaze_cupy.arrays import Buffer, Layout
@@ -9,7 +10,8 @@ from moeblaze_cupy.loader import Variant
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import CAPACITY_ORDERS, ROUNDINGS
 
-COLUMN = 4  # int32 elements of a `Column`, see token_parts.cuh
+COLUMN, CANDIDATE = 4, 2  # int32 elements of a `Column` and a `Candidate`, see token_parts.cuh and candidates.cuh
+RESERVED = 2  # int32 elements of a 64-bit number
 VALUE_TYPES = ("float32", "bfloat16", "float16")
 Pairs = tuple[Buffer, Buffer]  # token_offsets and ids
 
@@ -34,6 +36,7 @@ class ListPairs:
     num_tokens: int
     num_pairs: int
     blocks: int
+    block_shift: int  # log2 of a block's tokens
     pack: Launch | None  # bits from a mask
     count: Launch
     write: Launch
@@ -44,7 +47,9 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
     """The launches that list the set pairs of (L, E), at most num_pairs."""
     row_words = launch_config.ceil_div(num_experts, 32)
     num_words, threads = num_tokens * row_words, launch_config.PAIRS_THREADS
-    blocks = max(1, min(launch_config.PAIRS_BLOCKS, launch_config.ceil_div(num_words, threads)))
+    shift = selection_config.pairs_block_shift(num_tokens, row_words)
+    blocks = max(1, launch_config.ceil_div(num_tokens, 1 << shift))
+    of_blocks = {"num_words": num_words, "row_words": row_words, "block_shift": shift}
     pack = Launch(
         loader.entry("pairs.cu", "mask_bits"),
         (max(1, min(8 * launch_config.PAIRS_BLOCKS, launch_config.ceil_div(num_words, threads // 32))),),
@@ -57,7 +62,7 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
         (blocks,),
         threads,
         ("taken", "block_counts"),
-        {"num_words": num_words},
+        of_blocks,
         4,
     )
     write = Launch(
@@ -65,10 +70,11 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
         (blocks,),
         threads,
         ("taken", "block_counts", "token_offsets", "ids"),
-        {"num_words": num_words, "num_pairs": num_pairs, "row_words": row_words},
+        of_blocks | {"num_pairs": num_pairs},
         16 * (threads // 32) + 4 * (threads // 32 + 1),
     )
-    return ListPairs((num_tokens, row_words), num_tokens, num_pairs, blocks, pack if from_mask else None, count, write)
+    bits = (num_tokens, row_words)
+    return ListPairs(bits, num_tokens, num_pairs, blocks, shift, pack if from_mask else None, count, write)
 
 
 def list_pairs(run: Runtime, steps: ListPairs, mask: int) -> Pairs:
@@ -76,34 +82,27 @@ def list_pairs(run: Runtime, steps: ListPairs, mask: int) -> Pairs:
     taken = run.empty(steps.words, "int32")
     assert steps.pack
     run.launch(steps.pack, mask, taken.ptr)
-    return _listed(run, steps, taken)
+    return _counted(run, steps, taken)
 
 
-def _listed(run: Runtime, steps: ListPairs, taken: Buffer) -> Pairs:
+def _counted(run: Runtime, steps: ListPairs, taken: Buffer) -> Pairs:
     counts = run.empty((steps.blocks,), "int32")
-    token_offsets, ids = run.empty((steps.num_tokens + 1,), "int32"), run.empty((steps.num_pairs,), "int32")
     run.launch(steps.count, taken.ptr, counts.ptr)
-    run.launch(steps.write, taken.ptr, counts.ptr, token_offsets.ptr, ids.ptr)
+    return _listed(run, steps, taken, counts.ptr)
+
+
+def _listed(run: Runtime, steps: ListPairs, taken: Buffer, counts: int) -> Pairs:
+    token_offsets, ids = run.empty((steps.num_tokens + 1,), "int32"), run.empty((steps.num_pairs,), "int32")
+    run.launch(steps.write, taken.ptr, counts, token_offsets.ptr, ids.ptr)
     return token_offsets, ids
 
 
-@dataclass(frozen=True, eq=False)
-class Digit:
-    """One step of a radix select."""
-
-    count: Launch
-    pick: Launch
-
-
-def _pick(num_sequences: int, num_experts: int, width: int, shift: int, last: bool, wanted: int) -> Launch:
-    return Launch(
-        loader.entry("selection.cu", "columns_pick"),
-        (num_sequences, launch_config.ceil_div(num_experts, 32)),
-        launch_config.SELECT_THREADS,
-        ("histogram", "columns"),
-        {"num_experts": num_experts, "width": width, "shift": shift, "last": int(last), "wanted": wanted},
-        4 * launch_config.SELECT_THREADS,
-    )
+def _zeros(run: Runtime, *sizes: int) -> tuple[Buffer, list[int]]:
+    """One buffer of int32 zeros for arrays of these sizes, and the address of each."""
+    *starts, size = accumulate(sizes, initial=0)
+    buffer = run.empty((size,), "int32")
+    run.clear(buffer.ptr, 4 * size)
+    return buffer, [buffer.ptr + 4 * start for start in starts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,12 +111,14 @@ class Select:
 
     num_columns: int
     histogram: int  # int32 elements
-    digit: Digit
+    groups: int  # of 32 columns
+    room: int  # candidates that the list may have
+    count: Launch
     split: Launch
     finish: Launch
     pairs: ListPairs
-    choose: tuple[Launch, Launch] | None  # chosen_bits and round_targets of token rounding
-    clear_bits: bool  # offsets might leave tokens out
+    choose: Launch | None  # chosen_bits of token rounding
+    by_offsets: bool  # which might leave tokens out, or have sequences that overlap
 
 
 def _configure(
@@ -126,7 +127,7 @@ def _configure(
     sequences: Sequences,
     num_pairs: int,
     limits: DeviceLimits,
-    choose: tuple[Launch, Launch] | None = None,
+    choose: Launch | None = None,
 ) -> Select | None:
     L, E = scores.shape
     if L == 0:
@@ -136,24 +137,38 @@ def _configure(
     longest = sequences.longest(L)
     parts = selection_config.parts_of_sequence(S, longest, blocks, 256, longest)
     width = selection_config.digit_bits(4 * 32, S * E, limits)
+    pairs, room = configure_pairs(L, E, num_pairs), selection_config.listed_candidates(L, E)
     sizes = {"L": L, "num_experts": E, "num_sequences": S, "parts": parts, "width": width}
+    sizes["block_shift"] = pairs.block_shift
 
     def entry(step: str) -> Variant:
         return loader.entry("selection.cu", f"columns_{step}_{scores.dtype}")
 
     inputs, grid = ("scores", "chosen", "columns", "sequences"), (S * parts, groups)
-    count = Launch(entry("count"), grid, threads, (*inputs, "histogram"), sizes, 4 * 32 << width)
-    bits = (*inputs, "taken", "candidates")
-    finish_threads, finish_bytes = launch_config.FINISH_THREADS, launch_config.FINISH_SHARED_BYTES
+    counted = {"room": room, "wanted": -1 if choose else wanted}
+    count = Launch(
+        entry("count"),
+        grid,
+        threads,
+        (*inputs, "histogram", "done", "reserved"),
+        sizes | counted,
+        4 * max(32 << width, threads),
+    )
+    bits = (*inputs, "taken", "candidates", "list", "listed", "block_counts")
+    split_bytes = launch_config.SPLIT_SHARED_BYTES
+    finish_threads = launch_config.FINISH_THREADS
+    finish_bytes = launch_config.FINISH_SHARED_BYTES + 4 * launch_config.PAIRS_BLOCKS
     return Select(
         num_columns=S * E,
         histogram=S * E << width,
-        digit=Digit(count, _pick(S, E, width, 32 - width, True, -1 if choose else wanted)),
-        split=Launch(entry("split"), grid, threads, bits, sizes),
+        groups=S * groups,
+        room=room,
+        count=count,
+        split=Launch(entry("split"), grid, threads, bits, sizes, split_bytes),
         finish=Launch(entry("finish"), (S * E,), finish_threads, bits, sizes, finish_bytes),
-        pairs=configure_pairs(L, E, num_pairs),
+        pairs=pairs,
         choose=choose,
-        clear_bits=sequences.by_offsets,
+        by_offsets=sequences.by_offsets,
     )
 
 
@@ -176,42 +191,35 @@ def configure_round_tokens(
         loader.entry("selection.cu", f"chosen_bits_{ids.dtype}"),
         (parts,),
         threads,
-        ("ids", "chosen", "frequencies"),
-        {"L": L, "k": k, "num_experts": E, "parts": parts},
+        ("ids", "chosen", "frequencies", "done", "columns"),
+        {"L": L, "k": k, "num_experts": E, "parts": parts, "tile": tile, "rounding": ROUNDINGS.index(rounding)},
         4 * E,
     )
-    targets = Launch(
-        loader.entry("selection.cu", "round_targets"),
-        (1,),
-        threads,
-        ("frequencies", "columns"),
-        {"L": L, "num_experts": E, "tile": tile, "rounding": ROUNDINGS.index(rounding)},
-        4 * E,
-    )
-    return _configure(scores, -1, Sequences(1, False), num_pairs, limits, (bits, targets))
+    return _configure(scores, -1, Sequences(1, False), num_pairs, limits, bits)
 
 
 def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int = 0) -> Pairs:
     """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
-    columns = run.empty((steps.num_columns, COLUMN), "int32")
-    histogram, chosen = run.empty((steps.histogram,), "int32"), None
-    run.clear(histogram.ptr, 4 * steps.histogram)
+    chosen, columns = None, run.empty((steps.num_columns, COLUMN), "int32")
+    sizes = (steps.histogram, steps.groups, steps.num_columns, steps.pairs.blocks)
+    of_choice = (1, steps.num_columns) if steps.choose else (0, 0)
+    _memory, addresses = _zeros(run, RESERVED, *sizes, *of_choice)
+    reserved, histogram, counted, listed, counts, chose, frequencies = addresses
     if steps.choose:
-        choose, target = steps.choose
-        chosen, frequencies = run.empty(steps.pairs.words, "int32"), run.empty((steps.num_columns,), "int32")
-        run.clear(frequencies.ptr, 4 * steps.num_columns)
-        run.launch(choose, ids, chosen.ptr, frequencies.ptr)
-        run.launch(target, frequencies.ptr, columns.ptr)
+        chosen = run.empty(steps.pairs.words, "int32")
+        run.launch(steps.choose, ids, chosen.ptr, frequencies, chose, columns.ptr)
     inputs = (scores, chosen.ptr if chosen else 0, columns.ptr, offsets)
-    run.launch(steps.digit.count, *inputs, histogram.ptr)
-    run.launch(steps.digit.pick, histogram.ptr, columns.ptr)
+    run.launch(steps.count, *inputs, histogram, counted, reserved)
     taken, candidates = run.empty(steps.pairs.words, "int32"), run.empty(steps.pairs.words, "int32")
-    if steps.clear_bits:
+    found = run.empty((steps.room, CANDIDATE), "int32")
+    if steps.by_offsets:
         rows, words = steps.pairs.words
         run.clear(taken.ptr, 4 * rows * words)
-    run.launch(steps.split, *inputs, taken.ptr, candidates.ptr)
-    run.launch(steps.finish, *inputs, taken.ptr, candidates.ptr)
-    return _listed(run, steps.pairs, taken)
+        counts = 0
+    outputs = (taken.ptr, candidates.ptr, found.ptr, listed, counts)
+    run.launch(steps.split, *inputs, *outputs)
+    run.launch(steps.finish, *inputs, *outputs)
+    return _listed(run, steps.pairs, taken, counts) if counts else _counted(run, steps.pairs, taken)
 
 
 def no_pairs(run: Runtime, num_pairs: int) -> Pairs:
@@ -222,15 +230,29 @@ def no_pairs(run: Runtime, num_pairs: int) -> Pairs:
 
 
 @dataclass(frozen=True, eq=False)
-class Capacity:
-    """What limit_capacity launches and allocates."""
+class CapacityByKey:
+    """What limit_capacity launches and allocates where slots differ in their keys."""
 
     num_columns: int
     histogram: int  # int32 elements
-    ties_shape: tuple[int, int, int]
-    digits: tuple[Digit, ...]
-    ties: Launch
+    room: int  # candidates that the list may have
+    count: Launch
+    pick: Launch
+    select: Launch
+    finish: Launch
+
+
+@dataclass(frozen=True, eq=False)
+class CapacityByCounts:
+    """The same where they do not, or have few keys."""
+
+    counts: int  # int32 elements
+    totals: int  # likewise
+    count: Launch
     mark: Launch
+
+
+Capacity = CapacityByKey | CapacityByCounts
 
 
 @cached
@@ -247,47 +269,59 @@ def configure_capacity(
     (L, k), E, S, threads = ids.shape, num_experts, sequences.number, launch_config.SELECT_THREADS
     if L == 0:
         return None
-    if order == "choice" and k == 1:
-        order = "position"
-    key_bits = {"position": 0, "choice": (k - 1).bit_length()}.get(order, 32)
-    widths = selection_config.digits(key_bits, selection_config.digit_bits(2 * E, S * E, limits))
-    blocks = limits.multiprocessors * (1 if widths else 2)
     most = max(1, launch_config.PART_COUNTS // k)
     longest, fewest = sequences.longest(L), launch_config.ceil_div(4096, k)
-    parts = selection_config.parts_of_sequence(S, longest, blocks, min(fewest, most), most)
-    sizes = {
-        "L": L,
-        "k": k,
-        "num_experts": E,
-        "num_sequences": S,
-        "parts": parts,
-        "order": CAPACITY_ORDERS.index(order),
-        "value_type": VALUE_TYPES.index(values or "float32"),
-    }
-    capacity, ranking = min(capacity, launch_config.MAX_SLOTS), selection_config.walkers(E, limits)
+    parts = selection_config.parts_of_sequence(S, longest, limits.multiprocessors, min(fewest, most), most)
+    sizes = {"L": L, "k": k, "num_experts": E, "num_sequences": S, "parts": parts}
+    capacity = min(capacity, launch_config.MAX_SLOTS)
 
     def launch(step: str, addresses: tuple[str, ...], scalars: dict[str, int], shared_bytes: int) -> Launch:
         entry = loader.entry("capacity.cu", f"capacity_{step}_{ids.dtype}")
-        inputs = ("ids", "values", "columns", "sequences")
-        return Launch(entry, (S * parts,), threads, (*inputs, *addresses), sizes | scalars, shared_bytes)
+        return Launch(entry, (S * parts,), threads, ("ids", *addresses), sizes | scalars, shared_bytes)
 
-    def counters(width: int) -> int:  # bytes, in whole words
-        return launch_config.ceil_div(E << width, 2) * 4
-
-    digits = tuple(
-        Digit(
-            launch("count", ("histogram",), {"width": width, "shift": shift}, counters(width)),
-            _pick(S, E, width, shift, i == len(widths) - 1, -1 if i else capacity),
+    choices = {"position": 1, "choice": k}.get(order)
+    if choices == 1 or (choices and selection_config.counts_choices(choices * E, S * parts, limits)):
+        ranking, counts = selection_config.walkers(E, limits), ("sequences", "counts", "totals")
+        marked = {"choices": choices, "capacity": capacity, "walkers": ranking}
+        return CapacityByCounts(
+            counts=S * parts * choices * E,
+            totals=S * choices * E if choices > 1 else 0,
+            count=launch("parts", counts, {"choices": choices}, 4 * choices * E),
+            mark=launch("mark", (*counts, "kept"), marked, 4 * (E * (2 + ranking) + 1)),
         )
-        for i, (width, shift) in enumerate(widths)
-    )
-    return Capacity(
-        num_columns=S * E if widths else 0,
-        histogram=S * E << widths[0][0] if widths else 0,
-        ties_shape=(S, parts, E),
-        digits=digits,
-        ties=launch("ties", ("ties",), {}, 4 * (E + 1)),
-        mark=launch("mark", ("ties", "kept"), {"capacity": capacity, "walkers": ranking}, 4 * (E * (2 + ranking) + 1)),
+    width = selection_config.digit_bits(2 * E, S * E, limits)
+    if order == "choice":
+        width = min(width, (k - 1).bit_length())
+    keys = {
+        "order": CAPACITY_ORDERS.index(order),
+        "value_type": VALUE_TYPES.index(values or "float32"),
+        "width": width,
+    }
+    counters = launch_config.ceil_div(E << width, 2) * 4  # bytes, in whole words
+    count = launch("count", ("values", "sequences", "histogram"), keys, counters)
+    outputs = ("columns", "sequences", "list", "listed", "kept")
+    return CapacityByKey(
+        num_columns=S * E,
+        histogram=S * E << width,
+        room=L * k,
+        count=count,
+        pick=Launch(
+            loader.entry("capacity.cu", "capacity_pick"),
+            (S, launch_config.ceil_div(E, 32)),
+            threads,
+            ("histogram", "columns", "reserved"),
+            {"room": L * k, "num_experts": E, "width": width, "capacity": capacity},
+            4 * threads,
+        ),
+        select=launch("list", ("values", *outputs), keys, 16 * E),
+        finish=Launch(
+            loader.entry("capacity.cu", "capacity_finish"),
+            (S * E,),
+            launch_config.FINISH_THREADS,
+            outputs,
+            {"L": L, "k": k, "num_experts": E, "num_sequences": S, "width": width},
+            launch_config.FINISH_SHARED_BYTES,
+        ),
     )
 
 
@@ -296,17 +330,17 @@ def limit_capacity(
 ) -> Buffer:
     """ids (L, k) int32 of `shape`, -1 where a slot is dropped or empty."""
     kept = run.empty(shape, "int32")
-    if steps is None:
-        return kept
-    columns = run.empty((steps.num_columns, COLUMN), "int32") if steps.digits else None
-    inputs = (ids, values, columns.ptr if columns else 0, offsets)
-    if columns:
-        histogram = run.empty((steps.histogram,), "int32")
-        run.clear(histogram.ptr, 4 * steps.histogram)
-        for digit in steps.digits:
-            run.launch(digit.count, *inputs, histogram.ptr)
-            run.launch(digit.pick, histogram.ptr, columns.ptr)
-    ties = run.empty(steps.ties_shape, "int32")
-    run.launch(steps.ties, *inputs, ties.ptr)
-    run.launch(steps.mark, *inputs, ties.ptr, kept.ptr)
+    if isinstance(steps, CapacityByCounts):
+        counts = run.empty((steps.counts,), "int32")
+        _memory, (totals,) = _zeros(run, steps.totals) if steps.totals else (None, [0])
+        run.launch(steps.count, ids, offsets, counts.ptr, totals)
+        run.launch(steps.mark, ids, offsets, counts.ptr, totals, kept.ptr)
+    elif steps:
+        columns, found = run.empty((steps.num_columns, COLUMN), "int32"), run.empty((steps.room, CANDIDATE), "int32")
+        _memory, (reserved, histogram, listed) = _zeros(run, RESERVED, steps.histogram, steps.num_columns)
+        run.launch(steps.count, ids, values, offsets, histogram)
+        run.launch(steps.pick, histogram, columns.ptr, reserved)
+        outputs = (columns.ptr, offsets, found.ptr, listed, kept.ptr)
+        run.launch(steps.select, ids, values, *outputs)
+        run.launch(steps.finish, *outputs)
     return kept

@@ -1,0 +1,60 @@
+// The digit in which the selection of a column ends, from the histogram of its digits.
+#pragma once
+#include "token_parts.cuh"
+
+#if !defined(SELECT_THREADS) || !defined(SELECT_BITS)
+#error "SELECT_THREADS and SELECT_BITS are given by launch_config.py"
+#endif
+static_assert(SELECT_THREADS == 1024, "a lane sums the counts of all warps");
+static_assert(SELECT_BITS >= 5, "a warp has a bin at least");
+constexpr int PICK_WARPS = SELECT_THREADS / 32;
+
+// Finds the digits of 32 columns of a sequence, number `word`, and reserves room for their candidates. A block does this.
+// Lanes take a column each, warps as many bins each, from the highest down. of_warps: shared memory (32, 32).
+//   histogram  (2^width, E) int32, of the sequence
+//   columns    (E,), of the sequence, in and out
+//   reserved   how much of the list is given away, in and out
+//   room       candidates that the list may have
+//   wanted     keys to be taken of each column; -1: `columns` says
+__device__ __forceinline__ void pick(const int* histogram, Column* columns, unsigned long long* reserved, int64 room,
+                                     int num_experts, int width, int wanted, int word, int* of_warps) {
+    constexpr int MOST = (1 << SELECT_BITS) / PICK_WARPS;  // bins of a warp
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, expert = 32 * word + lane;
+    const int bins = 1 << width, of_warp = max(bins / PICK_WARPS, 1), highest = bins - 1 - warp * of_warp, shift = 32 - width;
+    const int number = expert < num_experts && highest >= 0 ? of_warp : 0;
+    int counts[MOST], sum = 0;
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) counts[i] = i < number ? histogram[static_cast<int64>(highest - i) * num_experts + expert] : 0;
+    Column column = {0, wanted, 0, -1};
+    if (expert < num_experts && wanted < 0) column = columns[expert];
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) sum += counts[i];
+    of_warps[32 * warp + lane] = sum;
+    __syncthreads();  // all have read the column, of which one thread writes another
+    int before = 0, total = 0;
+#pragma unroll
+    for (int w = 0; w < PICK_WARPS; ++w) {
+        if (w == warp) before = total;
+        total += of_warps[32 * w + lane];
+    }
+    wanted = column.wanted;
+    if (number && wanted > 0 && before < wanted && wanted <= before + sum) {
+        int bin = highest, here = counts[0];
+#pragma unroll
+        for (int i = 1; i < MOST; ++i)
+            if (before + here < wanted) before += here, here = counts[i], bin = highest - i;
+        column.key = static_cast<unsigned>(bin) << shift;
+        column.wanted = here == wanted - before ? ALL : wanted - before;
+        if (column.wanted != ALL) {
+            const unsigned long long first = atomicAdd(reserved, static_cast<unsigned long long>(here));
+            column.first = first + here <= static_cast<unsigned long long>(room) ? static_cast<int>(first) : -1;
+        }
+        columns[expert] = column;
+    } else if (warp == 0 && number && wanted <= 0) {  // above all keys but NaN's, of which none is taken
+        column.key = static_cast<unsigned>(bins - 1) << shift;
+        columns[expert] = column;
+    } else if (warp == 0 && number && wanted > total) {  // below all keys
+        column.wanted = ALL;
+        columns[expert] = column;
+    }
+}

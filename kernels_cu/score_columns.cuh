@@ -1,0 +1,69 @@
+// How the kernels of selections read scores (L, E): a block takes a part of a sequence's tokens and 32 columns, a lane each.
+#pragma once
+#include "token_parts.cuh"
+
+#if !defined(SELECT_THREADS)
+#error "SELECT_THREADS is given by launch_config.py"
+#endif
+constexpr int WARPS = SELECT_THREADS / 32;
+constexpr int LOADS = 8;  // scores of a thread on their way from global memory, beside as many that it works on
+
+// A block's place: its sequence, its part of that, and its lane's column.
+template <class Params>
+struct Place {
+    int sequence, part, expert, word, num_words;
+    bool exists;  // the column
+    Tokens all, tokens;
+    __device__ __forceinline__ explicit Place(const Params& p)
+        : sequence(blockIdx.x / p.parts), part(blockIdx.x % p.parts), expert(32 * blockIdx.y + (threadIdx.x & 31)),
+          word(blockIdx.y), num_words((p.num_experts + 31) / 32), exists(expert < p.num_experts),
+          all(tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence)), tokens(tokens_of_part(all, p.parts, part)) {}
+    __device__ __forceinline__ int64 column(const Params& p) const {
+        return static_cast<int64>(sequence) * p.num_experts + expert;
+    }
+};
+
+__device__ __forceinline__ unsigned key_of(float v) { return sort_key(v); }
+__device__ __forceinline__ unsigned key_of(bf16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
+__device__ __forceinline__ unsigned key_of(fp16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
+
+// Which pairs of a lane's column the selection is among, by the word of chosen pairs; of a column past the last none.
+struct Members {
+    unsigned flip, mask;
+    __device__ __forceinline__ Members(bool among_chosen, bool exists)
+        : flip(among_chosen ? 0 : 0xffffffffu), mask(exists ? 1u << (threadIdx.x & 31) : 0) {}
+    __device__ __forceinline__ bool has(unsigned chosen) const { return ((chosen ^ flip) & mask) != 0; }
+};
+
+// A warp's share of tokens, which follow each other, at the lane's column. Lanes past the last column see that one's keys.
+// Offsets from row to row have 32 bits, so that an address takes one instruction.
+template <class T, bool CHOSEN>
+struct Rows {
+    const char *scores, *words;  // of the first token; words of chosen pairs
+    unsigned row_bytes, row_word_bytes;
+    int begin, number;  // tokens, from the first of `tokens` on
+    template <class Params>
+    __device__ __forceinline__ Rows(const Params& p, const Place<Params>& place, const Tokens& tokens)
+        : row_bytes(p.num_experts * sizeof(T)), row_word_bytes(4 * place.num_words) {
+        const int all = static_cast<int>(tokens.end - tokens.begin), share = (all + WARPS - 1) / WARPS;
+        begin = min(static_cast<int>(threadIdx.x / 32) * share, all);
+        number = min(share, all - begin);
+        const int64 first = tokens.begin + begin;
+        scores = reinterpret_cast<const char*>(p.scores + first * p.num_experts + min(place.expert, p.num_experts - 1));
+        words = CHOSEN ? reinterpret_cast<const char*>(p.chosen + first * place.num_words + place.word) : nullptr;
+    }
+    __device__ __forceinline__ T score(unsigned i) const {
+        return *reinterpret_cast<const T*>(scores + static_cast<unsigned long long>(i) * row_bytes);
+    }
+    __device__ __forceinline__ unsigned chosen(unsigned i) const {
+        return CHOSEN ? *reinterpret_cast<const unsigned*>(words + static_cast<unsigned long long>(i) * row_word_bytes) : 0;
+    }
+    // LOADS tokens from `first` on. Those before the first and past the last are the first and the last.
+    __device__ __forceinline__ void load(T (&of_scores)[LOADS], unsigned (&of_chosen)[LOADS], int first) const {
+#pragma unroll
+        for (int l = 0; l < LOADS; ++l) {
+            const unsigned i = max(min(first + l, number - 1), 0);
+            of_scores[l] = score(i), of_chosen[l] = chosen(i);
+        }
+    }
+};
