@@ -36,34 +36,46 @@ constexpr bool PROBABILITIES = OVER_ALL || SHARES == SOFTMAX || SUM_Z != 0 || SU
 constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
 constexpr int TOKENS = THREADS / LANES;
 
+struct Slot {
+    int id;
+    float weight, grad;
+};
+
 // Adds the chosen logits' gradients to the row; returns dot.
 __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pairs& pairs, const ELEMENT* logits, float* row) {
     const int lane = lane_of_token(), E = p.num_experts;
     const float scale = __int_as_float(p.scale);
     const int64 first = pairs.first;
+    const auto slot_of = [&](int j) -> Slot {
+        if (j >= pairs.number) return {-1, 0.f, 0.f};
+        return {p.ids[first + j], p.weights[first + j], p.grad_weights[first + j]};
+    };
     float dot = 0.f, total = 0.f;
-    for (int j = lane; j < pairs.number; j += LANES) {
-        dot += p.weights[first + j] * p.grad_weights[first + j];
-        if (LINEAR && RENORMALIZE) {
-            const int id = p.ids[first + j];
-            if (static_cast<unsigned>(id) < static_cast<unsigned>(E)) total += score_of<SCORE>(to_float(logits[id]));
-        }
-    }
+    const auto add = [&](const Slot& slot) {
+        dot += slot.weight * slot.grad;
+        if (LINEAR && RENORMALIZE && static_cast<unsigned>(slot.id) < static_cast<unsigned>(E))
+            total += score_of<SCORE>(to_float(logits[slot.id]));
+    };
+    Slot slot = slot_of(lane);  // most often the lane's only one: it stays in registers until it is scattered
+    add(slot);
+#pragma unroll 1
+    for (int j = lane + LANES; j < pairs.number; j += LANES) add(slot_of(j));
     dot = sum_of_lanes(dot);
     if (LINEAR && RENORMALIZE) total = sum_of_lanes(total) + __int_as_float(p.eps);
     const int longest = __reduce_max_sync(WARP, pairs.number);
+#pragma unroll 1
     for (int base = 0; base < longest; base += LANES) {
-        const int j = base + lane;
-        int id = j < pairs.number ? p.ids[first + j] : -1;
+        if (base > 0) slot = slot_of(base + lane);
+        const int id = slot.id;
         const bool present = static_cast<unsigned>(id) < static_cast<unsigned>(E);
         float h = 0.f;
         if (present) {
-            const float g = p.grad_weights[first + j];
+            const float g = slot.grad;
             if (LINEAR) {
                 h = RENORMALIZE ? (scale * g - dot) / total : scale * g;
                 if (SCORE == RELU && !(to_float(logits[id]) > 0.f)) h = 0.f;
             } else {
-                const float w = p.weights[first + j];
+                const float w = slot.weight;
                 h = RENORMALIZE ? w * (g - dot / scale) : w * g;
                 if (SCORE != SOFTMAX) h *= log_slope<SCORE>(to_float(logits[id]));
             }
@@ -72,6 +84,7 @@ __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pa
         const int place = threadIdx.x % 32 / LANES;
         const unsigned same = __match_any_sync(WARP, present ? place << 16 | id : -1 - static_cast<int>(threadIdx.x % 32));
         if (__any_sync(WARP, (same & (same - 1)) != 0)) {
+#pragma unroll 1
             for (int turn = 0; turn < LANES; ++turn) {
                 if (turn == lane && present) row[id] += h;
                 __syncwarp();
