@@ -112,8 +112,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
     const bool there = token < p.L;
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     float* const row = reinterpret_cast<float*>(dynamic_shared) + place * ((E + 3) / 4 * 4);
-    float x[VALUES];
+    float x[VALUES], v[VALUES];  // v: the gradient of the sequence's shares, 0 where there is none
     if (DENSE) load_row(logits, there, E, x);
+    int sequence = 0;
+    bool counts = false;
+    if (SUMS) {
+        sequence = sequence_of(p.sequences, p.num_sequences, there ? token : 0, p.L).index;
+        counts = there && sequence >= 0 && sequence < p.num_sequences && !(p.token_mask != nullptr && !p.token_mask[token]);
+        if (SHARES) load_floats(p.grad_score_sums + static_cast<int64>(counts ? sequence : 0) * E, counts, E, 0.f, v);
+    }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int column = column_of(v * WIDTH);
@@ -130,23 +137,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
 
     LogSumExp lse = {0.f, 1.f};
     if (PROBABILITIES) lse = log_sum_exp(x);
-    const float* v = nullptr;  // the gradient of the sequence's shares
     float v_entropy = 0.f, of_all = OVER_ALL ? -dot : 0.f, mean_v = 0.f, share = 0.f;
     if (SUMS) {
-        const Sequence sequence = sequence_of(p.sequences, p.num_sequences, there ? token : 0, p.L);
-        const bool counts = there && sequence.index >= 0 && sequence.index < p.num_sequences &&
-                            !(p.token_mask != nullptr && !p.token_mask[token]);
-        if (SHARES && counts) v = p.grad_score_sums + static_cast<int64>(sequence.index) * E;
-        if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence.index] * lse.value();
-        if (SUM_ENTROPY && counts) v_entropy = p.grad_entropy_sums[sequence.index];
+        if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence] * lse.value();
+        if (SUM_ENTROPY && counts) v_entropy = p.grad_entropy_sums[sequence];
         float mean_x = 0.f, scores = 0.f;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
             float q = 0.f;
-            if (SHARES == SOFTMAX || SUM_ENTROPY) q = lse.probability(x[i]);
+            if (SHARES == SOFTMAX || SUM_ENTROPY) q = lse.quick_probability(x[i]);
             if (SUM_ENTROPY) mean_x += q * logit_or_zero(x[i], q);
-            if (SCORE_SHARES) q = score_of<SHARES>(x[i]), scores += q;
-            if (SHARES && v != nullptr && column_of(i) < E) mean_v += q * v[column_of(i)];
+            if (SCORE_SHARES) q = quick_score_of<SHARES>(x[i]), scores += q;
+            if (SHARES) mean_v += q * v[i];
         }
         if (SUM_ENTROPY) of_all += v_entropy * sum_of_lanes(mean_x);
         if (SHARES) mean_v = sum_of_lanes(mean_v);
@@ -165,15 +167,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
         float grad[WIDTH];
 #pragma unroll
         for (int c = 0; c < WIDTH; ++c) {
-            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES && v != nullptr ? v[column + c] : 0.f;
+            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[i * WIDTH + c] : 0.f;
             grad[c] = row[column + c];
             if (PROBABILITIES) {
-                const float probability = lse.probability(x_c);
+                const float probability = lse.quick_probability(x_c);
                 float factor = of_all + (SHARES == SOFTMAX ? v_c : 0.f);
                 if (SUM_ENTROPY) factor -= v_entropy * logit_or_zero(x_c, probability);
                 grad[c] += probability * factor;
             }
-            if (SCORE_SHARES && v != nullptr) grad[c] += score_of<SHARES>(x_c) * share * (v_c - mean_v) * log_slope<SHARES>(x_c);
+            if (SCORE_SHARES && counts) {
+                const float slope = SHARES == SIGMOID ? quick_score_of<SIGMOID>(-x_c) : log_slope<SHARES>(x_c);
+                grad[c] += quick_score_of<SHARES>(x_c) * share * (v_c - mean_v) * slope;
+            }
         }
         store_vector(out + column, grad);
     }

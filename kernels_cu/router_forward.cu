@@ -44,14 +44,18 @@ constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? 4 : VALUES <= 32 ? 2 :
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
 }
+// What experts rank by.
+__device__ __forceinline__ float quick_score_in_row(float x, const LogSumExp& lse) {
+    return SCORE == SOFTMAX ? lse.quick_probability(x) : quick_score_of<SCORE>(x);
+}
 
 // Adds a token's shares to its place's row in shared memory, and its z and entropy behind them, if it `counts`.
 __device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumExp& lse, int E, float* row, bool counts) {
     float q[VALUES], sum = 0.f, entropy = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        const float p = SHARES == SOFTMAX || SUM_ENTROPY ? lse.probability(x[i]) : 0.f;
-        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? score_of<SHARES>(x[i]) : p;
+        const float p = SHARES == SOFTMAX || SUM_ENTROPY ? lse.quick_probability(x[i]) : 0.f;
+        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? quick_score_of<SHARES>(x[i]) : p;
         sum += q[i];
         if (SUM_ENTROPY) entropy += p * logit_or_zero(x[i], p);
     }
@@ -153,19 +157,18 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
         return;
     }
     unsigned keys[VALUES];
-    const float* bias = p.bias + (there ? token : 0) * p.bias_stride;
+    float bias[VALUES];
+    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, there, E, minus_infinity(), bias);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        float key = x[i];
-        if (BIAS == 1) key = score_in_row(x[i], lse);
-        if (BIAS) key = column_of(i) < E && there ? key + bias[column_of(i)] : minus_infinity();
-        keys[i] = sort_key(key);
+        const float key = BIAS == 1 ? quick_score_in_row(x[i], lse) : x[i];
+        keys[i] = sort_key(BIAS ? key + bias[i] : key);
     }
     if (GROUP_TOP) {
         unsigned ranked_by[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
-            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(score_in_row(x[i], lse)) : keys[i];
+            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(quick_score_in_row(x[i], lse)) : keys[i];
         keep_groups<GROUP_TOP>(keys, ranked_by, group_rows, E, p.groups, p.kept, p.top, p.group_size,
                                static_cast<unsigned>(p.group_reciprocal));
     }

@@ -49,6 +49,11 @@ def _sums(shares: str | None, z: bool, entropy: bool) -> dict[str, str | int]:
     return {"SHARES": shares.upper() if shares else 0, "SUM_Z": int(z), "SUM_ENTROPY": int(entropy)}
 
 
+def _aligned(*layouts: Layout | None) -> bool:
+    """Whether all that the kernels read in vectors begins at multiples of 16 bytes."""
+    return not any(layout is not None and layout.misalignment for layout in layouts)
+
+
 def _group_top(groups: tuple[int, int, int] | None) -> int:
     return 0 if groups is None else min(groups[2], 3)
 
@@ -67,7 +72,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
     config = launch_config.router_forward(
         *(L, E, k),
         itemsize=logits.itemsize,
-        aligned=logits.misalignment == 0,
+        aligned=_aligned(logits, bias),
         selects=ids is None,
         groups=n if groups else 0,
         sums=bool(options.sums),
@@ -154,7 +159,8 @@ def configure_backward(layouts: Layouts, options: RouterOptions) -> Backward:
     given = dict(layouts)
     logits, ids, sequences = given["logits"], given["ids"], given.get("sequences")
     L, E = logits.shape
-    config = launch_config.router_backward(L, E, itemsize=logits.itemsize, aligned=logits.misalignment == 0)
+    aligned = _aligned(logits, given.get("grad_score_sums"))
+    config = launch_config.router_backward(L, E, itemsize=logits.itemsize, aligned=aligned)
     ragged = "token_offsets" in given
     variant = loader.router_variant(
         "router_backward",
