@@ -49,8 +49,10 @@ __device__ __forceinline__ float quick_score_in_row(float x, const LogSumExp& ls
     return SCORE == SOFTMAX ? lse.quick_probability(x) : quick_score_of<SCORE>(x);
 }
 
-// Adds a token's shares to its place's row in shared memory, and its z and entropy behind them, if it `counts`.
-__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumExp& lse, int E, float* row, bool counts) {
+// Adds a token's shares to its place's row in shared memory, and its z and entropy behind them, if it `counts`. A row that
+// `is_new` holds nothing yet: all of it is written.
+__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumExp& lse, int E, float* row, bool counts,
+                                         bool is_new) {
     float q[VALUES], sum = 0.f, entropy = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
@@ -64,26 +66,30 @@ __device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumE
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int column = column_of(v * WIDTH);
-            if (!counts || column >= E) continue;
+            if (!(counts || is_new) || column >= E) continue;
             if constexpr (LANES > 1 && WIDTH % 4 == 0) {
 #pragma unroll
                 for (int i = 0; i < WIDTH; i += 4) {
                     float4* const at = reinterpret_cast<float4*>(row + column + i);
                     const float* const added = q + v * WIDTH + i;
-                    const float4 old = *at;
-                    *at = make_float4(old.x + added[0] * share, old.y + added[1] * share, old.z + added[2] * share,
-                                      old.w + added[3] * share);
+                    const float4 old = is_new ? make_float4(0.f, 0.f, 0.f, 0.f) : *at;
+                    *at = !counts ? old
+                                  : make_float4(old.x + added[0] * share, old.y + added[1] * share, old.z + added[2] * share,
+                                                old.w + added[3] * share);
                 }
             } else {
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) row[column + i] += q[v * WIDTH + i] * share;
+                for (int i = 0; i < WIDTH; ++i) {
+                    const float old = is_new ? 0.f : row[column + i];
+                    row[column + i] = counts ? old + q[v * WIDTH + i] * share : old;
+                }
             }
         }
     }
     if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
-    if (counts && lane_of_token() == 0) {
-        if (SUM_Z) row[E] += lse.value() * lse.value();
-        if (SUM_ENTROPY) row[E + 1] += lse.value() - entropy;
+    if ((counts || is_new) && lane_of_token() == 0) {
+        if (SUM_Z) row[E] = (is_new ? 0.f : row[E]) + (counts ? lse.value() * lse.value() : 0.f);
+        if (SUM_ENTROPY) row[E + 1] = (is_new ? 0.f : row[E + 1]) + (counts ? lse.value() - entropy : 0.f);
     }
 }
 
@@ -127,8 +133,8 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
 }
 
 // One token, or none where `token` is no token of this block. `row` is its place's row of sums, if it has a share in them.
-__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, float* row, Entry* slots,
-                                            Entry* listed, unsigned* group_rows) {
+__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, float* row, bool is_new,
+                                            Entry* slots, Entry* listed, unsigned* group_rows) {
     const int E = p.num_experts, lane = lane_of_token();
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
@@ -137,7 +143,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     LogSumExp lse = {0.f, 1.f};
     if (NEEDS_ROW) load_row(logits, there, E, x);
     if (NEEDS_LSE) lse = log_sum_exp(x);
-    if (SUMS) add_sums(x, lse, E, row, there && !masked && row != nullptr);
+    if (SUMS && row != nullptr) add_sums(x, lse, E, row, there && !masked, is_new);
     if (GIVEN) {
         const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
         const int longest = __reduce_max_sync(WARP, pairs.number);
@@ -236,20 +242,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         Sequence sequence = {0, end};
         if (SUMS) {
             sequence = sequence_of(p.sequences, p.num_sequences, begin, p.L);
-            __syncthreads();
-            for (int i = threadIdx.x; i < TOKENS * stride; i += THREADS) all_sums[i] = 0.f;
-            __syncthreads();
+            __syncthreads();  // the last sequence's rows have been read
         }
         const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
         const int stop = min(end, sequence.end);
         for (int base = begin; base < stop; base += TOKENS)
-            route_token(p, base + place, base + place < stop, SUMS && counts ? all_sums + place * stride : nullptr,
+            route_token(p, base + place, base + place < stop, SUMS && counts ? all_sums + place * stride : nullptr, base == begin,
                         all_slots + place * p.k, all_listed + place * MAX_LISTED, all_groups + place * group_words);
         if (SUMS && counts) {
             __syncthreads();
             float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + sequence.index) * columns;
+#pragma unroll 1
             for (int i = threadIdx.x; i < columns; i += THREADS) {
                 float sum = 0.f;
+#pragma unroll 16
                 for (int at = 0; at < TOKENS; ++at) sum += all_sums[at * stride + i];
                 out[i] = sum;
             }
