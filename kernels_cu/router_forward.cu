@@ -8,7 +8,7 @@
 // sequences rise together. router_sums.cu adds the rows.
 //
 // Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
-// E + 2 * groups for the choice of groups, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
+// E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
 #include "router_select.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
@@ -107,6 +107,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
             if (is_present(j)) largest = fmaxf(largest, logit_of(j));
         largest = max_of_lanes(largest);
     }
+    float value = 0.f;  // of the lane's slot, which most often is its only one
     const auto value_of = [&](int j) {
         return SCORE == SOFTMAX && RENORMALIZE ? expf(logit_of(j) - largest) : score_in_row(logit_of(j), lse);
     };
@@ -114,7 +115,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     if (RENORMALIZE) {  // slot after slot: the sum does not depend on the lanes that hold the token
         for (int base = 0; base < longest; base += LANES) {
             const int j = base + lane;
-            const float value = is_present(j) ? value_of(j) : 0.f;
+            value = is_present(j) ? value_of(j) : 0.f;
 #pragma unroll
             for (int part = 0; part < LANES; part += 8)
                 if (base + part < longest)
@@ -126,7 +127,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
 #pragma unroll 1
     for (int j = lane; j < number; j += LANES) {
         const bool present = is_present(j);
-        float value = present ? value_of(j) : 0.f;
+        if (!RENORMALIZE || longest > LANES) value = present ? value_of(j) : 0.f;
         if (RENORMALIZE && present) value /= total;
         put(j, value * scale, present ? id_of(j) : -1);
     }
@@ -175,8 +176,11 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
             ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(quick_score_in_row(x[i], lse)) : keys[i];
-        keep_groups<GROUP_TOP>(keys, ranked_by, group_rows, E, p.groups, p.kept, p.top, p.group_size,
-                               static_cast<unsigned>(p.group_reciprocal));
+        if constexpr (GROUP_LANES > 0)
+            keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
+        else
+            keep_groups<GROUP_TOP>(keys, ranked_by, group_rows, E, p.groups, p.kept, p.top, p.group_size,
+                                   static_cast<unsigned>(p.group_reciprocal));
     }
     const int k = p.k;
     select(keys, k, slots, listed);
@@ -229,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
     Entry* const all_slots = reinterpret_cast<Entry*>(dynamic_shared);
     Entry* const all_listed = all_slots + (GIVEN ? 0 : (TOKENS * p.k + 1) / 2 * 2);
     unsigned* const all_groups = reinterpret_cast<unsigned*>(all_listed + (GIVEN || LANES == 1 ? 0 : TOKENS * MAX_LISTED));
-    const int group_words = GROUP_TOP ? (E + 2 * p.groups + 3) / 4 * 4 : 0;
+    const int group_words = GROUP_TOP && GROUP_LANES == 0 ? (E + 2 * p.groups + 3) / 4 * 4 : 0;
     float* const all_sums = reinterpret_cast<float*>(all_groups + TOKENS * group_words);
     const int first = blockIdx.x * p.tokens_per_block, end = min(p.L, first + p.tokens_per_block);
 

@@ -75,6 +75,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         aligned=_aligned(logits, bias),
         selects=ids is None,
         groups=n if groups else 0,
+        top=top,
         sums=bool(options.sums),
     )
     biased = bias is not None and ids is None
@@ -87,6 +88,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         GIVEN=int(ids is not None),
         BIAS=(1 if options.bias_on == "scores" else 2) if biased else 0,
         GROUP_TOP=_group_top(groups),
+        GROUP_LANES=config.group_lanes,
         CUT=int(options.top_p is not None or options.threshold is not None),
         **_sums(options.shares, "z" in options.sums, "entropy" in options.sums),
     )
