@@ -38,8 +38,9 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-constexpr int TOKENS = THREADS / LANES;                                              // of a block at a time
-constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? 4 : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
+constexpr int TOKENS = THREADS / LANES;                                                 // of a block at a time
+constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;              // blocks that registers leave room for
+constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
