@@ -35,6 +35,7 @@ constexpr bool DENSE = OVER_ALL || SUMS;
 constexpr bool PROBABILITIES = OVER_ALL || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
 constexpr int TOKENS = THREADS / LANES;
+constexpr bool HOLDS_V = VALUES <= 32;  // registers have room for the gradients of shares; if not, they are read twice
 
 struct Slot {
     int id;
@@ -112,14 +113,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
     const bool there = token < p.L;
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     float* const row = reinterpret_cast<float*>(dynamic_shared) + place * ((E + 3) / 4 * 4);
-    float x[VALUES], v[VALUES];  // v: the gradient of the sequence's shares, 0 where there is none
+    float x[VALUES], v[HOLDS_V ? VALUES : WIDTH];  // v: the gradient of the sequence's shares, 0 where there is none
     if (DENSE) load_row(logits, there, E, x);
+    const float* v_row = p.grad_score_sums;
     int sequence = 0;
     bool counts = false;
     if (SUMS) {
         sequence = sequence_of(p.sequences, p.num_sequences, there ? token : 0, p.L).index;
         counts = there && sequence >= 0 && sequence < p.num_sequences && !(p.token_mask != nullptr && !p.token_mask[token]);
-        if (SHARES) load_floats(p.grad_score_sums + static_cast<int64>(counts ? sequence : 0) * E, counts, E, 0.f, v);
+        if (SHARES) v_row += static_cast<int64>(counts ? sequence : 0) * E;
+        if (SHARES && HOLDS_V) load_floats(v_row, 0, counts, E, 0.f, v);
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -148,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
             if (SHARES == SOFTMAX || SUM_ENTROPY) q = lse.quick_probability(x[i]);
             if (SUM_ENTROPY) mean_x += q * logit_or_zero(x[i], q);
             if (SCORE_SHARES) q = quick_score_of<SHARES>(x[i]), scores += q;
-            if (SHARES) mean_v += q * v[i];
+            if (SHARES && !HOLDS_V && i % WIDTH == 0) load_floats(v_row, i, counts, E, 0.f, v);
+            if (SHARES) mean_v += q * v[HOLDS_V ? i : i % WIDTH];
         }
         if (SUM_ENTROPY) of_all += v_entropy * sum_of_lanes(mean_x);
         if (SHARES) mean_v = sum_of_lanes(mean_v);
@@ -165,9 +169,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
         const int column = column_of(i * WIDTH);
         if (column >= E) continue;
         float grad[WIDTH];
+        if (SHARES && !HOLDS_V) load_floats(v_row, i * WIDTH, counts, E, 0.f, v);
 #pragma unroll
         for (int c = 0; c < WIDTH; ++c) {
-            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[i * WIDTH + c] : 0.f;
+            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[HOLDS_V ? i * WIDTH + c : c] : 0.f;
             grad[c] = row[column + c];
             if (PROBABILITIES) {
                 const float probability = lse.quick_probability(x_c);

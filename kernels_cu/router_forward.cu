@@ -166,7 +166,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     }
     unsigned keys[VALUES];
     float bias[VALUES];
-    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, there, E, minus_infinity(), bias);
+    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, there, E, minus_infinity(), bias);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
         const float key = BIAS == 1 ? quick_score_in_row(x[i], lse) : x[i];

@@ -107,12 +107,13 @@ __device__ __forceinline__ void load_row(const ELEMENT* row, bool there, int E, 
     }
 }
 
-// The floats of `row` in this lane's columns, and `otherwise` where there are none.
-__device__ __forceinline__ void load_floats(const float* row, bool there, int E, float otherwise, float (&x)[VALUES]) {
+// The floats of `row` in the columns of this lane's N values from the `first` on, and `otherwise` where there are none.
+template <int N>
+__device__ __forceinline__ void load_floats(const float* row, int first, bool there, int E, float otherwise, float (&x)[N]) {
     constexpr int PART = WIDTH % 4 == 0 ? 4 : 1;
 #pragma unroll
-    for (int i = 0; i < VALUES; i += PART) {
-        const int column = column_of(i);
+    for (int i = 0; i < N; i += PART) {
+        const int column = column_of(first + i);
         const bool inside = there && column < E;
         if constexpr (PART == 4) {
             uint4 words = make_uint4(0, 0, 0, 0);
