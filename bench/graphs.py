@@ -8,9 +8,6 @@ round. The orders of rounds change. Medians of rounds, beside the peak memory of
 
 import argparse
 import json
-import random
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,27 +55,15 @@ def steps(L: int, d: int, h: int, E: int, k: int, device: str) -> dict[str, Call
 
 def measured(calls: int, device: str = "cuda") -> list[dict]:
     """A row of each size and step: median and quartiles in microseconds, and the peak MiB of a step."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     rows = []
     for size, shape in sizes().items() if device == "cuda" else [("tiny", (8, 16, 16, 4, 2))]:
         named = steps(*shape, device)
         for step in named.values():
             for _ in range(10):
                 step()
-        found: dict[str, list[float]] = {name: [] for name in named}
-        for _ in range(ROUNDS):
-            for name in random.sample(list(named), len(named)):
-                wait()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    named[name]()
-                wait()
-                found[name].append((time.perf_counter() - start) / calls * 1e6)
-        for name, us in found.items():
-            quartiles = dict(zip(("q1", "median", "q3"), statistics.quantiles(us, n=4), strict=True))
-            peak = (
-                measure.peak_mib(named[name]) if name in ("eager", "compiled") else None
-            )  # graphs have their own pools
+        for name, quartiles in measure.host_microseconds(named, calls, ROUNDS, waits=True).items():
+            has_no_pool = name in ("eager", "compiled")  # as graphs have
+            peak = measure.peak_mib(named[name]) if has_no_pool else None
             rows.append({"size": size, "step": name, **quartiles, "peak_mib": peak})
     return rows
 
@@ -93,8 +78,9 @@ def main(*argv: str) -> None:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "steps": rows}
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     head = ["size", "step", "q1 us", "median us", "q3 us", "peak MiB"]
-    quartiles = ("q1", "median", "q3")
-    lines = [[r["size"], r["step"], *(f"{r[q]:.1f}" for q in quartiles), table.number(r["peak_mib"])] for r in rows]
+    lines = [
+        [r["size"], r["step"], *(f"{r[q]:.1f}" for q in measure.QUARTILES), table.number(r["peak_mib"])] for r in rows
+    ]
     print("\n".join(table.aligned([head, *lines], 2)))
 
 

@@ -8,9 +8,6 @@ synchronisation separates. The order of the functions changes from round to roun
 
 import argparse
 import json
-import random
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,24 +65,11 @@ def functions(device: str) -> dict[str, Callable]:
 
 def measured(calls: int, device: str = "cuda") -> dict[str, dict[str, float]]:
     """Median and quartiles of the microseconds of one call, by name."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     named = functions(device)
-    found: dict[str, list[float]] = {name: [] for name in named}
     for function in named.values():
         for _ in range(20):
             function()
-    for _ in range(ROUNDS):
-        for name in random.sample(list(named), len(named)):
-            wait()
-            start = time.perf_counter()
-            for _ in range(calls):
-                named[name]()
-            found[name].append((time.perf_counter() - start) / calls * 1e6)
-    wait()
-    return {
-        name: dict(zip(("q1", "median", "q3"), statistics.quantiles(us, n=4), strict=True))
-        for name, us in found.items()
-    }
+    return measure.host_microseconds(named, calls, ROUNDS, waits=False)
 
 
 def main(*argv: str) -> None:
@@ -97,7 +81,7 @@ def main(*argv: str) -> None:
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "microseconds": rows}
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
-    lines = [[name, *(f"{row[q]:.1f}" for q in ("q1", "median", "q3"))] for name, row in rows.items()]
+    lines = [[name, *(f"{row[q]:.1f}" for q in measure.QUARTILES)] for name, row in rows.items()]
     print("\n".join(table.aligned([["microseconds of a call", "q1", "median", "q3"], *lines], 1)))
 
 

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import gc
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ ROUND_SECONDS = 0.4  # of rounds, or as many as asked for if those take longer: 
 # Of calls back to back. The driver holds an average of the power to its limit: a quarter of a second into a load the
 # clock falls for as long, and again a second later, by 10% in cuBLAS and by 20% in these kernels.
 SWING_SECONDS = 1.0
+QUARTILES = ("q1", "median", "q3")
 
 
 class DeviceClock:
@@ -111,6 +113,28 @@ def back_to_back_seconds(work: Callable[[], object], seconds_of_one: float, tota
     clock = DeviceClock()
     clock.run(run_all, calls)
     return clock.now
+
+
+def host_microseconds(
+    named: dict[str, Callable[[], object]], calls: int, rounds: int, *, waits: bool
+) -> dict[str, dict[str, float]]:
+    """Median and quartiles of one call by name, by the host's clock, over rounds of so many calls without a wait.
+
+    The order of the functions changes from round to round. waits: whether a round ends when the GPU is done.
+    """
+    wait = torch.cuda.synchronize if has_gpu() else lambda: None
+    found: dict[str, list[float]] = {name: [] for name in named}
+    for _ in range(rounds):
+        for name in random.sample(list(named), len(named)):
+            wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                named[name]()
+            if waits:
+                wait()
+            found[name].append((time.perf_counter() - start) / calls * 1e6)
+    wait()
+    return {name: dict(zip(QUARTILES, statistics.quantiles(us, n=4), strict=True)) for name, us in found.items()}
 
 
 def in_graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable
 
-from bench import cases
+from bench import cases, transformers_report
 from bench.recorded import Records, beside_peers
 from bench.table import PASSES
 
@@ -67,6 +67,7 @@ def readme(records: Records) -> str:
         [
             *peer,
             f"In either memory order it takes {bound} times as long as the layer's matrix products alone in cuBLAS.",
+            *transformers_report.headline(list(records.by_name.values())),
             "",
             "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
             "",

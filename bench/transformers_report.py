@@ -3,6 +3,7 @@
 from bench.table import number
 
 WHATS = ("step", "step_compiled")
+MODELS = {"qwen3_30b_a3b": "Qwen3-30B-A3B", "olmoe_1b_7b": "OLMoE-1B-7B"}  # of the front page
 ABOUT = """Models of transformers with random weights at the sizes of their names, 4 layers, a vocabulary of 8,192,
 bf16. A step is forward, loss, backward and AdamW. Generation is of one token for each sequence. Ratios are of
 "grouped_mm" in the same record; above 1 is faster. Peak memory is of the whole step, weights and optimizer included."""
@@ -31,6 +32,26 @@ def rows(records: list[dict]) -> list[list[str]]:
         spread = 100 * row["iqr"] / row["median"]
         lines.append([*words, number(None if peak is None else peak / 1024), number(share), f"{spread:.1f}"])
     return lines
+
+
+def headline(records: list[dict]) -> list[str]:
+    """Of training steps, in one sentence for the front page; none without such rows."""
+    found = _newest(records)
+    pairs = [
+        (case, found[case, "step", "moeblaze"], found[case, "step", "grouped_mm"])
+        for case in MODELS
+        if {(case, "step", "moeblaze"), (case, "step", "grouped_mm")} <= found.keys()
+    ]
+    if not pairs:
+        return []
+    parts = [
+        f"{MODELS[case]} {ours['tokens_per_second'] / base['tokens_per_second']:.2f} times as fast in "
+        f"{ours['peak_mib'] / base['peak_mib']:.2f} of the memory"
+        for case, ours, base in pairs
+    ]
+    return ["A training step in Hugging Face transformers, beside its `grouped_mm`, layers of these models:"] + [
+        f"{part}{end}" for part, end in zip(parts, [*(len(parts) - 1) * [","], "."], strict=True)
+    ]
 
 
 def section(records: list[dict], table) -> list[str]:

@@ -4,7 +4,7 @@ In forward the sizes travel while a shared expert is launched. In backward the g
 gradients of the experts' weights are computed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required, send_meta
+from moeblaze_cupy.interop.torch_autograd import MainGrad, main_grads, stand_in
 from moeblaze_cupy.structures import SAVE_POLICIES, Activation, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
@@ -66,7 +67,7 @@ def _pieces(route: Route, local_ids: Tensor) -> Pieces:
 
 
 class _ExpertParallel(torch.autograd.Function):
-    """w1 arrives as gate and up; up is None where w1 is one tensor."""
+    """w1 arrives as gate and up; up is None where w1 is one tensor. into: where gradients are added, by weight."""
 
     @staticmethod
     def forward(
@@ -80,6 +81,7 @@ class _ExpertParallel(torch.autograd.Function):
         route: Route,
         activation: str | Activation,
         save: str | None,
+        into: dict[str, MainGrad],
     ) -> Tensor:
         experts, w1 = route.experts, gate if up is None else (gate, up)
         local_ids, got = send_meta(route, ids, weights)
@@ -104,7 +106,7 @@ class _ExpertParallel(torch.autograd.Function):
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
         experts.count_overflow(route.dropped)
-        ctx.route, ctx.pieces, ctx.kept = route, pieces, kept
+        ctx.route, ctx.pieces, ctx.kept, ctx.into = route, pieces, kept, into
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows if experts.keep_received else x, got, gate, up, w2, *tensors)
         return route.bring_back(y, "results")()
@@ -135,7 +137,12 @@ class _ExpertParallel(torch.autograd.Function):
         spare: dict[str, Any] = {"spare_multiprocessors": experts.spare_multiprocessors}
         backs: dict[str, Any] = {}
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
+        # main_grad, or zeros where several pieces add up
+        buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
         sums: dict[str, Any] = {}
+        if buffers:
+            of_w1 = (buffers["gate"], buffers["up"]) if "up" in buffers else buffers.get("gate")
+            sums = {name: {"w1": of_w1, "w2": buffers.get("w2")}[name] for name in of_experts}
         wide = torch.promote_types(w2.dtype, torch.float32)
         for piece in range(len(ctx.pieces)):
             part, saved = saved_of(piece)
@@ -154,7 +161,7 @@ class _ExpertParallel(torch.autograd.Function):
                     whole = parts[name][0] if len(parts[name]) == 1 else torch.cat(parts[name])
                     start = route.bring_back if name == "x" else route.give_back
                     backs[name] = start(whole, f"gradients of {name}")
-            if pending is not None and len(ctx.pieces) == 1:
+            if pending is not None and len(ctx.pieces) == 1 and not buffers:
                 made = mb.moe_backward_weights(pending, needs=of_experts, **spare)
                 sums = {name: getattr(made, name) for name in of_experts}
             elif pending is not None:
@@ -165,18 +172,25 @@ class _ExpertParallel(torch.autograd.Function):
                 mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums, **spare)
         grad_x = backs["x"]() if "x" in backs else None
         grad_weights = route.slots_of(backs["weights"].wait()) if "weights" in backs else None
-        grad_w1 = tuple(g.to(w2.dtype) for g in pair(sums["w1"])) if "w1" in sums else (None, None)
-        grad_gate, grad_up = (*grad_w1, None)[:2]
-        grad_w2 = sums["w2"].to(w2.dtype) if "w2" in sums else None
-        experts_grads = grad_gate if needed[2] else None, grad_up if needed[3] else None, grad_w2
-        return grad_x, grad_weights, *experts_grads, None, None, None, None
+        made_w1 = (*pair(sums.get("w1")), None)[:2]
+        experts_grads: list[Tensor | None] = []
+        of_weights = zip(("gate", "up", "w2"), (gate, up, w2), (*made_w1, sums.get("w2")), needed[2:5], strict=True)
+        for name, weight, total, need in of_weights:
+            if total is None or not need:
+                experts_grads.append(None)
+            elif name in ctx.into:
+                experts_grads.append(stand_in(ctx.into[name].announce(), weight))
+            else:
+                experts_grads.append(total.to(w2.dtype))
+        return grad_x, grad_weights, *experts_grads, None, None, None, None, None
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that are DTensors on several meshes; returns the norm of all.
 
-    Each mesh's gradients have a norm of their own, whose powers are added. All ranks call it with the same parameters
-    in the same order, so not with a set.
+    Each mesh's gradients have a norm of their own, whose powers are added. Plain tensors have to be the same on all
+    ranks: give the experts of one rank as a DTensor, as otherwise each rank has its own norm, and clips by it.
+    All ranks call it with the same parameters in the same order, so not with a set.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -203,6 +217,7 @@ def expert_parallel_moe(
     shared: Callable[[Tensor], Tensor] | None = None,
     activation: str | Activation = "swiglu",
     save: str | None = "minimal",
+    accumulate_into_main_grad: bool | Mapping[str, Any] = False,
 ) -> Tensor:
     """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.
 
@@ -211,6 +226,8 @@ def expert_parallel_moe(
     shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel.
     activation, save: as of `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
     save="recompute".
+    accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
+    {"w1": parameter or pair, "w2": parameter}; their main_grad is a DTensor too, or this rank's part.
     Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
     rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
     of all ranks, in the order of ranks. They are of the sum of all ranks' losses: divide these by all ranks' tokens.
@@ -225,6 +242,11 @@ def expert_parallel_moe(
             raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
         _check_weights(x, gate, up, w2, activation, save, experts)
 
+        if accumulate_into_main_grad and torch.is_grad_enabled():
+            function = "expert_parallel_moe"
+            into.update(main_grads(parts[0], up, w2, accumulate_into_main_grad, function))
+
+    into: dict[str, MainGrad] = {}
     grads = required((x,), (weights,), (*parts, w2))
     begun = Begun(x, ids, weights, experts, grads, check)
     beside = None if shared is None or begun.error is not None else shared(x)
@@ -232,5 +254,5 @@ def expert_parallel_moe(
     if grads and save is None:
         raise ValueError("expert_parallel_moe: save: expected a policy that keeps something, as gradients are required")
     arguments = x.contiguous(), weights.contiguous(), gate, up, w2, ids.contiguous(), route
-    out: Tensor = _ExpertParallel.apply(*arguments, activation, save if grads else None)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    out: Tensor = _ExpertParallel.apply(*arguments, activation, save if grads else None, into)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out if beside is None else out + beside

@@ -203,41 +203,49 @@ class MoE(torch.autograd.Function):
         return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, None, None, None)
 
 
+def _here(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    here: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return here
+
+
 class MainGrad:
     """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
 
     def __init__(self, name: str, weight: Tensor, parameter: Tensor | None) -> None:
+        """name: of the function and its argument, for errors."""
         self.name, self.parameter = name, weight if weight.is_leaf else weight._base
         if parameter is not None:
             self.parameter = parameter
         self.shape, self.strides = weight.shape, weight.stride()
         self.first: Any = 0  # element of the parameter
-        if self.parameter is not None and self.parameter.numel() != weight.numel():
+        if self.parameter is not None and (whole := _here(self.parameter)).numel() != weight.numel():
             if torch.compiler.is_compiling():  # which does not know where a view begins
                 expected = "a parameter or a view of a whole one, in what torch.compile compiles"
-                raise TypeError(f"moe: {name}: expected {expected}, got a view of a part")
-            self.first = weight.storage_offset() - self.parameter.storage_offset()
+                raise TypeError(f"{name}: expected {expected}, got a view of a part")
+            self.first = weight.storage_offset() - whole.storage_offset()
         self.buffer()  # raises now what backward would raise
 
     def buffer(self) -> Tensor:
         parameter, main_grad = self.parameter, getattr(self.parameter, "main_grad", None)
         if parameter is None or not isinstance(main_grad, torch.Tensor):
             expected = "a parameter, or a view of one, whose main_grad is a tensor"
-            raise TypeError(f"moe: {self.name}: expected {expected}, got {type(main_grad)}")
+            raise TypeError(f"{self.name}: expected {expected}, got {type(main_grad)}")
+        parameter, main_grad = _here(parameter), _here(main_grad)
         got, wanted = ((tuple(t.shape), t.stride()) for t in (main_grad, parameter))
         if got != wanted:
             raise ValueError(
-                f"moe: {self.name}: expected main_grad with the parameter's shape and strides {wanted}, got {got}"
+                f"{self.name}: expected main_grad with the parameter's shape and strides {wanted}, got {got}"
             )
         if main_grad.dtype not in (torch.float32, parameter.dtype):
             dtypes = " or ".join(dict.fromkeys(str(dtype) for dtype in (torch.float32, parameter.dtype)))
-            raise TypeError(f"moe: {self.name}: expected main_grad with dtype {dtypes}, got {main_grad.dtype}")
+            raise TypeError(f"{self.name}: expected main_grad with dtype {dtypes}, got {main_grad.dtype}")
         if main_grad.device != parameter.device:
             expected = f"main_grad on the parameter's device {parameter.device}"
-            raise TypeError(f"moe: {self.name}: expected {expected}, got {main_grad.device}")
+            raise TypeError(f"{self.name}: expected {expected}, got {main_grad.device}")
         compiling = torch.compiler.is_compiling()  # where tensors have no addresses; backward checks them
         if not compiling and main_grad.data_ptr() == parameter.data_ptr() and main_grad.numel():
-            raise ValueError(f"moe: {self.name}: expected main_grad with memory of its own, got the parameter's")
+            raise ValueError(f"{self.name}: expected main_grad with memory of its own, got the parameter's")
         first = main_grad.storage_offset() + self.first if self.first else None
         return main_grad.detach().as_strided(self.shape, self.strides, first)
 
@@ -325,10 +333,11 @@ class EagerMoE(torch.autograd.Function):
 
 
 def main_grads(
-    gate: Tensor, up: Tensor | None, w2: Tensor, accumulate: bool | Mapping[str, Any]
+    gate: Tensor, up: Tensor | None, w2: Tensor, accumulate: bool | Mapping[str, Any], function: str = "moe"
 ) -> dict[str, MainGrad]:
+    """By name, of the weights that require gradients. accumulate, errors: as of `moe`, in the name of `function`."""
     if up is not None and gate.requires_grad != up.requires_grad:
-        raise ValueError("moe: w1: expected a pair of which both or none require gradients, got one of each")
+        raise ValueError(f"{function}: w1: expected a pair of which both or none require gradients, got one of each")
     given = {} if isinstance(accumulate, bool) else accumulate
     of_gate, of_up = (*pair(given.get("w1")), None)[:2]
     by_name = {
@@ -337,7 +346,7 @@ def main_grads(
         "w2": ("w2", w2, given.get("w2")),
     }
     return {
-        name: MainGrad(argument, weight, parameter)
+        name: MainGrad(f"{function}: {argument}", weight, parameter)
         for name, (argument, weight, parameter) in by_name.items()
         if weight is not None and weight.requires_grad
     }

@@ -522,6 +522,16 @@ def vector(function: str, argument: str, array: Array, letters: str, length: int
     contiguous(function, argument, array)
 
 
+def divided(function: str, sequences: Any) -> tuple[int | None, Any]:
+    """`sequences` as (the number, None), or (None, the array of offsets), which is not looked at."""
+    if getattr(sequences, "shape", ()) != ():
+        return None, sequences
+    try:
+        return integer(function, "sequences", sequences), None
+    except TypeError:
+        raise bad_type(function, "sequences", "an int or an array of offsets", repr(sequences)) from None
+
+
 def sequences(function: str, number: int | None, offsets: Array | None, num_tokens: int, num_experts: int) -> int:
     """The number of sequences, from that number or from int32 offsets (S+1,)."""
     if offsets is not None:

@@ -98,10 +98,6 @@ def _checked(
         checks.one_of(function, "sums", name, SUMS)
     if sum(name in sums for name in SHARES) > 1:
         raise checks.bad_value(function, "sums", f"at most one of {', '.join(map(repr, SHARES))}", sums)
-    if sequences is not None:
-        sequences = checks.integer(function, "sequences", sequences)
-        if sequences < 1:
-            raise checks.bad_value(function, "sequences", "at least 1, or int32 offsets (S+1,)", sequences)
     return RouterOptions(
         score,
         None if renormalize is None else bool(renormalize),
@@ -159,7 +155,7 @@ def group_sizes(function: str, options: RouterOptions, k: int | None, E: int) ->
 
 def _common(function: str, given: Mapping[str, Array], options: RouterOptions) -> None:
     """Of the arrays that say which tokens belong together, or count."""
-    L = given["logits"].shape[0]
+    L, E = given["logits"].shape
     checks.slots(function, "logits", L)
     if (mask := given.get("token_mask")) is not None:
         checks.shape(function, "token_mask", mask, "L", (L,))
@@ -167,13 +163,8 @@ def _common(function: str, given: Mapping[str, Array], options: RouterOptions) -
     if (offsets := given.get("token_offsets")) is not None:
         checks.shape(function, "token_offsets", offsets, "L+1", (L + 1,))
         _array(function, "token_offsets", offsets, ("int32",))
-    if (sequences := given.get("sequences")) is not None:
-        if len(sequences.shape) != 1 or sequences.shape[0] < 2:
-            raise checks.bad_value(function, "sequences", "shape (S+1,) with S >= 1", sequences.shape)
-        _array(function, "sequences", sequences, ("int32",))
-    elif L % (options.sequences or 1):
-        expected = f"a divisor of L = {L} tokens, or int32 offsets (S+1,)"
-        raise checks.bad_value(function, "sequences", expected, options.sequences)
+    columns = E if options.shares else 1  # of the largest of the sums
+    checks.sequences(function, options.sequences, given.get("sequences"), L, columns)
 
 
 def forward(function: str, given: Mapping[str, Array], k: int | None, options: RouterOptions) -> None:

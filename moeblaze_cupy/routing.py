@@ -11,7 +11,7 @@ from moeblaze_cupy.structures import RouterSums
 
 
 def _settled(function: str, sums: Any, groups: Any, sequences: Any) -> tuple[Any, Any, Any, Any]:
-    """sums and groups, lists made tuples, and sequences as (an int or None, offsets or None).
+    """sums and groups, lists made tuples, and sequences as (the number, None) or (None, the offsets).
 
     What is left then can be part of a call's key as it came, before any check.
     """
@@ -19,9 +19,7 @@ def _settled(function: str, sums: Any, groups: Any, sequences: Any) -> tuple[Any
         sums = tuple(sums)
     if isinstance(groups, list):
         groups = tuple(groups)
-    if getattr(sequences, "shape", ()) != ():
-        return sums, groups, None, sequences
-    return sums, groups, None if sequences is None else checks.integer(function, "sequences", sequences), None
+    return sums, groups, *checks.divided(function, sequences)
 
 
 def _named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Any]:
@@ -66,7 +64,8 @@ def route(
     bias makes of it, is at least this. Other slots are empty, and no part of the sum of weights.
     sums: any of "z", "entropy" and one of "softmax", "sigmoid", "sqrt_softplus": what RouterSums is to hold. Of the
     latter, softmax(x), or the scores over their sum + 1e-20, is added to score_sums.
-    sequences: S equal runs of consecutive tokens, or offsets (S+1,) int32 of S runs, to add up apart.
+    sequences: S equal runs of consecutive tokens, or offsets (S+1,) int32 of S runs, to add up apart. S E, or S without
+    score_sums, is at most 2^31 - 128.
 
     Returns weights (L, k) float32 (float64 of such logits) and ids (L, k) int32, largest key first, ties to the lower
     id, or (P,) each; with `sums` also a RouterSums. An empty slot has the id -1 and the weight 0. Arithmetic is fp32.

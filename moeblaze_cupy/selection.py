@@ -17,16 +17,6 @@ from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import CAPACITY_ORDERS, ROUNDINGS, SCORES
 
 
-def _divided(function: str, sequences: Any) -> tuple[int | None, dict[str, Any]]:
-    """The number of sequences, or None and their offsets by the argument's name."""
-    if hasattr(sequences, "shape") and sequences.shape != ():
-        return None, {"sequences": sequences}
-    try:
-        return checks.integer(function, "sequences", sequences), {}
-    except TypeError:
-        raise checks.bad_type(function, "sequences", "an int or an array of offsets", repr(sequences)) from None
-
-
 def _call(function: str, given: dict[str, Any]) -> Call:
     if arrays.framework_of(next(iter(given.values()))) is arrays.Torch:
         checks.untransformed(function, given)
@@ -42,6 +32,16 @@ def _on_host(call: Call, number: int | None) -> Any:
     return call.host("sequences") if number is None else number
 
 
+def _with(offsets: Any, **given: Any) -> dict[str, Any]:
+    """The arrays of a call by name, the offsets of its sequences last if there are any."""
+    return given if offsets is None else given | {"sequences": offsets}
+
+
+def _address(offsets: Any, pointers: list[int]) -> int:
+    """Of the offsets, which are given last, or 0."""
+    return 0 if offsets is None else pointers[-1]
+
+
 def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
     """How many slots each expert has in each sequence: (S, E) int32.
 
@@ -53,8 +53,8 @@ def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
     """
     function = "tokens_per_expert"
     num_experts = checks.integer(function, "num_experts", num_experts)
-    number, offsets = _divided(function, sequences)
-    given = {"ids": ids, **offsets}
+    number, offsets = checks.divided(function, sequences)
+    given = _with(offsets, ids=ids)
     key, pointers = runtime.key_of(function, (num_experts, number), tuple(given.values()))
     export: Export = keep
     found = runtime.find(key)
@@ -72,12 +72,7 @@ def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         step, shape = found.steps
-        return export(balance.tokens_per_expert(run, step, pointers[0], _offsets(offsets, pointers), shape).array)
-
-
-def _offsets(given: dict[str, Any], pointers: list[int]) -> int:
-    """The address of the offsets, which are given last, or 0."""
-    return pointers[-1] if given else 0
+        return export(balance.tokens_per_expert(run, step, pointers[0], _address(offsets, pointers), shape).array)
 
 
 def limit_capacity(
@@ -106,10 +101,10 @@ def limit_capacity(
     function = "limit_capacity"
     num_experts = checks.integer(function, "num_experts", num_experts)
     capacity = checks.integer(function, "capacity", capacity)
-    number, offsets = _divided(function, sequences)
+    number, offsets = checks.divided(function, sequences)
     values = {"weights": weights, "priority": priority}
     values = {name: array for name, array in values.items() if array is not None}
-    given = {"ids": ids, **values, **offsets}
+    given = _with(offsets, ids=ids, **values)
     options = (num_experts, capacity, order, number, *values)
     key, pointers = runtime.key_of(function, options, tuple(given.values()))
     export: Export = keep
@@ -148,7 +143,7 @@ def limit_capacity(
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         steps, shape = found.steps
-        value_ptr, offsets_ptr = pointers[1] if values else 0, _offsets(offsets, pointers)
+        value_ptr, offsets_ptr = pointers[1] if values else 0, _address(offsets, pointers)
         return export(selection.limit_capacity(run, steps, pointers[0], value_ptr, offsets_ptr, shape).array)
 
 
@@ -165,8 +160,8 @@ def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[An
     """
     function = "expert_choice"
     capacity = checks.integer(function, "capacity", capacity)
-    number, offsets = _divided(function, sequences)
-    given = {"scores": scores, **offsets}
+    number, offsets = checks.divided(function, sequences)
+    given = _with(offsets, scores=scores)
     key, pointers = runtime.key_of(function, (capacity, number), tuple(given.values()))
     export: Export = keep
     found = runtime.find(key)
@@ -191,7 +186,7 @@ def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[An
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         steps, num_pairs = found.steps
-        scores_ptr, offsets_ptr = pointers[0], _offsets(offsets, pointers)
+        scores_ptr, offsets_ptr = pointers[0], _address(offsets, pointers)
         if steps is None:
             chosen = selection.no_pairs(run, num_pairs)
         else:

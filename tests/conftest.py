@@ -1,5 +1,10 @@
 """Skips `gpu` tests where there is no GPU, and fills what the kernels are to write with NaN first."""
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: each with one thread, before NumPy starts its own
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
 import numpy as np
 import pytest
 

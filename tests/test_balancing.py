@@ -139,6 +139,30 @@ def test_losses_at_balance(page):
     even = torch.eye(E, dtype=torch.float64).repeat(L // E, 1) * 1e-9
     assert abs(page["switch_loss"](even, K) - 1) < 1e-6
     assert abs(page["importance_loss"](even, K)) < 1e-6
+    assert abs(page["transformers_loss"]([even, even], K) - K) < 1e-6  # not 1, as it does not divide by k
+    for score in ("softmax", "sigmoid"):
+        assert abs(page["aux_loss"](even, K, 0.25, score=score) - 0.25) < 1e-6
+        assert abs(page["seq_aux_loss"](even, K, 0.25, 4, score=score) - 0.25) < 1e-6
+
+
+def test_transformers_loss_takes_the_softmax_of_any_routers_logits(page):
+    """Also where the layer weighs by sigmoids: shares of sigmoids give another loss."""
+    logits = logits_of(1)
+    loss = page["transformers_loss"]([logits], K)
+    assert abs(loss - page["aux_loss"](logits, K, K)) < 1e-9
+    assert abs(loss - page["aux_loss"](logits, K, K, score="sigmoid")) > 1e-2
+
+
+def test_sequences_of_megatron_alternate(page):
+    """Its tokens are (s, b): those of one sequence are b apart, until they are transposed."""
+    T, S = L // 4, 4
+    towards = torch.linspace(-3, 3, S, dtype=torch.float64).repeat(T)[:, None] * torch.linspace(-1, 1, E)
+    logits = logits_of(10).detach() + towards  # sequences prefer different experts
+    per_sequence = logits.view(T, S, E)
+    want = sum(page["aux_loss"](per_sequence[:, s].contiguous(), K, 0.25) for s in range(S)) / S
+    transposed = per_sequence.transpose(0, 1).reshape(L, E)
+    assert abs(page["seq_aux_loss"](transposed, K, 0.25, S) - want) < 1e-12
+    assert abs(page["seq_aux_loss"](logits, K, 0.25, S) - want) > 1e-2
 
 
 def test_sign_steps(page):

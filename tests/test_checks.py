@@ -500,10 +500,12 @@ BAD = [
         "sums: expected at most one of 'softmax', 'sigmoid', 'sqrt_softplus', got ('softmax', 'sigmoid')",
         sums=("softmax", "sigmoid"),
     ),
-    route(TypeError, "sequences: expected an int, got 1.0", sequences=1.0),
-    route(ValueError, "sequences: expected at least 1, or int32 offsets (S+1,), got 0", sequences=0),
-    route(ValueError, "sequences: expected a divisor of L = 5 tokens, or int32 offsets (S+1,), got 2", sequences=2),
-    route(ValueError, "sequences: expected shape (S+1,) with S >= 1, got (1,)", sequences=ids(1)),
+    route(TypeError, "sequences: expected an int or an array of offsets, got 1.0", sequences=1.0),
+    route(TypeError, "sequences: expected an int or an array of offsets, got None", sequences=None, sums=("z",)),
+    route(TypeError, "sequences: expected an int or an array of offsets, got [0, 5]", sequences=[0, 5]),
+    route(ValueError, "sequences: expected offsets, or a number >= 1 that divides L = 5, got 0", sequences=0),
+    route(ValueError, "sequences: expected offsets, or a number >= 1 that divides L = 5, got 2", sequences=2),
+    route(ValueError, "sequences: expected an int, or offsets of shape (S+1,) with S >= 1, got (1,)", sequences=ids(1)),
     route(TypeError, "sequences: expected dtype int32, got float32", sequences=zeros(3)),
     route_backward(
         ValueError, "grad_weights: expected shape (L, k) = (5, 2), got (5, 3)", grad_weights=zeros(L, K + 1)
@@ -558,6 +560,7 @@ BAD = [
         grad_z_sums=zeros(1, dtype=np.float64),
     ),
     route_backward(ValueError, "weights: expected shape (P) = (any), got (5, 2)", token_offsets=ids(L + 1)),
+    route_backward(TypeError, "sequences: expected an int or an array of offsets, got None", sequences=None),
 ]
 
 
@@ -858,6 +861,42 @@ def test_arrays_on_two_devices(function, first):
         with pytest.raises(TypeError) as caught:
             mb.moe_backward(as_cuda(zeros(L, D)), saved(as_cuda(zeros(L, D), device=1)))
         assert str(caught.value) == "moe_backward: grad_out: expected saved.x's device cuda:1, got cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "names"),
+    [
+        ("route", {"logits": zeros(L, E)}, {"k": K, "bias": zeros(E)}),
+        ("route", {"logits": zeros(L, E)}, {"k": K, "bias": zeros(L, E)}),
+        ("route", {"logits": zeros(L, E)}, {"k": K, "token_mask": zeros(L, dtype=bool)}),
+        ("route", {"logits": zeros(L, E)}, {"k": K, "sequences": ids(3)}),
+        ("route", {"logits": zeros(L, E)}, {"ids": ids(L, K)}),
+        ("limit_capacity", {"ids": ids(L, K)}, {"num_experts": E, "capacity": 1, "sequences": ids(3)}),
+        (
+            "limit_capacity",
+            {"ids": ids(L, K)},
+            {"num_experts": E, "capacity": 1, "order": "weights", "weights": zeros(L, K)},
+        ),
+        ("round_tokens", {"scores": zeros(L, E)}, {"ids": ids(L, K)}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_arrays_of_routing_on_two_devices(function, first, names):
+    torch = pytest.importorskip("torch")
+    ((where, _),) = first.items()
+    name = list(names)[-1]
+    for other, elsewhere in (("cuda:1", lambda a: as_cuda(a, device=1)), ("cpu", torch.from_numpy)):
+        with pytest.raises(TypeError) as caught:
+            getattr(mb, function)(**convert(first, as_cuda), **convert(names, elsewhere))
+        assert str(caught.value) == f"{function}: {name}: expected {where}'s device cuda:0, got {other}"
+
+
+def test_sums_of_too_many_sequences():
+    """Their index is an int32. Only the score sums have a column per expert."""
+    logits, offsets = Tensor((5, 4096), "float32"), Tensor((2**19 + 1,), "int32")
+    with pytest.raises(ValueError) as caught:
+        mb.route(logits, 2, sums=("softmax",), sequences=offsets)
+    assert str(caught.value) == f"route: sequences: expected S * E of at most {2**31 - 128}, got {2**31}"
 
 
 def test_half_of_a_pair_on_another_device():

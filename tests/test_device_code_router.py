@@ -95,8 +95,18 @@ def test_softmax_over_all(device, L, E, k):  # noqa: F811
     assert_equals_reference(device, *inputs(L, E, k), k, renormalize=False)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("L", "E", "k"), [(9, 33, 32), (37, 16, 4), (11, 128, 8), (6, 40, 5)])
+# The dtypes differ in how an element, or eight of them, are read and written: float16 takes one shape for each.
+@pytest.mark.parametrize(
+    ("L", "E", "k", "dtype"),
+    [
+        (9, 33, 32, "float16"),
+        (11, 128, 8, "float16"),
+        (9, 33, 32, "bfloat16"),
+        (37, 16, 4, "bfloat16"),
+        (11, 128, 8, "bfloat16"),
+        (6, 40, 5, "bfloat16"),
+    ],
+)
 def test_router_of_16_bit_logits(device, L, E, k, dtype):  # noqa: F811
     """They tie often: ties go to the lower id."""
     assert_equals_reference(device, *inputs(L, E, k, dtype), k, renormalize=False)
@@ -105,10 +115,13 @@ def test_router_of_16_bit_logits(device, L, E, k, dtype):  # noqa: F811
 
 SCORED = [("softmax", "vector"), ("sigmoid", "vector"), ("sqrt_softplus", "vector"), ("identity", None), ("relu", None)]
 SCORED += [("sigmoid", "matrix"), ("softmax", "logits"), ("sqrt_softplus", None)]
+# Each score with one lane for a token; where several lanes hold it, each kind of bias.
+OVER_LANES = [("softmax", "vector"), ("sigmoid", "matrix"), ("softmax", "logits"), ("relu", None)]
 
 
-@pytest.mark.parametrize("E", [16, 96])
-@pytest.mark.parametrize(("score", "bias"), SCORED)
+@pytest.mark.parametrize(
+    ("score", "bias", "E"), [(*case, 16) for case in SCORED] + [(*case, 96) for case in OVER_LANES]
+)
 def test_scores_and_biases(device, score, bias, E):  # noqa: F811
     logits, grad_weights = inputs(19, E, 4)
     rng = np.random.default_rng(1)

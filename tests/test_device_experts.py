@@ -85,7 +85,7 @@ def test_one_slot_per_token_and_panels(tier):
         panels = ((0, 256), (256, 8))
         patch.setattr(launch_config, "panels", lambda *_: panels)
         runtime.forget()
-        assert_right(device, make_problem("swiglu_clamp", DTYPES["float16"], sizes=(40, 2, 3, 264, 72)))
+        assert_right(device, make_problem("swiglu_oai", DTYPES["float16"], sizes=(40, 2, 3, 264, 72)))
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from emulator import COMPILER, EmulatorError, build
+from emulator import COMPILER, EmulatorError, build, engine_of, own_sources, preprocess_with, run_compiler
 
 from moeblaze_cupy.params import Params
 
@@ -391,6 +391,19 @@ def test_a_launch_after_an_error_starts_clean():
         module.launch("kernel", 1, 64, [bad])
     module.launch("kernel", 1, 64, [good])
     assert good.tolist() == [0, 7]
+
+
+def test_kernels_load_the_precompiled_header(tmp_path):
+    """Without it a source takes several times as long to compile, and nothing else tells."""
+    engine = engine_of(own_sources(), [])
+    (tmp_path / "empty.cu").touch()
+    run_compiler([*preprocess_with(engine), "-Winvalid-pch", "-Werror", "empty.cu", "-o", "empty.ii"], tmp_path)
+    assert f'pch_preprocess "{engine}' in (tmp_path / "empty.ii").read_text()
+
+
+def test_a_replaced_file_of_the_engine_is_compiled():
+    with pytest.raises(EmulatorError, match="#error replaced"):
+        build("selftest.cu", source_text=PREAMBLE, headers={"ptx_sm80.cc": "#error replaced"})
 
 
 def test_parameters():

@@ -143,6 +143,33 @@ def test_offsets_with_garbage_stay_in_bounds():
     assert relative_error(weights.get(), want[0]) <= WEIGHTS_TOLERANCE
 
 
+def test_rows_past_two_billion_logits():
+    """An offset of 32 bits would wrap in the last rows, and read and write those at the beginning."""
+    cupy = pytest.importorskip("cupy")
+    L, E, k = 2**19 + 3, 4096, 8
+    if cupy.cuda.Device().mem_info[0] < 3 * 2 * L * E:
+        pytest.skip("less than 13 GB of GPU memory are free")
+    rng = np.random.default_rng(0)
+    logits = cupy.zeros((L, E), np.float16)
+    last = rng.standard_normal((4, E)).astype(np.float16)
+    logits[-4:] = cupy.asarray(last)
+    options = {"score": "sigmoid", "sums": ("softmax",)}
+    weights, ids, sums = mb.route(logits, k, **options)
+    exact = {"score": "sigmoid", "renormalize": True}
+    want, want_ids = reference.route(last.astype(np.float64), k, **exact)
+    assert np.array_equal(ids[-4:].get(), want_ids)
+    assert relative_error(weights[-4:].get(), want) <= WEIGHTS_TOLERANCE
+    assert np.array_equal(ids[:3].get(), [[*range(k)]] * 3)
+    assert abs(float(sums.score_sums.sum()) - L) <= 1e-3 * L
+    grad_weights = rng.standard_normal((L, k)).astype(np.float32)
+    grad = mb.route_backward(cupy.asarray(grad_weights), logits, weights, ids, score="sigmoid")
+    for rows in (slice(0, 3), slice(-4, None)):
+        given = grad_weights[rows].astype(np.float64), logits[rows].get().astype(np.float64)
+        exactly_routed = reference.route(given[1], k, **exact)
+        want = reference.route_backward(*given, *exactly_routed, **exact)
+        assert relative_error(grad[rows].get(), want) <= GRADIENT_TOLERANCES[np.float16]
+
+
 def test_losses_take_no_memory_of_the_logits_size():
     torch = pytest.importorskip("torch")
     from moeblaze_cupy.interop.torch import route

@@ -2,9 +2,13 @@
 
 Covers indexing, shared memory layout, fragments, barriers and cp.async waits, of Hopper mbarriers, bulk tensor copies,
 wgmma and clusters. Does not cover what depends on the order of writes to memory.
+
+The engine (fibres, blocks, mbarriers, products: the .cc files) is compiled once, and cuemu.h to a precompiled header.
+Every library links the engine and has its state to itself.
 """
 
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -25,10 +29,11 @@ KERNELS = HERE.parent.parent / "kernels_cu"
 COMPILER = shutil.which("g++")
 # The sanitizers trap, which needs no run-time library: cuemu.h turns the trap into an error with its line.
 FLAGS = shlex.split(
-    "-std=c++17 -O2 -g1 -shared -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
+    "-std=c++17 -O2 -g1 -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow -fsanitize-undefined-trap-on-error "
     "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE -Wno-attributes -Wno-psabi"
 )
+ENGINE_FLAGS = ("-O3", "-fno-sanitize=all")  # in addition: kernels' accesses are in their own library's code
 # Added to the preprocessed source for each of its kernels.
 ENTRY = """
 extern "C" __attribute__((visibility("default"))) const cuemu::Entry cuemu_entry_{name} =
@@ -39,6 +44,7 @@ GUARD = 0xAB
 MAX_SHARED_BYTES = 227 * 1024  # what a block of an sm_90 device may ask for
 
 _launch_lock = threading.Lock()  # the fault handlers belong to the process, the fibres to the library
+_engine_lock = threading.Lock()
 _stacks = None  # of the fibres: shared by all libraries, whose guard pages would exhaust the process's mappings
 
 
@@ -143,7 +149,7 @@ class Emulated:
     def _locate(self, text: str) -> str:
         """Replace code addresses by source lines, the innermost inlined call first."""
 
-        own = {path.name for path in HERE.glob("*.*h")}
+        own = own_sources()
 
         def lines(match):
             tool = shutil.which("addr2line")
@@ -165,7 +171,7 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     if COMPILER is None:
         raise EmulatorError("g++ not found")
     sources = {path.name: path.read_bytes() for path in sorted(KERNELS.glob("*.cu*"))}
-    sources |= {path.name: path.read_bytes() for path in HERE.glob("*.*h")}
+    sources |= own_sources()
     sources |= {name: text.encode() for name, text in (headers or {}).items()}
     if source_text is not None:
         sources[source_name] = source_text.encode()
@@ -174,20 +180,21 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     defines = [
         f"-D{name}" if value is None else f"-D{name}={_literal(value)}" for name, value in (macros or {}).items()
     ]
-    version = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
-    key = hashlib.sha256(repr((source_name, sorted(sources.items()), sorted(defines), FLAGS, version)).encode())
-    stem = _cache_directory() / f"{Path(source_name).stem}-{key.hexdigest()[:24]}"
+    key = _key(source_name, sources, defines)
+    stem = _cache_directory() / f"{Path(source_name).stem}-{key}"
     library, signatures = stem.with_suffix(".so"), stem.with_suffix(".json")
     if not library.exists():
+        own = {name: sources.pop(name) for name in own_sources()}
+        engine = engine_of(own, [define for define in defines if define.startswith("-DCUEMU_")])
         with tempfile.TemporaryDirectory(dir=stem.parent) as directory:
             for name, content in sources.items():
                 (Path(directory) / name).write_bytes(content)
-            preprocess = ["-E", "-include", "cuemu.h", "-x", "c++", *defines, source_name, "-o", "unit.ii"]
-            _compile(preprocess, directory)
+            run_compiler([*preprocess_with(engine), *defines, source_name, "-o", "unit.ii"], directory)
             kernels = _entry_points((Path(directory) / "unit.ii").read_text())
             with (Path(directory) / "unit.ii").open("a") as unit:
                 unit.writelines(ENTRY.format(name=name) for name in kernels)
-            _compile(["unit.ii", "-o", "unit.so"], directory)
+            library_of = ["-shared", "-Wl,-u,cuemu_launch", "unit.ii", str(engine / "engine.a")]
+            run_compiler(["-fpch-preprocess", *library_of, "-o", "unit.so"], directory)
             (Path(directory) / "unit.json").write_text(json.dumps(kernels))
             # The library last: where it is, its signatures are.
             os.replace(Path(directory) / "unit.json", signatures)
@@ -195,7 +202,52 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     return Emulated(library, json.loads(signatures.read_text()))
 
 
-def _compile(arguments, directory):
+def own_sources() -> dict[str, bytes]:
+    """The emulator's headers and the engine's files."""
+    return {path.name: path.read_bytes() for path in sorted([*HERE.glob("*.*h"), *HERE.glob("*.cc")])}
+
+
+@functools.cache
+def _compiler_version() -> bytes:
+    return subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
+
+
+def _key(name, sources, defines) -> str:
+    text = repr((name, sorted(sources.items()), sorted(defines), FLAGS, ENGINE_FLAGS, _compiler_version()))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def preprocess_with(engine) -> list[str]:
+    """Options, for a text that names the precompiled header in place of its content."""
+    return ["-E", "-fpch-preprocess", f"-I{engine}", "-include", str(engine / "cuemu.h"), "-x", "c++"]
+
+
+def engine_of(sources, defines) -> Path:
+    """A directory in the cache with the engine's headers, cuemu.h precompiled, and engine.a."""
+    place = _cache_directory() / f"engine-{_key('engine', sources, defines)}"
+    with _engine_lock:
+        if place.exists():
+            return place
+        with tempfile.TemporaryDirectory(dir=place.parent) as directory:
+            built = Path(directory) / "engine"
+            built.mkdir()
+            for name, content in sources.items():
+                (built / name).write_bytes(content)
+            run_compiler([*defines, "-x", "c++-header", "cuemu.h", "-o", "cuemu.h.gch"], built)
+            units = sorted(name for name in sources if name.endswith(".cc"))
+            run_compiler([*defines, *ENGINE_FLAGS, "-c", *units], built)
+            # Of an archive a library takes what its kernels use: the Hopper part keeps more state for each thread.
+            objects = [str(Path(name).with_suffix(".o")) for name in units]
+            subprocess.run(["ar", "rcs", "engine.a", *objects], cwd=built, capture_output=True, check=True)
+            try:
+                built.rename(place)
+            except OSError:  # another process was first
+                if not place.exists():
+                    raise
+    return place
+
+
+def run_compiler(arguments, directory):
     done = subprocess.run([COMPILER, *FLAGS, *arguments], cwd=directory, capture_output=True, text=True, check=False)
     if done.returncode:
         raise EmulatorError(f"g++ {' '.join(arguments)} failed:\n{done.stderr}")

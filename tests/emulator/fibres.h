@@ -1,18 +1,17 @@
 // Threads as fibres, which run until they reach a barrier or a collective that others have not reached. What they wait for,
 // and reports of errors.
 #pragma once
-#include <dlfcn.h>
-#include <link.h>
 #include <ucontext.h>
 
 #include <algorithm>
-#include <cstdarg>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <utility>
 #include <vector>
+
+#pragma GCC visibility push(hidden)  // for declarations too
 
 namespace cuemu {
 
@@ -22,18 +21,7 @@ constexpr uint16_t OUTSIDE = 0x7fc1;  // shared memory past the launch's size: N
 
 #if defined(__x86_64__) && !defined(CUEMU_UCONTEXT)
 // swapcontext makes a system call per switch; this saves the callee-saved registers and nothing else.
-extern "C" __attribute__((visibility("hidden"))) void cuemu_switch(void** save, void* to);
-asm(R"(
-    .pushsection .text
-    .globl cuemu_switch; .hidden cuemu_switch; .type cuemu_switch, @function
-cuemu_switch:
-    pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
-    ret
-    .popsection
-)");
+extern "C" void cuemu_switch(void** save, void* to);
 struct Context {
     void* sp;
     void start(unsigned char* stack, size_t bytes, void (*entry)()) {
@@ -110,121 +98,52 @@ struct Async {
     virtual void complete() = 0;
 };
 
-static Fibre fibres[MAX_FIBRES];
-static Fibre* current;  // null while the scheduler runs
-static Block blocks[MAX_BLOCKS];
-static Block* block;  // whose turn it is
-static std::vector<Async*> under_way;
-static void (*on_block_start)(Block&);  // of the Hopper tier
-static void (*on_block_end)(Block&);
-static void (*on_thread_end)(Fibre&);
-static Context scheduler;
-static Launch launch;
-static Index block_dim, grid_dim;
-static Range shared_range;
-static unsigned threads;
-static uint64_t random_state;
-static bool failed;
-static char error[4096];
+extern Fibre fibres[MAX_FIBRES];
+extern Fibre* current;  // null while the scheduler runs
+extern Block blocks[MAX_BLOCKS];
+extern Block* block;  // whose turn it is
+extern std::vector<Async*> under_way;
+extern void (*on_block_start)(Block&);  // of the Hopper tier
+extern void (*on_block_end)(Block&);
+extern void (*on_thread_end)(Fibre&);
+extern Context scheduler;
+extern Launch launch;
+extern Index block_dim, grid_dim;
+extern Range shared_range;
+extern unsigned threads;
+extern uint64_t random_state;
+extern bool failed;
+extern char error[4096];
 
 // The Python driver turns "[pc+0x...]" into file and line.
-static size_t append_pc(char* text, size_t size, const void* pc) {
-    Dl_info info;
-    if (!pc || !dladdr(pc, &info)) return 0;
-    return snprintf(text, size, " [pc+0x%zx]", static_cast<const char*>(pc) - static_cast<const char*>(info.dli_fbase));
-}
+size_t append_pc(char* text, size_t size, const void* pc);
 
 #define CUEMU_APPEND(...) n += snprintf(error + n, sizeof error - n, __VA_ARGS__)
-static size_t begin_report() {
-    failed = true;
-    size_t n = 0;
-    CUEMU_APPEND("kernel %s, block (%u, %u, %u)", launch.name, block->index.x, block->index.y, block->index.z);
-    if (current) CUEMU_APPEND(", thread (%u, %u, %u)", current->index.x, current->index.y, current->index.z);
-    return CUEMU_APPEND(": ");
-}
+size_t begin_report();
 
 // Ends the launch with an error, from the scheduler or from a fibre, which then has to leave. The first error is kept.
-static __attribute__((noinline, format(printf, 2, 3))) void complain(const void* pc, const char* format, ...) {
-    if (failed) return;
-    size_t n = begin_report();
-    va_list list;
-    va_start(list, format);
-    n += vsnprintf(error + n, sizeof error / 2 - n, format, list);
-    va_end(list);
-    append_pc(error + n, sizeof error - n, pc);
-}
+__attribute__((format(printf, 2, 3))) void complain(const void* pc, const char* format, ...);
 
-[[noreturn]] static void leave() {  // a fibre, never to be resumed
-    current->context.switch_to(scheduler);
-    __builtin_unreachable();
-}
+[[noreturn]] void leave();  // a fibre, never to be resumed
 
 // As complain(), from a fibre.
-[[noreturn]] static __attribute__((noinline, format(printf, 2, 3))) void fail_at(const void* pc, const char* format, ...) {
-    size_t n = begin_report();
-    va_list list;
-    va_start(list, format);
-    n += vsnprintf(error + n, sizeof error / 2 - n, format, list);
-    va_end(list);
-    append_pc(error + n, sizeof error - n, pc);
-    leave();
-}
+[[noreturn]] __attribute__((format(printf, 2, 3))) void fail_at(const void* pc, const char* format, ...);
+
 // A return address may belong to the line after the call.
-static inline const void* before(const void* return_address) { return static_cast<const char*>(return_address) - 1; }
-static __attribute__((noinline)) const void* here() {
-    asm volatile("");  // keeps calls from being merged
-    return before(__builtin_return_address(0));
-}
+inline const void* before(const void* return_address) { return static_cast<const char*>(return_address) - 1; }
+const void* here();
 #define CUEMU_FAIL(...) cuemu::fail_at(cuemu::here(), __VA_ARGS__)
 
-static void wait_as(State state, const char* name, unsigned mask, void* pc) {
-    Fibre& me = *current;
-    me.state = state, me.at = name, me.mask = mask, me.pc = pc;
-    me.context.switch_to(scheduler);
-}
-
-static void finish_group(Warp& warp, unsigned base, unsigned g) {
-    const Group group = warp.groups[g];
-    warp.groups[g] = warp.groups[--warp.num_groups];
-    group.complete(warp.operands, group.arrived);
-    for (unsigned m = group.arrived; m; m &= m - 1) block->fibres[base + __builtin_ctz(m)].state = READY;
-}
-
-static void release_barrier() {
-    block->at_barrier = 0;
-    for (unsigned i = 0; i < threads; ++i)
-        if (block->fibres[i].state == AT_BARRIER) block->fibres[i].state = READY;
-}
+void wait_as(State state, const char* name, unsigned mask, void* pc);
 
 // Posts `operand` and returns once all lanes of `mask` that have not exited arrived under that mask; the
 // last to arrive has called `complete` on everyone's operands, which live on the lanes' own stacks.
-static __attribute__((noinline)) void collective(const char* name, unsigned mask, void* operand, Complete complete) {
-    void* pc = __builtin_return_address(0);
-    const unsigned id = current->id, lane = id & 31;
-    Warp& warp = block->warps[id / 32];
-    if (!(mask >> lane & 1)) fail_at(before(pc), "%s: mask 0x%08x lacks the calling lane %u", name, mask, lane);
-    unsigned g = 0;
-    while (g < warp.num_groups && warp.groups[g].mask != mask) ++g;
-    Group& group = warp.groups[g];
-    if (g == warp.num_groups)
-        group = {mask, 0, name, complete}, ++warp.num_groups;
-    else if (group.complete != complete || strcmp(group.name, name))
-        fail_at(before(pc), "warp %u mixes collectives under mask 0x%08x: lanes 0x%08x are at %s, lane %u at %s", id / 32,
-                mask, group.arrived, group.name, lane, name);
-    group.arrived |= 1u << lane;
-    warp.operands[lane] = operand;
-    if (group.arrived == (mask & warp.alive))
-        finish_group(warp, id - lane, g);
-    else
-        wait_as(AT_COLLECTIVE, name, mask, pc);
-}
+void collective(const char* name, unsigned mask, void* operand, Complete complete);
 
-static __attribute__((noinline)) void barrier() {
-    if (++block->at_barrier == block->alive)
-        release_barrier();
-    else
-        wait_as(AT_BARRIER, "__syncthreads", ~0u, __builtin_return_address(0));
-}
+void barrier();  // __syncthreads
+
+void fibre_main();
+void report_deadlock(const std::vector<Block*>& running);
 
 // A kernel, which takes one struct by value. The Python driver adds an Entry for each to the preprocessed source.
 struct Entry { void (*call)(const void* params); uint64_t params_bytes; };
@@ -237,50 +156,6 @@ struct Call<KERNEL> {
     static void with(const void* params) { KERNEL(*static_cast<const Params*>(params)); }
 };
 
-// Since sm_70 nobody waits for exited threads, so an exit may complete what the others wait for.
-static void fibre_main() {
-    launch.call(launch.params);
-    Fibre& me = *current;
-    Warp& warp = block->warps[me.id / 32];
-    me.state = EXITED;
-    warp.alive &= ~(1u << (me.id & 31));
-    for (unsigned g = 0; g < warp.num_groups;)
-        if (warp.groups[g].arrived == (warp.groups[g].mask & warp.alive))
-            finish_group(warp, me.id & ~31u, g);
-        else
-            ++g;
-    if (--block->alive && block->at_barrier == block->alive) release_barrier();
-    if (on_thread_end) on_thread_end(me);
-    me.context.switch_to(scheduler);
-}
-
-static size_t describe_threads(const Block& of, size_t n) {
-    std::vector<char> told(threads, 0);
-    for (unsigned i = 0; i < threads; ++i) {
-        const Fibre& f = of.fibres[i];
-        if (told[i] || f.state == EXITED || n > sizeof error / 2) continue;
-        unsigned count = 0;
-        for (unsigned j = i; j < threads; ++j) {
-            const Fibre& other = of.fibres[j];
-            if (other.state == f.state && other.pc == f.pc && other.mask == f.mask) told[j] = 1, ++count;
-        }
-        CUEMU_APPEND("\n  %u thread(s), the first is (%u, %u, %u), at %s", count, f.index.x, f.index.y, f.index.z, f.at);
-        if (f.state == AT_COLLECTIVE) CUEMU_APPEND(" of mask 0x%08x", f.mask);
-        n += append_pc(error + n, sizeof error - n, before(f.pc));
-        if (f.state == AT_EVENT) f.describe(f, error + n, sizeof error - n), n += strlen(error + n);
-    }
-    if (of.alive < threads) CUEMU_APPEND("\n  %u thread(s) have exited", threads - of.alive);
-    return n;
-}
-
-static void report_deadlock(const std::vector<Block*>& running) {
-    block = running.front();
-    size_t n = begin_report();
-    CUEMU_APPEND("deadlock, no thread can go on:");
-    for (const Block* of : running) {
-        if (of != block) CUEMU_APPEND("\n  and in block (%u, %u, %u):", of->index.x, of->index.y, of->index.z);
-        n = describe_threads(*of, n);
-    }
-}
-
 }  // namespace cuemu
+
+#pragma GCC visibility pop

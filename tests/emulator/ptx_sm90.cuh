@@ -1,117 +1,60 @@
 // The emulator's version of kernels_cu/ptx_sm90.cuh: the same functions in plain C++, by the PTX ISA. What the device does
 // beside the threads is late here.
 #pragma once
-#include "mbarrier.h"
-#include "wgmma.h"
+#include "ptx_sm80.cuh"
 
+typedef unsigned long long uint64;
+
+// What tests/emulator/tensor_map.py encodes: 3 dimensions of 16-bit elements, the contiguous one first.
+struct alignas(64) TensorMap {
+    uint64 magic, pointer, shape[3], strides[2], box[3], unused[6];  // strides in bytes
+};
+
+#pragma GCC visibility push(hidden)
 namespace cuemu {
 
-static void start_state(Block& b) {
-    BlockState& s = state_of(b);
-    s.barriers.clear();
-    for (NamedBarrier& named : s.named) named = {};
-    for (Warpgroup& group : s.warpgroups) group = {&b, {}, 0, 0, 0, false, {}};
-    s.cluster_arrived = s.cluster_generation = 0;
-    s.cluster_waiting.clear();
-    for (unsigned i = 0; i < threads; ++i) state_of(b.fibres[i]) = {};
-}
+bool hook_states();
+static const bool hooked = hook_states();  // before the first launch of a library whose kernels include this file
 
-static void settle_cluster() {  // exited threads count as arrived
-    BlockState& s = state_of(*block->cluster);
-    unsigned expected = 0;
-    for (unsigned rank = 0; rank < launch.cluster_blocks; ++rank) expected += block->cluster[rank].alive;
-    if (s.cluster_arrived < expected) return;
-    s.cluster_arrived = 0, ++s.cluster_generation;
-    wake(s.cluster_waiting);
-}
+struct Barrier;
 
-static void end_thread(Fibre& f) {
-    if (!state_of(f).pending.empty()) complain(nullptr, "the thread exits with products in flight");
-    settle_cluster();
-}
+// Addresses in the cluster: the block's rank, plus 1, above the address there.
+constexpr unsigned RANK_SHIFT = 24;
+Block& split_cluster_address(unsigned& address, const char* what, const void* pc = here());
+Barrier* find_barrier(Block& of, unsigned address, const char* what, const void* pc = here());
+void initialise_barrier(unsigned address, unsigned count, const void* pc);
+void fence_barriers();
+void arrive(Barrier& b, const void* pc);
+void expect_tx(Barrier& b, unsigned bytes, const void* pc);
+bool is_over(const Barrier& b, unsigned parity, const void* pc = here());
+bool try_wait(unsigned address, unsigned parity);
+void yield();
 
-static void end_block(Block& b) {
-    for (const Async* work : under_way)
-        if (work->of == &b) {
-            const auto* copy = dynamic_cast<const ToBarrier*>(work);
-            const void* pc = copy ? copy->pc : nullptr;
-            return complain(pc, "the block exits while a copy to its shared memory is under way, issued");
-        }
-    unsigned registers = 0;
-    for (unsigned w = 0; w < threads / 128; ++w) {
-        const Warpgroup& group = state_of(b).warpgroups[w];
-        if (group.called_setmaxnreg % 128)
-            return complain(nullptr, "only %u threads of warpgroup %u call setmaxnreg", group.called_setmaxnreg, w);
-        registers += group.registers * 128;
-    }
-    if (registers > 65536) complain(nullptr, "setmaxnreg: the warpgroups ask for %u registers, there are 65536", registers);
-}
+void arrive_after_copies(Barrier& b, const void* pc);
+void store_remote(Barrier& b, unsigned address, int value, const void* pc);
+void copy_box(Block& of, unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier, const void* pc);
 
-static const bool hooked = (on_block_start = start_state, on_block_end = end_block, on_thread_end = end_thread, true);
-
-static void describe_nothing(const Fibre&, char*, size_t) {}
-
-static __attribute__((noinline)) void wait_for_cluster() {
-    void* pc = __builtin_return_address(0);
-    ThreadState& me = state_of(*current);
-    BlockState& s = state_of(*block->cluster);
-    if (!me.cluster_arrived) fail_at(before(pc), "barrier.cluster.wait without barrier.cluster.arrive");
-    me.cluster_arrived = false;
-    if (me.cluster_generation != s.cluster_generation) return;
-    s.cluster_waiting.push_back(current);
-    wait_for_event("barrier.cluster.wait", 0, pc, describe_nothing);
-}
-
-static void describe_named(const Fibre& f, char* text, size_t size) {
-    const NamedBarrier& named = state_of(*f.block).named[f.mask];
-    snprintf(text, size, " %u: %u of %u threads are there", f.mask, named.arrived, named.threads);
-}
-
-static __attribute__((noinline)) void wait_at_named(unsigned id, unsigned count) {
-    void* pc = __builtin_return_address(0);
-    if (id < 1 || id > 15 || count % 32 || count < 32 || count > threads)
-        fail_at(before(pc), "bar.sync %u, %u: expected 1 to 15 (0 is __syncthreads) and warps of the block", id, count);
-    NamedBarrier& named = state_of(*block).named[id];
-    if (named.arrived && named.threads != count)
-        fail_at(before(pc), "bar.sync %u: %u threads here, %u in those that are there", id, count, named.threads);
-    named.threads = count;
-    if (++named.arrived == count) {
-        named.arrived = 0;
-        wake(named.waiting);
-    } else {
-        named.waiting.push_back(current);
-        wait_for_event("bar.sync", id, pc, describe_named);
-    }
-}
-
-static void set_registers(unsigned registers, bool more, const void* pc) {
-    Warpgroup& group = state_of(*block).warpgroups[current->id / 128];
-    if (threads % 128 || registers % 8 || registers < 24 || registers > 256)
-        CUEMU_REPORT(pc, "setmaxnreg: %u registers in a block of %u threads", registers, threads);
-    const bool begun = group.called_setmaxnreg % 128, known = group.registers;
-    if (known && (begun ? registers != group.registers : (registers > group.registers) != more))
-        CUEMU_REPORT(pc, "setmaxnreg.%s: %u registers, the warpgroup has %u", more ? "inc" : "dec", registers, group.registers);
-    group.registers = registers;
-    ++group.called_setmaxnreg;
-}
+void arrive_at_cluster(const void* pc);
+void wait_for_cluster();
+void wait_at_named(unsigned id, unsigned count);
+void set_registers(unsigned registers, bool more, const void* pc);
 
 struct StoreOperand { unsigned char* row; unsigned r[4]; };
-static void store_matrices(void* const* operands, unsigned lanes) {
-    if (lanes != ~0u) CUEMU_FAIL("stmatrix: all 32 lanes must take part, here 0x%08x", lanes);
-    for (unsigned i = 0; i < 32; ++i)
-        for (unsigned lane = 0; lane < 4; ++lane)
-            memcpy(static_cast<StoreOperand*>(operands[i])->row + 4 * lane,
-                   &static_cast<StoreOperand*>(operands[i % 8 * 4 + lane])->r[i / 8], 4);
-}
+void store_matrices(void* const* operands, unsigned lanes);
+
+void fence_products();
+void commit_products();
+void issue_product(float (&d)[32][4], uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
+                   float (*to_float)(unsigned short));
+void wait_for_products(unsigned left);
+
 }  // namespace cuemu
+#pragma GCC visibility pop
 
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned count) {
     cuemu::initialise_barrier(barrier, count, cuemu::here());
 }
-__device__ __forceinline__ void fence_mbarrier_init() {
-    for (cuemu::Barrier& b : cuemu::state_of(*cuemu::block).barriers)
-        if (b.initialised_by == cuemu::current) b.fenced = true;
-}
+__device__ __forceinline__ void fence_mbarrier_init() { cuemu::fence_barriers(); }
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
     cuemu::arrive(*cuemu::find_barrier(*cuemu::block, barrier, "mbarrier.arrive"), cuemu::here());
 }
@@ -129,8 +72,7 @@ __device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned pa
     return cuemu::is_over(b, parity);
 }
 __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
-    cuemu::Barrier* b = cuemu::find_barrier(*cuemu::block, barrier, "cp.async.mbarrier.arrive");
-    cuemu::under_way.push_back(new cuemu::CopiesArrive(b, cuemu::here()));
+    cuemu::arrive_after_copies(*cuemu::find_barrier(*cuemu::block, barrier, "cp.async.mbarrier.arrive"), cuemu::here());
 }
 __device__ __forceinline__ void tma_load_3d(unsigned dst, const TensorMap* map, int c0, int c1, int c2, unsigned barrier) {
     cuemu::copy_box(*cuemu::block, dst, map, c0, c1, c2, barrier, cuemu::here());
@@ -156,17 +98,9 @@ __device__ __forceinline__ void store_async(unsigned address, int v, unsigned ba
     cuemu::Block& of = cuemu::split_cluster_address(address, "st.async");
     if (&cuemu::split_cluster_address(barrier, "st.async") != &of)
         CUEMU_FAIL("st.async: data and mbarrier in different blocks");
-    cuemu::Barrier* b = cuemu::find_barrier(of, barrier, "st.async");
-    cuemu::under_way.push_back(new cuemu::RemoteStore(b, cuemu::here(), address, v));
+    cuemu::store_remote(*cuemu::find_barrier(of, barrier, "st.async"), address, v, cuemu::here());
 }
-__device__ __forceinline__ void cluster_arrive() {
-    cuemu::ThreadState& me = cuemu::state_of(*cuemu::current);
-    cuemu::BlockState& s = cuemu::state_of(*cuemu::block->cluster);
-    if (me.cluster_arrived) CUEMU_FAIL("barrier.cluster.arrive twice without barrier.cluster.wait");
-    me.cluster_arrived = true, me.cluster_generation = s.cluster_generation;
-    ++s.cluster_arrived;
-    cuemu::settle_cluster();
-}
+__device__ __forceinline__ void cluster_arrive() { cuemu::arrive_at_cluster(cuemu::here()); }
 __device__ __forceinline__ void cluster_wait() { cuemu::wait_for_cluster(); }
 
 template <int REGISTERS>
@@ -200,8 +134,8 @@ __device__ __forceinline__ T* add_product(T* p, unsigned a, unsigned b) {
 
 __device__ __forceinline__ void named_barrier(int id, int threads) { cuemu::wait_at_named(id, threads); }
 
-__device__ __forceinline__ void wgmma_fence() { cuemu::state_of(*cuemu::current).fenced = true; }
-__device__ __forceinline__ void wgmma_commit() { ++cuemu::state_of(*cuemu::current).groups; }
+__device__ __forceinline__ void wgmma_fence() { cuemu::fence_products(); }
+__device__ __forceinline__ void wgmma_commit() { cuemu::commit_products(); }
 template <int N>
 __device__ __forceinline__ void wgmma_wait() { cuemu::wait_for_products(N); }
 

@@ -1,6 +1,5 @@
 // Products of wgmma. Operands are read at the issue and again at the waits, which must find the same; accumulators hold poison
 // in between.
-#pragma once
 #include "mbarrier.h"
 
 namespace cuemu {
@@ -111,8 +110,8 @@ static bool is_poison(const float (&d)[32][4]) {
     return p[0] == 0xff && !memcmp(p, p + 1, sizeof d - 1);
 }
 
-static __attribute__((noinline)) void issue_product(float (&d)[32][4], uint64 a, uint64 b, bool accumulate, bool a_transposed,
-                                                    bool b_transposed, float (*to_float)(unsigned short)) {
+void issue_product(float (&d)[32][4], uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
+                   float (*to_float)(unsigned short)) {
     const void* pc = before(__builtin_return_address(0));
     ThreadState& me = state_of(*current);
     Warpgroup& group = state_of(*block).warpgroups[current->id / 128];
@@ -143,6 +142,9 @@ static __attribute__((noinline)) void issue_product(float (&d)[32][4], uint64 a,
     schedule(group);
 }
 
+void fence_products() { state_of(*current).fenced = true; }
+void commit_products() { ++state_of(*current).groups; }
+
 static void describe_product(const Fibre& f, char* text, size_t size) {
     const Product& p = *state_of(*f.block).warpgroups[f.id / 128].find(state_of(f).needs);
     size_t n = snprintf(text, size, " for the wgmma issued");
@@ -151,7 +153,7 @@ static void describe_product(const Fibre& f, char* text, size_t size) {
 }
 
 // Until at most `left` of the thread's groups are in flight.
-static __attribute__((noinline)) void wait_for_products(unsigned left) {
+void wait_for_products(unsigned left) {
     void* pc = __builtin_return_address(0);
     ThreadState& me = state_of(*current);
     Warpgroup& group = state_of(*block).warpgroups[current->id / 128];

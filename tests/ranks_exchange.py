@@ -1,0 +1,324 @@
+"""Cases of the exchange of tokens over gloo: parity with one process, options, overflow and faults."""
+
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from ranks_common import (
+    TIMEOUT,
+    E,
+    Inputs,
+    K,
+    case,
+    compare,
+    counts_of,
+    difference,
+    expect,
+    results_of,
+)
+
+from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
+from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+
+
+@case
+def parity(rank, size, group):
+    """Every routing and every distribution of tokens, in float64; three runs give the same bits."""
+    experts = ExpertGroup(group, E)
+    for kind in ("equal", "uneven", "none_here", "one_token", "none"):
+        for routing in ("random", "one_rank", "absent", "all_absent", "duplicate"):
+            inputs = Inputs(rank, counts_of(size, kind), routing)
+            got = results_of(inputs, experts)
+            compare(inputs, got, 1e-14)
+            if kind == "uneven":
+                for _ in range(2):
+                    again = results_of(inputs, experts)
+                    assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+@case
+def parity_of_routes(rank, size, group):
+    for route in ("gather", "static"):
+        experts = ExpertGroup(group, E, route=route)
+        for routing in ("random", "one_rank", "absent", "duplicate", "all_absent"):
+            inputs = Inputs(rank, counts_of(size, "equal"), routing)
+            compare(inputs, results_of(inputs, experts), 1e-14)
+        inputs = Inputs(rank, [0] * size)
+        compare(inputs, results_of(inputs, experts), 1e-14)
+
+
+class PeersOverGloo:
+    """For `PeerRows` and the kernels that read from peers: `offer` gathers what the peers' memory would hold."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def offer(self, rows):
+        held = [torch.empty_like(rows) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(held, rows.contiguous(), group=self.group)
+        return held
+
+    @staticmethod
+    def pull_rows(peers, sources, rows_per_peer, out):
+        out[:] = torch.nan  # what is not pulled must not be used
+        for place, source in enumerate(sources.tolist()):
+            if source >= 0:
+                out[place] = peers[source // rows_per_peer][source % rows_per_peer]
+
+    @staticmethod
+    def sum_peer_rows(peers, positions, out):
+        out[:] = 0
+        for token, row in enumerate(positions.tolist()):
+            for peer, position in zip(peers, row, strict=True):
+                if position >= 0:
+                    out[token] += peer[position]
+
+
+@case
+def pulled_rows(rank, size, group):
+    """Route "pull" reads the right rows of the right peers, and leaves the others' alone."""
+    module = "moeblaze_cupy.interop.exchange"
+    with (
+        mock.patch(f"{module}.PeerRows", PeersOverGloo),
+        mock.patch(f"{module}.mb_rows", PeersOverGloo),
+        mock.patch(f"{module}.dist.get_backend", lambda _: "nccl"),
+    ):
+        experts = ExpertGroup(group, E, route="pull")
+        for routing in ("random", "one_rank", "absent", "duplicate", "all_absent"):
+            inputs = Inputs(rank, counts_of(size, "equal"), routing)
+            compare(inputs, results_of(inputs, experts), 1e-14)
+        assert experts.peer_rows.keys() == {"rows", "results"}
+        inputs = Inputs(rank, [0] * size)
+        compare(inputs, results_of(inputs, experts), 1e-14)
+        inputs = Inputs(rank, counts_of(size, "equal"), "absent")
+        x, ids, weights, _, _ = inputs.local()
+        rows, _, got, route = exchange(x, ids, weights, experts)
+        collect(rows * got.sum(1, keepdim=True), route).backward(inputs.grad[inputs.here])
+        # a received row has the weights of all of its token's slots
+        ranks_of = torch.where((ids >= 0) & (ids < E), ids // (E // size), -1)
+        times = sum((ranks_of == r).any(1, keepdim=True) for r in range(size))
+        total = weights.sum(1, keepdim=True) * times
+        assert not x.grad.isnan().any() and difference(x.grad, total * inputs.grad[inputs.here]) <= 1e-14
+
+
+@case
+def parity_of_options(rank, size, group):
+    """Save policies, forms and orders of weights, activations, float32 and bf16, rows sent again."""
+    counts = counts_of(size, "uneven")
+    for keep in (True, False):
+        experts = ExpertGroup(group, E, keep_received=keep, spare_multiprocessors=4)
+        for save in ("minimal", "paper", "recompute"):
+            for form in ({}, {"pair": True}, {"transposed": True}):
+                inputs = Inputs(rank, counts, "absent", **form)
+                compare(inputs, results_of(inputs, experts, save=save), 1e-14)
+    experts = ExpertGroup(group, E)
+    inputs = Inputs(rank, counts)
+    compare(inputs, results_of(inputs, experts, activation="reglu"), 1e-14, activation="reglu")
+    inputs = Inputs(rank, counts, dtype=torch.float32)
+    compare(inputs, results_of(inputs, experts), 2e-6)
+    exact = Inputs(rank, [150] * size)
+    low = Inputs(rank, [150] * size, dtype=torch.bfloat16)
+    got, one, want = results_of(low, experts), low.whole(), exact.whole()
+    for name in want:
+        error, of_one = difference(got[name], want[name]), difference(one[name], want[name])
+        assert error <= 1.15 * of_one, f"{name}: {error}, {of_one} in one process"
+
+
+@case
+def other_widths(rank, size, group):
+    """One expert per token; as many as there are; ids of 64 bits."""
+    experts = ExpertGroup(group, E)
+    for k in (1, E):
+        inputs = Inputs(rank, counts_of(size, "uneven"), k=k)
+        inputs.ids = inputs.ids.long() + (2**40 if k == 1 else 0) * (torch.arange(len(inputs.ids))[:, None] % 3 == 0)
+        compare(inputs, results_of(inputs, experts), 1e-14)
+
+
+@case
+def shared_expert(rank, size, group):
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+    x, ids, weights, w1, w2 = inputs.local()
+    out = expert_parallel_moe(x, ids, weights, w1, w2, ExpertGroup(group, E), shared=lambda rows: 2 * rows)
+    out.backward(inputs.grad[inputs.here])
+    want = inputs.whole()
+    assert difference(out, want["out"] + 2 * x) <= 1e-14
+    assert difference(x.grad, want["x"] + 2 * inputs.grad[inputs.here]) <= 1e-14
+
+
+@case
+def own_experts(rank, size, group):
+    """`exchange` and `collect` around experts of the caller's, and what a route tells."""
+    inputs = Inputs(rank, counts_of(size, "uneven"), "duplicate")
+    x, ids, weights, _, _ = inputs.local()
+    for route_name in ("exact", "static", "gather"):
+        if route_name != "exact":
+            inputs = Inputs(rank, counts_of(size, "equal"), "duplicate")
+            x, ids, weights, _, _ = inputs.local()
+        experts = ExpertGroup(group, E, route=route_name)
+        rows, local_ids, got, route = exchange(x, ids, weights, experts)
+        factors = torch.arange(1.0, E + 1, dtype=torch.float64)
+        present = local_ids >= 0
+        factor = factors[inputs.experts][local_ids.clamp(min=0).long()]
+        y = (torch.where(present, got * factor, 0).sum(1, keepdim=True)) * rows
+        out = collect(y, route)
+        out.backward(inputs.grad[inputs.here])
+        valid = (ids >= 0) & (ids < E)
+        scale = torch.where(valid, weights * factors[ids.clamp(0, E - 1).long()], 0).sum(1, keepdim=True)
+        assert difference(out, (scale * x)) <= 1e-14
+        assert difference(x.grad, scale * inputs.grad[inputs.here]) <= 1e-14
+        dot = (x * inputs.grad[inputs.here]).sum(1, keepdim=True)
+        assert difference(weights.grad, torch.where(valid, factors[ids.clamp(0, E - 1).long()] * dot, 0)) <= 1e-14
+        assert torch.equal(route.choices, torch.bincount(ids[valid].long(), minlength=E))
+        ranks = torch.where(valid, ids // (E // size), size)
+        needed = [int((ranks == r).any(1).sum()) for r in range(size)]
+        if route_name == "exact":
+            assert route.sent == needed and sum(route.sent) <= min(K, size) * len(x)
+            assert route.received <= len(rows) <= route.received * 17 // 16
+            assert route.slots == int(present.sum()) and int(present.sum(1).min()) >= (len(rows) == route.received)
+        assert int(route.dropped) == 0
+
+
+@case
+def overflow(rank, size, group):
+    """A bound of slots below what comes: pieces give the result, "drop" counts, "raise" raises on all ranks."""
+    counts = counts_of(size, "uneven")
+    inputs = Inputs(rank, counts, "one_rank")
+    compare(inputs, results_of(inputs, ExpertGroup(group, E, slots=20)), 1e-14, same_bits=False)
+    inputs32 = Inputs(rank, counts, "one_rank", dtype=torch.float32)
+    compare(inputs32, results_of(inputs32, ExpertGroup(group, E, slots=20)), 2e-6, same_bits=False)
+    raising = ExpertGroup(group, E, slots=20, on_overflow="raise")
+    expect(
+        ValueError,
+        f"slots: expected at most 20 slots of each rank's experts, got [{K * sum(counts)}",
+        results_of,
+        inputs,
+        raising,
+    )
+    dropping = ExpertGroup(group, E, slots=20, on_overflow="drop")
+    got = results_of(inputs, dropping)
+    # The first experts' first slots are left: those of expert 0, then of expert 1, by source rank and token.
+    limited = Inputs(rank, counts, "one_rank")
+    slots = sorted((int(e), t, j) for (t, j), e in zip(indices(limited.ids), limited.ids.flatten(), strict=True))
+    for _, t, j in slots[20:]:
+        limited.ids[t, j] = -1
+    compare(limited, got, 1e-14)
+
+
+@case
+def overflow_of_static(rank, size, group):
+    inputs = Inputs(rank, counts_of(size, "equal"), "one_rank")
+    results_of(inputs, raising := ExpertGroup(group, E, route="static", rows=10))
+    expect(
+        ValueError,
+        "rows: expected no more than rows=10, slots=None in call 1, got 14 more",
+        results_of,
+        inputs,
+        raising,
+    )
+    got = results_of(inputs, ExpertGroup(group, E, route="static", rows=10, on_overflow="drop"))
+    limited = Inputs(rank, counts_of(size, "equal"), "one_rank")
+    limited.ids[torch.arange(len(limited.ids)) % 24 >= 10] = -1  # the last rows of each rank
+    compare(limited, got, 1e-14)
+
+
+def indices(tensor):
+    return [(i, j) for i in range(tensor.shape[0]) for j in range(tensor.shape[1])]
+
+
+@case
+def frozen(rank, size, group):
+    """Gradients that are not wanted are not computed, and no rank waits."""
+    experts = ExpertGroup(group, E)
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+    want = inputs.whole()
+    for which in (("x",), ("weights",), ("w1",), ("w2",), ("x", "w2")):
+        x, ids, weights, w1, w2 = inputs.local()
+        named = {"x": x, "weights": weights, "w1": w1, "w2": w2}
+        for name, tensor in named.items():
+            tensor.requires_grad_(name in which)
+        expert_parallel_moe(x, ids, weights, w1, w2, experts).backward(inputs.grad[inputs.here])
+        for name, tensor in named.items():
+            assert (tensor.grad is None) == (name not in which)
+            if name in which:
+                assert difference(tensor.grad, want[name]) <= 1e-14
+    with torch.no_grad():
+        assert difference(expert_parallel_moe(*inputs.local(), experts), want["out"]) <= 1e-14
+
+
+@case
+def nan_rows(rank, size, group):
+    """A NaN reaches its own token's output and gradient only."""
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    inputs.x[3] = torch.nan
+    got = results_of(inputs, ExpertGroup(group, E))
+    bad = torch.arange(len(inputs.x))[inputs.here] == 3
+    assert torch.equal(got["out"].isnan().any(1), bad) and torch.equal(got["x"].isnan().any(1), bad)
+
+
+@case
+def faults(rank, size, group):
+    """What differs among ranks is the same ValueError on all of them, at once."""
+    start = time.monotonic()
+    expect(ValueError, "num_experts: expected a multiple of the group's", ExpertGroup, group, E + 1)
+    options = "options: expected the same on all ranks, got slots=64 on rank 0 and slots=65 on rank 1"
+    expect(ValueError, options, lambda: ExpertGroup(group, E, slots=64 + (rank == 1)))
+    expect(ValueError, 'expected another than "pull" on a group of gloo', lambda: ExpertGroup(group, E, route="pull"))
+    odd = rank == size - 1
+
+    def attempt(experts, **changes):
+        inputs = Inputs(rank, counts_of(size, "equal"))
+        x, ids, weights, w1, w2 = inputs.local()
+        named = {"x": x, "ids": ids, "weights": weights, "w1": w1, "w2": w2}
+        if odd:
+            named |= {name: change(named[name]) for name, change in changes.items()}
+        return expert_parallel_moe(*named.values(), experts)
+
+    same = [ExpertGroup(group, E) for _ in range(8)]
+    got = [K] * (size - 1) + [K - 1]
+    shorter = {"ids": lambda t: t[:, 1:].contiguous(), "weights": lambda t: t[:, 1:]}
+    texts = [
+        expect(
+            ValueError, f"exchange: k: expected the same on all ranks, got {got}", lambda: attempt(same[0], **shorter)
+        )
+    ]
+    narrower = {"x": lambda t: t[:, :8], "w1": lambda t: t[:, :8], "w2": lambda t: t[:, :, :8]}
+    texts.append(expect(ValueError, "exchange: d: expected the same", lambda: attempt(same[1], **narrower)))
+    halved = dict.fromkeys(("x", "w1", "w2", "weights"), lambda t: t.float())
+    texts.append(expect(ValueError, "exchange: dtype: expected the same", lambda: attempt(same[2], **halved)))
+    detached = {"x": lambda t: t.detach()}
+    texts.append(
+        expect(
+            ValueError,
+            "requires_grad: expected the same on all ranks, or backward",
+            lambda: attempt(same[3], **detached),
+        )
+    )
+    if odd:
+        same[4].calls += 1  # as if it had been called once more
+    texts.append(expect(ValueError, "call: expected all ranks at the same exchange", lambda: attempt(same[4])))
+    wrong = {"w1": lambda t: t[1:]}
+    first, last = (size - 1) * (E // size), E - 1
+    text = f"of this rank's experts {first}..{last}, got" if odd else f"got errors on [{size - 1}]"
+    expect(ValueError, text, lambda: attempt(same[5], **wrong))
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, texts, group=group)
+    assert all(other == texts for other in everyone)
+    gathering = ExpertGroup(group, E, route="gather")
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+    expect(ValueError, 'tokens: expected the same on all ranks for routes "gather"', results_of, inputs, gathering)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+@case
+def last_rank_skips(rank, size, group):
+    """The others' error names the call within the timeout. The group is of no use after it."""
+    experts = ExpertGroup(group, E)
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    results_of(inputs, experts)
+    if rank == size - 1:
+        time.sleep(TIMEOUT.total_seconds() + 2)
+        return
+    start = time.monotonic()
+    expect(RuntimeError, "exchange: all-gather of sizes (call 2): rank", results_of, inputs, experts)
+    assert time.monotonic() - start < TIMEOUT.total_seconds() + 5
