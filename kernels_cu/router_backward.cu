@@ -35,35 +35,48 @@ constexpr bool DENSE = OVER_ALL || SUMS;
 constexpr bool PROBABILITIES = OVER_ALL || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
 constexpr int TOKENS = THREADS / LANES;
+constexpr bool HOLDS_V = VALUES <= 32;  // registers have room for the gradients of shares; if not, they are read twice
+
+struct Slot {
+    int id;
+    float weight, grad;
+};
 
 // Adds the chosen logits' gradients to the row; returns dot.
 __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pairs& pairs, const ELEMENT* logits, float* row) {
     const int lane = lane_of_token(), E = p.num_experts;
     const float scale = __int_as_float(p.scale);
     const int64 first = pairs.first;
+    const auto slot_of = [&](int j) -> Slot {
+        if (j >= pairs.number) return {-1, 0.f, 0.f};
+        return {p.ids[first + j], p.weights[first + j], p.grad_weights[first + j]};
+    };
     float dot = 0.f, total = 0.f;
-    for (int j = lane; j < pairs.number; j += LANES) {
-        dot += p.weights[first + j] * p.grad_weights[first + j];
-        if (LINEAR && RENORMALIZE) {
-            const int id = p.ids[first + j];
-            if (static_cast<unsigned>(id) < static_cast<unsigned>(E)) total += score_of<SCORE>(to_float(logits[id]));
-        }
-    }
+    const auto add = [&](const Slot& slot) {
+        dot += slot.weight * slot.grad;
+        if (LINEAR && RENORMALIZE && static_cast<unsigned>(slot.id) < static_cast<unsigned>(E))
+            total += score_of<SCORE>(to_float(logits[slot.id]));
+    };
+    Slot slot = slot_of(lane);  // most often the lane's only one: it stays in registers until it is scattered
+    add(slot);
+#pragma unroll 1
+    for (int j = lane + LANES; j < pairs.number; j += LANES) add(slot_of(j));
     dot = sum_of_lanes(dot);
     if (LINEAR && RENORMALIZE) total = sum_of_lanes(total) + __int_as_float(p.eps);
     const int longest = __reduce_max_sync(WARP, pairs.number);
+#pragma unroll 1
     for (int base = 0; base < longest; base += LANES) {
-        const int j = base + lane;
-        int id = j < pairs.number ? p.ids[first + j] : -1;
+        if (base > 0) slot = slot_of(base + lane);
+        const int id = slot.id;
         const bool present = static_cast<unsigned>(id) < static_cast<unsigned>(E);
         float h = 0.f;
         if (present) {
-            const float g = p.grad_weights[first + j];
+            const float g = slot.grad;
             if (LINEAR) {
                 h = RENORMALIZE ? (scale * g - dot) / total : scale * g;
                 if (SCORE == RELU && !(to_float(logits[id]) > 0.f)) h = 0.f;
             } else {
-                const float w = p.weights[first + j];
+                const float w = slot.weight;
                 h = RENORMALIZE ? w * (g - dot / scale) : w * g;
                 if (SCORE != SOFTMAX) h *= log_slope<SCORE>(to_float(logits[id]));
             }
@@ -72,6 +85,7 @@ __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pa
         const int place = threadIdx.x % 32 / LANES;
         const unsigned same = __match_any_sync(WARP, present ? place << 16 | id : -1 - static_cast<int>(threadIdx.x % 32));
         if (__any_sync(WARP, (same & (same - 1)) != 0)) {
+#pragma unroll 1
             for (int turn = 0; turn < LANES; ++turn) {
                 if (turn == lane && present) row[id] += h;
                 __syncwarp();
@@ -99,8 +113,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
     const bool there = token < p.L;
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     float* const row = reinterpret_cast<float*>(dynamic_shared) + place * ((E + 3) / 4 * 4);
-    float x[VALUES];
+    float x[VALUES], v[HOLDS_V ? VALUES : WIDTH];  // v: the gradient of the sequence's shares, 0 where there is none
     if (DENSE) load_row(logits, there, E, x);
+    const float* v_row = p.grad_score_sums;
+    int sequence = 0;
+    bool counts = false;
+    if (SUMS) {
+        sequence = sequence_of(p.sequences, p.num_sequences, there ? token : 0, p.L).index;
+        counts = there && sequence >= 0 && sequence < p.num_sequences && !(p.token_mask != nullptr && !p.token_mask[token]);
+        if (SHARES) v_row += static_cast<int64>(counts ? sequence : 0) * E;
+        if (SHARES && HOLDS_V) load_floats(v_row, 0, counts, E, 0.f, v);
+    }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int column = column_of(v * WIDTH);
@@ -117,23 +140,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
 
     LogSumExp lse = {0.f, 1.f};
     if (PROBABILITIES) lse = log_sum_exp(x);
-    const float* v = nullptr;  // the gradient of the sequence's shares
     float v_entropy = 0.f, of_all = OVER_ALL ? -dot : 0.f, mean_v = 0.f, share = 0.f;
     if (SUMS) {
-        const Sequence sequence = sequence_of(p.sequences, p.num_sequences, there ? token : 0, p.L);
-        const bool counts = there && sequence.index >= 0 && sequence.index < p.num_sequences &&
-                            !(p.token_mask != nullptr && !p.token_mask[token]);
-        if (SHARES && counts) v = p.grad_score_sums + static_cast<int64>(sequence.index) * E;
-        if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence.index] * lse.value();
-        if (SUM_ENTROPY && counts) v_entropy = p.grad_entropy_sums[sequence.index];
+        if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence] * lse.value();
+        if (SUM_ENTROPY && counts) v_entropy = p.grad_entropy_sums[sequence];
         float mean_x = 0.f, scores = 0.f;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
             float q = 0.f;
-            if (SHARES == SOFTMAX || SUM_ENTROPY) q = lse.probability(x[i]);
+            if (SHARES == SOFTMAX || SUM_ENTROPY) q = lse.quick_probability(x[i]);
             if (SUM_ENTROPY) mean_x += q * logit_or_zero(x[i], q);
-            if (SCORE_SHARES) q = score_of<SHARES>(x[i]), scores += q;
-            if (SHARES && v != nullptr && column_of(i) < E) mean_v += q * v[column_of(i)];
+            if (SCORE_SHARES) q = quick_score_of<SHARES>(x[i]), scores += q;
+            if (SHARES && !HOLDS_V && i % WIDTH == 0) load_floats(v_row, i, counts, E, 0.f, v);
+            if (SHARES) mean_v += q * v[HOLDS_V ? i : i % WIDTH];
         }
         if (SUM_ENTROPY) of_all += v_entropy * sum_of_lanes(mean_x);
         if (SHARES) mean_v = sum_of_lanes(mean_v);
@@ -150,17 +169,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
         const int column = column_of(i * WIDTH);
         if (column >= E) continue;
         float grad[WIDTH];
+        if (SHARES && !HOLDS_V) load_floats(v_row, i * WIDTH, counts, E, 0.f, v);
 #pragma unroll
         for (int c = 0; c < WIDTH; ++c) {
-            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES && v != nullptr ? v[column + c] : 0.f;
+            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[HOLDS_V ? i * WIDTH + c : c] : 0.f;
             grad[c] = row[column + c];
             if (PROBABILITIES) {
-                const float probability = lse.probability(x_c);
+                const float probability = lse.quick_probability(x_c);
                 float factor = of_all + (SHARES == SOFTMAX ? v_c : 0.f);
                 if (SUM_ENTROPY) factor -= v_entropy * logit_or_zero(x_c, probability);
                 grad[c] += probability * factor;
             }
-            if (SCORE_SHARES && v != nullptr) grad[c] += score_of<SHARES>(x_c) * share * (v_c - mean_v) * log_slope<SHARES>(x_c);
+            if (SCORE_SHARES && counts) {
+                const float slope = SHARES == SIGMOID ? quick_score_of<SIGMOID>(-x_c) : log_slope<SHARES>(x_c);
+                grad[c] += quick_score_of<SHARES>(x_c) * share * (v_c - mean_v) * slope;
+            }
         }
         store_vector(out + column, grad);
     }

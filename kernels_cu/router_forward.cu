@@ -8,7 +8,7 @@
 // sequences rise together. router_sums.cu adds the rows.
 //
 // Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
-// E + 2 * groups for the choice of groups, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
+// E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
 #include "router_select.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
@@ -38,20 +38,27 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-constexpr int TOKENS = THREADS / LANES;                                              // of a block at a time
-constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? 4 : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
+constexpr int TOKENS = THREADS / LANES;                                                 // of a block at a time
+constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;              // blocks that registers leave room for
+constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
 }
+// What experts rank by.
+__device__ __forceinline__ float quick_score_in_row(float x, const LogSumExp& lse) {
+    return SCORE == SOFTMAX ? lse.quick_probability(x) : quick_score_of<SCORE>(x);
+}
 
-// Adds a token's shares to its place's row in shared memory, and its z and entropy behind them, if it `counts`.
-__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumExp& lse, int E, float* row, bool counts) {
+// Adds a token's shares to its place's row in shared memory, and its z and entropy behind them, if it `counts`. A row that
+// `is_new` holds nothing yet: all of it is written.
+__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumExp& lse, int E, float* row, bool counts,
+                                         bool is_new) {
     float q[VALUES], sum = 0.f, entropy = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        const float p = SHARES == SOFTMAX || SUM_ENTROPY ? lse.probability(x[i]) : 0.f;
-        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? score_of<SHARES>(x[i]) : p;
+        const float p = SHARES == SOFTMAX || SUM_ENTROPY ? lse.quick_probability(x[i]) : 0.f;
+        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? quick_score_of<SHARES>(x[i]) : p;
         sum += q[i];
         if (SUM_ENTROPY) entropy += p * logit_or_zero(x[i], p);
     }
@@ -60,26 +67,30 @@ __device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumE
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int column = column_of(v * WIDTH);
-            if (!counts || column >= E) continue;
+            if (!(counts || is_new) || column >= E) continue;
             if constexpr (LANES > 1 && WIDTH % 4 == 0) {
 #pragma unroll
                 for (int i = 0; i < WIDTH; i += 4) {
                     float4* const at = reinterpret_cast<float4*>(row + column + i);
                     const float* const added = q + v * WIDTH + i;
-                    const float4 old = *at;
-                    *at = make_float4(old.x + added[0] * share, old.y + added[1] * share, old.z + added[2] * share,
-                                      old.w + added[3] * share);
+                    const float4 old = is_new ? make_float4(0.f, 0.f, 0.f, 0.f) : *at;
+                    *at = !counts ? old
+                                  : make_float4(old.x + added[0] * share, old.y + added[1] * share, old.z + added[2] * share,
+                                                old.w + added[3] * share);
                 }
             } else {
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) row[column + i] += q[v * WIDTH + i] * share;
+                for (int i = 0; i < WIDTH; ++i) {
+                    const float old = is_new ? 0.f : row[column + i];
+                    row[column + i] = counts ? old + q[v * WIDTH + i] * share : old;
+                }
             }
         }
     }
     if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
-    if (counts && lane_of_token() == 0) {
-        if (SUM_Z) row[E] += lse.value() * lse.value();
-        if (SUM_ENTROPY) row[E + 1] += lse.value() - entropy;
+    if ((counts || is_new) && lane_of_token() == 0) {
+        if (SUM_Z) row[E] = (is_new ? 0.f : row[E]) + (counts ? lse.value() * lse.value() : 0.f);
+        if (SUM_ENTROPY) row[E + 1] = (is_new ? 0.f : row[E + 1]) + (counts ? lse.value() - entropy : 0.f);
     }
 }
 
@@ -97,6 +108,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
             if (is_present(j)) largest = fmaxf(largest, logit_of(j));
         largest = max_of_lanes(largest);
     }
+    float value = 0.f;  // of the lane's slot, which most often is its only one
     const auto value_of = [&](int j) {
         return SCORE == SOFTMAX && RENORMALIZE ? expf(logit_of(j) - largest) : score_in_row(logit_of(j), lse);
     };
@@ -104,7 +116,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     if (RENORMALIZE) {  // slot after slot: the sum does not depend on the lanes that hold the token
         for (int base = 0; base < longest; base += LANES) {
             const int j = base + lane;
-            const float value = is_present(j) ? value_of(j) : 0.f;
+            value = is_present(j) ? value_of(j) : 0.f;
 #pragma unroll
             for (int part = 0; part < LANES; part += 8)
                 if (base + part < longest)
@@ -116,15 +128,15 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
 #pragma unroll 1
     for (int j = lane; j < number; j += LANES) {
         const bool present = is_present(j);
-        float value = present ? value_of(j) : 0.f;
+        if (!RENORMALIZE || longest > LANES) value = present ? value_of(j) : 0.f;
         if (RENORMALIZE && present) value /= total;
         put(j, value * scale, present ? id_of(j) : -1);
     }
 }
 
 // One token, or none where `token` is no token of this block. `row` is its place's row of sums, if it has a share in them.
-__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, float* row, Entry* slots,
-                                            Entry* listed, unsigned* group_rows) {
+__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, float* row, bool is_new,
+                                            Entry* slots, Entry* listed, unsigned* group_rows) {
     const int E = p.num_experts, lane = lane_of_token();
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
@@ -133,7 +145,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     LogSumExp lse = {0.f, 1.f};
     if (NEEDS_ROW) load_row(logits, there, E, x);
     if (NEEDS_LSE) lse = log_sum_exp(x);
-    if (SUMS) add_sums(x, lse, E, row, there && !masked && row != nullptr);
+    if (SUMS && row != nullptr) add_sums(x, lse, E, row, there && !masked, is_new);
     if (GIVEN) {
         const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
         const int longest = __reduce_max_sync(WARP, pairs.number);
@@ -153,21 +165,23 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
         return;
     }
     unsigned keys[VALUES];
-    const float* bias = p.bias + (there ? token : 0) * p.bias_stride;
+    float bias[VALUES];
+    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, there, E, minus_infinity(), bias);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        float key = x[i];
-        if (BIAS == 1) key = score_in_row(x[i], lse);
-        if (BIAS) key = column_of(i) < E && there ? key + bias[column_of(i)] : minus_infinity();
-        keys[i] = sort_key(key);
+        const float key = BIAS == 1 ? quick_score_in_row(x[i], lse) : x[i];
+        keys[i] = sort_key(BIAS ? key + bias[i] : key);
     }
     if (GROUP_TOP) {
         unsigned ranked_by[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
-            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(score_in_row(x[i], lse)) : keys[i];
-        keep_groups<GROUP_TOP>(keys, ranked_by, group_rows, E, p.groups, p.kept, p.top, p.group_size,
-                               static_cast<unsigned>(p.group_reciprocal));
+            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(quick_score_in_row(x[i], lse)) : keys[i];
+        if constexpr (GROUP_LANES > 0)
+            keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
+        else
+            keep_groups<GROUP_TOP>(keys, ranked_by, group_rows, E, p.groups, p.kept, p.top, p.group_size,
+                                   static_cast<unsigned>(p.group_reciprocal));
     }
     const int k = p.k;
     select(keys, k, slots, listed);
@@ -220,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
     Entry* const all_slots = reinterpret_cast<Entry*>(dynamic_shared);
     Entry* const all_listed = all_slots + (GIVEN ? 0 : (TOKENS * p.k + 1) / 2 * 2);
     unsigned* const all_groups = reinterpret_cast<unsigned*>(all_listed + (GIVEN || LANES == 1 ? 0 : TOKENS * MAX_LISTED));
-    const int group_words = GROUP_TOP ? (E + 2 * p.groups + 3) / 4 * 4 : 0;
+    const int group_words = GROUP_TOP && GROUP_LANES == 0 ? (E + 2 * p.groups + 3) / 4 * 4 : 0;
     float* const all_sums = reinterpret_cast<float*>(all_groups + TOKENS * group_words);
     const int first = blockIdx.x * p.tokens_per_block, end = min(p.L, first + p.tokens_per_block);
 
@@ -233,20 +247,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         Sequence sequence = {0, end};
         if (SUMS) {
             sequence = sequence_of(p.sequences, p.num_sequences, begin, p.L);
-            __syncthreads();
-            for (int i = threadIdx.x; i < TOKENS * stride; i += THREADS) all_sums[i] = 0.f;
-            __syncthreads();
+            __syncthreads();  // the last sequence's rows have been read
         }
         const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
         const int stop = min(end, sequence.end);
         for (int base = begin; base < stop; base += TOKENS)
-            route_token(p, base + place, base + place < stop, SUMS && counts ? all_sums + place * stride : nullptr,
+            route_token(p, base + place, base + place < stop, SUMS && counts ? all_sums + place * stride : nullptr, base == begin,
                         all_slots + place * p.k, all_listed + place * MAX_LISTED, all_groups + place * group_words);
         if (SUMS && counts) {
             __syncthreads();
             float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + sequence.index) * columns;
+#pragma unroll 1
             for (int i = threadIdx.x; i < columns; i += THREADS) {
                 float sum = 0.f;
+#pragma unroll 16
                 for (int at = 0; at < TOKENS; ++at) sum += all_sums[at * stride + i];
                 out[i] = sum;
             }

@@ -9,8 +9,8 @@
 
 typedef unsigned long long Entry;  // key, then the complement of its column: larger entries rank first
 
-#if !defined(MAX_LISTED)
-#error "MAX_LISTED, the number of keys that are ranked by pairs, is given by launch_config.py"
+#if !defined(MAX_LISTED) || !defined(GROUP_LANES)
+#error "MAX_LISTED keys are ranked by pairs, GROUP_LANES lanes hold a group: both are given by launch_config.py"
 #endif
 static_assert(MAX_LISTED >= 64 && MAX_LISTED % 4 == 0, "k keys fit, fours of them, and what follows is aligned");
 static_assert(LANES == 1 || LANES >= 4, "a lane for each entry that makes the last four whole");
@@ -168,6 +168,59 @@ __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* s
     }
 }
 
+// keep_groups where GROUP_LANES lanes hold a group, each of them in one vector. A lane has parts of as many groups as it has
+// vectors. Lanes exchange halves of these, so that all of a group's parts come together in lanes of its own, and nothing goes
+// through shared memory.
+template <int TOP>
+__device__ __forceinline__ void keep_groups_in_lanes(unsigned (&keys)[VALUES], const unsigned (&ranked_by)[VALUES], int kept) {
+    constexpr int HELD = VECTORS <= 1 ? 1 : VECTORS <= 2 ? 2 : VECTORS <= 4 ? 4 : VECTORS <= 8 ? 8 : VECTORS <= 16 ? 16 : 32;
+    constexpr int APART = GROUP_LANES / HELD;  // lanes from one group to that of the next vector
+    static_assert(APART > 0 && GROUP_LANES <= LANES && TOP <= 2, "a lane ends up with one group");
+    const int lane = lane_of_token();
+    unsigned first[HELD], second[HELD];
+#pragma unroll
+    for (int v = 0; v < HELD; ++v) {
+        first[v] = second[v] = v < VECTORS ? 0 : sort_key(minus_infinity());  // no group, which ranks behind all that are
+#pragma unroll
+        for (int i = 0; i < WIDTH && v < VECTORS; ++i) {
+            const unsigned key = ranked_by[v * WIDTH + i];
+            second[v] = max(second[v], min(first[v], key));
+            first[v] = max(first[v], key);
+        }
+    }
+#pragma unroll
+    for (int step = GROUP_LANES / 2; step > 0; step >>= 1) {
+        const int half = step / APART;  // of the groups held; 0 where one is left
+        const bool upper = (lane & step) != 0;
+#pragma unroll
+        for (int i = 0; i < max(half, 1); ++i) {
+            const unsigned mine = upper ? first[i + half] : first[i];
+            const unsigned other = __shfl_xor_sync(WARP, upper ? first[i] : first[i + half], step);
+            if (TOP == 2) {
+                const unsigned others_second = __shfl_xor_sync(WARP, upper ? second[i] : second[i + half], step);
+                second[i] = max(max(upper ? second[i + half] : second[i], others_second), min(mine, other));
+            }
+            first[i] = max(mine, other);
+        }
+    }
+    const float best = from_sort_key(first[0]);
+    const unsigned sum = sort_key(TOP == 1 ? best : best + from_sort_key(second[0]));
+    const int group = lane % GROUP_LANES / APART * (LANES / GROUP_LANES) + lane / GROUP_LANES;
+    int rank = 0;
+#pragma unroll
+    for (int apart = APART; apart < LANES; apart += APART) {
+        const unsigned other = __shfl_xor_sync(WARP, sum, apart);
+        const int others_group = group ^ (apart % GROUP_LANES / APART * (LANES / GROUP_LANES) + apart / GROUP_LANES);
+        rank += other > sum || (other == sum && others_group < group) ? 1 : 0;
+    }
+    const unsigned kept_lanes = __ballot_sync(WARP, rank < kept) >> threadIdx.x % 32 / GROUP_LANES * GROUP_LANES;
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i)
+            if (!(kept_lanes >> v * APART & 1)) keys[v * WIDTH + i] = 0;
+}
+
 // Gives the keys of experts outside of the `kept` groups the key 0, which is below that of -infinity. A group ranks by the sum
 // of its `top` largest entries, equal ones by rising number. `rows` is shared memory: a key of each column, then two words for
 // each group.
@@ -180,35 +233,12 @@ __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsi
     const auto group_of = [&](int column) {
         return reciprocal_of_size == 0 ? column : static_cast<int>(static_cast<Entry>(column) * reciprocal_of_size >> 32);
     };
-    const int lanes = size / WIDTH;  // that hold a group in one vector each, if they do
-    const bool in_lanes = TOP <= 2 && WIDTH > 1 && size % WIDTH == 0 && lanes <= LANES && (lanes & (lanes - 1)) == 0;
     __syncwarp();  // the last token's reads
-    if (in_lanes) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            unsigned first = 0, second = 0;
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) {
-                const unsigned key = ranked_by[v * WIDTH + i];
-                if (TOP == 2) second = max(second, min(first, key));
-                first = max(first, key);
-            }
-            for (int step = 1; step < lanes; step <<= 1) {
-                const unsigned other = __shfl_xor_sync(WARP, first, step);
-                if (TOP == 2) second = max(max(second, __shfl_xor_sync(WARP, second, step)), min(first, other));
-                first = max(first, other);
-            }
-            const int column = column_of(v * WIDTH);
-            const float sum = TOP == 1 ? from_sort_key(first) : from_sort_key(first) + from_sort_key(second);
-            if (column < E && (lane & (lanes - 1)) == 0) sums[group_of(column)] = sort_key(sum);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i)
-            if (column_of(i) < E) rows[column_of(i)] = ranked_by[i];
-    }
+    for (int i = 0; i < VALUES; ++i)
+        if (column_of(i) < E) rows[column_of(i)] = ranked_by[i];
     __syncwarp();
-    for (int group = lane; group < groups && !in_lanes; group += LANES) {
+    for (int group = lane; group < groups; group += LANES) {
         const unsigned* row = rows + group * size;
         float sum = 0.f;
         if (TOP <= 2) {

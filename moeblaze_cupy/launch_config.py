@@ -525,6 +525,7 @@ class RouterConfig:
     tokens_per_block: int
     blocks: int
     shared_bytes: int
+    group_lanes: int = 0  # that hold a group, a vector each, where the kernel ranks groups in registers
 
 
 def _router_values(E: int, lanes: int, itemsize: int, aligned: bool) -> int:
@@ -533,8 +534,16 @@ def _router_values(E: int, lanes: int, itemsize: int, aligned: bool) -> int:
     return ceil_div(E, lanes * width) * width
 
 
+def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) -> int:
+    """For groups of `size` experts that rank by their `top` best ones; 0 where a lane would end up with several."""
+    width = 16 // itemsize
+    found = size // width
+    power_of_two = size % width == 0 and found & (found - 1) == 0
+    return found if top <= 2 and power_of_two and values // width <= found <= lanes else 0
+
+
 def router_forward(
-    L: int, E: int, k: int | None, *, itemsize: int, aligned: bool, selects: bool, groups: int, sums: bool
+    L: int, E: int, k: int | None, *, itemsize: int, aligned: bool, selects: bool, groups: int, top: int, sums: bool
 ) -> RouterConfig:
     """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
 
@@ -551,7 +560,9 @@ def router_forward(
         lanes = 32
     aligned = aligned and E % (16 // itemsize) == 0
     words = 2 * ((k or 0) + (ROUTER_LISTED if lanes > 1 else 0)) if selects else 0
-    words += (E + 2 * groups + 3) // 4 * 4 if groups else 0
+    values = _router_values(E, lanes, itemsize, aligned)
+    group_lanes = _group_lanes(E // groups, top, lanes, values, itemsize) if groups and aligned else 0
+    words += (E + 2 * groups + 3) // 4 * 4 if groups and not group_lanes else 0
     if sums:
         words += (E + 2) | 1 if lanes == 1 else (E + 5) // 4 * 4
     threads = 128 if lanes == 1 else 256
@@ -559,10 +570,8 @@ def router_forward(
         threads //= 2
     tokens = threads // lanes
     per_block = tokens * ceil_div(ceil_div(max(L, 1), tokens), ROUTER_SUM_BLOCKS) if sums else tokens
-    values = _router_values(E, lanes, itemsize, aligned)
-    return RouterConfig(
-        lanes, values, threads, aligned, per_block, max(1, ceil_div(L, per_block)), 4 * words * tokens + 16
-    )
+    blocks, shared_bytes = max(1, ceil_div(L, per_block)), 4 * words * tokens + 16
+    return RouterConfig(lanes, values, threads, aligned, per_block, blocks, shared_bytes, group_lanes)
 
 
 def router_backward(L: int, E: int, *, itemsize: int, aligned: bool) -> RouterConfig:

@@ -141,6 +141,10 @@ def test_scores_and_biases(device, score, bias, E):  # noqa: F811
         (96, (4, 2, 1), 8),
         (60, (5, 2, 3), 4),
         (96, (96, 9, 1), 9),
+        (256, (8, 4, 2), 8),
+        (160, (5, 2, 2), 6),
+        (224, (7, 3, 1), 9),
+        (64, (16, 3, 2), 5),
     ],
 )
 @pytest.mark.parametrize(("score", "biased"), [("sigmoid", True), ("softmax", False)])
@@ -150,6 +154,27 @@ def test_groups(device, score, biased, E, groups, k):  # noqa: F811
     if biased:
         options["bias"] = np.random.default_rng(0).standard_normal(E).astype(np.float32) - 2
     assert_equals_reference(device, logits, grad_weights, k, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("E", "groups"),
+    [(256, (8, 4, 2)), (160, (5, 2, 2)), (224, (7, 3, 1)), (128, (8, 3, 2)), (1024, (16, 5, 2)), (96, (4, 2, 1))],
+)
+def test_ties_of_groups_go_to_the_lowest(device, E, groups, dtype):  # noqa: F811
+    number = groups[0]
+    rng = np.random.default_rng(0)
+    logits = rng.integers(0, 3, (9, E)).astype(np.float32)
+    logits[0] = 1
+    logits[1] = np.arange(E) // (E // number)
+    logits[2] = -logits[1]
+    logits[3] = -np.inf
+    logits[4, : E // number] = -np.inf
+    logits[5] = np.where(np.arange(E) < E - E // number, -np.inf, 1)
+    logits = logits.astype(DTYPES[dtype])
+    options = {"score": "identity", "groups": groups, "renormalize": False}
+    got = run_router(device, logits, np.ones((9, 8), np.float32), 8, **options)
+    np.testing.assert_array_equal(got["ids"], reference.route(exactly(logits), 8, **options)[1])
 
 
 @pytest.mark.parametrize("E", [20, 64])

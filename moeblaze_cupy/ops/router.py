@@ -49,6 +49,11 @@ def _sums(shares: str | None, z: bool, entropy: bool) -> dict[str, str | int]:
     return {"SHARES": shares.upper() if shares else 0, "SUM_Z": int(z), "SUM_ENTROPY": int(entropy)}
 
 
+def _aligned(*layouts: Layout | None) -> bool:
+    """Whether all that the kernels read in vectors begins at multiples of 16 bytes."""
+    return not any(layout is not None and layout.misalignment for layout in layouts)
+
+
 def _group_top(groups: tuple[int, int, int] | None) -> int:
     return 0 if groups is None else min(groups[2], 3)
 
@@ -67,9 +72,10 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
     config = launch_config.router_forward(
         *(L, E, k),
         itemsize=logits.itemsize,
-        aligned=logits.misalignment == 0,
+        aligned=_aligned(logits, bias),
         selects=ids is None,
         groups=n if groups else 0,
+        top=top,
         sums=bool(options.sums),
     )
     biased = bias is not None and ids is None
@@ -82,6 +88,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         GIVEN=int(ids is not None),
         BIAS=(1 if options.bias_on == "scores" else 2) if biased else 0,
         GROUP_TOP=_group_top(groups),
+        GROUP_LANES=config.group_lanes,
         CUT=int(options.top_p is not None or options.threshold is not None),
         **_sums(options.shares, "z" in options.sums, "entropy" in options.sums),
     )
@@ -154,7 +161,8 @@ def configure_backward(layouts: Layouts, options: RouterOptions) -> Backward:
     given = dict(layouts)
     logits, ids, sequences = given["logits"], given["ids"], given.get("sequences")
     L, E = logits.shape
-    config = launch_config.router_backward(L, E, itemsize=logits.itemsize, aligned=logits.misalignment == 0)
+    aligned = _aligned(logits, given.get("grad_score_sums"))
+    config = launch_config.router_backward(L, E, itemsize=logits.itemsize, aligned=aligned)
     ragged = "token_offsets" in given
     variant = loader.router_variant(
         "router_backward",
