@@ -19,7 +19,7 @@ constexpr int FINISH_DIGIT = 8, FINISH_BINS = 1 << FINISH_DIGIT;
 
 struct Search {
     int histogram[FINISH_BINS];
-    int digit, wanted, here;
+    int digit, here, left;  // where the selection goes on: candidates there, and how many of these are taken
 };
 constexpr int MAX_LISTED = (FINISH_SHARED_BYTES - sizeof(Search)) / sizeof(Candidate);  // in shared memory
 
@@ -47,7 +47,6 @@ __device__ __forceinline__ Candidate find_last(Search& search, unsigned key, int
     const int lane = threadIdx.x & 31;
     Candidate known = static_cast<Candidate>(key) << 32;  // leading bits of the last that is taken
     int shift = 64 - width;                               // of these
-    if (threadIdx.x == 0) search.wanted = wanted;
     do {
         const int of_digit = min(FINISH_DIGIT, shift);
         shift -= of_digit;
@@ -60,7 +59,7 @@ __device__ __forceinline__ Candidate find_last(Search& search, unsigned key, int
         __syncthreads();
         if (threadIdx.x < 32) {
             constexpr int OF_LANE = FINISH_BINS / 32;
-            const int still = search.wanted, highest = FINISH_BINS - 1 - lane * OF_LANE;
+            const int highest = FINISH_BINS - 1 - lane * OF_LANE;
             int sum = 0;
 #pragma unroll
             for (int i = 0; i < OF_LANE; ++i) sum += search.histogram[highest - i];
@@ -70,16 +69,17 @@ __device__ __forceinline__ Candidate find_last(Search& search, unsigned key, int
                 const int other = __shfl_up_sync(0xffffffffu, before, step);
                 if (lane >= step) before += other;
             }
-            if (lane == 31 && before < still) search.digit = 0, search.here = still;
+            if (lane == 31 && before < wanted) search.digit = 0, search.here = search.left = wanted;
             before -= sum;
-            if (before < still && still <= before + sum) {
+            if (before < wanted && wanted <= before + sum) {
                 int bin = highest;
-                while (before + search.histogram[bin] < still) before += search.histogram[bin--];
-                search.digit = bin, search.here = search.histogram[bin], search.wanted = still - before;
+                while (before + search.histogram[bin] < wanted) before += search.histogram[bin--];
+                search.digit = bin, search.here = search.histogram[bin], search.left = wanted - before;
             }
         }
         __syncthreads();
         known |= static_cast<Candidate>(search.digit) << shift;
-    } while (search.here != search.wanted && shift > 0);
+        wanted = search.left;
+    } while (search.here != wanted && shift > 0);
     return known;
 }
