@@ -19,8 +19,8 @@ ARMS = {
     "minimal": "moeblaze-cupy, minimal",
     "recompute": "moeblaze-cupy, recompute",
 }
-ABOUT = """A decoder-only model on bytes (`examples/language_model.py`), trained on sources and documentation of Python and
-its packages; whole files are held out. Arms see the same initial weights and batches of a seed, and differ in the
+ABOUT = """A decoder-only model on bytes (`examples/language_model.py`), trained on sources and documentation of Python
+and its packages; whole files are held out. Arms see the same initial weights and batches of a seed, and differ in the
 experts alone. `fp32` has TF32 off. A seed changes both weights and batches, so compare arms of one seed: the last
 columns are differences from torch's `grouped_mm` on the same seeds. Runs of several arms shared a GPU."""
 STEPS = """Forward, loss, backward and AdamW with float32 main weights, steps back to back, the arms in turn in one
