@@ -12,6 +12,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import ranks_adapters  # noqa: F401
 import ranks_composition  # noqa: F401
 import ranks_exchange  # noqa: F401
 import ranks_gpus  # noqa: F401
