@@ -86,7 +86,8 @@ class DeepEPGroup(ExpertGroup):
         slots = choices.to(torch.int64).view(self.size, -1).sum(1)
         none = ids.new_zeros(1)
         nowhere = ids.new_empty((0, 0))
-        route = DeepEPRoute(self, *ids.shape, nowhere, nowhere, None, choices.to(torch.int64), none, self.calls)
+        L, k = ids.shape
+        route = DeepEPRoute(self, L, k, nowhere, nowhere, None, choices.to(torch.int64), none, self.calls)
         route.ids, route.layout = ids, layout
         return route, torch.cat([rows.to(torch.int64), slots])
 
@@ -99,6 +100,7 @@ class DeepEPRoute(Route):
     layout: Sequence[Any] = ()
     handle: Any = None
     columns: int = 0  #: d
+    dtype: torch.dtype = torch.bfloat16  #: of the rows
 
     @property
     def _buffer(self) -> Buffer:
@@ -126,7 +128,7 @@ class DeepEPRoute(Route):
                 topk_idx=self.ids,
                 topk_weights=wide,
             )
-        self.ids, self.layout, self.columns = None, (), x.shape[1]
+        self.ids, self.layout, self.columns, self.dtype = None, (), x.shape[1], x.dtype
         return rows, local_ids, got
 
     def send(self, x: Tensor, name: str) -> Pending:
@@ -156,8 +158,8 @@ class DeepEPRoute(Route):
         """See `Route.return_gradients`."""
         if not grads:
             return dict
-        weights = grads.get("weights")
-        # DeepEP takes weights beside rows only.
-        rows = grads["x"] if "x" in grads else weights.new_zeros((self.received, self.columns))
+        rows, weights = grads.get("x"), grads.get("weights")
+        if rows is None:  # DeepEP takes weights beside rows only
+            rows = grads["weights"].new_zeros((self.received, self.columns), dtype=self.dtype)
         wait = self._combine(rows, weights, f"gradients of {' and '.join(grads)}")
         return lambda: {name: back for name, back in zip(("x", "weights"), wait(), strict=True) if name in grads}

@@ -34,7 +34,7 @@ class ExpertGroup:
 
     group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
     num_experts: E, a multiple of the group's size.
-    route: "exact" sends just the rows that are needed, of any number per rank, and reads P*(10+2P) integers on the host.
+    route: "exact" sends just the rows that are needed, any number per rank, and reads P*(10+2P) integers on the host.
     "gather" sends all rows to all ranks. "static" sends `rows` rows from each rank to each, or L if that is None. Both
     need as many tokens on all ranks, and on CUDA read nothing on the host. So does "pull", for GPUs that reach each
     other's memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index,

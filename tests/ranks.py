@@ -15,10 +15,11 @@ from pathlib import Path
 import ranks_adapters  # noqa: F401
 import ranks_composition  # noqa: F401
 import ranks_exchange  # noqa: F401
+import ranks_faults  # noqa: F401
 import ranks_gpus  # noqa: F401
 import torch
 import torch.distributed as dist
-from ranks_common import CASES, GPU_CASES, GPU_TIMEOUT, TIMEOUT
+from ranks_common import CASES, GPU_CASES, GPU_TIMEOUT, TIMEOUT, Leave
 
 
 def main():
@@ -39,6 +40,9 @@ def main():
         try:
             function(rank, size, group)
             results[name] = None
+        except Leave:
+            written.write_text(json.dumps(results | {name: None}))
+            os._exit(0)
         except Exception:
             results[name] = traceback.format_exc()
         print(rank, name, f"{time.monotonic() - start:.1f} s", flush=True)

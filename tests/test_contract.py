@@ -111,7 +111,7 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    speaks_torch = ("interop.t", "interop.inductor", "interop.collectives", "interop.peers", "interop.ex", "interop.deepep")
+    speaks_torch = tuple(f"interop.{name}" for name in ("t", "inductor", "collectives", "peers", "ex", "deepep"))
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module == "interop.transformers"
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
