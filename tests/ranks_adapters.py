@@ -1,8 +1,13 @@
 """Cases of the adapters to other exchanges and trainers, over gloo, with stand-ins for what is not installed."""
 
+from types import SimpleNamespace
+
+import titan
 import torch
 import torch.distributed as dist
-from ranks_common import E, Inputs, K, case, compare, counts_of, difference, expect, results_of
+from ranks_common import D, E, H, Inputs, K, case, compare, counts_of, difference, expect, results_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moeblaze_cupy.interop.deepep import DeepEPGroup
 from moeblaze_cupy.interop.exchange import collect, exchange
@@ -130,3 +135,40 @@ def faults_by_deepep(rank, size, group):
     got = [K] * (size - 1) + [K - 1]
     expect(ValueError, f"exchange: k: expected the same on all ranks, got {got}", results_of, inputs, experts)
     assert not buffer.called
+
+
+@case
+def override_of_torchtitan(rank, size, group):
+    """The example's override of RoutedExperts, over ranks and in one process, beside the class that it replaces."""
+    with titan.installed():
+        import examples.torchtitan_experts  # noqa: F401
+    config = titan.RoutedExperts.Config(
+        inner_experts=titan.GroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E),
+        token_dispatcher=titan.LocalTokenDispatcher.Config(num_experts=E, top_k=K),
+    )
+    replace = titan.OVERRIDES[titan.RoutedExperts.Config]
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+    weights = {"w1_EFD": inputs.w1[:, :, :H].mT, "w2_EDF": inputs.w2.mT, "w3_EFD": inputs.w1[:, :, H:].mT}
+    for mesh in (DeviceMesh.from_group(group, "cpu"), None):
+        here = inputs.here if mesh else slice(None)
+        results = []
+        for kind, part in ((config, slice(None)), (replace(config), here)):
+            module = kind.build()
+            module.inner_experts.load_state_dict(weights)
+            if kind is not config:
+                module.parallelize(SimpleNamespace(get_optional_mesh=lambda name, mesh=mesh: mesh))
+            x, scores = inputs.leaf(inputs.x, part), inputs.leaf(inputs.weights, part)
+            ids = inputs.ids[part].long()
+            out = module(x, scores, ids, torch.bincount(ids.reshape(-1), minlength=E))
+            out.backward(inputs.grad[part])
+            named = {name: parameter.grad for name, parameter in module.inner_experts.named_parameters()}
+            named |= {"out": out, "x": x.grad, "scores": scores.grad}
+            if kind is config:
+                named |= {name: named[name][here] for name in ("out", "x", "scores")}
+            results.append({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in named.items()})
+        want, got = results
+        assert got.keys() == want.keys() == {*weights, "out", "x", "scores"}
+        for name, tensor in got.items():
+            assert difference(tensor, want[name]) <= 1e-14, name
+    config.token_dispatcher.score_before_experts = True
+    expect(NotImplementedError, "expected score_before_experts=False", replace, config)
