@@ -110,13 +110,14 @@ class ExpertGroup:
     def _agree(self) -> int:
         """Raises ValueError on all ranks if their options differ; returns the group's number."""
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
-        here = {name: getattr(self, name) for name in names} | {"numbers": ExpertGroup._numbers}
+        options = {"kind": type(self).__name__} | {name: getattr(self, name) for name in names}
+        here = options | {"numbers": ExpertGroup._numbers}
         by_rank: list[Any] = [None] * self.size
         with collectives.named("options of ExpertGroup", self.group):
             dist.all_gather_object(by_rank, here, group=self.group)
         # Ranks may have made unequally many groups with others, so it is the highest of all that counts.
         ExpertGroup._numbers = 1 + max(other["numbers"] for other in by_rank)
-        for name in names:
+        for name in options:
             for rank, other in enumerate(by_rank):
                 if other[name] != by_rank[0][name]:
                     got = f"{name}={by_rank[0][name]!r} on rank 0 and {name}={other[name]!r} on rank {rank}"
@@ -240,15 +241,14 @@ class Route:
 
         What it returns gives them for this rank's tokens: (L, d) and (L, k).
         """
-        backs: dict[str, Callable[[], Tensor]] = {}
-        for name, grad in grads.items():
-            what = f"gradients of {name}"
-            if name == "x":
-                backs[name] = self.bring_back(grad, what)
-            else:
-                pending = self.give_back(grad, what)
-                backs[name] = lambda pending=pending: self.slots_of(pending.wait())  # type: ignore[misc]
-        return lambda: {name: back() for name, back in backs.items()}
+        back = self.bring_back(grads["x"], "gradients of x") if "x" in grads else None
+        pending = self.give_back(grads["weights"], "gradients of weights") if "weights" in grads else None
+
+        def wait() -> dict[str, Tensor]:
+            sums = {} if back is None else {"x": back()}
+            return sums if pending is None else sums | {"weights": self.slots_of(pending.wait())}
+
+        return wait
 
     def sum(self, returned: Tensor) -> Tensor:
         """(L, columns): of each token the rows that came back, added in the order of ranks, in fp32 or wider."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moeblaze_cupy.interop.deepep import DeepEPGroup
-from moeblaze_cupy.interop.exchange import collect, exchange
+from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
 
 
@@ -129,6 +129,8 @@ def faults_by_deepep(rank, size, group):
     """Ranks that differ raise before DeepEP is asked to send anything."""
     expect(TypeError, "buffer: expected one with DeepEP's get_dispatch_layout, got", DeepEPGroup, group, E)
     buffer = GatheringBuffer(group)
+    text = "got kind='ExpertGroup' on rank 0 and kind='DeepEPGroup' on rank"
+    expect(ValueError, text, lambda: DeepEPGroup(buffer, E) if rank == size - 1 else ExpertGroup(group, E))
     expect(ValueError, "route: expected none, as the buffer decides", lambda: DeepEPGroup(buffer, E, route="gather"))
     experts = DeepEPGroup(buffer, E)
     inputs = Inputs(rank, counts_of(size, "equal"), k=K - (rank == size - 1))
