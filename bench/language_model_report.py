@@ -71,6 +71,22 @@ def step_rows(record: dict) -> list[list[str]]:
     return lines
 
 
+def headline() -> list[str]:
+    """Losses of the largest model beside the baseline's, for the front page; none without a record."""
+    for size in reversed(SIZES):
+        found = runs(size)
+        if {"minimal", BASELINE} <= found.keys():
+            ours, base = found["minimal"], found[BASELINE]
+            losses = [mean(r["held_out_loss"] for r in results) for results in (ours, base)]
+            seeds = f"means of {len(ours)} seeds" if len(ours) > 1 else "one seed"
+            return [
+                f"A language model of {ours[0]['parameters'] / 1e6:.0f} million parameters ends at a held-out loss of "
+                f"{losses[0]:.3f} nats per byte,",
+                f"with torch's `grouped_mm` at {losses[1]:.3f} ({seeds}).",
+            ]
+    return []
+
+
 def _losses(size: str, found: dict[str, list[dict]], table) -> list[str]:
     first = next(iter(found.values()))[0]
     s = first["settings"]

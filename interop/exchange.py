@@ -8,8 +8,9 @@ of the experts' weights are sums in that order too.
 Letters: L tokens here, k slots per token, P ranks, E experts in all, d model width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class ExpertGroup:
 
     group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
     num_experts: E, a multiple of the group's size.
-    route: "exact" sends just the rows that are needed, of any number per rank, and reads P*(9+2P) integers on the host.
+    route: "exact" sends just the rows that are needed, any number per rank, and reads P*(10+2P) integers on the host.
     "gather" sends all rows to all ranks. "static" sends `rows` rows from each rank to each, or L if that is None. Both
     need as many tokens on all ranks, and on CUDA read nothing on the host. So does "pull", for GPUs that reach each
     other's memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index,
@@ -50,6 +51,8 @@ class ExpertGroup:
     All ranks make the group with the same options, and call it equally often, with tokens or without.
     Raises TypeError, ValueError, or RuntimeError if other ranks do not answer.
     """
+
+    _numbers = 0  # the highest that is in use
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class ExpertGroup:
             raise checks.bad_value("ExpertGroup", "rows", f'None for route "{self.route}"', rows)
         self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
         self.spare_multiprocessors = checks.spare_multiprocessors("ExpertGroup", spare_multiprocessors, None)
-        self._agree()
+        self.number = self._agree()  #: the same on all ranks, another for every ExpertGroup of a rank
         if self.num_experts < 1 or self.num_experts % self.size:
             expected = f"a multiple of the group's {self.size} ranks"
             raise checks.bad_value("ExpertGroup", "num_experts", expected, num_experts)
@@ -104,17 +107,26 @@ class ExpertGroup:
         """E/P."""
         return self.num_experts // self.size
 
-    def _agree(self) -> None:
+    def _agree(self) -> int:
+        """Raises ValueError on all ranks if their options differ; returns the group's number."""
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
-        here = {name: getattr(self, name) for name in names}
+        options = {"kind": type(self).__name__} | {name: getattr(self, name) for name in names}
+        here = options | {"numbers": ExpertGroup._numbers}
         by_rank: list[Any] = [None] * self.size
         with collectives.named("options of ExpertGroup", self.group):
             dist.all_gather_object(by_rank, here, group=self.group)
-        for name in names:
+        # Ranks may have made unequally many groups with others, so it is the highest of all that counts.
+        ExpertGroup._numbers = 1 + max(other["numbers"] for other in by_rank)
+        for name in options:
             for rank, other in enumerate(by_rank):
                 if other[name] != by_rank[0][name]:
                     got = f"{name}={by_rank[0][name]!r} on rank 0 and {name}={other[name]!r} on rank {rank}"
                     raise ValueError(f"ExpertGroup: options: expected the same on all ranks, got {got}")
+        return ExpertGroup._numbers
+
+    def plan(self, ids: Tensor) -> tuple["Route", Tensor]:
+        """The route of ids (L, k) as far as this rank knows it, and (2P,) int64: rows, then slots, for each rank."""
+        return _route(ids, self)
 
     def offer(self, kind: str, rows: Tensor) -> Tensor:
         """Of route "pull": puts rows where the other ranks read them; see `PeerRows.offer`."""
@@ -219,6 +231,25 @@ class Route:
 
         return pull_sums
 
+    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows (room, d) of all ranks for this one's experts, local ids and weights (room, k), from x, ids, weights."""
+        local_ids, got = send_meta(self, ids, weights)
+        return self.send(x, "rows").wait(), local_ids, got
+
+    def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Starts the way back of the gradients by "x" and "weights", or one of them, of received rows (room, columns).
+
+        What it returns gives them for this rank's tokens: (L, d) and (L, k).
+        """
+        back = self.bring_back(grads["x"], "gradients of x") if "x" in grads else None
+        pending = self.give_back(grads["weights"], "gradients of weights") if "weights" in grads else None
+
+        def wait() -> dict[str, Tensor]:
+            sums = {} if back is None else {"x": back()}
+            return sums if pending is None else sums | {"weights": self.slots_of(pending.wait())}
+
+        return wait
+
     def sum(self, returned: Tensor) -> Tensor:
         """(L, columns): of each token the rows that came back, added in the order of ranks, in fp32 or wider."""
         if self._places is None:
@@ -292,8 +323,9 @@ class Begun:
         counts = torch.zeros(2 * P, dtype=torch.int64, device=device)
         if self.error is None:
             dtypes = (collectives.DTYPES.index(t.dtype) for t in (x, weights))
-            values = [0, experts.calls, x.shape[1], ids.shape[1], experts.num_experts, *dtypes, grads, len(x)]
-            self.route, counts = _route(ids, experts)
+            values = [0, experts.number, experts.calls, x.shape[1], ids.shape[1], experts.num_experts]
+            values += [*dtypes, grads, len(x)]
+            self.route, counts = experts.plan(ids)
         self.header: Header | None = None
         if device.type == "cpu" or experts.route == "exact":
             header = torch.cat([torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True), counts])
@@ -324,7 +356,7 @@ class Begun:
 
 
 def _route(ids: Tensor, experts: ExpertGroup) -> tuple[Route, Tensor]:
-    """The route as far as this rank knows it, and (2P,) int64: rows, then slots, for each rank."""
+    """See `ExpertGroup.plan`."""
     (L, k), P, E, device = ids.shape, experts.size, experts.num_experts, ids.device
     wide = ids.to(torch.int64)
     present = (wide >= 0) & (wide < E)  # (L, k)
@@ -403,30 +435,21 @@ def _without_garbage(route: Route, rows: Tensor) -> Tensor:
     return rows
 
 
-class _Send(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor]:
         ctx.route = route
-        return _without_garbage(route, route.send(x.contiguous(), "rows").wait())
+        rows, local_ids, got = route.receive(x.contiguous(), ids, weights)
+        ctx.mark_non_differentiable(local_ids)
+        return _without_garbage(route, rows), local_ids, got
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        route = ctx.route
-        return route.bring_back(grad.contiguous(), "rows' gradients")(), None
-
-
-class _SendWeights(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, received: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return received
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        route = ctx.route
-        return route.slots_of(route.give_back(grad.contiguous(), "weights' gradients").wait()), None, None
+    def backward(ctx: Any, grad_rows: Tensor, _: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
+        grads = {"x": grad_rows.contiguous(), "weights": grad_weights.contiguous()}
+        needed = compress(grads, ctx.needs_input_grad)
+        back = ctx.route.return_gradients({name: grads[name] for name in needed})()
+        return back.get("x"), back.get("weights"), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -464,9 +487,7 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     """
     begun = Begun(x, ids, weights, experts, required((x,), (weights,)))
     route = begun.finish()
-    local_ids, got = send_meta(route, ids, weights.detach())
-    rows = _Send.apply(x, route)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-    got = _SendWeights.apply(weights, got, route)  # type: ignore[no-untyped-call]
+    rows, local_ids, got = _Exchange.apply(x, weights, ids, route)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     experts.count_overflow(route.dropped)
     return rows, local_ids, got, route
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
-from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required, send_meta
+from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.torch_autograd import MainGrad, main_grads, stand_in
 from moeblaze_cupy.structures import SAVE_POLICIES, Activation, SavedForBackward, is_gated, pair
 
@@ -84,8 +84,7 @@ class _ExpertParallel(torch.autograd.Function):
         into: dict[str, MainGrad],
     ) -> Tensor:
         experts, w1 = route.experts, gate if up is None else (gate, up)
-        local_ids, got = send_meta(route, ids, weights)
-        rows = route.send(x, "rows").wait()
+        rows, local_ids, got = route.receive(x, ids, weights)
         pieces = _pieces(route, local_ids)
         if len(pieces) > 1 and save is not None:
             save = "recompute"
@@ -135,7 +134,7 @@ class _ExpertParallel(torch.autograd.Function):
             return part, SavedForBackward(rows[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
 
         spare: dict[str, Any] = {"spare_multiprocessors": experts.spare_multiprocessors}
-        backs: dict[str, Any] = {}
+        bring_back: Callable[[], dict[str, Tensor]] = dict
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
         # main_grad, or zeros where several pieces add up
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
@@ -157,10 +156,8 @@ class _ExpertParallel(torch.autograd.Function):
             for name in of_rows:
                 parts[name].append(getattr(grads, name))
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
-                for name in of_rows:
-                    whole = parts[name][0] if len(parts[name]) == 1 else torch.cat(parts[name])
-                    start = route.bring_back if name == "x" else route.give_back
-                    backs[name] = start(whole, f"gradients of {name}")
+                whole = {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in parts.items()}
+                bring_back = route.return_gradients(whole)
             if pending is not None and len(ctx.pieces) == 1 and not buffers:
                 made = mb.moe_backward_weights(pending, needs=of_experts, **spare)
                 sums = {name: getattr(made, name) for name in of_experts}
@@ -170,8 +167,7 @@ class _ExpertParallel(torch.autograd.Function):
                     zeros = {n: tuple(torch.zeros_like(w, dtype=wide) for w in pair(of[n])) for n in of_experts}
                     sums = {n: z if len(z) == 2 else z[0] for n, z in zeros.items()}
                 mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums, **spare)
-        grad_x = backs["x"]() if "x" in backs else None
-        grad_weights = route.slots_of(backs["weights"].wait()) if "weights" in backs else None
+        back = bring_back()
         made_w1 = (*pair(sums.get("w1")), None)[:2]
         experts_grads: list[Tensor | None] = []
         of_weights = zip(("gate", "up", "w2"), (gate, up, w2), (*made_w1, sums.get("w2")), needed[2:5], strict=True)
@@ -182,7 +178,7 @@ class _ExpertParallel(torch.autograd.Function):
                 experts_grads.append(stand_in(ctx.into[name].announce(), weight))
             else:
                 experts_grads.append(total.to(w2.dtype))
-        return grad_x, grad_weights, *experts_grads, None, None, None, None, None
+        return back.get("x"), back.get("weights"), *experts_grads, None, None, None, None, None
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
