@@ -149,7 +149,9 @@ def entry_names(variant) -> set[str]:
         | {f"quantile_counts_{dtype}" for dtype in dtypes}
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},
         "bound_slots.cu": {"bound_slots"},
-        "pull.cu": {"pull_rows", *(f"pull_sum_{dtype}" for dtype in dtypes)},
+        "pull.cu": {"pull_rows"}
+        | {f"pull_sum_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes}
+        | {f"pull_{what}_{ids}_{size}" for what in ("slots", "values") for ids in ids_dtypes for size in (2, 4)},
     }[variant.source]
 
 
@@ -285,6 +287,7 @@ WRONG = [
     ("grouped_gemm_sm90.cu", "CONSUMER_REGISTERS", 220),
     ("grouped_wgrad_sm90.cu", "SPARE_BYTES", 2 * 1024),
     ("pull.cu", "PULL_THREADS", 2048),
+    ("pull.cu", "SLOT_ROWS", 1024),
     ("pull.cu", "PANEL_COLUMNS", 512),
     ("router_backward.cu", "LANES", 24),
     ("router_backward.cu", "MAX_ROUTER_EXPERTS", 8192),
