@@ -124,8 +124,8 @@ def moe_backward_data(
     """
     needs = checks.gradient_names("moe_backward_data", needs, ("x", "weights"))
     all_needs = (*needs, "w1", "w2")
-    options: tuple[Any, ...] = all_needs, keep_saved, None, spare_multiprocessors
-    grads, pending = backward_into(None, "moe_backward_data", grad_out, saved, *options, defers_weights=True)
+    options: tuple[Any, ...] = all_needs, keep_saved, None, spare_multiprocessors, True
+    grads, pending = backward_into(None, "moe_backward_data", grad_out, saved, *options)
     assert pending is not None
     return grads, pending
 
@@ -285,7 +285,7 @@ def backward_into(
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         of_x = None if grad_x is None else Buffer(grad_x, found.framework.describe(grad_x).ptr)
-        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(accumulate, pointers), of_x)
+        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(accumulate, pointers), grad_x=of_x)
         exported = _exported(export, accumulate, grads.gradients)
         if not defers_weights:
             return exported, None

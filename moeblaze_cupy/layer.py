@@ -203,7 +203,8 @@ def moe_forward(
     transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
     options: tuple[Any, ...] = activation, save, b1, b2, gate_up, token_offsets, weights_on, unreduced
-    return forward(None, x, ids, weights, w1, w2, *options, identity_experts, max_slots, spare_multiprocessors)
+    options = *options, identity_experts, max_slots, spare_multiprocessors
+    return forward(None, x, ids, weights, w1, w2, *options)
 
 
 def forward(
@@ -225,7 +226,7 @@ def forward(
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
 ) -> tuple[Any, SavedForBackward | None]:
-    """`moe_forward` whose result on CUDA is `into`, where that is given: of out's shape, dtype and kind, and aligned."""
+    """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned."""
     gate, up = _gate_and_up("moe_forward", "w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     given: Sequence[Any] = (x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets)
@@ -282,7 +283,7 @@ def forward(
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         out_memory = None if into is None else Buffer(into, found.framework.describe(into).ptr)
-        result = experts.moe_forward(run, steps, *_forward_values(pointers), out_memory)
+        result = experts.moe_forward(run, steps, *_forward_values(pointers), out=out_memory)
         out = export(result.out.array)
         if save is None:
             return out, None

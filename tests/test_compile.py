@@ -160,6 +160,7 @@ def static_shared_cap(variant, limits) -> int:
     if variant.source.endswith("_sm90.cu"):
         return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
     arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 32 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
+    arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
 

@@ -295,6 +295,7 @@ def moe_backward(
     first_layer: int,
     y_swi: int,
     accumulate: dict[str, tuple[int, ...]],
+    *,
     grad_x: Buffer | None = None,
 ) -> BackwardResult:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.

@@ -170,6 +170,7 @@ def moe_forward(
     b1: tuple[int, ...] = (),
     b2: tuple[int, ...] = (),
     token_offsets: int = 0,
+    *,
     out: Buffer | None = None,
 ) -> ForwardResult:
     """Paper section 3.1, from the addresses of the inputs; 0 for weights or token_offsets that are not given.
