@@ -33,6 +33,7 @@ class Peers:
         self._buffers: dict[str, _Buffer] = {}
         self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[PeerArray]]] = {}
         self._read: str | None = None  # the kind that others may read now
+        self._in_graphs: dict[int, _Buffer] = {}  # by address; CUDA graphs use these buffers as long as they live
 
     def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
         """Arrays of these shapes and dtypes in the buffer, to be written and then offered."""
@@ -51,6 +52,8 @@ class Peers:
                 place.copy_(tensor)
         self._barrier(kind)
         self._read = kind
+        if torch.cuda.is_current_stream_capturing():
+            self._in_graphs[self._buffers[kind].memory.data_ptr()] = self._buffers[kind]
         return self._views[kind, forms][1]
 
     def close(self) -> None:
@@ -86,6 +89,9 @@ class Peers:
 
     def _grow(self, kind: str, nbytes: int, device: torch.device) -> None:
         """A collective call, which waits for the other ranks on the host."""
+        if torch.cuda.is_current_stream_capturing():
+            expected = "a step that has run before its capture in a CUDA graph"
+            raise RuntimeError(f"exchange: memory: expected {expected}, got one that needs {nbytes} bytes more")
         if kind in self._buffers:  # others may still read it
             self._barrier(kind)
             torch.cuda.synchronize(device)

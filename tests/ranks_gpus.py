@@ -124,7 +124,7 @@ def pulled_steps_in_a_graph(rank, size, group):
 
 @gpu_case
 def pulled_exchange_on_gpus(rank, size, group):
-    """`exchange` and `collect` of route "pull", where rows that did not come are zeros; twice before the first comes back."""
+    """`exchange` and `collect` of route "pull", where other rows are zeros; two begin before one ends."""
     experts = ExpertGroup(group, E, route="pull")
     inputs = on_gpu(Inputs(rank, counts_of(size, "equal"), "absent"), torch.float32)
     for _ in range(2):
