@@ -16,7 +16,7 @@ from moeblaze_cupy import checks, launch_config
 from moeblaze_cupy.backward import backward_into
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.torch_autograd import MainGrad, main_grads, stand_in
-from moeblaze_cupy.layer import forward
+from moeblaze_cupy.layer import forward_into
 from moeblaze_cupy.structures import SAVE_POLICIES, Activation, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
@@ -96,7 +96,7 @@ class _ExpertParallel(torch.autograd.Function):
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
-            out, saved = forward(room, rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options)
+            out, saved = forward_into(room, rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options)
             results.append(out)
             if bound is not None and (experts.slots is not None):
                 index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)

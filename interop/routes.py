@@ -124,9 +124,9 @@ class SentRoute(Route):
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         experts, k = self.experts, self.k
-        wide = ids.to(torch.int64)
-        global_ids = torch.where((wide >= 0) & (wide < experts.num_experts), wide, -1).to(torch.int32)
-        packed = torch.cat([global_ids.contiguous().view(torch.uint8), weights.contiguous().view(torch.uint8)], 1)
+        if ids.dtype == torch.int64:  # some would be ids of experts in 32 bits
+            ids = torch.where((ids >= 0) & (ids < experts.num_experts), ids, -1).to(torch.int32)
+        packed = torch.cat([ids.view(torch.uint8), weights.view(torch.uint8)], 1)
         if self.tokens is not None and experts.route == "static" and self.num_tokens:
             chosen = torch.zeros(len(self.tokens) + 1, dtype=torch.bool, device=ids.device)
             last = len(self.tokens)
@@ -144,10 +144,11 @@ class SentRoute(Route):
         got_ids = ids_bytes.clone(memory_format=torch.contiguous_format).view(torch.int32)
         got_weights = weights_bytes.clone(memory_format=torch.contiguous_format).view(weights.dtype)
         local = got_ids - experts.rank * experts.local_experts
-        local = torch.where((got_ids >= 0) & (local >= 0) & (local < experts.local_experts), local, -1)
-        local[self.received :] = -1  # rows that only fill the buffer up
-        got_weights[self.received :] = 0
-        return self._send(x, "rows").wait(), local.contiguous(), got_weights
+        local = torch.where((local >= 0) & (local < experts.local_experts), local, -1)
+        if self.received < self.room:  # rows that only fill the buffer up
+            local[self.received :] = -1
+            got_weights[self.received :] = 0
+        return self._send(x, "rows").wait(), local, got_weights
 
     def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
         pending = self._send(grad, "results' gradients")

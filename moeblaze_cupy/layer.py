@@ -204,10 +204,10 @@ def moe_forward(
     """
     options: tuple[Any, ...] = activation, save, b1, b2, gate_up, token_offsets, weights_on, unreduced
     options = *options, identity_experts, max_slots, spare_multiprocessors
-    return forward(None, x, ids, weights, w1, w2, *options)
+    return forward_into(None, x, ids, weights, w1, w2, *options)
 
 
-def forward(
+def forward_into(
     into: Any,
     x: Any,
     ids: Any,

@@ -48,9 +48,6 @@ LEVELS = [
 ]
 
 
-ROUTE_MODULES = ("interop.routes", "interop.pull_route")  # of torch.distributed
-
-
 def module_name(path: Path) -> str:
     """ "ops.router" of moeblaze_cupy/ops/router.py; "ops" of an __init__.py, "__init__" of the package's own."""
     relative = path.relative_to(ROOT).with_suffix("")
@@ -117,14 +114,8 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    speaks_torch = (
-        "interop.t",
-        "interop.inductor",
-        "interop.collectives",
-        "interop.peers",
-        "interop.ex",
-        *ROUTE_MODULES,
-    )
+    speaks_torch = ("interop.t", "interop.inductor", "interop.collectives", "interop.peers", "interop.ex")
+    speaks_torch = *speaks_torch, "interop.routes", "interop.pull_route"
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module == "interop.transformers"
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]

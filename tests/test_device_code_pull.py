@@ -5,7 +5,8 @@ import pytest
 from cases import make_inputs
 from test_device_code import ALIGNED, DTYPES, Layer, differences, emulated
 
-from moeblaze_cupy import backward, layer, reference
+from moeblaze_cupy import backward, launch_config, layer, reference
+from moeblaze_cupy.ops import pull
 from moeblaze_cupy.rows import PeerArray, Share, pull_rows, pull_slots, pull_values, sum_peer_rows
 
 
@@ -123,6 +124,22 @@ def test_values(dtype, ids_dtype):
         np.testing.assert_array_equal(out, np.where(there, of_rank, 0))
 
 
+def test_launches():
+    """As many blocks as there are rows for, few where they come in turn; offsets of 64 bits."""
+    far = 5 << 32
+    rows = pull.pull_rows(2, 100_000, 4096, "bfloat16", far)
+    assert rows.grid == (launch_config.PULL_BLOCKS,) and rows.scalars["offset"] == far
+    assert rows.scalars["pieces"] == 4096 * 2 // 16
+    assert pull.pull_rows(2, 9, 8, "float32", 0).grid == (2,)
+    slots = pull.pull_slots(4, 65, 2, far, far + 64, 6, 2, "int64", "bfloat16")
+    assert slots.grid == (-(-4 * 65 // launch_config.PULL_SLOT_ROWS),) and slots.scalars["weights_offset"] == far + 64
+    assert slots.variant.entry == "pull_slots_int64_2"
+    sums = pull.pull_sum(4, 100, 2, 520, 3 << 31, 2, "int32", "float32", far)
+    assert sums.grid == (-(-100 // launch_config.AGGREGATE_TOKENS), 3) and sums.scalars["first_row"] == 3 << 31
+    values = pull.pull_values(4, 1025, 3 << 31, 2, "int32", "float32", far)
+    assert values.grid == (3,) and values.variant.entry == "pull_values_int32_4"
+
+
 def test_nothing_is_launched_for_no_tokens():
     with emulated() as device:
         peers = Peers(device, [np.zeros((0, 8), np.float32)] * 2, [np.zeros((0, 2), np.int32)] * 2)
@@ -172,7 +189,7 @@ def test_results_in_given_memory():
         plain = whole.run("minimal")
         x, ids, weights, w1, w2, grad_out = whole.on_device
         into, grad_x = device.allocate(x.shape, x.dtype), device.allocate(x.shape, x.dtype)
-        out, saved = layer.forward(into, x, ids, weights, w1, w2)
+        out, saved = layer.forward_into(into, x, ids, weights, w1, w2)
         needs = ("x", "weights", "w1", "w2")
         grads, _ = backward.backward_into(grad_x, "moe_backward", grad_out, saved, needs, False, None, 0)
         device.synchronize()
