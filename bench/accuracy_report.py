@@ -132,6 +132,17 @@ def beside_others(found: dict[tuple[str, str], dict[str, Errors]]) -> list[str]:
     return lines
 
 
+def headline(records: Iterable[dict]) -> list[str]:
+    """The span of ratios of norms beside the baseline, in one sentence; none without a record."""
+    found = errors_by_provider(records)
+    compared = [compare(p, tensor, "norm") for p in found.values() for tensor in RESULTS]
+    ratios = [each[0] for each in compared if each is not None]
+    if not ratios:
+        return []
+    spans = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return [f"Errors of its output and gradients against float64 are {spans} times those of bf16 torch."]
+
+
 def section(records: Iterable[dict]) -> list[str]:
     """Markdown lines with their heading, from records, the oldest first; [] where none has this suite."""
     found = errors_by_provider(records)

@@ -3,12 +3,16 @@
 A row is a training step of a small number of layers at the sizes of a released model (forward, loss, backward, AdamW
 in bfloat16), eager or compiled, or the generation of a token for some sequences. A model has random weights, and one
 vocabulary of 8,192 so that its head does not hide the layers. All rows of a case have the same weights and tokens.
+
+Attention is torch's, causal by its own argument. A compiled model of transformers makes a mask of all pairs of tokens
+instead, and attention with that mask takes so long that the experts would be a small part of a step.
 """
 
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bench import inputs, measure
 
@@ -18,6 +22,7 @@ IMPLEMENTATIONS = ("moeblaze", "grouped_mm", "sonicmoe", "deepgemm")
 VOCABULARY = 8192
 ROUNDS = 5
 NEW_TOKENS = 16
+ATTENTION = "causal_without_mask"
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Model:
     T: int
     compiled: bool = False  # also timed compiled unless --case says otherwise
     sizes: dict = field(default_factory=dict, hash=False)
+    attention: str = ATTENTION
 
 
 def _heads(heads: int, kv: int, width: int) -> dict:
@@ -51,7 +57,7 @@ MODELS = {
         Model("gpt_oss_20b", "GptOssConfig", 32, 512, False, {
             "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
             "num_hidden_layers": 4, **_heads(64, 8, 64),
-        }),
+        }, "eager"),
     )
 }  # fmt: skip
 TINY = Model("tiny_qwen3", "Qwen3MoeConfig", 2, 16, False, {
@@ -119,9 +125,18 @@ def _close():
     _CURRENT.close()
 
 
+def causal_attention(module, query, key, value, attention_mask, scaling=None, **options):
+    """(B, T, heads, width). No sequence is padded, so a mask has nothing to add."""
+    causal = query.shape[2] > 1
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
 def build(case: Model):
     transformers = pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("moeblaze_cupy.interop.transformers")
+    transformers.AttentionInterface.register(ATTENTION, causal_attention)
+    transformers.AttentionMaskInterface.register(ATTENTION, lambda *args, **options: None)
     config = getattr(transformers, case.config)(
         **case.sizes, vocab_size=VOCABULARY, max_position_embeddings=max(case.T, 64), pad_token_id=None,
         bos_token_id=None, eos_token_id=None,
@@ -130,7 +145,7 @@ def build(case: Model):
     torch.manual_seed(0)
     with torch.device(inputs.device()):
         return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, experts_implementation="grouped_mm"
+            config, dtype=dtype, experts_implementation="grouped_mm", attn_implementation=case.attention
         ).train()
 
 

@@ -1,9 +1,11 @@
 """Experts on several GPUs of one host, a process each: python -m bench.parallel [--case A,B] [--gpus 1,2,4].
 
 Weak scaling: every GPU has the case's L tokens. P GPUs share its E experts, or under FSDP2 the parameters of a stack of
-layers. Efficiency is the time of forward and backward on one GPU over that on P. The time on one GPU is taken on all
-GPUs at once, whose clocks and power are then alike. Without GPUs a tiny case runs on the CPU over gloo, which shows
-that the suite runs and nothing else.
+layers. Efficiency is the time of forward and backward on one GPU over that on P, of calls back to back, as in
+training. The time on one GPU is taken on all GPUs at once, whose clocks and power are then alike. Without GPUs a tiny
+case runs on the CPU over gloo, which shows that the suite runs and nothing else.
+
+Routes that read nothing on the host have memory for SLOTS times the slots that balanced routing gives a rank.
 
 The peer `slots` is a layer in the order of torchtitan's default dispatcher, written from public torch calls: slots
 sorted by expert, counts exchanged and read on the host, an all-to-all of a row per slot, a permutation by local expert,
@@ -35,6 +37,8 @@ from moeblaze_cupy.interop.torch import MoE, moe
 
 TOLERANCE = 0.02
 STACKED = 4  # layers under FSDP2
+SLOTS = 1.125  # of balanced routing's slots, for which routes "gather" and "pull" have memory
+PIECE_ELEMENTS = 2**26  # that are compared at a time
 ROUTES = ("exact", "gather", "pull")
 MOST_FSDP_BYTES = 24 * 2**30  # of a stack's parameters, for which FSDP2 has a row: dsv3's are for expert parallelism
 
@@ -73,24 +77,29 @@ def slots_layer(x, ids, weights, w1, w2, num_experts, activation, group):
 
 
 def relative_error(got, want):
-    """In float32 norms, an expert or a thousand rows at a time."""
-    parts = zip(got.split(1024), want.split(1024), strict=True)
+    """In float32 norms, a piece of rows at a time."""
+    got, want = (t.reshape(-1, t.shape[-1]) for t in (got, want))
+    rows = max(1, PIECE_ELEMENTS // got.shape[1])
+    parts = zip(got.split(rows), want.split(rows), strict=True)
     squares = [((a.float() - b.float()).square().sum(), b.float().square().sum()) for a, b in parts]
     difference, size = (float(torch.stack(column).sum()) for column in zip(*squares, strict=True))
     return (difference / size) ** 0.5
 
 
 class Timer:
-    """Milliseconds of a call by CUDA events, the largest over the ranks, median of the rounds."""
+    """Milliseconds of a call by CUDA events, the largest over the ranks."""
 
     def __init__(self, group, rounds):
         self.group, self.rounds = group, rounds
 
     def __call__(self, work):
-        """(ms, MiB that the call takes at its peak beyond what was there before)."""
+        """ms: median of calls that are waited for. back_to_back_ms: mean of calls that follow one another for a second.
+        peak_mib: what a call takes beyond what was there before.
+        """
         for _ in range(2):
             work()
         self._wait()
+        peak, calls = 0.0, 2
         if has_gpu():
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -100,12 +109,18 @@ class Timer:
             work()
             torch.cuda.synchronize()
             # as many calls on all ranks, or collectives would wait for ever
-            calls = self._most(max(1.0, measure.BUSY_SECONDS / max(time.perf_counter() - start, 1e-4)))
-            for _ in range(min(200, round(calls))):
+            seconds = self._most(max(time.perf_counter() - start, 1e-4))
+            calls = max(4, round(measure.SWING_SECONDS / seconds))
+            for _ in range(round(calls * measure.BUSY_SECONDS / measure.SWING_SECONDS)):
                 work()
-        else:
-            peak = 0.0
-        times = []
+
+        def run_all():
+            for _ in range(calls):
+                work()
+
+        clock = measure.DeviceClock()
+        clock.run(run_all, calls)
+        times = [1000 * clock.now]
         for _ in range(self.rounds):
             self._wait()
             clock = measure.DeviceClock()
@@ -113,8 +128,8 @@ class Timer:
             times.append(1000 * clock.now)
         every = torch.tensor([*times, peak], dtype=torch.float64, device=device())
         dist.all_reduce(every, dist.ReduceOp.MAX, group=self.group)
-        *times, peak = every.tolist()
-        return statistics.median(times), peak
+        back_to_back, *single, peak = every.tolist()
+        return {"ms": statistics.median(single), "back_to_back_ms": back_to_back, "peak_mib": peak}
 
     def _most(self, value):
         tensor = torch.tensor([value], dtype=torch.float64, device=device())
@@ -145,7 +160,8 @@ class ExpertParallel:
         self.ids, self.grad = mine["ids"], mine["grad_out"]
         weights = [inputs[0][name][share].clone(memory_format=torch.preserve_format) for name in ("w1", "w2")]
         self.leaves = [t.detach().requires_grad_() for t in (mine["x"], mine["weights"], *weights)]
-        self.experts = ExpertGroup(group, case.E, route=provider) if provider in ROUTES else None
+        slots = None if provider == "exact" else max(case.k, round(SLOTS * case.L * case.k))
+        self.experts = ExpertGroup(group, case.E, route=provider, slots=slots) if provider in ROUTES else None
         self.provider = provider
 
     def forward(self):
@@ -225,7 +241,7 @@ def expert_rows(case, sizes, rank, rounds, everyone):
             if int(flags):
                 row["wrong"] = f"an error of {largest:.3f} or another rank's is above {TOLERANCE}"
             else:
-                row["ms"], row["peak_mib"] = Timer(everyone, rounds)(layer.forward_backward)
+                row |= Timer(everyone, rounds)(layer.forward_backward)
                 row["state"] = measure.gpu_state()
             rows.append(row)
             del layer
@@ -256,7 +272,7 @@ def fsdp_rows(case, sizes, rank, rounds, everyone):
             stack.zero_grad()
 
         row = {"case": case.name, "what": "fsdp", "provider": "moeblaze", "gpus": size}
-        row["ms"], row["peak_mib"] = Timer(everyone, rounds)(work)
+        row |= Timer(everyone, rounds)(work)
         rows.append(row)
         del stack, work
         if has_gpu():
@@ -266,15 +282,15 @@ def fsdp_rows(case, sizes, rank, rounds, everyone):
 
 def with_efficiency(rows):
     """Each row with the time of one GPU over its own."""
-    alone = {(row["case"], row["what"]): row["ms"] for row in rows if row["gpus"] == 1 and "ms" in row}
+    alone = {(row["case"], row["what"]): row["back_to_back_ms"] for row in rows if row["gpus"] == 1 and "ms" in row}
     for row in rows:
         if "ms" in row and (row["case"], row["what"]) in alone:
-            row["efficiency"] = alone[row["case"], row["what"]] / row["ms"]
+            row["efficiency"] = alone[row["case"], row["what"]] / row["back_to_back_ms"]
     return rows
 
 
 def table(rows):
-    lines = ["case        what     provider   GPUs        ms   of one GPU   peak MiB   largest error"]
+    lines = ["case        what     provider   GPUs        ms  back to back   of one GPU   peak MiB   largest error"]
     for row in rows:
         head = f"{row['case']:<12}{row['what']:<9}{row['provider']:<11}{row['gpus']:>4}"
         if "ms" not in row:
@@ -282,7 +298,9 @@ def table(rows):
             continue
         efficiency = f"{row['efficiency']:.1%}" if "efficiency" in row else "-"
         error = f"{max(row['errors'].values()):.4f}" if "errors" in row else "-"
-        lines.append(f"{head}{row['ms']:>10.3f}{efficiency:>13}{row['peak_mib']:>11.0f}{error:>16}")
+        lines.append(
+            f"{head}{row['ms']:>10.3f}{row['back_to_back_ms']:>14.3f}{efficiency:>13}{row['peak_mib']:>11.0f}{error:>16}"
+        )
     return lines
 
 

@@ -5,6 +5,7 @@ shapes and every system that was measured.
 """
 
 from pathlib import Path
+from statistics import mean
 
 import matplotlib
 
@@ -13,7 +14,7 @@ matplotlib.rcParams["svg.hashsalt"] = "moeblaze"  # the same file for the same r
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from bench import cases, transformers_report  # noqa: E402
+from bench import cases, language_model_report, transformers_report  # noqa: E402
 from bench.recorded import Records, title  # noqa: E402
 
 OURS = "moeblaze-cupy"
@@ -184,7 +185,59 @@ def transformers(records: Records) -> Figure | None:
     return figure
 
 
-DRAWN = {"front.svg": front, "time_over_bound.svg": times, "memory.svg": memory, "transformers.svg": transformers}
+def losses(records: Records) -> Figure | None:
+    """Held-out losses of the language model: means over seeds with their range; what arms of one seed differ by."""
+    sizes = {size: found for size in language_model_report.SIZES if (found := language_model_report.runs(size))}
+    if not sizes:
+        return None
+    colors = {"fp32": INK, "grouped_mm": "#a3a3a3", "minimal": STYLES["moeblaze"][0], "recompute": "#e69138"}
+    figure, panels = plt.subplots(len(sizes), 2, figsize=(9.0, 3.4 * len(sizes)), layout="constrained", squeeze=False)
+    for (size, found), (curves, apart) in zip(sizes.items(), panels, strict=True):
+        for arm, results in found.items():
+            steps = [entry["step"] for entry in results[0]["history"]]
+            by_step = list(zip(*([e["held_out"] for e in r["history"]] for r in results), strict=True))
+            words = f"{language_model_report.ARMS[arm]}, {len(results)} seed{'s' * (len(results) > 1)}"
+            curves.plot(steps, [mean(each) for each in by_step], color=colors[arm], label=words, linewidth=1.4)
+            band = [min(each) for each in by_step], [max(each) for each in by_step]
+            curves.fill_between(steps, *band, color=colors[arm], alpha=0.15, linewidth=0)
+        curves.axhline(results[0]["unigram_loss"], color=FAINT, linestyle=":")
+        curves.text(
+            steps[-1], results[0]["unigram_loss"], "unigram model", ha="right", va="bottom", fontsize=8, color=INK
+        )
+        curves.set_ylim(0, 1.1 * results[0]["unigram_loss"])
+        curves.set_title(f"{size}: held-out loss, nats per byte\nbands: the range over seeds", fontsize=9, loc="left")
+        curves.set_xlabel("step", fontsize=8.5)
+        curves.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92))
+        base = {r["seed"]: r["held_out_loss"] for r in found[language_model_report.BASELINE]}
+        others = [arm for arm in found if arm != language_model_report.BASELINE]
+        for place, arm in enumerate(others):
+            values = [r["held_out_loss"] - base[r["seed"]] for r in found[arm] if r["seed"] in base]
+            apart.plot(values, [place] * len(values), "o", color=colors[arm], alpha=0.8)
+        apart.axvline(0, color="#a3a3a3", linewidth=1)
+        furthest = max(max(base.values()) - min(base.values()), 1e-3)
+        apart.axvspan(-furthest / 2, furthest / 2, color=FAINT, alpha=0.35, linewidth=0)
+        apart.set_xlim(-0.75 * furthest, 0.75 * furthest)
+        apart.set_xticks([-furthest / 2, 0, furthest / 2], [f"-{furthest / 2:.3f}", "0", f"+{furthest / 2:.3f}"])
+        apart.set_yticks(range(len(others)), [language_model_report.ARMS[arm] for arm in others], fontsize=8.5)
+        apart.set_ylim(len(others) - 0.4, -0.6)
+        apart.set_title(
+            "final loss less grouped_mm's of the same seed\ngrey: as wide as its range over seeds",
+            fontsize=9,
+            loc="left",
+        )
+    for axes in figure.axes:
+        axes.tick_params(labelsize=8.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+DRAWN = {
+    "front.svg": front,
+    "time_over_bound.svg": times,
+    "memory.svg": memory,
+    "transformers.svg": transformers,
+    "losses.svg": losses,
+}
 
 
 def write(records: Records, folder: Path) -> None:

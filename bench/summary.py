@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable
 
-from bench import cases, transformers_report
+from bench import accuracy_report, cases, language_model_report, transformers_report
 from bench.recorded import Records, beside_peers
 from bench.table import PASSES
 
@@ -68,6 +68,8 @@ def readme(records: Records) -> str:
             *peer,
             f"In either memory order it takes {bound} times as long as the layer's matrix products alone in cuBLAS.",
             *transformers_report.headline(list(records.by_name.values())),
+            *accuracy_report.headline(records.by_name.values()),
+            *language_model_report.headline(),
             "",
             "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
             "",

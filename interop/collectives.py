@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SAME = ("failed", "call", "d", "k", "experts", "dtype", "weights", "requires_grad", "tokens")  # in the header's order
+# In the header's order.
+SAME = ("failed", "group", "call", "d", "k", "experts", "dtype", "weights", "requires_grad", "tokens")
 
 
 @contextmanager
@@ -100,7 +101,11 @@ def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
             continue
         got: list[Any] = values
         expected = "the same on all ranks"
-        if name == "call":
+        if name == "group":
+            expected = (
+                "all ranks at the same ExpertGroup, in the order of their making, of which one has skipped a layer"
+            )
+        elif name == "call":
             expected = "all ranks at the same exchange, of which one has skipped a layer"
         elif name == "requires_grad":
             expected += ", or backward would wait for ever"

@@ -9,6 +9,7 @@ Letters: L tokens here, k slots per token, P ranks, E experts in all, d model wi
 """
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,12 +18,42 @@ from torch.autograd.function import once_differentiable
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Header
-from moeblaze_cupy.interop.expert_group import ExpertGroup
+from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.interop.pull_route import PullRoute
 from moeblaze_cupy.interop.routes import Route, SentRoute, sent_route
 
 __all__ = ["ExpertGroup", "Route", "collect", "exchange"]
 Tensor = torch.Tensor
+
+
+class ExpertGroup(RankGroup):
+    """How the experts of a layer are spread over a process group, and how rows travel. Immutable but for its counters.
+
+    group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
+    num_experts: E, a multiple of the group's size.
+    route: "exact" sends just the rows that are needed, any number per rank, and reads P*(10+2P) integers on the host.
+    "gather" sends all rows to all ranks. "static" sends `rows` rows from each rank to each, or L if that is None. Both
+    need as many tokens on all ranks, and on CUDA read nothing on the host. So does "pull", for GPUs that reach each
+    other's memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index,
+    with nothing packed. d is a multiple of 8 then, and results take the memory of all ranks' rows, once for all layers
+    that share the ExpertGroup; nothing of it is a collective of NCCL. "auto" is "exact".
+    rows: of "static"; rows past it are dropped.
+    slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: as many as
+    come in "exact", all P*L*k in the others.
+    on_overflow: what becomes of more slots or rows. "chunk", for "exact" alone and its default, computes received rows
+    in pieces of at most `slots` slots, which costs time but neither memory nor tokens. "drop" drops the last. "raise"
+    raises ValueError, in "exact" at once on all ranks, in the others, whose default it is, at a later call.
+    keep_received: False sends received rows again in backward in place of keeping them.
+    spare_multiprocessors: as of `moeblaze_cupy.moe_forward`, for the collectives that run beside.
+    All ranks make the group with the same options, and call it equally often, with tokens or without.
+    Raises TypeError, ValueError, or RuntimeError if other ranks do not answer.
+    """
+
+    def plan(self, ids: Tensor) -> tuple[Route, Callable[[], Tensor]]:
+        """The route of ids (L, k) as far as this rank knows it, and what gives (2P,) int64: rows, then slots."""
+        if self.route == "pull":
+            return PullRoute(ids, self), lambda: torch.zeros(2 * self.size, dtype=torch.int64, device=ids.device)
+        return sent_route(ids, self)
 
 
 def _check(x: Any, ids: Any, weights: Any, experts: Any) -> None:
@@ -60,12 +91,8 @@ class Begun:
         experts: ExpertGroup,
         grads: int,
         check: Callable[[], None] = lambda: None,
-        between_calls: bool = False,
     ) -> None:
-        """check: raises TypeError or ValueError for arguments of the caller's, which then reaches all ranks.
-
-        between_calls: as of `PullRoute`.
-        """
+        """check: raises TypeError or ValueError for arguments of the caller's, which then reaches all ranks."""
         if not isinstance(experts, ExpertGroup):
             raise TypeError(f"exchange: experts: expected an ExpertGroup, got {type(experts)}")
         experts.calls += 1
@@ -83,13 +110,9 @@ class Begun:
         count: Callable[[], Tensor] | None = None
         if self.error is None:
             dtypes = (collectives.DTYPES.index(t.dtype) for t in (x, weights))
-            values = [0, experts.calls, x.shape[1], ids.shape[1], experts.num_experts, *dtypes, grads, len(x)]
-            ids = ids.detach().contiguous()
-            self.route: Route
-            if experts.route == "pull":
-                self.route = PullRoute(ids, experts, between_calls)
-            else:
-                self.route, count = sent_route(ids, experts)
+            values = [0, experts.number, experts.calls, x.shape[1], ids.shape[1], experts.num_experts]
+            values += [*dtypes, grads, len(x)]
+            self.route, count = experts.plan(ids.detach().contiguous())
         self.header: Header | None = None
         if device.type == "cpu" or experts.route == "exact":
             counts = torch.zeros(2 * P, dtype=torch.int64, device=device) if count is None else count()
@@ -107,12 +130,13 @@ class Begun:
             return route
         by_rank = self.header.read()
         collectives.check_same(by_rank, same_tokens=not exact)
-        if isinstance(route, SentRoute) and exact:
+        if exact:
             here = experts.rank
             route.sent = by_rank[here][same : same + P]
             route.arriving = [values[same + here] for values in by_rank]
             route.slots = sum(values[same + P + here] for values in by_rank)
-            route.tokens = route.tokens[: sum(route.sent)] if route.tokens is not None else None
+            if isinstance(route, SentRoute) and route.tokens is not None:
+                route.tokens = route.tokens[: sum(route.sent)]
             loads = [sum(values[same + P + rank] for values in by_rank) for rank in range(P)]
             if experts.slots is not None and experts.on_overflow == "raise" and max(loads) > experts.slots:
                 expected = f"at most {experts.slots} slots of each rank's experts"
@@ -120,19 +144,21 @@ class Begun:
         return route
 
 
-class _Received(torch.autograd.Function):
-    """What was received of `given`, "x" or "weights", whose gradient goes back."""
-
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: Tensor, received: Tensor, name: str, route: Route) -> Tensor:
-        ctx.name, ctx.route = name, route
-        return received
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, route: Route) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.route = route
+        rows, local_ids, got = route.receive(x.contiguous(), ids, weights.contiguous())
+        ctx.mark_non_differentiable(local_ids)
+        return route.without_garbage(rows), local_ids, got
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = ctx.route.bring_gradients_back({ctx.name: grad.contiguous()})
-        return back()[ctx.name], None, None, None
+    def backward(ctx: Any, grad_rows: Tensor, _: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
+        grads = {"x": grad_rows.contiguous(), "weights": grad_weights.contiguous()}
+        needed = compress(grads, ctx.needs_input_grad)
+        back = ctx.route.return_gradients({name: grads[name] for name in needed})()
+        return back.get("x"), back.get("weights"), None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -168,11 +194,10 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     RuntimeError if a rank does not answer within the group's timeout. With all routes but "exact" on CUDA ranks
     are not compared, as the host would have to wait.
     """
-    begun = Begun(x, ids, weights, experts, required((x,), (weights,)), between_calls=True)
+    begun = Begun(x, ids, weights, experts, required((x,), (weights,)))
     route = begun.finish()
-    rows, local_ids, got = route.receive(x.detach().contiguous(), route.ids, weights.detach().contiguous())
-    rows = _Received.apply(x, route.without_garbage(rows), "x", route)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-    got = _Received.apply(weights, got, "weights", route)  # type: ignore[no-untyped-call]
+    route.one_by_one = True
+    rows, local_ids, got = _Exchange.apply(x, weights, route.ids, route)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     experts.count_overflow(route.counted)
     return rows, local_ids, got, route
 

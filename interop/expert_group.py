@@ -14,28 +14,10 @@ ROUTES = ("auto", "exact", "gather", "static", "pull")
 OVERFLOWS = ("chunk", "drop", "raise")
 
 
-class ExpertGroup:
-    """How the experts of a layer are spread over a process group, and how rows travel. Immutable but for its counters.
+class RankGroup:
+    """The options of an `ExpertGroup`, which all ranks have agreed on, and what it counts."""
 
-    group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
-    num_experts: E, a multiple of the group's size.
-    route: "exact" sends just the rows that are needed, of any number per rank, and reads P*(9+2P) integers on the host.
-    "gather" sends all rows to all ranks. "static" sends `rows` rows from each rank to each, or L if that is None. Both
-    need as many tokens on all ranks, and on CUDA read nothing on the host. So does "pull", for GPUs that reach each
-    other's memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index,
-    with nothing packed. d is a multiple of 8 then, and results take the memory of all ranks' rows, once for all layers
-    that share the ExpertGroup; nothing of it is a collective of NCCL. "auto" is "exact".
-    rows: of "static"; rows past it are dropped.
-    slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: as many as
-    come in "exact", all P*L*k in the others.
-    on_overflow: what becomes of more slots or rows. "chunk", for "exact" alone and its default, computes received rows
-    in pieces of at most `slots` slots, which costs time but neither memory nor tokens. "drop" drops the last. "raise"
-    raises ValueError, in "exact" at once on all ranks, in the others, whose default it is, at a later call.
-    keep_received: False sends received rows again in backward in place of keeping them.
-    spare_multiprocessors: as of `moeblaze_cupy.moe_forward`, for the collectives that run beside.
-    All ranks make the group with the same options, and call it equally often, with tokens or without.
-    Raises TypeError, ValueError, or RuntimeError if other ranks do not answer.
-    """
+    _numbers = 0  # the highest that is in use
 
     def __init__(
         self,
@@ -74,7 +56,7 @@ class ExpertGroup:
             raise checks.bad_value("ExpertGroup", "rows", f'None for route "{self.route}"', rows)
         self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
         self.spare_multiprocessors = checks.spare_multiprocessors("ExpertGroup", spare_multiprocessors, None)
-        self._agree()
+        self.number = self._agree()  #: the same on all ranks, another for every ExpertGroup of a rank
         if self.num_experts < 1 or self.num_experts % self.size:
             expected = f"a multiple of the group's {self.size} ranks"
             raise checks.bad_value("ExpertGroup", "num_experts", expected, num_experts)
@@ -90,17 +72,22 @@ class ExpertGroup:
         """E/P."""
         return self.num_experts // self.size
 
-    def _agree(self) -> None:
+    def _agree(self) -> int:
+        """Raises ValueError on all ranks if their options differ; returns the group's number."""
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
-        here = {name: getattr(self, name) for name in names}
+        options = {"kind": type(self).__name__} | {name: getattr(self, name) for name in names}
+        here = options | {"numbers": RankGroup._numbers}
         by_rank: list[Any] = [None] * self.size
         with collectives.named("options of ExpertGroup", self.group):
             dist.all_gather_object(by_rank, here, group=self.group)
-        for name in names:
+        # Ranks may have made unequally many groups with others, so it is the highest of all that counts.
+        RankGroup._numbers = 1 + max(other["numbers"] for other in by_rank)
+        for name in options:
             for rank, other in enumerate(by_rank):
                 if other[name] != by_rank[0][name]:
                     got = f"{name}={by_rank[0][name]!r} on rank 0 and {name}={other[name]!r} on rank {rank}"
                     raise ValueError(f"ExpertGroup: options: expected the same on all ranks, got {got}")
+        return RankGroup._numbers
 
     def count_overflow(self, dropped: Tensor | None) -> None:
         """Remembers a count of what was dropped; a later call raises for it if that was asked for.

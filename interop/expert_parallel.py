@@ -160,7 +160,7 @@ class _ExpertParallel(torch.autograd.Function):
                 parts[name].append(getattr(grads, name))
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
                 wholes = {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in parts.items()}
-                bring = route.bring_gradients_back(wholes)
+                bring = route.return_gradients(wholes)
             if pending is not None and len(ctx.pieces) == 1 and not buffers:
                 made = mb.moe_backward_weights(pending, needs=of_experts, spare_multiprocessors=spare)
                 sums = {name: getattr(made, name) for name in of_experts}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from moeblaze_cupy import rows as mb_rows
-from moeblaze_cupy.interop.expert_group import ExpertGroup
+from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.interop.routes import Route
 from moeblaze_cupy.rows import PeerArray
 
@@ -19,22 +19,20 @@ Tensor = torch.Tensor
 class PullRoute(Route):
     """Rows that ranks pull. Two buffers take turns, as tokens are offered, then results, then tokens again.
 
-    between_calls: for functions of autograd that run one by one, whose order the caller decides: they share a buffer
-    of their own, and each ends with a barrier.
+    Where `one_by_one` is set the caller decides on the order. Such steps share a buffer of their own, and each ends
+    with a barrier.
     """
 
-    def __init__(self, ids: Tensor, experts: ExpertGroup, between_calls: bool) -> None:
+    def __init__(self, ids: Tensor, experts: RankGroup) -> None:
         super().__init__(ids, experts, [len(ids)] * experts.size)
-        self._tokens, self._results = ("one by one",) * 2 if between_calls else ("tokens", "results")
-        self._between_calls = between_calls
         self._share = mb_rows.Share(experts.rank, experts.local_experts)
         self._needed = ids.new_empty(self.received, dtype=torch.bool)  # rows that have an expert here
 
     def _offer(self, kind: str, *tensors: Tensor) -> list[PeerArray]:
-        return self.experts.peers.offer(kind, tensors)
+        return self.experts.peers.offer("one by one" if self.one_by_one else kind, tensors)
 
     def _close(self) -> None:
-        if self._between_calls:
+        if self.one_by_one:
             self.experts.peers.close()
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +40,7 @@ class PullRoute(Route):
         local_ids = ids.new_empty((self.room, self.k), dtype=torch.int32)
         got = weights.new_empty((self.room, self.k))
         if self.num_tokens:
-            of_rows, of_ids, of_weights = self._offer(self._tokens, x, ids, weights)
+            of_rows, of_ids, of_weights = self._offer("tokens", x, ids, weights)
             mb_rows.pull_slots(of_ids, of_weights, self._share, local_ids, got, self._needed)
             mb_rows.pull_rows(of_rows, self._needed, rows)
             self._close()
@@ -52,7 +50,7 @@ class PullRoute(Route):
         tensors = [grad] if x is None else [grad, x]
         pulled = [tensor.new_empty((self.room, tensor.shape[1])) for tensor in tensors]
         if self.num_tokens:
-            for of_rows, rows in zip(self._offer(self._tokens, *tensors), pulled, strict=True):
+            for of_rows, rows in zip(self._offer("tokens", *tensors), pulled, strict=True):
                 mb_rows.pull_rows(of_rows, self._needed, rows)
             self._close()
         return pulled[0], None if x is None else pulled[1]
@@ -61,7 +59,7 @@ class PullRoute(Route):
         back = self._back({"x": rows})
         return lambda: back()["x"]
 
-    def bring_gradients_back(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         return self._back(grads)
 
     def _back(self, of_rows: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
@@ -72,7 +70,7 @@ class PullRoute(Route):
         if not of_rows:  # the next call offers tokens again
             self.experts.peers.close()
             return lambda: taken
-        offered = dict(zip(of_rows, self._offer(self._results, *of_rows.values()), strict=True))
+        offered = dict(zip(of_rows, self._offer("results", *of_rows.values()), strict=True))
 
         def pull() -> dict[str, Tensor]:
             for name, at_peers in offered.items():
@@ -84,16 +82,16 @@ class PullRoute(Route):
         return pull
 
     def room_for_results(self, rows: Tensor) -> Tensor | None:
-        if not self.num_tokens or self._between_calls:
+        if not self.num_tokens or self.one_by_one:
             return None
-        return self.experts.peers.room(self._results, ((tuple(rows.shape), rows.dtype),), rows.device)[0]
+        return self.experts.peers.room("results", ((tuple(rows.shape), rows.dtype),), rows.device)[0]
 
     def room_for_gradients(self, needs: tuple[str, ...], rows: Tensor, weights: Tensor) -> Tensor | None:
         if not self.num_tokens or "x" not in needs:
             return None
         like = {"x": rows, "weights": weights}
         forms = tuple((tuple(like[name].shape), like[name].dtype) for name in needs)
-        return self.experts.peers.room(self._results, forms, rows.device)[needs.index("x")]
+        return self.experts.peers.room("results", forms, rows.device)[needs.index("x")]
 
     def without_garbage(self, rows: Tensor) -> Tensor:
         return torch.where(self._needed[:, None], rows, 0)

@@ -9,7 +9,7 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Pending
-from moeblaze_cupy.interop.expert_group import ExpertGroup
+from moeblaze_cupy.interop.expert_group import RankGroup
 
 Tensor = torch.Tensor
 
@@ -17,13 +17,14 @@ Tensor = torch.Tensor
 class Route:
     """Which rows one exchange sends where. `exchange` makes it, `collect` and backward follow it."""
 
-    def __init__(self, ids: Tensor, experts: ExpertGroup, arriving: list[int]) -> None:
+    def __init__(self, ids: Tensor, experts: RankGroup, arriving: list[int]) -> None:
         self.experts, self.ids, self.call = experts, ids, experts.calls
         self.num_tokens, self.k = ids.shape  #: L and k
         self.sent = list(arriving)  #: rows to each rank
         self.arriving = arriving  #: rows from each rank
         self.slots: int | None = None  #: of this rank's experts in the rows received; None if the host does not know it
         self.has_fixed_room = True  # the number of rows received is known from L
+        self.one_by_one = False  # its steps are functions of autograd that run in the caller's order
         self.counted: Tensor | None = None  # (1,) of what was dropped; None if nothing can be
 
     @property
@@ -66,7 +67,7 @@ class Route:
         """Starts the way back of results (room, d). What it returns gives (L, d), the sums over ranks in order."""
         raise NotImplementedError
 
-    def bring_gradients_back(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts the way back of gradients of received rows: "x" (room, d) and "weights" (room, k), one, or none.
 
         What it returns gives them by name: of x the sums over ranks (L, d), of each slot its rank's (L, k).
@@ -93,7 +94,7 @@ class SentRoute(Route):
     def __init__(
         self,
         ids: Tensor,
-        experts: ExpertGroup,
+        experts: RankGroup,
         arriving: list[int],
         ranks: Tensor,
         positions: Tensor,
@@ -159,7 +160,7 @@ class SentRoute(Route):
         pending = self._give_back(rows, "results")
         return lambda: self._sum(pending.wait())
 
-    def bring_gradients_back(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         pending = {name: self._give_back(grad, f"gradients of {name}") for name, grad in grads.items()}
         take = {"x": self._sum, "weights": self._slots_of}
         return lambda: {name: take[name](of_name.wait()) for name, of_name in pending.items()}
@@ -183,7 +184,7 @@ class SentRoute(Route):
         return torch.where(present & (rows >= 0), returned[rows.clamp(min=0), columns], 0)
 
 
-def sent_route(ids: Tensor, experts: ExpertGroup) -> tuple[SentRoute, Callable[[], Tensor]]:
+def sent_route(ids: Tensor, experts: RankGroup) -> tuple[SentRoute, Callable[[], Tensor]]:
     """The route as far as this rank knows it, and what gives (2P,) int64: rows, then slots, for each rank."""
     L, P, E, device = len(ids), experts.size, experts.num_experts, ids.device
     wide = ids.to(torch.int64)

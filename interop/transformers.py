@@ -73,18 +73,35 @@ def _falls_back(fallback: bool | None) -> bool:
     return os.environ.get("MOEBLAZE_FALLBACK", "1") != "0" if fallback is None else fallback
 
 
-def _experts(
-    module: Any, formula: Formula, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, save: str
-) -> torch.Tensor:
-    """A decorated module's output (L, d). An id of another rank's expert is past the last one: an empty slot."""
+def _parameters_of(
+    module: Any, of: Callable[[Any], Any] = lambda parameter: parameter
+) -> tuple[Any, Any, dict[str, Any]]:
+    """w1, w2 and biases by name of a decorated module, in the layer's order; of: applied to each parameter."""
     gated = getattr(module, "has_gate", True)
-    w1, w2 = module.gate_up_proj if gated else module.up_proj, module.down_proj
+    w1, w2 = of(module.gate_up_proj if gated else module.up_proj), of(module.down_proj)
     if not getattr(module, "is_transposed", False):
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-    options: dict[str, Any] = {"activation": formula.activation, "gate_up": formula.gate_up, "save": save}
-    if getattr(module, "has_bias", False):
-        options["b1"] = module.gate_up_proj_bias if gated else module.up_proj_bias
-        options["b2"] = module.down_proj_bias
+    if not getattr(module, "has_bias", False):
+        return w1, w2, {}
+    return (
+        w1,
+        w2,
+        {"b1": of(module.gate_up_proj_bias if gated else module.up_proj_bias), "b2": of(module.down_proj_bias)},
+    )
+
+
+def _experts(
+    module: Any,
+    formula: Formula,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    save: str,
+    of: Callable[[Any], Any] = lambda parameter: parameter,
+) -> torch.Tensor:
+    """A decorated module's output (L, d). An id of another rank's expert is past the last one: an empty slot."""
+    w1, w2, biases = _parameters_of(module, of)
+    options = biases | {"activation": formula.activation, "gate_up": formula.gate_up, "save": save}
     if not getattr(module, "has_post_expert_norm", False):
         return _layer(x, ids, weights, w1, w2, **options)
     slots = module.post_expert_norm(_layer(x, ids, None, w1, w2, unreduced=True, **options))
@@ -290,12 +307,17 @@ def _served(kind: str, module: Any) -> str | None:
         return _patch_one(kind, module)
     if kind in _OUT_OF_REACH:
         return _OUT_OF_REACH[kind]
-    if not (hasattr(module, "is_concatenated") and hasattr(module, "has_gate")):  # transformers' decorator sets both
+    if not _is_dispatched(module):
         return None
     implementation = module.config._experts_implementation
     if implementation not in _NAMES:
         return f"its experts implementation is {implementation!r}"
     return _formula_of(module).reason
+
+
+def _is_dispatched(module: Any) -> bool:
+    """Whether transformers asks for an implementation of this module's experts; its decorator sets both attributes."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
 def _patch_one(kind: str, module: Any) -> str:

@@ -16,6 +16,10 @@ E, K, D, H = 8, 3, 16, 12
 CASES, GPU_CASES = {}, {}
 
 
+class Leave(Exception):
+    """Of a case that passes by the end of the process."""
+
+
 def case(function):
     CASES[function.__name__] = function
     return function

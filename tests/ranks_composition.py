@@ -25,7 +25,9 @@ from moeblaze_cupy.interop.torch import moe, route
 def recipes():
     names = {}
     page = Path(__file__).parent.parent / "docs" / "parallel.md"
-    for block in re.findall(r"```python\n(.*?)```", page.read_text().partition("## Recipes")[2], re.DOTALL):
+    for block in re.findall(
+        r"```python\n(.*?)```", page.read_text().partition("## Recipes")[2].partition("## Adapters")[0], re.DOTALL
+    ):
         exec(compile(block, "docs/parallel.md", "exec"), names)
     return SimpleNamespace(**names)
 

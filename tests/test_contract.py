@@ -40,8 +40,9 @@ LEVELS = [
     ["interop.pull_route"],
     ["interop.exchange"],
     ["interop.torch_autograd"],
-    ["interop.torch", "interop.expert_parallel"],
+    ["interop.torch", "interop.expert_parallel", "interop.deepep"],
     ["interop.transformers"],
+    ["interop.transformers_parallel"],
     ["cli.sizes"],
     ["cli"],
     ["__main__"],
@@ -114,10 +115,10 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    speaks_torch = ("interop.t", "interop.inductor", "interop.collectives", "interop.peers", "interop.ex")
-    speaks_torch = *speaks_torch, "interop.routes", "interop.pull_route"
+    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "deepep"
+    speaks_torch = tuple(f"interop.{name}" for name in names)
     assert "torch" not in roots or module.startswith(speaks_torch)
-    assert "transformers" not in roots or module == "interop.transformers"
+    assert "transformers" not in roots or module.startswith("interop.transformers")
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in at_import for alias in node.names} | {getattr(n, "module", "") for n in at_import}
     assert not {"cupy", "matplotlib"} & {(name or "").partition(".")[0] for name in names}

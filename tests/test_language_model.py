@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from bench import training_step  # noqa: E402
 from examples import corpus, plot_losses  # noqa: E402
 from examples import language_model as lm  # noqa: E402
 
@@ -169,7 +170,7 @@ def test_the_command_and_its_plot(folder, tmp_path, capsys):
 
 
 def test_the_long_run_counts_equal_repeats_and_collapses_in_its_middle(folder, tmp_path, monkeypatch, capsys):
-    from bench import long_run
+    from bench import long_run  # sets what cuBLAS reads from the environment
 
     command = ("--size", "toy", "--repeats", "3", "--steps", "10", "--text", str(folder), "--out")
     long_run.main(*command, str(tmp_path / "record.json"))
@@ -180,3 +181,24 @@ def test_the_long_run_counts_equal_repeats_and_collapses_in_its_middle(folder, t
     plain = lm.Model.loss
     monkeypatch.setattr(lm.Model, "loss", lambda model, windows: (next(losses) * plain(model, windows)[0], 0))
     assert long_run.repeated(TOY, "minimal", corpus.load([folder], 1 << 30), "cpu", 3)["equal"] == 2
+
+
+@pytest.mark.parametrize("guess", [9, 40, 64, 200])
+def test_the_largest_batch_is_found_from_any_guess(guess):
+    for answer in range(8, 201):
+        tried = []
+        found = training_step.largest(lambda B, a=answer, t=tried: t.append(B) or a >= B, 8, guess, 200, 8)
+        assert found == answer // 8 * 8
+        assert len(tried) <= 9 and len(set(tried)) == len(tried)
+
+
+def test_training_steps_of_all_arms_are_timed_and_recorded(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(lm.SIZES, "toy", TOY)
+    out = tmp_path / "step.json"
+    options = ["--size", "toy", "--rounds", "2", "--window", "0.01", "--text", str(folder), "--out", str(out)]
+    training_step.main(*options, "--arm", "fp32,minimal,grouped_mm", "--commit", "abc")
+    record = json.loads(out.read_text())
+    assert [row["arm"] for row in record["rows"]] == ["fp32", "minimal", "grouped_mm"]
+    assert all(row["tokens_per_second"]["median"] > 0 for row in record["rows"])
+    assert record["tokens_per_step"] == TOY.B * TOY.T and record["commit_info"]["id"] == "abc"
+    assert capsys.readouterr().out.splitlines()[-3].split()[0] == "fp32"

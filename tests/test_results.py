@@ -190,10 +190,33 @@ def test_readme_has_the_least_greatest_and_median_ratios():
                 peak[case] = ours["peak_mib"] / row["peak_mib"]
     text = " ".join(BLOCK.split())
     spans = [(f"{min(r.values()):.2f}", f"{max(r.values()):.2f}") for r in (peak, sonicmoe, bound)]
-    assert re.findall(r"(\d+\.\d+) to (\d+\.\d+)", text) == spans
+    assert re.findall(r"(\d+\.\d+) to (\d+\.\d+)", text)[: len(spans)] == spans
     stated = re.search(r"(\d+\.\d+) of SonicMoE's peak memory and is (\d+\.\d+) times as fast", text)
     assert list(stated.groups()) == [f"{median(r.values()):.2f}" for r in (peak, sonicmoe)]
     assert f"{len(sonicmoe)} layers" in text and len(peak) == len(sonicmoe)
+
+
+def test_readme_has_the_errors_and_losses_of_the_records():
+    """By another way than the report's."""
+    rows = json.loads((ROOT / "bench" / "records" / "h200-accuracy.json").read_text())["benchmarks"]
+    norms: dict[tuple, list[float]] = {}
+    for extra in (row["extra_info"] for row in rows if "accuracy" in row["extra_info"]):
+        for tensor, errors in extra["accuracy"].items():
+            norms.setdefault((extra["case"], extra["data"], tensor, extra["provider"]), []).append(errors["norm"])
+    ratios: dict[tuple, float] = {}
+    for (*key, provider), found in norms.items():
+        if provider.startswith("moeblaze"):
+            beside = sum(found) / sum(norms[(*key, "torch_eager")])
+            ratios[tuple(key)] = max(ratios.get(tuple(key), 0.0), beside)
+    text = " ".join(BLOCK.split())
+    assert f"against float64 are {min(ratios.values()):.2f} to {max(ratios.values()):.2f} times those" in text
+    arms = {"minimal": [], "grouped_mm": []}
+    folders = [f for f in (ROOT / "bench" / "records" / "language_model").iterdir() if f.is_dir()]
+    of_size = {f: [json.loads(p.read_text()) for p in f.glob("*.json")] for f in folders}
+    for result in max(of_size.values(), key=lambda results: results[0]["parameters"]):
+        arms.get(result["arm"], []).append(result["held_out_loss"])
+    means = [sum(losses) / len(losses) for losses in arms.values()]
+    assert f"held-out loss of {means[0]:.3f} nats per byte, with torch's `grouped_mm` at {means[1]:.3f}" in text
 
 
 def test_readme_states_no_other_measurement():

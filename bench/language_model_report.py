@@ -1,0 +1,123 @@
+"""The language model of examples/ in docs/results.md: final losses by arm, whole training steps, the long run.
+
+bench/records/language_model/ has a folder per size with the results that examples/language_model.py writes, and the
+records of bench.training_step and bench.long_run.
+"""
+
+import json
+from statistics import mean
+
+from bench.recorded import RECORDS
+from bench.table import number
+
+FOLDER = RECORDS / "language_model"
+SIZES = ("small", "base")
+BASELINE = "grouped_mm"
+ARMS = {
+    "fp32": "float32, torch",
+    "grouped_mm": "bf16, torch grouped_mm",
+    "minimal": "moeblaze-cupy, minimal",
+    "recompute": "moeblaze-cupy, recompute",
+}
+ABOUT = """A decoder-only model on bytes (`examples/language_model.py`), trained on sources and documentation of Python
+and its packages; whole files are held out. Arms see the same initial weights and batches of a seed, and differ in the
+experts alone. `fp32` has TF32 off. A seed changes both weights and batches, so compare arms of one seed: the last
+columns are differences from torch's `grouped_mm` on the same seeds. Runs of several arms shared a GPU."""
+STEPS = """Forward, loss, backward and AdamW with float32 main weights, steps back to back, the arms in turn in one
+process. Peak memory has weights and optimizer in it. The largest batch is of sequences of 1,024 bytes."""
+
+
+def runs(size: str) -> dict[str, list[dict]]:
+    """Results by arm in the order of ARMS, each by seed; {} without records."""
+    found: dict[str, list[dict]] = {}
+    for path in sorted((FOLDER / size).glob("*.json")):
+        result = json.loads(path.read_text())
+        found.setdefault(result["arm"], []).append(result)
+    return {arm: sorted(found[arm], key=lambda r: r["seed"]) for arm in ARMS if arm in found}
+
+
+def _record(name: str) -> dict | None:
+    path = FOLDER / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def loss_rows(found: dict[str, list[dict]]) -> list[list[str]]:
+    """Cells: arm, seeds, mean loss, its range, mean difference from the baseline's same seeds, its range."""
+    base = {r["seed"]: r["held_out_loss"] for r in found.get(BASELINE, [])}
+    rows = []
+    for arm, results in found.items():
+        losses = [r["held_out_loss"] for r in results]
+        apart = [r["held_out_loss"] - base[r["seed"]] for r in results if r["seed"] in base]
+        cells = [f"{mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}"]
+        cells += [f"{mean(apart):+.4f}", f"{min(apart):+.4f} to {max(apart):+.4f}"] if apart else ["-", "-"]
+        rows.append([ARMS[arm], str(len(results)), *cells])
+    return rows
+
+
+def step_rows(record: dict) -> list[list[str]]:
+    """Cells: arm, tokens/s, over the baseline, peak MiB, over the baseline, largest batch, over the baseline."""
+    rows = {row["arm"]: row for row in record["rows"]}
+    base, lines = rows.get(BASELINE, {}), []
+    for arm, row in rows.items():
+        cells = []
+        for value, of_base in (
+            (row["tokens_per_second"]["median"], base.get("tokens_per_second", {}).get("median")),
+            (row["peak_mib"], base.get("peak_mib")),
+            (row.get("largest_batch"), base.get("largest_batch")),
+        ):
+            cells.append("-" if value is None else f"{value:,.0f}")
+            cells.append(number(value / of_base if value and of_base else None))
+        lines.append([ARMS[arm], *cells])
+    return lines
+
+
+def headline() -> list[str]:
+    """Losses of the largest model beside the baseline's, for the front page; none without a record."""
+    for size in reversed(SIZES):
+        found = runs(size)
+        if {"minimal", BASELINE} <= found.keys():
+            ours, base = found["minimal"], found[BASELINE]
+            losses = [mean(r["held_out_loss"] for r in results) for results in (ours, base)]
+            seeds = f"means of {len(ours)} seeds" if len(ours) > 1 else "one seed"
+            return [
+                f"A language model of {ours[0]['parameters'] / 1e6:.0f} million parameters ends at a held-out loss of "
+                f"{losses[0]:.3f} nats per byte,",
+                f"with torch's `grouped_mm` at {losses[1]:.3f} ({seeds}).",
+            ]
+    return []
+
+
+def _losses(size: str, found: dict[str, list[dict]], table) -> list[str]:
+    first = next(iter(found.values()))[0]
+    s = first["settings"]
+    shape = f"{s['layers']} layers, d={s['d']}, E={s['E']}, h={s['h']}, k={s['k']}"
+    words = f"{size}: {first['parameters'] / 1e6:.0f} million parameters ({shape}), {s['steps']:,} steps of "
+    words += f"{s['B'] * s['T']:,} bytes. A unigram model's loss is {first['unigram_loss']:.2f} nats per byte."
+    head = ["experts", "seeds", "held-out loss, mean", "range", "beside grouped_mm, mean", "range"]
+    return ["", words, *table(head, loss_rows(found))]
+
+
+def section(table) -> list[str]:
+    """Lines of the page; none without a record."""
+    found = {size: by_arm for size in SIZES if (by_arm := runs(size))}
+    if not found:
+        return []
+    lines = ["", "## A language model", "", "![Held-out losses](losses.svg)", "", ABOUT]
+    for size, by_arm in found.items():
+        lines += _losses(size, by_arm, table)
+    if step := _record("step"):
+        head = ["experts", "tokens/s", "speed", "peak, MiB", "share", "largest batch", "times"]
+        lines += ["", f"### Training steps, {step['size']}", "", STEPS, *table(head, step_rows(step))]
+    if long := _record("long_run"):
+        repeated, collapsing = long["repeated"], long["collapsing"]
+        history = collapsing["history"]
+        held = {name: {entry[name] for entry in history} for name in ("torch_allocated", "cupy_held")}
+        level = "never differ" if all(len(values) == 1 for values in held.values()) else "differ"
+        lines += [
+            "",
+            f"{repeated['equal']:,} of {repeated['repeats']:,} repeats of one training step gave the same bits. In a",
+            f"run of {collapsing['steps']:,} steps, in whose middle fifth all tokens go to one expert, the bytes that",
+            f"torch's and CuPy's allocators hold after a step {level} over {len(history)} readings. Its held-out loss",
+            f"ends at {collapsing['held_out_loss']:.3f}.",
+        ]
+    return lines

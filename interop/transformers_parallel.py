@@ -1,0 +1,161 @@
+"""Models of Hugging Face transformers whose experts are spread over ranks that have tokens of their own.
+
+`parallelize_experts` does so for a model in memory. If transformers offers a choice of implementations of expert
+parallelism, as 5.23 does and 5.17 does not, the import registers `DistributedConfig(ep_implementation="moeblaze")`.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from moeblaze_cupy.interop import transformers as served
+from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
+from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+
+Tensor = torch.Tensor
+
+
+def parallelize_experts(
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    *,
+    group: Callable[[DeviceMesh, int], ExpertGroup] = ExpertGroup,
+    save: str = "minimal",
+) -> tuple[str, ...]:
+    """Spreads the experts of every layer over the ranks of a mesh; returns the names of their modules.
+
+    model: has all experts, of classes that transformers dispatches; the experts implementation of its config is of no
+    matter from here on. Call this before FSDP2 and before the optimizer is made.
+    mesh: of one dimension. Its rank r keeps the experts r*E/P to (r+1)*E/P - 1 of every layer: parameters whose first
+    dimension is E become DTensors that are sharded along it, each with memory of its own, so that the whole is freed.
+    group: makes the ExpertGroup of all layers with E experts from the mesh and E, such as
+    `functools.partial(ExpertGroup, slots=65536)`.
+    save: a save policy of `moeblaze_cupy.moe_forward`.
+    Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
+    are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
+    Nothing is changed if an error is raised: TypeError, ValueError for a mesh or a model that does not fit,
+    NotImplementedError for experts that the layer cannot compute. What is raised by `group` is raised on all ranks.
+    """
+    function = "parallelize_experts"
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{function}: mesh: expected a DeviceMesh of one dimension, got {type(mesh)}")
+    found = {name: module for name, module in model.named_modules() if _has_experts(name, module)}
+    if not found:
+        raise ValueError(
+            f"{function}: model: expected one with experts that transformers dispatches, got {type(model)}"
+        )
+    groups: dict[int, ExpertGroup] = {}
+    for module in found.values():
+        number = _first_weight(module).shape[0]
+        if number not in groups:
+            groups[number] = group(mesh, number)
+    for module in found.values():
+        experts = groups[_first_weight(module).shape[0]]
+        _keep_part(module, mesh, experts)
+        module.forward = types.MethodType(_forward_over(experts, save), module)
+    return tuple(found)
+
+
+def _has_experts(name: str, module: Any) -> bool:
+    """Raises for experts that cannot be spread."""
+    kind = served._name_of(type(module))
+    if kind in served._PATCHES or kind in served._OUT_OF_REACH:
+        raise NotImplementedError(
+            f"parallelize_experts: {name}: {kind}: its experts are not dispatched by transformers"
+        )
+    if not served._is_dispatched(module):
+        return False
+    reason = served._formula_of(module).reason
+    if reason:
+        raise NotImplementedError(f"parallelize_experts: {name}: {kind}: {reason}")
+    if isinstance(_first_weight(module), DTensor):
+        expected = "whole experts, before FSDP2 and any other plan"
+        raise ValueError(f"parallelize_experts: model: expected {expected}, got DTensors in {name}")
+    return True
+
+
+def _first_weight(module: Any) -> Tensor:
+    weight: Tensor = module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj
+    return weight
+
+
+def _keep_part(module: torch.nn.Module, mesh: DeviceMesh, experts: ExpertGroup) -> None:
+    first = experts.rank * experts.local_experts
+    for name, whole in list(module.named_parameters(recurse=False)):
+        if whole.shape[:1] != (experts.num_experts,):
+            continue
+        part = whole.detach()[first : first + experts.local_experts].clone(memory_format=torch.preserve_format)
+        sharded = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        setattr(module, name, torch.nn.Parameter(sharded, requires_grad=whole.requires_grad))
+
+
+def _forward_over(experts: ExpertGroup, save: str) -> Callable[..., Tensor]:
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return _over_ranks(self, hidden_states, top_k_index, top_k_weights, experts, save)
+
+    return forward
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _over_ranks(module: Any, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup, save: str) -> Tensor:
+    """(L, d) of this rank's tokens x (L, d), whose ids (L, k) are of all E experts; module has this rank's."""
+    formula = served._formula_of(module)
+    if formula.activation is None:
+        raise NotImplementedError(f"moeblaze: {served._name_of(type(module))}: {formula.reason}")
+    w1, w2, biases = served._parameters_of(module, _local)
+    plain = not biases and formula.gate_up == "halves" and not getattr(module, "has_post_expert_norm", False)
+    if plain and not torch.is_autocast_enabled(x.device.type):
+        rows = x.to(w2.dtype)
+        wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
+        out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, activation=formula.activation, save=save)
+    else:
+        rows, local_ids, got, route = exchange(x, ids, weights, experts)
+        out = collect(served._experts(module, formula, rows, local_ids, got, save, _local), route)
+    return out.to(x.dtype)
+
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+except ImportError:  # transformers has none to choose from
+    pass
+else:
+
+    class ExpertParallel(EPImplementation):
+        """`DistributedConfig(ep_implementation="moeblaze")`: a row travels once to each rank with an expert of it.
+
+        Ranks of a tensor parallel group have the same tokens, of which each sends its part.
+        """
+
+        def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self.experts = experts
+            local: Any = self.num_local_experts
+            self.group = ExpertGroup(ep_mesh, local * ep_mesh.size())
+
+        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            x, ids, weights = hidden_states, top_k_index, top_k_weights
+            if self.tp_mesh.size() > 1:
+                x, ids, weights = (
+                    DTensor.from_local(tensor, self.tp_mesh, [Replicate()], run_check=False)
+                    .redistribute(placements=[Shard(0)])
+                    .to_local()
+                    for tensor in (x, ids, weights)
+                )
+            out = _over_ranks(self.experts, x, ids, weights, self.group, "minimal")
+            if self.tp_mesh.size() == 1:
+                return out
+            shape = hidden_states.shape
+            parts = DTensor.from_local(
+                out, self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
+            )
+            whole: Tensor = parts.full_tensor()
+            return whole
+
+    EPImplementationInterface.register("moeblaze", ExpertParallel)

@@ -1,0 +1,128 @@
+"""Cases of ranks that differ, skip or exit, over gloo. The last rank is at fault; the others have to be told."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+from ranks_common import TIMEOUT, E, Inputs, K, Leave, case, counts_of, expect, results_of
+
+from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
+from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+
+
+@case
+def faults(rank, size, group):
+    """What differs among ranks is the same ValueError on all of them, at once."""
+    start = time.monotonic()
+    expect(ValueError, "num_experts: expected a multiple of the group's", ExpertGroup, group, E + 1)
+    options = "options: expected the same on all ranks, got slots=64 on rank 0 and slots=65 on rank 1"
+    expect(ValueError, options, lambda: ExpertGroup(group, E, slots=64 + (rank == 1)))
+    expect(ValueError, 'expected another than "pull" on a group of gloo', lambda: ExpertGroup(group, E, route="pull"))
+    odd = rank == size - 1
+
+    def attempt(experts, **changes):
+        inputs = Inputs(rank, counts_of(size, "equal"))
+        x, ids, weights, w1, w2 = inputs.local()
+        named = {"x": x, "ids": ids, "weights": weights, "w1": w1, "w2": w2}
+        if odd:
+            named |= {name: change(named[name]) for name, change in changes.items()}
+        return expert_parallel_moe(*named.values(), experts)
+
+    same = [ExpertGroup(group, E) for _ in range(8)]
+    got = [K] * (size - 1) + [K - 1]
+    shorter = {"ids": lambda t: t[:, 1:].contiguous(), "weights": lambda t: t[:, 1:]}
+    texts = [
+        expect(
+            ValueError, f"exchange: k: expected the same on all ranks, got {got}", lambda: attempt(same[0], **shorter)
+        )
+    ]
+    narrower = {"x": lambda t: t[:, :8], "w1": lambda t: t[:, :8], "w2": lambda t: t[:, :, :8]}
+    texts.append(expect(ValueError, "exchange: d: expected the same", lambda: attempt(same[1], **narrower)))
+    narrow = {"weights": lambda t: t.float()}
+    texts.append(expect(ValueError, "exchange: weights: expected the same", lambda: attempt(same[6], **narrow)))
+    halved = dict.fromkeys(("x", "w1", "w2", "weights"), lambda t: t.float())
+    texts.append(expect(ValueError, "exchange: dtype: expected the same", lambda: attempt(same[2], **halved)))
+    detached = {"x": lambda t: t.detach()}
+    texts.append(
+        expect(
+            ValueError,
+            "requires_grad: expected the same on all ranks, or backward",
+            lambda: attempt(same[3], **detached),
+        )
+    )
+    if odd:
+        same[4].calls += 1  # as if it had been called once more
+    texts.append(expect(ValueError, "call: expected all ranks at the same exchange", lambda: attempt(same[4])))
+    wrong = {"w1": lambda t: t[1:]}
+    first, last = (size - 1) * (E // size), E - 1
+    text = f"of this rank's experts {first}..{last}, got" if odd else f"got errors on [{size - 1}]"
+    expect(ValueError, text, lambda: attempt(same[5], **wrong))
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, texts, group=group)
+    assert all(other == texts for other in everyone)
+    gathering = ExpertGroup(group, E, route="gather")
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+    expect(ValueError, 'tokens: expected the same on all ranks for routes "gather"', results_of, inputs, gathering)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+@case
+def last_rank_is_a_layer_ahead(rank, size, group):
+    """It skips the first of two layers, each with an ExpertGroup of its own, and has called neither before."""
+    layers = [ExpertGroup(group, E) for _ in range(2)]
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    numbers = [layers[0].number] * (size - 1) + [layers[1].number]
+    text = (
+        f"exchange: group: expected all ranks at the same ExpertGroup, in the order of their making, of which one has \
+skipped a layer, got {numbers}"
+    )
+    expect(ValueError, text, results_of, inputs, layers[rank == size - 1])
+
+
+def until(text, function, *arguments):
+    """Expects RuntimeError with the text, within the group's timeout."""
+    start = time.monotonic()
+    expect(RuntimeError, text, function, *arguments)
+    assert time.monotonic() - start < TIMEOUT.total_seconds() + 5
+
+
+def forward_of(inputs, experts):
+    x, ids, weights, w1, w2 = inputs.local()
+    return expert_parallel_moe(x, ids, weights, w1, w2, experts)
+
+
+@case
+def last_rank_skips(rank, size, group):
+    """A layer, a backward, the way back: the others' error names the call. The groups are of no use after it."""
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    grad = inputs.grad[inputs.here]
+    forward, backward, way_back = (ExpertGroup(dist.new_group(timeout=TIMEOUT), E) for _ in range(3))
+    results_of(inputs, forward)
+    out = forward_of(inputs, backward)
+    x, ids, weights, _, _ = inputs.local()
+    rows, _, _, route = exchange(x, ids, weights, way_back)
+    if rank == size - 1:
+        time.sleep(TIMEOUT.total_seconds() + 4)
+        return
+    waits = (
+        ("exchange: all-gather of sizes (call 2): rank", results_of, inputs, forward),
+        ("exchange: all-to-all of results' gradients (call 1, rows sent [", out.backward, grad),
+        ("exchange: all-to-all of results (call 1, rows sent [", collect, rows, route),
+    )
+    with ThreadPoolExecutor(len(waits)) as at_once:
+        list(at_once.map(lambda wait: until(*wait), waits))
+
+
+@case
+def last_rank_exits(rank, size, group):
+    """The same when it is gone. After all other cases, as it runs none of them."""
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    grad = inputs.grad[inputs.here]
+    groups = [dist.new_group(timeout=TIMEOUT) for _ in range(3)]
+    forward, backward = (ExpertGroup(of, E) for of in groups[:2])
+    out = forward_of(inputs, backward)
+    if rank == size - 1:
+        raise Leave
+    until("exchange: all-gather of sizes (call 1): rank", results_of, inputs, forward)
+    until("exchange: all-to-all of results' gradients (call 1, rows sent [", out.backward, grad)
+    until("exchange: options of ExpertGroup: rank", ExpertGroup, groups[2], E)

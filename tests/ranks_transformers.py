@@ -1,0 +1,217 @@
+"""Cases of models of transformers over two processes of gloo, each compared with one process and its eager experts."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from ranks_common import expect
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+import moeblaze_cupy.interop.transformers  # noqa: F401
+from moeblaze_cupy.interop.exchange import ExpertGroup
+from moeblaze_cupy.interop.transformers_parallel import parallelize_experts
+
+MODEL_CASES = {}
+BOUND = 2e-5  # parts of all models compute in float32
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 3,
+    "pad_token_id": 0,
+}
+
+
+def case(function):
+    MODEL_CASES[function.__name__] = function
+    return function
+
+
+def model_of(kind, experts="moeblaze", num_experts=8, **options):
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    sizes = SHAPE | {"num_experts": num_experts, "num_local_experts": num_experts} | options
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+        if "norm" in name:
+            parameter.data += 1
+    return model.float()
+
+
+def tokens_of(rank, length=9):
+    return torch.randint(64, (1, length), generator=torch.Generator().manual_seed(rank))
+
+
+def loss_of(model, tokens):
+    logits = model(input_ids=tokens).logits
+    return (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum(), logits.detach()
+
+
+def difference(got, want):
+    return float((got.detach() - want).norm() / want.norm())
+
+
+def assert_gradients(model, reference, summed=None):
+    """summed: a group over which gradients that are no DTensors are partial sums."""
+    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        elif summed is not None:
+            dist.all_reduce(grad, group=summed)
+        assert difference(grad, whole.grad) <= BOUND, name
+
+
+@functools.cache
+def saved():
+    """A folder with a model, by the name that all processes know."""
+    folder = Path(tempfile.gettempdir()) / "model"
+    if dist.get_rank() == 0:
+        model_of("Qwen3Moe").save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def compare_distributed(shares_batch, **config):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        saved(), experts_implementation="moeblaze", distributed_config=DistributedConfig(**config), dtype=torch.float32
+    )
+    batches = [tokens_of(0)] * 2 if shares_batch else [tokens_of(0), tokens_of(1)]
+    mine, reference = batches[dist.get_rank()], model_of("Qwen3Moe", "eager")
+    loss, logits = loss_of(loaded, mine)
+    loss.backward()
+    losses = [loss_of(reference, batch) for batch in batches]
+    assert difference(logits, losses[dist.get_rank()][1]) <= BOUND
+    (sum(each for each, _ in losses) / 2).backward()  # the mean over ranks, as FSDP2 takes it
+    assert_gradients(loaded, reference)
+    with torch.no_grad():
+        assert difference(loaded(input_ids=mine).logits, losses[dist.get_rank()][1]) <= BOUND
+    return loaded
+
+
+@case
+def plans_of_transformers(rank, size, group):
+    """Each expert parallelism of the installed transformers around this layer: its ids are local, or past the last."""
+    if hasattr(DistributedConfig, "ep_implementation"):
+        for how in ("all_to_all", "all_reduce"):
+            compare_distributed(True, tp_size=2, ep_size=2, ep_implementation=how)
+        compare_distributed(False, fsdp_size=2, ep_size=2)
+    elif hasattr(DistributedConfig, "tp_size"):
+        compare_distributed(True, tp_size=2, enable_expert_parallel=True)
+
+
+@case
+def implementation_for_transformers(rank, size, group):
+    """`ep_implementation="moeblaze"`, for ranks with the same tokens and with other tokens."""
+    if not hasattr(DistributedConfig, "ep_implementation"):
+        return
+    for shares_batch, config in ((True, {"tp_size": 2}), (False, {"fsdp_size": 2})):
+        loaded = compare_distributed(shares_batch, ep_size=2, ep_implementation="moeblaze", **config)
+        experts = loaded.model.layers[0].mlp.experts
+        assert isinstance(experts.gate_up_proj, DTensor) and experts.num_experts == 4
+
+
+@case
+def tokens_that_differ(rank, size, group):
+    """Sequences of other lengths; experts with and without biases; pieces; a base that has no gradients."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    batches = [tokens_of(0, 9), tokens_of(1, 4)]
+    for kind in ("Qwen3Moe", "GptOss"):
+        reference = model_of(kind, "eager")
+        losses = [loss_of(reference, batch) for batch in batches]
+        sum(loss for loss, _ in losses).backward()
+        for make_group in (ExpertGroup, functools.partial(ExpertGroup, slots=8)):
+            model = model_of(kind, "eager")
+            names = parallelize_experts(model, mesh, group=make_group)
+            if make_group is not ExpertGroup:
+                model.train().gradient_checkpointing_enable()
+            assert names == tuple(f"model.layers.{layer}.mlp.experts" for layer in range(2))
+            loss, logits = loss_of(model, batches[rank])
+            loss.backward()
+            assert difference(logits, losses[rank][1]) <= BOUND
+            assert_gradients(model, reference, summed=group)
+            for parameter in model.model.layers[1].mlp.experts.parameters():
+                here = parameter.to_local()
+                assert len(here) == 4 and here.untyped_storage().nbytes() == here.nbytes
+        with torch.no_grad():
+            assert difference(model(input_ids=batches[rank]).logits, losses[rank][1]) <= BOUND
+
+
+@case
+def autocast_is_followed(rank, size, group):
+    """With one expert per token no sum over ranks rounds, so products in another dtype would show."""
+    experts = model_of("Qwen3Moe").model.layers[0].mlp.experts
+    rng = torch.Generator().manual_seed(rank)
+    x = torch.randn(12, 32, generator=rng, requires_grad=True)
+    inputs = x, torch.randint(8, (12, 1), generator=rng), torch.rand(12, 1, generator=rng)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = experts(*inputs).detach()
+        parallelize_experts(experts, DeviceMesh.from_group(group, "cpu"))
+        out = experts(*inputs)
+    assert difference(out, want) <= 1e-4
+    out.sum().backward()
+    assert x.grad.norm() > 0 and all(parameter.grad is not None for parameter in experts.parameters())
+
+
+@case
+def sharded_beside(rank, size, group):
+    """FSDP2 shards what is not an expert, after the experts are spread."""
+    everyone = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    batches = [tokens_of(0, 9), tokens_of(1, 4)]
+    model, reference = model_of("Qwen3Moe"), model_of("Qwen3Moe", "eager")
+    parallelize_experts(model, everyone["ep"])
+    flat = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=everyone["efsdp"])
+        fully_shard(layer, mesh=flat)
+    fully_shard(model, mesh=flat)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    loss_of(model, batches[rank])[0].backward()
+    sum(loss_of(reference, batch)[0] for batch in batches).backward()
+    assert_gradients(model, reference)
+
+
+@case
+def models_that_cannot_be_spread(rank, size, group):
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = model_of("Qwen3Moe")
+    expect(TypeError, "mesh: expected a DeviceMesh of one dimension, got", parallelize_experts, model, group)
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    expect(ValueError, """got a mesh of ('efsdp', 'ep'): pass mesh["ep"]""", parallelize_experts, model, both)
+    assert type(model.model.layers[0].mlp.experts.gate_up_proj) is torch.nn.Parameter
+    expect(
+        ValueError,
+        "num_experts: expected a multiple of",
+        parallelize_experts,
+        model_of("Qwen3Moe", num_experts=7),
+        mesh,
+    )
+    other = model_of("Qwen3Moe", hidden_act="sigmoid")
+    text = "model.layers.0.mlp.experts: Qwen3MoeExperts: its activation is none of"
+    expect(NotImplementedError, text, parallelize_experts, other, mesh)
+    expect(ValueError, "expected one with experts that transformers", parallelize_experts, torch.nn.Linear(2, 2), mesh)
+    assert parallelize_experts(model, mesh)
+    expect(ValueError, "expected whole experts, before FSDP2", parallelize_experts, model, mesh)
+    experts = (
+        {"kv_n_heads": 2, "rope_theta": 1e4},
+        {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+    sizes = {"d_model": 32, "n_heads": 2, "n_layers": 1, "vocab_size": 64}
+    dbrx = transformers.DbrxForCausalLM(transformers.DbrxConfig(**sizes, attn_config=experts[0], ffn_config=experts[1]))
+    expect(NotImplementedError, "DbrxExperts: its experts are not dispatched", parallelize_experts, dbrx, mesh)
