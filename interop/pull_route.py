@@ -84,7 +84,9 @@ class PullRoute(Route):
     def room_for_results(self, rows: Tensor) -> Tensor | None:
         if not self.num_tokens or self.one_by_one:
             return None
-        return self.experts.peers.room("results", ((tuple(rows.shape), rows.dtype),), rows.device)[0]
+        # Gradients of weights come beside those of rows later, for which the buffer would have to grow.
+        forms = (tuple(rows.shape), rows.dtype), ((self.room, self.k), torch.float32)
+        return self.experts.peers.room("results", forms, rows.device)[0]
 
     def room_for_gradients(self, needs: tuple[str, ...], rows: Tensor, weights: Tensor) -> Tensor | None:
         if not self.num_tokens or "x" not in needs:
