@@ -5,14 +5,12 @@ package is not imported here; the caller makes the buffer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
-from moeblaze_cupy.interop.collectives import Pending
 from moeblaze_cupy.interop.exchange import ExpertGroup, Route
 
 Tensor = torch.Tensor
@@ -77,42 +75,34 @@ class DeepEPGroup(ExpertGroup):
         super().__init__(buffer.group, num_experts, **options)
         self.buffer = buffer
 
-    def plan(self, ids: Tensor) -> tuple[Route, Tensor]:
+    def plan(self, ids: Tensor) -> tuple[Route, Callable[[], Tensor]]:
         """See `ExpertGroup.plan`."""
         wide = ids.to(torch.int64)
         ids = torch.where((wide >= 0) & (wide < self.num_experts), wide, -1).contiguous()
         layout = self.buffer.get_dispatch_layout(ids, self.num_experts)
-        rows, _, choices, _, _ = layout
-        slots = choices.to(torch.int64).view(self.size, -1).sum(1)
-        none = ids.new_zeros(1)
-        nowhere = ids.new_empty((0, 0))
-        L, k = ids.shape
-        route = DeepEPRoute(self, L, k, nowhere, nowhere, None, choices.to(torch.int64), none, self.calls)
-        route.ids, route.layout = ids, layout
-        return route, torch.cat([rows.to(torch.int64), slots])
+        rows, _, per_expert, _, _ = layout
+
+        def count() -> Tensor:
+            return torch.cat([rows.to(torch.int64), per_expert.to(torch.int64).view(self.size, -1).sum(1)])
+
+        return DeepEPRoute(ids, self, layout), count
 
 
-@dataclass
 class DeepEPRoute(Route):
     """Which rows one exchange sends where; DeepEP's handle has the particulars."""
 
-    ids: Tensor | None = None  #: (L, k) int64, -1 for none
-    layout: Sequence[Any] = ()
-    handle: Any = None
-    columns: int = 0  #: d
-    dtype: torch.dtype = torch.bfloat16  #: of the rows
+    def __init__(self, ids: Tensor, experts: DeepEPGroup, layout: Sequence[Any]) -> None:
+        super().__init__(ids, experts, [])
+        self.layout, self.handle = layout, None
+        self.columns, self.dtype = 0, torch.bfloat16  # d, and that of the rows
 
     @property
     def _buffer(self) -> Buffer:
         return cast(DeepEPGroup, self.experts).buffer
 
-    @property
-    def room(self) -> int:
-        """Rows received."""
-        return self.received
-
     def _named(self, name: str) -> Any:
-        return collectives.named(self._what(name).replace("all-to-all", "DeepEP's exchange", 1), self.experts.group)
+        what = f"DeepEP's exchange of {name} (call {self.call}, rows sent {self.sent}, expected {self.arriving})"
+        return collectives.named(what, self.experts.group)
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `Route.receive`."""
@@ -128,14 +118,17 @@ class DeepEPRoute(Route):
                 topk_idx=self.ids,
                 topk_weights=wide,
             )
-        self.ids, self.layout, self.columns, self.dtype = None, (), x.shape[1], x.dtype
+        self.layout, self.columns, self.dtype = (), x.shape[1], x.dtype
         return rows, local_ids, got
 
-    def send(self, x: Tensor, name: str) -> Pending:
-        """See `Route.send`."""
-        with self._named(name):
-            rows, *_ = self._buffer.dispatch(x, handle=self.handle)
-        return Pending(rows, None, name, self.experts.group, None)
+    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See `Route.receive_gradients`."""
+        named = {"results' gradients": grad} if x is None else {"results' gradients": grad, "rows": x}
+        received: list[Tensor | None] = [None, None]
+        for place, (name, tensor) in enumerate(named.items()):
+            with self._named(name):
+                received[place], *_ = self._buffer.dispatch(tensor, handle=self.handle)
+        return cast(Tensor, received[0]), received[1]
 
     def _combine(self, rows: Tensor, weights: Tensor | None, name: str) -> Callable[[], tuple[Tensor, Any]]:
         on_gpu = rows.is_cuda  # what runs on the stream meanwhile, the gradients of the experts' weights, overlaps
@@ -149,9 +142,9 @@ class DeepEPRoute(Route):
 
         return wait
 
-    def bring_back(self, rows: Tensor, name: str) -> Callable[[], Tensor]:
+    def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
         """See `Route.bring_back`."""
-        wait = self._combine(rows, None, name)
+        wait = self._combine(rows, None, "results")
         return lambda: wait()[0]
 
     def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:

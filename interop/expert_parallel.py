@@ -13,8 +13,10 @@ from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy.backward import backward_into
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.torch_autograd import MainGrad, main_grads, stand_in
+from moeblaze_cupy.layer import forward_into
 from moeblaze_cupy.structures import SAVE_POLICIES, Activation, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
@@ -90,41 +92,42 @@ class _ExpertParallel(torch.autograd.Function):
             save = "recompute"
         options: dict[str, Any] = {"activation": activation, "save": save}
         options |= {"spare_multiprocessors": experts.spare_multiprocessors}
+        room = route.room_for_results(rows) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
-            out, saved = mb.moe_forward(rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options)
+            out, saved = forward_into(room, rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options)
             results.append(out)
             if bound is not None and (experts.slots is not None):
                 index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
-                route.dropped += index.dropped
+                route.count_dropped(index.dropped)
             if saved is not None:
                 lists, index = saved.index.split()
                 kept.append(SavedForBackward(None, None, None, None, index, None, None, activation, saved.save))
                 tensors += [saved.first_layer, saved.y_swi, *lists]
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
-        experts.count_overflow(route.dropped)
+        experts.count_overflow(route.counted)
         ctx.route, ctx.pieces, ctx.kept, ctx.into = route, pieces, kept, into
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rows if experts.keep_received else x, got, gate, up, w2, *tensors)
-        return route.bring_back(y, "results")()
+        ctx.save_for_backward(rows if experts.keep_received else x, got, gate, up, w2, ids, *tensors)
+        return route.bring_back(y)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
         route: Route = ctx.route
         experts = route.experts
-        kept_rows, got, gate, up, w2, *tensors = ctx.saved_tensors
+        kept_rows, got, gate, up, w2, _, *tensors = ctx.saved_tensors
         if grad_out is None:  # other ranks may wait for this one
             grad_out = gate.new_zeros((route.num_tokens, w2.shape[2]))
         w1 = gate if up is None else (gate, up)
         needed = ctx.needs_input_grad
         of_rows = tuple(compress(("x", "weights"), needed[:2]))
         of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
-        pending_grad = route.send(grad_out.contiguous(), "results' gradients")
-        rows = kept_rows if experts.keep_received else route.send(kept_rows, "rows").wait()
-        grad_rows = pending_grad.wait()
+        keeps = experts.keep_received
+        grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), None if keeps else kept_rows)
+        rows = kept_rows if sent_again is None else sent_again
 
         def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
             kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
@@ -133,8 +136,8 @@ class _ExpertParallel(torch.autograd.Function):
             shared = kept.activation, kept.save, kept.consumed
             return part, SavedForBackward(rows[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
 
-        spare: dict[str, Any] = {"spare_multiprocessors": experts.spare_multiprocessors}
-        bring_back: Callable[[], dict[str, Tensor]] = dict
+        spare = experts.spare_multiprocessors
+        bring: Callable[[], dict[str, Tensor]] = dict
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
         # main_grad, or zeros where several pieces add up
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
@@ -146,28 +149,28 @@ class _ExpertParallel(torch.autograd.Function):
         for piece in range(len(ctx.pieces)):
             part, saved = saved_of(piece)
             pending = None
+            needs = (*of_rows, "w1", "w2") if of_experts else of_rows
+            options = grad_rows[part], saved, needs, False, None, spare
+            room = route.room_for_gradients(of_rows, rows, got) if len(ctx.pieces) == 1 else None
             try:
-                if of_experts:
-                    grads, pending = mb.moe_backward_data(grad_rows[part], saved, needs=of_rows, **spare)
-                else:
-                    grads = mb.moe_backward(grad_rows[part], saved, needs=of_rows, **spare)
+                grads, pending = backward_into(room, "expert_parallel_moe", *options, defers_weights=bool(of_experts))
             finally:
                 ctx.kept[piece].consumed = saved.consumed
             for name in of_rows:
                 parts[name].append(getattr(grads, name))
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
-                whole = {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in parts.items()}
-                bring_back = route.return_gradients(whole)
+                wholes = {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in parts.items()}
+                bring = route.return_gradients(wholes)
             if pending is not None and len(ctx.pieces) == 1 and not buffers:
-                made = mb.moe_backward_weights(pending, needs=of_experts, **spare)
+                made = mb.moe_backward_weights(pending, needs=of_experts, spare_multiprocessors=spare)
                 sums = {name: getattr(made, name) for name in of_experts}
             elif pending is not None:
                 if not sums:
                     of = {"w1": w1, "w2": w2}
                     zeros = {n: tuple(torch.zeros_like(w, dtype=wide) for w in pair(of[n])) for n in of_experts}
                     sums = {n: z if len(z) == 2 else z[0] for n, z in zeros.items()}
-                mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums, **spare)
-        back = bring_back()
+                mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums, spare_multiprocessors=spare)
+        brought = bring()
         made_w1 = (*pair(sums.get("w1")), None)[:2]
         experts_grads: list[Tensor | None] = []
         of_weights = zip(("gate", "up", "w2"), (gate, up, w2), (*made_w1, sums.get("w2")), needed[2:5], strict=True)
@@ -178,7 +181,7 @@ class _ExpertParallel(torch.autograd.Function):
                 experts_grads.append(stand_in(ctx.into[name].announce(), weight))
             else:
                 experts_grads.append(total.to(w2.dtype))
-        return back.get("x"), back.get("weights"), *experts_grads, None, None, None, None, None
+        return brought.get("x"), brought.get("weights"), *experts_grads, None, None, None, None, None
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -249,6 +252,6 @@ def expert_parallel_moe(
     route = begun.finish()
     if grads and save is None:
         raise ValueError("expert_parallel_moe: save: expected a policy that keeps something, as gradients are required")
-    arguments = x.contiguous(), weights.contiguous(), gate, up, w2, ids.contiguous(), route
+    arguments = x.contiguous(), weights.contiguous(), gate, up, w2, route.ids, route
     out: Tensor = _ExpertParallel.apply(*arguments, activation, save if grads else None, into)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out if beside is None else out + beside

@@ -1,52 +1,102 @@
-"""Rows that the other GPUs of a host read where they lie, in symmetric memory of torch."""
+"""Memory of a rank that the other GPUs of its host read where it lies, in symmetric memory of torch."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from moeblaze_cupy.rows import PeerArray
+
 Tensor = torch.Tensor
+Form = tuple[tuple[int, ...], torch.dtype]
 TIMEOUT_MS = 600_000  # of the wait for the other GPUs, on the device
+SECTION_BYTES = 256  # of whose multiples arrays begin
+MAX_VIEWS = 64  # that are kept, of arrays of sizes that come again
 
 
-class PeerRows:
-    """Buffers of rows of one kind on every rank of a group, two that take turns.
+class _Buffer(NamedTuple):
+    memory: Tensor  # uint8
+    handle: Any
+    addresses: Tensor  # (P,) int64
 
-    A rank writes one while others may still read the other. It writes the first again after the barrier of the second,
-    which no rank passes before it has read the first. All ranks offer equally many rows in the same order of calls.
+
+class Peers:
+    """Buffers of this rank, one by kind, that all ranks of a group can read.
+
+    All ranks offer arrays of the same sizes in the same order. A rank reads what was offered before it offers anything
+    else. So once a barrier has come after that of an offer, the buffer is no longer read, and can be written.
     """
 
     def __init__(self, group: Any) -> None:
-        self._group, self._turn = group, 0
-        self._buffers: list[tuple[Tensor, Any, Tensor]] = []
+        self._group = group
+        self._buffers: dict[str, _Buffer] = {}
+        self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[PeerArray]]] = {}
+        self._read: str | None = None  # the kind that others may read now
+        self._in_graphs: dict[int, _Buffer] = {}  # by address; CUDA graphs use these buffers as long as they live
 
-    def offer(self, rows: Tensor) -> Tensor:
-        """Copies rows (n, d) to where all ranks can read them, and waits on the stream until all have done so.
+    def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
+        """Arrays of these shapes and dtypes in the buffer, to be written and then offered."""
+        if self._read == kind:  # something failed since, or the last call had nothing to offer after it
+            self.close()
+        return self._arrays(kind, forms, device)[0]
 
-        Returns the addresses (P,) int64, by rank. They hold these rows until the next offer but one.
+    def offer(self, kind: str, tensors: Sequence[Tensor]) -> list[PeerArray]:
+        """Has all ranks read these tensors, which may be in their room already; waits on the stream until all offer.
+
+        What is not there is copied. The arrays hold until the next offer of the kind.
         """
-        if not self._fits(rows):
-            if self._buffers:  # others may still read them
-                self._buffers[self._turn][1].barrier(channel=0, timeout_ms=TIMEOUT_MS)
-                torch.cuda.synchronize(rows.device)
-            self._buffers = [self._new(rows) for _ in range(2)]
-        self._turn ^= 1
-        buffer, handle, addresses = self._buffers[self._turn]
-        buffer[: len(rows)].copy_(rows)
-        handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
-        return addresses
+        forms = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        for place, tensor in zip(self.room(kind, forms, tensors[0].device), tensors, strict=True):
+            if place.data_ptr() != tensor.data_ptr():
+                place.copy_(tensor)
+        self._barrier(kind)
+        self._read = kind
+        if torch.cuda.is_current_stream_capturing():
+            self._in_graphs[self._buffers[kind].memory.data_ptr()] = self._buffers[kind]
+        return self._views[kind, forms][1]
 
-    def _fits(self, rows: Tensor) -> bool:
-        held = self._buffers[0][0] if self._buffers else None
-        return (
-            held is not None
-            and held.dtype == rows.dtype
-            and held.shape[1:] == rows.shape[1:]
-            and len(held) >= len(rows)
-        )
+    def close(self) -> None:
+        """Waits on the stream until all ranks have read what was offered last."""
+        if self._read is not None:
+            self._barrier(self._read)
+            self._read = None
 
-    def _new(self, rows: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """Buffer, handle and addresses; a collective call, which waits for the other ranks on the host."""
-        buffer = symmetric_memory.empty(*rows.shape, dtype=rows.dtype, device=rows.device)
-        handle = symmetric_memory.rendezvous(buffer, self._group)
-        return buffer, handle, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=rows.device)
+    def _barrier(self, kind: str) -> None:
+        self._buffers[kind].handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
+
+    def _arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[PeerArray]]:
+        found = self._views.get((kind, forms))
+        if found is not None:
+            return found
+        starts, end = [], 0
+        for shape, dtype in forms:
+            starts.append(end)
+            nbytes = dtype.itemsize * torch.Size(shape).numel()
+            end += -(-nbytes // SECTION_BYTES) * SECTION_BYTES
+        if kind not in self._buffers or len(self._buffers[kind].memory) < end:
+            self._grow(kind, end, device)
+        memory, _, addresses = self._buffers[kind]
+        views, arrays = [], []
+        for start, (shape, dtype) in zip(starts, forms, strict=True):
+            nbytes = dtype.itemsize * torch.Size(shape).numel()
+            views.append(memory[start : start + nbytes].view(dtype).view(shape))
+            arrays.append(PeerArray(addresses, start, str(dtype).removeprefix("torch.")))
+        if len(self._views) >= MAX_VIEWS:
+            self._views.clear()
+        self._views[kind, forms] = views, arrays
+        return views, arrays
+
+    def _grow(self, kind: str, nbytes: int, device: torch.device) -> None:
+        """A collective call, which waits for the other ranks on the host."""
+        if torch.cuda.is_current_stream_capturing():
+            expected = "a step that has run before its capture in a CUDA graph"
+            raise RuntimeError(f"exchange: memory: expected {expected}, got one that needs {nbytes} bytes more")
+        if kind in self._buffers:  # others may still read it
+            self._barrier(kind)
+            torch.cuda.synchronize(device)
+        self._views = {key: found for key, found in self._views.items() if key[0] != kind}
+        memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(memory, self._group)
+        addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._buffers[kind] = _Buffer(memory, handle, addresses)

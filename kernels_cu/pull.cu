@@ -1,45 +1,107 @@
-// Rows read by index from the memory of other GPUs of the same host, which NVLink makes addressable. Nothing is packed, and
-// no row is sent that the indices do not name.
-//   pull_rows   rows of peers to places here
-//   pull_sum    each token sums a row of each peer, in the order of peers, in fp32
+// Memory of the other GPUs of a host, which NVLink makes addressable, read where it lies. Every rank has its rows_per_peer
+// tokens' rows, expert ids and router weights in a buffer that all ranks map, and later its results. Nothing is packed,
+// and no row is read that has no expert here.
+//   pull_slots   the ids and router weights of all ranks' slots, and which rows have an expert here
+//   pull_rows    these rows
+//   pull_sum     each token here sums its row of every rank that has an expert of it, in the order of ranks, in fp32
+//   pull_values  each slot here takes its value of the rank that has its expert
+// Rank r has experts r * experts_per_peer and on. An id below 0, or from num_experts on, is no expert.
 // Who launches them sees to it that the peers have written what is read: a barrier among the GPUs comes before.
 //
 // Launch:
-//   pull_rows   PULL_THREADS threads per block, a warp per row in turn; few blocks, as NVLink needs few loads to be full
-//   pull_sum    as aggregate of aggregation.cu: grid (L / TOKENS_PER_BLOCK, d / PANEL_COLUMNS), rounded up; a warp per token
+//   pull_slots   grid (num_rows / SLOT_ROWS), rounded up, PULL_THREADS threads per block, a slot each in turn
+//   pull_rows    PULL_THREADS threads per block, a warp per row in turn; few blocks, as NVLink needs few loads to be full
+//   pull_sum     as aggregate of aggregation.cu: grid (L / TOKENS_PER_BLOCK, d / PANEL_COLUMNS), rounded up; a warp per token
+//   pull_values  grid (num_slots / PULL_THREADS), rounded up, PULL_THREADS threads per block, a slot each
 #include "common.cuh"
 
-#if !defined(PULL_THREADS) || !defined(TOKENS_PER_BLOCK) || !defined(PANEL_COLUMNS)
-#error "PULL_THREADS, TOKENS_PER_BLOCK and PANEL_COLUMNS are given by launch_config.py"
+#if !defined(PULL_THREADS) || !defined(SLOT_ROWS) || !defined(TOKENS_PER_BLOCK) || !defined(PANEL_COLUMNS)
+#error "PULL_THREADS, SLOT_ROWS, TOKENS_PER_BLOCK and PANEL_COLUMNS are given by launch_config.py"
 #endif
 static_assert(PULL_THREADS % 32 == 0 && PULL_THREADS <= 1024, "threads of a block, in warps");
+static_assert(SLOT_ROWS <= PULL_THREADS, "a thread per row tells whether it is needed");
 static_assert(PANEL_COLUMNS == 32 * 8 && TOKENS_PER_BLOCK * 32 <= 1024, "a warp spans the columns of its grid row");
 
-constexpr int PULLED_PIECES = 4;  // 16-byte pieces of a lane on their way from a peer
+constexpr int PULLED_PIECES = 8;  // 16-byte pieces of a lane on their way from a peer
+constexpr unsigned WARP = 0xffffffffu;
+
+// I: int or long long, of ids. W: unsigned or unsigned short, the bits of a router weight.
+template <class I, class W>
+struct PullSlotsParams {
+    const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
+    int* local_ids;                   // (num_rows, k) int32, out: from 0 to experts_per_peer - 1; -1: no expert here
+    W* weights;                       // (num_rows, k), out
+    unsigned char* needed;            // (num_rows,) bool, out: whether a slot of the row has an expert here
+    int64 ids_offset;                 // bytes from a peer's address to its (rows_per_peer, k) ids, in
+    int64 weights_offset;             // likewise to its (rows_per_peer, k) weights, in
+    int num_rows, rows_per_peer, k;   // num_rows: P * rows_per_peer
+    int first_expert, experts_per_peer;
+};
 
 struct PullRowsParams {
-    const unsigned long long* peers;  // (P,) addresses, in: (rows_per_peer, pieces) uint4 each
-    const int* sources;               // (num_rows,) int32, in: peer * rows_per_peer + row; below 0: none
-    uint4* out;                       // (num_rows, pieces), out: rows without a source stay as they are
-    int num_rows, rows_per_peer, pieces;
+    const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
+    const unsigned char* needed;      // (num_rows,) bool, in
+    uint4* out;                       // (num_rows, pieces), out: rows that are not needed stay as they are
+    int64 offset;                     // bytes from a peer's address to its (rows_per_peer, pieces) uint4, in
+    int P, rows_per_peer, pieces;     // num_rows: P * rows_per_peer
+};
+
+template <class T, class I>
+struct PullSumParams {
+    const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
+    const I* ids;                     // (L, k), in
+    T* out;                           // (L, d) element, out
+    int64 offset;                     // bytes from a peer's address to its (P * L, d) element, in
+    int64 first_row;                  // of this rank's tokens among them
+    int L, P, k, d, experts_per_peer;
+};
+
+template <class I, class W>
+struct PullValuesParams {
+    const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
+    const I* ids;                     // (num_slots,), in
+    W* out;                           // (num_slots,), out: 0 for slots without an expert
+    int64 offset;                     // bytes from a peer's address to its values of all ranks' slots, in
+    int64 first_slot;                 // of this rank's slots among them
+    int num_slots, num_experts, experts_per_peer;
 };
 
 template <class T>
-struct PullSumParams {
-    const unsigned long long* peers;  // (P,) addresses, in: (rows, d) element each
-    const int* positions;             // (L, P) int32, in: a row of each peer; below 0: none
-    T* out;                           // (L, d) element, out
-    int L, P, d;
-};
+__device__ __forceinline__ const T* at_peer(const unsigned long long* peers, int peer, int64 offset) {
+    return reinterpret_cast<const T*>(peers[peer] + offset);
+}
+
+template <class I, class W>
+__device__ void pull_slots(const PullSlotsParams<I, W>& p) {
+    __shared__ int needed[SLOT_ROWS];
+    const int64 first = blockIdx.x * int64(SLOT_ROWS);
+    const int rows = min(int64(SLOT_ROWS), p.num_rows - first);
+    if (threadIdx.x < SLOT_ROWS) needed[threadIdx.x] = 0;
+    __syncthreads();
+    const int slots = rows * p.k;
+    for (int i = threadIdx.x; i < slots; i += PULL_THREADS) {
+        const int row_of_block = i / p.k, row = first + row_of_block, peer = row / p.rows_per_peer;
+        const int64 at_source = (row - peer * p.rows_per_peer) * int64(p.k) + i - row_of_block * p.k;
+        const I id = at_peer<I>(p.peers, peer, p.ids_offset)[at_source];
+        const W weight = at_peer<W>(p.peers, peer, p.weights_offset)[at_source];
+        const bool here = id >= p.first_expert && id < p.first_expert + p.experts_per_peer;
+        p.local_ids[first * p.k + i] = here ? static_cast<int>(id) - p.first_expert : -1;
+        p.weights[first * p.k + i] = weight;
+        if (here) atomicOr(&needed[row_of_block], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x < rows) p.needed[first + threadIdx.x] = needed[threadIdx.x];
+}
 
 extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_rows(const PullRowsParams p) {
     const int64 warp = (blockIdx.x * int64(PULL_THREADS) + threadIdx.x) / 32, warps = gridDim.x * int64(PULL_THREADS / 32);
+    const int64 num_rows = p.P * int64(p.rows_per_peer);
     const int lane = threadIdx.x & 31;
-    for (int64 row = warp; row < p.num_rows; row += warps) {
-        const int source = p.sources[row];
-        if (source < 0) continue;
-        const uint4* from = reinterpret_cast<const uint4*>(p.peers[source / p.rows_per_peer]);
-        from += source % p.rows_per_peer * int64(p.pieces);
+    for (int64 i = warp; i < num_rows; i += warps) {
+        const int peer = i % p.P, row_of_peer = i / p.P;  // in turn, so that all links and the own memory are busy at once
+        const int64 row = peer * int64(p.rows_per_peer) + row_of_peer;
+        if (!p.needed[row]) continue;
+        const uint4* from = at_peer<uint4>(p.peers, peer, p.offset) + row_of_peer * int64(p.pieces);
         uint4* to = p.out + row * p.pieces;
         for (int first = lane; first < p.pieces; first += 32 * PULLED_PIECES) {
             uint4 held[PULLED_PIECES];
@@ -65,36 +127,70 @@ __device__ __forceinline__ Row8<T> load_peer(const T* p) {
     return row;
 }
 
-template <class T>
-__device__ void pull_sum(const PullSumParams<T>& p) {
-    const int64 column = blockIdx.y * int64(PANEL_COLUMNS) + (threadIdx.x & 31) * 8;
+template <class T, class I>
+__device__ void pull_sum(const PullSumParams<T, I>& p) {
+    const int lane = threadIdx.x & 31;
+    const int64 column = blockIdx.y * int64(PANEL_COLUMNS) + lane * 8;
     const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + threadIdx.x / 32;
-    if (token >= p.L || column >= p.d) return;
-    const int* positions = p.positions + token * p.P;
+    if (token >= p.L) return;  // a whole warp
+    const I* ids = p.ids + token * p.k;
+    const int64 element = (p.first_row + token) * p.d + column;
     float sum[8] = {};
-    for (int j0 = 0; j0 < p.P; j0 += 4) {
-        Row8<T> rows[4];  // four loads in flight before the first is used
-        bool present[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int position = j0 + i < p.P ? positions[j0 + i] : -1;
-            present[i] = position >= 0;
-            if (present[i]) rows[i] = load_peer(reinterpret_cast<const T*>(p.peers[j0 + i]) + position * int64(p.d) + column);
+    for (int first = 0; first < p.P; first += 32) {
+        unsigned peers = 0;
+        for (int j = lane; j < p.k; j += 32) {
+            if (ids[j] < 0 || ids[j] >= int64(p.P) * p.experts_per_peer) continue;
+            const int peer = static_cast<int>(ids[j]) / p.experts_per_peer - first;
+            if (peer >= 0 && peer < 32) peers |= 1u << peer;
         }
+        peers = __reduce_or_sync(WARP, peers);
+        while (peers) {
+            Row8<T> rows[4];  // four loads in flight before the first is used
+            bool present[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (!present[i]) continue;
-            float row[8];
-            rows[i].unpack(row);
+            for (int i = 0; i < 4; ++i) {
+                present[i] = peers != 0 && column < p.d;
+                if (present[i]) rows[i] = load_peer(at_peer<T>(p.peers, first + __ffs(peers) - 1, p.offset) + element);
+                peers &= peers - 1;
+            }
 #pragma unroll
-            for (int c = 0; c < 8; ++c) sum[c] += row[c];
+            for (int i = 0; i < 4; ++i) {
+                if (!present[i]) continue;
+                float row[8];
+                rows[i].unpack(row);
+#pragma unroll
+                for (int c = 0; c < 8; ++c) sum[c] += row[c];
+            }
         }
     }
-    store_row8<true>(p.out + token * p.d + column, sum, int64(8));
+    if (column < p.d) store_row8<true>(p.out + token * p.d + column, sum, int64(8));
 }
 
-#define PULL_SUM_ENTRY(NAME, T) \
-    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) NAME(const PullSumParams<T> p) { pull_sum(p); }
-PULL_SUM_ENTRY(pull_sum_bfloat16, bf16)
-PULL_SUM_ENTRY(pull_sum_float16, fp16)
-PULL_SUM_ENTRY(pull_sum_float32, float)
+template <class I, class W>
+__device__ void pull_values(const PullValuesParams<I, W>& p) {
+    const int64 slot = blockIdx.x * int64(PULL_THREADS) + threadIdx.x;
+    if (slot >= p.num_slots) return;
+    const I id = p.ids[slot];
+    W value = 0;
+    if (id >= 0 && id < p.num_experts)
+        value = at_peer<W>(p.peers, static_cast<int>(id) / p.experts_per_peer, p.offset)[p.first_slot + slot];
+    p.out[slot] = value;
+}
+
+#define PULL_SUM_ENTRY(NAME, T, I) \
+    extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) NAME(const PullSumParams<T, I> p) { pull_sum(p); }
+#define PULL_SLOTS_ENTRIES(SUFFIX, I, W)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_slots_##SUFFIX(const PullSlotsParams<I, W> p) {            \
+        pull_slots(p);                                                                                                         \
+    }                                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_values_##SUFFIX(const PullValuesParams<I, W> p) {          \
+        pull_values(p);                                                                                                        \
+    }
+#define PULL_ENTRIES(IDS, I)                         \
+    PULL_SUM_ENTRY(pull_sum_bfloat16_##IDS, bf16, I) \
+    PULL_SUM_ENTRY(pull_sum_float16_##IDS, fp16, I)  \
+    PULL_SUM_ENTRY(pull_sum_float32_##IDS, float, I) \
+    PULL_SLOTS_ENTRIES(IDS##_4, I, unsigned)         \
+    PULL_SLOTS_ENTRIES(IDS##_2, I, unsigned short)
+PULL_ENTRIES(int32, int)
+PULL_ENTRIES(int64, long long)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeblaze_cupy import arrays, checks, reference, runtime
-from moeblaze_cupy.arrays import Export, Framework
+from moeblaze_cupy.arrays import Buffer, Export, Framework
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.layer import map_saved, named_pair, spared
 from moeblaze_cupy.ops import backward
@@ -101,7 +101,7 @@ def moe_backward(
     memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
     Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
-    return _backward("moe_backward", grad_out, saved, needs, keep_saved, accumulate, spare_multiprocessors)[0]
+    return backward_into(None, "moe_backward", grad_out, saved, needs, keep_saved, accumulate, spare_multiprocessors)[0]
 
 
 def moe_backward_data(
@@ -124,9 +124,8 @@ def moe_backward_data(
     """
     needs = checks.gradient_names("moe_backward_data", needs, ("x", "weights"))
     all_needs = (*needs, "w1", "w2")
-    grads, pending = _backward(
-        "moe_backward_data", grad_out, saved, all_needs, keep_saved, None, spare_multiprocessors, defers_weights=True
-    )
+    options: tuple[Any, ...] = all_needs, keep_saved, None, spare_multiprocessors, True
+    grads, pending = backward_into(None, "moe_backward_data", grad_out, saved, *options)
     assert pending is not None
     return grads, pending
 
@@ -202,7 +201,8 @@ def moe_backward_weights(
         return _exported(call.export, accumulate, grads.gradients)
 
 
-def _backward(
+def backward_into(
+    grad_x: Any,
     function: str,
     grad_out: Any,
     saved: SavedForBackward,
@@ -212,7 +212,10 @@ def _backward(
     spare_multiprocessors: int,
     defers_weights: bool = False,
 ) -> tuple[Gradients, PendingWeights | None]:
-    """`moe_backward`, or its first half; `function` is the one that messages name."""
+    """`moe_backward`, or its first half; `function` is the one that messages name.
+
+    grad_x: None, or what the gradient of x is to be on CUDA: of x's shape, dtype and kind, and aligned.
+    """
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
     needs = checks.gradient_names(function, needs, saved.gradients)
@@ -281,7 +284,8 @@ def _backward(
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(accumulate, pointers))
+        of_x = None if grad_x is None else Buffer(grad_x, found.framework.describe(grad_x).ptr)
+        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(accumulate, pointers), grad_x=of_x)
         exported = _exported(export, accumulate, grads.gradients)
         if not defers_weights:
             return exported, None

@@ -42,8 +42,9 @@ SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
 BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows at a time
 BIAS_THREADS = BIAS_COLUMNS // 8 * BIAS_ROWS  # 8 columns each
 BOUND_THREADS = 256  # per block of bound_slots.cu
-PULL_THREADS = 512  # per block of pull_rows
-PULL_BLOCKS = 32  # at most: NVLink is full with fewer, and other multiprocessors are left to other work
+PULL_THREADS = 512  # per block of pull.cu
+PULL_BLOCKS = 64  # of pull_rows at most: NVLink is full with fewer, the memory here not
+PULL_SLOT_ROWS = 64  # per block of pull_slots
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
 SPLIT_SHARED_BYTES = 96 * 1024  # of columns_split: 383 candidates of 8 bytes for each of 32 columns
@@ -115,6 +116,7 @@ def kernel_constants(source: str) -> dict[str, int]:
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
         "pull.cu": {
             "PULL_THREADS": PULL_THREADS,
+            "SLOT_ROWS": PULL_SLOT_ROWS,
             "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
             "PANEL_COLUMNS": PANEL_COLUMNS,
         },

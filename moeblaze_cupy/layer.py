@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from moeblaze_cupy import arrays, checks, launch_config, reference, runtime
-from moeblaze_cupy.arrays import Export
+from moeblaze_cupy.arrays import Buffer, Export
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.ops import dispatch, experts
 from moeblaze_cupy.runtime import Runtime, current_device
@@ -202,6 +202,31 @@ def moe_forward(
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
     transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
+    options: tuple[Any, ...] = activation, save, b1, b2, gate_up, token_offsets, weights_on, unreduced
+    options = *options, identity_experts, max_slots, spare_multiprocessors
+    return forward_into(None, x, ids, weights, w1, w2, *options)
+
+
+def forward_into(
+    into: Any,
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    activation: str | Activation = "swiglu",
+    save: str | None = "minimal",
+    b1: Any = None,
+    b2: Any = None,
+    gate_up: str = "halves",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
+    max_slots: int | None = None,
+    spare_multiprocessors: int = 0,
+) -> tuple[Any, SavedForBackward | None]:
+    """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned."""
     gate, up = _gate_and_up("moe_forward", "w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     given: Sequence[Any] = (x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets)
@@ -257,7 +282,8 @@ def moe_forward(
     steps, slots = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        result = experts.moe_forward(run, steps, *_forward_values(pointers))
+        out_memory = None if into is None else Buffer(into, found.framework.describe(into).ptr)
+        result = experts.moe_forward(run, steps, *_forward_values(pointers), out=out_memory)
         out = export(result.out.array)
         if save is None:
             return out, None

@@ -197,12 +197,30 @@ _TABLES = {
         ),
     },
     "pull.cu": {
+        "pull_slots": Params(
+            "PullSlotsParams<int, unsigned>",
+            pointers=("peers", "local_ids", "weights", "needed"),
+            int64=("ids_offset", "weights_offset"),
+            int32=("num_rows", "rows_per_peer", "k", "first_expert", "experts_per_peer"),
+        ),
         "pull_rows": Params(
             "PullRowsParams",
-            pointers=("peers", "sources", "out"),
-            int32=("num_rows", "rows_per_peer", "pieces"),
+            pointers=("peers", "needed", "out"),
+            int64=("offset",),
+            int32=("P", "rows_per_peer", "pieces"),
         ),
-        "pull_sum": Params("PullSumParams<float>", pointers=("peers", "positions", "out"), int32=("L", "P", "d")),
+        "pull_sum": Params(
+            "PullSumParams<float, int>",
+            pointers=("peers", "ids", "out"),
+            int64=("offset", "first_row"),
+            int32=("L", "P", "k", "d", "experts_per_peer"),
+        ),
+        "pull_values": Params(
+            "PullValuesParams<int, unsigned>",
+            pointers=("peers", "ids", "out"),
+            int64=("offset", "first_slot"),
+            int32=("num_slots", "num_experts", "experts_per_peer"),
+        ),
     },
     "router_forward.cu": {
         "": Params(

@@ -1,8 +1,9 @@
 """Rows named by index, here or in the memory of other GPUs, and sums of them: a token's way to its experts and back."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from moeblaze_cupy import arrays, checks, reference
+from moeblaze_cupy import arrays, checks, reference, runtime
 from moeblaze_cupy.call import Call
 from moeblaze_cupy.ops import aggregation, pull
 from moeblaze_cupy.ops.dispatch import IndexLayout
@@ -53,57 +54,141 @@ def _configure(L: int, P: int, d: int, dtype: str, misalignment: int) -> Launch 
     return aggregation.aggregate(IndexLayout(L, P, 1), dtype, None, d, 0, d, d, misalignment=misalignment)
 
 
-def pull_rows(peers: Any, sources: Any, rows_per_peer: int, out: Any) -> None:
-    """out[i] = row sources[i] of the peers' rows, counted on from peer to peer; rows with a source below 0 stay.
+class PeerArray(NamedTuple):
+    """An array of every rank of a group, at the same place of a buffer of which GPUs of all ranks can read all."""
 
-    peers: (P,) int64, addresses of (rows_per_peer, d) in out's dtype, in the memory of GPUs that this one can read.
-    sources: (n,) int32 below P * rows_per_peer. out: (n, d), aligned, d a multiple of 8. All CuPy or torch arrays on
-    CUDA, contiguous. Nothing is looked at on the host. The peers have written their rows before: a barrier comes first.
-    Raises TypeError (dtype, device) or ValueError (shape, memory order, alignment).
+    addresses: Any  #: (P,) int64, CuPy or torch on CUDA: the buffers, by rank
+    offset: int  #: bytes from there to the array
+    dtype: str
+
+
+class Share(NamedTuple):
+    """Of P ranks, one, which has experts rank * experts to (rank + 1) * experts - 1."""
+
+    rank: int
+    experts: int  #: as many on every rank
+
+
+def pull_slots(ids: PeerArray, weights: PeerArray, share: Share, local_ids: Any, pulled: Any, needed: Any) -> None:
+    """What this rank has to know of the slots of all ranks' tokens; rows are by rank, then token.
+
+    ids: of all ranks (L, k) int32 or int64; one that is none of all experts is no expert. weights: likewise (L, k).
+    Writes local_ids (P*L, k) int32, from 0 to share.experts - 1, or -1 without an expert here, the weights (P*L, k)
+    into `pulled`, and needed (P*L,) bool, whether a row has an expert here. These are CuPy or torch arrays on CUDA,
+    contiguous. Nothing is looked at on the host. The peers have written their arrays before: a barrier comes first.
+    Raises TypeError (dtype, device) or ValueError (shape, memory order).
     """
-    call = _pulled("pull_rows", {"out": out, "sources": sources, "peers": peers})
-    into, wanted = call.described["out"], call.described["sources"]
-    checks.shape("pull_rows", "sources", wanted, "n", (into.shape[0],))
-    rows_per_peer = checks.integer("pull_rows", "rows_per_peer", rows_per_peer)
-    if into.shape[0] == 0 or rows_per_peer == 0:
-        return
-    step = pull.pull_rows(into.shape[0], rows_per_peer, into.shape[1], into.dtype)
-    with current_device(call.device):
-        run = Runtime.current(call.prepared(step).framework, call.device)
-        run.launch(step, call.described["peers"].ptr, wanted.ptr, into.ptr)
+    function = "pull_slots"
+
+    def step(call: Call) -> Launch | None:
+        of_ids, of_weights, of_needed = (call.described[name] for name in ("local_ids", "weights", "needed"))
+        P = call.described["peers"].size
+        checks.shape(function, "local_ids", of_ids, "P*L, k", (None, None))
+        checks.dtype(function, "local_ids", of_ids, ("int32",))
+        checks.shape(function, "weights", of_weights, "P*L, k", of_ids.shape)
+        checks.dtype(function, "weights", of_weights, (weights.dtype,))
+        checks.shape(function, "needed", of_needed, "P*L", of_ids.shape[:1])
+        checks.dtype(function, "needed", of_needed, ("bool",))
+        (rows, k), first = of_ids.shape, share.rank * share.experts
+        if rows % P:
+            raise checks.bad_value(function, "local_ids", f"rows in multiples of P = {P}", rows)
+        if not rows * k:
+            return None
+        sizes = P, rows // P, k, ids.offset, weights.offset, first, share.experts
+        return pull.pull_slots(*sizes, ids.dtype, weights.dtype)
+
+    outputs = {"local_ids": local_ids, "weights": pulled, "needed": needed}
+    _pull(function, (ids[1:], weights[1:], share), {"peers": ids.addresses, **outputs}, step)
 
 
-def sum_peer_rows(peers: Any, positions: Any, out: Any) -> None:
-    """out[t] = sum over peers j, in order, of peer j's row positions[t, j], in fp32, rounded once; below 0: no row.
+def pull_rows(rows: PeerArray, needed: Any, out: Any) -> None:
+    """out[r * L + t] = row t of rank r where needed[r * L + t]; other rows of `out` stay as they are.
 
-    peers: (P,) int64, addresses of rows of d in out's dtype. positions: (L, P) int32. out: (L, d). Otherwise as
-    `pull_rows`.
+    rows: of all ranks (L, d) in out's dtype. needed: (P*L,) bool. out: (P*L, d), aligned, d a multiple of 8. Otherwise
+    as `pull_slots`.
     """
-    call = _pulled("sum_peer_rows", {"out": out, "positions": positions, "peers": peers})
-    into, where = call.described["out"], call.described["positions"]
-    P = call.described["peers"].size
-    checks.shape("sum_peer_rows", "positions", where, "L, P", (into.shape[0], P))
-    if into.shape[0] == 0:
+    function = "pull_rows"
+
+    def step(call: Call) -> Launch | None:
+        into, P = _output(function, call), call.described["peers"].size
+        checks.dtype(function, "rows", into, (rows.dtype,))
+        checks.shape(function, "needed", call.described["needed"], "P*L", into.shape[:1])
+        checks.dtype(function, "needed", call.described["needed"], ("bool",))
+        if into.shape[0] % P:
+            raise checks.bad_value(function, "out", f"rows in multiples of P = {P}", into.shape[0])
+        L, d = into.shape[0] // P, into.shape[1]
+        return pull.pull_rows(P, L, d, into.dtype, rows.offset) if L else None
+
+    _pull(function, rows[1:], {"peers": rows.addresses, "needed": needed, "out": out}, step)
+
+
+def sum_peer_rows(rows: PeerArray, ids: Any, share: Share, out: Any) -> None:
+    """out[t] = sum over ranks that have an expert of token t, in order, of their row share.rank * L + t; 0 without any.
+
+    The sum is in fp32 and rounded once. rows: of all ranks (P*L, d) in out's dtype, rows by rank, then token. ids:
+    (L, k) int32 or int64, this rank's. out: (L, d), aligned, d a multiple of 8. Otherwise as `pull_slots`.
+    """
+    function = "sum_peer_rows"
+
+    def step(call: Call) -> Launch | None:
+        into, of_ids, P = _output(function, call), call.described["ids"], call.described["peers"].size
+        checks.dtype(function, "rows", into, (rows.dtype,))
+        checks.shape(function, "ids", of_ids, "L, k", (into.shape[0], None))
+        checks.dtype(function, "ids", of_ids, ("int32", "int64"))
+        L, d = into.shape
+        sizes = P, L, of_ids.shape[1], d, share.rank * L, share.experts
+        return pull.pull_sum(*sizes, of_ids.dtype, into.dtype, rows.offset) if L else None
+
+    _pull(function, (rows[1:], share), {"peers": rows.addresses, "ids": ids, "out": out}, step)
+
+
+def pull_values(values: PeerArray, ids: Any, share: Share, out: Any) -> None:
+    """out[t, j] = element (share.rank * L + t, j) of the rank that has expert ids[t, j]; 0 for slots without an expert.
+
+    values: of all ranks (P*L, k) in out's dtype. ids: (L, k) int32 or int64, this rank's. out: (L, k). Otherwise as
+    `pull_slots`.
+    """
+    function = "pull_values"
+
+    def step(call: Call) -> Launch | None:
+        into, of_ids, P = call.described["out"], call.described["ids"], call.described["peers"].size
+        checks.shape(function, "out", into, "L, k", (None, None))
+        checks.dtype(function, "out", into, (values.dtype,))
+        checks.shape(function, "ids", of_ids, "L, k", into.shape)
+        checks.dtype(function, "ids", of_ids, ("int32", "int64"))
+        first_slot, offset = share.rank * into.size, values.offset
+        sizes = P, into.size, first_slot, share.experts
+        return pull.pull_values(*sizes, of_ids.dtype, into.dtype, offset) if into.size else None
+
+    _pull(function, (values[1:], share), {"peers": values.addresses, "ids": ids, "out": out}, step)
+
+
+def _pull(function: str, options: Any, named: dict[str, Any], step: Callable[[Call], Launch | None]) -> None:
+    """Launches what `step` makes of the checked call, whose record the next call of such arrays finds."""
+    key, pointers = runtime.key_of(function, (options,), tuple(named.values()))
+    found = runtime.find(key)
+    if found is None:
+        checks.untracked(function, named)
+        call = Call(function, **named)
+        if call.on_cpu:
+            raise checks.bad_type(function, "peers", "an array on CUDA", "one on the CPU, which has no peers")
+        for name, array in call.described.items():
+            checks.contiguous(function, name, array)
+        checks.shape(function, "peers", call.described["peers"], "P", (None,))
+        checks.dtype(function, "peers", call.described["peers"], ("int64",))
+        pointers = call.pointers()
+        found = runtime.keep(key, call.prepared(step(call)))
+    if found.steps is None:
         return
-    step = pull.pull_sum(into.shape[0], P, into.shape[1], into.dtype)
-    with current_device(call.device):
-        run = Runtime.current(call.prepared(step).framework, call.device)
-        run.launch(step, call.described["peers"].ptr, where.ptr, into.ptr)
+    with current_device(found.device):
+        Runtime.current(found.framework, found.device).launch(found.steps, *pointers)
 
 
-def _pulled(function: str, named: dict[str, Any]) -> Call:
-    """A call that reads other GPUs' rows, checked."""
-    checks.untracked(function, named)
-    call = Call(function, **named)
-    if call.on_cpu:
-        raise checks.bad_type(function, "out", "an array on CUDA", "one on the CPU, which has no peers")
-    for name, array in call.described.items():
-        checks.contiguous(function, name, array)
-        checks.dtype(function, name, array, {"out": checks.floats(array), "peers": ("int64",)}.get(name, ("int32",)))
-    out, peers = call.described["out"], call.described["peers"]
-    checks.shape(function, "out", out, "n, d", (None, None))
-    checks.shape(function, "peers", peers, "P", (None,))
+def _output(function: str, call: Call) -> arrays.Array:
+    out = call.described["out"]
+    checks.shape(function, "out", out, "rows, d", (None, None))
+    checks.dtype(function, "out", out, checks.floats(out))
     if out.shape[1] % 8 or out.ptr % arrays.ALIGNMENT:
         got = f"{out.shape[1]} at {out.ptr % arrays.ALIGNMENT} bytes past one"
         raise checks.bad_value(function, "out", "columns in multiples of 8 at a multiple of 16 bytes", got)
-    return call
+    return out

@@ -1,5 +1,6 @@
 """Cases of the exchange of tokens over gloo: parity with one process, options and overflow."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -18,6 +19,7 @@ from ranks_common import (
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.rows import Share
 
 
 @case
@@ -47,49 +49,93 @@ def parity_of_routes(rank, size, group):
 
 
 class PeersOverGloo:
-    """For `PeerRows` and the kernels that read from peers: `offer` gathers what the peers' memory would hold."""
+    """For `Peers` and the kernels that read from peers: `offer` gathers what the peers' memory would hold."""
 
     def __init__(self, group):
-        self.group = group
+        self.group, self.read, self.calls, self.rooms = group, None, [], {}
 
-    def offer(self, rows):
-        held = [torch.empty_like(rows) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(held, rows.contiguous(), group=self.group)
-        return held
+    def room(self, kind, forms, device):
+        if self.read == kind:
+            self.close()
+        found = self.rooms.setdefault((kind, forms), [torch.empty(shape, dtype=dtype) for shape, dtype in forms])
+        for tensor in found:
+            tensor[:] = torch.nan
+        return found
+
+    def offer(self, kind, tensors):
+        if self.read == kind:
+            self.close()
+        self.calls.append(kind)
+        self.read = kind
+        offered = []
+        for tensor in tensors:
+            held = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
+            dist.all_gather(held, tensor.contiguous(), group=self.group)
+            offered.append(held)
+        return offered
+
+    def close(self):
+        if self.read is not None:
+            self.calls.append("close")
+        self.read = None
 
     @staticmethod
-    def pull_rows(peers, sources, rows_per_peer, out):
-        out[:] = torch.nan  # what is not pulled must not be used
-        for place, source in enumerate(sources.tolist()):
-            if source >= 0:
-                out[place] = peers[source // rows_per_peer][source % rows_per_peer]
+    def pull_slots(ids, weights, share, local_ids, pulled, needed):
+        every = torch.cat(ids)
+        here = every.div(share.experts, rounding_mode="floor") == share.rank
+        local_ids[:] = torch.where(here, every - share.rank * share.experts, -1)
+        pulled[:], needed[:] = torch.cat(weights), here.any(1)
 
     @staticmethod
-    def sum_peer_rows(peers, positions, out):
+    def pull_rows(rows, needed, out):
+        out[:] = torch.where(needed[:, None], torch.cat(rows), torch.nan)  # what is not pulled must not be used
+
+    @staticmethod
+    def sum_peer_rows(rows, ids, share, out):
         out[:] = 0
-        for token, row in enumerate(positions.tolist()):
-            for peer, position in zip(peers, row, strict=True):
-                if position >= 0:
-                    out[token] += peer[position]
+        here = share.rank * len(ids)
+        for peer, of_peer in enumerate(rows):
+            present = (ids.div(share.experts, rounding_mode="floor") == peer).any(1)
+            out[present] += of_peer[here : here + len(ids)][present]
+
+    @staticmethod
+    def pull_values(values, ids, share, out):
+        out[:] = 0
+        here = share.rank * len(ids)
+        for peer, of_peer in enumerate(values):
+            present = ids.div(share.experts, rounding_mode="floor") == peer
+            out[present] = of_peer[here : here + len(ids)][present]
 
 
 @case
 def pulled_rows(rank, size, group):
-    """Route "pull" reads the right rows of the right peers, and leaves the others' alone."""
-    module = "moeblaze_cupy.interop.exchange"
+    """Route "pull" reads the right rows of the right peers, and leaves the others' alone.
+
+    Nothing is written where others may still read it: between two offers of a kind there is another barrier.
+    """
+    package = "moeblaze_cupy.interop"
     with (
-        mock.patch(f"{module}.PeerRows", PeersOverGloo),
-        mock.patch(f"{module}.mb_rows", PeersOverGloo),
-        mock.patch(f"{module}.dist.get_backend", lambda _: "nccl"),
+        mock.patch(f"{package}.expert_group.Peers", PeersOverGloo),
+        mock.patch(f"{package}.pull_route.mb_rows", SimpleNamespace(Share=Share, **vars(PeersOverGloo))),
+        mock.patch(f"{package}.expert_group.dist.get_backend", lambda _: "nccl"),
     ):
         experts = ExpertGroup(group, E, route="pull")
         for routing in ("random", "one_rank", "absent", "duplicate", "all_absent"):
             inputs = Inputs(rank, counts_of(size, "equal"), routing)
             compare(inputs, results_of(inputs, experts), 1e-14)
-        assert experts.peer_rows.keys() == {"rows", "results"}
+        assert experts.peers.calls == ["tokens", "results"] * 10
         inputs = Inputs(rank, [0] * size)
         compare(inputs, results_of(inputs, experts), 1e-14)
         inputs = Inputs(rank, counts_of(size, "equal"), "absent")
+        again = ExpertGroup(group, E, route="pull", keep_received=False)
+        compare(inputs, results_of(inputs, again), 1e-14)
+        assert again.peers.calls == ["tokens", "results"] * 2
+        frozen = ExpertGroup(group, E, route="pull")
+        for _ in range(2):
+            x, ids, weights, w1, w2 = inputs.local()
+            expert_parallel_moe(x.detach(), ids, weights.detach(), w1, w2, frozen).sum().backward()
+        assert frozen.peers.calls == ["tokens", "results", "tokens", "close"] * 2
+        experts.peers.calls.clear()
         x, ids, weights, _, _ = inputs.local()
         rows, _, got, route = exchange(x, ids, weights, experts)
         collect(rows * got.sum(1, keepdim=True), route).backward(inputs.grad[inputs.here])
@@ -97,6 +143,8 @@ def pulled_rows(rank, size, group):
         ranks_of = torch.where((ids >= 0) & (ids < E), ids // (E // size), -1)
         times = sum((ranks_of == r).any(1, keepdim=True) for r in range(size))
         total = weights.sum(1, keepdim=True) * times
+        assert experts.peers.calls[:2] == ["one by one", "close"] and len(experts.peers.calls) == 8
+        assert experts.peers.calls[::2] == ["one by one"] * 4 and experts.peers.calls[1::2] == ["close"] * 4
         assert not x.grad.isnan().any() and difference(x.grad, total * inputs.grad[inputs.here]) <= 1e-14
 
 

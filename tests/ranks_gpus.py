@@ -3,9 +3,9 @@
 import copy
 
 import torch
-from ranks_common import E, Inputs, compare, counts_of, gpu_case, results_of
+from ranks_common import E, Inputs, K, compare, counts_of, difference, gpu_case, results_of
 
-from moeblaze_cupy.interop.exchange import ExpertGroup
+from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
 
 
@@ -57,14 +57,86 @@ def overflow_on_gpus(rank, size, group):
 def no_host_sync(rank, size, group):
     """With these routes the host waits for nothing."""
     for route in ("gather", "static", "pull"):
-        experts = ExpertGroup(group, E, route=route, on_overflow="drop")
-        inputs = on_gpu(Inputs(rank, counts_of(size, "equal")), torch.bfloat16)
-        x, ids, weights, w1, w2 = inputs.local()
-        grad = inputs.grad[inputs.here].contiguous()
-        for mode in ("default", "error"):
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode(mode)
-            try:
-                expert_parallel_moe(x, ids, weights, w1, w2, experts).backward(grad)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        for options in ({"on_overflow": "drop"}, {}, {"slots": size * 24 * K}):
+            experts = ExpertGroup(group, E, route=route, **options)
+            inputs = on_gpu(Inputs(rank, counts_of(size, "equal")), torch.bfloat16)
+            x, ids, weights, w1, w2 = inputs.local()
+            grad = inputs.grad[inputs.here].contiguous()
+            for mode in ("default", "error"):
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode(mode)
+                try:
+                    expert_parallel_moe(x, ids, weights, w1, w2, experts).backward(grad)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu_case
+def pulled_steps_in_a_graph(rank, size, group):
+    """Forward and backward of two layers in one CUDA graph, replayed with other contents, have the bits of plain calls.
+
+    Ranks come to their replays at different times, and plain calls lie between.
+    """
+    experts = ExpertGroup(group, E, route="pull")
+    every = [on_gpu(Inputs(rank, counts_of(size, "equal"), seed=seed), torch.bfloat16) for seed in range(4)]
+    for inputs in every:
+        inputs.ids = inputs.ids.long()
+    x, ids, weights, w1, w2 = every[0].local()
+    ids, grad, leaves = ids.clone(), every[0].grad[every[0].here].clone(), (x, weights, w1, w2)
+
+    def step():
+        first = expert_parallel_moe(x, ids, weights, w1, w2, experts)
+        out = expert_parallel_moe(first, ids, weights, w1, w2, experts, save="recompute")
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    def fill(inputs):
+        given = *inputs.local(), inputs.grad[inputs.here]
+        with torch.no_grad():
+            for to, source in zip((x, ids, weights, w1, w2, grad), given, strict=True):
+                to.copy_(source)
+
+    want = []
+    for inputs in every:
+        fill(inputs)
+        want.append(step())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog has a thread
+        got = step()
+    for time, seed in enumerate((1, 2, 3, 0, 2)):
+        fill(every[seed])
+        if time % size == rank:
+            torch.cuda._sleep(10_000_000)
+        graph.replay()
+        same = [torch.equal(a, b) for a, b in zip(got, want[seed], strict=True)]
+        assert all(same), (time, seed, same)
+        if time == 2:
+            assert all(torch.equal(a, b) for a, b in zip(step(), want[seed], strict=True))
+    for _ in range(20):
+        graph.replay()  # one after the other, without the host
+    assert all(torch.equal(a, b) for a, b in zip(got, want[2], strict=True))
+
+
+@gpu_case
+def pulled_exchange_on_gpus(rank, size, group):
+    """`exchange` and `collect` of route "pull", where other rows are zeros; two begin before one ends."""
+    experts = ExpertGroup(group, E, route="pull")
+    inputs = on_gpu(Inputs(rank, counts_of(size, "equal"), "absent"), torch.float32)
+    for _ in range(2):
+        x, ids, weights, _, _ = inputs.local()
+        exchanged = [exchange(x, ids, weights, experts) for _ in range(2)]
+        out = sum(collect(rows * got.sum(1, keepdim=True), route) for rows, _, got, route in exchanged)
+        out.backward(inputs.grad[inputs.here])
+        ranks_of = torch.where((ids >= 0) & (ids < E), ids // (E // size), -1)
+        times = sum((ranks_of == r).any(1, keepdim=True) for r in range(size))
+        total = 2 * weights.sum(1, keepdim=True) * times
+        assert difference(out, total * x) <= 1e-6
+        assert difference(x.grad, total * inputs.grad[inputs.here]) <= 1e-6
+        present = (ids >= 0) & (ids < E)
+        choices = torch.bincount(ids[present].long(), minlength=E)
+        assert torch.equal(exchanged[0][3].choices, choices) and int(exchanged[0][3].dropped) == 0

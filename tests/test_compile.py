@@ -50,7 +50,7 @@ REGISTER_CAPS = {
     "balance.cu": 64,
     "bias_bwd.cu": 80,
     "bound_slots.cu": 48,
-    "pull.cu": 64,
+    "pull.cu": 80,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's.
@@ -149,7 +149,9 @@ def entry_names(variant) -> set[str]:
         | {f"quantile_counts_{dtype}" for dtype in dtypes}
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},
         "bound_slots.cu": {"bound_slots"},
-        "pull.cu": {"pull_rows", *(f"pull_sum_{dtype}" for dtype in dtypes)},
+        "pull.cu": {"pull_rows"}
+        | {f"pull_sum_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes}
+        | {f"pull_{what}_{ids}_{size}" for what in ("slots", "values") for ids in ids_dtypes for size in (2, 4)},
     }[variant.source]
 
 
@@ -158,6 +160,7 @@ def static_shared_cap(variant, limits) -> int:
     if variant.source.endswith("_sm90.cu"):
         return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
     arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 32 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
+    arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
 
@@ -285,6 +288,7 @@ WRONG = [
     ("grouped_gemm_sm90.cu", "CONSUMER_REGISTERS", 220),
     ("grouped_wgrad_sm90.cu", "SPARE_BYTES", 2 * 1024),
     ("pull.cu", "PULL_THREADS", 2048),
+    ("pull.cu", "SLOT_ROWS", 1024),
     ("pull.cu", "PANEL_COLUMNS", 512),
     ("router_backward.cu", "LANES", 24),
     ("router_backward.cu", "MAX_ROUTER_EXPERTS", 8192),

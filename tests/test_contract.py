@@ -35,7 +35,10 @@ LEVELS = [
     ["backward"],
     ["__init__"],
     ["interop.inductor", "interop.collectives", "interop.peers", "cli.progress"],
-    ["interop.torch_ops", "interop.exchange"],
+    ["interop.torch_ops", "interop.expert_group"],
+    ["interop.routes"],
+    ["interop.pull_route"],
+    ["interop.exchange"],
     ["interop.torch_autograd"],
     ["interop.torch", "interop.expert_parallel", "interop.deepep"],
     ["interop.transformers"],
@@ -112,7 +115,8 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    speaks_torch = tuple(f"interop.{name}" for name in ("t", "inductor", "collectives", "peers", "ex", "deepep"))
+    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "deepep"
+    speaks_torch = tuple(f"interop.{name}" for name in names)
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module.startswith("interop.transformers")
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]

@@ -10,7 +10,6 @@ from test_max_slots import LISTS, slots_that_fit
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
-from moeblaze_cupy.rows import pull_rows, sum_peer_rows
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -78,40 +77,3 @@ def test_sum_rows(d, offset):
         assert device.launched == [f"aggregate_bfloat16_float32{'' if d % 8 == 0 and not offset else '_unaligned'}"]
     np.testing.assert_array_equal(got, reference.sum_rows(rows, positions))
     assert empty.shape == (0, d)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("d", [24, 264, 1040])
-def test_rows_of_peers(d, dtype):
-    """Peers are other arrays of the same memory here."""
-    rng = np.random.default_rng(0)
-    rows = [rng.standard_normal((40, d)).astype(DTYPES[dtype]) for _ in range(3)]
-    sources = rng.integers(-1, 120, 70).astype(np.int32)
-    positions = rng.integers(-1, 40, (33, 3)).astype(np.int32)
-    with emulated() as device:
-        peers = [device.put(part) for part in rows]
-        addresses = device.put(np.array([peer.ctypes.data for peer in peers], np.int64))
-        pulled = device.allocate((70, d), DTYPES[dtype])
-        pulled[:] = 7
-        pull_rows(addresses, device.put(sources), 40, pulled)
-        summed = device.allocate((33, d), DTYPES[dtype])
-        sum_peer_rows(addresses, device.put(positions), summed)
-        device.synchronize()
-    every = np.concatenate(rows)
-    np.testing.assert_array_equal(pulled, np.where((sources >= 0)[:, None], every[sources], DTYPES[dtype](7)))
-    flat = np.where(positions >= 0, positions + 40 * np.arange(3), -1).astype(np.int32)
-    np.testing.assert_array_equal(summed, reference.sum_rows(every, flat))
-
-
-def test_messages_of_pulled_rows():
-    with emulated() as device:
-        out, peers = device.allocate((4, 24), np.float16), device.put(np.zeros(2, np.int64))
-        sources = device.put(np.zeros(4, np.int32))
-        with pytest.raises(ValueError, match="pull_rows: sources: expected shape"):
-            pull_rows(peers, sources[:3], 4, out)
-        with pytest.raises(TypeError, match="pull_rows: peers: expected dtype int64"):
-            pull_rows(sources, sources, 4, out)
-        with pytest.raises(ValueError, match="pull_rows: out: expected columns in multiples of 8"):
-            pull_rows(peers, sources, 4, device.allocate((4, 20), np.float16))
-    with pytest.raises(TypeError, match="sum_peer_rows: out: expected an array on CUDA"):
-        sum_peer_rows(np.zeros(2, np.int64), np.zeros((4, 2), np.int32), np.zeros((4, 8), np.float32))

@@ -295,12 +295,14 @@ def moe_backward(
     first_layer: int,
     y_swi: int,
     accumulate: dict[str, tuple[int, ...]],
+    *,
+    grad_x: Buffer | None = None,
 ) -> BackwardResult:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
     b1, b2: () without a bias. lists: the buffer of the index lists. first_layer, y_swi: 0 for what was not saved.
-    accumulate: by name, the buffers that gradients of weights and biases are added to. `saved` is told when it is about
-    to be overwritten.
+    accumulate: by name, the buffers that gradients of weights and biases are added to. grad_x: memory for it; None
+    allocates it. `saved` is told when it is about to be overwritten.
     """
     index = steps.index.addresses(lists)
     token_index_map, up = index[TOKEN_INDEX_MAP], steps.up.halves(w1)
@@ -377,7 +379,7 @@ def moe_backward(
         grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_ptr, grad_out, down_gradient)
     deferred = (separate or recomputed, weighted) if steps.defers_weights else (None, None)
     del weighted, by_row
-    grad_x = run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
+    grad_x = grad_x or run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
     if steps.up_bwd and grad_x:
         weights = weights if steps.scales_slots else 0
         panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, up, weights, grad_x.ptr, source=grad_out)

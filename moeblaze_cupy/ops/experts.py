@@ -170,10 +170,12 @@ def moe_forward(
     b1: tuple[int, ...] = (),
     b2: tuple[int, ...] = (),
     token_offsets: int = 0,
+    *,
+    out: Buffer | None = None,
 ) -> ForwardResult:
     """Paper section 3.1, from the addresses of the inputs; 0 for weights or token_offsets that are not given.
 
-    b1, b2: () without a bias.
+    b1, b2: () without a bias. out: memory for the result; None allocates it.
     """
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     row_weights = None
@@ -198,7 +200,7 @@ def moe_forward(
             bias=bias,
         )
     del row_weights
-    out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
+    out = out or run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, index)
         weights, bias_ptr = weights if steps.scales_slots else 0, b2[0] if b2 else 0

@@ -1,39 +1,108 @@
-"""Rows of other GPUs' memory by index: kernels_cu/pull.cu. Each function makes the record of one launch."""
+"""Rows of other GPUs' memory: kernels_cu/pull.cu. Each function makes the record of one launch.
+
+rows_per_peer: L, the tokens of each of P ranks. offset: bytes from a peer's address to what is read there. d is a
+multiple of 8.
+"""
 
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import ITEMSIZE
 from moeblaze_cupy.runtime import Launch, cached
 
 
-@cached
-def pull_rows(num_rows: int, rows_per_peer: int, d: int, dtype: str) -> Launch:
-    """out[i] = row sources[i] of the peers' rows, which count on from peer to peer; of the others nothing is written.
+def _suffix(ids_dtype: str, dtype: str) -> str:
+    return f"{ids_dtype}_{ITEMSIZE[dtype]}"
 
-    Addresses: peers (P,) uint64, sources (num_rows,) int32, out (num_rows, d). d is a multiple of 8.
-    """
-    rows_per_block = launch_config.PULL_THREADS // 32
+
+@cached
+def pull_slots(
+    P: int,
+    rows_per_peer: int,
+    k: int,
+    ids_offset: int,
+    weights_offset: int,
+    first_expert: int,
+    experts_per_peer: int,
+    ids_dtype: str,
+    dtype: str,
+) -> Launch:
+    """Addresses: peers (P,) uint64, local_ids (P*L, k) int32, weights (P*L, k), needed (P*L,) bool."""
+    num_rows = P * rows_per_peer
     return Launch(
-        loader.entry("pull.cu", "pull_rows"),
-        (min(launch_config.ceil_div(num_rows, rows_per_block), launch_config.PULL_BLOCKS),),
+        loader.entry("pull.cu", f"pull_slots_{_suffix(ids_dtype, dtype)}"),
+        (launch_config.ceil_div(num_rows, launch_config.PULL_SLOT_ROWS),),
         launch_config.PULL_THREADS,
-        ("peers", "sources", "out"),
-        {"num_rows": num_rows, "rows_per_peer": rows_per_peer, "pieces": d * ITEMSIZE[dtype] // 16},
+        ("peers", "local_ids", "weights", "needed"),
+        {
+            "ids_offset": ids_offset,
+            "weights_offset": weights_offset,
+            "num_rows": num_rows,
+            "rows_per_peer": rows_per_peer,
+            "k": k,
+            "first_expert": first_expert,
+            "experts_per_peer": experts_per_peer,
+        },
     )
 
 
 @cached
-def pull_sum(L: int, P: int, d: int, dtype: str) -> Launch:
-    """out[t] = sum over peers j, in order, of peer j's row positions[t, j] where that is not below 0.
+def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> Launch:
+    """Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), of which rows that are not needed stay."""
+    warps_per_block = launch_config.PULL_THREADS // 32
+    return Launch(
+        loader.entry("pull.cu", "pull_rows"),
+        (min(launch_config.ceil_div(P * rows_per_peer, warps_per_block), launch_config.PULL_BLOCKS),),
+        launch_config.PULL_THREADS,
+        ("peers", "needed", "out"),
+        {"offset": offset, "P": P, "rows_per_peer": rows_per_peer, "pieces": d * ITEMSIZE[dtype] // 16},
+    )
 
-    Addresses: peers (P,) uint64, positions (L, P) int32, out (L, d). d is a multiple of 8.
+
+@cached
+def pull_sum(
+    P: int, L: int, k: int, d: int, first_row: int, experts_per_peer: int, ids_dtype: str, dtype: str, offset: int
+) -> Launch:
+    """out[t] = sum over ranks that have an expert of token t, in order, of their row first_row + t.
+
+    Addresses: peers (P,) uint64, ids (L, k), out (L, d).
     """
     return Launch(
-        loader.entry("pull.cu", f"pull_sum_{dtype}"),
+        loader.entry("pull.cu", f"pull_sum_{dtype}_{ids_dtype}"),
         (
             launch_config.ceil_div(L, launch_config.AGGREGATE_TOKENS),
             launch_config.ceil_div(d, launch_config.PANEL_COLUMNS),
         ),
         32 * launch_config.AGGREGATE_TOKENS,
-        ("peers", "positions", "out"),
-        {"L": L, "P": P, "d": d},
+        ("peers", "ids", "out"),
+        {
+            "offset": offset,
+            "first_row": first_row,
+            "L": L,
+            "P": P,
+            "k": k,
+            "d": d,
+            "experts_per_peer": experts_per_peer,
+        },
+    )
+
+
+@cached
+def pull_values(
+    P: int, num_slots: int, first_slot: int, experts_per_peer: int, ids_dtype: str, dtype: str, offset: int
+) -> Launch:
+    """out[s] = value first_slot + s of the rank that has slot s's expert, 0 without one.
+
+    Addresses: peers (P,) uint64, ids (num_slots,), out (num_slots,).
+    """
+    return Launch(
+        loader.entry("pull.cu", f"pull_values_{_suffix(ids_dtype, dtype)}"),
+        (launch_config.ceil_div(num_slots, launch_config.PULL_THREADS),),
+        launch_config.PULL_THREADS,
+        ("peers", "ids", "out"),
+        {
+            "offset": offset,
+            "first_slot": first_slot,
+            "num_slots": num_slots,
+            "num_experts": P * experts_per_peer,
+            "experts_per_peer": experts_per_peer,
+        },
     )

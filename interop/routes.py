@@ -1,0 +1,223 @@
+"""Which rows of tokens travel to which ranks: those of a collective for each step, and what all routes share."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.interop import collectives
+from moeblaze_cupy.interop.collectives import Pending
+from moeblaze_cupy.interop.expert_group import RankGroup
+
+Tensor = torch.Tensor
+
+
+class Route:
+    """Which rows one exchange sends where. `exchange` makes it, `collect` and backward follow it."""
+
+    def __init__(self, ids: Tensor, experts: RankGroup, arriving: list[int]) -> None:
+        self.experts, self.ids, self.call = experts, ids, experts.calls
+        self.num_tokens, self.k = ids.shape  #: L and k
+        self.sent = list(arriving)  #: rows to each rank
+        self.arriving = arriving  #: rows from each rank
+        self.slots: int | None = None  #: of this rank's experts in the rows received; None if the host does not know it
+        self.has_fixed_room = True  # the number of rows received is known from L
+        self.one_by_one = False  # its steps are functions of autograd that run in the caller's order
+        self.counted: Tensor | None = None  # (1,) of what was dropped; None if nothing can be
+
+    @property
+    def received(self) -> int:
+        """Rows from all ranks."""
+        return sum(self.arriving)
+
+    @property
+    def room(self) -> int:
+        """Rows of the buffer they are in, a size that comes again in other steps."""
+        return self.received if self.has_fixed_room else launch_config.size_class(self.received)
+
+    @cached_property
+    def choices(self) -> Tensor:
+        """(E,) int64: this rank's slots per expert; their sum over ranks feeds bias rules of the router.
+
+        Counted when it is first asked for, from the ids as they are then.
+        """
+        counts: Tensor = mb.tokens_per_expert(self.ids, self.experts.num_experts)
+        return counts[0].to(torch.int64)
+
+    @property
+    def dropped(self) -> Tensor:
+        """(1,) int64: rows and slots that found no place."""
+        return self.ids.new_zeros(1, dtype=torch.int64) if self.counted is None else self.counted
+
+    def count_dropped(self, more: Tensor) -> None:
+        """more: (1,) of integers."""
+        self.counted = self.dropped + more
+
+    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k)."""
+        raise NotImplementedError
+
+    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The gradients of results (room, d), of (L, d), and the rows of x once more where they are not kept."""
+        raise NotImplementedError
+
+    def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Starts the way back of results (room, d). What it returns gives (L, d), the sums over ranks in order."""
+        raise NotImplementedError
+
+    def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Starts the way back of gradients of received rows: "x" (room, d) and "weights" (room, k), one, or none.
+
+        What it returns gives them by name: of x the sums over ranks (L, d), of each slot its rank's (L, k).
+        """
+        raise NotImplementedError
+
+    def room_for_results(self, rows: Tensor) -> Tensor | None:
+        """Memory like these rows that `bring_back` need not copy, if there is any."""
+        return None
+
+    def room_for_gradients(self, needs: tuple[str, ...], rows: Tensor, weights: Tensor) -> Tensor | None:
+        """Likewise for the gradient of x, given which gradients there will be and what they are like."""
+        return None
+
+    def without_garbage(self, rows: Tensor) -> Tensor:
+        """Zeros in rows that only fill the buffer up, or were not asked for."""
+        rows[self.received :] = 0
+        return rows
+
+
+class SentRoute(Route):
+    """Rows that collectives send: "exact", "gather" or "static"."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        experts: RankGroup,
+        arriving: list[int],
+        ranks: Tensor,
+        positions: Tensor,
+        tokens: Tensor | None,
+    ) -> None:
+        super().__init__(ids, experts, arriving)
+        self.has_fixed_room = tokens is None
+        self.ranks = ranks  # (L, k) int64: the rank of each slot's expert, P for none
+        self.positions = positions  # (P, L) int64: where a token's row is among those sent, -1 if it is not sent
+        self.tokens = tokens  # (n,) int64: the token of each row that is sent; None where all are sent to all
+        self._places: Tensor | None = None  # positions by token, int32
+
+    def _what(self, name: str) -> str:
+        return f"all-to-all of {name} (call {self.call}, rows sent {self.sent}, expected {self.arriving})"
+
+    def _send(self, x: Tensor, name: str) -> Pending:
+        """Rows of tokens (L, columns) to the ranks that need them; the result has `room` rows."""
+        group = self.experts.group
+        if self.tokens is None:
+            return collectives.all_gather(x, f"all-gather of {name} (call {self.call})", group)
+        chosen = x.index_select(0, self.tokens)
+        return collectives.all_to_all(chosen, self.sent, self.arriving, self.room, self._what(name), group)
+
+    def _give_back(self, rows: Tensor, name: str) -> Pending:
+        """Results of received rows (room, columns) to where the rows came from; the result has a row per row sent."""
+        group, what = self.experts.group, self._what(name)
+        return collectives.all_to_all(rows[: self.received], self.arriving, self.sent, sum(self.sent), what, group)
+
+    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        experts, k = self.experts, self.k
+        if ids.dtype == torch.int64:  # some would be ids of experts in 32 bits
+            ids = torch.where((ids >= 0) & (ids < experts.num_experts), ids, -1).to(torch.int32)
+        packed = torch.cat([ids.view(torch.uint8), weights.view(torch.uint8)], 1)
+        if self.tokens is not None and experts.route == "static" and self.num_tokens:
+            chosen = torch.zeros(len(self.tokens) + 1, dtype=torch.bool, device=ids.device)
+            last = len(self.tokens)
+            positions = torch.where(self.positions >= 0, self.positions, last).reshape(-1)
+            chosen.scatter_(0, positions.to(torch.int64), True)  # an assignment would copy its value from the host
+            no_id = packed.new_full((1, 4 * k), 255)  # int32 -1 is four bytes of 255
+            absent = torch.cat([no_id, packed[:1, 4 * k :]], 1)
+            rows = torch.where(chosen[:last, None], packed.index_select(0, self.tokens), absent)
+            what = self._what("ids and weights")
+            pending = collectives.all_to_all(rows, self.sent, self.arriving, self.room, what, experts.group)
+        else:
+            pending = self._send(packed, "ids and weights")
+        received = pending.wait()
+        ids_bytes, weights_bytes = received[:, : 4 * k], received[:, 4 * k :]
+        got_ids = ids_bytes.clone(memory_format=torch.contiguous_format).view(torch.int32)
+        got_weights = weights_bytes.clone(memory_format=torch.contiguous_format).view(weights.dtype)
+        local = got_ids - experts.rank * experts.local_experts
+        local = torch.where((local >= 0) & (local < experts.local_experts), local, -1)
+        if self.received < self.room:  # rows that only fill the buffer up
+            local[self.received :] = -1
+            got_weights[self.received :] = 0
+        return self._send(x, "rows").wait(), local, got_weights
+
+    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        pending = self._send(grad, "results' gradients")
+        rows = None if x is None else self._send(x, "rows").wait()
+        return pending.wait(), rows
+
+    def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
+        pending = self._give_back(rows, "results")
+        return lambda: self._sum(pending.wait())
+
+    def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        pending = {name: self._give_back(grad, f"gradients of {name}") for name, grad in grads.items()}
+        take = {"x": self._sum, "weights": self._slots_of}
+        return lambda: {name: take[name](of_name.wait()) for name, of_name in pending.items()}
+
+    def _sum(self, returned: Tensor) -> Tensor:
+        """(L, columns): of each token the rows that came back, added in the order of ranks, in fp32 or wider."""
+        if self._places is None:
+            self._places = self.positions.T.to(torch.int32).contiguous()
+        total: Tensor = mb.sum_rows(returned, self._places)
+        return total
+
+    def _slots_of(self, returned: Tensor) -> Tensor:
+        """(L, k): what each slot's rank gave back in the slot's column; 0 for slots without an expert."""
+        shape = self.num_tokens, self.k
+        if not len(returned):
+            return returned.new_zeros(shape)
+        present = self.ranks < self.experts.size
+        ranks = torch.where(present, self.ranks, 0)  # (L, k)
+        rows = self.positions.gather(0, ranks.T.contiguous()).T  # (L, k)
+        columns = torch.arange(self.k, device=returned.device).expand(shape)
+        return torch.where(present & (rows >= 0), returned[rows.clamp(min=0), columns], 0)
+
+
+def sent_route(ids: Tensor, experts: RankGroup) -> tuple[SentRoute, Callable[[], Tensor]]:
+    """The route as far as this rank knows it, and what gives (2P,) int64: rows, then slots, for each rank."""
+    L, P, E, device = len(ids), experts.size, experts.num_experts, ids.device
+    wide = ids.to(torch.int64)
+    present = (wide >= 0) & (wide < E)  # (L, k)
+    ranks = torch.where(present, wide // experts.local_experts, P)
+    needed = torch.zeros((P + 1, L), dtype=torch.bool, device=device)
+    needed.scatter_(0, ranks.T.contiguous(), True)
+    needed = needed[:P]  # (P, L) whether a rank has an expert of a token
+    tokens: Tensor | None = None
+    dropped: Tensor | None = None
+    if experts.route == "gather":
+        token = torch.arange(P * L, device=device).view(P, L)
+        positions = torch.where(needed, token, -1)
+        arriving = [L] * P
+    else:
+        token = torch.arange(L, device=device).expand(P, L)
+        if experts.route == "exact":
+            positions = torch.where(needed, needed.reshape(-1).cumsum(0).view(P, L) - 1, -1)
+            room, arriving = P * L, []
+        else:
+            C = experts.rows or L
+            places = needed.to(torch.int64).cumsum(1) - 1
+            if experts.rows is not None:
+                dropped = (needed & (places >= C)).sum().reshape(1)
+                needed = needed & (places < C)
+            positions = torch.where(needed, places + C * torch.arange(P, device=device)[:, None], -1)
+            room, arriving = P * C, [C] * P
+        # Rows without a token are token 0's, whose ids `receive` leaves out. The last element takes what is not sent.
+        tokens = torch.zeros(room + 1, dtype=torch.int64, device=device)
+        tokens.scatter_(0, torch.where(needed, positions, room).reshape(-1), token.reshape(-1))
+        tokens = tokens[:room] if L else tokens[:0]
+        if not L:
+            arriving = [0] * len(arriving)
+    route = SentRoute(ids, experts, arriving, ranks, positions, tokens)
+    route.counted = dropped
+    return route, lambda: torch.cat([needed.sum(1), mb.tokens_per_expert(ranks, P)[0].to(torch.int64)])
