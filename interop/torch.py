@@ -6,7 +6,7 @@ save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy ba
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,16 +72,13 @@ def moe(
     """
     gate, up = _gate_and_up("w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("b1", b1)
-    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
-        _check_tensor(name, tensor)
-    if weights is not None or not unreduced:
-        _check_tensor("weights", weights)
-    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
-        if optional is not None:
-            _check_tensor(name, optional)
-    as_operators = torch_autograd.wanted((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
+    layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+    as_operators = torch_autograd.wanted(layer)
+    required_is_none = x is None or ids is None or gate is None or w2 is None or (weights is None and not unreduced)
+    if as_operators or required_is_none:
+        _check_tensors(layer, unreduced)
     if not as_operators:
-        checks.untransformed("moe", {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2})
+        checks.untransformed("moe", "x", layer)
     main_grads = {}
     if accumulate_into_main_grad and torch.is_grad_enabled():
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
@@ -90,7 +87,7 @@ def moe(
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = _autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
         )
-    layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+        layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
     differentiable = torch.is_grad_enabled() and (
         x.requires_grad or gate.requires_grad or any(t is not None and t.requires_grad for t in layer[2:])
     )
@@ -113,7 +110,7 @@ def moe(
         out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *Options.of(*options), *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
     # apply looks at each argument, so it gets the tensors that there are.
-    tensors = layer if any(t is not None for t in layer[6:]) else layer[:6]
+    tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
     out = torch_autograd.EagerMoE.apply((save, keep_saved, main_grads, options), *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
@@ -128,6 +125,18 @@ def _gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
     if len(weight) == 2:
         _check_tensor(f"{name}[1]", up)
     return gate, up
+
+
+def _check_tensors(layer: Sequence[Any], unreduced: bool) -> None:
+    """Of those of torch_ops.Layer all are tensors, or None where that stands for nothing."""
+    x, ids, weights, gate, _, w2, b1_gate, _, b2, token_offsets = layer  # `_gate_and_up` has seen the two between
+    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
+        _check_tensor(name, tensor)
+    if weights is not None or not unreduced:
+        _check_tensor("weights", weights)
+    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
+        if optional is not None:
+            _check_tensor(name, optional)
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
@@ -239,7 +248,7 @@ def route(
     present = {name: t for name, t in {"logits": logits, **by_name, "sequences": offsets}.items() if t is not None}
     as_operators = torch_autograd.wanted(present.values())
     if not as_operators:
-        checks.untransformed("route", present)
+        checks.untransformed("route", "logits", present.values())
     if bias is not None:
         by_name["bias"] = bias.detach()
     options: dict[str, Any] = {

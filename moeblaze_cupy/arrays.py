@@ -213,12 +213,15 @@ class Torch:
         """
         if Torch.transformed(given) is not None:
             raise RuntimeError
+        tracked = sys.modules["torch"].is_grad_enabled()
         pointers = [0 if a is None else a.data_ptr() for a in given]
         layouts = [
-            None if a is None else (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT, a.requires_grad)
+            None
+            if a is None
+            else (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT, tracked and a.requires_grad)
             for a, pointer in zip(given, pointers, strict=True)
         ]
-        return (sys.modules["torch"].is_grad_enabled(), *layouts), pointers
+        return tuple(layouts), pointers
 
     @staticmethod
     def stream(device: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from moeblaze_cupy import arrays, checks, reference, runtime
 from moeblaze_cupy.arrays import Export, Framework
 from moeblaze_cupy.call import Call, keep
-from moeblaze_cupy.layer import map_saved, named_pair, spared
+from moeblaze_cupy.layer import map_saved, named_pair, spared, w1_b1_b2
 from moeblaze_cupy.ops import backward
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Key, Runtime, current_device
@@ -20,7 +20,6 @@ from moeblaze_cupy.structures import (
     is_consumed,
     one_or_pair,
     pair,
-    present,
 )
 
 Parts = dict[str, dict[str, Any]]  # of a weight or bias by name: its arrays by argument name
@@ -256,8 +255,8 @@ def _backward(
         described = [None if array is None else call.framework.describe(array) for array in given]
         pointers, export = [array.ptr if array else 0 for array in described], call.export
         layouts = [array and array.layout for array in described]
-        *inputs, _, first_layer, y_swi, to_totals = _backward_values(accumulate, layouts)
-        grad_layout, x_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
+        grad_layout, x_layout, weights_layout, w2_layout, *of_layer, _, first_layer, y_swi = layouts[:_READ]
+        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(of_layer)
         steps = backward.configure_backward(
             grad_layout,
             x_layout,
@@ -268,7 +267,7 @@ def _backward(
             b2_layouts,
             first_layer,
             y_swi,
-            tuple(to_totals.items()),
+            tuple(_totals(accumulate, layouts).items()),
             saved.activation,
             saved.gate_up,
             needs,
@@ -281,7 +280,8 @@ def _backward(
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(accumulate, pointers))
+        totals = _totals(accumulate, pointers) if accumulate else backward.NOTHING
+        grads = backward.moe_backward(run, found.steps, saved, *pointers[:_READ], totals)
         exported = _exported(export, accumulate, grads.gradients)
         if not defers_weights:
             return exported, None
@@ -290,17 +290,17 @@ def _backward(
         return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted)
 
 
-_READ = 12  # arrays of `_backward_key` before those that gradients are added to
+_READ = 12  # arrays of `_backward_key` before those that gradients are added to: what `backward.moe_backward` reads
 
 
 def _backward_key(
     grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], of_call: tuple[Any, ...], accumulate: Any
 ) -> tuple[Key | None, tuple[Any, ...], list[int]]:
-    """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
+    """As `runtime.key_of`, with the arrays between, in the order of `backward.moe_backward`."""
     if not (accumulate is None or isinstance(accumulate, Mapping)):
         return None, (), []
-    index, biases = saved.index, (*gate_and_up(saved.b1), saved.b2)
-    read = grad_out, saved.x, saved.weights, saved.w2, *gate_and_up(saved.w1), *biases
+    index, w1, b1 = saved.index, gate_and_up(saved.w1), gate_and_up(saved.b1)
+    read = grad_out, saved.x, saved.weights, saved.w2, *w1, *b1, saved.b2
     given: tuple[Any, ...] = *read, index.lists, saved.first_layer, saved.y_swi
     options: tuple[Any, ...]
     options = saved.activation, saved.gate_up, needs, *of_call, saved.slots, index.is_ragged, index.max_slots
@@ -312,19 +312,13 @@ def _backward_key(
     return key, given, pointers
 
 
-def _backward_values(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> tuple[Any, ...]:
-    """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward.
-
-    What says nothing, None or an address of 0, is an array that there is not.
-    """
-    grad_out, x, weights, w2, gate, up, b1_gate, b1_up, b2, lists, first_layer, y_swi = values[:_READ]
+def _totals(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    """By name, what `values` says of the arrays of `_backward_key` that gradients are added to."""
     totals, end = {}, _READ
-    if accumulate:
-        for name, total in accumulate.items():
-            start, end = end, end + len(pair(total))
-            totals[name] = tuple(values[start:end])
-    w1 = (gate, up) if up else (gate,)
-    return grad_out, x, weights, w2, w1, present(b1_gate, b1_up), present(b2), lists, first_layer, y_swi, totals
+    for name, total in (accumulate or {}).items():
+        start, end = end, end + len(pair(total))
+        totals[name] = tuple(values[start:end])
+    return totals
 
 
 def _index_layout(index: DispatchIndices) -> IndexLayout:

@@ -205,8 +205,8 @@ def moe_forward(
     gate, up = _gate_and_up("moe_forward", "w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     given: Sequence[Any] = (x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets)
-    options: tuple[Any, ...] = activation, save, gate_up, weights_on, unreduced, identity_experts
-    options = *options, max_slots, spare_multiprocessors
+    of_slots = weights_on, unreduced, identity_experts, max_slots
+    options: tuple[Any, ...] = activation, save, gate_up, *of_slots, spare_multiprocessors
     key, pointers = runtime.key_of("moe_forward", options, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
@@ -219,8 +219,8 @@ def moe_forward(
         slots = SlotOptions(weights_on, unreduced, identity_experts)
         slots = checks.slot_options("moe_forward", slots, weights is not None, b1 is not None)
         described = [call.described.get(name) for name in names]
-        of_layer = _forward_values(described)
-        x_array, ids_array, weights_array, w2_array, w1_arrays, b1_arrays, b2_arrays, offsets = of_layer
+        x_array, ids_array, weights_array, w2_array, *of_layer, offsets = described
+        w1_arrays, b1_arrays, b2_arrays = w1_b1_b2(of_layer)
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
         checks.layer("moe_forward", *layer, offsets)
         checks.identity_experts("moe_forward", slots, w2_array)
@@ -233,8 +233,8 @@ def moe_forward(
                 own = {"x": x, "weights": weights, "w1": joined(gate, up), "w2": w2, "b1": joined(b1_gate, b1_up)}
                 saved = dataclasses.replace(saved, b2=b2, **own)
             return out, saved
-        *layouts, _ = _forward_values([array and array.layout for array in described])
-        x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = layouts
+        x_layout, ids_layout, weights_layout, w2_layout, *layouts, _ = [array and array.layout for array in described]
+        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(layouts)
         steps = experts.configure_forward(
             x_layout,
             ids_layout,
@@ -257,7 +257,7 @@ def moe_forward(
     steps, slots = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        result = experts.moe_forward(run, steps, *_forward_values(pointers))
+        result = experts.moe_forward(run, steps, *pointers)
         out = export(result.out.array)
         if save is None:
             return out, None
@@ -280,19 +280,18 @@ def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
 
 
 def _forward_names(w1_is_pair: bool, b1_is_pair: bool) -> tuple[str, ...]:
-    """Argument names of the arrays of a forward, in the order of `_forward_values`."""
+    """Argument names of the arrays of a forward, in the order of `experts.moe_forward`."""
     w1, b1 = ("w1[0]" if w1_is_pair else "w1"), ("b1[0]" if b1_is_pair else "b1")
     return "x", "ids", "weights", "w2", w1, "w1[1]", b1, "b1[1]", "b2", "token_offsets"
 
 
-def _forward_values(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What `values` says of the arrays of a forward, in the order of experts.moe_forward: w1, b1 and b2 as tuples.
+def w1_b1_b2(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """What says something of the arrays of w1, b1 and b2, from what each of gate, up, b1's two and b2 has to say.
 
-    What says nothing, None or an address of 0, is an array that there is not.
+    None stands for an array that there is not.
     """
-    x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets = values
-    w1 = (gate, up) if up else (gate,)
-    return x, ids, weights, w2, w1, present(b1_gate, b1_up), present(b2), token_offsets
+    gate, up, b1_gate, b1_up, b2 = values
+    return present(gate, up), present(b1_gate, b1_up), present(b2)
 
 
 def spared(function: str, call: Call, spare_multiprocessors: int) -> launch_config.DeviceLimits | None:

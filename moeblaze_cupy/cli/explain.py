@@ -125,8 +125,8 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     b2 = (_rows((s.E, s.d), s.bias),) if s.bias else ()
     arrays, shared = (x, weights, w2, (w1,), b1, b2), (s.activation, s.gate_up)
     forward_steps = experts.configure_forward(x, ids, *arrays[1:], *shared, save, limits, options, s.ragged)
-    run, addresses = Rehearsal(), ((0,), (0,) * len(b1), (0,) * len(b2))
-    result = experts.moe_forward(run, forward_steps, 0, 0, 0, 0, *addresses)
+    run = Rehearsal()
+    result = experts.moe_forward(run, forward_steps, *[0] * 10)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
     buffers |= {"y_swi": result.y_swi, "index lists": result.lists if save else None}
     forward = Pass("forward", run, _present(buffers))
@@ -147,7 +147,7 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    gradients = backward.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, *addresses, 0, 0, 0, given)
+    gradients = backward.moe_backward(run, backward_steps, saved, *[0] * 12, given)
     found = {"x": gradients.x, "weights": gradients.weights}
     for name in ("w1", "w2", "b1", "b2"):
         found[name] = (getattr(gradients, name) or (None,))[0]

@@ -6,7 +6,9 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
@@ -28,6 +30,8 @@ from moeblaze_cupy.structures import (
     is_gated,
     one_or_pair,
 )
+
+NOTHING: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # that gradients are added to
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,22 +292,24 @@ def moe_backward(
     x: int,
     weights: int,
     w2: int,
-    w1: tuple[int, ...],
-    b1: tuple[int, ...],
-    b2: tuple[int, ...],
+    gate: int,
+    up: int,
+    b1_gate: int,
+    b1_up: int,
+    b2: int,
     lists: int,
     first_layer: int,
     y_swi: int,
-    accumulate: dict[str, tuple[int, ...]],
+    accumulate: Mapping[str, tuple[int, ...]] = NOTHING,
 ) -> BackwardResult:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
-    b1, b2: () without a bias. lists: the buffer of the index lists. first_layer, y_swi: 0 for what was not saved.
-    accumulate: by name, the buffers that gradients of weights and biases are added to. `saved` is told when it is about
-    to be overwritten.
+    The address of what there is not is 0, as of up where w1 is one array, and of first_layer where it was not saved.
+    lists: the buffer of the index lists. accumulate: by name, the buffers that gradients of weights and biases are
+    added to. `saved` is told when it is about to be overwritten.
     """
     index = steps.index.addresses(lists)
-    token_index_map, up = index[TOKEN_INDEX_MAP], steps.up.halves(w1)
+    token_index_map, w1 = index[TOKEN_INDEX_MAP], steps.up.halves(gate, up)
 
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
     grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in steps.needs else None
@@ -311,8 +317,8 @@ def moe_backward(
     if recomputed:
         first_layer = recomputed.ptr
         if steps.up_fwd:
-            bias = steps.up_bias.halves(b1) if steps.up_bias else (0, 0)
-            grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer, bias=bias)
+            bias = steps.up_bias.halves(b1_gate, b1_up) if steps.up_bias else (0, 0)
+            grouped_gemm.gemm(run, steps.up_fwd, index, x, w1, first_layer=first_layer, bias=bias)
     separate = run.empty(steps.first_layer_grad, steps.dtype) if steps.first_layer_grad else None
     first_layer_grad = separate.ptr if separate else first_layer
     weighted = run.empty(steps.weighted_y_swi, steps.dtype) if steps.weighted_y_swi else None
@@ -359,7 +365,7 @@ def moe_backward(
             grad_out,
             (addresses[0], addresses[0]),
             row_weights=row_weights_ptr if steps.weights_on_output else 0,
-            bias=b2[0],
+            bias=b2,
             partial_sums=further,
         )
     del row_weights
@@ -373,26 +379,26 @@ def moe_backward(
     if steps.down_wgrad:
         grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
         addresses = accumulate["w2"] if grad_w2 is None else _addresses(grad_w2)
-        down_gradient = steps.down_gradient.halves(addresses)
+        down_gradient = steps.down_gradient.halves(*addresses)
         grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_ptr, grad_out, down_gradient)
     deferred = (separate or recomputed, weighted) if steps.defers_weights else (None, None)
     del weighted, by_row
     grad_x = run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
     if steps.up_bwd and grad_x:
         weights = weights if steps.scales_slots else 0
-        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, up, weights, grad_x.ptr, source=grad_out)
+        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, w1, weights, grad_x.ptr, source=grad_out)
     elif grad_x and of_x:
         run.clear(grad_x.ptr, of_x)
     grad_w1 = None
     if steps.up_wgrad:
         grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
         addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
-        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
+        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(*addresses))
     grad_b1 = None
     if steps.up_bias_bwd and steps.up_bias and steps.up_bias_gradient:
         grad_b1 = None if "b1" in accumulate else steps.up_bias.empty_gradient(run)
         addresses = accumulate["b1"] if grad_b1 is None else _addresses(grad_b1)
-        sums = steps.up_bias_gradient.halves(addresses)
+        sums = steps.up_bias_gradient.halves(*addresses)
         biases.bias_bwd(run, steps.up_bias_bwd, index, first_layer_grad, sums)
     return BackwardResult(grad_x, grad_weights, grad_w1, grad_w2, grad_b1, grad_b2, *deferred)
 
@@ -466,13 +472,13 @@ def moe_backward_weights(
         grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index)
         grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
         addresses = accumulate["w2"] if grad_w2 is None else _addresses(grad_w2)
-        gradient = steps.down_gradient.halves(addresses)
+        gradient = steps.down_gradient.halves(*addresses)
         grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_y_swi, grad_out, gradient)
         del by_row
     if steps.up_wgrad:
         grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
         addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
-        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
+        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(*addresses))
     return BackwardResult(w1=grad_w1, w2=grad_w2)
 
 

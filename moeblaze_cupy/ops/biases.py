@@ -41,9 +41,9 @@ class Bias:
         """Of all halves together."""
         return sum(layout.shape[1] for layout in self.layouts)
 
-    def halves(self, addresses: tuple[int, ...]) -> tuple[int, int]:
-        """Where gate and up begin, from the addresses of the arrays. Without halves both are the same."""
-        return addresses[0], addresses[-1] + self.up_offset
+    def halves(self, first: int, second: int = 0) -> tuple[int, int]:
+        """Where gate and up begin, from the addresses of the two arrays, or of the one that there is."""
+        return first, (second or first) + self.up_offset
 
     def gradient_layouts(self) -> tuple[Layout, ...]:
         """Of new arrays for the gradient: packed, in the shapes of the bias's own."""

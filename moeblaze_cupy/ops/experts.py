@@ -166,15 +166,14 @@ def moe_forward(
     ids: int,
     weights: int,
     w2: int,
-    w1: tuple[int, ...],
-    b1: tuple[int, ...] = (),
-    b2: tuple[int, ...] = (),
-    token_offsets: int = 0,
+    gate: int,
+    up: int,
+    b1_gate: int,
+    b1_up: int,
+    b2: int,
+    token_offsets: int,
 ) -> ForwardResult:
-    """Paper section 3.1, from the addresses of the inputs; 0 for weights or token_offsets that are not given.
-
-    b1, b2: () without a bias.
-    """
+    """Paper section 3.1, from the addresses of the inputs; 0 for what is not given, as up where w1 is one array."""
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     row_weights = None
     if steps.weights_by_row:
@@ -184,14 +183,14 @@ def moe_forward(
     y_swi = run.empty(steps.y_swi, steps.dtype)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
-        up, row_weights_ptr = steps.up.halves(w1), row_weights.ptr if row_weights else 0
-        bias = steps.up_bias.halves(b1) if steps.up_bias else (0, 0)
+        row_weights_ptr = row_weights.ptr if row_weights else 0
+        bias = steps.up_bias.halves(b1_gate, b1_up) if steps.up_bias else (0, 0)
         grouped_gemm.gemm(
             run,
             steps.up_fwd,
             index,
             x,
-            up,
+            steps.up.halves(gate, up),
             first_layer=first_layer_ptr,
             result=y_swi.ptr,
             weights=row_weights_ptr,
@@ -201,10 +200,8 @@ def moe_forward(
     out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, index)
-        weights, bias_ptr = weights if steps.scales_slots else 0, b2[0] if b2 else 0
-        panels.sum_of_rows(
-            run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias=bias_ptr, source=x
-        )
+        weights = weights if steps.scales_slots else 0
+        panels.sum_of_rows(run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias=b2, source=x)
         del by_row
     elif steps.cleared_bytes:
         run.clear(out.ptr, steps.cleared_bytes)

@@ -55,9 +55,9 @@ class Weight:
     def dtype(self) -> str:
         return self.layouts[0].dtype
 
-    def halves(self, addresses: tuple[int, ...]) -> tuple[int, int]:
-        """Where gate and up begin, from the addresses of the arrays. Without a gate both are the same."""
-        return addresses[0], addresses[-1] + self.up_offset
+    def halves(self, first: int, second: int = 0) -> tuple[int, int]:
+        """Where gate and up begin, from the addresses of the two arrays, or of the one that there is."""
+        return first, (second or first) + self.up_offset
 
     def is_k_contiguous(self, entry: str) -> bool:
         """Whether the dimension that a step sums over is contiguous: rows in forward, columns in backward."""
