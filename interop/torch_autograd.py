@@ -307,12 +307,13 @@ class EagerMoE(torch.autograd.Function):
             return (None, *(None for _ in needed))
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = ctx.saved_tensors
         index, activation, save, gate_up, slots = ctx.kept
-        b1, b2, of_biases = None, None, ()
+        b1 = b2 = None
+        needed_biases: tuple[bool, ...] = ()
         if biases:
-            b1, b2, of_biases = joined(*biases[:2]), biases[2], (needed[6] or needed[7], needed[8])
+            b1, b2, needed_biases = joined(*biases[:2]), biases[2], (needed[6] or needed[7], needed[8])
         made = index.joined((lists, ids)), first_layer, y_swi, activation, save, ctx.consumed
         saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots)
-        needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *of_biases)))
+        needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
         accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None
         try:
             grads = mb.moe_backward(

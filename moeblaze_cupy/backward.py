@@ -198,7 +198,7 @@ def moe_backward_weights(
             read["weighted_y_swi"].ptr,
             {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
         )
-        return _exported(call.export, accumulate, grads.gradients)
+        return _exported(call.export, accumulate, grads)
 
 
 def _backward(
@@ -254,7 +254,7 @@ def _backward(
         given = d["grad_out"].owner, *given[1:]
         described = [None if array is None else call.framework.describe(array) for array in given]
         pointers, export = [array.ptr if array else 0 for array in described], call.export
-        layouts = [array and array.layout for array in described]
+        layouts: list[Any] = [array and array.layout for array in described]
         grad_layout, x_layout, weights_layout, w2_layout, *of_layer, _, first_layer, y_swi = layouts[:_READ]
         w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(of_layer)
         steps = backward.configure_backward(
@@ -280,13 +280,13 @@ def _backward(
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        totals = _totals(accumulate, pointers) if accumulate else backward.NOTHING
-        grads = backward.moe_backward(run, found.steps, saved, *pointers[:_READ], totals)
-        exported = _exported(export, accumulate, grads.gradients)
+        into = _totals(accumulate, pointers) if accumulate else backward.NOTHING
+        grads, first_layer_grad, weighted = backward.moe_backward(run, found.steps, saved, into, *pointers[:_READ])
+        exported = _exported(export, accumulate, grads)
         if not defers_weights:
             return exported, None
-        first_layer_grad = grads.first_layer_grad.array if grads.first_layer_grad else saved.first_layer
-        weighted = grads.weighted_y_swi.array if grads.weighted_y_swi else saved.y_swi
+        first_layer_grad = saved.first_layer if first_layer_grad is None else first_layer_grad
+        weighted = saved.y_swi if weighted is None else weighted
         return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted)
 
 

@@ -94,13 +94,12 @@ def build_dispatch(
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         lists, copy, _ = dispatch.dispatch(run, found.steps, *pointers)
-        return map_index(_index(found.steps, lists, copy, kept), export)
+        return map_index(_index(found.steps, lists.array, copy.array if copy else kept), export)
 
 
-def _index(steps: dispatch.Dispatch, lists: arrays.Buffer, copy: arrays.Buffer | None, ids: Any) -> DispatchIndices:
+def _index(steps: dispatch.Dispatch, lists: Any, ids: Any) -> DispatchIndices:
     index = steps.index
-    kept = copy.array if copy else ids
-    return DispatchIndices(lists.array, kept, index.places, index.num_experts, steps.copies_ids, index.max_slots)
+    return DispatchIndices(lists, ids, index.places, index.num_experts, steps.copies_ids, index.max_slots)
 
 
 @overload
@@ -218,7 +217,7 @@ def moe_forward(
         call = Call("moe_forward", **named)
         slots = SlotOptions(weights_on, unreduced, identity_experts)
         slots = checks.slot_options("moe_forward", slots, weights is not None, b1 is not None)
-        described = [call.described.get(name) for name in names]
+        described: list[Any] = [call.described.get(name) for name in names]
         x_array, ids_array, weights_array, w2_array, *of_layer, offsets = described
         w1_arrays, b1_arrays, b2_arrays = w1_b1_b2(of_layer)
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
@@ -233,8 +232,9 @@ def moe_forward(
                 own = {"x": x, "weights": weights, "w1": joined(gate, up), "w2": w2, "b1": joined(b1_gate, b1_up)}
                 saved = dataclasses.replace(saved, b2=b2, **own)
             return out, saved
-        x_layout, ids_layout, weights_layout, w2_layout, *layouts, _ = [array and array.layout for array in described]
-        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(layouts)
+        layouts: list[Any] = [array and array.layout for array in described]
+        x_layout, ids_layout, weights_layout, w2_layout, *of_layer, _ = layouts
+        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(of_layer)
         steps = experts.configure_forward(
             x_layout,
             ids_layout,
@@ -257,14 +257,12 @@ def moe_forward(
     steps, slots = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        result = experts.moe_forward(run, steps, *pointers)
-        out = export(result.out.array)
+        out, lists, ids_copy, first_layer, y_swi = experts.moe_forward(run, steps, *pointers)
+        out = export(out)
         if save is None:
             return out, None
         x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, _ = given
-        index = _index(steps.dispatch, result.lists, result.ids, ids)
-        first_layer = result.first_layer.array if result.first_layer else None
-        y_swi = result.y_swi.array if result.y_swi else None
+        index = _index(steps.dispatch, lists, ids if ids_copy is None else ids_copy)
         kept = x, weights, joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
         return out, SavedForBackward(*kept, joined(b1_gate, b1_up), b2, gate_up, slots)
 

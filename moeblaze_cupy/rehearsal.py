@@ -6,6 +6,7 @@ The passes of `ops` run on it as they run on a GPU, so what it notes is what the
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import Any
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer
 from moeblaze_cupy.runtime import Launch, Runtime
@@ -85,7 +86,7 @@ class Rehearsal(Runtime):
                 self.allocations[place].uses.append((launch, name))
 
 
-def allocation_of(buffer: Buffer) -> Allocation:
-    """Of a buffer that a rehearsal gave."""
-    memory: _Memory = buffer.array
+def allocation_of(array: Any) -> Allocation:
+    """Of an array that a rehearsal gave."""
+    memory: _Memory = array
     return memory.allocation

@@ -285,9 +285,9 @@ def pair(weight: Any) -> tuple[Any, ...]:
     return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
 
 
-def one_or_pair(parts: tuple[Any, ...]) -> Any:
+def one_or_pair(parts: Sequence[Any]) -> Any:
     """What `pair` was given."""
-    return parts if len(parts) == 2 else parts[0]
+    return tuple(parts) if len(parts) == 2 else parts[0]
 
 
 def gate_and_up(weight: Any) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.arrays import Buffer, Layout
+from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.cli.progress import CommandError, one_line
 from moeblaze_cupy.cli.sizes import layer_shape, slot_options
 from moeblaze_cupy.launch_config import DeviceLimits
@@ -86,11 +86,11 @@ class Pass:
 
     name: str
     rehearsal: Rehearsal
-    kept: dict[str, Buffer]
+    kept: dict[str, Any]
 
     @property
     def kept_bytes(self) -> int:
-        return sum(allocation_of(buffer).nbytes for buffer in self.kept.values())
+        return sum(allocation_of(array).nbytes for array in self.kept.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -147,11 +147,8 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    gradients = backward.moe_backward(run, backward_steps, saved, *[0] * 12, given)
-    found = {"x": gradients.x, "weights": gradients.weights}
-    for name in ("w1", "w2", "b1", "b2"):
-        found[name] = (getattr(gradients, name) or (None,))[0]
-    named = {f"gradient of {name}": buffer for name, buffer in found.items()}
+    gradients = backward.moe_backward(run, backward_steps, saved, given, *[0] * 12)[0]
+    named = {f"gradient of {name}": array for name, array in vars(gradients).items()}
     return [forward, Pass("backward", run, _present(named))]
 
 
@@ -165,8 +162,8 @@ def _weight(s: LayerShape, rows: int, columns: int, dtype: str) -> Layout:
     return Layout((s.E, rows, columns), strides, dtype, 0)
 
 
-def _present(buffers: dict[str, Buffer | None]) -> dict[str, Buffer]:
-    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+def _present(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, passes: list[Pass]) -> list[str]:

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from moeblaze_cupy import launch_config, loader, reasons
-from moeblaze_cupy.arrays import ALIGNMENT, Buffer, Layout
+from moeblaze_cupy.arrays import ALIGNMENT, Layout
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_INDICES, EXPERT_TOKEN_OFFSETS, EXPERTS_BY_LOAD, IndexLayout, Lists
 from moeblaze_cupy.runtime import Launch, Runtime
+from moeblaze_cupy.structures import one_or_pair
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class Bias:
         """Of new arrays for the gradient: packed, in the shapes of the bias's own."""
         return tuple(layout._replace(strides=(layout.shape[1], 1), misalignment=0) for layout in self.layouts)
 
-    def empty_gradient(self, run: Runtime) -> tuple[Buffer, ...]:
-        """New arrays of these layouts, without contents."""
-        return tuple(run.empty(layout.shape, layout.dtype) for layout in self.layouts)
+    def empty_gradient(self, run: Runtime) -> tuple[Any, list[int]]:
+        """A new array, or the pair (gate, up), in the shapes of the bias; and their addresses."""
+        buffers = [run.empty(layout.shape, layout.dtype) for layout in self.layouts]
+        return one_or_pair([buffer.array for buffer in buffers]), [buffer.ptr for buffer in buffers]
 
 
 _ADDRESSES = (

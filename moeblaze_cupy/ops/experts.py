@@ -7,6 +7,7 @@ launches, in a straight line.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
@@ -148,15 +149,14 @@ def identity_rows(rows: Layout, weights: Layout | None, slots: SlotOptions) -> S
     return Source(rows.misalignment, weights.dtype) if slots.identity_experts and weights else None
 
 
-@dataclass(slots=True)
-class ForwardResult:
-    """`lists`, `ids` (int32 copy of int64 ids), `first_layer` and `y_swi` are what backward needs, None if not kept."""
+class ForwardResult(NamedTuple):
+    """The arrays that forward made. All but `out` are what backward needs, None if not kept."""
 
-    out: Buffer
-    lists: Buffer
-    ids: Buffer | None
-    first_layer: Buffer | None
-    y_swi: Buffer | None
+    out: Any
+    lists: Any
+    ids: Any  # the int32 copy of int64 ids
+    first_layer: Any
+    y_swi: Any
 
 
 def moe_forward(
@@ -205,4 +205,10 @@ def moe_forward(
         del by_row
     elif steps.cleared_bytes:
         run.clear(out.ptr, steps.cleared_bytes)
-    return ForwardResult(out, lists, ids_copy, first_layer, y_swi if steps.keeps_y_swi else None)
+    return ForwardResult(
+        out.array,
+        lists.array,
+        ids_copy.array if ids_copy else None,
+        first_layer.array if first_layer else None,
+        y_swi.array if steps.keeps_y_swi else None,
+    )

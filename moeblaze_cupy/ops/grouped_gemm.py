@@ -16,7 +16,7 @@ from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
 from moeblaze_cupy.runtime import Launch, Runtime, Tiles
-from moeblaze_cupy.structures import Activation, activation_of, is_gated
+from moeblaze_cupy.structures import Activation, activation_of, is_gated, one_or_pair
 from moeblaze_cupy.tensor_map import TensorMap
 
 
@@ -71,14 +71,12 @@ class Weight:
             layouts.append(Layout((E, rows, columns), strides, self.dtype, self.layouts[0].device))
         return tuple(layouts)
 
-    def empty_gradient(self, run: Runtime) -> tuple[Buffer, ...]:
-        """New arrays of these layouts, without contents."""
+    def empty_gradient(self, run: Runtime) -> tuple[Any, list[int]]:
+        """A new array, or the pair (gate, up), of the weight's shapes and memory order; and their addresses."""
         dtype = self.layouts[0].dtype
         buffers = [run.empty(shape, dtype) for shape in self._stored_shapes]
-        if self.transposed:
-            for buffer in buffers:
-                buffer.array = buffer.array.swapaxes(1, 2)
-        return tuple(buffers)
+        arrays = [buffer.array.swapaxes(1, 2) if self.transposed else buffer.array for buffer in buffers]
+        return one_or_pair(arrays), [buffer.ptr for buffer in buffers]
 
     @cached_property
     def _stored_shapes(self) -> tuple[tuple[int, int, int], ...]:
