@@ -17,6 +17,7 @@ from moeblaze_cupy.interop import torch_autograd, torch_ops
 from moeblaze_cupy.interop.torch_autograd import Grads
 from moeblaze_cupy.interop.torch_autograd import first_derivatives_only as _first_derivatives_only
 from moeblaze_cupy.interop.torch_ops import Options, Sums
+from moeblaze_cupy.layer import forward
 from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.structures import (
     SAVE_POLICIES,
@@ -73,6 +74,7 @@ def moe(
     gate, up = _gate_and_up("w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("b1", b1)
     layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+    others = gate_up, weights_on, unreduced, identity_experts
     as_operators = torch_autograd.wanted(layer)
     required_is_none = x is None or ids is None or gate is None or w2 is None or (weights is None and not unreduced)
     if as_operators or required_is_none:
@@ -91,13 +93,12 @@ def moe(
     differentiable = torch.is_grad_enabled() and (
         x.requires_grad or gate.requires_grad or any(t is not None and t.requires_grad for t in layer[2:])
     )
-    options = activation, gate_up, weights_on, unreduced, identity_experts
     out: torch.Tensor
     if as_operators and not differentiable and not torch_autograd.transformed():
-        out = torch_ops.moe_infer(*layer, *Options.of(*options))
+        out = torch_ops.moe_infer(*layer, *Options.of(activation, *others))
         return out
     if not as_operators and not differentiable:
-        out = torch_autograd.forward(layer, options, None)[0]
+        out = forward(layer, (activation, None, *others, None, 0))[0]
         return out
     if save is None and not differentiable:
         save = "recompute"  # of what torch.func may differentiate
@@ -107,11 +108,13 @@ def moe(
         sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
         # Compiled code changes no attributes in backward, so it is told here.
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
-        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *Options.of(*options), *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        options = Options.of(activation, *others)
+        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
-    out = torch_autograd.EagerMoE.apply((save, keep_saved, main_grads, options), *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    call = keep_saved, main_grads, (activation, save, *others, None, 0)
+    out = torch_autograd.EagerMoE.apply(call, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
 
@@ -123,6 +126,7 @@ def _gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
         raise ValueError(f"moe: {name}: expected one tensor or a pair (gate, up), got {len(weight)} tensors")
     gate, up = (*weight, None)[:2]
     if len(weight) == 2:
+        _check_tensor(name, gate)
         _check_tensor(f"{name}[1]", up)
     return gate, up
 

@@ -1,13 +1,14 @@
 """The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any
 
 import torch
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import layer
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
     NEEDS,
@@ -257,45 +258,19 @@ class MainGrad:
         return "zeros" if getattr(self.parameter, "zero_out_wgrad", False) else "empty"
 
 
-def forward(tensors: Sequence[Any], options: tuple[Any, ...], save: Any) -> tuple[Tensor, SavedForBackward | None]:
-    """`mb.moe_forward` of the tensors of Layer, of which the last four may be missing, and the values of Options."""
-    x, ids, weights, gate, up, w2, *rest = tensors
-    b1_gate, b1_up, b2, token_offsets = rest or _NO_REST
-    activation, gate_up, weights_on, unreduced, identity_experts = options
-    out: Tensor
-    out, saved = mb.moe_forward(
-        x,
-        ids,
-        weights,
-        joined(gate, up),
-        w2,
-        activation=activation,
-        save=save,
-        b1=joined(b1_gate, b1_up),
-        b2=b2,
-        gate_up=gate_up,
-        token_offsets=token_offsets,
-        weights_on=weights_on,
-        unreduced=unreduced,
-        identity_experts=identity_experts,
-    )
-    return out, saved
-
-
 class EagerMoE(torch.autograd.Function):
-    """call: the save policy, keep_saved, main_grads by name (of gate, up and w2), and the options of `forward`."""
+    """call: keep_saved, main_grads by name (of gate, up and w2), and the options of `layer.forward`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: tuple[str, bool, dict[str, MainGrad], tuple[Any, ...]], *tensors: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, call: tuple[bool, dict[str, MainGrad], layer.Options], *tensors: Tensor | None) -> Tensor:
         """tensors: of Layer, in order; the last four may be missing."""
-        save, ctx.keep_saved, ctx.main_grads, options = call
-        out, saved = forward(tensors, options, save)
+        ctx.keep_saved, ctx.main_grads, options = call
+        out: Tensor
+        out, saved = layer.forward(tensors if len(tensors) > 6 else (*tensors, *_NO_REST), options)
         assert saved is not None
         lists, index = saved.index.split()
-        ctx.save_for_backward(*tensors[:1], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
-        ctx.kept, ctx.consumed = (index, saved.activation, save, saved.gate_up, saved.slots), False
+        ctx.save_for_backward(tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
+        ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
         return out
 

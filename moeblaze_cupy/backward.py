@@ -255,8 +255,8 @@ def _backward(
         described = [None if array is None else call.framework.describe(array) for array in given]
         pointers, export = [array.ptr if array else 0 for array in described], call.export
         layouts: list[Any] = [array and array.layout for array in described]
-        grad_layout, x_layout, weights_layout, w2_layout, *of_layer, _, first_layer, y_swi = layouts[:_READ]
-        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(of_layer)
+        grad_layout, x_layout, weights_layout, _, _, w2_layout, *_, first_layer, y_swi = layouts[:_READ]
+        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(layouts)
         steps = backward.configure_backward(
             grad_layout,
             x_layout,
@@ -300,8 +300,8 @@ def _backward_key(
     if not (accumulate is None or isinstance(accumulate, Mapping)):
         return None, (), []
     index, w1, b1 = saved.index, gate_and_up(saved.w1), gate_and_up(saved.b1)
-    read = grad_out, saved.x, saved.weights, saved.w2, *w1, *b1, saved.b2
-    given: tuple[Any, ...] = *read, index.lists, saved.first_layer, saved.y_swi
+    of_layer = saved.x, saved.weights, *w1, saved.w2, *b1, saved.b2
+    given: tuple[Any, ...] = grad_out, *of_layer, index.lists, saved.first_layer, saved.y_swi
     options: tuple[Any, ...]
     options = saved.activation, saved.gate_up, needs, *of_call, saved.slots, index.is_ragged, index.max_slots
     if accumulate:

@@ -203,38 +203,50 @@ def moe_forward(
     """
     gate, up = _gate_and_up("moe_forward", "w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
-    given: Sequence[Any] = (x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets)
-    of_slots = weights_on, unreduced, identity_experts, max_slots
-    options: tuple[Any, ...] = activation, save, gate_up, *of_slots, spare_multiprocessors
+    given = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+    others = weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
+    return forward(given, (activation, save, gate_up, *others))
+
+
+Options = tuple[str | Activation, str | None, str, str, bool, int, int | None, int]
+
+
+def forward(given: Sequence[Any], options: Options) -> tuple[Any, SavedForBackward | None]:
+    """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not.
+
+    options: activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors.
+    """
     key, pointers = runtime.key_of("moe_forward", options, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
+    activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors = options
     if found is None:
+        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = given
         names = _forward_names(up is not None, b1_up is not None)
-        required = (*names[:2], *names[3:5])
+        required = (*names[:2], names[3], names[5])
         named = {n: array for n, array in zip(names, given, strict=True) if array is not None or n in required}
         checks.untracked("moe_forward", named)
         call = Call("moe_forward", **named)
         slots = SlotOptions(weights_on, unreduced, identity_experts)
-        slots = checks.slot_options("moe_forward", slots, weights is not None, b1 is not None)
+        slots = checks.slot_options("moe_forward", slots, weights is not None, b1_gate is not None)
         described: list[Any] = [call.described.get(name) for name in names]
-        x_array, ids_array, weights_array, w2_array, *of_layer, offsets = described
-        w1_arrays, b1_arrays, b2_arrays = w1_b1_b2(of_layer)
+        x_array, ids_array, weights_array, _, _, w2_array, *_, offsets = described
+        w1_arrays, b1_arrays, b2_arrays = w1_b1_b2(described)
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
         checks.layer("moe_forward", *layer, offsets)
         checks.identity_experts("moe_forward", slots, w2_array)
         max_slots = checks.max_slots("moe_forward", max_slots, ids_array.size)
         limits = spared("moe_forward", call, spare_multiprocessors)
         if limits is None:
-            w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[4:6], names[6:8]))
+            w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[3:5], names[6:8]))
             out, saved = _forward_on_cpu(call, w1_names, b1_names, activation, save, gate_up, slots, max_slots)
             if saved is not None and call.framework is arrays.Torch:
                 own = {"x": x, "weights": weights, "w1": joined(gate, up), "w2": w2, "b1": joined(b1_gate, b1_up)}
                 saved = dataclasses.replace(saved, b2=b2, **own)
             return out, saved
         layouts: list[Any] = [array and array.layout for array in described]
-        x_layout, ids_layout, weights_layout, w2_layout, *of_layer, _ = layouts
-        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(of_layer)
+        x_layout, ids_layout, weights_layout, _, _, w2_layout, *_ = layouts
+        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(layouts)
         steps = experts.configure_forward(
             x_layout,
             ids_layout,
@@ -261,7 +273,7 @@ def moe_forward(
         out = export(out)
         if save is None:
             return out, None
-        x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, _ = given
+        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, _ = given
         index = _index(steps.dispatch, lists, ids if ids_copy is None else ids_copy)
         kept = x, weights, joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
         return out, SavedForBackward(*kept, joined(b1_gate, b1_up), b2, gate_up, slots)
@@ -280,15 +292,12 @@ def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
 def _forward_names(w1_is_pair: bool, b1_is_pair: bool) -> tuple[str, ...]:
     """Argument names of the arrays of a forward, in the order of `experts.moe_forward`."""
     w1, b1 = ("w1[0]" if w1_is_pair else "w1"), ("b1[0]" if b1_is_pair else "b1")
-    return "x", "ids", "weights", "w2", w1, "w1[1]", b1, "b1[1]", "b2", "token_offsets"
+    return "x", "ids", "weights", w1, "w1[1]", "w2", b1, "b1[1]", "b2", "token_offsets"
 
 
 def w1_b1_b2(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """What says something of the arrays of w1, b1 and b2, from what each of gate, up, b1's two and b2 has to say.
-
-    None stands for an array that there is not.
-    """
-    gate, up, b1_gate, b1_up, b2 = values
+    """Those of w1, b1 and b2 that are not None, of values in the order of a forward's arrays, or of a backward's."""
+    _, _, _, gate, up, _, b1_gate, b1_up, b2, *_ = values
     return present(gate, up), present(b1_gate, b1_up), present(b2)
 
 
