@@ -157,9 +157,9 @@ class Runtime:
         loader.bind_context(device)
         return cls(framework, device, framework.stream(device))
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Buffer:
-        """New memory of the framework's, row-major, without contents."""
-        return self.framework.empty(shape, dtype, self.device)
+    def empty(self, shape: tuple[int, ...], dtype: str, transposed: bool = False) -> Buffer:
+        """New memory of the framework's, without contents; see `arrays.DeviceFramework`."""
+        return self.framework.empty(shape, dtype, self.device, transposed)
 
     def clear(self, address: int, nbytes: int) -> None:
         """Zeroes memory, in the stream's order."""

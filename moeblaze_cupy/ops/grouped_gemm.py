@@ -7,7 +7,6 @@ launch.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from moeblaze_cupy import checks, launch_config, loader, reasons
@@ -73,15 +72,8 @@ class Weight:
 
     def empty_gradient(self, run: Runtime) -> tuple[Any, list[int]]:
         """A new array, or the pair (gate, up), of the weight's shapes and memory order; and their addresses."""
-        dtype = self.layouts[0].dtype
-        buffers = [run.empty(shape, dtype) for shape in self._stored_shapes]
-        arrays = [buffer.array.swapaxes(1, 2) if self.transposed else buffer.array for buffer in buffers]
-        return one_or_pair(arrays), [buffer.ptr for buffer in buffers]
-
-    @cached_property
-    def _stored_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        shapes = (layout.shape for layout in self.layouts)
-        return tuple((E, N, M) if self.transposed else (E, M, N) for E, M, N in shapes)
+        buffers = [run.empty(shape, dtype, self.transposed) for shape, _, dtype, *_ in self.layouts]
+        return one_or_pair([buffer.array for buffer in buffers]), [buffer.ptr for buffer in buffers]
 
 
 @dataclass(frozen=True)
