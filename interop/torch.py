@@ -169,51 +169,42 @@ def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -
 
 
 class _Route(torch.autograd.Function):
-    """options: those of `moeblaze_cupy.route` that are no tensors; sequences among them where it is an int."""
+    """call: k, and by name the options of `moeblaze_cupy.route` that are no tensors; an int of sequences is one.
+
+    others: the tensors of _ROUTE_OTHERS, None where absent; () if all are, as apply looks at each argument.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
-        ids: torch.Tensor | None,
-        token_offsets: torch.Tensor | None,
-        token_mask: torch.Tensor | None,
-        sequences: torch.Tensor | None,
-        k: int | None,
-        options: dict[str, Any],
+        ctx: Any, call: tuple[int | None, dict[str, Any]], logits: torch.Tensor, *others: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        if sequences is not None:
-            options = options | {"sequences": sequences}
-        masks: dict[str, Any] = {"token_offsets": token_offsets, "token_mask": token_mask}
-        weights, chosen, *sums = mb.route(logits, k, bias=bias, ids=ids, **masks, **options)
-        ctx.save_for_backward(logits, weights, chosen, token_offsets, token_mask, sequences)
-        ctx.options = options | {"sequences": None} if sequences is not None else options
+        k, ctx.options = call
+        weights, chosen, *sums = mb.route(logits, k, **ctx.options, **_named(_ROUTE_OTHERS, others))
+        ctx.save_for_backward(logits, weights, chosen, *others[2:])  # without what takes part in the choice alone
         ctx.mark_non_differentiable(chosen)
         ctx.set_materialize_grads(False)
-        return (weights, chosen, *(sums[0] if sums else (None, None, None)))
+        return (weights, chosen, *sums[0]) if sums else (weights, chosen)
 
     @staticmethod
     @_first_derivatives_only("route")
-    def backward(
-        ctx: Any,
-        grad_weights: torch.Tensor | None,
-        _: None,
-        *grad_sums: torch.Tensor | None,
-    ) -> Grads:
+    def backward(ctx: Any, grad_weights: torch.Tensor | None, _: None, *grad_sums: torch.Tensor | None) -> Grads:
+        logits, weights, chosen, *read = ctx.saved_tensors
+        rest = (None,) * (len(ctx.needs_input_grad) - 2)
         if grad_weights is None and not any(grad is not None for grad in grad_sums):
-            return (None,) * 8
-        logits, weights, chosen, token_offsets, token_mask, sequences = ctx.saved_tensors
-        options = ctx.options | ({} if sequences is None else {"sequences": sequences})
-        if grad_weights is None:
-            grad_weights = torch.zeros_like(weights)
-        names = ("grad_score_sums", "grad_z_sums", "grad_entropy_sums")
-        grads: dict[str, Any] = {
-            name: None if grad is None else grad.contiguous() for name, grad in zip(names, grad_sums, strict=True)
-        }
-        masks: dict[str, Any] = {"token_offsets": token_offsets, "token_mask": token_mask}
-        grad = mb.route_backward(grad_weights.contiguous(), logits, weights, chosen, **masks, **options, **grads)
-        return (grad, *(None,) * 7)
+            return (None, None, *rest)
+        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
+        of_sums = [None if grad is None else grad.contiguous() for grad in grad_sums]
+        grads = _named(("grad_score_sums", "grad_z_sums", "grad_entropy_sums"), of_sums)
+        masks = _named(_ROUTE_OTHERS[2:], read)
+        return (None, mb.route_backward(grad_weights, logits, weights, chosen, **masks, **ctx.options, **grads), *rest)
+
+
+_ROUTE_OTHERS = ("bias", "ids", "token_offsets", "token_mask", "sequences")
+
+
+def _named(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Any]:
+    """Those that are not None; of no tensors at all, none."""
+    return {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
 
 
 def route(
@@ -244,17 +235,16 @@ def route(
     Second derivatives and transforms as for `moe`; vmap takes logits alone, with a bias of all.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.route` does.
     """
-    by_name = {"bias": bias, "ids": ids, "token_offsets": token_offsets, "token_mask": token_mask}
     offsets = sequences if isinstance(sequences, torch.Tensor) else None
-    for name, tensor in {"logits": logits, **by_name}.items():
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
-            raise TypeError(f"route: {name}: expected a torch tensor, got {type(tensor)}")
-    present = {name: t for name, t in {"logits": logits, **by_name, "sequences": offsets}.items() if t is not None}
-    as_operators = torch_autograd.wanted(present.values())
+    tensors = logits, bias, ids, token_offsets, token_mask, offsets
+    as_operators = torch_autograd.wanted(tensors)
+    if as_operators or logits is None:
+        for name, tensor in zip(("logits", *_ROUTE_OTHERS), tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
+                raise TypeError(f"route: {name}: expected a torch tensor, got {type(tensor)}")
     if not as_operators:
-        checks.untransformed("route", "logits", present.values())
-    if bias is not None:
-        by_name["bias"] = bias.detach()
+        checks.untransformed("route", "logits", tensors)
+    others = None if bias is None else bias.detach(), *tensors[2:]
     options: dict[str, Any] = {
         "score": score,
         "renormalize": renormalize,
@@ -268,7 +258,7 @@ def route(
     }
     if as_operators:
         options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
-        arguments = (logits, *by_name.values(), offsets, k, *RouterOptions(**options))
+        arguments = (logits, *others, k, *RouterOptions(**options))
         if torch_autograd.transformed() or (torch.is_grad_enabled() and logits.requires_grad):
             routed = torch_autograd.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         else:
@@ -278,7 +268,8 @@ def route(
     else:
         if offsets is None:
             options["sequences"] = sequences
-        routed = _Route.apply(logits, *by_name.values(), offsets, k, options)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        present = others if any(tensor is not None for tensor in others) else ()
+        routed = _Route.apply((k, options), logits, *present)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return (*routed[:2], RouterSums(*routed[2:])) if sums else routed[:2]
 
 
