@@ -267,6 +267,7 @@ def _torch_empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bo
     On torch's current device they come from the function that torch.compile allocates with, which skips the dispatcher.
     """
     torch = sys.modules["torch"]
+    shape = tuple(map(int, shape))  # that function takes nothing derived from tuple and int
     stored = in_memory(shape, transposed)
     packed = tuple(math.prod(max(n, 1) for n in stored[i + 1 :]) for i in range(len(stored)))
     strides = in_memory(packed, transposed)

@@ -501,7 +501,7 @@ def test_new_memory_of_torch(torch, monkeypatch, current, shape, dtype, transpos
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1 if current else 0, raising=False)
     monkeypatch.setattr(torch, "empty_strided", told)
     arrays._torch_empty.cache_clear()
-    made = arrays.Torch.empty(shape, dtype, 1, transposed)
+    made = arrays.Torch.empty(torch.Size(shape), dtype, 1, transposed)
     arrays._torch_empty.cache_clear()
     want = torch.empty(shape, dtype=getattr(torch, dtype))
     if transposed:
