@@ -280,7 +280,7 @@ def _backward(
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        into = _totals(accumulate, pointers) if accumulate else backward.NOTHING
+        into = _totals(accumulate, pointers) if accumulate else {}
         grads, first_layer_grad, weighted = backward.moe_backward(run, found.steps, saved, into, *pointers[:_READ])
         exported = _exported(export, accumulate, grads)
         if not defers_weights:

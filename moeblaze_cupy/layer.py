@@ -21,6 +21,8 @@ from moeblaze_cupy.structures import (
     present,
 )
 
+# activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
+Options = tuple[str | Activation, str | None, str, str, bool, int, int | None, int]
 _SAVED_ARRAYS = ("x", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
 
 
@@ -208,14 +210,8 @@ def moe_forward(
     return forward(given, (activation, save, gate_up, *others))
 
 
-Options = tuple[str | Activation, str | None, str, str, bool, int, int | None, int]
-
-
 def forward(given: Sequence[Any], options: Options) -> tuple[Any, SavedForBackward | None]:
-    """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not.
-
-    options: activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors.
-    """
+    """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not."""
     key, pointers = runtime.key_of("moe_forward", options, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks

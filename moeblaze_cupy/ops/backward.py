@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from moeblaze_cupy.arrays import ITEMSIZE, Layout
@@ -29,8 +28,6 @@ from moeblaze_cupy.structures import (
     is_consumed,
     is_gated,
 )
-
-NOTHING: Mapping[str, Sequence[int]] = MappingProxyType({})  # that gradients are added to
 
 
 @dataclass(frozen=True, eq=False)
