@@ -29,7 +29,7 @@ from moeblaze_cupy.interop.torch_ops import (
     split,
 )
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import DispatchIndices, SavedForBackward, gate_and_up, joined, pair
+from moeblaze_cupy.structures import SavedForBackward, gate_and_up, joined, pair
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -268,9 +268,9 @@ class EagerMoE(torch.autograd.Function):
         out: Tensor
         out, saved = layer.forward(tensors if len(tensors) > 6 else (*tensors, *_NO_REST), options)
         assert saved is not None
-        lists, of_index = saved.index.split()
+        lists, index = saved.index.split()
         ctx.save_for_backward(tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
-        ctx.kept, ctx.consumed = (of_index, saved.activation, saved.save, saved.gate_up, saved.slots), False
+        ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
         return out
 
@@ -281,12 +281,12 @@ class EagerMoE(torch.autograd.Function):
         if grad_out is None:
             return (None, *(None for _ in needed))
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = ctx.saved_tensors
-        of_index, activation, save, gate_up, slots = ctx.kept
+        index, activation, save, gate_up, slots = ctx.kept
         b1 = b2 = None
         needed_biases: tuple[bool, ...] = ()
         if biases:
             b1, b2, needed_biases = joined(*biases[:2]), biases[2], (needed[6] or needed[7], needed[8])
-        made = DispatchIndices.joined((lists, ids), of_index), first_layer, y_swi, activation, save, ctx.consumed
+        made = index.joined((lists, ids)), first_layer, y_swi, activation, save, ctx.consumed
         saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
         accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None

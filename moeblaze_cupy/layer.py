@@ -43,7 +43,7 @@ def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
 
 def map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
     lists, rest = index.split()
-    return DispatchIndices.joined([None if array is None else convert(array) for array in lists], rest)
+    return rest.joined([None if array is None else convert(array) for array in lists])
 
 
 def named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:

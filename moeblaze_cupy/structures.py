@@ -271,13 +271,13 @@ class DispatchIndices:
         held: int = math.prod(self.lists.shape) + (math.prod(self.ids.shape) if self.ids_copied else 0)
         return 4 * held
 
-    def split(self) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+    def split(self) -> tuple[list[Any], "DispatchIndices"]:
         """The arrays, and the rest, which `joined` puts together again."""
-        return (self.lists, self.ids), (self.places, self.num_experts, self.ids_copied, self.max_slots)
+        return [self.lists, self.ids], self.joined([None, None])
 
-    @classmethod
-    def joined(cls, arrays: Sequence[Any], rest: tuple[Any, ...]) -> "DispatchIndices":
-        return cls(*arrays, *rest)
+    def joined(self, arrays: Sequence[Any]) -> "DispatchIndices":
+        lists, ids = arrays
+        return DispatchIndices(lists, ids, self.places, self.num_experts, self.ids_copied, self.max_slots)
 
 
 def pair(weight: Any) -> tuple[Any, ...]:
