@@ -158,9 +158,9 @@ class Kernels:
         token_index_map, row_weights = index[dispatch.TOKEN_INDEX_MAP], address(self.row_weights)
         x, grad_out, weights, w1, w2 = map(address, (x, grad_out, weights, w1, w2))
         run.launch(backward.weights_by_row, weights, token_index_map, row_weights)
-        up, down = backward.up.halves((w1,)), (w2, w2)
-        up_gradient = backward.up_gradient.halves((address(self.grad_w1),))
-        down_gradient = backward.down_gradient.halves((address(self.grad_w2),))
+        up, down = backward.up.halves(w1), (w2, w2)
+        up_gradient = backward.up_gradient.halves(address(self.grad_w1))
+        down_gradient = backward.down_gradient.halves(address(self.grad_w2))
         buffers = (self.first, self.y_swi, self.panel, self.first_grad, self.weighted_y_swi, self.out)
         first, y_swi, panel, first_grad, weighted_y_swi, out = map(address, buffers)
 

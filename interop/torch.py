@@ -6,7 +6,7 @@ save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy ba
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from moeblaze_cupy.interop import torch_autograd, torch_ops
 from moeblaze_cupy.interop.torch_autograd import Grads
 from moeblaze_cupy.interop.torch_autograd import first_derivatives_only as _first_derivatives_only
 from moeblaze_cupy.interop.torch_ops import Options, Sums
+from moeblaze_cupy.layer import forward
 from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.structures import (
     SAVE_POLICIES,
@@ -72,16 +73,14 @@ def moe(
     """
     gate, up = _gate_and_up("w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("b1", b1)
-    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
-        _check_tensor(name, tensor)
-    if weights is not None or not unreduced:
-        _check_tensor("weights", weights)
-    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
-        if optional is not None:
-            _check_tensor(name, optional)
-    as_operators = torch_autograd.wanted((x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets))
+    layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+    others = gate_up, weights_on, unreduced, identity_experts
+    as_operators = torch_autograd.wanted(layer)
+    required_is_none = x is None or ids is None or gate is None or w2 is None or (weights is None and not unreduced)
+    if as_operators or required_is_none:
+        _check_tensors(layer, unreduced)
     if not as_operators:
-        checks.untransformed("moe", {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2})
+        checks.untransformed("moe", "x", layer)
     main_grads = {}
     if accumulate_into_main_grad and torch.is_grad_enabled():
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
@@ -90,17 +89,16 @@ def moe(
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = _autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
         )
-    layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+        layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
     differentiable = torch.is_grad_enabled() and (
         x.requires_grad or gate.requires_grad or any(t is not None and t.requires_grad for t in layer[2:])
     )
-    options = activation, gate_up, weights_on, unreduced, identity_experts
     out: torch.Tensor
     if as_operators and not differentiable and not torch_autograd.transformed():
-        out = torch_ops.moe_infer(*layer, *Options.of(*options))
+        out = torch_ops.moe_infer(*layer, *Options.of(activation, *others))
         return out
     if not as_operators and not differentiable:
-        out = torch_autograd.forward(layer, options, None)[0]
+        out = forward(layer, (activation, None, *others, None, 0))[0]
         return out
     if save is None and not differentiable:
         save = "recompute"  # of what torch.func may differentiate
@@ -110,11 +108,13 @@ def moe(
         sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
         # Compiled code changes no attributes in backward, so it is told here.
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
-        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *Options.of(*options), *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        options = Options.of(activation, *others)
+        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
     # apply looks at each argument, so it gets the tensors that there are.
-    tensors = layer if any(t is not None for t in layer[6:]) else layer[:6]
-    out = torch_autograd.EagerMoE.apply((save, keep_saved, main_grads, options), *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
+    call = keep_saved, main_grads, (activation, save, *others, None, 0)
+    out = torch_autograd.EagerMoE.apply(call, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
 
@@ -126,8 +126,21 @@ def _gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
         raise ValueError(f"moe: {name}: expected one tensor or a pair (gate, up), got {len(weight)} tensors")
     gate, up = (*weight, None)[:2]
     if len(weight) == 2:
+        _check_tensor(name, gate)
         _check_tensor(f"{name}[1]", up)
     return gate, up
+
+
+def _check_tensors(layer: Sequence[Any], unreduced: bool) -> None:
+    """Of those of torch_ops.Layer all are tensors, or None where that stands for nothing."""
+    x, ids, weights, gate, _, w2, b1_gate, _, b2, token_offsets = layer  # `_gate_and_up` has seen the two between
+    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
+        _check_tensor(name, tensor)
+    if weights is not None or not unreduced:
+        _check_tensor("weights", weights)
+    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
+        if optional is not None:
+            _check_tensor(name, optional)
 
 
 def _check_tensor(name: str, tensor: Any) -> None:
@@ -156,51 +169,42 @@ def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -
 
 
 class _Route(torch.autograd.Function):
-    """options: those of `moeblaze_cupy.route` that are no tensors; sequences among them where it is an int."""
+    """call: k, and by name the options of `moeblaze_cupy.route` that are no tensors; an int of sequences is one.
+
+    others: the tensors of _ROUTE_OTHERS, None where absent; () if all are, as apply looks at each argument.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        bias: torch.Tensor | None,
-        ids: torch.Tensor | None,
-        token_offsets: torch.Tensor | None,
-        token_mask: torch.Tensor | None,
-        sequences: torch.Tensor | None,
-        k: int | None,
-        options: dict[str, Any],
+        ctx: Any, call: tuple[int | None, dict[str, Any]], logits: torch.Tensor, *others: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        if sequences is not None:
-            options = options | {"sequences": sequences}
-        masks: dict[str, Any] = {"token_offsets": token_offsets, "token_mask": token_mask}
-        weights, chosen, *sums = mb.route(logits, k, bias=bias, ids=ids, **masks, **options)
-        ctx.save_for_backward(logits, weights, chosen, token_offsets, token_mask, sequences)
-        ctx.options = options | {"sequences": None} if sequences is not None else options
+        k, ctx.options = call
+        weights, chosen, *sums = mb.route(logits, k, **ctx.options, **_named(_ROUTE_OTHERS, others))
+        ctx.save_for_backward(logits, weights, chosen, *others[2:])  # without what takes part in the choice alone
         ctx.mark_non_differentiable(chosen)
         ctx.set_materialize_grads(False)
-        return (weights, chosen, *(sums[0] if sums else (None, None, None)))
+        return (weights, chosen, *sums[0]) if sums else (weights, chosen)
 
     @staticmethod
     @_first_derivatives_only("route")
-    def backward(
-        ctx: Any,
-        grad_weights: torch.Tensor | None,
-        _: None,
-        *grad_sums: torch.Tensor | None,
-    ) -> Grads:
+    def backward(ctx: Any, grad_weights: torch.Tensor | None, _: None, *grad_sums: torch.Tensor | None) -> Grads:
+        logits, weights, chosen, *read = ctx.saved_tensors
+        rest = (None,) * (len(ctx.needs_input_grad) - 2)
         if grad_weights is None and not any(grad is not None for grad in grad_sums):
-            return (None,) * 8
-        logits, weights, chosen, token_offsets, token_mask, sequences = ctx.saved_tensors
-        options = ctx.options | ({} if sequences is None else {"sequences": sequences})
-        if grad_weights is None:
-            grad_weights = torch.zeros_like(weights)
-        names = ("grad_score_sums", "grad_z_sums", "grad_entropy_sums")
-        grads: dict[str, Any] = {
-            name: None if grad is None else grad.contiguous() for name, grad in zip(names, grad_sums, strict=True)
-        }
-        masks: dict[str, Any] = {"token_offsets": token_offsets, "token_mask": token_mask}
-        grad = mb.route_backward(grad_weights.contiguous(), logits, weights, chosen, **masks, **options, **grads)
-        return (grad, *(None,) * 7)
+            return (None, None, *rest)
+        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
+        of_sums = [None if grad is None else grad.contiguous() for grad in grad_sums]
+        grads = _named(("grad_score_sums", "grad_z_sums", "grad_entropy_sums"), of_sums)
+        masks = _named(_ROUTE_OTHERS[2:], read)
+        return (None, mb.route_backward(grad_weights, logits, weights, chosen, **masks, **ctx.options, **grads), *rest)
+
+
+_ROUTE_OTHERS = ("bias", "ids", "token_offsets", "token_mask", "sequences")
+
+
+def _named(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Any]:
+    """Those that are not None; of no tensors at all, none."""
+    return {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
 
 
 def route(
@@ -231,17 +235,16 @@ def route(
     Second derivatives and transforms as for `moe`; vmap takes logits alone, with a bias of all.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.route` does.
     """
-    by_name = {"bias": bias, "ids": ids, "token_offsets": token_offsets, "token_mask": token_mask}
     offsets = sequences if isinstance(sequences, torch.Tensor) else None
-    for name, tensor in {"logits": logits, **by_name}.items():
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
-            raise TypeError(f"route: {name}: expected a torch tensor, got {type(tensor)}")
-    present = {name: t for name, t in {"logits": logits, **by_name, "sequences": offsets}.items() if t is not None}
-    as_operators = torch_autograd.wanted(present.values())
+    tensors = logits, bias, ids, token_offsets, token_mask, offsets
+    as_operators = torch_autograd.wanted(tensors)
+    if as_operators or logits is None:
+        for name, tensor in zip(("logits", *_ROUTE_OTHERS), tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
+                raise TypeError(f"route: {name}: expected a torch tensor, got {type(tensor)}")
     if not as_operators:
-        checks.untransformed("route", present)
-    if bias is not None:
-        by_name["bias"] = bias.detach()
+        checks.untransformed("route", "logits", tensors)
+    others = None if bias is None else bias.detach(), *tensors[2:]
     options: dict[str, Any] = {
         "score": score,
         "renormalize": renormalize,
@@ -255,7 +258,7 @@ def route(
     }
     if as_operators:
         options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
-        arguments = (logits, *by_name.values(), offsets, k, *RouterOptions(**options))
+        arguments = (logits, *others, k, *RouterOptions(**options))
         if torch_autograd.transformed() or (torch.is_grad_enabled() and logits.requires_grad):
             routed = torch_autograd.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         else:
@@ -265,7 +268,8 @@ def route(
     else:
         if offsets is None:
             options["sequences"] = sequences
-        routed = _Route.apply(logits, *by_name.values(), offsets, k, options)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        present = others if any(tensor is not None for tensor in others) else ()
+        routed = _Route.apply((k, options), logits, *present)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return (*routed[:2], RouterSums(*routed[2:])) if sums else routed[:2]
 
 

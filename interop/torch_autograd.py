@@ -1,13 +1,14 @@
 """The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any
 
 import torch
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import layer
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
     NEEDS,
@@ -18,7 +19,6 @@ from moeblaze_cupy.interop.torch_ops import (
     Routing,
     Sums,
     asked_sums,
-    by_tensor,
     moe_bwd,
     moe_bwd_,
     moe_bwd_acc,
@@ -29,7 +29,7 @@ from moeblaze_cupy.interop.torch_ops import (
     split,
 )
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import SavedForBackward, joined, pair
+from moeblaze_cupy.structures import SavedForBackward, gate_and_up, joined, pair
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -91,14 +91,15 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 # Of all devices at once, which is quicker to ask. Versions of torch that do not know have it asked of one device.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
+_NO_REST = (None,) * 4  # no biases and no token_offsets
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 def wanted(tensors: Iterable[Any]) -> bool:
     """Whether a call with these tensors must be one of operators, as something is to follow it."""
-    return bool(
+    return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or not _PLAIN.issuperset(map(type, tensors))
     )
@@ -257,45 +258,19 @@ class MainGrad:
         return "zeros" if getattr(self.parameter, "zero_out_wgrad", False) else "empty"
 
 
-def forward(tensors: Sequence[Any], options: tuple[Any, ...], save: Any) -> tuple[Tensor, SavedForBackward | None]:
-    """`mb.moe_forward` of the tensors of Layer, of which the last four may be missing, and the values of Options."""
-    (x, ids, weights, gate, up, w2), rest = tensors[:6], tensors[6:] or (None,) * 4
-    b1_gate, b1_up, b2, token_offsets = rest
-    activation, gate_up, weights_on, unreduced, identity_experts = options
-    out: Tensor
-    out, saved = mb.moe_forward(
-        x,
-        ids,
-        weights,
-        joined(gate, up),
-        w2,
-        activation=activation,
-        save=save,
-        b1=joined(b1_gate, b1_up),
-        b2=b2,
-        gate_up=gate_up,
-        token_offsets=token_offsets,
-        weights_on=weights_on,
-        unreduced=unreduced,
-        identity_experts=identity_experts,
-    )
-    return out, saved
-
-
 class EagerMoE(torch.autograd.Function):
-    """call: the save policy, keep_saved, main_grads by name (of gate, up and w2), and the options of `forward`."""
+    """call: keep_saved, main_grads by name (of gate, up and w2), and the options of `layer.forward`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: tuple[str, bool, dict[str, MainGrad], tuple[Any, ...]], *tensors: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, call: tuple[bool, dict[str, MainGrad], layer.Options], *tensors: Tensor | None) -> Tensor:
         """tensors: of Layer, in order; the last four may be missing."""
-        save, ctx.keep_saved, ctx.main_grads, options = call
-        out, saved = forward(tensors, options, save)
+        ctx.keep_saved, ctx.main_grads, options = call
+        out: Tensor
+        out, saved = layer.forward(tensors if len(tensors) > 6 else (*tensors, *_NO_REST), options)
         assert saved is not None
         lists, index = saved.index.split()
-        ctx.save_for_backward(*tensors[:1], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
-        ctx.kept, ctx.consumed = (index, saved.activation, save, saved.gate_up, saved.slots), False
+        ctx.save_for_backward(tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
+        ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
         return out
 
@@ -306,30 +281,42 @@ class EagerMoE(torch.autograd.Function):
         if grad_out is None:
             return (None, *(None for _ in needed))
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = ctx.saved_tensors
-        b1_gate, b1_up, b2 = biases or (None,) * 3
         index, activation, save, gate_up, slots = ctx.kept
+        b1 = b2 = None
+        needed_biases: tuple[bool, ...] = ()
+        if biases:
+            b1, b2, needed_biases = joined(*biases[:2]), biases[2], (needed[6] or needed[7], needed[8])
         made = index.joined((lists, ids)), first_layer, y_swi, activation, save, ctx.consumed
-        b1 = joined(b1_gate, b1_up)
         saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots)
-        of_biases = (needed[6] or needed[7], needed[8]) if biases else (False, False)
-        needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *of_biases)))
-        buffers = {name: main_grad.buffer() for name, main_grad in ctx.main_grads.items()}
-        accumulate = {}
-        if "w1" in needs and "gate" in buffers:
-            accumulate["w1"] = buffers["gate"] if up is None else (buffers["gate"], buffers["up"])
-        if "w2" in needs and "w2" in buffers:
-            accumulate["w2"] = buffers["w2"]
+        needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
+        accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None
         try:
             grads = mb.moe_backward(
                 grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
             )
         finally:  # what runs out of memory half way may have overwritten them as well
             ctx.consumed = saved.consumed
-        of_tensors = by_tensor(grads)
-        for name, weight in (("gate", gate), ("up", up), ("w2", w2)) if buffers else ():
-            if name in buffers and of_tensors[name] is not None:
-                of_tensors[name] = stand_in(ctx.main_grads[name].announce(), weight)
-        return (None, *list(of_tensors.values())[: len(needed)])  # autograd drops those that nobody asked for
+        of_weights = *gate_and_up(grads.w1), grads.w2
+        if ctx.main_grads:
+            of_weights = _announced(ctx.main_grads, (gate, up, w2), of_weights)
+        # Autograd drops those that nobody asked for.
+        of_layer = None, grads.x, None, grads.weights, *of_weights
+        return (*of_layer, *gate_and_up(grads.b1), grads.b2, None) if biases else of_layer
+
+
+def _buffers(main_grads: Mapping[str, MainGrad], needs: tuple[str, ...]) -> dict[str, Any]:
+    """What `mb.moe_backward` adds gradients to."""
+    buffers = {name: main_grad.buffer() for name, main_grad in main_grads.items()}
+    w1 = joined(buffers.get("gate"), buffers.get("up"))
+    return {name: into for name, into in (("w1", w1), ("w2", buffers.get("w2"))) if into is not None and name in needs}
+
+
+def _announced(main_grads: Mapping[str, MainGrad], weights: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients of gate, up and w2, with a `stand_in` of each that was added to a main_grad."""
+    return tuple(
+        stand_in(main_grads[name].announce(), weight) if name in main_grads and grad is not None else grad
+        for name, weight, grad in zip(("gate", "up", "w2"), weights, grads, strict=True)
+    )
 
 
 def main_grads(

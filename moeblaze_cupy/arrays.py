@@ -5,6 +5,7 @@ imports CuPy or torch: an array can only exist if its framework is loaded.
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ class Layout(NamedTuple):
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+
+def in_memory(sizes: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+    """Of new memory, the sizes, or strides, of its dimensions in the order of memory; see `DeviceFramework.empty`."""
+    return (sizes[0], sizes[2], sizes[1]) if transposed else sizes
 
 
 class Buffer:
@@ -102,8 +108,11 @@ class Framework(Protocol):
 class DeviceFramework(Framework, Protocol):
     """One with arrays on CUDA devices, memory for them, and a stream."""
 
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int, /) -> Buffer:
-        """New memory on the device, row-major, without contents."""
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int, transposed: bool, /) -> Buffer:
+        """New memory on the device, without contents: packed, in the order of the dimensions.
+
+        transposed: of three dimensions, the last two are the other way round in memory. The device is current.
+        """
 
     def layouts(self, given: Sequence[Any], /) -> tuple[tuple[Any, ...], list[int]]:
         """A key of all that `describe` tells of these arrays, but of their addresses the remainders; the addresses.
@@ -135,9 +144,10 @@ class CuPy:
         return _describe_strided(array, array.data.ptr, array.device.id)
 
     @staticmethod
-    def empty(shape: tuple[int, ...], dtype: str, device: int) -> Buffer:
-        array = sys.modules["cupy"].empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-        return Buffer(array, array.data.ptr)
+    def empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bool) -> Buffer:
+        stored = in_memory(shape, transposed)
+        array = sys.modules["cupy"].empty(stored, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        return Buffer(array.swapaxes(1, 2) if transposed else array, array.data.ptr)
 
     @staticmethod
     def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
@@ -201,8 +211,8 @@ class Torch:
         return None
 
     @staticmethod
-    def empty(shape: tuple[int, ...], dtype: str, device: int) -> Buffer:
-        array = _torch_empty(dtype, device)(shape)
+    def empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bool) -> Buffer:
+        array = _torch_empty(shape, dtype, device, transposed)()
         return Buffer(array, array.data_ptr())
 
     @staticmethod
@@ -213,12 +223,15 @@ class Torch:
         """
         if Torch.transformed(given) is not None:
             raise RuntimeError
+        tracked = sys.modules["torch"].is_grad_enabled()
         pointers = [0 if a is None else a.data_ptr() for a in given]
         layouts = [
-            None if a is None else (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT, a.requires_grad)
+            None
+            if a is None
+            else (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT, tracked and a.requires_grad)
             for a, pointer in zip(given, pointers, strict=True)
         ]
-        return (sys.modules["torch"].is_grad_enabled(), *layouts), pointers
+        return tuple(layouts), pointers
 
     @staticmethod
     def stream(device: int) -> int:
@@ -247,11 +260,26 @@ def _torch_name(dtype: Any) -> str:
     return str(dtype)[6:]
 
 
-@functools.cache
-def _torch_empty(dtype: str, device: int) -> Callable[[tuple[int, ...]], Any]:
-    """torch.empty with the objects that it would take several microseconds to parse from text, once per buffer."""
+@functools.lru_cache(maxsize=1024)
+def _torch_empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bool) -> Callable[[], Any]:
+    """Makes such tensors, from objects that torch would take several microseconds to parse from text.
+
+    On torch's current device they come from the function that torch.compile allocates with, which skips the dispatcher.
+    """
     torch = sys.modules["torch"]
-    return functools.partial(torch.empty, dtype=getattr(torch, dtype), device=torch.device("cuda", device))
+    shape = tuple(map(int, shape))  # that function takes nothing derived from tuple and int
+    stored = in_memory(shape, transposed)
+    packed = tuple(math.prod(max(n, 1) for n in stored[i + 1 :]) for i in range(len(stored)))
+    strides = in_memory(packed, transposed)
+    kind = getattr(torch, dtype)
+    by_dispatcher = functools.partial(
+        torch.empty_strided, shape, strides, dtype=kind, device=torch.device("cuda", device)
+    )
+    on_current = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if on_current is None:
+        return by_dispatcher
+    current_device = torch._C._cuda_getDevice
+    return lambda: on_current(shape, strides, kind) if current_device() == device else by_dispatcher()
 
 
 _DEVICE_FRAMEWORKS: dict[str, DeviceFramework] = {"cupy": CuPy, "torch": Torch}

@@ -6,7 +6,7 @@ from typing import Any
 from moeblaze_cupy import arrays, checks, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export, Framework
 from moeblaze_cupy.call import Call, keep
-from moeblaze_cupy.layer import map_saved, named_pair, spared
+from moeblaze_cupy.layer import map_saved, named_pair, spared, w1_b1_b2
 from moeblaze_cupy.ops import backward
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Key, Runtime, current_device
@@ -20,7 +20,6 @@ from moeblaze_cupy.structures import (
     is_consumed,
     one_or_pair,
     pair,
-    present,
 )
 
 Parts = dict[str, dict[str, Any]]  # of a weight or bias by name: its arrays by argument name
@@ -198,7 +197,7 @@ def moe_backward_weights(
             read["weighted_y_swi"].ptr,
             {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
         )
-        return _exported(call.export, accumulate, grads.gradients)
+        return _exported(call.export, accumulate, grads)
 
 
 def backward_into(
@@ -258,9 +257,9 @@ def backward_into(
         given = d["grad_out"].owner, *given[1:]
         described = [None if array is None else call.framework.describe(array) for array in given]
         pointers, export = [array.ptr if array else 0 for array in described], call.export
-        layouts = [array and array.layout for array in described]
-        *inputs, _, first_layer, y_swi, to_totals = _backward_values(accumulate, layouts)
-        grad_layout, x_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = inputs
+        layouts: list[Any] = [array and array.layout for array in described]
+        grad_layout, x_layout, weights_layout, _, _, w2_layout, *_, first_layer, y_swi = layouts[:_READ]
+        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(layouts)
         steps = backward.configure_backward(
             grad_layout,
             x_layout,
@@ -271,7 +270,7 @@ def backward_into(
             b2_layouts,
             first_layer,
             y_swi,
-            tuple(to_totals.items()),
+            tuple(_totals(accumulate, layouts).items()),
             saved.activation,
             saved.gate_up,
             needs,
@@ -284,28 +283,30 @@ def backward_into(
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
+        into = _totals(accumulate, pointers) if accumulate else {}
         of_x = None if grad_x is None else Buffer(grad_x, found.framework.describe(grad_x).ptr)
-        grads = backward.moe_backward(run, found.steps, saved, *_backward_values(accumulate, pointers), grad_x=of_x)
-        exported = _exported(export, accumulate, grads.gradients)
+        made = backward.moe_backward(run, found.steps, saved, into, *pointers[:_READ], grad_x=of_x)
+        grads, first_layer_grad, weighted = made
+        exported = _exported(export, accumulate, grads)
         if not defers_weights:
             return exported, None
-        first_layer_grad = grads.first_layer_grad.array if grads.first_layer_grad else saved.first_layer
-        weighted = grads.weighted_y_swi.array if grads.weighted_y_swi else saved.y_swi
+        first_layer_grad = saved.first_layer if first_layer_grad is None else first_layer_grad
+        weighted = saved.y_swi if weighted is None else weighted
         return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted)
 
 
-_READ = 12  # arrays of `_backward_key` before those that gradients are added to
+_READ = 12  # arrays of `_backward_key` before those that gradients are added to: what `backward.moe_backward` reads
 
 
 def _backward_key(
     grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], of_call: tuple[Any, ...], accumulate: Any
 ) -> tuple[Key | None, tuple[Any, ...], list[int]]:
-    """As `runtime.key_of`, with the arrays between, in the order of `_backward_values`."""
+    """As `runtime.key_of`, with the arrays between, in the order of `backward.moe_backward`."""
     if not (accumulate is None or isinstance(accumulate, Mapping)):
         return None, (), []
-    index, biases = saved.index, (*gate_and_up(saved.b1), saved.b2)
-    read = grad_out, saved.x, saved.weights, saved.w2, *gate_and_up(saved.w1), *biases
-    given: tuple[Any, ...] = *read, index.lists, saved.first_layer, saved.y_swi
+    index, w1, b1 = saved.index, gate_and_up(saved.w1), gate_and_up(saved.b1)
+    of_layer = saved.x, saved.weights, *w1, saved.w2, *b1, saved.b2
+    given: tuple[Any, ...] = grad_out, *of_layer, index.lists, saved.first_layer, saved.y_swi
     options: tuple[Any, ...]
     options = saved.activation, saved.gate_up, needs, *of_call, saved.slots, index.is_ragged, index.max_slots
     if accumulate:
@@ -316,19 +317,13 @@ def _backward_key(
     return key, given, pointers
 
 
-def _backward_values(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> tuple[Any, ...]:
-    """What `values` says of the arrays of `_backward_key`, in the order of experts.moe_backward.
-
-    What says nothing, None or an address of 0, is an array that there is not.
-    """
-    grad_out, x, weights, w2, gate, up, b1_gate, b1_up, b2, lists, first_layer, y_swi = values[:_READ]
+def _totals(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    """By name, what `values` says of the arrays of `_backward_key` that gradients are added to."""
     totals, end = {}, _READ
-    if accumulate:
-        for name, total in accumulate.items():
-            start, end = end, end + len(pair(total))
-            totals[name] = tuple(values[start:end])
-    w1 = (gate, up) if up else (gate,)
-    return grad_out, x, weights, w2, w1, present(b1_gate, b1_up), present(b2), lists, first_layer, y_swi, totals
+    for name, total in (accumulate or {}).items():
+        start, end = end, end + len(pair(total))
+        totals[name] = tuple(values[start:end])
+    return totals
 
 
 def _index_layout(index: DispatchIndices) -> IndexLayout:

@@ -7,7 +7,7 @@ devices raise TypeError; shapes, memory order and values ValueError.
 import functools
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,12 +58,15 @@ def integer(function: str, argument: str, value: Any) -> int:
         raise bad_type(function, argument, "an int", repr(value)) from None
 
 
-def untransformed(function: str, given: Mapping[str, Any]) -> None:
-    """Of torch tensors: no tracer or transform is at work, which would take this call's results for constants."""
-    transform = arrays.Torch.transformed(given.values())
+def untransformed(function: str, first: str, tensors: Iterable[Any]) -> None:
+    """No tracer or transform of torch is at work, which would take this call's results for constants.
+
+    first: the argument that a message names.
+    """
+    transform = arrays.Torch.transformed(tensors)
     if transform is not None:
         expected = "a call outside of all transforms of torch but torch.compile, which take its results for constants"
-        raise RuntimeError(_message(function, next(iter(given)), expected, transform))
+        raise RuntimeError(_message(function, first, expected, transform))
 
 
 def untracked(function: str, given: Mapping[str, Any]) -> None:
@@ -78,7 +81,7 @@ def untracked(function: str, given: Mapping[str, Any]) -> None:
                 expected = "a tensor that requires no gradient, as none is recorded here"
                 advice = "use moe or route of moeblaze_cupy.interop.torch, or detach"
                 raise RuntimeError(_message(function, name, expected, f"one that requires it; {advice}"))
-    untransformed(function, given)
+    untransformed(function, next(iter(given)), given.values())
 
 
 def unreadable(function: str, argument: str, error: Exception) -> Exception:

@@ -21,6 +21,8 @@ from moeblaze_cupy.structures import (
     present,
 )
 
+# activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
+Options = tuple[str | Activation, str | None, str, str, bool, int, int | None, int]
 _SAVED_ARRAYS = ("x", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
 
 
@@ -94,13 +96,12 @@ def build_dispatch(
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         lists, copy, _ = dispatch.dispatch(run, found.steps, *pointers)
-        return map_index(_index(found.steps, lists, copy, kept), export)
+        return map_index(_index(found.steps, lists.array, copy.array if copy else kept), export)
 
 
-def _index(steps: dispatch.Dispatch, lists: arrays.Buffer, copy: arrays.Buffer | None, ids: Any) -> DispatchIndices:
+def _index(steps: dispatch.Dispatch, lists: Any, ids: Any) -> DispatchIndices:
     index = steps.index
-    kept = copy.array if copy else ids
-    return DispatchIndices(lists.array, kept, index.places, index.num_experts, steps.copies_ids, index.max_slots)
+    return DispatchIndices(lists, ids, index.places, index.num_experts, steps.copies_ids, index.max_slots)
 
 
 @overload
@@ -202,9 +203,11 @@ def moe_forward(
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
     transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
-    options: tuple[Any, ...] = activation, save, b1, b2, gate_up, token_offsets, weights_on, unreduced
-    options = *options, identity_experts, max_slots, spare_multiprocessors
-    return forward_into(None, x, ids, weights, w1, w2, *options)
+    gate, up = _gate_and_up("moe_forward", "w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
+    given = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+    others = weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
+    return forward(given, (activation, save, gate_up, *others))
 
 
 def forward_into(
@@ -216,50 +219,51 @@ def forward_into(
     w2: Any,
     activation: str | Activation = "swiglu",
     save: str | None = "minimal",
-    b1: Any = None,
-    b2: Any = None,
-    gate_up: str = "halves",
-    token_offsets: Any = None,
-    weights_on: str = "output",
-    unreduced: bool = False,
-    identity_experts: int = 0,
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
 ) -> tuple[Any, SavedForBackward | None]:
     """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned."""
-    gate, up = _gate_and_up("moe_forward", "w1", w1)
-    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
-    given: Sequence[Any] = (x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets)
-    options: tuple[Any, ...] = activation, save, gate_up, weights_on, unreduced, identity_experts
-    options = *options, max_slots, spare_multiprocessors
+    given = x, ids, weights, *_gate_and_up("moe_forward", "w1", w1), w2, None, None, None, None
+    options = activation, save, "halves", "output", False, 0, max_slots, spare_multiprocessors
+    return forward(given, options, into)
+
+
+def forward(given: Sequence[Any], options: Options, into: Any = None) -> tuple[Any, SavedForBackward | None]:
+    """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not.
+
+    into: as of `forward_into`.
+    """
     key, pointers = runtime.key_of("moe_forward", options, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
+    activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors = options
     if found is None:
+        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = given
         names = _forward_names(up is not None, b1_up is not None)
-        required = (*names[:2], *names[3:5])
+        required = (*names[:2], names[3], names[5])
         named = {n: array for n, array in zip(names, given, strict=True) if array is not None or n in required}
         checks.untracked("moe_forward", named)
         call = Call("moe_forward", **named)
         slots = SlotOptions(weights_on, unreduced, identity_experts)
-        slots = checks.slot_options("moe_forward", slots, weights is not None, b1 is not None)
-        described = [call.described.get(name) for name in names]
-        of_layer = _forward_values(described)
-        x_array, ids_array, weights_array, w2_array, w1_arrays, b1_arrays, b2_arrays, offsets = of_layer
+        slots = checks.slot_options("moe_forward", slots, weights is not None, b1_gate is not None)
+        described: list[Any] = [call.described.get(name) for name in names]
+        x_array, ids_array, weights_array, _, _, w2_array, *_, offsets = described
+        w1_arrays, b1_arrays, b2_arrays = w1_b1_b2(described)
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
         checks.layer("moe_forward", *layer, offsets)
         checks.identity_experts("moe_forward", slots, w2_array)
         max_slots = checks.max_slots("moe_forward", max_slots, ids_array.size)
         limits = spared("moe_forward", call, spare_multiprocessors)
         if limits is None:
-            w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[4:6], names[6:8]))
+            w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[3:5], names[6:8]))
             out, saved = _forward_on_cpu(call, w1_names, b1_names, activation, save, gate_up, slots, max_slots)
             if saved is not None and call.framework is arrays.Torch:
                 own = {"x": x, "weights": weights, "w1": joined(gate, up), "w2": w2, "b1": joined(b1_gate, b1_up)}
                 saved = dataclasses.replace(saved, b2=b2, **own)
             return out, saved
-        *layouts, _ = _forward_values([array and array.layout for array in described])
-        x_layout, ids_layout, weights_layout, w2_layout, w1_layouts, b1_layouts, b2_layouts = layouts
+        layouts: list[Any] = [array and array.layout for array in described]
+        x_layout, ids_layout, weights_layout, _, _, w2_layout, *_ = layouts
+        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(layouts)
         steps = experts.configure_forward(
             x_layout,
             ids_layout,
@@ -282,15 +286,13 @@ def forward_into(
     steps, slots = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        out_memory = None if into is None else Buffer(into, found.framework.describe(into).ptr)
-        result = experts.moe_forward(run, steps, *_forward_values(pointers), out=out_memory)
-        out = export(result.out.array)
+        memory = None if into is None else Buffer(into, found.framework.describe(into).ptr)
+        out, lists, ids_copy, first_layer, y_swi = experts.moe_forward(run, steps, *pointers, out=memory)
+        out = export(out)
         if save is None:
             return out, None
-        x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, _ = given
-        index = _index(steps.dispatch, result.lists, result.ids, ids)
-        first_layer = result.first_layer.array if result.first_layer else None
-        y_swi = result.y_swi.array if result.y_swi else None
+        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, _ = given
+        index = _index(steps.dispatch, lists, ids if ids_copy is None else ids_copy)
         kept = x, weights, joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
         return out, SavedForBackward(*kept, joined(b1_gate, b1_up), b2, gate_up, slots)
 
@@ -306,19 +308,15 @@ def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
 
 
 def _forward_names(w1_is_pair: bool, b1_is_pair: bool) -> tuple[str, ...]:
-    """Argument names of the arrays of a forward, in the order of `_forward_values`."""
+    """Argument names of the arrays of a forward, in the order of `experts.moe_forward`."""
     w1, b1 = ("w1[0]" if w1_is_pair else "w1"), ("b1[0]" if b1_is_pair else "b1")
-    return "x", "ids", "weights", "w2", w1, "w1[1]", b1, "b1[1]", "b2", "token_offsets"
+    return "x", "ids", "weights", w1, "w1[1]", "w2", b1, "b1[1]", "b2", "token_offsets"
 
 
-def _forward_values(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What `values` says of the arrays of a forward, in the order of experts.moe_forward: w1, b1 and b2 as tuples.
-
-    What says nothing, None or an address of 0, is an array that there is not.
-    """
-    x, ids, weights, w2, gate, up, b1_gate, b1_up, b2, token_offsets = values
-    w1 = (gate, up) if up else (gate,)
-    return x, ids, weights, w2, w1, present(b1_gate, b1_up), present(b2), token_offsets
+def w1_b1_b2(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Those of w1, b1 and b2 that are not None, of values in the order of a forward's arrays, or of a backward's."""
+    _, _, _, gate, up, _, b1_gate, b1_up, b2, *_ = values
+    return present(gate, up), present(b1_gate, b1_up), present(b2)
 
 
 def spared(function: str, call: Call, spare_multiprocessors: int) -> launch_config.DeviceLimits | None:

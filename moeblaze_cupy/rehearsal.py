@@ -6,8 +6,9 @@ The passes of `ops` run on it as they run on a GPU, so what it notes is what the
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import Any
 
-from moeblaze_cupy.arrays import ITEMSIZE, Buffer
+from moeblaze_cupy.arrays import ITEMSIZE, Buffer, in_memory
 from moeblaze_cupy.runtime import Launch, Runtime
 
 GAP = 1 << 12  # bytes between buffers
@@ -43,9 +44,6 @@ class _Memory:
     def __init__(self, rehearsal: "Rehearsal", allocation: Allocation) -> None:
         self.rehearsal, self.allocation = rehearsal, allocation
 
-    def swapaxes(self, first: int, second: int) -> "_Memory":
-        return self
-
     def __del__(self) -> None:
         self.allocation.freed = len(self.rehearsal.launches)
         self.rehearsal.used -= self.allocation.nbytes
@@ -64,8 +62,8 @@ class Rehearsal(Runtime):
         self._starts: list[int] = []
         self._end = FIRST_ADDRESS
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Buffer:
-        made = Allocation(shape, dtype, self._end, len(self.launches))
+    def empty(self, shape: tuple[int, ...], dtype: str, transposed: bool = False) -> Buffer:
+        made = Allocation(in_memory(shape, transposed), dtype, self._end, len(self.launches))
         self.allocations.append(made)
         self._starts.append(made.start)
         self._end += made.nbytes + GAP
@@ -85,7 +83,7 @@ class Rehearsal(Runtime):
                 self.allocations[place].uses.append((launch, name))
 
 
-def allocation_of(buffer: Buffer) -> Allocation:
-    """Of a buffer that a rehearsal gave."""
-    memory: _Memory = buffer.array
+def allocation_of(array: Any) -> Allocation:
+    """Of an array that a rehearsal gave."""
+    memory: _Memory = array
     return memory.allocation

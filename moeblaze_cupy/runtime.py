@@ -77,9 +77,12 @@ class Launch:
 
 
 class _Arguments:
-    """One struct of parameters in host memory, and the list of one pointer to it that the driver reads."""
+    """One struct of parameters in host memory, and the list of one pointer to it that the driver reads.
 
-    __slots__ = ("_keep", "encoded", "memory", "pointer")
+    pack: writes the addresses that are no tensor maps, in the order of the struct.
+    """
+
+    __slots__ = ("_keep", "encoded", "memory", "pack", "pointer")
 
     def __init__(self, params: Params, scalars: Mapping[str, float]) -> None:
         raw = np.zeros(params.size + 64, np.uint8)
@@ -90,6 +93,8 @@ class _Arguments:
         addresses = np.array([raw.ctypes.data], np.uint64)
         self.memory, self.pointer = raw.data, addresses.ctypes.data
         self.encoded: list[int | None] = [None] * len(params.maps)  # the address in each map
+        pointers = struct.Struct(f"={len(params.pointers)}Q")
+        self.pack = functools.partial(pointers.pack_into, self.memory, 128 * len(params.maps))
         self._keep = addresses
 
 
@@ -99,22 +104,17 @@ class _Bound:
     A launch in progress has a struct to itself, so threads do not share one. The driver copies it while it launches.
     """
 
-    __slots__ = (
-        *("driver_launch", "first_pointer", "free", "geometry", "kernel", "maps", "pack", "params", "pointer"),
-        *("pointers", "scalars"),
-    )
+    __slots__ = (*("driver_launch", "free", "geometry", "kernel", "maps", "params", "pointers", "scalars"),)
 
     def __init__(self, device: int, launch: Launch) -> None:
         params = self.params = launch.params
         self.scalars = launch.scalars
         place = {name: i for i, name in enumerate(launch.addresses)}  # among the values of a launch
         self.kernel = loader.kernel(device, launch.variant, launch.shared_bytes)
-        self.pointer, self.driver_launch = self.kernel.pointer, self.kernel.driver_launch
         self.geometry = (*launch.blocks, launch.threads, 1, 1, launch.shared_bytes)
+        self.driver_launch = functools.partial(self.kernel.driver_launch, self.kernel.pointer, *self.geometry)
         self.maps = [(i, 128 * i, place[name], launch.maps[name]) for i, name in enumerate(params.maps)]
-        self.first_pointer = 128 * len(params.maps)
         self.pointers: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*(place[n] for n in params.pointers))
-        self.pack = struct.Struct(f"={len(params.pointers)}Q").pack_into
         self.free: list[_Arguments] = []
         if os.environ.get("MOEBLAZE_LOG", "0") not in ("", "0"):
             print(
@@ -128,17 +128,16 @@ class _Bound:
             arguments = self.free.pop()
         except IndexError:
             arguments = _Arguments(self.params, self.scalars)
-        memory = arguments.memory
         if self.maps:
-            encoded = arguments.encoded
+            memory, encoded = arguments.memory, arguments.encoded
             for index, offset, place, spec in self.maps:
                 address = values[place]
                 if encoded[index] != address:
                     memory[offset : offset + 128] = tensor_map.encode(address, spec)
                     encoded[index] = address
-        self.pack(memory, self.first_pointer, *self.pointers(values))
+        arguments.pack(*self.pointers(values))
         try:
-            self.driver_launch(self.pointer, *self.geometry, stream, arguments.pointer, 0)
+            self.driver_launch(stream, arguments.pointer, 0)
         except RuntimeError as error:
             raise self.kernel.refused(self.geometry, error) from error
         self.free.append(arguments)
@@ -158,9 +157,9 @@ class Runtime:
         loader.bind_context(device)
         return cls(framework, device, framework.stream(device))
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Buffer:
-        """New memory of the framework's, row-major, without contents."""
-        return self.framework.empty(shape, dtype, self.device)
+    def empty(self, shape: tuple[int, ...], dtype: str, transposed: bool = False) -> Buffer:
+        """New memory of the framework's, without contents; see `arrays.DeviceFramework`."""
+        return self.framework.empty(shape, dtype, self.device, transposed)
 
     def clear(self, address: int, nbytes: int) -> None:
         """Zeroes memory, in the stream's order."""

@@ -19,7 +19,7 @@ from moeblaze_cupy.structures import CAPACITY_ORDERS, ROUNDINGS, SCORES
 
 def _call(function: str, given: dict[str, Any]) -> Call:
     if arrays.framework_of(next(iter(given.values()))) is arrays.Torch:
-        checks.untransformed(function, given)
+        checks.untransformed(function, next(iter(given)), given.values())
     return Call(function, **given)
 
 

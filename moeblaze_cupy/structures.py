@@ -285,9 +285,9 @@ def pair(weight: Any) -> tuple[Any, ...]:
     return tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
 
 
-def one_or_pair(parts: tuple[Any, ...]) -> Any:
+def one_or_pair(parts: Sequence[Any]) -> Any:
     """What `pair` was given."""
-    return parts if len(parts) == 2 else parts[0]
+    return tuple(parts) if len(parts) == 2 else parts[0]
 
 
 def gate_and_up(weight: Any) -> tuple[Any, Any]:
@@ -301,8 +301,8 @@ def joined(gate: Any, up: Any) -> Any:
 
 
 def present(*values: Any) -> tuple[Any, ...]:
-    """Those that say something: layouts that are not None, or addresses that are not 0."""
-    return tuple(filter(None, values))
+    """Those that are not None."""
+    return tuple(value for value in values if value is not None)
 
 
 def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], keep_saved: bool) -> bool:

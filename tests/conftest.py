@@ -56,8 +56,8 @@ def poisoned_allocations(request, monkeypatch):
         return
     for framework in (arrays.CuPy, arrays.Torch):
 
-        def empty(shape, dtype, device, plain=framework.empty):
-            buffer = plain(shape, dtype, device)
+        def empty(shape, dtype, device, transposed, plain=framework.empty):
+            buffer = plain(shape, dtype, device, transposed)
             if 0 not in shape:
                 buffer.array[...] = -(2**30) if dtype.startswith("int") else np.nan
             return buffer

@@ -605,7 +605,8 @@ def test_single_kernels_on_the_emulator(case, order, options, monkeypatch):
                 tensor, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), arrays._torch_name(tensor.dtype), 0
             )
 
-        def empty(shape, dtype, _):
+        def empty(shape, dtype, _, transposed):
+            assert not transposed
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             made = describe(tensor.fill_(-(2**30) if dtype.startswith("int") else float("nan")))
             return arrays.Buffer(tensor, made.ptr)

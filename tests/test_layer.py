@@ -638,8 +638,8 @@ def test_no_routed_buffer_is_allocated(monkeypatch, xp_name, L, d, panel_columns
     framework = arrays.framework_of(gpu[0])
     sizes = []
 
-    def empty(shape, dtype, device, plain=framework.empty):
-        buffer = plain(shape, dtype, device)
+    def empty(shape, dtype, device, transposed, plain=framework.empty):
+        buffer = plain(shape, dtype, device, transposed)
         sizes.append(int(buffer.array.nbytes))
         return buffer
 

@@ -480,6 +480,37 @@ def torch():
     return module
 
 
+@pytest.mark.parametrize("current", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "transposed"),
+    [((3, 5), "bfloat16", False), ((7,), "int32", False), ((2, 3, 5), "float32", True), ((0, 5), "float16", False)],
+)
+def test_new_memory_of_torch(torch, monkeypatch, current, shape, dtype, transposed):
+    """By the function of compiled code on torch's current device, else by the one that is told the device."""
+    used, strided, device = [], torch.empty_strided, torch.device("cuda", 1)
+
+    def of_compiled_code(*arguments):
+        used.append("compiled")
+        return torch._C._dynamo.guards._empty_strided_cpu(*arguments)
+
+    def told(*arguments, dtype, device):
+        used.append(device)
+        return strided(*arguments, dtype=dtype)
+
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", of_compiled_code)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1 if current else 0, raising=False)
+    monkeypatch.setattr(torch, "empty_strided", told)
+    arrays._torch_empty.cache_clear()
+    made = arrays.Torch.empty(torch.Size(shape), dtype, 1, transposed)
+    arrays._torch_empty.cache_clear()
+    want = torch.empty(shape, dtype=getattr(torch, dtype))
+    if transposed:
+        want = want.transpose(1, 2).contiguous().transpose(1, 2)
+    assert used == (["compiled"] if current else [device])
+    assert (made.array.shape, made.array.stride(), made.array.dtype) == (want.shape, want.stride(), want.dtype)
+    assert made.ptr == made.array.data_ptr() and made.array._base is None
+
+
 def test_torch_finds_records(torch, device, configured, monkeypatch):
     """CPU tensors that the layer takes for a GPU's, through autograd; their addresses are real ones."""
     moe = sys.modules["moeblaze_cupy.interop.torch"].moe
@@ -487,9 +518,10 @@ def test_torch_finds_records(torch, device, configured, monkeypatch):
     def describe(a):
         return arrays.Array(a, a.data_ptr(), tuple(a.shape), a.stride(), str(a.dtype)[6:], 0)
 
-    def empty(shape, dtype, device):
-        made = torch.zeros(shape, dtype=getattr(torch, dtype))
-        return arrays.Buffer(made, made.data_ptr())
+    def empty(shape, dtype, device, transposed):
+        E, *stored = shape
+        made = torch.zeros((E, *(reversed(stored) if transposed else stored)), dtype=getattr(torch, dtype))
+        return arrays.Buffer(made.swapaxes(1, 2) if transposed else made, made.data_ptr())
 
     for name, replaced in {"describe": describe, "empty": empty, "stream": lambda device: STREAM}.items():
         monkeypatch.setattr(arrays.Torch, name, staticmethod(replaced))

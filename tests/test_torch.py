@@ -84,6 +84,16 @@ def test_gradient_of_the_router_equals_finite_differences(renormalize, k):
     assert torch.autograd.gradcheck(lambda logits: route(logits, k, renormalize=renormalize), logits)
 
 
+def test_a_bias_may_change_between_forward_and_backward():
+    """As where it balances loads: it takes part in the choice alone, and no graph holds it."""
+    logits, bias, grad = torch.randn(5, 4).requires_grad_(), torch.randn(4), torch.randn(5, 2)
+    (want,) = torch.autograd.grad(route(logits, 2, bias=bias)[0], logits, grad)
+    weights, _ = route(logits, 2, bias=bias)
+    bias += 1
+    (got,) = torch.autograd.grad(weights, logits, grad)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_router_ids_have_no_gradient():
     weights, ids = route(torch.randn(5, 4).requires_grad_(), 2)
     assert weights.requires_grad and not ids.requires_grad

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.arrays import Buffer, Layout
+from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.cli.progress import CommandError, one_line
 from moeblaze_cupy.cli.sizes import layer_shape, slot_options
 from moeblaze_cupy.launch_config import DeviceLimits
@@ -86,11 +86,11 @@ class Pass:
 
     name: str
     rehearsal: Rehearsal
-    kept: dict[str, Buffer]
+    kept: dict[str, Any]
 
     @property
     def kept_bytes(self) -> int:
-        return sum(allocation_of(buffer).nbytes for buffer in self.kept.values())
+        return sum(allocation_of(array).nbytes for array in self.kept.values())
 
     @property
     def peak_bytes(self) -> int:
@@ -125,8 +125,8 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     b2 = (_rows((s.E, s.d), s.bias),) if s.bias else ()
     arrays, shared = (x, weights, w2, (w1,), b1, b2), (s.activation, s.gate_up)
     forward_steps = experts.configure_forward(x, ids, *arrays[1:], *shared, save, limits, options, s.ragged)
-    run, addresses = Rehearsal(), ((0,), (0,) * len(b1), (0,) * len(b2))
-    result = experts.moe_forward(run, forward_steps, 0, 0, 0, 0, *addresses)
+    run = Rehearsal()
+    result = experts.moe_forward(run, forward_steps, *[0] * 10)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
     buffers |= {"y_swi": result.y_swi, "index lists": result.lists if save else None}
     forward = Pass("forward", run, _present(buffers))
@@ -147,11 +147,8 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    gradients = backward.moe_backward(run, backward_steps, saved, 0, 0, 0, 0, *addresses, 0, 0, 0, given)
-    found = {"x": gradients.x, "weights": gradients.weights}
-    for name in ("w1", "w2", "b1", "b2"):
-        found[name] = (getattr(gradients, name) or (None,))[0]
-    named = {f"gradient of {name}": buffer for name, buffer in found.items()}
+    gradients = backward.moe_backward(run, backward_steps, saved, given, *[0] * 12)[0]
+    named = {f"gradient of {name}": array for name, array in vars(gradients).items()}
     return [forward, Pass("backward", run, _present(named))]
 
 
@@ -165,8 +162,8 @@ def _weight(s: LayerShape, rows: int, columns: int, dtype: str) -> Layout:
     return Layout((s.E, rows, columns), strides, dtype, 0)
 
 
-def _present(buffers: dict[str, Buffer | None]) -> dict[str, Buffer]:
-    return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+def _present(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, passes: list[Pass]) -> list[str]:

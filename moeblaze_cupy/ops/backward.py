@@ -6,6 +6,7 @@
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,6 @@ from moeblaze_cupy.structures import (
     SlotOptions,
     is_consumed,
     is_gated,
-    one_or_pair,
 )
 
 
@@ -260,52 +260,36 @@ def _configure_wgrad(
     )
 
 
-@dataclass(slots=True)
-class BackwardResult:
-    """Gradients, None where not asked for; of weights and biases that are accumulated None as well."""
-
-    x: Buffer | None = None
-    weights: Buffer | None = None
-    w1: tuple[Buffer, ...] | None = None
-    w2: tuple[Buffer, ...] | None = None
-    b1: tuple[Buffer, ...] | None = None
-    b2: tuple[Buffer, ...] | None = None
-    first_layer_grad: Buffer | None = None  # where weight gradients are deferred, memory that is not the saved one
-    weighted_y_swi: Buffer | None = None
-
-    @property
-    def gradients(self) -> Gradients:
-        """Their arrays."""
-        x, weights = self.x.array if self.x else None, self.weights.array if self.weights else None
-        return Gradients(x, weights, _arrays(self.w1), _arrays(self.w2), _arrays(self.b1), _arrays(self.b2))
-
-
 def moe_backward(
     run: Runtime,
     steps: Backward,
     saved: SavedForBackward,
+    accumulate: Mapping[str, Sequence[int]],
     grad_out: int,
     x: int,
     weights: int,
+    gate: int,
+    up: int,
     w2: int,
-    w1: tuple[int, ...],
-    b1: tuple[int, ...],
-    b2: tuple[int, ...],
+    b1_gate: int,
+    b1_up: int,
+    b2: int,
     lists: int,
     first_layer: int,
     y_swi: int,
-    accumulate: dict[str, tuple[int, ...]],
     *,
     grad_x: Buffer | None = None,
-) -> BackwardResult:
+) -> tuple[Gradients, Any, Any]:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
-    b1, b2: () without a bias. lists: the buffer of the index lists. first_layer, y_swi: 0 for what was not saved.
-    accumulate: by name, the buffers that gradients of weights and biases are added to. grad_x: memory for it; None
-    allocates it. `saved` is told when it is about to be overwritten.
+    The address of what there is not is 0, as of up where w1 is one array, and of first_layer where it was not saved.
+    lists: the buffer of the index lists. accumulate: by name, the buffers that gradients of weights and biases are
+    added to. grad_x: memory for it; None allocates it. `saved` is told when it is about to be overwritten.
+    Returns gradients, None where not asked for, and of what is accumulated; and where weight gradients are deferred,
+    the arrays of first_layer_grad and weighted_y_swi, None where they lie in the memory of what was saved.
     """
     index = steps.index.addresses(lists)
-    token_index_map, up = index[TOKEN_INDEX_MAP], steps.up.halves(w1)
+    token_index_map, w1 = index[TOKEN_INDEX_MAP], steps.up.halves(gate, up)
 
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
     grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in steps.needs else None
@@ -313,17 +297,17 @@ def moe_backward(
     if recomputed:
         first_layer = recomputed.ptr
         if steps.up_fwd:
-            bias = steps.up_bias.halves(b1) if steps.up_bias else (0, 0)
-            grouped_gemm.gemm(run, steps.up_fwd, index, x, up, first_layer=first_layer, bias=bias)
+            bias = steps.up_bias.halves(b1_gate, b1_up) if steps.up_bias else (0, 0)
+            grouped_gemm.gemm(run, steps.up_fwd, index, x, w1, first_layer=first_layer, bias=bias)
     separate = run.empty(steps.first_layer_grad, steps.dtype) if steps.first_layer_grad else None
     first_layer_grad = separate.ptr if separate else first_layer
     weighted = run.empty(steps.weighted_y_swi, steps.dtype) if steps.weighted_y_swi else None
     weighted_ptr = weighted.ptr if weighted else y_swi
     saved.consumed = steps.consumes
 
-    of_x, of_weights = steps.cleared_bytes
-    if grad_weights and of_weights:
-        run.clear(grad_weights.ptr, of_weights)
+    cleared_of_x, cleared_of_weights = steps.cleared_bytes
+    if grad_weights and cleared_of_weights:
+        run.clear(grad_weights.ptr, cleared_of_weights)
     row_weights = partial_sums = grad_b2 = None
     grad_rows, by_row = index, None
     if steps.weights_by_row or steps.slots_by_row:
@@ -348,8 +332,7 @@ def moe_backward(
         )
     if steps.down_bias_bwd and steps.down_bias:
         own = "b2" in steps.needs and "b2" not in accumulate
-        grad_b2 = steps.down_bias.empty_gradient(run) if own else None
-        addresses = _addresses(grad_b2) if grad_b2 else accumulate.get("b2", (0,))
+        grad_b2, addresses = _gradient(run, steps.down_bias, None if own else accumulate.get("b2", (0,)))
         further = 0
         if partial_sums and steps.further_parts and steps.down_bwd and steps.down_bwd.partial_sums:
             parts, slots = steps.down_bwd.partial_sums
@@ -361,7 +344,7 @@ def moe_backward(
             grad_out,
             (addresses[0], addresses[0]),
             row_weights=row_weights_ptr if steps.weights_on_output else 0,
-            bias=b2[0],
+            bias=b2,
             partial_sums=further,
         )
     del row_weights
@@ -373,30 +356,32 @@ def moe_backward(
     del partial_sums
     grad_w2 = None
     if steps.down_wgrad:
-        grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
-        addresses = accumulate["w2"] if grad_w2 is None else _addresses(grad_w2)
-        down_gradient = steps.down_gradient.halves(addresses)
+        grad_w2, addresses = _gradient(run, steps.down, accumulate.get("w2"))
+        down_gradient = steps.down_gradient.halves(*addresses)
         grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_ptr, grad_out, down_gradient)
-    deferred = (separate or recomputed, weighted) if steps.defers_weights else (None, None)
+    first_layer_kept = weighted_kept = None
+    if steps.defers_weights:
+        own_first_layer = separate or recomputed
+        first_layer_kept = own_first_layer.array if own_first_layer else None
+        weighted_kept = weighted.array if weighted else None
     del weighted, by_row
     grad_x = grad_x or run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
     if steps.up_bwd and grad_x:
         weights = weights if steps.scales_slots else 0
-        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, up, weights, grad_x.ptr, source=grad_out)
-    elif grad_x and of_x:
-        run.clear(grad_x.ptr, of_x)
+        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, w1, weights, grad_x.ptr, source=grad_out)
+    elif grad_x and cleared_of_x:
+        run.clear(grad_x.ptr, cleared_of_x)
     grad_w1 = None
     if steps.up_wgrad:
-        grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
-        addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
-        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
+        grad_w1, addresses = _gradient(run, steps.up, accumulate.get("w1"))
+        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(*addresses))
     grad_b1 = None
     if steps.up_bias_bwd and steps.up_bias and steps.up_bias_gradient:
-        grad_b1 = None if "b1" in accumulate else steps.up_bias.empty_gradient(run)
-        addresses = accumulate["b1"] if grad_b1 is None else _addresses(grad_b1)
-        sums = steps.up_bias_gradient.halves(addresses)
+        grad_b1, addresses = _gradient(run, steps.up_bias, accumulate.get("b1"))
+        sums = steps.up_bias_gradient.halves(*addresses)
         biases.bias_bwd(run, steps.up_bias_bwd, index, first_layer_grad, sums)
-    return BackwardResult(grad_x, grad_weights, grad_w1, grad_w2, grad_b1, grad_b2, *deferred)
+    of_x, of_weights = grad_x.array if grad_x else None, grad_weights.array if grad_weights else None
+    return Gradients(of_x, of_weights, grad_w1, grad_w2, grad_b1, grad_b2), first_layer_kept, weighted_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -460,28 +445,22 @@ def moe_backward_weights(
     first_layer_grad: int,
     weighted_y_swi: int,
     accumulate: dict[str, tuple[int, ...]],
-) -> BackwardResult:
+) -> Gradients:
     """The gradients of w2 and w1 (Algorithm 1, lines 18 and 29), from addresses as of `moe_backward`."""
     index = steps.index.addresses(lists)
     grad_w1 = grad_w2 = None
     if steps.down_wgrad:
         grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index)
-        grad_w2 = None if "w2" in accumulate else steps.down.empty_gradient(run)
-        addresses = accumulate["w2"] if grad_w2 is None else _addresses(grad_w2)
-        gradient = steps.down_gradient.halves(addresses)
+        grad_w2, addresses = _gradient(run, steps.down, accumulate.get("w2"))
+        gradient = steps.down_gradient.halves(*addresses)
         grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_y_swi, grad_out, gradient)
         del by_row
     if steps.up_wgrad:
-        grad_w1 = None if "w1" in accumulate else steps.up.empty_gradient(run)
-        addresses = accumulate["w1"] if grad_w1 is None else _addresses(grad_w1)
-        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(addresses))
-    return BackwardResult(w1=grad_w1, w2=grad_w2)
+        grad_w1, addresses = _gradient(run, steps.up, accumulate.get("w1"))
+        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(*addresses))
+    return Gradients(w1=grad_w1, w2=grad_w2)
 
 
-def _addresses(buffers: tuple[Buffer, ...]) -> tuple[int, ...]:
-    return tuple([buffer.ptr for buffer in buffers])
-
-
-def _arrays(buffers: tuple[Buffer, ...] | None) -> Any:
-    """One array, or the pair (gate, up)."""
-    return None if buffers is None else one_or_pair(tuple([buffer.array for buffer in buffers]))
+def _gradient(run: Runtime, of: Weight | Bias, total: Sequence[int] | None) -> tuple[Any, Sequence[int]]:
+    """New memory for a gradient, as of `Weight.empty_gradient`; or none, and the addresses of what it is added to."""
+    return of.empty_gradient(run) if total is None else (None, total)

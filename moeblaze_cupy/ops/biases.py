@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from moeblaze_cupy import launch_config, loader, reasons
-from moeblaze_cupy.arrays import ALIGNMENT, Buffer, Layout
+from moeblaze_cupy.arrays import ALIGNMENT, Layout
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_INDICES, EXPERT_TOKEN_OFFSETS, EXPERTS_BY_LOAD, IndexLayout, Lists
 from moeblaze_cupy.runtime import Launch, Runtime
+from moeblaze_cupy.structures import one_or_pair
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,18 @@ class Bias:
         """Of all halves together."""
         return sum(layout.shape[1] for layout in self.layouts)
 
-    def halves(self, addresses: tuple[int, ...]) -> tuple[int, int]:
-        """Where gate and up begin, from the addresses of the arrays. Without halves both are the same."""
-        return addresses[0], addresses[-1] + self.up_offset
+    def halves(self, first: int, second: int = 0) -> tuple[int, int]:
+        """Where gate and up begin, from the addresses of the two arrays, or of the one that there is."""
+        return first, (second or first) + self.up_offset
 
     def gradient_layouts(self) -> tuple[Layout, ...]:
         """Of new arrays for the gradient: packed, in the shapes of the bias's own."""
         return tuple(layout._replace(strides=(layout.shape[1], 1), misalignment=0) for layout in self.layouts)
 
-    def empty_gradient(self, run: Runtime) -> tuple[Buffer, ...]:
-        """New arrays of these layouts, without contents."""
-        return tuple(run.empty(layout.shape, layout.dtype) for layout in self.layouts)
+    def empty_gradient(self, run: Runtime) -> tuple[Any, list[int]]:
+        """A new array, or the pair (gate, up), in the shapes of the bias; and their addresses."""
+        buffers = [run.empty(layout.shape, layout.dtype) for layout in self.layouts]
+        return one_or_pair([buffer.array for buffer in buffers]), [buffer.ptr for buffer in buffers]
 
 
 _ADDRESSES = (

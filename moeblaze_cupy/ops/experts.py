@@ -7,6 +7,7 @@ launches, in a straight line.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
@@ -148,15 +149,14 @@ def identity_rows(rows: Layout, weights: Layout | None, slots: SlotOptions) -> S
     return Source(rows.misalignment, weights.dtype) if slots.identity_experts and weights else None
 
 
-@dataclass(slots=True)
-class ForwardResult:
-    """`lists`, `ids` (int32 copy of int64 ids), `first_layer` and `y_swi` are what backward needs, None if not kept."""
+class ForwardResult(NamedTuple):
+    """The arrays that forward made. All but `out` are what backward needs, None if not kept."""
 
-    out: Buffer
-    lists: Buffer
-    ids: Buffer | None
-    first_layer: Buffer | None
-    y_swi: Buffer | None
+    out: Any
+    lists: Any
+    ids: Any  # the int32 copy of int64 ids
+    first_layer: Any
+    y_swi: Any
 
 
 def moe_forward(
@@ -165,17 +165,19 @@ def moe_forward(
     x: int,
     ids: int,
     weights: int,
+    gate: int,
+    up: int,
     w2: int,
-    w1: tuple[int, ...],
-    b1: tuple[int, ...] = (),
-    b2: tuple[int, ...] = (),
-    token_offsets: int = 0,
+    b1_gate: int,
+    b1_up: int,
+    b2: int,
+    token_offsets: int,
     *,
     out: Buffer | None = None,
 ) -> ForwardResult:
-    """Paper section 3.1, from the addresses of the inputs; 0 for weights or token_offsets that are not given.
+    """Paper section 3.1, from the addresses of the inputs; 0 for what is not given, as up where w1 is one array.
 
-    b1, b2: () without a bias. out: memory for the result; None allocates it.
+    out: memory for the result; None allocates it.
     """
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     row_weights = None
@@ -186,14 +188,14 @@ def moe_forward(
     y_swi = run.empty(steps.y_swi, steps.dtype)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
-        up, row_weights_ptr = steps.up.halves(w1), row_weights.ptr if row_weights else 0
-        bias = steps.up_bias.halves(b1) if steps.up_bias else (0, 0)
+        row_weights_ptr = row_weights.ptr if row_weights else 0
+        bias = steps.up_bias.halves(b1_gate, b1_up) if steps.up_bias else (0, 0)
         grouped_gemm.gemm(
             run,
             steps.up_fwd,
             index,
             x,
-            up,
+            steps.up.halves(gate, up),
             first_layer=first_layer_ptr,
             result=y_swi.ptr,
             weights=row_weights_ptr,
@@ -203,11 +205,15 @@ def moe_forward(
     out = out or run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, index)
-        weights, bias_ptr = weights if steps.scales_slots else 0, b2[0] if b2 else 0
-        panels.sum_of_rows(
-            run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias=bias_ptr, source=x
-        )
+        weights = weights if steps.scales_slots else 0
+        panels.sum_of_rows(run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias=b2, source=x)
         del by_row
     elif steps.cleared_bytes:
         run.clear(out.ptr, steps.cleared_bytes)
-    return ForwardResult(out, lists, ids_copy, first_layer, y_swi if steps.keeps_y_swi else None)
+    return ForwardResult(
+        out.array,
+        lists.array,
+        ids_copy.array if ids_copy else None,
+        first_layer.array if first_layer else None,
+        y_swi.array if steps.keeps_y_swi else None,
+    )

@@ -7,7 +7,6 @@ launch.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from moeblaze_cupy import checks, launch_config, loader, reasons
@@ -16,7 +15,7 @@ from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
 from moeblaze_cupy.runtime import Launch, Runtime, Tiles
-from moeblaze_cupy.structures import Activation, activation_of, is_gated
+from moeblaze_cupy.structures import Activation, activation_of, is_gated, one_or_pair
 from moeblaze_cupy.tensor_map import TensorMap
 
 
@@ -55,9 +54,9 @@ class Weight:
     def dtype(self) -> str:
         return self.layouts[0].dtype
 
-    def halves(self, addresses: tuple[int, ...]) -> tuple[int, int]:
-        """Where gate and up begin, from the addresses of the arrays. Without a gate both are the same."""
-        return addresses[0], addresses[-1] + self.up_offset
+    def halves(self, first: int, second: int = 0) -> tuple[int, int]:
+        """Where gate and up begin, from the addresses of the two arrays, or of the one that there is."""
+        return first, (second or first) + self.up_offset
 
     def is_k_contiguous(self, entry: str) -> bool:
         """Whether the dimension that a step sums over is contiguous: rows in forward, columns in backward."""
@@ -71,19 +70,10 @@ class Weight:
             layouts.append(Layout((E, rows, columns), strides, self.dtype, self.layouts[0].device))
         return tuple(layouts)
 
-    def empty_gradient(self, run: Runtime) -> tuple[Buffer, ...]:
-        """New arrays of these layouts, without contents."""
-        dtype = self.layouts[0].dtype
-        buffers = [run.empty(shape, dtype) for shape in self._stored_shapes]
-        if self.transposed:
-            for buffer in buffers:
-                buffer.array = buffer.array.swapaxes(1, 2)
-        return tuple(buffers)
-
-    @cached_property
-    def _stored_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        shapes = (layout.shape for layout in self.layouts)
-        return tuple((E, N, M) if self.transposed else (E, M, N) for E, M, N in shapes)
+    def empty_gradient(self, run: Runtime) -> tuple[Any, list[int]]:
+        """A new array, or the pair (gate, up), of the weight's shapes and memory order; and their addresses."""
+        buffers = [run.empty(shape, dtype, self.transposed) for shape, _, dtype, *_ in self.layouts]
+        return one_or_pair([buffer.array for buffer in buffers]), [buffer.ptr for buffer in buffers]
 
 
 @dataclass(frozen=True)
