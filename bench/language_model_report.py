@@ -23,8 +23,9 @@ ABOUT = """A decoder-only model on bytes (`examples/language_model.py`), trained
 and its packages; whole files are held out. Arms see the same initial weights and batches of a seed, and differ in the
 experts alone. `fp32` has TF32 off. A seed changes both weights and batches, so compare arms of one seed: the last
 columns are differences from torch's `grouped_mm` on the same seeds. Runs of several arms shared a GPU."""
-STEPS = """Forward, loss, backward and AdamW with float32 main weights, steps back to back, the arms in turn in one
-process. Peak memory has weights and optimizer in it. The largest batch is of sequences of 1,024 bytes."""
+STEPS = """Forward, loss, backward and AdamW with float32 main weights, one arm after another in one process. Peak
+memory has weights and optimizer in it. The largest batch is of sequences of 1,024 bytes. Speed is of a run's first 60
+steps, with what compiles in them."""
 
 
 def runs(size: str) -> dict[str, list[dict]]:
@@ -54,17 +55,16 @@ def loss_rows(found: dict[str, list[dict]]) -> list[list[str]]:
     return rows
 
 
-def step_rows(record: dict) -> list[list[str]]:
-    """Cells: arm, tokens/s, over the baseline, peak MiB, over the baseline, largest batch, over the baseline."""
+def step_rows(record: dict, start: dict[str, list[dict]]) -> list[list[str]]:
+    """Cells: arm; then tokens/s of the runs in `start`, peak MiB and largest batch, each over the baseline's."""
     rows = {row["arm"]: row for row in record["rows"]}
+    for arm, results in start.items():
+        rows.setdefault(arm, {})["tokens_per_second"] = mean(r["tokens_per_second"] for r in results)
     base, lines = rows.get(BASELINE, {}), []
     for arm, row in rows.items():
         cells = []
-        for value, of_base in (
-            (row["tokens_per_second"]["median"], base.get("tokens_per_second", {}).get("median")),
-            (row["peak_mib"], base.get("peak_mib")),
-            (row.get("largest_batch"), base.get("largest_batch")),
-        ):
+        for name in ("tokens_per_second", "peak_mib", "largest_batch"):
+            value, of_base = row.get(name), base.get(name)
             cells.append("-" if value is None else f"{value:,.0f}")
             cells.append(number(value / of_base if value and of_base else None))
         lines.append([ARMS[arm], *cells])
@@ -107,7 +107,13 @@ def section(table) -> list[str]:
         lines += _losses(size, by_arm, table)
     if step := _record("step"):
         head = ["experts", "tokens/s", "speed", "peak, MiB", "share", "largest batch", "times"]
-        lines += ["", f"### Training steps, {step['size']}", "", STEPS, *table(head, step_rows(step))]
+        lines += [
+            "",
+            f"### Training steps, {step['size']}",
+            "",
+            STEPS,
+            *table(head, step_rows(step, runs("base_start"))),
+        ]
     if long := _record("long_run"):
         repeated, collapsing = long["repeated"], long["collapsing"]
         history = collapsing["history"]
@@ -115,9 +121,9 @@ def section(table) -> list[str]:
         level = "never differ" if all(len(values) == 1 for values in held.values()) else "differ"
         lines += [
             "",
-            f"{repeated['equal']:,} of {repeated['repeats']:,} repeats of one training step gave the same bits. In a",
-            f"run of {collapsing['steps']:,} steps, in whose middle fifth all tokens go to one expert, the bytes that",
-            f"torch's and CuPy's allocators hold after a step {level} over {len(history)} readings. Its held-out loss",
-            f"ends at {collapsing['held_out_loss']:.3f}.",
+            f"{repeated['equal']:,} of {repeated['repeats']:,} repeats of one training step gave the same bits.",
+            f"In a run of {collapsing['steps']:,} steps, in whose middle fifth all tokens go to one expert, the bytes",
+            f"that torch's and CuPy's allocators hold after a step {level} over {len(history)} readings. Its held-out",
+            f"loss ends at {collapsing['held_out_loss']:.3f}.",
         ]
     return lines

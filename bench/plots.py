@@ -14,7 +14,7 @@ matplotlib.rcParams["svg.hashsalt"] = "moeblaze"  # the same file for the same r
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from bench import cases, language_model_report, transformers_report  # noqa: E402
+from bench import cases, language_model_report, parallel_report, transformers_report  # noqa: E402
 from bench.recorded import Records, title  # noqa: E402
 
 OURS = "moeblaze-cupy"
@@ -231,12 +231,39 @@ def losses(records: Records) -> Figure | None:
     return figure
 
 
+def parallel(records: Records) -> Figure | None:
+    """Efficiency of experts on the most GPUs of the records, and of FSDP2. None without a record."""
+    by_case = parallel_report.efficiencies()
+    if not by_case:
+        return None
+    gpus = max(row["gpus"] for row in parallel_report.rows())
+    named = {"pull": f"{OURS}, experts", parallel_report.PEER: "torchtitan's order, experts", "FSDP2": f"{OURS}, FSDP2"}
+    colors = dict(zip(named, (STYLES["moeblaze"][0], "#a3a3a3", "#6fa8dc"), strict=True))
+    figure, axes = plt.subplots(figsize=(9.0, 0.8 + 0.62 * len(by_case)), layout="constrained")
+    for group, series in enumerate(by_case.values()):
+        for place, name in enumerate(named):
+            if name not in series:
+                continue
+            y, value = group + 0.27 * (place - 1), series[name]
+            axes.barh(y, value, 0.25, color=colors[name])
+            axes.text(value, y, f" {value:.0f}%  {named[name]}", va="center", color=INK, fontsize=8)
+    axes.set_yticks(range(len(by_case)), list(by_case), fontsize=8.5, color=INK)
+    axes.set_ylim(len(by_case) - 0.4, -0.6)
+    axes.set_xlim(0, 140)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    heading = f"Time on one GPU over that on {gpus}, as many tokens on each: forward and backward"
+    axes.set_title(heading, fontsize=11, fontweight="bold", loc="left", color=INK)
+    return figure
+
+
 DRAWN = {
     "front.svg": front,
     "time_over_bound.svg": times,
     "memory.svg": memory,
     "transformers.svg": transformers,
     "losses.svg": losses,
+    "parallel.svg": parallel,
 }
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench import accuracy_report, cases, language_model_report, summary, transformers_report
+from bench import accuracy_report, cases, language_model_report, parallel_report, summary, transformers_report
 from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, title
 from bench.table import PASSES, number
 
@@ -388,6 +388,7 @@ def results(records: Records) -> str:
             lines += ["", f"## {heading}", *body]
     lines += transformers_report.section(list(records.by_name.values()), table)
     lines += language_model_report.section(table)
+    lines += parallel_report.section(table)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 

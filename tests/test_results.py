@@ -60,6 +60,14 @@ def measured(case: str) -> set[float]:
                     values.add(median / bound)
                     if "back_to_back_ms" in extra and "back_to_back_ms" in about:
                         values.add(extra["back_to_back_ms"] / about["back_to_back_ms"])
+    for path in (ROOT / "bench" / "records" / "parallel").glob("*.json"):
+        rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case and "ms" in row]
+        alone = {row["what"]: row["ms"] for row in rows if row["gpus"] == 1}
+        for row in rows:
+            values |= {row["gpus"], row["ms"], row["peak_mib"], 100 * alone[row["what"]] / row["ms"]}
+            for peer in rows:
+                if (peer["provider"], peer["gpus"]) == ("slots", row["gpus"]):
+                    values |= {peer["ms"] / row["ms"], row["peak_mib"] / peer["peak_mib"]}
     for case_ in (cases.LAYERS.get(case), cases.DISPATCHES.get(case)):
         if case_ is not None:
             values |= {v for p in case_.paper for v in (p.time_ms, p.memory_mb) if v is not None}
@@ -211,7 +219,7 @@ def test_readme_has_the_errors_and_losses_of_the_records():
     text = " ".join(BLOCK.split())
     assert f"against float64 are {min(ratios.values()):.2f} to {max(ratios.values()):.2f} times those" in text
     arms = {"minimal": [], "grouped_mm": []}
-    folders = [f for f in (ROOT / "bench" / "records" / "language_model").iterdir() if f.is_dir()]
+    folders = [f for f in (ROOT / "bench" / "records" / "language_model").iterdir() if f.name in ("small", "base")]
     of_size = {f: [json.loads(p.read_text()) for p in f.glob("*.json")] for f in folders}
     for result in max(of_size.values(), key=lambda results: results[0]["parameters"]):
         arms.get(result["arm"], []).append(result["held_out_loss"])

@@ -1,0 +1,105 @@
+"""The suite for several GPUs in docs/results.md: one row per case, way of the rows and number of GPUs."""
+
+import json
+
+from bench.recorded import RECORDS
+from bench.table import number
+
+FOLDER = RECORDS / "parallel"
+PEER = "slots"
+TITLES = {
+    "pull": "moeblaze-cupy, pull",
+    "exact": "moeblaze-cupy, exact",
+    "gather": "moeblaze-cupy, gather",
+    PEER: "torchtitan's order in torch",
+}
+ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens, and P GPUs share its experts, or
+under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P; the
+time on one GPU was taken on all at once. The peer is a layer in the order of torchtitan's default dispatcher, in public
+torch calls. Speed is its time over this package's, share is this package's peak memory over its, in the same run. The
+paper's Figure 7 shows FSDP alone and prints no numbers."""
+
+
+def rows() -> list[dict]:
+    """Of all records, a file for each number of GPUs of a machine, in their order."""
+    found: dict[tuple, dict] = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        record = json.loads(path.read_text())
+        for row in record["rows"]:
+            key = tuple(row[name] for name in ("case", "what", "provider", "gpus"))
+            ms = row.get("back_to_back_ms", row.get("ms"))  # of calls back to back where the record has them
+            found[key] = row | {"ms": ms, "gpu": record["environment"]["gpu"], "commit": record["commit"]}
+    return list(found.values())
+
+
+def expert_cells(found: list[dict]) -> list[list[str]]:
+    """Cells: case, GPUs, experts' way, ms, efficiency, speed over the peer, peak MiB, share of the peer's."""
+    peers = {(r["case"], r["gpus"]): r for r in found if r["provider"] == PEER and r["ms"]}
+    lines = []
+    for row in found:
+        if row["what"] != "experts" or not row["ms"] or row["gpus"] == 1:
+            continue
+        peer = peers.get((row["case"], row["gpus"]))
+        beside = peer is not None and row is not peer
+        lines.append(
+            [
+                row["case"],
+                str(row["gpus"]),
+                TITLES[row["provider"]],
+                number(row["ms"]),
+                f"{100 * row['efficiency']:.0f}%",
+                number(peer["ms"] / row["ms"] if beside else None),
+                f"{row['peak_mib']:,.0f}",
+                number(row["peak_mib"] / peer["peak_mib"] if beside else None),
+            ]
+        )
+    return lines
+
+
+def fsdp_cells(found: list[dict]) -> list[list[str]]:
+    """Cells: case, GPUs, ms, efficiency, peak MiB."""
+    return [
+        [
+            r["case"],
+            str(r["gpus"]),
+            number(r["ms"]),
+            f"{100 * r['efficiency']:.0f}%",
+            f"{r['peak_mib']:,.0f}",
+        ]
+        for r in found
+        if r["what"] == "fsdp" and r["ms"]
+    ]
+
+
+def efficiencies() -> dict[str, dict[str, float]]:
+    """By case, then series: percent, on the most GPUs of the records."""
+    found = rows()
+    most = max((row["gpus"] for row in found), default=0)
+    by_case: dict[str, dict[str, float]] = {}
+    for row in found:
+        series = "FSDP2" if row["what"] == "fsdp" else row["provider"]
+        if row["gpus"] == most and "efficiency" in row:
+            by_case.setdefault(row["case"], {})[series] = 100 * row["efficiency"]
+    return by_case
+
+
+def section(table) -> list[str]:
+    """Lines of the page; none without a record."""
+    found = rows()
+    if not found:
+        return []
+    commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in found))
+    lines = [
+        "",
+        "## Several GPUs",
+        "",
+        "![Efficiency](parallel.svg)",
+        "",
+        ABOUT,
+        "",
+        f"{found[0]['gpu']}, commit {commits}.",
+    ]
+    head = ["case", "GPUs", "experts", "ms", "efficiency", "speed", "peak, MiB", "share"]
+    lines += ["", "### Expert parallelism, forward and backward", *table(head, expert_cells(found))]
+    head = ["case", "GPUs", "ms", "efficiency", "peak, MiB"]
+    return [*lines, "", "### FSDP2, four layers, forward and backward", *table(head, fsdp_cells(found))]
