@@ -223,7 +223,8 @@ class Torch:
         """
         if Torch.transformed(given) is not None:
             raise RuntimeError
-        tracked = sys.modules["torch"].is_grad_enabled()
+        torch = sys.modules.get("torch")  # None where the arrays only behave like tensors
+        tracked = torch is not None and torch.is_grad_enabled()
         pointers = [0 if a is None else a.data_ptr() for a in given]
         layouts = [
             None
