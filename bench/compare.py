@@ -14,6 +14,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,10 +155,9 @@ def in_turn(sides: dict[str, Side], window: str, name: str, rounds: int, length:
     return {side: seconds[1:] for side, seconds in found.items()}
 
 
-def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int, length: float) -> list[dict]:
-    """A row for each call that both sides have."""
+def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int, length: float) -> Iterator[dict]:
+    """A row for each call that both sides have, as it is measured."""
     names = [side.ask(*load) for side in sides.values()]
-    rows = []
     for name in names[0]:
         if name in names[1]:
             by_round = in_turn(sides, window, name, rounds, length)
@@ -171,12 +171,9 @@ def compared(sides: dict[str, Side], load: tuple, window: str, rounds: int, leng
             }
             if load[0] == "layer":
                 row["peak_mib"] = {side: process.ask("peak", name) for side, process in sides.items()}
-            rows.append({**row, "ratio": seconds["after"] / seconds["before"]})
-            print(
-                f"{row['what']:8} {row['case']:12} {name:30} {_microseconds(seconds)} {rows[-1]['ratio']:.3f}",
-                flush=True,
-            )
-    return rows
+            ratio = seconds["after"] / seconds["before"]
+            print(f"{row['what']:8} {row['case']:12} {name:30} {_microseconds(seconds)} {ratio:.3f}", flush=True)
+            yield {**row, "ratio": ratio}
 
 
 def _microseconds(seconds: dict[str, float]) -> str:
@@ -203,9 +200,10 @@ def main(*argv: str) -> None:
     sides = {"before": Side(Path(args.before).resolve()), "after": Side(ROOT)}
     record: dict = {"rows": [], "sides": {name: side.ask("environment") for name, side in sides.items()}}
     for load, window, rounds in loads:
-        record["rows"] += compared(sides, load, window, rounds, args.window)
-        if args.out:  # what there is, should a later one fail
-            Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+        for row in compared(sides, load, window, rounds, args.window):
+            record["rows"].append(row)
+            if args.out:  # what there is, should a later one fail
+                Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     for side in sides.values():
         side.close()
 

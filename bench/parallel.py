@@ -319,18 +319,21 @@ def work_of_rank(args):
         [cases.LAYERS[name] for name in cases.select(args.case, "conf1,conf5,qwen30b")] if has_gpu() else [cases.TINY]
     )
     sizes = [int(n) for n in args.gpus.split(",") if int(n) <= size]
+    facts = measure.environment() if rank == 0 else {}
     rows, end = [], time.monotonic() + 60 * args.minutes
     for case in chosen:
         late = torch.tensor([int(time.monotonic() > end)], device=device())
         dist.broadcast(late, 0)
         if int(late):
             break
-        rows += expert_rows(case, sizes, rank, args.rounds, everyone)
+        of_case = expert_rows(case, sizes, rank, args.rounds, everyone)
         if args.fsdp:
-            rows += fsdp_rows(case, sizes, rank, args.rounds, everyone)
-        if rank == 0:
-            record = {"environment": measure.environment(), "commit": args.commit, "rows": with_efficiency(rows)}
+            of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone)
+        rows += with_efficiency(of_case)
+        if rank == 0:  # what there is, should the run be cut
+            record = {"environment": facts, "commit": args.commit, "rows": rows}
             Path(args.result).write_text(json.dumps(record, indent=1))
+            print("\n".join(table(of_case)[bool(len(rows) - len(of_case)) :]), flush=True)
     dist.barrier()
     os._exit(0)  # NCCL's groups take long to end
 
@@ -359,7 +362,8 @@ def main():
         parser.error(f"--gpus: expected divisors of the largest number, {world}, got {odd}")
     environment = os.environ | {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "record.json"
+        result = Path(args.out).resolve() if args.out else Path(folder) / "record.json"
+        result.unlink(missing_ok=True)
         own = ["--world", str(world), "--store", str(Path(folder) / "store"), "--result", str(result)]
         command = [sys.executable, "-m", "bench.parallel", *sys.argv[1:], *own]
         ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(world)]
@@ -369,9 +373,6 @@ def main():
         if not result.exists():
             return 1
         record = json.loads(result.read_text())
-    print("\n".join(table(record["rows"])))
-    if args.out:
-        Path(args.out).write_text(json.dumps(record, indent=1))
     return int(any(codes) or any("wrong" in row for row in record["rows"]))
 
 

@@ -134,17 +134,6 @@ def main(*argv: str) -> None:
     device, s = "cuda" if torch.cuda.is_available() else "cpu", lm.SIZES[args.size]
     data = corpus.load(args.text or corpus.default_folders(), TEXT_BYTES).training.to(device)
     rows: list[dict] = []
-    for arm in args.arm:
-        peak = peak_mib(s, arm, data)
-        row: dict = {"arm": arm, "peak_mib": peak}
-        if device == "cuda" and args.granule and peak is not None:
-            row |= largest_batch(s, arm, data, peak, args.granule)
-        rows.append(row)
-        print(row, flush=True)
-    measure.release()
-    steps = {row["arm"]: step_of(s, row["arm"], data) for row in rows if row["peak_mib"] is not None}
-    for arm, found in speeds(steps, s.B * s.T, args.rounds, args.window).items():
-        next(row for row in rows if row["arm"] == arm)["tokens_per_second"] = found
     record = {
         "machine_info": measure.environment(),
         "commit_info": {"id": args.commit or measure.commit()},
@@ -152,8 +141,23 @@ def main(*argv: str) -> None:
         "tokens_per_step": s.B * s.T,
         "rows": rows,
     }
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    def write() -> None:  # after each part, as a run may be cut
+        if args.out:
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    for arm in args.arm:
+        rows.append({"arm": arm, "peak_mib": peak_mib(s, arm, data)})
+    measure.release()
+    steps = {row["arm"]: step_of(s, row["arm"], data) for row in rows if row["peak_mib"] is not None}
+    for arm, found in speeds(steps, s.B * s.T, args.rounds, args.window).items():
+        next(row for row in rows if row["arm"] == arm)["tokens_per_second"] = found
+    steps.clear()
+    write()
+    for row in rows:
+        if device == "cuda" and args.granule and row["peak_mib"] is not None:
+            row |= largest_batch(s, row["arm"], data, row["peak_mib"], args.granule)
+            write()
     head = ["arm", "tokens/s", "quartiles", "peak, MiB", "largest batch"]
     lines = []
     for row in rows:

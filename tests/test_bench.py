@@ -441,7 +441,7 @@ class FakeSide:
 
 def test_two_checkouts_are_compared_in_turn(capsys):
     sides = {"before": FakeSide(1.0, "old"), "after": FakeSide(0.5, "new")}
-    rows = compare.compared(sides, ("kernels", "conf1", "row"), "window", 3, 1.0)
+    rows = list(compare.compared(sides, ("kernels", "conf1", "row"), "window", 3, 1.0))
     assert [(row["name"], row["before"], row["after"], row["ratio"]) for row in rows] == [
         ("up_fwd", 2.0, 1.0, 0.5),
         ("down_fwd", 3.0, 1.5, 0.5),
