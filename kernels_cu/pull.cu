@@ -179,12 +179,12 @@ __device__ void pull_values(const PullValuesParams<I, W>& p) {
 
 #define PULL_SUM_ENTRY(NAME, T, I) \
     extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK) NAME(const PullSumParams<T, I> p) { pull_sum(p); }
-#define PULL_SLOTS_ENTRIES(SUFFIX, I, W)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_slots_##SUFFIX(const PullSlotsParams<I, W> p) {            \
-        pull_slots(p);                                                                                                         \
-    }                                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_values_##SUFFIX(const PullValuesParams<I, W> p) {          \
-        pull_values(p);                                                                                                        \
+#define PULL_SLOTS_ENTRIES(SUFFIX, I, W)                                                                              \
+    extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_slots_##SUFFIX(const PullSlotsParams<I, W> p) {   \
+        pull_slots(p);                                                                                                \
+    }                                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_values_##SUFFIX(const PullValuesParams<I, W> p) { \
+        pull_values(p);                                                                                               \
     }
 #define PULL_ENTRIES(IDS, I)                         \
     PULL_SUM_ENTRY(pull_sum_bfloat16_##IDS, bf16, I) \
