@@ -24,8 +24,8 @@ and its packages; whole files are held out. Arms see the same initial weights an
 experts alone. `fp32` has TF32 off. A seed changes both weights and batches, so compare arms of one seed: the last
 columns are differences from torch's `grouped_mm` on the same seeds. Runs of several arms shared a GPU."""
 STEPS = """Forward, loss, backward and AdamW with float32 main weights, one arm after another in one process. Peak
-memory has weights and optimizer in it. The largest batch is of sequences of 1,024 bytes. Speed is of a run's first 60
-steps, with what compiles in them."""
+memory has weights and optimizer in it. The largest batch is of sequences of 1,024 bytes. Speed is the median of windows
+of steps back to back, whose order changes from round to round."""
 
 
 def runs(size: str) -> dict[str, list[dict]]:
@@ -55,15 +55,13 @@ def loss_rows(found: dict[str, list[dict]]) -> list[list[str]]:
     return rows
 
 
-def step_rows(record: dict, start: dict[str, list[dict]]) -> list[list[str]]:
-    """Cells: arm; then tokens/s of the runs in `start`, peak MiB and largest batch, each over the baseline's."""
-    rows = {row["arm"]: row for row in record["rows"]}
-    for arm, results in start.items():
-        rows.setdefault(arm, {})["tokens_per_second"] = mean(r["tokens_per_second"] for r in results)
+def step_rows(record: dict) -> list[list[str]]:
+    """Cells: arm; then median tokens/s, peak MiB and largest batch, each over the baseline's."""
+    rows = {row["arm"]: row | {"speed": row.get("tokens_per_second", {}).get("median")} for row in record["rows"]}
     base, lines = rows.get(BASELINE, {}), []
     for arm, row in rows.items():
         cells = []
-        for name in ("tokens_per_second", "peak_mib", "largest_batch"):
+        for name in ("speed", "peak_mib", "largest_batch"):
             value, of_base = row.get(name), base.get(name)
             cells.append("-" if value is None else f"{value:,.0f}")
             cells.append(number(value / of_base if value and of_base else None))
@@ -72,19 +70,29 @@ def step_rows(record: dict, start: dict[str, list[dict]]) -> list[list[str]]:
 
 
 def headline() -> list[str]:
-    """Losses of the largest model beside the baseline's, for the front page; none without a record."""
-    for size in reversed(SIZES):
-        found = runs(size)
-        if {"minimal", BASELINE} <= found.keys():
-            ours, base = found["minimal"], found[BASELINE]
-            losses = [mean(r["held_out_loss"] for r in results) for results in (ours, base)]
-            seeds = f"means of {len(ours)} seeds" if len(ours) > 1 else "one seed"
-            return [
-                f"A language model of {ours[0]['parameters'] / 1e6:.0f} million parameters ends at a held-out loss of "
-                f"{losses[0]:.3f} nats per byte,",
-                f"with torch's `grouped_mm` at {losses[1]:.3f} ({seeds}).",
-            ]
-    return []
+    """Losses of the model with most seeds beside the baseline's, for the front page; none without a record."""
+    compared = [by_arm for size in reversed(SIZES) if {"minimal", BASELINE} <= (by_arm := runs(size)).keys()]
+    if not compared:
+        return []
+    found = max(compared, key=lambda by_arm: len(by_arm["minimal"]))
+    ours, base = found["minimal"], found[BASELINE]
+    losses = [mean(r["held_out_loss"] for r in results) for results in (ours, base)]
+    seeds = f"means of {len(ours)} seeds" if len(ours) > 1 else "one seed"
+    lines = [
+        f"A language model of {ours[0]['parameters'] / 1e6:.0f} million parameters ends at a held-out loss of "
+        f"{losses[0]:.3f} nats per byte,",
+        f"with torch's `grouped_mm` at {losses[1]:.3f} ({seeds}).",
+    ]
+    step = _record("step")
+    if step and (of_size := runs(step["size"])):
+        parameters = next(iter(of_size.values()))[0]["parameters"]
+        _, _, speed, _, share, _, batch = next(row for row in step_rows(step) if row[0] == ARMS["minimal"])
+        lines += [
+            f"One of {parameters / 1e6:.0f} million trains at {speed} times the tokens per second in {share} of the "
+            f"memory,",
+            f"and a step takes {batch} times as many sequences.",
+        ]
+    return lines
 
 
 def _losses(size: str, found: dict[str, list[dict]], table) -> list[str]:
@@ -112,7 +120,7 @@ def section(table) -> list[str]:
             f"### Training steps, {step['size']}",
             "",
             STEPS,
-            *table(head, step_rows(step, runs("base_start"))),
+            *table(head, step_rows(step)),
         ]
     if long := _record("long_run"):
         repeated, collapsing = long["repeated"], long["collapsing"]

@@ -221,10 +221,16 @@ def test_readme_has_the_errors_and_losses_of_the_records():
     arms = {"minimal": [], "grouped_mm": []}
     folders = [f for f in (ROOT / "bench" / "records" / "language_model").iterdir() if f.name in ("small", "base")]
     of_size = {f: [json.loads(p.read_text()) for p in f.glob("*.json")] for f in folders}
-    for result in max(of_size.values(), key=lambda results: results[0]["parameters"]):
+    for result in max(of_size.values(), key=lambda results: (len(results), results[0]["parameters"])):
         arms.get(result["arm"], []).append(result["held_out_loss"])
     means = [sum(losses) / len(losses) for losses in arms.values()]
     assert f"held-out loss of {means[0]:.3f} nats per byte, with torch's `grouped_mm` at {means[1]:.3f}" in text
+    step = json.loads((ROOT / "bench" / "records" / "language_model" / "step.json").read_text())
+    ours, torchs = ({row["arm"]: row for row in step["rows"]}[arm] for arm in arms)
+    faster = ours["tokens_per_second"]["median"] / torchs["tokens_per_second"]["median"]
+    smaller, batch = (ours[name] / torchs[name] for name in ("peak_mib", "largest_batch"))
+    assert f"trains at {faster:.2f} times the tokens per second in {smaller:.3f} of the memory" in text
+    assert f"takes {batch:.2f} times as many sequences" in text
 
 
 def test_readme_states_no_other_measurement():
