@@ -1,4 +1,5 @@
-"""The router, forward and backward, beside a copy of the same bytes, torch's operators and these compiled.
+"""The router, forward and backward, beside a copy of the same bytes, torch's operators, these compiled, and other
+libraries' kernels of softmax and top-k where they are installed.
 
 A case with sums is a router and its balancing losses: backward takes the gradients of both.
 """
@@ -18,6 +19,7 @@ from bench.inputs import device
 
 pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="router")
 PROVIDERS = ("copy", "moeblaze", "torch")
+PEERS = ("sonicmoe", "quack")
 COMPILED = ("dsv3", "dsv3_grouped")  # a compilation takes seconds
 BESIDE_TORCH = ("dsv3", "dsv3_grouped", "dsv3_sums", "qwen30b", "conf3", "mixtral")
 
@@ -26,10 +28,12 @@ def pytest_generate_tests(metafunc):
     def specs(case: RouterCase) -> list[tuple[RouterCase, str, str]]:
         providers = [p for p in PROVIDERS if p != "torch" or case.name in (*BESIDE_TORCH, "tiny")]
         found = [(case, provider, what) for what in ("forward", "backward") for provider in providers]
-        return found + [(case, "torch_compile", "forward")] * (case.name in COMPILED)
+        found += [(case, "torch_compile", "forward")] * (case.name in COMPILED)
+        is_plain = case.score == "softmax" and case.renormalize and not case.sums
+        return found + [(case, peer, "forward") for peer in PEERS if is_plain and case.name in BESIDE_TORCH]
 
     chosen = metafunc.config.getoption("--provider")
-    wanted = chosen.split(",") if chosen else (*PROVIDERS, "torch_compile")
+    wanted = chosen.split(",") if chosen else (*PROVIDERS, "torch_compile", *PEERS)
 
     def combinations(name, config):
         return [spec for spec in specs(cases.ROUTERS[name]) if spec[1] in wanted]
@@ -114,6 +118,18 @@ class Problem:
         return logits + (logits if over_all else min(gathered, logits)) + slots + 4 * self.case.L * self.case.k
 
 
+def peer_route(peer: str, logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """By another library: weights (L, k) float32, ids (L, k) int32. Skips where it is not installed."""
+    if peer == "quack":
+        weights, ids = pytest.importorskip("quack.topk", exc_type=ImportError).topk_fwd(logits, k, softmax=True)
+        return weights, ids
+    forward = pytest.importorskip("sonicmoe.functional.forward", exc_type=ImportError)
+    weights = logits.new_empty((len(logits), k))
+    ids = logits.new_empty((len(logits), k), dtype=torch.int32)
+    forward._topk_softmax_fwd(logits, weights, ids, logits.shape[1], k, True, False)
+    return weights, ids
+
+
 @functools.cache
 def compiled() -> Callable[..., Any]:
     return torch.compile(torch_route, dynamic=False)
@@ -139,6 +155,12 @@ def test_router(spec, time_device):
     elif provider == "torch_compile":
         compiled()(case, problems[0].logits, problems[0].bias)
         run = [functools.partial(problem.torch_forward, compiled()) for problem in problems]
+    elif provider in PEERS:
+        weights, ids = peer_route(provider, problems[0].logits, case.k)
+        same = (problems[0].ids == ids).all(dim=1)
+        assert same.float().mean() > 0.999
+        torch.testing.assert_close(problems[0].weights[same], weights[same], rtol=1e-4, atol=1e-6)
+        run = [functools.partial(peer_route, provider, problem.logits, case.k) for problem in problems]
     else:
         run = [getattr(problem, f"torch_{what}") for problem in problems]
     time_device(

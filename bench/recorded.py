@@ -24,6 +24,7 @@ TITLES = {
     "torch_routed": "torch, loop over experts",
     "torch_sort": "torch.sort",
     "sonicmoe": "SonicMoE",
+    "quack": "QuACK",
     "liger": "Liger",
     "scattermoe": "ScatterMoE",
     "momoe_100": "MoMoE 100%",
