@@ -210,21 +210,20 @@ def losses(records: Records) -> Figure | None:
         curves.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92))
         base = {r["seed"]: r["held_out_loss"] for r in found[language_model_report.BASELINE]}
         others = [arm for arm in found if arm != language_model_report.BASELINE]
+        half = (max(base.values()) - min(base.values())) / 2
+        furthest = max(half, 1e-3)
         for place, arm in enumerate(others):
             values = [r["held_out_loss"] - base[r["seed"]] for r in found[arm] if r["seed"] in base]
             apart.plot(values, [place] * len(values), "o", color=colors[arm], alpha=0.8)
+            furthest = max(furthest, *(abs(value) for value in values))
         apart.axvline(0, color="#a3a3a3", linewidth=1)
-        furthest = max(max(base.values()) - min(base.values()), 1e-3)
-        apart.axvspan(-furthest / 2, furthest / 2, color=FAINT, alpha=0.35, linewidth=0)
-        apart.set_xlim(-0.75 * furthest, 0.75 * furthest)
-        apart.set_xticks([-furthest / 2, 0, furthest / 2], [f"-{furthest / 2:.3f}", "0", f"+{furthest / 2:.3f}"])
+        apart.axvspan(-half, half, color=FAINT, alpha=0.35, linewidth=0)
+        apart.set_xlim(-1.5 * furthest, 1.5 * furthest)
+        apart.set_xticks([-furthest, 0, furthest], [f"-{furthest:.3f}", "0", f"+{furthest:.3f}"])
         apart.set_yticks(range(len(others)), [language_model_report.ARMS[arm] for arm in others], fontsize=8.5)
         apart.set_ylim(len(others) - 0.4, -0.6)
-        apart.set_title(
-            "final loss less grouped_mm's of the same seed\ngrey: as wide as its range over seeds",
-            fontsize=9,
-            loc="left",
-        )
+        grey = "\ngrey: as wide as its range over seeds" if len(base) > 1 else ""
+        apart.set_title(f"final loss less grouped_mm's of the same seed{grey}", fontsize=9, loc="left")
     for axes in figure.axes:
         axes.tick_params(labelsize=8.5)
         axes.spines[["top", "right"]].set_visible(False)
