@@ -55,15 +55,23 @@ struct Rows {
     __device__ __forceinline__ T score(unsigned i) const {
         return *reinterpret_cast<const T*>(scores + static_cast<unsigned long long>(i) * row_bytes);
     }
-    __device__ __forceinline__ unsigned chosen(unsigned i) const {
-        return CHOSEN ? *reinterpret_cast<const unsigned*>(words + static_cast<unsigned long long>(i) * row_word_bytes) : 0;
+    // The word of token `first` + lane. Lanes pass words on by shuffles: a load for 32 tokens in place of one for each.
+    __device__ __forceinline__ unsigned chosen_of_lane(int first) const {
+        if (!CHOSEN) return 0;
+        const unsigned i = max(min(first + static_cast<int>(threadIdx.x & 31), number - 1), 0);
+        return *reinterpret_cast<const unsigned*>(words + static_cast<unsigned long long>(i) * row_word_bytes);
     }
     // LOADS tokens from `first` on. Those before the first and past the last are the first and the last.
-    __device__ __forceinline__ void load(T (&of_scores)[LOADS], unsigned (&of_chosen)[LOADS], int first) const {
+    __device__ __forceinline__ void load(T (&of_scores)[LOADS], int first) const {
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const unsigned i = max(min(first + l, number - 1), 0);
-            of_scores[l] = score(i), of_chosen[l] = chosen(i);
-        }
+        for (int l = 0; l < LOADS; ++l) of_scores[l] = score(max(min(first + l, number - 1), 0));
     }
 };
+static_assert(32 % LOADS == 0, "tokens of a load have their words in one register of each lane");
+
+// Words of LOADS tokens from the `first` on, each in all lanes. words: of the 32 tokens from a multiple of 32 on, one a lane.
+template <bool CHOSEN>
+__device__ __forceinline__ void from_lanes(unsigned (&chosen)[LOADS], unsigned words, int first) {
+#pragma unroll
+    for (int l = 0; l < LOADS; ++l) chosen[l] = CHOSEN ? __shfl_sync(0xffffffffu, words, first % 32 + l) : 0;
+}
