@@ -27,13 +27,16 @@ __device__ __forceinline__ unsigned key_of(float v) { return sort_key(v); }
 __device__ __forceinline__ unsigned key_of(bf16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 __device__ __forceinline__ unsigned key_of(fp16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 
-// Which pairs of a lane's column the selection is among, by the word of chosen pairs; of a column past the last none.
-struct Members {
-    unsigned flip, mask;
-    __device__ __forceinline__ Members(bool among_chosen, bool exists)
-        : flip(among_chosen ? 0 : 0xffffffffu), mask(exists ? 1u << (threadIdx.x & 31) : 0) {}
-    __device__ __forceinline__ bool has(unsigned chosen) const { return ((chosen ^ flip) & mask) != 0; }
-};
+// A word of each lane, 32 x 32 bits, the other way round: bit i of lane l becomes bit l of lane i.
+__device__ __forceinline__ unsigned transposed(unsigned v) {
+    unsigned low = 0x0000ffffu;  // bits that pairs of lanes keep or exchange
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1, low ^= low << step) {
+        const unsigned other = __shfl_xor_sync(0xffffffffu, v, step);
+        v = threadIdx.x & step ? (v & ~low) | (other >> step & low) : (v & low) | (other & low) << step;
+    }
+    return v;
+}
 
 // A warp's share of tokens, which follow each other, at the lane's column. Lanes past the last column see that one's keys.
 // Offsets from row to row have 32 bits, so that an address takes one instruction.
@@ -55,7 +58,7 @@ struct Rows {
     __device__ __forceinline__ T score(unsigned i) const {
         return *reinterpret_cast<const T*>(scores + static_cast<unsigned long long>(i) * row_bytes);
     }
-    // The word of token `first` + lane. Lanes pass words on by shuffles: a load for 32 tokens in place of one for each.
+    // The word of token `first` + lane.
     __device__ __forceinline__ unsigned chosen_of_lane(int first) const {
         if (!CHOSEN) return 0;
         const unsigned i = max(min(first + static_cast<int>(threadIdx.x & 31), number - 1), 0);
@@ -67,11 +70,4 @@ struct Rows {
         for (int l = 0; l < LOADS; ++l) of_scores[l] = score(max(min(first + l, number - 1), 0));
     }
 };
-static_assert(32 % LOADS == 0, "tokens of a load have their words in one register of each lane");
-
-// Words of LOADS tokens from the `first` on, each in all lanes. words: of the 32 tokens from a multiple of 32 on, one a lane.
-template <bool CHOSEN>
-__device__ __forceinline__ void from_lanes(unsigned (&chosen)[LOADS], unsigned words, int first) {
-#pragma unroll
-    for (int l = 0; l < LOADS; ++l) chosen[l] = CHOSEN ? __shfl_sync(0xffffffffu, words, first % 32 + l) : 0;
-}
+static_assert(32 % LOADS == 0, "loads begin with the words of 32 tokens");

@@ -112,32 +112,32 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     const Place<ColumnsCountParams<T>> place(p);
     const Rows<T, CHOSEN> rows(p, place, place.tokens);
     T next[LOADS];
-    unsigned words = 0, next_words = 0;  // of chosen pairs of 32 tokens
-    if (rows.number > 0) rows.load(next, 0), next_words = rows.chosen_of_lane(0);
+    unsigned members = 0;  // of 32 tokens, those whose pair of the lane's column the selection is among
+    unsigned words = 0;    // of chosen pairs of the next 32 tokens
+    if (rows.number > 0) rows.load(next, 0), words = rows.chosen_of_lane(0);
     for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) counters[i] = 0;
-    const Members members(CHOSEN && place.exists && p.columns[place.column(p)].among_chosen, place.exists);
+    const unsigned flip = CHOSEN && place.exists && p.columns[place.column(p)].among_chosen ? 0 : 0xffffffffu;
     // By the leading bits of the float itself, which takes two instructions less. Lanes past the last column count for nobody.
-    const auto add = [&](T score, unsigned chosen) {
+    const auto add = [&](T score, unsigned is_member) {
         const unsigned bits = __float_as_uint(canonical(to_float(score)));
-        atomicAdd(counters + (bits >> shift) * 32 + lane, CHOSEN ? static_cast<int>(members.has(chosen)) : 1);
+        if (is_member) atomicAdd(counters + (bits >> shift) * 32 + lane, 1);
     };
     __syncthreads();
     for (int first = 0; first < rows.number; first += LOADS) {
         T loaded[LOADS];
-        unsigned chosen[LOADS];
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
         rows.load(next, first + LOADS);
-        if (first % 32 == 0) words = next_words, next_words = rows.chosen_of_lane(first + 32);
-        from_lanes<CHOSEN>(chosen, words, first);
+        if (CHOSEN && first % 32 == 0) members = transposed(words) ^ flip, words = rows.chosen_of_lane(first + 32);
+        const unsigned of_lane = CHOSEN ? members >> first % 32 : 0xffffffffu;
         __syncwarp();  // keeps the compiler from putting the loads off until their use
         if (first + LOADS <= rows.number) {
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) add(loaded[l], chosen[l]);
+            for (int l = 0; l < LOADS; ++l) add(loaded[l], of_lane >> l & 1);
         } else {
 #pragma unroll
             for (int l = 0; l < LOADS; ++l)
-                if (first + l < rows.number) add(loaded[l], chosen[l]);
+                if (first + l < rows.number) add(loaded[l], of_lane >> l & 1);
         }
     }
     __syncthreads();
@@ -192,14 +192,15 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     const Place<ColumnsSplitParams<T>> place(p);
     Column column = {0, 0, 0, -1};
     if (place.exists) column = p.columns[place.column(p)];
-    const Members members(column.among_chosen != 0, place.exists);
     const unsigned digit = column.key >> shift, least = column.wanted == ALL ? digit : digit + 1;
     // Keys above these are taken and candidates. No key is 0, and none is above 2^32 - 1, which is what 0 - 1 gives.
     // Of a column past the last one none are.
     const unsigned highest = !place.exists ? 0xffffffffu : least ? (least << shift) - 1 : 0;
     const unsigned below = !has_candidates(column) ? highest : digit ? (digit << shift) - 1 : 0;
-    const unsigned always = column.among_chosen ? 0 : members.mask;  // of the chosen pairs
-    int block = 0, sum = 0;                                          // of the lane's last taken pairs
+    const unsigned flip = column.among_chosen ? 0 : 0xffffffffu;
+    // Words of all columns: of these all chosen pairs are taken, and the others are what the selection is among.
+    const unsigned always = CHOSEN ? __ballot_sync(0xffffffffu, place.exists && !column.among_chosen) : 0;
+    int block = 0, sum = 0;  // of the lane's last taken pairs
     if (threadIdx.x < 32) shared.numbers[threadIdx.x] = 0;
     __syncthreads();
     for (int64 end = place.tokens.end; end > place.tokens.begin; end -= SPLIT_TOKENS) {
@@ -211,42 +212,40 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
         const unsigned index = static_cast<unsigned>(begin - place.all.begin);
         const int last = (rows.number - 1) / LOADS * LOADS;
         T next[LOADS];
-        unsigned words = 0, next_words = 0;  // of chosen pairs of 32 tokens
-        if (rows.number > 0) rows.load(next, last), next_words = rows.chosen_of_lane(last / 32 * 32);
-        unsigned of_taken = 0, of_candidates = 0;  // words of the lane's token, of 32 tokens
-        unsigned found = 0;                        // of these tokens, candidates in the lane's column
+        unsigned words = 0;  // of chosen pairs of 32 tokens
+        if (rows.number > 0) rows.load(next, last), words = rows.chosen_of_lane(last / 32 * 32);
+        unsigned of_above = 0, of_reaching = 0;  // words of the lane's token, of 32 tokens: pairs above each bound
+        unsigned found = 0;                      // of these tokens, candidates in the lane's column
         for (int first = rows.number > 0 ? last : -1; first >= 0; first -= LOADS) {
             T loaded[LOADS];
-            unsigned chosen[LOADS];
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
             rows.load(next, first - LOADS);
-            if (first == last || first % 32 == 32 - LOADS)
-                words = next_words, next_words = rows.chosen_of_lane(first / 32 * 32 - 32);
-            from_lanes<CHOSEN>(chosen, words, first);
             __syncwarp();                        // keeps the compiler from putting the loads off until their use
             const int mine = lane - first % 32;  // of these LOADS tokens
             unsigned of_lane = 0;
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
                 const unsigned key = key_of(loaded[l]);
-                const bool takes = CHOSEN ? members.has(chosen[l]) && key > highest : key > highest;
-                const bool reaches = CHOSEN ? members.has(chosen[l]) && key > below : key > below;
-                const unsigned all_taken = __ballot_sync(0xffffffffu, takes || (CHOSEN && (chosen[l] & always)));
-                const unsigned all_maybe = __ballot_sync(0xffffffffu, reaches && !takes);
-                if (mine == l) of_taken = all_taken, of_candidates = all_maybe;
-                if (reaches && !takes) of_lane |= 1u << l;
+                const bool above = key > highest, reaches = key > below;
+                const unsigned all_above = __ballot_sync(0xffffffffu, above), all_reaching = __ballot_sync(0xffffffffu, reaches);
+                if (mine == l) of_above = all_above, of_reaching = all_reaching;
+                if (reaches && !above) of_lane |= 1u << l;
             }
             found = found << LOADS | of_lane;
             if (first % 32) continue;
             const int number = min(32, rows.number - first);
+            if (CHOSEN) found &= transposed(words) ^ flip;
             if (lane < number) {
+                const unsigned members = CHOSEN ? words ^ always : 0xffffffffu;
+                const unsigned of_taken = (of_above & members) | (words & always);
                 taken[static_cast<int64>(first + lane) * place.num_words] = of_taken;
-                candidates[first + lane] = of_candidates;
+                candidates[first + lane] = of_reaching & ~of_above & members;
                 const int now = static_cast<int>((begin + first + lane) >> p.block_shift);
                 if (now != block && sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
                 sum = __popc(of_taken) + (now == block ? sum : 0), block = now;
             }
+            if (CHOSEN) words = rows.chosen_of_lane(first - 32);
             found &= 0xffffffffu >> (32 - number);
             if (found) {
                 int i = atomicAdd(shared.numbers + lane, __popc(found));
