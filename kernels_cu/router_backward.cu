@@ -139,7 +139,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
     const float dot = scatter(p, pairs_of(p.token_offsets, token, p.k, p.num_pairs, there), logits, row);
 
     LogSumExp lse = {0.f, 1.f};
-    if (PROBABILITIES) lse = log_sum_exp(x);
+    float probabilities[VALUES];
+    if (PROBABILITIES) {
+        lse = log_sum_exp(x, probabilities);
+        const float of_term = reciprocal(lse.sum);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) probabilities[i] *= of_term;
+    }
     float v_entropy = 0.f, of_all = OVER_ALL ? -dot : 0.f, mean_v = 0.f, share = 0.f;
     if (SUMS) {
         if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence] * lse.value();
@@ -148,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
             float q = 0.f;
-            if (SHARES == SOFTMAX || SUM_ENTROPY) q = lse.quick_probability(x[i]);
+            if (SHARES == SOFTMAX || SUM_ENTROPY) q = probabilities[i];
             if (SUM_ENTROPY) mean_x += q * logit_or_zero(x[i], q);
             if (SCORE_SHARES) q = quick_score_of<SHARES>(x[i]), scores += q;
             if (SHARES && !HOLDS_V && i % WIDTH == 0) load_floats(v_row, i, counts, E, 0.f, v);
@@ -175,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
             const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[HOLDS_V ? i * WIDTH + c : c] : 0.f;
             grad[c] = row[column + c];
             if (PROBABILITIES) {
-                const float probability = lse.quick_probability(x_c);
+                const float probability = probabilities[i * WIDTH + c];
                 float factor = of_all + (SHARES == SOFTMAX ? v_c : 0.f);
                 if (SUM_ENTROPY) factor -= v_entropy * logit_or_zero(x_c, probability);
                 grad[c] += probability * factor;

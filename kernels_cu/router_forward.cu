@@ -38,6 +38,8 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
+constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32;                              // in registers
+constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                             // shares at a time
 constexpr int TOKENS = THREADS / LANES;                                                 // of a block at a time
 constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;              // blocks that registers leave room for
 constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
@@ -50,48 +52,76 @@ __device__ __forceinline__ float quick_score_in_row(float x, const LogSumExp& ls
     return SCORE == SOFTMAX ? lse.quick_probability(x) : quick_score_of<SCORE>(x);
 }
 
-// Adds a token's shares to its place's row in shared memory, and its z and entropy behind them, if it `counts`. A row that
-// `is_new` holds nothing yet: all of it is written.
-__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumExp& lse, int E, float* row, bool counts,
-                                         bool is_new) {
+// What a place's tokens of one sequence add up to. The lane's shares are in registers where these have room, else in the place's
+// row in shared memory.
+struct Held {
+    float shares[HOLDS_SHARES ? VALUES : 1];
+    float z, entropy;  // of all lanes
+};
+
+// Shares of a row in shared memory.
+__device__ __forceinline__ void load_stored(const float* at, float (&v)[1]) { v[0] = *at; }
+__device__ __forceinline__ void store_stored(float* at, const float (&v)[1]) { *at = v[0]; }
+__device__ __forceinline__ void load_stored(const float* at, float (&v)[4]) {
+    const float4 four = *reinterpret_cast<const float4*>(at);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+__device__ __forceinline__ void store_stored(float* at, const float (&v)[4]) {
+    *reinterpret_cast<float4*>(at) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// Adds a token's shares, z and entropy if it `counts`. A row that `is_new` holds nothing yet: all of it is written.
+__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (&terms)[VALUES], const LogSumExp& lse, int E,
+                                         float* row, bool counts, bool is_new, Held& held) {
     float q[VALUES], sum = 0.f, entropy = 0.f;
+    const float of_term = reciprocal(lse.sum);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        const float p = SHARES == SOFTMAX || SUM_ENTROPY ? lse.quick_probability(x[i]) : 0.f;
-        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? quick_score_of<SHARES>(x[i]) : p;
+        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? quick_score_of<SHARES>(x[i]) : terms[i];
         sum += q[i];
+        const float p = terms[i] * of_term;
         if (SUM_ENTROPY) entropy += p * logit_or_zero(x[i], p);
     }
-    const float share = SHARES == SOFTMAX ? 1.f : reciprocal(sum_of_lanes(sum) + NORMALIZER);
-    if (SHARES) {
+    const float share = SHARES == SOFTMAX ? of_term : reciprocal(sum_of_lanes(sum) + NORMALIZER);
+    if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
+    if (counts) {
+        if (SUM_Z) held.z += lse.value() * lse.value();
+        if (SUM_ENTROPY) held.entropy += lse.value() - entropy;
+    }
+    if (HOLDS_SHARES) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            const int column = column_of(v * WIDTH);
-            if (!(counts || is_new) || column >= E) continue;
-            if constexpr (LANES > 1 && WIDTH % 4 == 0) {
+        for (int i = 0; i < VALUES; ++i)
+            if (counts) held.shares[i] += q[i] * share;
+    } else if (SHARES) {
 #pragma unroll
-                for (int i = 0; i < WIDTH; i += 4) {
-                    float4* const at = reinterpret_cast<float4*>(row + column + i);
-                    const float* const added = q + v * WIDTH + i;
-                    const float4 old = is_new ? make_float4(0.f, 0.f, 0.f, 0.f) : *at;
-                    *at = !counts ? old
-                                  : make_float4(old.x + added[0] * share, old.y + added[1] * share, old.z + added[2] * share,
-                                                old.w + added[3] * share);
-                }
-            } else {
+        for (int i = 0; i < VALUES; i += STORED) {
+            if (!(counts || is_new) || column_of(i) >= E) continue;
+            float* const at = row + column_of(i);
+            float values[STORED];
+            load_stored(at, values);
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) {
-                    const float old = is_new ? 0.f : row[column + i];
-                    row[column + i] = counts ? old + q[v * WIDTH + i] * share : old;
-                }
+            for (int j = 0; j < STORED; ++j) {
+                const float old = is_new ? 0.f : values[j];
+                values[j] = counts ? old + q[i + j] * share : old;
             }
+            store_stored(at, values);
         }
     }
-    if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
-    if ((counts || is_new) && lane_of_token() == 0) {
-        if (SUM_Z) row[E] = (is_new ? 0.f : row[E]) + (counts ? lse.value() * lse.value() : 0.f);
-        if (SUM_ENTROPY) row[E + 1] = (is_new ? 0.f : row[E + 1]) + (counts ? lse.value() - entropy : 0.f);
+}
+
+// Writes what is held to the place's row in shared memory: shares, z, entropy.
+__device__ __forceinline__ void store_sums(const Held& held, int E, float* row) {
+    if (HOLDS_SHARES) {
+#pragma unroll
+        for (int i = 0; i < VALUES; i += STORED) {
+            if (column_of(i) >= E) continue;
+            float values[STORED];
+#pragma unroll
+            for (int j = 0; j < STORED; ++j) values[j] = held.shares[i + j];
+            store_stored(row + column_of(i), values);
+        }
     }
+    if (lane_of_token() == 0) row[E] = held.z, row[E + 1] = held.entropy;
 }
 
 // Weights of a token's slots 0 .. number - 1, in order: id_of(j) is an expert, or outside of 0 .. E - 1 in an empty slot, and
@@ -134,18 +164,19 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     }
 }
 
-// One token, or none where `token` is no token of this block. `row` is its place's row of sums, if it has a share in them.
-__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, float* row, bool is_new,
-                                            Entry* slots, Entry* listed, unsigned* group_rows) {
+// One token, or none where `token` is no token of this block. `row` is its place's row of sums, `in_sums` says whether it has a
+// share in them.
+__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
+                                            bool is_new, Held& held, Entry* slots, Entry* listed, unsigned* group_rows) {
     const int E = p.num_experts, lane = lane_of_token();
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
     const float scale = __int_as_float(p.scale), eps = __int_as_float(p.eps);
-    float x[VALUES];
+    float x[VALUES], terms[VALUES];
     LogSumExp lse = {0.f, 1.f};
     if (NEEDS_ROW) load_row(logits, there, E, x);
-    if (NEEDS_LSE) lse = log_sum_exp(x);
-    if (SUMS && row != nullptr) add_sums(x, lse, E, row, there && !masked, is_new);
+    if (NEEDS_LSE) lse = log_sum_exp(x, terms);
+    if (SUMS && in_sums) add_sums(x, terms, lse, E, row, there && !masked, is_new, held);
     if (GIVEN) {
         const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
         const int longest = __reduce_max_sync(WARP, pairs.number);
@@ -251,10 +282,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         }
         const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
         const int stop = min(end, sequence.end);
+        float* const row = all_sums + place * stride;
+        Held held = {};
         for (int base = begin; base < stop; base += TOKENS)
-            route_token(p, base + place, base + place < stop, SUMS && counts ? all_sums + place * stride : nullptr, base == begin,
-                        all_slots + place * p.k, all_listed + place * MAX_LISTED, all_groups + place * group_words);
+            route_token(p, base + place, base + place < stop, counts, row, base == begin, held, all_slots + place * p.k,
+                        all_listed + place * MAX_LISTED, all_groups + place * group_words);
         if (SUMS && counts) {
+            store_sums(held, E, row);
             __syncthreads();
             float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + sequence.index) * columns;
 #pragma unroll 1

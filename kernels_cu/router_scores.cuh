@@ -134,13 +134,17 @@ struct LogSumExp {
     __device__ __forceinline__ float value() const { return largest + logf(sum); }
 };
 
-__device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES]) {
+// terms: exp(x - largest), so that what needs probabilities of all experts has no exponentials left to compute.
+__device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float (&terms)[VALUES]) {
     LogSumExp found = {x[0], 0.f};
 #pragma unroll
     for (int i = 1; i < VALUES; ++i) found.largest = fmaxf(found.largest, x[i]);
     found.largest = max_of_lanes(found.largest);
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) found.sum += quick_exp(x[i] - found.largest);
+    for (int i = 0; i < VALUES; ++i) {
+        terms[i] = quick_exp(x[i] - found.largest);
+        found.sum += terms[i];
+    }
     found.sum = sum_of_lanes(found.sum);
     return found;
 }
