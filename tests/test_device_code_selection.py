@@ -136,6 +136,15 @@ def test_round_tokens_to_any_tile(device, tile, dtype):
         assert_equal(device, "round_tokens", scores, ids, tile=tile, rounding=rounding)
 
 
+@pytest.mark.parametrize("rounding", ["up", "down"])
+def test_round_tokens_in_parts_of_many_tokens(rounding):
+    """A warp has more than 32 tokens, whose chosen pairs it reads 32 at a time."""
+    rng = np.random.default_rng(7)
+    scores, ids = rng.standard_normal((4000, 5)).astype(np.float32), rng.integers(-1, 5, (4000, 2))
+    with emulated(SMALL) as small:
+        assert_equal(small, "round_tokens", scores, ids, tile=512, rounding=rounding)
+
+
 CAPACITY = [("position", None), ("choice", None), ("weights", "values"), ("priority", "values")]
 
 
