@@ -34,6 +34,7 @@ struct RouterForwardParams {
 };
 
 constexpr bool SUMS = SHARES != 0 || SUM_Z != 0 || SUM_ENTROPY != 0;
+constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
 constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  // groups add up scores, not logits
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
@@ -47,9 +48,10 @@ constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
 }
-// What experts rank by.
-__device__ __forceinline__ float quick_score_in_row(float x, const LogSumExp& lse) {
-    return SCORE == SOFTMAX ? lse.quick_probability(x) : quick_score_of<SCORE>(x);
+// What experts rank by. score: that of SCORE_SHARES.
+__device__ __forceinline__ float ranked_score(float x, float score, const LogSumExp& lse) {
+    if (SCORE == SOFTMAX) return lse.quick_probability(x);
+    return SCORE_SHARES && SHARES == SCORE ? score : quick_score_of<SCORE>(x);
 }
 
 // What a place's tokens of one sequence add up to. The lane's shares are in registers where these have room, else in the place's
@@ -71,13 +73,13 @@ __device__ __forceinline__ void store_stored(float* at, const float (&v)[4]) {
 }
 
 // Adds a token's shares, z and entropy if it `counts`. A row that `is_new` holds nothing yet: all of it is written.
-__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (&terms)[VALUES], const LogSumExp& lse, int E,
-                                         float* row, bool counts, bool is_new, Held& held) {
+__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (&terms)[VALUES], const float (&scores)[VALUES],
+                                         const LogSumExp& lse, int E, float* row, bool counts, bool is_new, Held& held) {
     float q[VALUES], sum = 0.f, entropy = 0.f;
     const float of_term = reciprocal(lse.sum);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? quick_score_of<SHARES>(x[i]) : terms[i];
+        q[i] = SCORE_SHARES ? scores[i] : terms[i];
         sum += q[i];
         const float p = terms[i] * of_term;
         if (SUM_ENTROPY) entropy += p * logit_or_zero(x[i], p);
@@ -172,11 +174,13 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
     const float scale = __int_as_float(p.scale), eps = __int_as_float(p.eps);
-    float x[VALUES], terms[VALUES];
+    float x[VALUES], terms[VALUES], scores[VALUES];
     LogSumExp lse = {0.f, 1.f};
     if (NEEDS_ROW) load_row(logits, there, E, x);
     if (NEEDS_LSE) lse = log_sum_exp(x, terms);
-    if (SUMS && in_sums) add_sums(x, terms, lse, E, row, there && !masked, is_new, held);
+#pragma unroll
+    for (int i = 0; i < VALUES && SCORE_SHARES; ++i) scores[i] = quick_score_of<SHARES>(x[i]);
+    if (SUMS && in_sums) add_sums(x, terms, scores, lse, E, row, there && !masked, is_new, held);
     if (GIVEN) {
         const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
         const int longest = __reduce_max_sync(WARP, pairs.number);
@@ -200,14 +204,16 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, there, E, minus_infinity(), bias);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        const float key = BIAS == 1 ? quick_score_in_row(x[i], lse) : x[i];
-        keys[i] = sort_key(BIAS ? key + bias[i] : key);
+        if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
+            keys[i] = sort_key_of_canonical(canonical_sum(ranked_score(x[i], scores[i], lse), bias[i]));
+        else
+            keys[i] = sort_key(BIAS == 1 ? ranked_score(x[i], scores[i], lse) + bias[i] : BIAS ? x[i] + bias[i] : x[i]);
     }
     if (GROUP_TOP) {
         unsigned ranked_by[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
-            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(quick_score_in_row(x[i], lse)) : keys[i];
+            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(ranked_score(x[i], scores[i], lse)) : keys[i];
         if constexpr (GROUP_LANES > 0)
             keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
         else
