@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int column = column_of(v * WIDTH);
-        if (column >= E) continue;
+        if (!is_expert(column, E)) continue;
         if (WIDTH % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < WIDTH; i += 4) *reinterpret_cast<float4*>(row + column + i) = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = column_of(i * WIDTH);
-        if (column >= E) continue;
+        if (!is_expert(column, E)) continue;
         float grad[WIDTH];
         if (SHARES) load_floats(v_row, i * WIDTH, counts, E, 0.f, v);
 #pragma unroll

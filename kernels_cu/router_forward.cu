@@ -97,7 +97,7 @@ __device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (
     } else if (SHARES) {
 #pragma unroll
         for (int i = 0; i < VALUES; i += STORED) {
-            if (!(counts || is_new) || column_of(i) >= E) continue;
+            if (!(counts || is_new) || !is_expert(column_of(i), E)) continue;
             float* const at = row + column_of(i);
             float values[STORED];
             load_stored(at, values);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) 
     if (HOLDS_SHARES) {
 #pragma unroll
         for (int i = 0; i < VALUES; i += STORED) {
-            if (column_of(i) >= E) continue;
+            if (!is_expert(column_of(i), E)) continue;
             float values[STORED];
 #pragma unroll
             for (int j = 0; j < STORED; ++j) values[j] = held.shares[i + j];
@@ -201,7 +201,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     }
     unsigned keys[VALUES];
     float bias[VALUES];
-    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, there, E, minus_infinity(), bias);
+    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, FULL || there, E, minus_infinity(), bias);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
         if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
