@@ -77,7 +77,7 @@ struct CapacityFinishParams {
     const unsigned* listed;  // (S, E) uint32, in
     int* kept;               // (L, k) int32, in and out
     int64 L;
-    int k, num_experts, num_sequences, width;
+    int k, num_experts, num_sequences, order, width;
 };
 
 template <class Id>
@@ -99,6 +99,35 @@ struct CapacityMarkParams {
     int* kept;             // (L, k) int32, out: the ids that stay, -1 for dropped and empty slots
     int64 L;
     int k, num_experts, num_sequences, parts, choices, capacity, walkers;
+};
+
+// The digit of a key that is counted: for CHOICE its leading bits, else one of 2^width steps that rise with the key. Half of them
+// are for positive floats. Weights and priorities are most often between 2^-14 and 4, so these steps lie there: their sizes
+// follow the leading bits of the mantissa. Floats that are nearer to 0 or farther away are in the first and the last step.
+struct Digits {
+    static constexpr unsigned LEAST = 0x38800000u;  // bits of 2^-14, 16 exponents below those of 4
+    int width, order;
+    __device__ __forceinline__ unsigned half() const { return 1u << width >> 1; }
+    __device__ __forceinline__ int step_bits() const { return 28 - width; }  // 27 bits have 16 exponents
+    __device__ __forceinline__ unsigned of(unsigned key) const {
+        if (order == CHOICE) return key >> (32 - width);
+        const bool positive = key >> 31;
+        const unsigned size = (positive ? key : ~key) & 0x7fffffffu;
+        const unsigned step = size < LEAST ? 0 : min((size - LEAST) >> step_bits(), half() - 1);
+        return positive ? half() + step : half() - 1 - step;
+    }
+    // The leading bits that all keys with a digit share, others 0. Returns how many these are.
+    __device__ __forceinline__ int prefix(unsigned digit, unsigned& key) const {
+        key = digit << (32 - width);
+        if (order == CHOICE) return width;
+        const bool positive = digit >= half();
+        const unsigned step = positive ? digit - half() : half() - 1 - digit;
+        key = positive ? 0x80000000u : 0;
+        if (step == 0 || step == half() - 1 || step_bits() > 23) return 1;
+        const unsigned size = LEAST + (step << step_bits());
+        key |= (positive ? size : ~size & 0x7fffffffu) >> step_bits() << step_bits();
+        return 32 - step_bits();
+    }
 };
 
 // The slots of a block.
@@ -180,7 +209,8 @@ template <class Id>
 __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
     unsigned* counters = reinterpret_cast<unsigned*>(dynamic_shared);  // (2^width, words) of 16 bits, in pairs
     const Slots<CapacityCountParams<Id>> slots(p);
-    const int words = (p.num_experts + 1) / 2, shift = 32 - p.width;
+    const int words = (p.num_experts + 1) / 2;
+    const Digits digits = {p.width, p.order};
     for (int i = threadIdx.x; i < words << p.width; i += SELECT_THREADS) counters[i] = 0;
     __syncthreads();
     for (int slot = threadIdx.x; slot < slots.number; slot += LOADS * SELECT_THREADS) {
@@ -191,7 +221,7 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
             if (ids[l] < 0) continue;
-            atomicAdd(counters + static_cast<int>(keys[l] >> shift) * words + ids[l] / 2, ids[l] & 1 ? 1u << 16 : 1u);
+            atomicAdd(counters + static_cast<int>(digits.of(keys[l])) * words + ids[l] / 2, ids[l] & 1 ? 1u << 16 : 1u);
         }
     }
     __syncthreads();
@@ -221,6 +251,7 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
 template <class Id>
 __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p) {
     const int E = p.num_experts, shift = 32 - p.width;
+    const Digits digits = {p.width, p.order};
     unsigned* least = reinterpret_cast<unsigned*>(dynamic_shared);  // the first digit of which all slots stay
     int* first = reinterpret_cast<int*>(least + E);                 // place in the list; -1: no candidates
     int* numbers = first + E;                                       // of candidates in a round
@@ -244,7 +275,7 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
             const int i = slot + l * SELECT_THREADS, id = ids[l];
-            const unsigned digit = keys[l] >> shift;
+            const unsigned digit = digits.of(keys[l]);
             ranks[l] = id >= 0 && digit + 1 == least[id] && first[id] >= 0 ? atomicAdd(numbers + id, 1) : -1;
             if (i < slots.number) p.kept[slots.begin + i] = id >= 0 && digit >= least[id] ? id : -1;
         }
@@ -274,7 +305,9 @@ __device__ __forceinline__ void finish(const CapacityFinishParams& p) {
     const auto for_each = [&](const auto& f) {
         for (int i = threadIdx.x; i < number; i += FINISH_THREADS) f(from[i]);
     };
-    const Candidate last = find_last(search, column.key, p.width, column.wanted, for_each);
+    unsigned key;
+    const int known = Digits{p.width, p.order}.prefix(column.key >> (32 - p.width), key);
+    const Candidate last = find_last(search, key, known, column.wanted, for_each);
     int* kept = p.kept + tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence).begin * p.k;
     for_each([&](Candidate v) {
         if (v >= last) kept[index_of(v)] = expert;

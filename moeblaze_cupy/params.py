@@ -360,7 +360,7 @@ _TABLES = {
             "CapacityFinishParams",
             pointers=("columns", "sequences", "list", "listed", "kept"),
             int64=("L",),
-            int32=("k", "num_experts", "num_sequences", "width"),
+            int32=("k", "num_experts", "num_sequences", "order", "width"),
         ),
         "capacity_parts": Params(
             "CapacityPartsParams<int>",

@@ -175,6 +175,19 @@ def test_limit_capacity_among_more_candidates_than_shared_memory_holds(order, ki
         assert_equal(small, "limit_capacity", ids.astype(np.int32), 1, 2000, **options)
 
 
+@pytest.mark.parametrize("E", [3, 300, 4096])
+@pytest.mark.parametrize("order", ["weights", "priority"])
+def test_limit_capacity_by_values_of_any_size(device, order, E):
+    """Of both signs, within the steps of the digit and beyond them, and with digits of 10, 7 and 4 bits."""
+    rng = np.random.default_rng(19)
+    ids = rng.integers(0, 3, (2000, 3)).astype(np.int32)
+    sizes = 10 ** np.repeat(rng.uniform(-9, 5, (1, 20)), 100, axis=1).T
+    values = (rng.standard_normal((2000, 3)) * sizes).astype(np.float32)
+    values = values if order == "weights" else values[:, 0].copy()
+    for capacity in (20, 300, 1000, 1700):
+        assert_equal(device, "limit_capacity", ids, E, capacity, order=order, **{order: values})
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("order", ["weights", "priority"])
 def test_limit_capacity_by_16_bit_values(device, order, dtype):

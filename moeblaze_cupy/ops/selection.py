@@ -324,7 +324,7 @@ def configure_capacity(
             (S * E,),
             launch_config.FINISH_THREADS,
             outputs,
-            {"L": L, "k": k, "num_experts": E, "num_sequences": S, "width": width},
+            {"L": L, "k": k, "num_experts": E, "num_sequences": S, "order": keys["order"], "width": width},
             launch_config.FINISH_SHARED_BYTES,
         ),
     )
