@@ -165,12 +165,11 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     pick(histogram, groups, columns, p.reserved, p.room, p.num_experts, p.width, p.wanted, place.word, counters);
 }
 
-// Passes the candidates of a block's columns on to the list, a column by each warp.
+// Passes the candidates of a block's columns on to the list, a column by each warp. first: of its place there.
 template <class T>
-__device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitShared& shared, int64 first_column) {
+__device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitShared& shared, int64 first_column, int first) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int number = shared.numbers[warp], fit = min(number, SplitShared::MOST);
-    const int first = p.columns[first_column + warp].first;
     __syncwarp();  // all lanes have read the number
     if (number == 0) return;
     unsigned place = 0;
@@ -200,7 +199,8 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     const unsigned flip = column.among_chosen ? 0 : 0xffffffffu;
     // Words of all columns: of these all chosen pairs are taken, and the others are what the selection is among.
     const unsigned always = CHOSEN ? __ballot_sync(0xffffffffu, place.exists && !column.among_chosen) : 0;
-    int block = 0, sum = 0;  // of the lane's last taken pairs
+    const int first_of_warp = __shfl_sync(0xffffffffu, column.first, threadIdx.x / 32);  // of the column that it passes on
+    int block = 0, sum = 0;                                                              // of the lane's last taken pairs
     if (threadIdx.x < 32) shared.numbers[threadIdx.x] = 0;
     __syncthreads();
     for (int64 end = place.tokens.end; end > place.tokens.begin; end -= SPLIT_TOKENS) {
@@ -258,7 +258,7 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
         }
         __syncthreads();
         const int64 first_column = place.column(p) - lane;
-        if (32 * blockIdx.y + threadIdx.x / 32 < p.num_experts) pass_on(p, shared, first_column);
+        if (32 * blockIdx.y + threadIdx.x / 32 < p.num_experts) pass_on(p, shared, first_column, first_of_warp);
         __syncthreads();
     }
     if (sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
