@@ -3,7 +3,7 @@
 // Slots of an expert stay by falling key, equal ones by rising token, then slot. A key falls with the slot's number in its token
 // (order "choice"), or orders the slot's weight ("weights") or the token's priority ("priority"):
 //
-//   capacity_count   histogram of the leading digit of the keys
+//   capacity_count   histogram of a digit of the keys, see Digits
 //   capacity_pick    the digit of the last key that stays, and room in the list for the candidates: slots with this digit where
 //                    not all stay
 //   capacity_list    the ids, without the candidates, and the list of these

@@ -3,9 +3,9 @@
 // All arithmetic is fp32. LANES lanes hold a token's logits in registers, VALUES each. A block has THREADS / LANES tokens at a
 // time and takes `tokens_per_block` consecutive ones in all. Without sums these are one and the same.
 //
-// Sums: a block's tokens of one sequence are added up in shared memory, in a row for each of its places for tokens, and these
-// rows in their order. What block b has of sequence s is row b + s of the partial sums. Each row has one writer, as tokens and
-// sequences rise together. router_sums.cu adds the rows.
+// Sums: a block's tokens of one sequence are added up in registers or shared memory, for each of its places for tokens, and
+// these sums in the order of the places, from a row of shared memory each. What block b has of sequence s is row b + s of the
+// partial sums. Each row has one writer, as tokens and sequences rise together. router_sums.cu adds the rows.
 //
 // Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
 // E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
