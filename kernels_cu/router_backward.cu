@@ -38,7 +38,7 @@ constexpr int TOKENS = THREADS / LANES;
 // Blocks of a multiprocessor at least. More of them hide more of the memory's latency. The gradients of shares are read twice,
 // from the L1 cache, as registers that hold them would leave room for fewer blocks.
 constexpr bool MANY_REGISTERS = VALUES > 16 || SUM_ENTROPY != 0 || (SCORE_SHARES && (PROBABILITIES || SHARES != SIGMOID));
-constexpr int RESIDENT = MANY_REGISTERS ? 1 : SCORE_SHARES ? 4 : 6;
+constexpr int RESIDENT = MANY_REGISTERS ? 1 : SCORE_SHARES || !ALIGNED ? 4 : 6;
 
 struct Slot {
     int id;
