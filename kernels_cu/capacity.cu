@@ -3,7 +3,7 @@
 // Slots of an expert stay by falling key, equal ones by rising token, then slot. A key falls with the slot's number in its token
 // (order "choice"), or orders the slot's weight ("weights") or the token's priority ("priority"):
 //
-//   capacity_count   histogram of the leading digit of the keys
+//   capacity_count   histogram of a digit of the keys, see Digits
 //   capacity_pick    the digit of the last key that stays, and room in the list for the candidates: slots with this digit where
 //                    not all stay
 //   capacity_list    the ids, without the candidates, and the list of these
@@ -22,7 +22,7 @@
 //
 // Launch: SELECT_THREADS threads, grid S * parts, but for capacity_pick and capacity_finish. A block takes one part of a
 // sequence's tokens. Dynamic shared memory:
-//   capacity_count   16-bit counters (2^width, E). So a part has fewer than 65536 slots.
+//   capacity_count   16-bit counters (2^width, E rounded up to 2). So a part has fewer than 65536 slots.
 //   capacity_pick    (32, 32) int32; grid (S, ceil(E / 32)), a block for 32 experts
 //   capacity_list    (4, E) int32: first digit that stays, first place in the list, slots and place of a round
 //   capacity_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block per column
@@ -43,12 +43,14 @@ struct CapacityCountParams {
     const void* values;    // (L, k) for WEIGHTS or (L,) for PRIORITY, of value_type, in; else null
     const int* sequences;  // (S+1,) int32 offsets, in; null for equal lengths
     int* histogram;        // (S, 2^width, E) int32, in and out: zeros at first
+    int* groups;           // (S, num_groups(width), E) int32, likewise: sums over groups of bins, see pick.cuh
     int64 L;
     int k, num_experts, num_sequences, parts, order, value_type, width;
 };
 
 struct CapacityPickParams {
     const int* histogram;          // (S, 2^width, E) int32, in
+    const int* groups;             // (S, num_groups(width), E) int32, in
     Column* columns;               // (S, E) of 16 bytes, out
     unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
     int64 room;                    // candidates that the list may have
@@ -75,7 +77,7 @@ struct CapacityFinishParams {
     const unsigned* listed;  // (S, E) uint32, in
     int* kept;               // (L, k) int32, in and out
     int64 L;
-    int k, num_experts, num_sequences, width;
+    int k, num_experts, num_sequences, order, width;
 };
 
 template <class Id>
@@ -97,6 +99,35 @@ struct CapacityMarkParams {
     int* kept;             // (L, k) int32, out: the ids that stay, -1 for dropped and empty slots
     int64 L;
     int k, num_experts, num_sequences, parts, choices, capacity, walkers;
+};
+
+// The digit of a key that is counted: for CHOICE its leading bits, else one of 2^width steps that rise with the key. Half of them
+// are for positive floats. Weights and priorities are most often between 2^-14 and 4, so these steps lie there: their sizes
+// follow the leading bits of the mantissa. Floats that are nearer to 0 or farther away are in the first and the last step.
+struct Digits {
+    static constexpr unsigned LEAST = 0x38800000u;  // bits of 2^-14, 16 exponents below those of 4
+    int width, order;
+    __device__ __forceinline__ unsigned half() const { return 1u << width >> 1; }
+    __device__ __forceinline__ int step_bits() const { return 28 - width; }  // 27 bits have 16 exponents
+    __device__ __forceinline__ unsigned of(unsigned key) const {
+        if (order == CHOICE) return key >> (32 - width);
+        const bool positive = key >> 31;
+        const unsigned size = (positive ? key : ~key) & 0x7fffffffu;
+        const unsigned step = size < LEAST ? 0 : min((size - LEAST) >> step_bits(), half() - 1);
+        return positive ? half() + step : half() - 1 - step;
+    }
+    // The leading bits that all keys with a digit share, others 0. Returns how many these are.
+    __device__ __forceinline__ int prefix(unsigned digit, unsigned& key) const {
+        key = digit << (32 - width);
+        if (order == CHOICE) return width;
+        const bool positive = digit >= half();
+        const unsigned step = positive ? digit - half() : half() - 1 - digit;
+        key = positive ? 0x80000000u : 0;
+        if (step == 0 || step == half() - 1 || step_bits() > 23) return 1;
+        const unsigned size = LEAST + (step << step_bits());
+        key |= (positive ? size : ~size & 0x7fffffffu) >> step_bits() << step_bits();
+        return 32 - step_bits();
+    }
 };
 
 // The slots of a block.
@@ -176,10 +207,11 @@ struct Slots {
 
 template <class Id>
 __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
-    unsigned* counters = reinterpret_cast<unsigned*>(dynamic_shared);  // (2^width, E) of 16 bits, in pairs
+    unsigned* counters = reinterpret_cast<unsigned*>(dynamic_shared);  // (2^width, words) of 16 bits, in pairs
     const Slots<CapacityCountParams<Id>> slots(p);
-    const int num_counters = p.num_experts << p.width, shift = 32 - p.width;
-    for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) counters[i] = 0;
+    const int words = (p.num_experts + 1) / 2;
+    const Digits digits = {p.width, p.order};
+    for (int i = threadIdx.x; i < words << p.width; i += SELECT_THREADS) counters[i] = 0;
     __syncthreads();
     for (int slot = threadIdx.x; slot < slots.number; slot += LOADS * SELECT_THREADS) {
         int ids[LOADS];
@@ -189,17 +221,29 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
             if (ids[l] < 0) continue;
-            const int counter = static_cast<int>(keys[l] >> shift) * p.num_experts + ids[l];
-            atomicAdd(counters + counter / 2, counter & 1 ? 1u << 16 : 1u);
+            atomicAdd(counters + static_cast<int>(digits.of(keys[l])) * words + ids[l] / 2, ids[l] & 1 ? 1u << 16 : 1u);
         }
     }
     __syncthreads();
-    int* histogram = p.histogram + (static_cast<int64>(slots.sequence) * p.num_experts << p.width);
-    for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) {
-        const unsigned both = counters[i];
-        if (both == 0) continue;
-        if (both & 0xffff) atomicAdd(histogram + 2 * i, static_cast<int>(both & 0xffff));
-        if (both >> 16) atomicAdd(histogram + 2 * i + 1, static_cast<int>(both >> 16));
+    // A thread adds two experts' bins of a group. No sum of a block's counters exceeds 16 bits.
+    const int64 sequence = slots.sequence;
+    const int number = num_groups(p.width), of_group = bins_of_group(p.width), E = p.num_experts;
+    const auto add_both = [&](int* at, unsigned both) {
+        if (both & 0xffff) atomicAdd(at, static_cast<int>(both & 0xffff));
+        if (both >> 16) atomicAdd(at + 1, static_cast<int>(both >> 16));
+    };
+    for (int i = threadIdx.x; i < words * number; i += SELECT_THREADS) {
+        const int group = i / words, word = i - group * words;
+        const unsigned* from = counters + group * of_group * words + word;
+        int* bin = p.histogram + ((sequence << p.width) + group * of_group) * E + 2 * word;
+        unsigned sum = 0;
+#pragma unroll 8
+        for (int b = 0; b < of_group; ++b, from += words, bin += E) {
+            const unsigned both = *from;
+            if (both) add_both(bin, both);
+            sum += both;
+        }
+        add_both(p.groups + (sequence * number + group) * E + 2 * word, sum);
     }
 }
 
@@ -207,6 +251,7 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
 template <class Id>
 __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p) {
     const int E = p.num_experts, shift = 32 - p.width;
+    const Digits digits = {p.width, p.order};
     unsigned* least = reinterpret_cast<unsigned*>(dynamic_shared);  // the first digit of which all slots stay
     int* first = reinterpret_cast<int*>(least + E);                 // place in the list; -1: no candidates
     int* numbers = first + E;                                       // of candidates in a round
@@ -230,7 +275,7 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
             const int i = slot + l * SELECT_THREADS, id = ids[l];
-            const unsigned digit = keys[l] >> shift;
+            const unsigned digit = digits.of(keys[l]);
             ranks[l] = id >= 0 && digit + 1 == least[id] && first[id] >= 0 ? atomicAdd(numbers + id, 1) : -1;
             if (i < slots.number) p.kept[slots.begin + i] = id >= 0 && digit >= least[id] ? id : -1;
         }
@@ -260,7 +305,9 @@ __device__ __forceinline__ void finish(const CapacityFinishParams& p) {
     const auto for_each = [&](const auto& f) {
         for (int i = threadIdx.x; i < number; i += FINISH_THREADS) f(from[i]);
     };
-    const Candidate last = find_last(search, column.key, p.width, column.wanted, for_each);
+    unsigned key;
+    const int known = Digits{p.width, p.order}.prefix(column.key >> (32 - p.width), key);
+    const Candidate last = find_last(search, key, known, column.wanted, for_each);
     int* kept = p.kept + tokens_of_sequence(p.sequences, p.L, p.num_sequences, sequence).begin * p.k;
     for_each([&](Candidate v) {
         if (v >= last) kept[index_of(v)] = expert;
@@ -409,8 +456,9 @@ CAPACITY(int64, long long)
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_pick(const CapacityPickParams p) {
     const int* histogram = p.histogram + (static_cast<int64>(blockIdx.x) << p.width) * p.num_experts;
+    const int* groups = p.groups + static_cast<int64>(blockIdx.x) * num_groups(p.width) * p.num_experts;
     Column* columns = p.columns + static_cast<int64>(blockIdx.x) * p.num_experts;
     int* of_warps = reinterpret_cast<int*>(dynamic_shared);
-    pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.capacity, blockIdx.y, of_warps);
+    pick(histogram, groups, columns, p.reserved, p.room, p.num_experts, p.width, p.capacity, blockIdx.y, of_warps);
 }
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) capacity_finish(const CapacityFinishParams p) { finish(p); }

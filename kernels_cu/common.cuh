@@ -167,10 +167,11 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 // Maps a float to an unsigned with the same order. NaN comes first, -0 equals +0, and 0 is below the key of every float.
-__device__ __forceinline__ unsigned sort_key(float v) {
-    const unsigned bits = __float_as_uint(canonical(v));
+__device__ __forceinline__ unsigned sort_key_of_canonical(float v) {
+    const unsigned bits = __float_as_uint(v);
     return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
+__device__ __forceinline__ unsigned sort_key(float v) { return sort_key_of_canonical(canonical(v)); }
 __device__ __forceinline__ float from_sort_key(unsigned key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // the key of NaN gives a NaN
 }

@@ -78,6 +78,12 @@ __device__ __forceinline__ float canonical(float v) {
     asm("add.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(v));
     return r;
 }
+// a + b, of which a is not -0, as `canonical` gives it: addition does that by itself.
+__device__ __forceinline__ float canonical_sum(float a, float b) {
+    float r;
+    asm("add.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
 
 // 1 / v to one unit in the last place; 0 for infinity.
 __device__ __forceinline__ float reciprocal(float v) {

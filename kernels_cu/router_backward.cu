@@ -35,7 +35,10 @@ constexpr bool DENSE = OVER_ALL || SUMS;
 constexpr bool PROBABILITIES = OVER_ALL || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
 constexpr int TOKENS = THREADS / LANES;
-constexpr bool HOLDS_V = VALUES <= 32;  // registers have room for the gradients of shares; if not, they are read twice
+// Blocks of a multiprocessor at least. More of them hide more of the memory's latency. The gradients of shares are read twice,
+// from the L1 cache, as registers that hold them would leave room for fewer blocks.
+constexpr bool MANY_REGISTERS = VALUES > 16 || SUM_ENTROPY != 0 || (SCORE_SHARES && (PROBABILITIES || SHARES != SIGMOID));
+constexpr int RESIDENT = MANY_REGISTERS ? 1 : SCORE_SHARES || !ALIGNED ? 4 : 6;
 
 struct Slot {
     int id;
@@ -107,13 +110,13 @@ __device__ __forceinline__ void store_vector(Half* out, const float (&v)[8]) {
     store_vector8(out, v);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const RouterBackwardParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(const RouterBackwardParams p) {
     const int E = p.num_experts, lane = lane_of_token(), place = threadIdx.x / LANES;
     const int token = blockIdx.x * TOKENS + place;
     const bool there = token < p.L;
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     float* const row = reinterpret_cast<float*>(dynamic_shared) + place * ((E + 3) / 4 * 4);
-    float x[VALUES], v[HOLDS_V ? VALUES : WIDTH];  // v: the gradient of the sequence's shares, 0 where there is none
+    float x[VALUES], v[WIDTH];  // v: the gradient of the sequence's shares, 0 where there is none
     if (DENSE) load_row(logits, there, E, x);
     const float* v_row = p.grad_score_sums;
     int sequence = 0;
@@ -122,12 +125,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
         sequence = sequence_of(p.sequences, p.num_sequences, there ? token : 0, p.L).index;
         counts = there && sequence >= 0 && sequence < p.num_sequences && !(p.token_mask != nullptr && !p.token_mask[token]);
         if (SHARES) v_row += static_cast<int64>(counts ? sequence : 0) * E;
-        if (SHARES && HOLDS_V) load_floats(v_row, 0, counts, E, 0.f, v);
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int column = column_of(v * WIDTH);
-        if (column >= E) continue;
+        if (!is_expert(column, E)) continue;
         if (WIDTH % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < WIDTH; i += 4) *reinterpret_cast<float4*>(row + column + i) = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -139,7 +141,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
     const float dot = scatter(p, pairs_of(p.token_offsets, token, p.k, p.num_pairs, there), logits, row);
 
     LogSumExp lse = {0.f, 1.f};
-    if (PROBABILITIES) lse = log_sum_exp(x);
+    float probabilities[VALUES];
+    if (PROBABILITIES) {
+        lse = log_sum_exp(x, probabilities);
+        const float of_term = reciprocal(lse.sum);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) probabilities[i] *= of_term;
+    }
+    float falls[VALUES];  // exp(-x), of which a sigmoid and its slope take no further exponential
     float v_entropy = 0.f, of_all = OVER_ALL ? -dot : 0.f, mean_v = 0.f, share = 0.f;
     if (SUMS) {
         if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence] * lse.value();
@@ -148,11 +157,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
             float q = 0.f;
-            if (SHARES == SOFTMAX || SUM_ENTROPY) q = lse.quick_probability(x[i]);
+            if (SHARES == SOFTMAX || SUM_ENTROPY) q = probabilities[i];
             if (SUM_ENTROPY) mean_x += q * logit_or_zero(x[i], q);
-            if (SCORE_SHARES) q = quick_score_of<SHARES>(x[i]), scores += q;
-            if (SHARES && !HOLDS_V && i % WIDTH == 0) load_floats(v_row, i, counts, E, 0.f, v);
-            if (SHARES) mean_v += q * v[HOLDS_V ? i : i % WIDTH];
+            if (SHARES == SIGMOID) falls[i] = quick_exp(-x[i]), q = reciprocal(1.f + falls[i]);
+            if (SHARES == SQRT_SOFTPLUS) q = quick_score_of<SHARES>(x[i]);
+            if (SCORE_SHARES) scores += q;
+            if (SHARES && i % WIDTH == 0) load_floats(v_row, i, counts, E, 0.f, v);
+            if (SHARES) mean_v += q * v[i % WIDTH];
         }
         if (SUM_ENTROPY) of_all += v_entropy * sum_of_lanes(mean_x);
         if (SHARES) mean_v = sum_of_lanes(mean_v);
@@ -167,23 +178,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_backward(const Rout
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = column_of(i * WIDTH);
-        if (column >= E) continue;
+        if (!is_expert(column, E)) continue;
         float grad[WIDTH];
-        if (SHARES && !HOLDS_V) load_floats(v_row, i * WIDTH, counts, E, 0.f, v);
+        if (SHARES) load_floats(v_row, i * WIDTH, counts, E, 0.f, v);
 #pragma unroll
         for (int c = 0; c < WIDTH; ++c) {
-            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[HOLDS_V ? i * WIDTH + c : c] : 0.f;
+            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[c] : 0.f;
             grad[c] = row[column + c];
             if (PROBABILITIES) {
-                const float probability = lse.quick_probability(x_c);
+                const float probability = probabilities[i * WIDTH + c];
                 float factor = of_all + (SHARES == SOFTMAX ? v_c : 0.f);
                 if (SUM_ENTROPY) factor -= v_entropy * logit_or_zero(x_c, probability);
                 grad[c] += probability * factor;
             }
-            if (SCORE_SHARES && counts) {
-                const float slope = SHARES == SIGMOID ? quick_score_of<SIGMOID>(-x_c) : log_slope<SHARES>(x_c);
-                grad[c] += quick_score_of<SHARES>(x_c) * share * (v_c - mean_v) * slope;
+            if (SHARES == SIGMOID && counts) {
+                const float fall = falls[i * WIDTH + c], q = reciprocal(1.f + fall);
+                grad[c] += q * share * (v_c - mean_v) * (q * fminf(fall, 1e38f));  // no infinity times the score 0
             }
+            if (SHARES == SQRT_SOFTPLUS && counts)
+                grad[c] += quick_score_of<SHARES>(x_c) * share * (v_c - mean_v) * log_slope<SHARES>(x_c);
         }
         store_vector(out + column, grad);
     }

@@ -3,9 +3,9 @@
 // All arithmetic is fp32. LANES lanes hold a token's logits in registers, VALUES each. A block has THREADS / LANES tokens at a
 // time and takes `tokens_per_block` consecutive ones in all. Without sums these are one and the same.
 //
-// Sums: a block's tokens of one sequence are added up in shared memory, in a row for each of its places for tokens, and these
-// rows in their order. What block b has of sequence s is row b + s of the partial sums. Each row has one writer, as tokens and
-// sequences rise together. router_sums.cu adds the rows.
+// Sums: a block's tokens of one sequence are added up in registers or shared memory, for each of its places for tokens, and
+// these sums in the order of the places, from a row of shared memory each. What block b has of sequence s is row b + s of the
+// partial sums. Each row has one writer, as tokens and sequences rise together. router_sums.cu adds the rows.
 //
 // Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
 // E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
@@ -34,10 +34,13 @@ struct RouterForwardParams {
 };
 
 constexpr bool SUMS = SHARES != 0 || SUM_Z != 0 || SUM_ENTROPY != 0;
+constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
 constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  // groups add up scores, not logits
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
+constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32;                              // in registers
+constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                             // shares at a time
 constexpr int TOKENS = THREADS / LANES;                                                 // of a block at a time
 constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;              // blocks that registers leave room for
 constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
@@ -45,53 +48,82 @@ constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
 }
-// What experts rank by.
-__device__ __forceinline__ float quick_score_in_row(float x, const LogSumExp& lse) {
-    return SCORE == SOFTMAX ? lse.quick_probability(x) : quick_score_of<SCORE>(x);
+// What experts rank by. score: that of SCORE_SHARES.
+__device__ __forceinline__ float ranked_score(float x, float score, const LogSumExp& lse) {
+    if (SCORE == SOFTMAX) return lse.quick_probability(x);
+    return SCORE_SHARES && SHARES == SCORE ? score : quick_score_of<SCORE>(x);
 }
 
-// Adds a token's shares to its place's row in shared memory, and its z and entropy behind them, if it `counts`. A row that
-// `is_new` holds nothing yet: all of it is written.
-__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const LogSumExp& lse, int E, float* row, bool counts,
-                                         bool is_new) {
+// What a place's tokens of one sequence add up to. The lane's shares are in registers where these have room, else in the place's
+// row in shared memory.
+struct Held {
+    float shares[HOLDS_SHARES ? VALUES : 1];
+    float z, entropy;  // of all lanes
+};
+
+// Shares of a row in shared memory.
+__device__ __forceinline__ void load_stored(const float* at, float (&v)[1]) { v[0] = *at; }
+__device__ __forceinline__ void store_stored(float* at, const float (&v)[1]) { *at = v[0]; }
+__device__ __forceinline__ void load_stored(const float* at, float (&v)[4]) {
+    const float4 four = *reinterpret_cast<const float4*>(at);
+    v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+__device__ __forceinline__ void store_stored(float* at, const float (&v)[4]) {
+    *reinterpret_cast<float4*>(at) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// Adds a token's shares, z and entropy if it `counts`. A row that `is_new` holds nothing yet: all of it is written.
+__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (&terms)[VALUES], const float (&scores)[VALUES],
+                                         const LogSumExp& lse, int E, float* row, bool counts, bool is_new, Held& held) {
     float q[VALUES], sum = 0.f, entropy = 0.f;
+    const float of_term = reciprocal(lse.sum);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        const float p = SHARES == SOFTMAX || SUM_ENTROPY ? lse.quick_probability(x[i]) : 0.f;
-        q[i] = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS ? quick_score_of<SHARES>(x[i]) : p;
+        q[i] = SCORE_SHARES ? scores[i] : terms[i];
         sum += q[i];
+        const float p = terms[i] * of_term;
         if (SUM_ENTROPY) entropy += p * logit_or_zero(x[i], p);
     }
-    const float share = SHARES == SOFTMAX ? 1.f : reciprocal(sum_of_lanes(sum) + NORMALIZER);
-    if (SHARES) {
+    const float share = SHARES == SOFTMAX ? of_term : reciprocal(sum_of_lanes(sum) + NORMALIZER);
+    if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
+    if (counts) {
+        if (SUM_Z) held.z += lse.value() * lse.value();
+        if (SUM_ENTROPY) held.entropy += lse.value() - entropy;
+    }
+    if (HOLDS_SHARES) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            const int column = column_of(v * WIDTH);
-            if (!(counts || is_new) || column >= E) continue;
-            if constexpr (LANES > 1 && WIDTH % 4 == 0) {
+        for (int i = 0; i < VALUES; ++i)
+            if (counts) held.shares[i] += q[i] * share;
+    } else if (SHARES) {
 #pragma unroll
-                for (int i = 0; i < WIDTH; i += 4) {
-                    float4* const at = reinterpret_cast<float4*>(row + column + i);
-                    const float* const added = q + v * WIDTH + i;
-                    const float4 old = is_new ? make_float4(0.f, 0.f, 0.f, 0.f) : *at;
-                    *at = !counts ? old
-                                  : make_float4(old.x + added[0] * share, old.y + added[1] * share, old.z + added[2] * share,
-                                                old.w + added[3] * share);
-                }
-            } else {
+        for (int i = 0; i < VALUES; i += STORED) {
+            if (!(counts || is_new) || !is_expert(column_of(i), E)) continue;
+            float* const at = row + column_of(i);
+            float values[STORED];
+            load_stored(at, values);
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) {
-                    const float old = is_new ? 0.f : row[column + i];
-                    row[column + i] = counts ? old + q[v * WIDTH + i] * share : old;
-                }
+            for (int j = 0; j < STORED; ++j) {
+                const float old = is_new ? 0.f : values[j];
+                values[j] = counts ? old + q[i + j] * share : old;
             }
+            store_stored(at, values);
         }
     }
-    if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
-    if ((counts || is_new) && lane_of_token() == 0) {
-        if (SUM_Z) row[E] = (is_new ? 0.f : row[E]) + (counts ? lse.value() * lse.value() : 0.f);
-        if (SUM_ENTROPY) row[E + 1] = (is_new ? 0.f : row[E + 1]) + (counts ? lse.value() - entropy : 0.f);
+}
+
+// Writes what is held to the place's row in shared memory: shares, z, entropy.
+__device__ __forceinline__ void store_sums(const Held& held, int E, float* row) {
+    if (HOLDS_SHARES) {
+#pragma unroll
+        for (int i = 0; i < VALUES; i += STORED) {
+            if (!is_expert(column_of(i), E)) continue;
+            float values[STORED];
+#pragma unroll
+            for (int j = 0; j < STORED; ++j) values[j] = held.shares[i + j];
+            store_stored(row + column_of(i), values);
+        }
     }
+    if (lane_of_token() == 0) row[E] = held.z, row[E + 1] = held.entropy;
 }
 
 // Weights of a token's slots 0 .. number - 1, in order: id_of(j) is an expert, or outside of 0 .. E - 1 in an empty slot, and
@@ -134,18 +166,21 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     }
 }
 
-// One token, or none where `token` is no token of this block. `row` is its place's row of sums, if it has a share in them.
-__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, float* row, bool is_new,
-                                            Entry* slots, Entry* listed, unsigned* group_rows) {
+// One token, or none where `token` is no token of this block. `row` is its place's row of sums, `in_sums` says whether it has a
+// share in them.
+__device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
+                                            bool is_new, Held& held, Entry* slots, Entry* listed, unsigned* group_rows) {
     const int E = p.num_experts, lane = lane_of_token();
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
     const float scale = __int_as_float(p.scale), eps = __int_as_float(p.eps);
-    float x[VALUES];
+    float x[VALUES], terms[VALUES], scores[VALUES];
     LogSumExp lse = {0.f, 1.f};
     if (NEEDS_ROW) load_row(logits, there, E, x);
-    if (NEEDS_LSE) lse = log_sum_exp(x);
-    if (SUMS && row != nullptr) add_sums(x, lse, E, row, there && !masked, is_new);
+    if (NEEDS_LSE) lse = log_sum_exp(x, terms);
+#pragma unroll
+    for (int i = 0; i < VALUES && SCORE_SHARES; ++i) scores[i] = quick_score_of<SHARES>(x[i]);
+    if (SUMS && in_sums) add_sums(x, terms, scores, lse, E, row, there && !masked, is_new, held);
     if (GIVEN) {
         const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
         const int longest = __reduce_max_sync(WARP, pairs.number);
@@ -166,17 +201,19 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     }
     unsigned keys[VALUES];
     float bias[VALUES];
-    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, there, E, minus_infinity(), bias);
+    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, FULL || there, E, minus_infinity(), bias);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        const float key = BIAS == 1 ? quick_score_in_row(x[i], lse) : x[i];
-        keys[i] = sort_key(BIAS ? key + bias[i] : key);
+        if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
+            keys[i] = sort_key_of_canonical(canonical_sum(ranked_score(x[i], scores[i], lse), bias[i]));
+        else
+            keys[i] = sort_key(BIAS == 1 ? ranked_score(x[i], scores[i], lse) + bias[i] : BIAS ? x[i] + bias[i] : x[i]);
     }
     if (GROUP_TOP) {
         unsigned ranked_by[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
-            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(quick_score_in_row(x[i], lse)) : keys[i];
+            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(ranked_score(x[i], scores[i], lse)) : keys[i];
         if constexpr (GROUP_LANES > 0)
             keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
         else
@@ -251,10 +288,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         }
         const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
         const int stop = min(end, sequence.end);
+        float* const row = all_sums + place * stride;
+        Held held = {};
         for (int base = begin; base < stop; base += TOKENS)
-            route_token(p, base + place, base + place < stop, SUMS && counts ? all_sums + place * stride : nullptr, base == begin,
-                        all_slots + place * p.k, all_listed + place * MAX_LISTED, all_groups + place * group_words);
+            route_token(p, base + place, base + place < stop, counts, row, base == begin, held, all_slots + place * p.k,
+                        all_listed + place * MAX_LISTED, all_groups + place * group_words);
         if (SUMS && counts) {
+            store_sums(held, E, row);
             __syncthreads();
             float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + sequence.index) * columns;
 #pragma unroll 1

@@ -4,9 +4,9 @@
 #pragma once
 #include "common.cuh"
 
-#if !defined(ELEMENT) || !defined(LANES) || !defined(VALUES) || !defined(ALIGNED) || !defined(THREADS) || \
+#if !defined(ELEMENT) || !defined(LANES) || !defined(VALUES) || !defined(ALIGNED) || !defined(FULL) || !defined(THREADS) || \
     !defined(MAX_ROUTER_EXPERTS)
-#error "ELEMENT, LANES, VALUES, ALIGNED, THREADS and MAX_ROUTER_EXPERTS are given by launch_config.py and loader.py"
+#error "ELEMENT, LANES, VALUES, ALIGNED, FULL, THREADS and MAX_ROUTER_EXPERTS are given by launch_config.py and loader.py"
 #endif
 
 #define SOFTMAX 1
@@ -88,13 +88,16 @@ __device__ __forceinline__ float element_of(const unsigned (&words)[4], int i, H
     return to_float(half);
 }
 
-// The row's values of this lane. Columns from E on, and rows that are not there, are -infinity: no real column ranks behind
-// them, and their probability is 0.
+// Whether a lane's column is an expert's. With FULL all are, and instructions that ask are left out.
+__device__ __forceinline__ bool is_expert(int column, int E) { return FULL || column < E; }
+
+// The row's values of this lane. Columns from E on are -infinity: no real column ranks behind them, and their probability is 0.
+// So are rows that are not there, but with FULL: then `row` is another token's, and nobody asks for the results.
 __device__ __forceinline__ void load_row(const ELEMENT* row, bool there, int E, float (&x)[VALUES]) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const int column = column_of(v * WIDTH);
-        const bool inside = there && column < E;
+        const bool inside = FULL || (there && column < E);
         if (ALIGNED) {
             uint4 words = make_uint4(0, 0, 0, 0);
             if (inside) words = load_global_16(row + column);
@@ -114,7 +117,7 @@ __device__ __forceinline__ void load_floats(const float* row, int first, bool th
 #pragma unroll
     for (int i = 0; i < N; i += PART) {
         const int column = column_of(first + i);
-        const bool inside = there && column < E;
+        const bool inside = there && is_expert(column, E);
         if constexpr (PART == 4) {
             uint4 words = make_uint4(0, 0, 0, 0);
             if (inside) words = load_global_16(row + column);
@@ -134,13 +137,17 @@ struct LogSumExp {
     __device__ __forceinline__ float value() const { return largest + logf(sum); }
 };
 
-__device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES]) {
+// terms: exp(x - largest), so that what needs probabilities of all experts has no exponentials left to compute.
+__device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float (&terms)[VALUES]) {
     LogSumExp found = {x[0], 0.f};
 #pragma unroll
     for (int i = 1; i < VALUES; ++i) found.largest = fmaxf(found.largest, x[i]);
     found.largest = max_of_lanes(found.largest);
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) found.sum += quick_exp(x[i] - found.largest);
+    for (int i = 0; i < VALUES; ++i) {
+        terms[i] = quick_exp(x[i] - found.largest);
+        found.sum += terms[i];
+    }
     found.sum = sum_of_lanes(found.sum);
     return found;
 }

@@ -236,7 +236,7 @@ __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsi
     __syncwarp();  // the last token's reads
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
-        if (column_of(i) < E) rows[column_of(i)] = ranked_by[i];
+        if (is_expert(column_of(i), E)) rows[column_of(i)] = ranked_by[i];
     __syncwarp();
     for (int group = lane; group < groups; group += LANES) {
         const unsigned* row = rows + group * size;
@@ -276,13 +276,13 @@ __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsi
     for (int v = 0; v < VECTORS; ++v) {
         const int column = column_of(v * WIDTH);
         if (size % WIDTH == 0) {
-            if (column < E && !is_kept[group_of(column)])
+            if (is_expert(column, E) && !is_kept[group_of(column)])
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) keys[v * WIDTH + i] = 0;
         } else {
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i)
-                if (column < E && !is_kept[group_of(column + i)]) keys[v * WIDTH + i] = 0;
+                if (is_expert(column, E) && !is_kept[group_of(column + i)]) keys[v * WIDTH + i] = 0;
         }
     }
 }

@@ -524,6 +524,7 @@ class RouterConfig:
     values: int
     threads: int
     aligned: bool  # rows are read in vectors of 16 bytes
+    full: bool  # lanes hold no columns but those of experts
     tokens_per_block: int
     blocks: int
     shared_bytes: int
@@ -573,7 +574,8 @@ def router_forward(
     tokens = threads // lanes
     per_block = tokens * ceil_div(ceil_div(max(L, 1), tokens), ROUTER_SUM_BLOCKS) if sums else tokens
     blocks, shared_bytes = max(1, ceil_div(L, per_block)), 4 * words * tokens + 16
-    return RouterConfig(lanes, values, threads, aligned, per_block, blocks, shared_bytes, group_lanes)
+    full = lanes * values == E
+    return RouterConfig(lanes, values, threads, aligned, full, per_block, blocks, shared_bytes, group_lanes)
 
 
 def router_backward(L: int, E: int, *, itemsize: int, aligned: bool) -> RouterConfig:
@@ -586,4 +588,5 @@ def router_backward(L: int, E: int, *, itemsize: int, aligned: bool) -> RouterCo
         threads //= 2
     tokens = threads // lanes
     values = _router_values(E, lanes, itemsize, aligned)
-    return RouterConfig(lanes, values, threads, aligned, tokens, max(1, ceil_div(L, tokens)), 4 * words * tokens)
+    blocks, full = max(1, ceil_div(L, tokens)), lanes * values == E
+    return RouterConfig(lanes, values, threads, aligned, full, tokens, blocks, 4 * words * tokens)

@@ -179,6 +179,7 @@ def router_variant(
         "VALUES": config.values,
         "THREADS": config.threads,
         "ALIGNED": int(config.aligned),
+        "FULL": int(config.full),
         "SCORE": score.upper(),
         "RENORMALIZE": int(renormalize),
     }

@@ -296,7 +296,7 @@ _TABLES = {
     "selection.cu": {
         "columns_count": Params(
             "ColumnsCountParams<float>",
-            pointers=("scores", "chosen", "sequences", "columns", "histogram", "done", "reserved"),
+            pointers=("scores", "chosen", "sequences", "columns", "histogram", "groups", "done", "reserved"),
             int64=("L", "room"),
             int32=("num_experts", "num_sequences", "parts", "width", "wanted"),
         ),
@@ -340,13 +340,13 @@ _TABLES = {
     "capacity.cu": {
         "capacity_count": Params(
             "CapacityCountParams<int>",
-            pointers=("ids", "values", "sequences", "histogram"),
+            pointers=("ids", "values", "sequences", "histogram", "groups"),
             int64=("L",),
             int32=(*_CAPACITY_INT32, "order", "value_type", "width"),
         ),
         "capacity_pick": Params(
             "CapacityPickParams",
-            pointers=("histogram", "columns", "reserved"),
+            pointers=("histogram", "groups", "columns", "reserved"),
             int64=("room",),
             int32=("num_experts", "width", "capacity"),
         ),
@@ -360,7 +360,7 @@ _TABLES = {
             "CapacityFinishParams",
             pointers=("columns", "sequences", "list", "listed", "kept"),
             int64=("L",),
-            int32=("k", "num_experts", "num_sequences", "width"),
+            int32=("k", "num_experts", "num_sequences", "order", "width"),
         ),
         "capacity_parts": Params(
             "CapacityPartsParams<int>",

@@ -136,6 +136,15 @@ def test_round_tokens_to_any_tile(device, tile, dtype):
         assert_equal(device, "round_tokens", scores, ids, tile=tile, rounding=rounding)
 
 
+@pytest.mark.parametrize("rounding", ["up", "down"])
+def test_round_tokens_in_parts_of_many_tokens(rounding):
+    """A warp has more than 32 tokens, whose chosen pairs it reads 32 at a time."""
+    rng = np.random.default_rng(7)
+    scores, ids = rng.standard_normal((4000, 5)).astype(np.float32), rng.integers(-1, 5, (4000, 2))
+    with emulated(SMALL) as small:
+        assert_equal(small, "round_tokens", scores, ids, tile=512, rounding=rounding)
+
+
 CAPACITY = [("position", None), ("choice", None), ("weights", "values"), ("priority", "values")]
 
 
@@ -164,6 +173,19 @@ def test_limit_capacity_among_more_candidates_than_shared_memory_holds(order, ki
     ids, options = capacity_inputs(8000, 2, 1, order, np.float32, kind, np.random.default_rng(10))
     with emulated(SMALL) as small:
         assert_equal(small, "limit_capacity", ids.astype(np.int32), 1, 2000, **options)
+
+
+@pytest.mark.parametrize("E", [3, 300, 4096])
+@pytest.mark.parametrize("order", ["weights", "priority"])
+def test_limit_capacity_by_values_of_any_size(device, order, E):
+    """Of both signs, within the steps of the digit and beyond them, and with digits of 10, 7 and 4 bits."""
+    rng = np.random.default_rng(19)
+    ids = rng.integers(0, 3, (2000, 3)).astype(np.int32)
+    sizes = 10 ** np.repeat(rng.uniform(-9, 5, (1, 20)), 100, axis=1).T
+    values = (rng.standard_normal((2000, 3)) * sizes).astype(np.float32)
+    values = values if order == "weights" else values[:, 0].copy()
+    for capacity in (20, 300, 1000, 1700):
+        assert_equal(device, "limit_capacity", ids, E, capacity, order=order, **{order: values})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
