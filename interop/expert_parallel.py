@@ -220,8 +220,8 @@ def expert_parallel_moe(
 ) -> Tensor:
     """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.
 
-    x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With route
-    "exact" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
+    x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With routes
+    "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
     shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel.
     activation, save: as of `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
     save="recompute".

@@ -41,15 +41,16 @@ class Peers:
             self.close()
         return self._arrays(kind, forms, device)[0]
 
-    def offer(self, kind: str, tensors: Sequence[Tensor]) -> list[PeerArray]:
+    def offer(self, kind: str, tensors: Sequence[Tensor], rows: int) -> list[PeerArray]:
         """Has all ranks read these tensors, which may be in their room already; waits on the stream until all offer.
 
+        rows: of each array, as many on all ranks. A tensor may have fewer; the others' contents are then undefined.
         What is not there is copied. The arrays hold until the next offer of the kind.
         """
-        forms = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        forms = tuple(((rows, *tensor.shape[1:]), tensor.dtype) for tensor in tensors)
         for place, tensor in zip(self.room(kind, forms, tensors[0].device), tensors, strict=True):
             if place.data_ptr() != tensor.data_ptr():
-                place.copy_(tensor)
+                place[: len(tensor)].copy_(tensor)
         self._barrier(kind)
         self._read = kind
         if torch.cuda.is_current_stream_capturing():
