@@ -21,6 +21,7 @@ from ranks_common import (
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.interop.peers import Offered
 from moeblaze_cupy.rows import Share
 
 
@@ -55,6 +56,7 @@ class PeersOverGloo:
 
     def __init__(self, group):
         self.group, self.read, self.calls, self.rooms = group, None, [], {}
+        self.copies = True
 
     def room(self, kind, forms, device):
         if self.read == kind:
@@ -75,8 +77,31 @@ class PeersOverGloo:
             padding = tensor.new_full((rows - len(tensor), tensor.shape[1]), nothing)
             held = [tensor.new_empty((rows, tensor.shape[1])) for _ in range(dist.get_world_size(self.group))]
             dist.all_gather(held, torch.cat([tensor, padding]), group=self.group)
-            offered.append(held)
+            offered.append(Offered(held, held))
         return offered
+
+    def copy(self, pairs):
+        self.calls.append("copy")
+        for to, _ in pairs:
+            to[:] = torch.nan
+
+        def wait():
+            for to, source in pairs:
+                to.copy_(source)
+
+        return wait
+
+    def fetch(self, offered, start, rows, used):
+        assert self.read == "results"  # so that this rank's tokens have been read
+        self.calls.append("fetch")
+
+        def wait():
+            copies = [at[start : start + rows].clone() for at in offered.at]
+            for copy in copies:
+                copy[used:] = torch.nan
+            return copies
+
+        return wait
 
     def close(self):
         if self.read is not None:
@@ -135,7 +160,9 @@ def pulled_rows(rank, size, group):
         for routing in ("random", "one_rank", "absent", "duplicate", "all_absent"):
             inputs = Inputs(rank, counts_of(size, "equal"), routing)
             compare(inputs, results_of(inputs, experts), 1e-14)
-        assert experts.peers.calls == ["tokens", "results"] * 10
+        # Of 8 experts a rank has 4, and some expert of 13 in 14 tokens, or 2, and some of 9 in 14.
+        rows = ["tokens", "copy"] if size == 2 else ["tokens"]
+        assert experts.peers.calls == [*rows, "results", *rows, "results", "fetch"] * 5
         inputs = Inputs(rank, [0] * size)
         compare(inputs, results_of(inputs, experts), 1e-14)
         for kind in ("uneven", "none_here", "one_token"):
@@ -148,26 +175,43 @@ def pulled_rows(rank, size, group):
         inputs = Inputs(rank, counts_of(size, "equal"), "absent")
         again = ExpertGroup(group, E, route="pull", keep_received=False)
         compare(inputs, results_of(inputs, again), 1e-14)
-        assert again.peers.calls == ["tokens", "results"] * 2
+        assert again.peers.calls == [*rows, "results", *rows, *rows[1:], "results", "fetch"]
         inputs = Inputs(rank, counts_of(size, "uneven"), "absent")
         compare(inputs, results_of(inputs, ExpertGroup(group, E, route="pull", keep_received=False)), 1e-14)
         frozen = ExpertGroup(group, E, route="pull")
         for _ in range(2):
             x, ids, weights, w1, w2 = inputs.local()
             expert_parallel_moe(x.detach(), ids, weights.detach(), w1, w2, frozen).sum().backward()
-        assert frozen.peers.calls == ["tokens", "results", "tokens", "close"] * 2
+        assert frozen.peers.calls == [*rows, "results", *rows, "close"] * 2
+        pulled = ExpertGroup(group, E, route="pull")
+        pulled.peers.copies = False
+        compare(inputs, results_of(inputs, pulled), 1e-14)
+        assert pulled.peers.calls == ["tokens", "results"] * 2
+        beside = ExpertGroup(group, E, route="pull")
+        x, ids, weights, w1, w2 = inputs.local()
+
+        def shared(tokens):
+            assert beside.peers.calls == rows  # which travel already
+            return 2 * tokens
+
+        out = expert_parallel_moe(x, ids, weights, w1, w2, beside, shared=shared)
+        out.backward(inputs.grad[inputs.here])
+        want = inputs.whole()
+        assert difference(out, want["out"] + 2 * x) <= 1e-14
+        assert difference(x.grad, want["x"] + 2 * inputs.grad[inputs.here]) <= 1e-14
+        assert torch.equal(w1.grad, want["w1"]) and torch.equal(w2.grad, want["w2"])
         for kind in ("equal", "uneven", "none_here"):
             inputs = Inputs(rank, counts_of(size, kind), "absent")
             experts.peers.calls.clear()
             x, ids, weights, _, _ = inputs.local()
-            rows, _, got, route = exchange(x, ids, weights, experts)
-            collect(rows * got.sum(1, keepdim=True), route).backward(inputs.grad[inputs.here])
+            received, _, got, route = exchange(x, ids, weights, experts)
+            collect(received * got.sum(1, keepdim=True), route).backward(inputs.grad[inputs.here])
             # a received row has the weights of all of its token's slots
             ranks_of = torch.where((ids >= 0) & (ids < E), ids // (E // size), -1)
             times = sum((ranks_of == r).any(1, keepdim=True) for r in range(size))
             total = weights.sum(1, keepdim=True) * times
-            assert experts.peers.calls[:2] == ["one by one", "close"] and len(experts.peers.calls) == 8
-            assert experts.peers.calls[::2] == ["one by one"] * 4 and experts.peers.calls[1::2] == ["close"] * 4
+            with_rows, sums = ["one by one", *rows[1:], "close"], ["one by one", "close"]
+            assert experts.peers.calls == [*with_rows, *sums, *with_rows, *sums]
             assert not x.grad.isnan().any() and difference(x.grad, total * inputs.grad[inputs.here]) <= 1e-14
 
 
