@@ -26,8 +26,9 @@ GPU_ROUTES = {name: {"route": name} if name != "exact" else {} for name in ("exa
 def parity_on_gpus(rank, size, group):
     """Every route in bf16 and float32 against one process in float64 on the CPU; three runs give the same bits."""
     for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-5)):
-        for options in GPU_ROUTES.values():
+        for name, options in (*GPU_ROUTES.items(), ("pull by kernels", {"route": "pull"})):
             experts = ExpertGroup(group, E, spare_multiprocessors=8, **options)
+            experts.peers.copies = name != "pull by kernels"
             for kind in ("equal", "uneven", "none_here", "one_token", "none"):
                 if experts.route in ("gather", "static") and kind not in ("equal", "none"):
                     continue
@@ -108,7 +109,7 @@ def pulled_steps_in_a_graph(rank, size, group):
 
     def step():
         first = expert_parallel_moe(x, ids, weights, w1, w2, experts)
-        out = expert_parallel_moe(first, ids, weights, w1, w2, experts, save="recompute")
+        out = expert_parallel_moe(first, ids, weights, w1, w2, experts, save="recompute", shared=torch.sin)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     def fill(inputs):
