@@ -5,7 +5,8 @@ layers. Efficiency is the time of forward and backward on one GPU over that on P
 training. The time on one GPU is taken on all GPUs at once, whose clocks and power are then alike. Without GPUs a tiny
 case runs on the CPU over gloo, which shows that the suite runs and nothing else.
 
-Routes that read nothing on the host have memory for SLOTS times the slots that balanced routing gives a rank.
+Routes that read nothing on the host have memory for SLOTS times the slots that balanced routing gives a rank. With
+--plain there is also route "pull" whose rows are all read by kernels, none copied beside products.
 
 The peer `slots` is a layer in the order of torchtitan's default dispatcher, written from public torch calls: slots
 sorted by expert, counts exchanged and read on the host, an all-to-all of a row per slot, a permutation by local expert,
@@ -40,6 +41,7 @@ STACKED = 4  # layers under FSDP2
 SLOTS = 1.125  # of balanced routing's slots, for which routes "gather" and "pull" have memory
 PIECE_ELEMENTS = 2**26  # that are compared at a time
 ROUTES = ("exact", "gather", "pull")
+PLAIN = "pull-plain"  # route "pull" without copies
 MOST_FSDP_BYTES = 24 * 2**30  # of a stack's parameters, for which FSDP2 has a row: dsv3's are for expert parallelism
 
 
@@ -161,7 +163,10 @@ class ExpertParallel:
         weights = [inputs[0][name][share].clone(memory_format=torch.preserve_format) for name in ("w1", "w2")]
         self.leaves = [t.detach().requires_grad_() for t in (mine["x"], mine["weights"], *weights)]
         slots = None if provider == "exact" else max(case.k, round(SLOTS * case.L * case.k))
-        self.experts = ExpertGroup(group, case.E, route=provider, slots=slots) if provider in ROUTES else None
+        route = "pull" if provider == PLAIN else provider
+        self.experts = ExpertGroup(group, case.E, route=route, slots=slots) if route in ROUTES else None
+        if provider == PLAIN:
+            self.experts.peers.copies = False
         self.provider = provider
 
     def forward(self):
@@ -221,7 +226,7 @@ def stack_of(case, mesh):
     return stack
 
 
-def expert_rows(case, sizes, rank, rounds, everyone):
+def expert_rows(case, sizes, rank, rounds, everyone, plain=False):
     """Rows of expert parallelism: one GPU, then each size, route and peer."""
     rows, alone = [], dist.new_group([rank], use_local_synchronization=True)
     for size in sizes:
@@ -229,7 +234,8 @@ def expert_rows(case, sizes, rank, rounds, everyone):
         if case.E % size:
             continue
         group = alone if size == 1 else groups[rank // size]
-        several = (*(route for route in ROUTES if has_gpu() or route != "pull"), "slots")  # the CPU has no peers
+        pulled = ("pull", *[PLAIN] * plain) if has_gpu() else ()  # the CPU has no peers
+        several = (*(route for route in ROUTES if route != "pull"), *pulled, "slots")
         for provider in ("moeblaze",) if size == 1 else several:
             layer = ExpertParallel(case, group, provider)
             errors = layer.errors()
@@ -326,7 +332,7 @@ def work_of_rank(args):
         dist.broadcast(late, 0)
         if int(late):
             break
-        of_case = expert_rows(case, sizes, rank, args.rounds, everyone)
+        of_case = expert_rows(case, sizes, rank, args.rounds, everyone, args.plain)
         if args.fsdp:
             of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone)
         rows += with_efficiency(of_case)
@@ -345,6 +351,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=12, help="timed calls of each row (%(default)s)")
     parser.add_argument("--minutes", type=float, default=8, help="start no case later than this (%(default)s)")
     parser.add_argument("--no-fsdp", dest="fsdp", action="store_false", help="leave out the rows of FSDP2")
+    parser.add_argument("--plain", action="store_true", help='add route "pull" without copies beside products')
     parser.add_argument("--commit", default="", help="commit to write into the record")
     parser.add_argument("--out", help="write the record there, as JSON")
     for name in ("--rank", "--world"):

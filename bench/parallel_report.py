@@ -9,6 +9,7 @@ FOLDER = RECORDS / "parallel"
 PEER = "slots"
 TITLES = {
     "pull": "moeblaze-cupy, pull",
+    "pull-plain": "moeblaze-cupy, pull without copies",
     "exact": "moeblaze-cupy, exact",
     "gather": "moeblaze-cupy, gather",
     PEER: "torchtitan's order in torch",

@@ -69,19 +69,31 @@ def all_gather(rows: Tensor, what: str, group: Any) -> Pending:
 class Header:
     """A few integers of every rank, on the way to the host while the device works on."""
 
-    def __init__(self, values: Tensor, what: str, group: Any) -> None:
-        gathered = all_gather(values[None], what, group).wait()
-        self._arrived = None
-        if gathered.is_cuda:
-            on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            on_host.copy_(gathered, non_blocking=True)
+    def __init__(self, values: Tensor, what: str, group: Any, hosts: Any = None) -> None:
+        """hosts: a gloo backend of the same ranks to go by, for values on the CPU; None goes by the group."""
+        if hosts is None:
+            self._pending: Pending | None = all_gather(values[None], what, group)
+        else:
+            by_rank = values.new_empty((hosts.size(), len(values)))
+            with named(what, group):
+                work = hosts._allgather_base(by_rank, values[None])
+            self._pending = Pending(by_rank, work, what, group, values)
+        self._arrived: Any = None
+        if values.is_cuda:
+            gathered, self._pending = self._pending.wait(), None
+            self._values = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            self._values.copy_(gathered, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             self._arrived.record()
-            gathered = on_host
-        self._values = gathered
+
+    def sent(self) -> None:
+        """Waits until the other ranks have the values, where hosts send them."""
+        if self._pending is not None:
+            self._values, self._pending = self._pending.wait(), None
 
     def read(self) -> list[list[int]]:
         """By rank. The host waits for them."""
+        self.sent()
         if self._arrived is not None:
             self._arrived.synchronize()
         values: list[list[int]] = self._values.tolist()

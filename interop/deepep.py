@@ -72,7 +72,7 @@ class DeepEPGroup(ExpertGroup):
         for name in ("route", "rows"):
             if name in options:
                 raise checks.bad_value("DeepEPGroup", name, "none, as the buffer decides", options[name])
-        super().__init__(buffer.group, num_experts, **options)
+        super().__init__(buffer.group, num_experts, route="exact", **options)
         self.buffer = buffer
 
     def plan(self, ids: Tensor) -> tuple[Route, Callable[[], Tensor]]:

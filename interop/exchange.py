@@ -9,6 +9,7 @@ Letters: L tokens here, k slots per token, P ranks, E experts in all, d model wi
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import compress
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
-from moeblaze_cupy.interop.collectives import Header
+from moeblaze_cupy.interop.collectives import SAME, Header
 from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.interop.pull_route import PullRoute
 from moeblaze_cupy.interop.routes import Route, SentRoute, sent_route
@@ -33,10 +34,12 @@ class ExpertGroup(RankGroup):
     num_experts: E, a multiple of the group's size.
     route: "exact" sends just the rows that are needed, any number per rank, and reads P*(10+2P) integers on the host.
     "gather" sends all rows to all ranks. "static" sends `rows` rows from each rank to each, or L if that is None. Both
-    need as many tokens on all ranks, and on CUDA read nothing on the host. So does "pull", for GPUs that reach each
-    other's memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index,
-    with nothing packed. d is a multiple of 8 then, and results take the memory of all ranks' rows, once for all layers
-    that share the ExpertGroup; nothing of it is a collective of NCCL. "auto" is "exact".
+    need as many tokens on all ranks, and on CUDA read nothing on the host. "pull" is for GPUs that reach each other's
+    memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index, with
+    nothing packed. The host reads nothing of the device, and tells the other hosts its sizes over gloo. d is a multiple
+    of 8 then, and results take the memory of P times the rows of the rank with most tokens, once for all layers that
+    share the ExpertGroup. "auto" is "pull" if `slots` bounds the layer's memory, on_overflow is not "chunk", and the
+    ranks' GPUs are of one host and can access each other's memory; otherwise it is "exact".
     rows: of "static"; rows past it are dropped.
     slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: as many as
     come in "exact", all P*L*k in the others.
@@ -52,7 +55,7 @@ class ExpertGroup(RankGroup):
     def plan(self, ids: Tensor) -> tuple[Route, Callable[[], Tensor]]:
         """The route of ids (L, k) as far as this rank knows it, and what gives (2P,) int64: rows, then slots."""
         if self.route == "pull":
-            return PullRoute(ids, self), lambda: torch.zeros(2 * self.size, dtype=torch.int64, device=ids.device)
+            return PullRoute(ids, self), lambda: torch.zeros(2 * self.size, dtype=torch.int64)
         return sent_route(ids, self)
 
 
@@ -106,7 +109,7 @@ class Begun:
         except (TypeError, ValueError) as error:
             self.error = error
         device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-        values = [1] + [0] * (len(collectives.SAME) - 1)
+        values = [1] + [0] * (len(SAME) - 1)
         count: Callable[[], Tensor] | None = None
         if self.error is None:
             dtypes = (collectives.DTYPES.index(t.dtype) for t in (x, weights))
@@ -114,22 +117,29 @@ class Begun:
             values += [*dtypes, grads, len(x)]
             self.route, count = experts.plan(ids.detach().contiguous())
         self.header: Header | None = None
+        if experts.route == "pull":
+            device = torch.device("cpu")  # what is compared is known to the hosts
         if device.type == "cpu" or experts.route == "exact":
             counts = torch.zeros(2 * P, dtype=torch.int64, device=device) if count is None else count()
             header = torch.cat([torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True), counts])
-            self.header = Header(header, f"all-gather of sizes (call {experts.calls})", experts.group)
+            self.header = Header(header, f"all-gather of sizes (call {experts.calls})", experts.group, experts.hosts)
 
     def finish(self) -> Route:
         """Raises one ValueError on all ranks if their arguments do not fit together."""
-        experts, P, same = self.experts, self.experts.size, len(collectives.SAME)
+        experts, P, same = self.experts, self.experts.size, len(SAME)
         exact = experts.route == "exact"
         if self.error is not None:
+            with suppress(RuntimeError):  # the other ranks are told of it first
+                if self.header is not None:
+                    self.header.sent()
             raise self.error
         route = self.route
         if self.header is None:  # the sizes are known, and the host does not wait
             return route
         by_rank = self.header.read()
-        collectives.check_same(by_rank, same_tokens=not exact)
+        collectives.check_same(by_rank, same_tokens=experts.route in ("gather", "static"))
+        if isinstance(route, PullRoute):
+            route.expect([values[SAME.index("tokens")] for values in by_rank])
         if exact:
             here = experts.rank
             route.sent = by_rank[here][same : same + P]
@@ -191,8 +201,8 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     Rows and weights are differentiable. n is the number of rows received, rounded up by a sixteenth at most; the rows
     that fill up have no ids.
     Raises ValueError on all ranks at once if their sizes, dtypes, call numbers or requires_grad differ, TypeError, and
-    RuntimeError if a rank does not answer within the group's timeout. With all routes but "exact" on CUDA ranks
-    are not compared, as the host would have to wait.
+    RuntimeError if a rank does not answer within the group's timeout, with "pull" within ten minutes. With "gather" and
+    "static" on CUDA ranks are not compared, as the host would have to wait.
     """
     begun = Begun(x, ids, weights, experts, required((x,), (weights,)))
     route = begun.finish()

@@ -1,17 +1,21 @@
 """The group of ranks that experts are spread over, and the counts of what it had no room for."""
 
+import socket
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
-from moeblaze_cupy.interop.peers import Peers
+from moeblaze_cupy.interop.peers import TIMEOUT_MS, Peers
 
 Tensor = torch.Tensor
 ROUTES = ("auto", "exact", "gather", "static", "pull")
 OVERFLOWS = ("chunk", "drop", "raise")
+_hosts: dict[Any, Any] = {}  # by process group, of the same ranks over gloo
 
 
 class RankGroup:
@@ -44,10 +48,10 @@ class RankGroup:
             raise ValueError("ExpertGroup: group: expected one that this process is in, got another")
         self.num_experts = checks.integer("ExpertGroup", "num_experts", num_experts)
         checks.one_of("ExpertGroup", "route", route, ROUTES)
-        self.route = "exact" if route == "auto" else route
-        exact = self.route == "exact"
-        on_overflow = on_overflow or ("chunk" if exact else "raise")
-        checks.one_of("ExpertGroup", "on_overflow", on_overflow, OVERFLOWS if exact else OVERFLOWS[1:])
+        self.route = route
+        if on_overflow is not None:
+            may_chunk = route in ("auto", "exact")
+            checks.one_of("ExpertGroup", "on_overflow", on_overflow, OVERFLOWS if may_chunk else OVERFLOWS[1:])
         self.on_overflow = on_overflow
         for name, value in (("rows", rows), ("slots", slots)):
             if value is not None and checks.integer("ExpertGroup", name, value) < 1:
@@ -56,15 +60,21 @@ class RankGroup:
             raise checks.bad_value("ExpertGroup", "rows", f'None for route "{self.route}"', rows)
         self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
         self.spare_multiprocessors = checks.spare_multiprocessors("ExpertGroup", spare_multiprocessors, None)
-        self.number = self._agree()  #: the same on all ranks, another for every ExpertGroup of a rank
+        on_nccl = "nccl" in dist.get_backend(group)
+        # Without a bound the layer of "pull" would have memory for all slots of all ranks.
+        may_pull = on_nccl and route == "auto" and slots is not None and on_overflow != "chunk"
+        self.number = self._agree(_gpu() if may_pull else None)  #: the same on all ranks, another for each ExpertGroup
         if self.num_experts < 1 or self.num_experts % self.size:
             expected = f"a multiple of the group's {self.size} ranks"
             raise checks.bad_value("ExpertGroup", "num_experts", expected, num_experts)
-        if self.route == "pull" and "nccl" not in dist.get_backend(group):
+        if self.route == "pull" and not on_nccl:
             backend = dist.get_backend(group)
             raise ValueError(f'ExpertGroup: route: expected another than "pull" on a group of {backend}, got "pull"')
+        if self.on_overflow is None:
+            self.on_overflow = "chunk" if self.route == "exact" else "raise"
         self.calls = 0
         self.peers = Peers(group)  # of route "pull"
+        self.hosts = _over_gloo(group, self.number) if self.route == "pull" else None  #: over which sizes travel
         self._overflow: tuple[Tensor, Any, int] | None = None  # counted by an earlier call
 
     @property
@@ -72,11 +82,14 @@ class RankGroup:
         """E/P."""
         return self.num_experts // self.size
 
-    def _agree(self) -> int:
-        """Raises ValueError on all ranks if their options differ; returns the group's number."""
+    def _agree(self, gpu: Any) -> int:
+        """Raises ValueError on all ranks if their options differ; returns the group's number, and decides on "auto".
+
+        gpu: what `_gpu` tells of this rank's, or None where "auto" is "exact".
+        """
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
         options = {"kind": type(self).__name__} | {name: getattr(self, name) for name in names}
-        here = options | {"numbers": RankGroup._numbers}
+        here = options | {"numbers": RankGroup._numbers, "gpu": gpu}
         by_rank: list[Any] = [None] * self.size
         with collectives.named("options of ExpertGroup", self.group):
             dist.all_gather_object(by_rank, here, group=self.group)
@@ -87,6 +100,8 @@ class RankGroup:
                 if other[name] != by_rank[0][name]:
                     got = f"{name}={by_rank[0][name]!r} on rank 0 and {name}={other[name]!r} on rank {rank}"
                     raise ValueError(f"ExpertGroup: options: expected the same on all ranks, got {got}")
+        if self.route == "auto":
+            self.route = "pull" if _reach_each_other([other["gpu"] for other in by_rank]) else "exact"
         return RankGroup._numbers
 
     def count_overflow(self, dropped: Tensor | None) -> None:
@@ -116,6 +131,36 @@ class RankGroup:
         if number:
             expected = f"no more than rows={self.rows}, slots={self.slots} in call {call}"
             raise ValueError(f"exchange: rows: expected {expected}, got {number} more; raise them or use None")
+
+
+def _gpu() -> tuple[str, str, list[str]]:
+    """Of this process: the host's name, its GPU, and the GPUs whose memory that can access."""
+    here, devices = torch.cuda.current_device(), range(torch.cuda.device_count())
+    names = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
+    others = [names[i] for i in devices if i != here and torch.cuda.can_device_access_peer(here, i)]
+    return socket.gethostname(), names[here], others
+
+
+def _reach_each_other(gpus: list[Any]) -> bool:
+    """gpus: by rank, what `_gpu` told, or None."""
+    if None in gpus or len({host for host, _, _ in gpus}) > 1:
+        return False
+    names = [name for _, name, _ in gpus]
+    return len(set(names)) == len(names) and all(set(names) <= {name, *others} for _, name, others in gpus)
+
+
+def _over_gloo(group: Any, number: int) -> Any:
+    """What the hosts of a group tell each other by, without their GPUs; made once for each group.
+
+    number: of the first ExpertGroup that asks. torch's `new_group` finds no name for it unless all processes have made
+    equally many groups.
+    """
+    if group not in _hosts:
+        ranks, timeout = dist.get_process_group_ranks(group), timedelta(milliseconds=TIMEOUT_MS)
+        store = PrefixStore(f"moeblaze_cupy/{number}/{ranks}", _get_default_store())
+        with collectives.named("connection of hosts", group):
+            _hosts[group] = dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
+    return _hosts[group]
 
 
 def _is_captured(tensor: Tensor) -> bool:

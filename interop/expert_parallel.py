@@ -1,7 +1,7 @@
 """The MoE layer with its experts on many GPUs, as one function of autograd, so that exchanges and products overlap.
 
-In forward the sizes travel while a shared expert is launched. In backward the gradient of x travels back while the
-gradients of the experts' weights are computed.
+In forward the sizes, or the rows, travel while a shared expert is launched. In backward the gradient of x travels back
+while the gradients of the experts' weights are computed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -220,9 +220,10 @@ def expert_parallel_moe(
 ) -> Tensor:
     """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.
 
-    x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With route
-    "exact" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
-    shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel.
+    x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With routes
+    "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
+    shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel, or
+    with route "pull" the rows.
     activation, save: as of `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
     save="recompute".
     accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
@@ -248,8 +249,20 @@ def expert_parallel_moe(
     into: dict[str, MainGrad] = {}
     grads = required((x,), (weights,), (*parts, w2))
     begun = Begun(x, ids, weights, experts, grads, check)
-    beside = None if shared is None or begun.error is not None else shared(x)
-    route = begun.finish()
+    early = shared is not None and begun.error is None and begun.route.begins_early
+    if early:
+        route = begun.finish()
+        x, weights = x.contiguous(), weights.contiguous()
+        wait = route.begin(x.detach(), route.ids, weights.detach())
+    beside = None
+    try:
+        if shared is not None and begun.error is None:
+            beside = shared(x)
+    finally:
+        if early:
+            wait()  # also where `shared` fails, as what is copied to would be freed
+    if not early:
+        route = begun.finish()
     if grads and save is None:
         raise ValueError("expert_parallel_moe: save: expected a policy that keeps something, as gradients are required")
     arguments = x.contiguous(), weights.contiguous(), gate, up, w2, route.ids, route

@@ -1,6 +1,6 @@
 """Memory of a rank that the other GPUs of its host read where it lies, in symmetric memory of torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,13 @@ class _Buffer(NamedTuple):
     addresses: Tensor  # (P,) int64
 
 
+class Offered(NamedTuple):
+    """An array that all ranks have offered."""
+
+    array: PeerArray  #: for kernels
+    at: list[Tensor]  #: for copies, by rank
+
+
 class Peers:
     """Buffers of this rank, one by kind, that all ranks of a group can read.
 
@@ -31,30 +38,91 @@ class Peers:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._buffers: dict[str, _Buffer] = {}
-        self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[PeerArray]]] = {}
+        self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[Offered]]] = {}
         self._read: str | None = None  # the kind that others may read now
-        self._in_graphs: dict[int, _Buffer] = {}  # by address; CUDA graphs use these buffers as long as they live
+        self._tables: dict[tuple[int, ...], Tensor] = {}  # of addresses
+        self._in_graphs: dict[int, Any] = {}  # by address: what CUDA graphs use, which lives as long as they may
+        self._beside: torch.cuda.Stream | None = None
+        self._copying = False  # there are copies for which no stream waits yet
+        self.copies = True  #: whole blocks of rows may be copied, which takes no multiprocessor
 
     def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
         """Arrays of these shapes and dtypes in the buffer, to be written and then offered."""
-        if self._read == kind:  # something failed since, or the last call had nothing to offer after it
+        if self._copying:  # something failed since, or a shared expert offers too
+            self._wait_for_copies(device)
+        if self._read == kind:  # likewise, or the last call had nothing to offer after it
             self.close()
         return self._arrays(kind, forms, device)[0]
 
-    def offer(self, kind: str, tensors: Sequence[Tensor]) -> list[PeerArray]:
+    def offer(self, kind: str, tensors: Sequence[Tensor], rows: int) -> list[Offered]:
         """Has all ranks read these tensors, which may be in their room already; waits on the stream until all offer.
 
+        rows: of each array, as many on all ranks. A tensor may have fewer; the others' contents are then undefined.
         What is not there is copied. The arrays hold until the next offer of the kind.
         """
-        forms = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        forms = tuple(((rows, *tensor.shape[1:]), tensor.dtype) for tensor in tensors)
         for place, tensor in zip(self.room(kind, forms, tensors[0].device), tensors, strict=True):
             if place.data_ptr() != tensor.data_ptr():
-                place.copy_(tensor)
+                place[: len(tensor)].copy_(tensor)
         self._barrier(kind)
         self._read = kind
         if torch.cuda.is_current_stream_capturing():
             self._in_graphs[self._buffers[kind].memory.data_ptr()] = self._buffers[kind]
         return self._views[kind, forms][1]
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Starts copies (to, source) beside what the stream does next; what it returns has the stream wait for them.
+
+        They run on the GPU's copy engines, so that no multiprocessor is taken from products.
+        """
+        device = pairs[0][0].device
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
+        beside = self._beside
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            for to, source in pairs:
+                to.copy_(source)
+        self._copying = True
+        return lambda: self._wait_for_copies(device)
+
+    def _wait_for_copies(self, device: torch.device) -> None:
+        assert self._beside is not None
+        torch.cuda.current_stream(device).wait_stream(self._beside)
+        self._copying = False
+
+    def fetch(self, offered: Offered, start: int, rows: int, used: int) -> Callable[[], PeerArray]:
+        """Starts to copy rows of results of the other ranks to this one, beside what the stream does next.
+
+        Of every rank's array these are the `used` first of `rows` rows from `start` on. What it returns has the stream
+        wait for them, and gives the array of these `rows` rows of each rank, which holds until the next offer.
+        They come to where this rank's tokens were, which the others have read before they offered their results.
+        """
+        here, ranks = self._buffers["results"].handle.rank, len(offered.at)
+        own = offered.at[here][start : start + rows]
+        others = [rank % ranks for rank in range(here + 1, here + ranks)]  # not all from one rank at once
+        places = self.room("tokens", (((len(others), *own.shape), own.dtype),), own.device)[0]
+        sources = [offered.at[other][start : start + used] for other in others]
+        wait_for_copies = self.copy([(to[:used], source) for to, source in zip(places, sources, strict=True)])
+        by_rank = dict(zip(others, places, strict=True)) | {here: own}
+        table = self._table(tuple(by_rank[rank].data_ptr() for rank in range(ranks)), own.device)
+        if torch.cuda.is_current_stream_capturing():
+            self._in_graphs |= {of[0].data_ptr(): of for of in (self._buffers["tokens"], (table,))}
+
+        def wait() -> PeerArray:
+            wait_for_copies()
+            return PeerArray(table, 0, offered.array.dtype)
+
+        return wait
+
+    def _table(self, pointers: tuple[int, ...], device: torch.device) -> Tensor:
+        """(P,) int64 on the device, for which the host does not wait."""
+        if pointers not in self._tables:
+            if len(self._tables) >= MAX_VIEWS:
+                self._tables.clear()
+            on_host = torch.tensor(pointers, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._tables[pointers] = on_host.to(device, non_blocking=True)
+        return self._tables[pointers]
 
     def close(self) -> None:
         """Waits on the stream until all ranks have read what was offered last."""
@@ -65,7 +133,7 @@ class Peers:
     def _barrier(self, kind: str) -> None:
         self._buffers[kind].handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
-    def _arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[PeerArray]]:
+    def _arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:
         found = self._views.get((kind, forms))
         if found is not None:
             return found
@@ -76,12 +144,13 @@ class Peers:
             end += -(-nbytes // SECTION_BYTES) * SECTION_BYTES
         if kind not in self._buffers or len(self._buffers[kind].memory) < end:
             self._grow(kind, end, device)
-        memory, _, addresses = self._buffers[kind]
+        memory, handle, addresses = self._buffers[kind]
         views, arrays = [], []
         for start, (shape, dtype) in zip(starts, forms, strict=True):
             nbytes = dtype.itemsize * torch.Size(shape).numel()
             views.append(memory[start : start + nbytes].view(dtype).view(shape))
-            arrays.append(PeerArray(addresses, start, str(dtype).removeprefix("torch.")))
+            at = [handle.get_buffer(rank, shape, dtype, start // dtype.itemsize) for rank in range(len(addresses))]
+            arrays.append(Offered(PeerArray(addresses, start, str(dtype).removeprefix("torch.")), at))
         if len(self._views) >= MAX_VIEWS:
             self._views.clear()
         self._views[kind, forms] = views, arrays

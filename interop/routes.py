@@ -17,6 +17,8 @@ Tensor = torch.Tensor
 class Route:
     """Which rows one exchange sends where. `exchange` makes it, `collect` and backward follow it."""
 
+    begins_early = False  #: rows can travel before a shared expert is launched, as the host waits for no GPU
+
     def __init__(self, ids: Tensor, experts: RankGroup, arriving: list[int]) -> None:
         self.experts, self.ids, self.call = experts, ids, experts.calls
         self.num_tokens, self.k = ids.shape  #: L and k
@@ -54,6 +56,13 @@ class Route:
     def count_dropped(self, more: Tensor) -> None:
         """more: (1,) of integers."""
         self.counted = self.dropped + more
+
+    def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
+        """Starts `receive` of the same arguments, which is called once the stream waits: see what this returns.
+
+        Until then rows travel beside what the stream does. `receive` alone does all of it.
+        """
+        raise NotImplementedError
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k)."""

@@ -67,14 +67,16 @@ class Share(NamedTuple):
 
     rank: int
     experts: int  #: as many on every rank
+    tokens: int  #: rows that every rank has for the tokens of each; some may have no token
 
 
 def pull_slots(ids: PeerArray, weights: PeerArray, share: Share, local_ids: Any, pulled: Any, needed: Any) -> None:
     """What this rank has to know of the slots of all ranks' tokens; rows are by rank, then token.
 
-    ids: of all ranks (L, k) int32 or int64; one that is none of all experts is no expert. weights: likewise (L, k).
-    Writes local_ids (P*L, k) int32, from 0 to share.experts - 1, or -1 without an expert here, the weights (P*L, k)
-    into `pulled`, and needed (P*L,) bool, whether a row has an expert here. These are CuPy or torch arrays on CUDA,
+    M is share.tokens. ids: of all ranks (M, k) int32 or int64; one that is none of all experts is no expert. weights:
+    likewise (M, k).
+    Writes local_ids (P*M, k) int32, from 0 to share.experts - 1, or -1 without an expert here, the weights (P*M, k)
+    into `pulled`, and needed (P*M,) bool, whether a row has an expert here. These are CuPy or torch arrays on CUDA,
     contiguous. Nothing is looked at on the host. The peers have written their arrays before: a barrier comes first.
     Raises TypeError (dtype, device) or ValueError (shape, memory order).
     """
@@ -83,18 +85,16 @@ def pull_slots(ids: PeerArray, weights: PeerArray, share: Share, local_ids: Any,
     def step(call: Call) -> Launch | None:
         of_ids, of_weights, of_needed = (call.described[name] for name in ("local_ids", "weights", "needed"))
         P = call.described["peers"].size
-        checks.shape(function, "local_ids", of_ids, "P*L, k", (None, None))
+        checks.shape(function, "local_ids", of_ids, "P*M, k", (P * share.tokens, None))
         checks.dtype(function, "local_ids", of_ids, ("int32",))
-        checks.shape(function, "weights", of_weights, "P*L, k", of_ids.shape)
+        checks.shape(function, "weights", of_weights, "P*M, k", of_ids.shape)
         checks.dtype(function, "weights", of_weights, (weights.dtype,))
-        checks.shape(function, "needed", of_needed, "P*L", of_ids.shape[:1])
+        checks.shape(function, "needed", of_needed, "P*M", of_ids.shape[:1])
         checks.dtype(function, "needed", of_needed, ("bool",))
         (rows, k), first = of_ids.shape, share.rank * share.experts
-        if rows % P:
-            raise checks.bad_value(function, "local_ids", f"rows in multiples of P = {P}", rows)
         if not rows * k:
             return None
-        sizes = P, rows // P, k, ids.offset, weights.offset, first, share.experts
+        sizes = P, share.tokens, k, ids.offset, weights.offset, first, share.experts
         return pull.pull_slots(*sizes, ids.dtype, weights.dtype)
 
     outputs = {"local_ids": local_ids, "weights": pulled, "needed": needed}
@@ -123,10 +123,10 @@ def pull_rows(rows: PeerArray, needed: Any, out: Any) -> None:
 
 
 def sum_peer_rows(rows: PeerArray, ids: Any, share: Share, out: Any) -> None:
-    """out[t] = sum over ranks that have an expert of token t, in order, of their row share.rank * L + t; 0 without any.
+    """out[t] = sum over ranks that have an expert of token t, in order, of their row share.rank * M + t; 0 without any.
 
-    The sum is in fp32 and rounded once. rows: of all ranks (P*L, d) in out's dtype, rows by rank, then token. ids:
-    (L, k) int32 or int64, this rank's. out: (L, d), aligned, d a multiple of 8. Otherwise as `pull_slots`.
+    The sum is in fp32 and rounded once. rows: of all ranks (P*M, d) in out's dtype, rows by rank, then token. ids:
+    (L, k) int32 or int64, this rank's, L <= M. out: (L, d), aligned, d a multiple of 8. Otherwise as `pull_slots`.
     """
     function = "sum_peer_rows"
 
@@ -135,18 +135,19 @@ def sum_peer_rows(rows: PeerArray, ids: Any, share: Share, out: Any) -> None:
         checks.dtype(function, "rows", into, (rows.dtype,))
         checks.shape(function, "ids", of_ids, "L, k", (into.shape[0], None))
         checks.dtype(function, "ids", of_ids, ("int32", "int64"))
+        _check_tokens(function, into, share)
         L, d = into.shape
-        sizes = P, L, of_ids.shape[1], d, share.rank * L, share.experts
+        sizes = P, L, of_ids.shape[1], d, share.rank * share.tokens, share.experts
         return pull.pull_sum(*sizes, of_ids.dtype, into.dtype, rows.offset) if L else None
 
     _pull(function, (rows[1:], share), {"peers": rows.addresses, "ids": ids, "out": out}, step)
 
 
 def pull_values(values: PeerArray, ids: Any, share: Share, out: Any) -> None:
-    """out[t, j] = element (share.rank * L + t, j) of the rank that has expert ids[t, j]; 0 for slots without an expert.
+    """out[t, j] = element (share.rank * M + t, j) of the rank that has expert ids[t, j]; 0 for slots without an expert.
 
-    values: of all ranks (P*L, k) in out's dtype. ids: (L, k) int32 or int64, this rank's. out: (L, k). Otherwise as
-    `pull_slots`.
+    values: of all ranks (P*M, k) in out's dtype. ids: (L, k) int32 or int64, this rank's, L <= M. out: (L, k).
+    Otherwise as `pull_slots`.
     """
     function = "pull_values"
 
@@ -156,7 +157,8 @@ def pull_values(values: PeerArray, ids: Any, share: Share, out: Any) -> None:
         checks.dtype(function, "out", into, (values.dtype,))
         checks.shape(function, "ids", of_ids, "L, k", into.shape)
         checks.dtype(function, "ids", of_ids, ("int32", "int64"))
-        first_slot, offset = share.rank * into.size, values.offset
+        _check_tokens(function, into, share)
+        first_slot, offset = share.rank * share.tokens * into.shape[1], values.offset
         sizes = P, into.size, first_slot, share.experts
         return pull.pull_values(*sizes, of_ids.dtype, into.dtype, offset) if into.size else None
 
@@ -182,6 +184,11 @@ def _pull(function: str, options: Any, named: dict[str, Any], step: Callable[[Ca
         return
     with current_device(found.device):
         Runtime.current(found.framework, found.device).launch(found.steps, *pointers)
+
+
+def _check_tokens(function: str, out: arrays.Array, share: Share) -> None:
+    if out.shape[0] > share.tokens:
+        raise checks.bad_value(function, "out", f"at most share.tokens = {share.tokens} rows", out.shape[0])
 
 
 def _output(function: str, call: Call) -> arrays.Array:

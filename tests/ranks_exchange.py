@@ -1,11 +1,13 @@
 """Cases of the exchange of tokens over gloo: parity with one process, options and overflow."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from ranks_common import (
+    TIMEOUT,
     E,
     Inputs,
     K,
@@ -19,6 +21,7 @@ from ranks_common import (
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.interop.peers import Offered
 from moeblaze_cupy.rows import Share
 
 
@@ -53,6 +56,7 @@ class PeersOverGloo:
 
     def __init__(self, group):
         self.group, self.read, self.calls, self.rooms = group, None, [], {}
+        self.copies = True
 
     def room(self, kind, forms, device):
         if self.read == kind:
@@ -62,17 +66,42 @@ class PeersOverGloo:
             tensor[:] = torch.nan
         return found
 
-    def offer(self, kind, tensors):
+    def offer(self, kind, tensors, rows):
         if self.read == kind:
             self.close()
         self.calls.append(kind)
         self.read = kind
         offered = []
         for tensor in tensors:
-            held = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
-            dist.all_gather(held, tensor.contiguous(), group=self.group)
-            offered.append(held)
+            nothing = torch.nan if tensor.is_floating_point() else 0  # ids of an expert, if they were read
+            padding = tensor.new_full((rows - len(tensor), tensor.shape[1]), nothing)
+            held = [tensor.new_empty((rows, tensor.shape[1])) for _ in range(dist.get_world_size(self.group))]
+            dist.all_gather(held, torch.cat([tensor, padding]), group=self.group)
+            offered.append(Offered(held, held))
         return offered
+
+    def copy(self, pairs):
+        self.calls.append("copy")
+        for to, _ in pairs:
+            to[:] = torch.nan
+
+        def wait():
+            for to, source in pairs:
+                to.copy_(source)
+
+        return wait
+
+    def fetch(self, offered, start, rows, used):
+        assert self.read == "results"  # so that this rank's tokens have been read
+        self.calls.append("fetch")
+
+        def wait():
+            copies = [at[start : start + rows].clone() for at in offered.at]
+            for copy in copies:
+                copy[used:] = torch.nan
+            return copies
+
+        return wait
 
     def close(self):
         if self.read is not None:
@@ -93,7 +122,7 @@ class PeersOverGloo:
     @staticmethod
     def sum_peer_rows(rows, ids, share, out):
         out[:] = 0
-        here = share.rank * len(ids)
+        here = share.rank * share.tokens
         for peer, of_peer in enumerate(rows):
             present = (ids.div(share.experts, rounding_mode="floor") == peer).any(1)
             out[present] += of_peer[here : here + len(ids)][present]
@@ -101,10 +130,23 @@ class PeersOverGloo:
     @staticmethod
     def pull_values(values, ids, share, out):
         out[:] = 0
-        here = share.rank * len(ids)
+        here = share.rank * share.tokens
         for peer, of_peer in enumerate(values):
             present = ids.div(share.experts, rounding_mode="floor") == peer
             out[present] = of_peer[here : here + len(ids)][present]
+
+
+@contextmanager
+def peers_over_gloo(timeout=TIMEOUT):
+    """Route "pull" works on the CPU."""
+    package = "moeblaze_cupy.interop"
+    with (
+        mock.patch(f"{package}.expert_group.Peers", PeersOverGloo),
+        mock.patch(f"{package}.expert_group.TIMEOUT_MS", 1000 * timeout.total_seconds()),
+        mock.patch(f"{package}.pull_route.mb_rows", SimpleNamespace(Share=Share, **vars(PeersOverGloo))),
+        mock.patch(f"{package}.expert_group.dist.get_backend", lambda _: "nccl"),
+    ):
+        yield
 
 
 @case
@@ -113,39 +155,87 @@ def pulled_rows(rank, size, group):
 
     Nothing is written where others may still read it: between two offers of a kind there is another barrier.
     """
-    package = "moeblaze_cupy.interop"
-    with (
-        mock.patch(f"{package}.expert_group.Peers", PeersOverGloo),
-        mock.patch(f"{package}.pull_route.mb_rows", SimpleNamespace(Share=Share, **vars(PeersOverGloo))),
-        mock.patch(f"{package}.expert_group.dist.get_backend", lambda _: "nccl"),
-    ):
+    with peers_over_gloo():
         experts = ExpertGroup(group, E, route="pull")
         for routing in ("random", "one_rank", "absent", "duplicate", "all_absent"):
             inputs = Inputs(rank, counts_of(size, "equal"), routing)
             compare(inputs, results_of(inputs, experts), 1e-14)
-        assert experts.peers.calls == ["tokens", "results"] * 10
+        # Of 8 experts a rank has 4, and some expert of 13 in 14 tokens, or 2, and some of 9 in 14.
+        rows = ["tokens", "copy"] if size == 2 else ["tokens"]
+        assert experts.peers.calls == [*rows, "results", *rows, "results", "fetch"] * 5
         inputs = Inputs(rank, [0] * size)
         compare(inputs, results_of(inputs, experts), 1e-14)
+        for kind in ("uneven", "none_here", "one_token"):
+            for routing in ("random", "absent", "one_rank"):
+                inputs = Inputs(rank, counts_of(size, kind), routing)
+                inputs.weights[inputs.ids < 0] = torch.nan  # of no slot
+                got = results_of(inputs, experts)
+                inputs.weights[inputs.ids < 0] = 0
+                compare(inputs, got, 1e-14)
         inputs = Inputs(rank, counts_of(size, "equal"), "absent")
         again = ExpertGroup(group, E, route="pull", keep_received=False)
         compare(inputs, results_of(inputs, again), 1e-14)
-        assert again.peers.calls == ["tokens", "results"] * 2
+        assert again.peers.calls == [*rows, "results", *rows, *rows[1:], "results", "fetch"]
+        inputs = Inputs(rank, counts_of(size, "uneven"), "absent")
+        compare(inputs, results_of(inputs, ExpertGroup(group, E, route="pull", keep_received=False)), 1e-14)
         frozen = ExpertGroup(group, E, route="pull")
         for _ in range(2):
             x, ids, weights, w1, w2 = inputs.local()
             expert_parallel_moe(x.detach(), ids, weights.detach(), w1, w2, frozen).sum().backward()
-        assert frozen.peers.calls == ["tokens", "results", "tokens", "close"] * 2
-        experts.peers.calls.clear()
-        x, ids, weights, _, _ = inputs.local()
-        rows, _, got, route = exchange(x, ids, weights, experts)
-        collect(rows * got.sum(1, keepdim=True), route).backward(inputs.grad[inputs.here])
-        # a received row has the weights of all of its token's slots
-        ranks_of = torch.where((ids >= 0) & (ids < E), ids // (E // size), -1)
-        times = sum((ranks_of == r).any(1, keepdim=True) for r in range(size))
-        total = weights.sum(1, keepdim=True) * times
-        assert experts.peers.calls[:2] == ["one by one", "close"] and len(experts.peers.calls) == 8
-        assert experts.peers.calls[::2] == ["one by one"] * 4 and experts.peers.calls[1::2] == ["close"] * 4
-        assert not x.grad.isnan().any() and difference(x.grad, total * inputs.grad[inputs.here]) <= 1e-14
+        assert frozen.peers.calls == [*rows, "results", *rows, "close"] * 2
+        pulled = ExpertGroup(group, E, route="pull")
+        pulled.peers.copies = False
+        compare(inputs, results_of(inputs, pulled), 1e-14)
+        assert pulled.peers.calls == ["tokens", "results"] * 2
+        beside = ExpertGroup(group, E, route="pull")
+        x, ids, weights, w1, w2 = inputs.local()
+
+        def shared(tokens):
+            assert beside.peers.calls == rows  # which travel already
+            return 2 * tokens
+
+        out = expert_parallel_moe(x, ids, weights, w1, w2, beside, shared=shared)
+        out.backward(inputs.grad[inputs.here])
+        want = inputs.whole()
+        assert difference(out, want["out"] + 2 * x) <= 1e-14
+        assert difference(x.grad, want["x"] + 2 * inputs.grad[inputs.here]) <= 1e-14
+        assert torch.equal(w1.grad, want["w1"]) and torch.equal(w2.grad, want["w2"])
+        for kind in ("equal", "uneven", "none_here"):
+            inputs = Inputs(rank, counts_of(size, kind), "absent")
+            experts.peers.calls.clear()
+            x, ids, weights, _, _ = inputs.local()
+            received, _, got, route = exchange(x, ids, weights, experts)
+            collect(received * got.sum(1, keepdim=True), route).backward(inputs.grad[inputs.here])
+            # a received row has the weights of all of its token's slots
+            ranks_of = torch.where((ids >= 0) & (ids < E), ids // (E // size), -1)
+            times = sum((ranks_of == r).any(1, keepdim=True) for r in range(size))
+            total = weights.sum(1, keepdim=True) * times
+            with_rows, sums = ["one by one", *rows[1:], "close"], ["one by one", "close"]
+            assert experts.peers.calls == [*with_rows, *sums, *with_rows, *sums]
+            assert not x.grad.isnan().any() and difference(x.grad, total * inputs.grad[inputs.here]) <= 1e-14
+
+
+@case
+def auto_route(rank, size, group):
+    """Rows are pulled where `slots` bounds memory and all GPUs are of one host and access each other's memory."""
+
+    def route_of(gpu, **options):
+        with mock.patch("moeblaze_cupy.interop.expert_group._gpu", lambda: gpu):
+            return ExpertGroup(group, E, **options).route
+
+    names = [f"GPU-{r}" for r in range(size)]
+    here = "host", names[rank], names[:rank] + names[rank + 1 :]
+    elsewhere = f"host {rank == 0}", *here[1:]
+    apart = "host", names[rank], names[rank + 1 :]
+    the_same = "host", "GPU-0", names[1:]
+    assert route_of(here, slots=64) == "exact"  # on gloo
+    with peers_over_gloo():
+        assert route_of(here, slots=64) == route_of(here, slots=64, on_overflow="drop") == "pull"
+        assert route_of(here) == route_of(here, slots=64, on_overflow="chunk") == "exact"
+        for gpu in (elsewhere, apart, the_same):
+            assert route_of(gpu, slots=64) == "exact"
+        experts = ExpertGroup(group, E, slots=64, route="exact")
+        assert experts.route == "exact" and experts.on_overflow == "chunk"
 
 
 @case

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 from ranks_common import TIMEOUT, E, Inputs, K, Leave, case, counts_of, expect, results_of
+from ranks_exchange import peers_over_gloo
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
@@ -18,6 +19,16 @@ def faults(rank, size, group):
     options = "options: expected the same on all ranks, got slots=64 on rank 0 and slots=65 on rank 1"
     expect(ValueError, options, lambda: ExpertGroup(group, E, slots=64 + (rank == 1)))
     expect(ValueError, 'expected another than "pull" on a group of gloo', lambda: ExpertGroup(group, E, route="pull"))
+    for route in ("exact", "pull"):
+        with peers_over_gloo():
+            differing(rank, size, group, route)
+    gathering = ExpertGroup(group, E, route="gather")
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+    expect(ValueError, 'tokens: expected the same on all ranks for routes "gather"', results_of, inputs, gathering)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+def differing(rank, size, group, route):
     odd = rank == size - 1
 
     def attempt(experts, **changes):
@@ -28,7 +39,7 @@ def faults(rank, size, group):
             named |= {name: change(named[name]) for name, change in changes.items()}
         return expert_parallel_moe(*named.values(), experts)
 
-    same = [ExpertGroup(group, E) for _ in range(8)]
+    same = [ExpertGroup(group, E, route=route) for _ in range(8)]
     got = [K] * (size - 1) + [K - 1]
     shorter = {"ids": lambda t: t[:, 1:].contiguous(), "weights": lambda t: t[:, 1:]}
     texts = [
@@ -60,10 +71,6 @@ def faults(rank, size, group):
     everyone: list = [None] * size
     dist.all_gather_object(everyone, texts, group=group)
     assert all(other == texts for other in everyone)
-    gathering = ExpertGroup(group, E, route="gather")
-    inputs = Inputs(rank, counts_of(size, "uneven"))
-    expect(ValueError, 'tokens: expected the same on all ranks for routes "gather"', results_of, inputs, gathering)
-    assert time.monotonic() - start < TIMEOUT.total_seconds()
 
 
 @case
@@ -98,6 +105,9 @@ def last_rank_skips(rank, size, group):
     grad = inputs.grad[inputs.here]
     forward, backward, way_back = (ExpertGroup(dist.new_group(timeout=TIMEOUT), E) for _ in range(3))
     results_of(inputs, forward)
+    with peers_over_gloo():
+        pulling = ExpertGroup(group, E, route="pull")
+        results_of(inputs, pulling)
     out = forward_of(inputs, backward)
     x, ids, weights, _, _ = inputs.local()
     rows, _, _, route = exchange(x, ids, weights, way_back)
@@ -106,6 +116,7 @@ def last_rank_skips(rank, size, group):
         return
     waits = (
         ("exchange: all-gather of sizes (call 2): rank", results_of, inputs, forward),
+        ("exchange: all-gather of sizes (call 2): rank", forward_of, inputs, pulling),
         ("exchange: all-to-all of results' gradients (call 1, rows sent [", out.backward, grad),
         ("exchange: all-to-all of results (call 1, rows sent [", collect, rows, route),
     )

@@ -1,9 +1,10 @@
 """Cases of the exchange of tokens on GPUs, over NCCL."""
 
 import copy
+from time import monotonic
 
 import torch
-from ranks_common import E, Inputs, K, compare, counts_of, difference, gpu_case, results_of
+from ranks_common import E, Inputs, K, compare, counts_of, difference, expect, gpu_case, results_of
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
@@ -25,10 +26,11 @@ GPU_ROUTES = {name: {"route": name} if name != "exact" else {} for name in ("exa
 def parity_on_gpus(rank, size, group):
     """Every route in bf16 and float32 against one process in float64 on the CPU; three runs give the same bits."""
     for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-5)):
-        for options in GPU_ROUTES.values():
+        for name, options in (*GPU_ROUTES.items(), ("pull by kernels", {"route": "pull"})):
             experts = ExpertGroup(group, E, spare_multiprocessors=8, **options)
+            experts.peers.copies = name != "pull by kernels"
             for kind in ("equal", "uneven", "none_here", "one_token", "none"):
-                if options and kind not in ("equal", "none"):
+                if experts.route in ("gather", "static") and kind not in ("equal", "none"):
                     continue
                 for routing in ("random", "absent", "one_rank", "duplicate"):
                     inputs = Inputs(rank, counts_of(size, kind), routing)
@@ -43,7 +45,27 @@ def parity_on_gpus(rank, size, group):
 def weight_gradients_on_gpus(rank, size, group):
     """Those of one process on one GPU, bit for bit, in the portable kernels of float32, which split no sums."""
     inputs = on_gpu(Inputs(rank, counts_of(size, "uneven"), "absent"), torch.float32)
-    compare(inputs, results_of(inputs, ExpertGroup(group, E)), 1e-5)
+    for route in ("exact", "pull"):
+        compare(inputs, results_of(inputs, ExpertGroup(group, E, route=route)), 1e-5)
+
+
+@gpu_case
+def faults_of_pulled_rows(rank, size, group):
+    """What differs among ranks is one ValueError on all, before a GPU waits; then the group is of use again."""
+    start, odd = monotonic(), rank == size - 1
+    experts = ExpertGroup(group, E, slots=size * 40 * K)
+    assert experts.route == "pull"  # "auto", on GPUs that access each other's memory
+    inputs = on_gpu(Inputs(rank, counts_of(size, "uneven")), torch.float32)
+    x, ids, weights, w1, w2 = inputs.local()
+    narrow = x[:, :8], ids, weights, w1[:, :8], w2[:, :, :8]
+    call = expert_parallel_moe
+    expect(ValueError, "d: expected the same", call, *(narrow if odd else (x, ids, weights, w1, w2)), experts)
+    detached = x.detach() if odd else x
+    expect(ValueError, "requires_grad: expected the same", call, detached, ids, weights, w1, w2, experts)
+    wrong = "of this rank's experts" if odd else f"got errors on [{size - 1}]"
+    expect(ValueError, wrong, call, x, ids, weights, w1[odd:], w2, experts)
+    compare(inputs, results_of(inputs, experts), 1e-5, same_bits=False)
+    assert monotonic() - start < 60
 
 
 @gpu_case
@@ -59,7 +81,8 @@ def no_host_sync(rank, size, group):
     for route in ("gather", "static", "pull"):
         for options in ({"on_overflow": "drop"}, {}, {"slots": size * 24 * K}):
             experts = ExpertGroup(group, E, route=route, **options)
-            inputs = on_gpu(Inputs(rank, counts_of(size, "equal")), torch.bfloat16)
+            kind = "uneven" if route == "pull" else "equal"
+            inputs = on_gpu(Inputs(rank, counts_of(size, kind)), torch.bfloat16)
             x, ids, weights, w1, w2 = inputs.local()
             grad = inputs.grad[inputs.here].contiguous()
             for mode in ("default", "error"):
@@ -86,7 +109,7 @@ def pulled_steps_in_a_graph(rank, size, group):
 
     def step():
         first = expert_parallel_moe(x, ids, weights, w1, w2, experts)
-        out = expert_parallel_moe(first, ids, weights, w1, w2, experts, save="recompute")
+        out = expert_parallel_moe(first, ids, weights, w1, w2, experts, save="recompute", shared=torch.sin)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     def fill(inputs):
@@ -126,8 +149,8 @@ def pulled_steps_in_a_graph(rank, size, group):
 def pulled_exchange_on_gpus(rank, size, group):
     """`exchange` and `collect` of route "pull", where other rows are zeros; two begin before one ends."""
     experts = ExpertGroup(group, E, route="pull")
-    inputs = on_gpu(Inputs(rank, counts_of(size, "equal"), "absent"), torch.float32)
-    for _ in range(2):
+    for kind in ("equal", "uneven"):
+        inputs = on_gpu(Inputs(rank, counts_of(size, kind), "absent"), torch.float32)
         x, ids, weights, _, _ = inputs.local()
         exchanged = [exchange(x, ids, weights, experts) for _ in range(2)]
         out = sum(collect(rows * got.sum(1, keepdim=True), route) for rows, _, got, route in exchanged)

@@ -58,7 +58,7 @@ def test_slots(P, L, k, e, dtype, ids_dtype):
             peers = Peers(device, weights, ids)
             local_ids = device.allocate((P * L, k), np.int32)
             pulled, needed = device.allocate((P * L, k), DTYPES[dtype]), device.allocate((P * L,), np.bool_)
-            pull_slots(peers.arrays[1], peers.arrays[0], Share(rank, e), local_ids, pulled, needed)
+            pull_slots(peers.arrays[1], peers.arrays[0], Share(rank, e, L), local_ids, pulled, needed)
             device.synchronize()
         here = (every >= rank * e) & (every < rank * e + e)
         np.testing.assert_array_equal(local_ids, np.where(here, every - rank * e, -1))
@@ -91,36 +91,39 @@ def peers_of(ids, P, e):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("P", "k", "e", "d"), [(3, 2, 2, 264), (1, 1, 4, 8), (40, 36, 1, 24)])
 def test_sums(P, k, e, d, dtype, ids_dtype):
-    """Ranks without an expert of the token hold NaN in its row; more ranks and slots than a warp has lanes."""
-    rng, L, rank = np.random.default_rng(0), 33, P - 1
+    """Ranks without an expert of the token hold NaN in its row; more ranks and slots than a warp has lanes.
+
+    Some ranks have more tokens.
+    """
+    rng, L, M, rank = np.random.default_rng(0), 33, 35, P - 1
     ids = random_ids(rng, (L, k), P * e, ids_dtype)
     present = peers_of(ids, P, e)
-    rows = [normal(rng, (P * L, d), dtype) for _ in range(P)]
+    rows = [normal(rng, (P * M, d), dtype) for _ in range(P)]
     for peer, row in enumerate(rows):
-        row[rank * L : rank * L + L][~present[:, peer]] = np.nan
+        row[rank * M : rank * M + L][~present[:, peer]] = np.nan
     with emulated() as device:
         peers = Peers(device, rows)
         out = device.allocate((L, d), DTYPES[dtype])
-        sum_peer_rows(peers.arrays[0], device.put(ids), Share(rank, e), out)
+        sum_peer_rows(peers.arrays[0], device.put(ids), Share(rank, e, M), out)
         device.synchronize()
-    places = np.where(present, P * L * np.arange(P) + rank * L + np.arange(L)[:, None], -1)
+    places = np.where(present, P * M * np.arange(P) + rank * M + np.arange(L)[:, None], -1)
     np.testing.assert_array_equal(out, reference.sum_rows(np.concatenate(rows), places))
 
 
 @pytest.mark.parametrize("ids_dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values(dtype, ids_dtype):
-    rng, P, L, k, e = np.random.default_rng(0), 3, 301, 2, 5
+    rng, P, L, M, k, e = np.random.default_rng(0), 3, 301, 320, 2, 5
     ids = random_ids(rng, (L, k), P * e, ids_dtype)
-    values = [normal(rng, (P * L, k), dtype) for _ in range(P)]
+    values = [normal(rng, (P * M, k), dtype) for _ in range(P)]
     for rank in range(P):
         with emulated() as device:
             peers = Peers(device, values)
             out = device.allocate((L, k), DTYPES[dtype])
-            pull_values(peers.arrays[0], device.put(ids), Share(rank, e), out)
+            pull_values(peers.arrays[0], device.put(ids), Share(rank, e, M), out)
             device.synchronize()
         there = (ids >= 0) & (ids < P * e)
-        of_rank = np.stack(values)[np.where(there, ids // e, 0), rank * L + np.arange(L)[:, None], np.arange(k)]
+        of_rank = np.stack(values)[np.where(there, ids // e, 0), rank * M + np.arange(L)[:, None], np.arange(k)]
         np.testing.assert_array_equal(out, np.where(there, of_rank, 0))
 
 
@@ -145,10 +148,11 @@ def test_nothing_is_launched_for_no_tokens():
         peers = Peers(device, [np.zeros((0, 8), np.float32)] * 2, [np.zeros((0, 2), np.int32)] * 2)
         rows, ids = peers.arrays
         empty = device.allocate((0, 2), np.int32)
-        pull_slots(ids, rows, Share(0, 1), empty, device.allocate((0, 2), np.float32), device.allocate((0,), np.bool_))
-        pull_rows(rows, device.allocate((0,), np.bool_), device.allocate((0, 8), np.float32))
-        sum_peer_rows(rows, empty, Share(0, 1), device.allocate((0, 8), np.float32))
-        pull_values(rows, empty, Share(0, 1), device.allocate((0, 2), np.float32))
+        needed, none = device.allocate((0,), np.bool_), Share(0, 1, 0)
+        pull_slots(ids, rows, none, empty, device.allocate((0, 2), np.float32), needed)
+        pull_rows(rows, needed, device.allocate((0, 8), np.float32))
+        sum_peer_rows(rows, empty, none, device.allocate((0, 8), np.float32))
+        pull_values(rows, empty, none, device.allocate((0, 2), np.float32))
         device.synchronize()
         assert device.launched == []
 
@@ -158,7 +162,7 @@ def test_messages():
         peers = Peers(device, [np.zeros((4, 24), np.float16)] * 2)
         (rows,) = peers.arrays
         out, needed = device.allocate((8, 24), np.float16), device.put(np.ones(8, np.bool_))
-        ids, share = device.put(np.zeros((8, 2), np.int32)), Share(0, 1)
+        ids, share = device.put(np.zeros((8, 2), np.int32)), Share(0, 1, 4)
         with pytest.raises(ValueError, match="pull_rows: needed: expected shape"):
             pull_rows(rows, needed[:3], out)
         with pytest.raises(TypeError, match="pull_rows: peers: expected dtype int64"):
@@ -171,6 +175,8 @@ def test_messages():
             pull_rows(rows, needed, device.allocate((8, 24), np.float32))
         with pytest.raises(ValueError, match="sum_peer_rows: ids: expected shape"):
             sum_peer_rows(rows, ids[:3], share, out)
+        with pytest.raises(ValueError, match=r"sum_peer_rows: out: expected at most share\.tokens = 4 rows, got 8"):
+            sum_peer_rows(rows, ids, share, out)
         with pytest.raises(ValueError, match="pull_values: ids: expected shape"):
             pull_values(rows, ids, share, out)
         with pytest.raises(ValueError, match="pull_slots: needed: expected shape"):
@@ -178,7 +184,7 @@ def test_messages():
     addresses = np.zeros(2, np.int64)
     with pytest.raises(TypeError, match="sum_peer_rows: peers: expected an array on CUDA"):
         peer_rows = PeerArray(addresses, 0, "float32")
-        sum_peer_rows(peer_rows, np.zeros((4, 2), np.int32), Share(0, 1), np.zeros((4, 8), np.float32))
+        sum_peer_rows(peer_rows, np.zeros((4, 2), np.int32), Share(0, 1, 4), np.zeros((4, 8), np.float32))
 
 
 def test_results_in_given_memory():

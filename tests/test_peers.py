@@ -1,5 +1,7 @@
 """The buffers that other GPUs read, with memory and barriers of a fake in place of symmetric memory."""
 
+from contextlib import nullcontext
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,8 +11,15 @@ CPU = torch.device("cpu")
 
 
 class Handle:
+    """Rank 0 of two, whose peer has the same memory."""
+
+    rank = 0
+
     def __init__(self, memory, log):
-        self.buffer_ptrs, self.log = [memory.data_ptr(), 64], log
+        self.memory, self.buffer_ptrs, self.log = memory, [memory.data_ptr(), 64], log
+
+    def get_buffer(self, rank, shape, dtype, offset):
+        return self.memory.view(dtype)[offset : offset + torch.Size(shape).numel()].view(shape)
 
     def barrier(self, channel, timeout_ms):
         self.log.append(self.buffer_ptrs[0])
@@ -33,14 +42,69 @@ def normal(*shape, dtype=torch.bfloat16):
 
 def test_arrays_of_an_offer_lie_apart_in_one_buffer(log):
     found, tensors = peers.Peers(None), [normal(5, 8), torch.arange(15).view(5, 3), normal(5, 3, dtype=torch.float32)]
-    offered = found.offer("tokens", tensors)
-    assert [array.dtype for array in offered] == ["bfloat16", "int64", "float32"] and len(log) == 1
-    assert [array.offset % peers.SECTION_BYTES for array in offered] == [0, 0, 0]
-    assert all(array.addresses.tolist() == [log[0], 64] for array in offered)
+    offered = found.offer("tokens", tensors, 5)
+    arrays = [of.array for of in offered]
+    assert [array.dtype for array in arrays] == ["bfloat16", "int64", "float32"] and len(log) == 1
+    assert [array.offset % peers.SECTION_BYTES for array in arrays] == [0, 0, 0]
+    assert all(array.addresses.tolist() == [log[0], 64] for array in arrays)
     forms = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
     held = found._views["tokens", forms][0]
-    for tensor, there, array in zip(tensors, held, offered, strict=True):
+    for tensor, there, array in zip(tensors, held, arrays, strict=True):
         assert torch.equal(tensor, there) and there.data_ptr() == log[0] + array.offset
+
+
+def test_a_rank_may_have_fewer_rows(log):
+    """Its arrays lie where those of the ranks with all rows do, and what lies there beyond them stays."""
+    found, rows = peers.Peers(None), [normal(6, 8), normal(6, 3, dtype=torch.float32)]
+    whole = found.offer("tokens", rows, 6)
+    part = found.offer("tokens", [torch.zeros_like(tensor[:2]) for tensor in rows], 6)
+    assert [of.array for of in part] == [of.array for of in whole]
+    held = found.room("tokens", tuple((tuple(tensor.shape), tensor.dtype) for tensor in rows), CPU)
+    for tensor, there in zip(rows, held, strict=True):
+        assert not there[:2].any() and torch.equal(there[2:], tensor[2:])
+    assert found.offer("tokens", [tensor[:0] for tensor in rows], 6)[1].array == whole[1].array
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Streams do nothing; what waited for which is listed."""
+    waits = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            waits.append((self.name, other.name))
+
+    monkeypatch.setattr(peers.torch.cuda, "Stream", lambda device: Stream("beside"))
+    monkeypatch.setattr(peers.torch.cuda, "current_stream", lambda device: Stream("plain"))
+    monkeypatch.setattr(peers.torch.cuda, "stream", lambda stream: nullcontext())
+    return waits
+
+
+def test_results_are_fetched_to_where_the_tokens_were(log, beside):
+    """This rank's own stay where they are. The fake's other rank has the same results."""
+    found, rows = peers.Peers(None), normal(6, 8)
+    found.offer("tokens", (normal(3, 8),), 3)
+    (offered,) = found.offer("results", (rows,), 6)
+    wait = found.fetch(offered, 0, 3, 2)
+    assert beside == [("beside", "plain")]
+    array = wait()
+    assert beside == [("beside", "plain"), ("plain", "beside")] and len(log) == 2
+    assert array.offset == 0 and array.dtype == "bfloat16"
+    (there,) = found.room("tokens", (((1, 3, 8), rows.dtype),), CPU)
+    assert array.addresses.tolist() == [offered.at[0].data_ptr(), there.data_ptr()]
+    assert torch.equal(there[0, :2], rows[:2])
+    assert found.fetch(offered, 0, 3, 3)().addresses is array.addresses
+    assert torch.equal(there[0], rows[:3])
+    other = found.fetch(offered, 3, 3, 3)()
+    assert other.addresses.tolist() == [offered.at[0][3:].data_ptr(), there.data_ptr()]
+    assert torch.equal(there[0], rows[3:])
+    beside.clear()
+    found.fetch(offered, 3, 3, 3)
+    found.offer("tokens", (normal(3, 8),), 3)  # it waits, as where something has failed
+    assert beside == [("beside", "plain"), ("plain", "beside")]
 
 
 def test_what_lies_in_its_room_is_not_copied(log):
@@ -50,7 +114,7 @@ def test_what_lies_in_its_room_is_not_copied(log):
     room = found.room("results", forms, CPU)[0]
     room.copy_(rows)
     copies = room._version
-    of_rows, of_weights = found.offer("results", (room, weights))
+    (of_rows, _), (of_weights, _) = found.offer("results", (room, weights), 6)
     assert room._version == copies + 1  # of the weights; all arrays of a buffer count together
     assert of_rows.addresses.tolist()[0] + of_rows.offset == room.data_ptr()
     assert torch.equal(found.room("results", forms, CPU)[1], weights) and of_weights.offset == peers.SECTION_BYTES
@@ -59,41 +123,41 @@ def test_what_lies_in_its_room_is_not_copied(log):
 def test_a_buffer_is_written_only_after_a_later_barrier(log):
     found, rows = peers.Peers(None), normal(4, 8)
     for kind in ("tokens", "results", "tokens", "results"):
-        found.offer(kind, (rows,))
+        found.offer(kind, (rows,), 4)
     assert len(log) == 4 and log[0] == log[2] != log[1] == log[3]  # they take turns
-    found.offer("results", (rows,))
+    found.offer("results", (rows,), 4)
     assert len(log) == 6  # one before the copy
     found.close()
     found.close()
-    found.offer("results", (rows,))
+    found.offer("results", (rows,), 4)
     assert len(log) == 8
 
 
 def test_growing_waits_for_the_others_and_keeps_what_graphs_use(log, monkeypatch):
     found = peers.Peers(None)
-    found.offer("tokens", (normal(4, 8),))
-    found.offer("tokens", (normal(3, 8),))  # fits
+    found.offer("tokens", (normal(4, 8),), 4)
+    found.offer("tokens", (normal(3, 8),), 3)  # fits
     first = log[0]
     assert set(log) == {first}
     monkeypatch.setattr(peers.torch.cuda, "is_current_stream_capturing", lambda: True)
     found.close()
-    found.offer("tokens", (normal(4, 8),))
+    found.offer("tokens", (normal(4, 8),), 4)
     with pytest.raises(RuntimeError, match="expected a step that has run before its capture in a CUDA graph"):
-        found.offer("tokens", (normal(400, 8),))
+        found.offer("tokens", (normal(400, 8),), 400)
     monkeypatch.setattr(peers.torch.cuda, "is_current_stream_capturing", lambda: False)
     found.close()
     before = len(log)
     rows = normal(400, 8)
-    (array,) = found.offer("tokens", (rows,))
+    ((array, _),) = found.offer("tokens", (rows,), 400)
     assert log[before] == first and log[-1] != first and array.addresses.tolist()[0] == log[-1]
     assert first in found._in_graphs  # its memory is alive
 
 
 def test_views_of_many_sizes_do_not_pile_up(log):
     found = peers.Peers(None)
-    found.offer("tokens", (normal(200, 8),))
+    found.offer("tokens", (normal(200, 8),), 200)
     for n in range(1, 200):
         rows = normal(n, 8)
-        (array,) = found.offer("tokens", (rows,))
+        ((array, _),) = found.offer("tokens", (rows,), n)
         assert array.offset == 0
     assert len(found._views) <= peers.MAX_VIEWS and len({*log}) == 1
