@@ -203,6 +203,7 @@ def moe_forward(
         first_layer_ptr = first_layer.ptr if first_layer else 0
         unquantized = None
         if steps.quantize_saved:
+            out = out or run.empty(steps.out, steps.dtype)
             unquantized = run.empty(steps.unquantized, steps.dtype)
             first_layer_ptr = unquantized.ptr
         row_weights_ptr = row_weights.ptr if row_weights else 0
