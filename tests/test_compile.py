@@ -44,7 +44,7 @@ REGISTER_CAPS = {
     "aggregation.cu": 80,
     "slots.cu": 80,
     "wgrad_parts.cu": 48,
-    "quantize.cu": 64,
+    "quantize.cu": 112,
     "saved_fp8.cu": 48,
     "selection.cu": 64,
     "pairs.cu": 48,
@@ -170,6 +170,7 @@ def static_shared_cap(variant, limits) -> int:
         return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
     arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 32 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
     arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
+    arrays["quantize.cu"] = launch_config.QUANTIZE_TILE**2
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
 
