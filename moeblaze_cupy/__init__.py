@@ -2,6 +2,7 @@
 
 from moeblaze_cupy.backward import moe_backward, moe_backward_data, moe_backward_weights
 from moeblaze_cupy.layer import build_dispatch, moe_forward
+from moeblaze_cupy.quantization import quantize_weights
 from moeblaze_cupy.routing import route, route_backward
 from moeblaze_cupy.rows import sum_rows
 from moeblaze_cupy.selection import (
@@ -15,6 +16,7 @@ from moeblaze_cupy.selection import (
 from moeblaze_cupy.structures import (
     Activation,
     DispatchIndices,
+    Fp8Weights,
     Gradients,
     PendingWeights,
     RouterSums,
@@ -25,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "DispatchIndices",
+    "Fp8Weights",
     "Gradients",
     "PendingWeights",
     "RouterSums",
@@ -38,6 +41,7 @@ __all__ = [
     "moe_backward_weights",
     "moe_forward",
     "quantile_histogram",
+    "quantize_weights",
     "round_tokens",
     "route",
     "route_backward",

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
 TILE_COLUMNS = 128  # BN of the portable GEMMs
@@ -45,6 +46,12 @@ BOUND_THREADS = 256  # per block of bound_slots.cu
 PULL_THREADS = 512  # per block of pull.cu
 PULL_BLOCKS = 64  # of pull_rows at most: NVLink is full with fewer, the memory here not
 PULL_SLOT_ROWS = 64  # per block of pull_slots
+GROUP_COLUMNS = 128  # of a row that share a scale in e4m3
+SAVED_WARPS = 8  # per block of saved_fp8.cu
+SAVED_BLOCKS = 16  # per multiprocessor
+QUANTIZE_THREADS = 256  # per block of quantize.cu
+QUANTIZE_VECTORS = 4  # of 8 elements of a row that a thread has in registers
+QUANTIZE_TILE = 128  # rows and columns of a weight per block
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
 SPLIT_SHARED_BYTES = 96 * 1024  # of columns_split: 383 candidates of 8 bytes for each of 32 columns
@@ -109,10 +116,18 @@ def kernel_constants(source: str) -> dict[str, int]:
         "grouped_gemm_sm80.cu": portable,
         "grouped_wgrad_sm80.cu": portable,
         # setmaxnreg moves registers from the producer's threads to the consumers'
-        "grouped_gemm_sm90.cu": hopper | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216},
+        "grouped_gemm_sm90.cu": hopper
+        | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216, "GROUP_COLUMNS": GROUP_COLUMNS},
         "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
         "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
+        "quantize.cu": {
+            "THREADS": QUANTIZE_THREADS,
+            "ROW_VECTORS": QUANTIZE_VECTORS,
+            "TILE": QUANTIZE_TILE,
+            "GROUP_COLUMNS": GROUP_COLUMNS,
+        },
+        "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
         "pull.cu": {
             "PULL_THREADS": PULL_THREADS,
@@ -155,6 +170,33 @@ def kernel_constants(source: str) -> dict[str, int]:
             "MIN_GROUPS": MIN_GROUPS,
         },
     }[source]
+
+
+def quantize_threads(d: int) -> int:
+    """Threads of a row of d elements in quantize.cu: a power of two, with QUANTIZE_VECTORS each if that will do."""
+    threads = 32
+    while threads < 1024 and threads * QUANTIZE_VECTORS * 8 < d:
+        threads *= 2
+    return threads
+
+
+class SavedFp8(NamedTuple):
+    """Where the first layer lies that save="fp8" keeps, in one buffer of bytes.
+
+    R rows of h columns of each half in e4m3, in the order of w1's columns; from `scales` on their float32 scales
+    (R, groups, halves), one for each row and GROUP_COLUMNS columns of a half, of which the last group may have fewer.
+    """
+
+    scales: int
+    groups: int
+    nbytes: int
+
+
+def saved_fp8(rows: int, h: int, halves: int) -> SavedFp8:
+    """`rows` may be a symbolic size."""
+    groups = ceil_div(h, GROUP_COLUMNS)
+    scales = ceil_div(rows * h * halves, 16) * 16
+    return SavedFp8(scales, groups, scales + 4 * rows * groups * halves)
 
 
 def tier(compute_capability: int, forced: str | None = None) -> str:

@@ -24,6 +24,7 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
 SHAPE_INDEPENDENT = (
     *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
+    *("quantize.cu", "saved_fp8.cu"),
     *SELECTIONS,
 )
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
@@ -100,6 +101,7 @@ def gemm_variant(
     interleaved: bool = False,
     bias: str | None = None,
     weights_on_input: bool = False,
+    fp8_saved: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
@@ -109,6 +111,7 @@ def gemm_variant(
     Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later. interleaved: gate and
     up columns alternate in w1 and in the first layer. bias: the dtype of what a product in forward adds, if it does.
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
+    fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -156,6 +159,8 @@ def gemm_variant(
             "CLUSTER_CTAS": 2 if clusters and not to_tokens else 1,
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
+        if fp8_saved and epilogue != "STORE":
+            macros |= {"FP8_SAVED": 1}
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
 
 
@@ -201,6 +206,7 @@ def variants(
     gate_ups: Sequence[str] = ("halves",),
     biases: Sequence[str | None] = (None,),
     weights_on: Sequence[str] = ("output",),
+    fp8_saved: bool = False,
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
 
@@ -208,6 +214,7 @@ def variants(
     multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
     layers without, or several of these. weights_on: "output", "input" or both.
+    fp8_saved: also those of save="fp8".
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
@@ -227,8 +234,11 @@ def variants(
             to_tokens,
             split_k,
             weights_on_input,
-        ) in itertools.product(weights_dtypes, totals, either, either, either, either, on_input):
-            if stored_y_swi and weights_on_input:  # then down_bwd reads no y_swi
+            in_fp8,
+        ) in itertools.product(
+            weights_dtypes, totals, either, either, either, either, on_input, (False, True)[: 1 + fp8_saved]
+        ):
+            if stored_y_swi and (weights_on_input or in_fp8):  # then down_bwd reads no y_swi
                 continue
             variant = gemm_variant(
                 entry,
@@ -247,6 +257,7 @@ def variants(
                 interleaved=gate_up == "interleaved",
                 bias=None if weights_on_input and entry == "up_fwd" else bias_dtype,
                 weights_on_input=weights_on_input,
+                fp8_saved=in_fp8,
             )
             found[variant] = None
         if bias_dtype is not None:

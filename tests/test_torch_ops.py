@@ -23,7 +23,7 @@ from moeblaze_cupy.interop import torch_ops  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
 
 SMALL = Case(L=5, k=2, E=3, d=4, h=6, order="transposed")
-POLICIES = ("minimal", "paper", "recompute")
+POLICIES = ("minimal", "fp8", "paper", "recompute")
 
 
 def tensors(case=SMALL, dtype=np.float32, device="cpu", seed=0):
@@ -59,7 +59,7 @@ def overwriting(monkeypatch):
 
     def spoiling(grad_out, saved, *, needs, keep_saved=False, accumulate=None):
         grads = backward(grad_out, saved, needs=needs, keep_saved=keep_saved, accumulate=accumulate)
-        if is_consumed(saved.first_layer is not None, saved.y_swi is not None, needs, keep_saved):
+        if is_consumed(saved.is_overwritable, saved.y_swi is not None, needs, keep_saved):
             for tensor in (saved.first_layer, saved.y_swi):
                 if tensor is not None:
                     arrays.Torch.to_numpy(tensor)[...] = np.nan
@@ -68,7 +68,7 @@ def overwriting(monkeypatch):
     monkeypatch.setattr(mb, "moe_backward", spoiling)
 
 
-OPERATORS = [("minimal", "transposed"), ("paper", "pair"), ("recompute", "row")]
+OPERATORS = [("minimal", "transposed"), ("paper", "pair"), ("recompute", "row"), ("fp8", "row")]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -206,7 +206,7 @@ def test_second_backward_by_operators(save, overwriting):
     first, second = (torch.autograd.grad(kept, leaves, grad_out, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, grad_out, retain_graph=True)))
-    if save == "recompute":
+    if save in ("fp8", "recompute"):
         assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, grad_out)))
     else:
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*pass keep_saved=True to moe"):

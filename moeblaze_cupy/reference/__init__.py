@@ -5,13 +5,14 @@ at hand. The paper's W1, W2, W3 are here the gate half and the up half of `w1`, 
 
 Arithmetic is float64 if x (or the logits) is float64, else float32. What the layer stores (first layer, y_swi,
 results) is rounded to x's dtype, and whatever follows a stored value is computed from the rounded one, stored or not:
-so all save policies give the same gradients.
+so all save policies but "fp8" give the same gradients.
 
 No function here checks its arguments: the package's public functions do that before they call this module.
 """
 
 from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.experts import moe_backward, moe_forward, sum_rows
+from moeblaze_cupy.reference.fp8 import quantize_weights
 from moeblaze_cupy.reference.numerics import HostArray, erf
 from moeblaze_cupy.reference.router import route, route_backward
 from moeblaze_cupy.reference.selection import (
@@ -33,6 +34,7 @@ __all__ = [
     "moe_backward",
     "moe_forward",
     "quantile_histogram",
+    "quantize_weights",
     "round_tokens",
     "route",
     "route_backward",

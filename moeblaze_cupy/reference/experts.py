@@ -7,11 +7,14 @@ import numpy as np
 
 from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.reference.dispatch import dispatch
+from moeblaze_cupy.reference.fp8 import first_layer_of, quantize_weights, save_first_layer
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
+from moeblaze_cupy.reference.products import InFp8, Plain, Products
 from moeblaze_cupy.structures import (
     IDENTITY,
     Activation,
     DispatchIndices,
+    Fp8Weights,
     Gradients,
     SavedForBackward,
     SlotOptions,
@@ -53,7 +56,7 @@ def _experts_with_tokens(index: DispatchIndices) -> Iterator[tuple[int, slice, H
 
 def _first_layer(
     x_rows: HostArray,
-    w1_parts: Sequence[HostArray],
+    products: Products,
     b1_parts: Sequence[HostArray],
     expert: int,
     store: np.dtype[Any],
@@ -64,10 +67,24 @@ def _first_layer(
     Rounded to `store`. b1_parts is empty without a bias.
     """
     compute = x_rows.dtype
-    blocks = [x_rows @ cast(part[expert], compute) for part in w1_parts]  # each (n, h)
+    blocks = products.up_fwd(expert, x_rows)  # each (n, h)
     for block, part in zip(blocks, b1_parts, strict=False):
         block += cast(part[expert], compute)
     return cast(cast(_side_by_side(blocks, gate_up), store), compute)
+
+
+def _products(
+    w1_parts: Sequence[HostArray],
+    w2: HostArray,
+    fp8_weights: Fp8Weights | None,
+    activation: Activation,
+    gate_up: str,
+    x: HostArray,
+) -> Products:
+    compute = compute_dtype(x)
+    if fp8_weights is None:
+        return Plain(w1_parts, w2, compute, x.dtype)
+    return InFp8(fp8_weights, _parts(fp8_weights.w1, activation, gate_up), compute)
 
 
 def _side_by_side(halves: Sequence[HostArray], gate_up: str) -> HostArray:
@@ -180,6 +197,8 @@ def moe_forward(
     identity_experts: int = 0,
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -193,14 +212,15 @@ def moe_forward(
     w2       (E, h, d); w1 and w2 in any memory order, used in place
     b1, b2   any float dtype or None: b1 in the form of w1 without d, or a pair of (E, h); b2 (E, d)
     gate_up  "interleaved": columns of w1 and b1 are gate 0, up 0, gate 1, up 1, ..., and so are those of first_layer
-    save     what to keep for backward: "minimal" the first layer, "paper" also y_swi (Algorithm 1, line 11),
-             "recompute" neither, None nothing at all
+    save     what to keep for backward: "minimal" the first layer, "fp8" that in e4m3, "paper" also y_swi (Algorithm 1,
+             line 11), "recompute" neither, None nothing at all
     token_offsets     (L+1,) int32: ids and weights are (P,), pairs as of `dispatch`
     weights_on        "input": E_e(weight * x) without a weight on the output; b1 is None then
     unreduced         the outputs of each slot, (L, k, d) or (P, d), without weights, which are None if not on the input
     identity_experts  Z: ids E .. E + Z - 1 are E_e(x) = x
     max_slots  rows of what is kept, R, in place of L*k; see dispatch
     spare_multiprocessors  for symmetry with the GPU backend: this backend has none
+    precision, fp8_weights  "fp8": see reference.products; of w1 and w2, or None: they are quantised here
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -209,6 +229,9 @@ def moe_forward(
     act = activation_of(activation)
     w1_parts = _parts(w1, act, gate_up)  # each (E, d, h)
     b1_parts = () if b1 is None else _parts(b1, act, gate_up)  # each (E, h)
+    if precision == "fp8" and fp8_weights is None:
+        fp8_weights = quantize_weights(w1, w2, gate_up)
+    products = _products(w1_parts, w2, fp8_weights if precision == "fp8" else None, act, gate_up, x)
     # Token dispatch: index lists only, no routed copy of x.
     index = dispatch(ids, num_experts, token_offsets, max_slots)
     num_rows = index.num_rows
@@ -220,7 +243,7 @@ def moe_forward(
     row_weights = _row_weights(weights, index, compute) if slots.on_input else None  # (R, 1)
 
     first_layer = y_swi = None
-    if save in ("minimal", "paper"):
+    if save in ("minimal", "fp8", "paper"):
         first_layer = np.zeros((num_rows, h * len(w1_parts)), x.dtype)  # (R, 2h) or (R, h)
     if save == "paper":
         y_swi = np.zeros((num_rows, h), x.dtype)  # (R, h)
@@ -229,17 +252,16 @@ def moe_forward(
     expert_out = np.empty((num_rows, d), compute)  # (R, d)
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
-        ab = _first_layer(x_rows, w1_parts, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
+        ab = _first_layer(x_rows, products, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
         scaled = ab if row_weights is None else ab * row_weights[rows]  # (w x) w1 = w (x w1)
         (V, _), (M, _) = activate(*_halves(scaled, act, gate_up), act)  # (n, h) each
-        y = cast(V * M, x.dtype)  # (n, h)
-        expert_out[rows] = cast(y, compute) @ cast(w2[expert], compute)  # (n, d)
+        expert_out[rows] = products.down_fwd(expert, V * M)  # (n, d)
         if b2 is not None:
             expert_out[rows] += cast(b2[expert], compute)
         if first_layer is not None:
             first_layer[rows] = ab
         if y_swi is not None:
-            y_swi[rows] = y
+            y_swi[rows] = cast(V * M, x.dtype)
 
     # Output aggregation.
     if unreduced:
@@ -251,8 +273,11 @@ def moe_forward(
         out = cast(_sum_over_slots(expert_out, index, scale, _source(x, slots, compute)), x.dtype)  # (L, d)
     if save is None:
         return out, None
+    if save == "fp8" and first_layer is not None:
+        first_layer = save_first_layer(first_layer, h, gate_up == "interleaved")
     kept = first_layer, y_swi, activation, save
-    return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots)
+    of_fp8: dict[str, Any] = {"precision": precision, "fp8_weights": fp8_weights if precision == "fp8" else None}
+    return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots, **of_fp8)
 
 
 def moe_backward(
@@ -284,6 +309,7 @@ def moe_backward(
     num_rows = index.num_rows
     w1_parts = _parts(saved.w1, activation, gate_up)  # each (E, d, h)
     b1_parts = () if saved.b1 is None else _parts(saved.b1, activation, gate_up)  # each (E, h)
+    products = _products(w1_parts, w2, saved.fp8_weights, activation, gate_up, x)
     buffers = accumulate or {}
     totals: dict[str, Any] = {  # as the weights and biases
         name: buffers[name] if name in buffers else _zeros_like(getattr(saved, name))
@@ -294,6 +320,9 @@ def moe_backward(
     w1_totals, b1_totals = (_parts(totals[name], activation, gate_up) if name in needs else () for name in ("w1", "b1"))
     grad_x_rows: Any = np.empty((num_rows, x.shape[1]), compute) if "x" in needs else None  # (R, d)
     grad_row_weights = np.empty(num_rows, compute)  # (R,)
+    kept = saved.first_layer
+    if saved.save == "fp8":
+        kept = first_layer_of(kept, num_rows, w2.shape[1], len(w1_parts), gate_up == "interleaved")  # (R, 2h) or (R, h)
     slots, weights = saved.slots, saved.weights
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     present = positions >= 0  # (L*k,)
@@ -306,10 +335,10 @@ def moe_backward(
 
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
-        if saved.first_layer is None:
-            ab = _first_layer(x_rows, w1_parts, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
+        if kept is None:
+            ab = _first_layer(x_rows, products, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
         else:
-            ab = cast(saved.first_layer[rows], compute)  # (n, 2h) or (n, h)
+            ab = cast(kept[rows], compute)  # (n, 2h) or (n, h)
         scale = row_weights[rows]  # (n, 1)
         scaled = ab * scale if slots.on_input else ab  # (n, 2h) or (n, h)
         (V, V_slope), (M, M_slope) = activate(*_halves(scaled, activation, gate_up), activation)  # (n, h) each, line 24
@@ -327,7 +356,7 @@ def moe_backward(
             _add(totals["b2"], expert, (on_output * grad_rows).sum(axis=0))  # (d,)
         if not {"x", "weights", "w1", "b1"}.intersection(needs):
             continue
-        grad_y = grad_rows @ cast(w2[expert], compute).T  # (n, h) line 20, still without the router weight
+        grad_y = products.down_bwd(expert, grad_rows)  # (n, h) line 20, still without the router weight
         # The gradient of a router weight is <grad, y w2 + b2>, where <grad, y w2> = <grad w2^T, y>: no need for the
         # expert's result y w2.
         grad_row_weights[rows] = (grad_y * y).sum(axis=1)  # (n,)
@@ -345,8 +374,7 @@ def moe_backward(
         for total, grad_half in zip(b1_totals, grad_ab, strict=False):
             _add(total, expert, grad_half.sum(axis=0))  # (h,)
         if "x" in needs:
-            pairs = zip(grad_ab, w1_parts, strict=True)
-            grad_x_rows[rows] = sum(half @ cast(part[expert], compute).T for half, part in pairs)  # (n, d) line 30
+            grad_x_rows[rows] = products.up_bwd(expert, grad_ab)  # (n, d) line 30
 
     # 3. Token gradient accumulation.
     grad_x = None
