@@ -20,16 +20,17 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, reference, runtime
 from moeblaze_cupy.structures import pair
 
-# Activation, memory order, order of gate and up, h: groups of 128 columns that are full, and last ones that are not.
+# Activation, memory order, order of gate and up, h: groups of 128 columns that are full, and last ones that are not. No
+# activation with limits: the portable kernels round a number at a limit to the other side of it.
 LAYERS = [
     ("swiglu", "row", "halves", 136),
-    ("swiglu_oai", "transposed", "interleaved", 264),
+    ("swiglu_softcap", "transposed", "interleaved", 264),
     ("gelu", "row", "halves", 328),
 ]
 
 ON_GPU = [
     ("swiglu", "halves", "bfloat16", "cupy"),
-    ("swiglu_oai", "interleaved", "bfloat16", "torch"),
+    ("swiglu_softcap", "interleaved", "bfloat16", "torch"),
     ("gelu", "halves", "float16", "cupy"),
     ("geglu", "halves", "float32", "cupy"),
 ]
