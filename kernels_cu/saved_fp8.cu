@@ -7,7 +7,6 @@
 #endif
 #include "fp8.cuh"
 
-
 static_assert(WARPS <= 32 && GROUP_COLUMNS % 32 == 0, "threads of a block, and columns of a lane");
 
 template <class T>
