@@ -22,7 +22,7 @@
 //
 // Launch: SELECT_THREADS threads, grid S * parts, but for capacity_pick and capacity_finish. A block takes one part of a
 // sequence's tokens. Dynamic shared memory:
-//   capacity_count   16-bit counters (2^width, E rounded up to 2). So a part has fewer than 65536 slots.
+//   capacity_count   16-bit counters (2^width, E). So a part has fewer than 65536 slots.
 //   capacity_pick    (32, 32) int32; grid (S, ceil(E / 32)), a block for 32 experts
 //   capacity_list    (4, E) int32: first digit that stays, first place in the list, slots and place of a round
 //   capacity_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block per column
@@ -43,14 +43,12 @@ struct CapacityCountParams {
     const void* values;    // (L, k) for WEIGHTS or (L,) for PRIORITY, of value_type, in; else null
     const int* sequences;  // (S+1,) int32 offsets, in; null for equal lengths
     int* histogram;        // (S, 2^width, E) int32, in and out: zeros at first
-    int* groups;           // (S, num_groups(width), E) int32, likewise: sums over groups of bins, see pick.cuh
     int64 L;
     int k, num_experts, num_sequences, parts, order, value_type, width;
 };
 
 struct CapacityPickParams {
     const int* histogram;          // (S, 2^width, E) int32, in
-    const int* groups;             // (S, num_groups(width), E) int32, in
     Column* columns;               // (S, E) of 16 bytes, out
     unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
     int64 room;                    // candidates that the list may have
@@ -207,11 +205,11 @@ struct Slots {
 
 template <class Id>
 __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
-    unsigned* counters = reinterpret_cast<unsigned*>(dynamic_shared);  // (2^width, words) of 16 bits, in pairs
+    unsigned* counters = reinterpret_cast<unsigned*>(dynamic_shared);  // (2^width, E) of 16 bits, in pairs
     const Slots<CapacityCountParams<Id>> slots(p);
-    const int words = (p.num_experts + 1) / 2;
+    const int num_counters = p.num_experts << p.width;
     const Digits digits = {p.width, p.order};
-    for (int i = threadIdx.x; i < words << p.width; i += SELECT_THREADS) counters[i] = 0;
+    for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) counters[i] = 0;
     __syncthreads();
     for (int slot = threadIdx.x; slot < slots.number; slot += LOADS * SELECT_THREADS) {
         int ids[LOADS];
@@ -221,29 +219,17 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) {
             if (ids[l] < 0) continue;
-            atomicAdd(counters + static_cast<int>(digits.of(keys[l])) * words + ids[l] / 2, ids[l] & 1 ? 1u << 16 : 1u);
+            const int counter = static_cast<int>(digits.of(keys[l])) * p.num_experts + ids[l];
+            atomicAdd(counters + counter / 2, counter & 1 ? 1u << 16 : 1u);
         }
     }
     __syncthreads();
-    // A thread adds two experts' bins of a group. No sum of a block's counters exceeds 16 bits.
-    const int64 sequence = slots.sequence;
-    const int number = num_groups(p.width), of_group = bins_of_group(p.width), E = p.num_experts;
-    const auto add_both = [&](int* at, unsigned both) {
-        if (both & 0xffff) atomicAdd(at, static_cast<int>(both & 0xffff));
-        if (both >> 16) atomicAdd(at + 1, static_cast<int>(both >> 16));
-    };
-    for (int i = threadIdx.x; i < words * number; i += SELECT_THREADS) {
-        const int group = i / words, word = i - group * words;
-        const unsigned* from = counters + group * of_group * words + word;
-        int* bin = p.histogram + ((sequence << p.width) + group * of_group) * E + 2 * word;
-        unsigned sum = 0;
-#pragma unroll 8
-        for (int b = 0; b < of_group; ++b, from += words, bin += E) {
-            const unsigned both = *from;
-            if (both) add_both(bin, both);
-            sum += both;
-        }
-        add_both(p.groups + (sequence * number + group) * E + 2 * word, sum);
+    int* histogram = p.histogram + (static_cast<int64>(slots.sequence) * p.num_experts << p.width);
+    for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) {
+        const unsigned both = counters[i];
+        if (both == 0) continue;
+        if (both & 0xffff) atomicAdd(histogram + 2 * i, static_cast<int>(both & 0xffff));
+        if (both >> 16) atomicAdd(histogram + 2 * i + 1, static_cast<int>(both >> 16));
     }
 }
 
@@ -456,9 +442,8 @@ CAPACITY(int64, long long)
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_pick(const CapacityPickParams p) {
     const int* histogram = p.histogram + (static_cast<int64>(blockIdx.x) << p.width) * p.num_experts;
-    const int* groups = p.groups + static_cast<int64>(blockIdx.x) * num_groups(p.width) * p.num_experts;
     Column* columns = p.columns + static_cast<int64>(blockIdx.x) * p.num_experts;
     int* of_warps = reinterpret_cast<int*>(dynamic_shared);
-    pick(histogram, groups, columns, p.reserved, p.room, p.num_experts, p.width, p.capacity, blockIdx.y, of_warps);
+    pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.capacity, blockIdx.y, of_warps);
 }
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) capacity_finish(const CapacityFinishParams p) { finish(p); }

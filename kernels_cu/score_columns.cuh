@@ -27,16 +27,13 @@ __device__ __forceinline__ unsigned key_of(float v) { return sort_key(v); }
 __device__ __forceinline__ unsigned key_of(bf16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 __device__ __forceinline__ unsigned key_of(fp16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 
-// A word of each lane, 32 x 32 bits, the other way round: bit i of lane l becomes bit l of lane i.
-__device__ __forceinline__ unsigned transposed(unsigned v) {
-    unsigned low = 0x0000ffffu;  // bits that pairs of lanes keep or exchange
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1, low ^= low << step) {
-        const unsigned other = __shfl_xor_sync(0xffffffffu, v, step);
-        v = threadIdx.x & step ? (v & ~low) | (other >> step & low) : (v & low) | (other & low) << step;
-    }
-    return v;
-}
+// Which pairs of a lane's column the selection is among, by the word of chosen pairs; of a column past the last none.
+struct Members {
+    unsigned flip, mask;
+    __device__ __forceinline__ Members(bool among_chosen, bool exists)
+        : flip(among_chosen ? 0 : 0xffffffffu), mask(exists ? 1u << (threadIdx.x & 31) : 0) {}
+    __device__ __forceinline__ bool has(unsigned chosen) const { return ((chosen ^ flip) & mask) != 0; }
+};
 
 // A warp's share of tokens, which follow each other, at the lane's column. Lanes past the last column see that one's keys.
 // Offsets from row to row have 32 bits, so that an address takes one instruction.
@@ -58,16 +55,15 @@ struct Rows {
     __device__ __forceinline__ T score(unsigned i) const {
         return *reinterpret_cast<const T*>(scores + static_cast<unsigned long long>(i) * row_bytes);
     }
-    // The word of token `first` + lane.
-    __device__ __forceinline__ unsigned chosen_of_lane(int first) const {
-        if (!CHOSEN) return 0;
-        const unsigned i = max(min(first + static_cast<int>(threadIdx.x & 31), number - 1), 0);
-        return *reinterpret_cast<const unsigned*>(words + static_cast<unsigned long long>(i) * row_word_bytes);
+    __device__ __forceinline__ unsigned chosen(unsigned i) const {
+        return CHOSEN ? *reinterpret_cast<const unsigned*>(words + static_cast<unsigned long long>(i) * row_word_bytes) : 0;
     }
     // LOADS tokens from `first` on. Those before the first and past the last are the first and the last.
-    __device__ __forceinline__ void load(T (&of_scores)[LOADS], int first) const {
+    __device__ __forceinline__ void load(T (&of_scores)[LOADS], unsigned (&of_chosen)[LOADS], int first) const {
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) of_scores[l] = score(max(min(first + l, number - 1), 0));
+        for (int l = 0; l < LOADS; ++l) {
+            const unsigned i = max(min(first + l, number - 1), 0);
+            of_scores[l] = score(i), of_chosen[l] = chosen(i);
+        }
     }
 };
-static_assert(32 % LOADS == 0, "loads begin with the words of 32 tokens");

@@ -52,7 +52,6 @@ struct ColumnsCountParams {
     const int* sequences;          // (S+1,) int32 offsets, in; null for equal lengths
     Column* columns;               // (S, E) of 16 bytes, out; in and out if `wanted` is -1
     int* histogram;                // (S, 2^width, E) int32, in and out: zeros at first
-    int* groups;                   // (S, num_groups(width), E) int32, likewise: sums over groups of bins, see pick.cuh
     int* done;                     // (S, ceil(E/32)) int32, in and out: zeros at first; blocks that have counted
     unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
     int64 L;
@@ -112,64 +111,51 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     const Place<ColumnsCountParams<T>> place(p);
     const Rows<T, CHOSEN> rows(p, place, place.tokens);
     T next[LOADS];
-    unsigned members = 0;  // of 32 tokens, those whose pair of the lane's column the selection is among
-    unsigned words = 0;    // of chosen pairs of the next 32 tokens
-    if (rows.number > 0) rows.load(next, 0), words = rows.chosen_of_lane(0);
+    unsigned next_chosen[LOADS];
+    if (rows.number > 0) rows.load(next, next_chosen, 0);
     for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) counters[i] = 0;
-    const unsigned flip = CHOSEN && place.exists && p.columns[place.column(p)].among_chosen ? 0 : 0xffffffffu;
+    const Members members(CHOSEN && place.exists && p.columns[place.column(p)].among_chosen, place.exists);
     // By the leading bits of the float itself, which takes two instructions less. Lanes past the last column count for nobody.
-    const auto add = [&](T score, unsigned is_member) {
+    const auto add = [&](T score, unsigned chosen) {
         const unsigned bits = __float_as_uint(canonical(to_float(score)));
-        if (is_member) atomicAdd(counters + (bits >> shift) * 32 + lane, 1);
+        atomicAdd(counters + (bits >> shift) * 32 + lane, CHOSEN ? static_cast<int>(members.has(chosen)) : 1);
     };
     __syncthreads();
     for (int first = 0; first < rows.number; first += LOADS) {
         T loaded[LOADS];
+        unsigned chosen[LOADS];
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
-        rows.load(next, first + LOADS);
-        if (CHOSEN && first % 32 == 0) members = transposed(words) ^ flip, words = rows.chosen_of_lane(first + 32);
-        const unsigned of_lane = CHOSEN ? members >> first % 32 : 0xffffffffu;
+        for (int l = 0; l < LOADS; ++l) loaded[l] = next[l], chosen[l] = next_chosen[l];
+        rows.load(next, next_chosen, first + LOADS);
         __syncwarp();  // keeps the compiler from putting the loads off until their use
         if (first + LOADS <= rows.number) {
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) add(loaded[l], of_lane >> l & 1);
+            for (int l = 0; l < LOADS; ++l) add(loaded[l], chosen[l]);
         } else {
 #pragma unroll
             for (int l = 0; l < LOADS; ++l)
-                if (first + l < rows.number) add(loaded[l], of_lane >> l & 1);
+                if (first + l < rows.number) add(loaded[l], chosen[l]);
         }
     }
     __syncthreads();
-    // A warp adds the bins of a group: consecutive digits of the key, which rise with the bits of positive floats and fall with
-    // those of negative ones, see sort_key.
-    const int64 sequence = place.sequence;
-    const int of_group = bins_of_group(p.width), warp = threadIdx.x / 32, bits = warp * of_group, half = 1 << p.width >> 1;
-    int* histogram = p.histogram + (sequence << p.width) * p.num_experts;
-    int* groups = p.groups + sequence * num_groups(p.width) * p.num_experts;
-    if (warp < num_groups(p.width) && place.exists) {
-        const int digit = bits & half ? 2 * half - 1 - bits : bits + half;
-        const int64 step = bits & half ? -p.num_experts : p.num_experts;
-        int* bin = histogram + static_cast<int64>(digit) * p.num_experts + place.expert;
-        int sum = 0;
-#pragma unroll 8
-        for (int i = 0; i < of_group; ++i, bin += step) {
-            const int number = counters[(bits + i) * 32 + lane];
-            if (number) atomicAdd(bin, number);
-            sum += number;
-        }
-        if (sum) atomicAdd(groups + digit / of_group * p.num_experts + place.expert, sum);
+    int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts;
+    const int bins = 1 << p.width, positive = bins / 2;
+    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) {
+        const int digit = i / 32 & positive ? bins - 1 - i / 32 : i / 32 + positive;  // of the key, see sort_key
+        if (place.exists && counters[i])
+            atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts + place.expert, counters[i]);
     }
     if (!comes_last(p.done + place.sequence * place.num_words + place.word, p.parts, counters)) return;
-    Column* columns = p.columns + sequence * p.num_experts;
-    pick(histogram, groups, columns, p.reserved, p.room, p.num_experts, p.width, p.wanted, place.word, counters);
+    Column* columns = p.columns + static_cast<int64>(place.sequence) * p.num_experts;
+    pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.wanted, place.word, counters);
 }
 
-// Passes the candidates of a block's columns on to the list, a column by each warp. first: of its place there.
+// Passes the candidates of a block's columns on to the list, a column by each warp.
 template <class T>
-__device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitShared& shared, int64 first_column, int first) {
+__device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitShared& shared, int64 first_column) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int number = shared.numbers[warp], fit = min(number, SplitShared::MOST);
+    const int first = p.columns[first_column + warp].first;
     __syncwarp();  // all lanes have read the number
     if (number == 0) return;
     unsigned place = 0;
@@ -191,16 +177,13 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     const Place<ColumnsSplitParams<T>> place(p);
     Column column = {0, 0, 0, -1};
     if (place.exists) column = p.columns[place.column(p)];
+    const Members members(column.among_chosen != 0, place.exists);
     const unsigned digit = column.key >> shift, least = column.wanted == ALL ? digit : digit + 1;
     // Keys above these are taken and candidates. No key is 0, and none is above 2^32 - 1, which is what 0 - 1 gives.
-    // Of a column past the last one none are.
-    const unsigned highest = !place.exists ? 0xffffffffu : least ? (least << shift) - 1 : 0;
-    const unsigned below = !has_candidates(column) ? highest : digit ? (digit << shift) - 1 : 0;
-    const unsigned flip = column.among_chosen ? 0 : 0xffffffffu;
-    // Words of all columns: of these all chosen pairs are taken, and the others are what the selection is among.
-    const unsigned always = CHOSEN ? __ballot_sync(0xffffffffu, place.exists && !column.among_chosen) : 0;
-    const int first_of_warp = __shfl_sync(0xffffffffu, column.first, threadIdx.x / 32);  // of the column that it passes on
-    int block = 0, sum = 0;                                                              // of the lane's last taken pairs
+    const unsigned highest = least ? (least << shift) - 1 : 0;
+    const unsigned below = !has_candidates(column) ? 0xffffffffu : digit ? (digit << shift) - 1 : 0;
+    const unsigned always = column.among_chosen ? 0 : members.mask;  // of the chosen pairs
+    int block = 0, sum = 0;                                          // of the lane's last taken pairs
     if (threadIdx.x < 32) shared.numbers[threadIdx.x] = 0;
     __syncthreads();
     for (int64 end = place.tokens.end; end > place.tokens.begin; end -= SPLIT_TOKENS) {
@@ -212,41 +195,34 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
         const unsigned index = static_cast<unsigned>(begin - place.all.begin);
         const int last = (rows.number - 1) / LOADS * LOADS;
         T next[LOADS];
-        unsigned words = 0;  // of chosen pairs of 32 tokens
-        if (rows.number > 0) rows.load(next, last), words = rows.chosen_of_lane(last / 32 * 32);
-        unsigned of_above = 0, of_reaching = 0;  // words of the lane's token, of 32 tokens: pairs above each bound
-        unsigned found = 0;                      // of these tokens, candidates in the lane's column
+        unsigned next_chosen[LOADS];
+        if (rows.number > 0) rows.load(next, next_chosen, last);
         for (int first = rows.number > 0 ? last : -1; first >= 0; first -= LOADS) {
             T loaded[LOADS];
+            unsigned chosen[LOADS];
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
-            rows.load(next, first - LOADS);
-            __syncwarp();                        // keeps the compiler from putting the loads off until their use
-            const int mine = lane - first % 32;  // of these LOADS tokens
-            unsigned of_lane = 0;
+            for (int l = 0; l < LOADS; ++l) loaded[l] = next[l], chosen[l] = next_chosen[l];
+            rows.load(next, next_chosen, first - LOADS);
+            __syncwarp();  // keeps the compiler from putting the loads off until their use
+            unsigned of_taken = 0, of_candidates = 0, found = 0;
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
                 const unsigned key = key_of(loaded[l]);
-                const bool above = key > highest, reaches = key > below;
-                const unsigned all_above = __ballot_sync(0xffffffffu, above), all_reaching = __ballot_sync(0xffffffffu, reaches);
-                if (mine == l) of_above = all_above, of_reaching = all_reaching;
-                if (reaches && !above) of_lane |= 1u << l;
+                const bool is_member = CHOSEN ? members.has(chosen[l]) : place.exists;
+                const bool takes = is_member && key > highest, maybe = is_member && key > below && key <= highest;
+                const unsigned all_taken = __ballot_sync(0xffffffffu, takes || (CHOSEN && (chosen[l] & always)));
+                const unsigned all_maybe = __ballot_sync(0xffffffffu, maybe);
+                if (lane == l) of_taken = all_taken, of_candidates = all_maybe;
+                if (maybe) found |= 1u << l;
             }
-            found = found << LOADS | of_lane;
-            if (first % 32) continue;
-            const int number = min(32, rows.number - first);
-            if (CHOSEN) found &= transposed(words) ^ flip;
-            if (lane < number) {
-                const unsigned members = CHOSEN ? words ^ always : 0xffffffffu;
-                const unsigned of_taken = (of_above & members) | (words & always);
+            if (lane < min(LOADS, rows.number - first)) {
                 taken[static_cast<int64>(first + lane) * place.num_words] = of_taken;
-                candidates[first + lane] = of_reaching & ~of_above & members;
+                candidates[first + lane] = of_candidates;
                 const int now = static_cast<int>((begin + first + lane) >> p.block_shift);
                 if (now != block && sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
                 sum = __popc(of_taken) + (now == block ? sum : 0), block = now;
             }
-            if (CHOSEN) words = rows.chosen_of_lane(first - 32);
-            found &= 0xffffffffu >> (32 - number);
+            found &= 0xffffffffu >> (32 - min(LOADS, rows.number - first));
             if (found) {
                 int i = atomicAdd(shared.numbers + lane, __popc(found));
                 for (; found && i < SplitShared::MOST; found &= found - 1, ++i) {
@@ -254,11 +230,10 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
                     shared.list[lane][i] = candidate(key_of(rows.score(token)), index + token);
                 }
             }
-            found = 0;
         }
         __syncthreads();
         const int64 first_column = place.column(p) - lane;
-        if (32 * blockIdx.y + threadIdx.x / 32 < p.num_experts) pass_on(p, shared, first_column, first_of_warp);
+        if (32 * blockIdx.y + threadIdx.x / 32 < p.num_experts) pass_on(p, shared, first_column);
         __syncthreads();
     }
     if (sum && p.block_counts) atomicAdd(p.block_counts + block, sum);

@@ -317,7 +317,7 @@ _TABLES = {
     "selection.cu": {
         "columns_count": Params(
             "ColumnsCountParams<float>",
-            pointers=("scores", "chosen", "sequences", "columns", "histogram", "groups", "done", "reserved"),
+            pointers=("scores", "chosen", "sequences", "columns", "histogram", "done", "reserved"),
             int64=("L", "room"),
             int32=("num_experts", "num_sequences", "parts", "width", "wanted"),
         ),
@@ -361,13 +361,13 @@ _TABLES = {
     "capacity.cu": {
         "capacity_count": Params(
             "CapacityCountParams<int>",
-            pointers=("ids", "values", "sequences", "histogram", "groups"),
+            pointers=("ids", "values", "sequences", "histogram"),
             int64=("L",),
             int32=(*_CAPACITY_INT32, "order", "value_type", "width"),
         ),
         "capacity_pick": Params(
             "CapacityPickParams",
-            pointers=("histogram", "groups", "columns", "reserved"),
+            pointers=("histogram", "columns", "reserved"),
             int64=("room",),
             int32=("num_experts", "width", "capacity"),
         ),

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def poisoned_allocations(request, monkeypatch):
-    """Device memory the library allocates starts as NaN (floats) or an impossible index (integers)."""
+    """Device memory the library allocates starts as NaN (floats, also of e4m3) or an impossible index (integers)."""
     if "gpu" not in request.keywords:
         return
     for framework in (arrays.CuPy, arrays.Torch):
@@ -59,7 +59,8 @@ def poisoned_allocations(request, monkeypatch):
         def empty(shape, dtype, device, transposed, plain=framework.empty):
             buffer = plain(shape, dtype, device, transposed)
             if 0 not in shape:
-                buffer.array[...] = -(2**30) if dtype.startswith("int") else np.nan
+                poison = {"uint8": 255, "int32": -(2**30), "int64": -(2**30)}
+                buffer.array[...] = poison.get(dtype, np.nan)
             return buffer
 
         monkeypatch.setattr(framework, "empty", staticmethod(empty))

@@ -10,7 +10,6 @@ from moeblaze_cupy.loader import Variant
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import CAPACITY_ORDERS, ROUNDINGS
 
-GROUPS = 32  # of bins at most, see pick.cuh
 COLUMN, CANDIDATE = 4, 2  # int32 elements of a `Column` and a `Candidate`, see token_parts.cuh and candidates.cuh
 RESERVED = 2  # int32 elements of a 64-bit number
 VALUE_TYPES = ("float32", "bfloat16", "float16")
@@ -112,8 +111,7 @@ class Select:
 
     num_columns: int
     histogram: int  # int32 elements
-    groups: int  # likewise
-    words: int  # of 32 columns, in all sequences
+    groups: int  # of 32 columns
     room: int  # candidates that the list may have
     count: Launch
     split: Launch
@@ -134,8 +132,8 @@ def _configure(
     L, E = scores.shape
     if L == 0:
         return None
-    words, S, threads = launch_config.ceil_div(E, 32), sequences.number, launch_config.SELECT_THREADS
-    blocks = max(1, limits.multiprocessors // words)  # each has a multiprocessor to itself, for its shared memory
+    groups, S, threads = launch_config.ceil_div(E, 32), sequences.number, launch_config.SELECT_THREADS
+    blocks = max(1, limits.multiprocessors // groups)  # each has a multiprocessor to itself, for its shared memory
     longest = sequences.longest(L)
     parts = selection_config.parts_of_sequence(S, longest, blocks, 256, longest)
     width = selection_config.digit_bits(4 * 32, S * E, limits)
@@ -146,13 +144,13 @@ def _configure(
     def entry(step: str) -> Variant:
         return loader.entry("selection.cu", f"columns_{step}_{scores.dtype}")
 
-    inputs, grid = ("scores", "chosen", "columns", "sequences"), (S * parts, words)
+    inputs, grid = ("scores", "chosen", "columns", "sequences"), (S * parts, groups)
     counted = {"room": room, "wanted": -1 if choose else wanted}
     count = Launch(
         entry("count"),
         grid,
         threads,
-        (*inputs, "histogram", "groups", "done", "reserved"),
+        (*inputs, "histogram", "done", "reserved"),
         sizes | counted,
         4 * max(32 << width, threads),
     )
@@ -163,8 +161,7 @@ def _configure(
     return Select(
         num_columns=S * E,
         histogram=S * E << width,
-        groups=S * E * min(GROUPS, 1 << width),
-        words=S * words,
+        groups=S * groups,
         room=room,
         count=count,
         split=Launch(entry("split"), grid, threads, bits, sizes, split_bytes),
@@ -204,15 +201,15 @@ def configure_round_tokens(
 def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int = 0) -> Pairs:
     """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
     chosen, columns = None, run.empty((steps.num_columns, COLUMN), "int32")
-    sizes = (steps.histogram, steps.groups, steps.words, steps.num_columns, steps.pairs.blocks)
+    sizes = (steps.histogram, steps.groups, steps.num_columns, steps.pairs.blocks)
     of_choice = (1, steps.num_columns) if steps.choose else (0, 0)
     _memory, addresses = _zeros(run, RESERVED, *sizes, *of_choice)
-    reserved, histogram, groups, counted, listed, counts, chose, frequencies = addresses
+    reserved, histogram, counted, listed, counts, chose, frequencies = addresses
     if steps.choose:
         chosen = run.empty(steps.pairs.words, "int32")
         run.launch(steps.choose, ids, chosen.ptr, frequencies, chose, columns.ptr)
     inputs = (scores, chosen.ptr if chosen else 0, columns.ptr, offsets)
-    run.launch(steps.count, *inputs, histogram, groups, counted, reserved)
+    run.launch(steps.count, *inputs, histogram, counted, reserved)
     taken, candidates = run.empty(steps.pairs.words, "int32"), run.empty(steps.pairs.words, "int32")
     found = run.empty((steps.room, CANDIDATE), "int32")
     if steps.by_offsets:
@@ -238,7 +235,6 @@ class CapacityByKey:
 
     num_columns: int
     histogram: int  # int32 elements
-    groups: int  # likewise
     room: int  # candidates that the list may have
     count: Launch
     pick: Launch
@@ -293,8 +289,7 @@ def configure_capacity(
             count=launch("parts", counts, {"choices": choices}, 4 * choices * E),
             mark=launch("mark", (*counts, "kept"), marked, 4 * (E * (2 + ranking) + 1)),
         )
-    words = launch_config.ceil_div(E, 2)  # of two counters
-    width = selection_config.digit_bits(4 * words, S * E, limits)
+    width = selection_config.digit_bits(2 * E, S * E, limits)
     if order == "choice":
         width = min(width, (k - 1).bit_length())
     keys = {
@@ -302,19 +297,19 @@ def configure_capacity(
         "value_type": VALUE_TYPES.index(values or "float32"),
         "width": width,
     }
-    count = launch("count", ("values", "sequences", "histogram", "groups"), keys, 4 * words << width)
+    counters = launch_config.ceil_div(E << width, 2) * 4  # bytes, in whole words
+    count = launch("count", ("values", "sequences", "histogram"), keys, counters)
     outputs = ("columns", "sequences", "list", "listed", "kept")
     return CapacityByKey(
         num_columns=S * E,
         histogram=S * E << width,
-        groups=S * E * min(GROUPS, 1 << width),
         room=L * k,
         count=count,
         pick=Launch(
             loader.entry("capacity.cu", "capacity_pick"),
             (S, launch_config.ceil_div(E, 32)),
             threads,
-            ("histogram", "groups", "columns", "reserved"),
+            ("histogram", "columns", "reserved"),
             {"room": L * k, "num_experts": E, "width": width, "capacity": capacity},
             4 * threads,
         ),
@@ -342,10 +337,9 @@ def limit_capacity(
         run.launch(steps.mark, ids, offsets, counts.ptr, totals, kept.ptr)
     elif steps:
         columns, found = run.empty((steps.num_columns, COLUMN), "int32"), run.empty((steps.room, CANDIDATE), "int32")
-        sizes = (steps.histogram, steps.groups, steps.num_columns)
-        _memory, (reserved, histogram, groups, listed) = _zeros(run, RESERVED, *sizes)
-        run.launch(steps.count, ids, values, offsets, histogram, groups)
-        run.launch(steps.pick, histogram, groups, columns.ptr, reserved)
+        _memory, (reserved, histogram, listed) = _zeros(run, RESERVED, steps.histogram, steps.num_columns)
+        run.launch(steps.count, ids, values, offsets, histogram)
+        run.launch(steps.pick, histogram, columns.ptr, reserved)
         outputs = (columns.ptr, offsets, found.ptr, listed, kept.ptr)
         run.launch(steps.select, ids, values, *outputs)
         run.launch(steps.finish, *outputs)

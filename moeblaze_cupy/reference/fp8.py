@@ -2,7 +2,7 @@
 
 A number is its e4m3 number times the scale of its group: scale = amax / 448, amax being the group's largest magnitude
 and at least 2^-100, and e4m3 = v * (448 / amax), rounded to nearest even, all in float32. A group of zeros has the
-scale 1. An infinity makes all of its group NaN; a NaN stays where it is.
+scale 1; denormals of float32 count as zeros. An infinity makes all of its group NaN; a NaN stays where it is.
 """
 
 import ml_dtypes
@@ -14,11 +14,12 @@ from moeblaze_cupy.structures import Fp8Weights
 
 E4M3_MAX = np.float32(448)
 MIN_AMAX = np.float32(2.0**-100)
+MIN_NORMAL = np.finfo(np.float32).smallest_normal
 
 
 def scaling(amax: HostArray) -> tuple[HostArray, HostArray]:
     """Scale and factor of largest magnitudes, float32."""
-    limited = np.where(amax == 0, E4M3_MAX, np.maximum(amax, MIN_AMAX)).astype(np.float32)
+    limited = np.where(amax < MIN_NORMAL, E4M3_MAX, np.maximum(amax, MIN_AMAX)).astype(np.float32)
     return limited / E4M3_MAX, E4M3_MAX / limited
 
 
