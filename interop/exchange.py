@@ -38,8 +38,8 @@ class ExpertGroup(RankGroup):
     memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index, with
     nothing packed. The host reads nothing of the device, and tells the other hosts its sizes over gloo. d is a multiple
     of 8 then, and results take the memory of P times the rows of the rank with most tokens, once for all layers that
-    share the ExpertGroup. "auto" is "pull" if `slots` bounds the layer's memory, on_overflow is not "chunk", and the
-    ranks' GPUs are of one host and can access each other's memory; otherwise it is "exact".
+    share the ExpertGroup. "auto" is "pull" if `slots` bounds the layer's memory, on_overflow is "drop" or "raise", and
+    the ranks' GPUs are of one host and can access each other's memory; otherwise it is "exact".
     rows: of "static"; rows past it are dropped.
     slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: as many as
     come in "exact", all P*L*k in the others.

@@ -53,7 +53,7 @@ def weight_gradients_on_gpus(rank, size, group):
 def faults_of_pulled_rows(rank, size, group):
     """What differs among ranks is one ValueError on all, before a GPU waits; then the group is of use again."""
     start, odd = monotonic(), rank == size - 1
-    experts = ExpertGroup(group, E, slots=size * 40 * K)
+    experts = ExpertGroup(group, E, slots=size * 40 * K, on_overflow="raise")
     assert experts.route == "pull"  # "auto", on GPUs that access each other's memory
     inputs = on_gpu(Inputs(rank, counts_of(size, "uneven")), torch.float32)
     x, ids, weights, w1, w2 = inputs.local()
