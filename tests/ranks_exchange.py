@@ -217,7 +217,7 @@ def pulled_rows(rank, size, group):
 
 @case
 def auto_route(rank, size, group):
-    """Rows are pulled where `slots` bounds memory and all GPUs are of one host and access each other's memory."""
+    """Rows are pulled where `slots` bounds memory, more may be dropped or raised, and all GPUs access each other's memory."""
 
     def route_of(gpu, **options):
         with mock.patch("moeblaze_cupy.interop.expert_group._gpu", lambda: gpu):
@@ -228,12 +228,13 @@ def auto_route(rank, size, group):
     elsewhere = f"host {rank == 0}", *here[1:]
     apart = "host", names[rank], names[rank + 1 :]
     the_same = "host", "GPU-0", names[1:]
-    assert route_of(here, slots=64) == "exact"  # on gloo
+    assert route_of(here, slots=64, on_overflow="drop") == "exact"  # on gloo
     with peers_over_gloo():
-        assert route_of(here, slots=64) == route_of(here, slots=64, on_overflow="drop") == "pull"
-        assert route_of(here) == route_of(here, slots=64, on_overflow="chunk") == "exact"
+        assert route_of(here, slots=64, on_overflow="raise") == route_of(here, slots=64, on_overflow="drop") == "pull"
+        assert route_of(here, on_overflow="drop") == route_of(here, slots=64, on_overflow="chunk") == "exact"
+        assert route_of(here, slots=64) == "exact"  # whose default drops nothing
         for gpu in (elsewhere, apart, the_same):
-            assert route_of(gpu, slots=64) == "exact"
+            assert route_of(gpu, slots=64, on_overflow="drop") == "exact"
         experts = ExpertGroup(group, E, slots=64, route="exact")
         assert experts.route == "exact" and experts.on_overflow == "chunk"
 
