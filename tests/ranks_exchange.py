@@ -217,7 +217,7 @@ def pulled_rows(rank, size, group):
 
 @case
 def auto_route(rank, size, group):
-    """Rows are pulled where `slots` bounds memory, more may be dropped or raised, and all GPUs access each other's memory."""
+    """Rows are pulled where `slots` bounds memory, more may be dropped, and all GPUs access each other's memory."""
 
     def route_of(gpu, **options):
         with mock.patch("moeblaze_cupy.interop.expert_group._gpu", lambda: gpu):
