@@ -111,6 +111,7 @@ struct StoreTokenRows : EpilogueBase {
 
 // first_layer = a and b, result = y_swi. A gated tile has 128 columns of gate beside 128 of up, and half a warp spans one of
 // its rows. ActivatePairs is for interleaved columns. With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b), w being the row's weight.
+// Of e4m3 products it stores y_swi with its scales too.
 struct ActivateRows : EpilogueBase {
     static constexpr bool SPLIT = GATED;
     static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // of a row of the result
@@ -119,6 +120,10 @@ struct ActivateRows : EpilogueBase {
     element *first_layer, *y_swi;
     bool inside;
     float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
+#ifdef OPERAND
+    operand* quantised;      // as y_swi
+    float* quantised_scale;  // of the lane's columns
+#endif
 
     __device__ __forceinline__ explicit ActivateRows(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ int64 first_layer_ld() const { return GATED ? 2 * params.columns : params.columns; }
@@ -128,6 +133,10 @@ struct ActivateRows : EpilogueBase {
         const int64 r = row0 + lane / LANES;
         first_layer = params.first_layer + r * first_layer_ld() + column;
         y_swi = params.result + r * params.columns + column;
+#ifdef OPERAND
+        quantised = params.quantised + r * params.columns + column;
+        quantised_scale = params.quantised_scales + column / SCALE_COLUMNS * params.scales_ld + r;
+#endif
         if (WEIGHTS_ON_INPUT)
             weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
     }
@@ -141,6 +150,10 @@ struct ActivateRows : EpilogueBase {
         up.unpack(b);
 #pragma unroll
         for (int c = 0; c < 8; ++c) a[c] = y_swi_of<ACTIVATION>(w * a[c], SPLIT ? w * b[c] : 1.f, constants_of(params));
+#ifdef OPERAND
+        if (params.quantised) store_quantised(quantised, quantised_scale, a, valid);
+        quantised += ROWS * params.columns, quantised_scale += ROWS;
+#endif
         const uint4 packed = pack8(element(), a);
         if (valid && params.first_layer) gate.store(first_layer);
         if (SPLIT && valid && params.first_layer) up.store(first_layer + params.columns);
@@ -221,6 +234,13 @@ struct ActivateBwdRows : EpilogueBase {
     const unsigned slots;
     unsigned row0, column;
     float weights;        // of the warp's row lane % 16
+#ifdef OPERAND
+    static constexpr bool SCALES_ROWS = true;
+    float scales;  // likewise: the accumulators are grad_y_swi over this
+    __device__ __forceinline__ void take_scales(const float* rows, float of_weight) {
+        scales = rows[threadIdx.x & 15] * of_weight;
+    }
+#endif
     Row8<element> a_row;  // of row `done`, with INTERLEAVED pairs
 
     __device__ __forceinline__ explicit ActivateBwdRows(const GroupedGemmParams& params)
@@ -291,6 +311,13 @@ struct ActivateBwdRows : EpilogueBase {
         const int lane = threadIdx.x & 31;
         if (done == 0) load_a(0);
         const float w = __shfl_sync(0xffffffffu, weights, done);
+#ifdef OPERAND
+        const float scale = __shfl_sync(0xffffffffu, scales, done);
+        auto scaled = [&](float v) { return v * scale; };
+#else
+        auto scaled = [](float v) { return v; };
+#endif
+        const float scaled_w = scaled(w);
         const ActivationConstants constants = constants_of(params);
         float grad[8], a[8], b[8], y_swi[8], dot[2] = {};
         a_row.unpack(a);
@@ -302,7 +329,7 @@ struct ActivateBwdRows : EpilogueBase {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             if constexpr (WEIGHTS_ON_INPUT) {
-                const ActivatedBwd bwd = activate_bwd<ACTIVATION>(w * a[c], GATED ? w * b[c] : 1.f, grad[c], constants);
+                const ActivatedBwd bwd = activate_bwd<ACTIVATION>(w * a[c], GATED ? w * b[c] : 1.f, scaled(grad[c]), constants);
                 y_swi[c] = bwd.y_swi;
                 dot[c & 1] = fmaf(bwd.grad_a, a[c], dot[c & 1]);
                 if (GATED) dot[c & 1] = fmaf(bwd.grad_b, b[c], dot[c & 1]);
@@ -310,7 +337,7 @@ struct ActivateBwdRows : EpilogueBase {
                 b[c] = w * bwd.grad_b;
                 continue;
             }
-            const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a[c], GATED ? b[c] : 1.f, w * grad[c], constants);
+            const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a[c], GATED ? b[c] : 1.f, scaled_w * grad[c], constants);
             if (!STORED_Y_SWI) y_swi[c] = bwd.y_swi;
             dot[c & 1] = fmaf(grad[c], y_swi[c], dot[c & 1]);
             y_swi[c] *= w;
@@ -332,8 +359,18 @@ struct ActivateBwdRows : EpilogueBase {
             if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
             if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
         }
+#ifdef OPERAND
+        if (params.quantised) {
+            operand* to = at<1 + GATED>(params.quantised, done);
+            float* to_scale = params.quantised_scales + column / SCALE_COLUMNS * params.scales_ld + (row0 + done);
+            store_quantised(to, to_scale, a, inside());
+            const int64 groups = (params.columns + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
+            if (GATED) store_quantised(to + params.columns, to_scale + groups * params.scales_ld, b, inside());
+        }
+#endif
         __syncwarp();  // all lanes have read the row
-        store_shared_4(finished.base + done * ROW_BYTES + lane * 4, dot[0] + dot[1]);
+        const float sum = dot[0] + dot[1];  // of rows without their scales, unless these are on the input
+        store_shared_4(finished.base + done * ROW_BYTES + lane * 4, WEIGHTS_ON_INPUT ? sum : scaled(sum));
         load_a(++done);
     }
 

@@ -23,6 +23,8 @@ HOPPER_STAGES = 3
 MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
 ONE_PANEL_ELEMENTS = 2**24  # of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
 STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step of the weight gradients
+STEP_BYTES = 2 * STEP_ROWS  # of a row in a stage, and so BK of e4m3
+SCALE_COLUMNS = STEP_BYTES  # of a row of y_swi or first_layer_grad that share a scale as e4m3
 HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
 HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead, or the tokens of a weight gradient
@@ -155,6 +157,15 @@ def kernel_constants(source: str) -> dict[str, int]:
             "MIN_GROUPS": MIN_GROUPS,
         },
     }[source]
+
+
+def fp8_constants(gathers: bool) -> dict[str, int]:
+    """What differs from `kernel_constants` in a Hopper product of e4m3: a stage of as many bytes is twice as deep.
+
+    The products that promote hold 64 more accumulators, and their producer is one thread.
+    """
+    registers = (72, 216) if gathers else (40, 232)
+    return {"BK": STEP_BYTES, "PRODUCER_REGISTERS": registers[0], "CONSUMER_REGISTERS": registers[1]}
 
 
 def tier(compute_capability: int, forced: str | None = None) -> str:

@@ -27,7 +27,10 @@ SHAPE_INDEPENDENT = (
     *SELECTIONS,
 )
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
-IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS")  # by the others
+IMPLIED_MACROS = (
+    *("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS", "EXPERT_SCALES"),
+    *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS"),
+)  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
 _lock = threading.Lock()
@@ -100,6 +103,7 @@ def gemm_variant(
     interleaved: bool = False,
     bias: str | None = None,
     weights_on_input: bool = False,
+    fp8: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
@@ -109,6 +113,7 @@ def gemm_variant(
     Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later. interleaved: gate and
     up columns alternate in w1 and in the first layer. bias: the dtype of what a product in forward adds, if it does.
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
+    fp8: the operands of a grouped GEMM on Hopper are e4m3, the weight contiguous along what is summed over.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -156,6 +161,10 @@ def gemm_variant(
             "CLUSTER_CTAS": 2 if clusters and not to_tokens else 1,
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
+    if fp8:
+        scales = 2 if gated and entry.startswith("up") else 1
+        macros |= {"WGMMA": "wgmma_e4m3", "OPERAND": "e4m3", "B_K_CONTIGUOUS": 1, "EXPERT_SCALES": scales}
+        macros |= launch_config.fp8_constants(gathers(entry))
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
 
 
@@ -295,8 +304,8 @@ def source(variant: Variant) -> str:
 
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the architecture."""
-    constants = launch_config.kernel_constants(variant.source)
-    defines = tuple(f"-D{key}={value}" for key, value in (*constants.items(), *variant.macros))
+    constants = launch_config.kernel_constants(variant.source) | dict(variant.macros)  # e4m3 has a few of its own
+    defines = tuple(f"-D{key}={value}" for key, value in constants.items())
     # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
     arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
     line_info = ("-lineinfo",) if has_line_info() else ()
