@@ -16,7 +16,8 @@ constexpr unsigned STATIC = 1 << 20;
 // `bytes` of the running block's shared memory.
 unsigned char* shared_at(unsigned address, unsigned bytes, const char* what, const void* pc = here());
 
-void start_copy(unsigned char* dst, const void* src, unsigned bytes);  // until a wait
+// Until a wait. The destination has `extent` bytes, of which those past `bytes` become zeros.
+void start_copy(unsigned char* dst, const void* src, unsigned bytes, unsigned extent = 16);
 void land(Fibre& thread, size_t count);                                // its first copies
 void wait_for_copies(unsigned left);                                   // until so many groups are under way at most
 

@@ -5,9 +5,9 @@
 
 typedef unsigned long long uint64;
 
-// What tests/emulator/tensor_map.py encodes: 3 dimensions of 16-bit elements, the contiguous one first.
+// What tests/emulator/tensor_map.py encodes: 3 dimensions of 16-bit or 8-bit elements, the contiguous one first.
 struct alignas(64) TensorMap {
-    uint64 magic, pointer, shape[3], strides[2], box[3], unused[6];  // strides in bytes
+    uint64 magic, pointer, shape[3], strides[2], box[3], itemsize, unused[5];  // strides in bytes
 };
 
 #pragma GCC visibility push(hidden)
@@ -44,8 +44,9 @@ void store_matrices(void* const* operands, unsigned lanes);
 
 void fence_products();
 void commit_products();
-void issue_product(float (&d)[32][4], uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
-                   float (*to_float)(unsigned short));
+void issue_product(float (*d)[4], unsigned fragments, uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
+                   float (*to_float)(unsigned short));  // null: of e4m3
+unsigned e4m3_bits(float v);
 void wait_for_products(unsigned left);
 
 }  // namespace cuemu
@@ -127,6 +128,16 @@ __device__ __forceinline__ void store_shared_4(unsigned address, float v) {
 }
 __device__ __forceinline__ void store_global_vector(void* p, uint4 v) { store_global_16(p, v); }
 
+__device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
+    return static_cast<unsigned short>(cuemu::e4m3_bits(low) | cuemu::e4m3_bits(high) << 8);
+}
+
+__device__ __forceinline__ void cp_async_4(unsigned dst_shared, const void* src) {
+    unsigned char* const dst = cuemu::shared_at(dst_shared, 4, "cp_async_4");
+    cuemu::check_global(src, 4, 4, "cp_async_4");
+    cuemu::start_copy(dst, src, 4, 4);
+}
+
 template <class T>
 __device__ __forceinline__ T* add_product(T* p, unsigned a, unsigned b) {
     return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(p) + uint64(a) * b);
@@ -141,9 +152,17 @@ __device__ __forceinline__ void wgmma_wait() { cuemu::wait_for_products(N); }
 
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
-    cuemu::issue_product(d, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_bf16);
+    cuemu::issue_product(d, 32, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_bf16);
 }
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void wgmma_fp16(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
-    cuemu::issue_product(d, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_fp16);
+    cuemu::issue_product(d, 32, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_fp16);
+}
+template <int A_TRANSPOSED, int B_TRANSPOSED>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
+    static_assert(!A_TRANSPOSED && !B_TRANSPOSED, "e4m3 operands are contiguous along K");
+    cuemu::issue_product(d, 32, a, b, accumulate, false, false, nullptr);
+}
+__device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uint64 b, int accumulate) {
+    cuemu::issue_product(d, 16, a, b, accumulate, false, false, nullptr);
 }
