@@ -59,7 +59,7 @@ class Products:
         self.arrays = arrays
         given = {name: framework.describe(array) for name, array in arrays.items()}
         address = {name: array.ptr for name, array in given.items()}
-        (L, d), (E, h, _) = given["x"].shape, given["down_bwd"].shape
+        (_, d), (E, h, _) = given["x"].shape, given["down_bwd"].shape
         g = 1 + is_gated(activation)
         self.run = run = Runtime.current(framework, 0)
         described = given["ids"]

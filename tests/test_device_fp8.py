@@ -1,7 +1,7 @@
 """The e4m3 products of Hopper's kernels, each by itself, on the emulator.
 
-An operand is e4m3 times scales that the test chooses. The oracle is the product of these numbers in float64, and of what
-a kernel quantises itself the recipe in float32: scale = amax / 448, elements rounded to nearest even.
+An operand is e4m3 times scales that the test chooses. The oracle is the product of these numbers in float64, and of
+what a kernel quantises itself the recipe in float32: scale = amax / 448, elements rounded to nearest even.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ class Shape:
         return 1 + is_gated(self.activation)
 
 
-# Rows, columns and sums over K that end within a tile, a group of 128 columns and a stage; sums of more steps than stages.
+# Rows, columns and sums over K that end within a tile, a group of 128 columns and a stage. Sums have more steps than
+# the pipeline has stages.
 GATED = Shape(L=150, k=2, E=3, d=688, h=272)
 PLAIN = Shape(L=140, k=2, E=4, d=272, h=400, activation="silu")
 TO_TOKENS = Shape(L=150, k=1, E=3, d=272, h=144)
@@ -117,7 +118,7 @@ def product(rows, weights, experts):
 
 
 def expected(name, shape, inputs, panel=np.float64):
-    """In float64: of up_fwd and down_bwd the product, of the others its sum over slots. panel: dtype of the rows summed."""
+    """In float64: of up_fwd and down_bwd the product, of the others its sum over slots, of rows rounded to `panel`."""
     routed, g, h = Routed(inputs["ids"]), shape.g, shape.h
     f = in_float64
     w1 = f(inputs["up_bwd"]) * np.repeat(f(inputs["w1_scales"]), h, axis=1)[:, None]
