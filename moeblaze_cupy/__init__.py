@@ -15,6 +15,7 @@ from moeblaze_cupy.selection import (
 from moeblaze_cupy.structures import (
     Activation,
     DispatchIndices,
+    Fp8Weights,
     Gradients,
     PendingWeights,
     RouterSums,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "DispatchIndices",
+    "Fp8Weights",
     "Gradients",
     "PendingWeights",
     "RouterSums",
