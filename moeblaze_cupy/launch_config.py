@@ -159,12 +159,13 @@ def kernel_constants(source: str) -> dict[str, int]:
     }[source]
 
 
-def fp8_constants(gathers: bool) -> dict[str, int]:
+def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
     """What differs from `kernel_constants` in a Hopper product of e4m3: a stage of as many bytes is twice as deep.
 
-    The products that promote hold 64 more accumulators, and their producer is one thread.
+    The products that promote hold 64 more accumulators, and their producer is one thread. With rows that go to tokens
+    another warp of the producer writes zeros.
     """
-    registers = (72, 216) if gathers else (40, 232)
+    registers = (72, 216) if gathers else (56, 224) if to_tokens else (40, 232)
     return {"BK": STEP_BYTES, "PRODUCER_REGISTERS": registers[0], "CONSUMER_REGISTERS": registers[1]}
 
 

@@ -164,7 +164,7 @@ def gemm_variant(
     if fp8:
         scales = 2 if gated and entry.startswith("up") else 1
         macros |= {"WGMMA": "wgmma_e4m3", "OPERAND": "e4m3", "B_K_CONTIGUOUS": 1, "EXPERT_SCALES": scales}
-        macros |= launch_config.fp8_constants(gathers(entry))
+        macros |= launch_config.fp8_constants(gathers(entry), to_tokens)
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
 
 
@@ -209,13 +209,15 @@ def variants(
     gate_ups: Sequence[str] = ("halves",),
     biases: Sequence[str | None] = (None,),
     weights_on: Sequence[str] = ("output",),
+    precisions: Sequence[str | None] = (None,),
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
 
     accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
     multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
-    layers without, or several of these. weights_on: "output", "input" or both.
+    layers without, or several of these. weights_on: "output", "input" or both. precisions: "fp8" adds the products of
+    e4m3 in bfloat16 layers with gate_up="halves", on Hopper.
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
@@ -227,6 +229,8 @@ def variants(
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         either, on_input = (False, True), [place == "input" for place in weights_on]
+        takes_fp8 = config.tier == "sm90" and dtype == "bfloat16" and gate_up == "halves" and entry in EPILOGUES
+        fp8s = [precision == "fp8" for precision in precisions if takes_fp8 or precision != "fp8"]
         for (
             weights_dtype,
             accumulate,
@@ -235,8 +239,9 @@ def variants(
             to_tokens,
             split_k,
             weights_on_input,
-        ) in itertools.product(weights_dtypes, totals, either, either, either, either, on_input):
-            if stored_y_swi and weights_on_input:  # then down_bwd reads no y_swi
+            fp8,
+        ) in itertools.product(weights_dtypes, totals, either, either, either, either, on_input, fp8s):
+            if stored_y_swi and (weights_on_input or fp8):  # then down_bwd reads no y_swi
                 continue
             variant = gemm_variant(
                 entry,
@@ -255,6 +260,7 @@ def variants(
                 interleaved=gate_up == "interleaved",
                 bias=None if weights_on_input and entry == "up_fwd" else bias_dtype,
                 weights_on_input=weights_on_input,
+                fp8=fp8,
             )
             found[variant] = None
         if bias_dtype is not None:

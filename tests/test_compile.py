@@ -226,6 +226,10 @@ def variants_of(arch: str) -> list:
         pairs = {"gate_ups": ("interleaved",), "biases": ("weights",)}
         every += variants(bf16, row, ("swiglu_softcap",), (True,), **pairs, **on_input)
         every += accumulating(arch) + router_variants()
+        if arch == "90a":
+            fp8 = {"precisions": ("fp8",), "weights_on": ("output", "input")}
+            every += variants(bf16, row, ("swiglu", "gelu"), (True,), **fp8)
+            every += variants(bf16, row, ("swiglu_softcap",), (True,), precisions=("fp8",), biases=("weights",))
         both = {"gate_ups": ("halves", "interleaved"), "biases": ("weights", "float32")}
         every += variants(bf16, row, ("swiglu_oai",), (True,), **both)
         every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)
