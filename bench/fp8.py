@@ -1,20 +1,23 @@
 """The e4m3 products of a layer, each checked against torch and then timed beside the bf16 product and torch._scaled_mm.
 
-python -m bench.fp8 [--case CASES] [--clusters CASES] [--window SECONDS] [--rounds N] --out FILE.json
+python -m bench.fp8 [--case CASES] [--variants CASES] [--window SECONDS] [--rounds N] --out FILE.json
 
 All three are timed in turn, in windows of calls back to back, as the power limit lets the clock swing.
 torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
 down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. With
---clusters the e4m3 product is also timed in single CTAs and in pairs.
+--variants the e4m3 product is also timed in single CTAs and in pairs of CTAs, and down_fwd and up_bwd where the
+consumer warpgroups multiply and promote in turn.
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -31,6 +34,11 @@ E4M3, LARGEST, GROUP = torch.float8_e4m3fn, 448.0, launch_config.SCALE_COLUMNS
 TOLERANCE = 1.2e-2
 # Of what a kernel quantises: elements that are another e4m3 than torch's of the same numbers in float32.
 OTHERS = 5e-3
+VARIANTS = {
+    "single": ("uses_clusters", False),
+    "pairs": ("uses_clusters", True),
+    "in turn": ("PROMOTES_IN_TURN", True),
+}
 SUMS = {"down_fwd": "aggregate_out", "up_bwd": "aggregate_dx"}
 
 
@@ -64,6 +72,18 @@ def operands(case: cases.LayerCase, made: dict[str, torch.Tensor]) -> dict[str, 
     return found
 
 
+@contextmanager
+def deciding(name: str, answer: object) -> Iterator[None]:
+    """With another constant of `launch_config`, or one of its rules that always answers so."""
+    rule = callable(getattr(launch_config, name))
+    with mock.patch.object(launch_config, name, (lambda *_: answer) if rule else answer):
+        for forget in (runtime.forget, loader.gemm_variant.cache_clear):
+            forget()
+        yield
+    for forget in (runtime.forget, loader.gemm_variant.cache_clear):
+        forget()
+
+
 class Checked:
     """The e4m3 products of one case with their buffers, and what torch makes of the same e4m3 numbers in float64."""
 
@@ -80,13 +100,10 @@ class Checked:
         self.offsets, self.tokens = index.expert_token_offsets.tolist(), index.expert_token_indices.long()
         self.busy = [e for e in range(case.E) if self.offsets[e] < self.offsets[e + 1]]
 
-    def configured(self, clusters: bool) -> Products:
-        """The products in single CTAs or in pairs."""
-        runtime.forget()
-        with mock.patch.object(launch_config, "uses_clusters", lambda *_: clusters):
-            products = Products(Torch, self.kernel.limits, self.arrays, self.case.activation)
-        runtime.forget()
-        return products
+    def configured(self, name: str, answer: object) -> Products:
+        """The products where `launch_config` says so."""
+        with deciding(name, answer):
+            return Products(Torch, self.kernel.limits, self.arrays, self.case.activation)
 
     def _rows(self, e: int) -> slice:
         return slice(self.offsets[e], self.offsets[e + 1])
@@ -182,22 +199,21 @@ def in_turn(calls: dict[str, Callable], window: float, rounds: int) -> dict[str,
     return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
-def precompile(names: list[str], clusters: list[str]) -> None:
+def precompile(names: list[str], turns: tuple[bool, ...]) -> None:
     """The kernels of all cases, side by side."""
     found = {}
     k_is_1 = {cases.LAYERS[name].k == 1 for name in names}
-    for fp8 in (False, True):
-        for entry in PRODUCTS:
-            for pairs in (False, True):
-                for to_tokens in k_is_1 if entry in kernels.SUMMED else {False}:
-                    options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8}
-                    common = {"dtype": "bfloat16", "activation": "swiglu", "aligned": True, "tier": "sm90"}
-                    found[loader.gemm_variant(entry, transposed=True, **common, **options)] = None
+    common = {"dtype": "bfloat16", "activation": "swiglu", "aligned": True, "tier": "sm90", "transposed": True}
+    for fp8, entry, pairs, turn in itertools.product((False, True), PRODUCTS, (False, True), turns):
+        for to_tokens in k_is_1 if entry in kernels.SUMMED else {False}:
+            options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8}
+            with deciding("PROMOTES_IN_TURN", turn):
+                found[loader.gemm_variant(entry, **common, **options)] = None
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(loader.precompile, found))
 
 
-def run(names: list[str], clusters: list[str], window: float, rounds: int, order: str) -> list[dict]:
+def run(names: list[str], varied: list[str], window: float, rounds: int, order: str) -> list[dict]:
     """A row for each case and product. Raises RuntimeError where a product is wrong: there is no time for it."""
     rows = []
     for name in names:
@@ -211,9 +227,10 @@ def run(names: list[str], clusters: list[str], window: float, rounds: int, order
             if not errors["sums"] <= TOLERANCE or not errors.get("others", 0) <= OTHERS:
                 raise RuntimeError(f"bench.fp8: {name}: {entry}: expected errors of at most {TOLERANCE}, got {errors}")
             calls = {"bf16": kernel.calls[entry], "e4m3": checked.calls[entry], "_scaled_mm": dense(case, entry)}
-            if name in clusters:
-                kept = {kind: checked.configured(pairs) for kind, pairs in (("single", False), ("pairs", True))}
-                calls |= {kind: products.calls[entry] for kind, products in kept.items()}
+            if name in varied:
+                kinds = [kind for kind in VARIANTS if kind != "in turn" or entry in SUMS]
+                kept = [checked.configured(*VARIANTS[kind]) for kind in kinds]
+                calls |= {kind: products.calls[entry] for kind, products in zip(kinds, kept, strict=True)}
             if entry in SUMS:
                 calls["sums"] = kernel.calls[SUMS[entry]]
             seconds = in_turn(calls, window, rounds)
@@ -229,8 +246,7 @@ def run(names: list[str], clusters: list[str], window: float, rounds: int, order
 
 
 def text(rows: list[dict]) -> list[str]:
-    head = ["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", "single", "pairs", "sums us"]
-    head.append("error")
+    head = ["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", *VARIANTS, "sums us", "error"]
     lines = []
     for row in rows:
         seconds, flops = row["seconds"], row["flops"]
@@ -243,7 +259,7 @@ def text(rows: list[dict]) -> list[str]:
                 *(row["case"], row["kernel"]),
                 *(table.number(seconds[kind] * 1e6, 4) for kind in ("bf16", "e4m3")),
                 f"{seconds['bf16'] / seconds['e4m3']:.2f}",
-                *map(tflops, ("e4m3", "_scaled_mm", "single", "pairs")),
+                *map(tflops, ("e4m3", "_scaled_mm", *VARIANTS)),
                 table.number(seconds["sums"] * 1e6 if "sums" in seconds else None, 4),
                 " ".join(f"{error:.1e}" for error in row["errors"].values()),
             ]
@@ -254,15 +270,15 @@ def text(rows: list[dict]) -> list[str]:
 def main(*argv: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.fp8", description=__doc__.splitlines()[0])
     parser.add_argument("--case", default=CASES, help="cases or groups of bench/cases.py (%(default)s)")
-    parser.add_argument("--clusters", default="readme,conf3,qwen30b", help="of these also single CTAs and pairs")
+    parser.add_argument("--variants", default="readme,conf3,qwen30b", help="cases to time more ways of (%(default)s)")
     parser.add_argument("--window", type=float, default=0.08, metavar="SECONDS", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="of bf16's weights")
     parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
-    names, clusters = cases.select(args.case, CASES), cases.select(args.clusters, CASES)
-    precompile(names, clusters)
-    rows = run(names, clusters, args.window, args.rounds, args.order)
+    names, varied = cases.select(args.case, CASES), cases.select(args.variants, CASES)
+    precompile(names, (False, True))
+    rows = run(names, varied, args.window, args.rounds, args.order)
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
