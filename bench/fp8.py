@@ -6,7 +6,7 @@ All three are timed in turn, in windows of calls back to back, as the power limi
 torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
 down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. With
 --variants the e4m3 product is also timed in single CTAs and in pairs of CTAs, and down_fwd and up_bwd where the
-consumer warpgroups multiply and promote in turn.
+consumer warpgroups multiply and promote in turn, the others where redux finds the amax of a row.
 """
 
 import argparse
@@ -37,7 +37,8 @@ OTHERS = 5e-3
 VARIANTS = {
     "single": ("uses_clusters", False),
     "pairs": ("uses_clusters", True),
-    "in turn": ("PROMOTES_IN_TURN", True),
+    "in turn": ("PROMOTES_IN_TURN", True),  # of SUMS
+    "redux": ("AMAX_BY_REDUX", True),  # of the others
 }
 SUMS = {"down_fwd": "aggregate_out", "up_bwd": "aggregate_dx"}
 
@@ -199,15 +200,16 @@ def in_turn(calls: dict[str, Callable], window: float, rounds: int) -> dict[str,
     return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
-def precompile(names: list[str], turns: tuple[bool, ...]) -> None:
+def precompile(names: list[str]) -> None:
     """The kernels of all cases, side by side."""
     found = {}
     k_is_1 = {cases.LAYERS[name].k == 1 for name in names}
     common = {"dtype": "bfloat16", "activation": "swiglu", "aligned": True, "tier": "sm90", "transposed": True}
-    for fp8, entry, pairs, turn in itertools.product((False, True), PRODUCTS, (False, True), turns):
+    both = (False, True)
+    for fp8, entry, pairs, turn, redux in itertools.product(both, PRODUCTS, both, both, both):
         for to_tokens in k_is_1 if entry in kernels.SUMMED else {False}:
             options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8}
-            with deciding("PROMOTES_IN_TURN", turn):
+            with deciding("PROMOTES_IN_TURN", turn), deciding("AMAX_BY_REDUX", redux):
                 found[loader.gemm_variant(entry, **common, **options)] = None
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(loader.precompile, found))
@@ -228,7 +230,7 @@ def run(names: list[str], varied: list[str], window: float, rounds: int, order: 
                 raise RuntimeError(f"bench.fp8: {name}: {entry}: expected errors of at most {TOLERANCE}, got {errors}")
             calls = {"bf16": kernel.calls[entry], "e4m3": checked.calls[entry], "_scaled_mm": dense(case, entry)}
             if name in varied:
-                kinds = [kind for kind in VARIANTS if kind != "in turn" or entry in SUMS]
+                kinds = [kind for kind in VARIANTS if kind != ("redux" if entry in SUMS else "in turn")]
                 kept = [checked.configured(*VARIANTS[kind]) for kind in kinds]
                 calls |= {kind: products.calls[entry] for kind, products in zip(kinds, kept, strict=True)}
             if entry in SUMS:
@@ -277,7 +279,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
     names, varied = cases.select(args.case, CASES), cases.select(args.variants, CASES)
-    precompile(names, (False, True))
+    precompile(names)
     rows = run(names, varied, args.window, args.rounds, args.order)
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}

@@ -38,9 +38,16 @@ __device__ __forceinline__ float amax8(const float (&v)[8]) {
 
 // The largest of each half of the warp.
 __device__ __forceinline__ float half_warp_max(float v) {
+#if AMAX_BY_REDUX
+    const bool first = threadIdx.x % 32 < 16;  // bits of floats that are not negative have the order of the floats
+    const unsigned of_first = __reduce_max_sync(0xffffffffu, first ? __float_as_uint(v) : 0);
+    const unsigned of_second = __reduce_max_sync(0xffffffffu, first ? 0 : __float_as_uint(v));
+    return __uint_as_float(first ? of_first : of_second);
+#else
 #pragma unroll
     for (int step = 8; step > 0; step >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, step));
     return v;
+#endif
 }
 
 __device__ __forceinline__ unsigned quantise4(float v0, float v1, float v2, float v3) {

@@ -44,10 +44,10 @@
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||  \
     !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||         \
     !defined(CLUSTER_CTAS) || !defined(WEIGHT) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
-    !defined(BIAS) || (defined(OPERAND) && (!defined(EXPERT_SCALES) || !defined(IN_TURN)))
+    !defined(BIAS) || (defined(OPERAND) && (!defined(EXPERT_SCALES) || !defined(IN_TURN) || !defined(AMAX_BY_REDUX)))
 #error \
     "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
-CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES and IN_TURN, are given by loader.gemm_variant"
+CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES, IN_TURN and AMAX_BY_REDUX, are given by loader.gemm_variant"
 #endif
 #include "activation.cuh"  // has the fields of its constants
 
