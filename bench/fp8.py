@@ -29,7 +29,7 @@ from moeblaze_cupy import launch_config, loader, runtime
 from moeblaze_cupy.arrays import Torch
 
 CASES = "readme,conf3,qwen30b,conf1,mixtral,olmoe,sonic7b,dsv3"
-E4M3, LARGEST, GROUP = torch.float8_e4m3fn, 448.0, launch_config.SCALE_COLUMNS
+E4M3, LARGEST, GROUP = torch.float8_e4m3fn, 448.0, launch_config.GROUP_COLUMNS
 # Of sums against float64: bf16's own rounding, and that of the tensor cores' sums, which keep 13 bits of a fraction.
 TOLERANCE = 1.2e-2
 # Of what a kernel quantises: elements that are another e4m3 than torch's of the same numbers in float32.

@@ -35,7 +35,7 @@ def weight_layouts(E: int, d: int, h: int, g: int) -> dict[str, Layout]:
 
 def buffer_shapes(R: int, L: int, d: int, h: int, g: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """What the products write."""
-    groups = launch_config.ceil_div(h, launch_config.SCALE_COLUMNS)
+    groups = launch_config.ceil_div(h, launch_config.GROUP_COLUMNS)
     return {
         "first_layer": ((R, g * h), "bfloat16"),
         "y": ((R, h), "uint8"),

@@ -52,7 +52,7 @@ def moe(
     With unreduced it is (L, k, d), or (P, d) with token_offsets, and weights are None unless they are on the input.
     Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`, on the CPU
-    too, where nothing is overwritten; with save="recompute" it is allowed. gradcheck is such a case.
+    too, where nothing is overwritten; with save="recompute" or "fp8" it is allowed. gradcheck is such a case.
     Backward computes the gradients of all tensors that required one in forward, also where torch.autograd.grad asks
     for some of them only, and adds to every main_grad.
     accumulate_into_main_grad: Megatron's contract for w1 and w2, which then are parameters, or views of parameters

@@ -203,6 +203,8 @@ def _sizes(tensors: Mapping[str, Any], slots_shape: Sequence[Any], options: Opti
     out = (*slots_shape, d) if options.unreduced else (L, d)
     first_layer = (slots, h * (1 + is_gated(options.name))) if save in ("minimal", "paper") else (0,)
     size = _index_lists(L, slots_shape, E)[1]
+    if save == "fp8":
+        first_layer = (launch_config.saved_fp8(slots, h, 1 + is_gated(options.name)).nbytes,)
     return _Sizes(out, (size,), first_layer, (slots, h) if save == "paper" else (0,))
 
 
@@ -283,7 +285,8 @@ def _fake_moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     _check_forward(layer, options, save)
     x, sizes = layer.x, _sizes(layer._asdict(), layer.ids.shape, options, save)
     lists = x.new_empty(sizes.lists, dtype=torch.int32)
-    return x.new_empty(sizes.out), lists, x.new_empty(sizes.first_layer), x.new_empty(sizes.y_swi)
+    kept_as = torch.uint8 if save == "fp8" else x.dtype
+    return x.new_empty(sizes.out), lists, x.new_empty(sizes.first_layer, dtype=kept_as), x.new_empty(sizes.y_swi)
 
 
 def _moe_infer(*arguments: Any) -> Tensor:

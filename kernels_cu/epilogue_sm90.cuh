@@ -117,7 +117,8 @@ struct ActivateRows : EpilogueBase {
     static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // of a row of the result
     static constexpr int ROWS = 32 / LANES;                             // per call of next()
     const GroupedGemmParams& params;
-    element *first_layer, *y_swi;
+    saved_t* first_layer;
+    element* y_swi;
     bool inside;
     float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
 #ifdef OPERAND
@@ -135,7 +136,14 @@ struct ActivateRows : EpilogueBase {
         y_swi = params.result + r * params.columns + column;
 #ifdef OPERAND
         quantised = params.quantised + r * params.columns + column;
-        quantised_scale = params.quantised_scales + column / SCALE_COLUMNS * params.scales_ld + r;
+        quantised_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + r;
+#endif
+#if FP8_SAVED
+        const int first_column = column - lane % GROUP_LANES * LANE_COLUMNS;
+        const SavedScales<1 + GATED> scales(params.first_layer, params.num_slots, params.columns);
+        scale = scales.at(static_cast<unsigned>(r), first_column) + lane % GROUP_LANES / SCALE_LANES;
+        scale_ld = scales.groups * (1 + GATED);
+        stores_scale = lane % SCALE_LANES == 0 && first_column < params.columns;
 #endif
         if (WEIGHTS_ON_INPUT)
             weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
@@ -148,6 +156,9 @@ struct ActivateRows : EpilogueBase {
         float a[8], b[8];
         gate.unpack(a);
         up.unpack(b);
+#if FP8_SAVED
+        keep(a, b, valid, row);
+#endif
 #pragma unroll
         for (int c = 0; c < 8; ++c) a[c] = y_swi_of<ACTIVATION>(w * a[c], SPLIT ? w * b[c] : 1.f, constants_of(params));
 #ifdef OPERAND
@@ -155,13 +166,37 @@ struct ActivateRows : EpilogueBase {
         quantised += ROWS * params.columns, quantised_scale += ROWS;
 #endif
         const uint4 packed = pack8(element(), a);
+#if !FP8_SAVED
         if (valid && params.first_layer) gate.store(first_layer);
         if (SPLIT && valid && params.first_layer) up.store(first_layer + params.columns);
+#endif
         if (valid && params.result) store_global_16(y_swi, packed);
         first_layer += ROWS * first_layer_ld();
         y_swi += ROWS * params.columns;
         done += ROWS;
     }
+
+#if FP8_SAVED
+    static constexpr int GROUP_LANES = GROUP_COLUMNS / LANE_COLUMNS, SCALE_LANES = GROUP_LANES / (1 + SPLIT);
+    float* scale;       // of the lane's group and half: SCALE_LANES lanes have gate's, and as many up's
+    unsigned scale_ld;  // floats from row to row
+    bool stores_scale;
+
+    __device__ __forceinline__ void keep(const float (&a)[8], const float (&b)[8], bool valid, int row) {
+        float amax[1 + SPLIT] = {amax_of(a)};
+        if constexpr (SPLIT) amax[1] = amax_of(b);
+        const Scaling mine = scaling_of(largest<GROUP_LANES>(amax));
+        const int first_lane = threadIdx.x & (32 - GROUP_LANES);
+        auto store = [&](const float (&v)[8], int half) {
+            const float factor = SPLIT ? __shfl_sync(0xffffffffu, mine.factor, first_lane + half * SCALE_LANES) : mine.factor;
+            if (valid) *reinterpret_cast<uint2*>(first_layer + half * params.columns) = pack_e4m3(v, factor, factor);
+        };
+        store(a, 0);
+        if (SPLIT) store(b, 1);
+        if (stores_scale && row < rows) *scale = mine.scale;
+        scale += ROWS * scale_ld;
+    }
+#endif
 };
 
 // The same for a tile of 128 pairs of gate and up, of which a lane has four. Two rows at a time, so that eight activations overlap.
@@ -169,7 +204,8 @@ struct ActivatePairs : EpilogueBase {
     static constexpr bool PAIRS = true;
     static constexpr int ROWS = 2;  // per call of next()
     const GroupedGemmParams& params;
-    element *first_layer, *y_swi;
+    saved_t* first_layer;
+    element* y_swi;
     bool inside;
     float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
 
@@ -179,27 +215,46 @@ struct ActivatePairs : EpilogueBase {
         rows = count, done = 0, inside = column < params.columns;
         first_layer = params.first_layer + 2 * (row0 * params.columns + column);
         y_swi = params.result + row0 * params.columns + column;
+#if FP8_SAVED
+        const SavedScales<2> scales(params.first_layer, params.num_slots, params.columns);
+        scale_ld = 2 * scales.groups;
+        scale = scales.at(static_cast<unsigned>(row0), n0) + lane_row() * scale_ld + threadIdx.x / SCALE_LANES % 2;
+#endif
         if (WEIGHTS_ON_INPUT)
             weights = to_float(params.weights[row0 + min(static_cast<int>(threadIdx.x & 15), rows - 1)]);  // as ActivateRows
     }
     __device__ __forceinline__ void next() {
         Row8<element> pairs[ROWS];
         float y[LANE_COLUMNS / 2 * ROWS];
+#if FP8_SAVED
+        float amax[2 * ROWS];
+#endif
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             float ab[LANE_COLUMNS];
             const float w = WEIGHTS_ON_INPUT ? __shfl_sync(0xffffffffu, weights, (done + i) & 15) : 1.f;
             pairs[i] = finished.get(done + i, threadIdx.x & 31);  // past the last row there is one more in the tile
             pairs[i].unpack(ab);
+#if FP8_SAVED
+            float halves[2][4];
+#pragma unroll
+            for (int c = 0; c < LANE_COLUMNS; ++c) halves[c % 2][c / 2] = ab[c];
+            amax[2 * i] = amax_of(halves[0]), amax[2 * i + 1] = amax_of(halves[1]);
+#endif
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 y[4 * i + c] = y_swi_of<ACTIVATION>(w * ab[2 * c], w * ab[2 * c + 1], constants_of(params));
         }
         const uint4 packed = pack8(element(), y);
+#if FP8_SAVED
+        keep(pairs, amax);
+#endif
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const bool valid = inside && done + i < rows;
+#if !FP8_SAVED
             if (valid && params.first_layer) pairs[i].store(first_layer + i * 2 * params.columns);
+#endif
             const uint2 of_row = i ? make_uint2(packed.z, packed.w) : make_uint2(packed.x, packed.y);
             if (valid && params.result) *reinterpret_cast<uint2*>(y_swi + i * params.columns) = of_row;
         }
@@ -207,6 +262,29 @@ struct ActivatePairs : EpilogueBase {
         y_swi += ROWS * params.columns;
         done += ROWS;
     }
+
+#if FP8_SAVED
+    static_assert(BN / 2 == GROUP_COLUMNS, "a warp has one group of gate and one of up");
+    static constexpr int SCALE_LANES = 32 / (2 * ROWS);  // gate of the first row, up of it, gate of the second, up of it
+    float* scale;                                        // of the lane's row and half
+    unsigned scale_ld;                                   // floats from row to row
+
+    static __device__ __forceinline__ int lane_row() { return (threadIdx.x & 31) / (2 * SCALE_LANES); }
+    __device__ __forceinline__ void keep(const Row8<element> (&pairs)[ROWS], const float (&amax)[2 * ROWS]) {
+        const Scaling mine = scaling_of(largest<32>(amax));
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const float gate = __shfl_sync(0xffffffffu, mine.factor, 2 * i * SCALE_LANES);
+            const float up = __shfl_sync(0xffffffffu, mine.factor, (2 * i + 1) * SCALE_LANES);
+            float ab[LANE_COLUMNS];
+            pairs[i].unpack(ab);
+            if (inside && done + i < rows)
+                *reinterpret_cast<uint2*>(first_layer + i * 2 * params.columns) = pack_e4m3(ab, gate, up);
+        }
+        if (threadIdx.x % SCALE_LANES == 0 && done + lane_row() < rows) *scale = mine.scale;
+        scale += ROWS * scale_ld;
+    }
+#endif
 };
 
 // The accumulators are grad_y_swi; w is the row's weight.
@@ -223,6 +301,9 @@ struct ActivatePairs : EpilogueBase {
 //
 // With INTERLEAVED a lane has columns 4 lane .. + 3 of each half of the tile, so that the warp's accesses to pairs of a and b are
 // contiguous. The slots then hold four pairs of the tile's first half and four of the second, in place of a and b.
+//
+// With FP8_SAVED a lane's 16 bytes of the first half of a slot are eight e4m3 of a and eight of b, or of the first four pairs and
+// of the second, and those of the second half are their scales: of a and b of each group that the lane has columns of.
 //
 // Spare shared memory: (8 warps, 2 slots, a and b, BN) element, the bytes of a lane's 8 columns read by that lane alone.
 struct ActivateBwdRows : EpilogueBase {
@@ -260,6 +341,36 @@ struct ActivateBwdRows : EpilogueBase {
     __device__ __forceinline__ bool inside() const { return column < params.columns; }
     __device__ __forceinline__ bool inside_second() const { return column + HALF_COLUMNS < params.columns; }  // INTERLEAVED
 
+#if FP8_SAVED
+    static constexpr int HALVES = 1 + GATED, SCALES_BYTES = HALVES * sizeof(float);
+    // Of a row's columns from `first` on.
+    __device__ __forceinline__ const float* scales_at(int row, unsigned first) const {
+        return SavedScales<HALVES>(params.first_layer, params.num_slots, params.columns).at(row0 + row, first);
+    }
+    __device__ __forceinline__ void fetch(int row) {
+        const bool first = inside() && row < rows, second = INTERLEAVED ? inside_second() && row < rows : first;
+        const saved_t* from = INTERLEAVED ? pairs_at(params.first_layer, row) : at<HALVES>(params.first_layer, row);
+        cp_async_small<8>(slot(row), from, first ? 8 : 0);
+        if (GATED) cp_async_small<8>(slot(row) + 8, from + (INTERLEAVED ? 2 * HALF_COLUMNS : params.columns), second ? 8 : 0);
+        const float* scales = scales_at(row, column);
+        cp_async_small<SCALES_BYTES>(slot(row) + ROW_BYTES, scales, first ? SCALES_BYTES : 0);
+        if (INTERLEAVED) cp_async_small<SCALES_BYTES>(slot(row) + ROW_BYTES + 8, scales + HALVES, second ? SCALES_BYTES : 0);
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void unpack_saved(float (&a)[8], float (&b)[8]) const {
+        const uint4 scales = load_shared_16(slot(done) + ROW_BYTES);
+        const float gate = __uint_as_float(scales.x), up = __uint_as_float(scales.y);
+        unpack_e4m3(a, a_row.words[0], a_row.words[1]);
+        if (GATED) unpack_e4m3(b, a_row.words[2], a_row.words[3]);
+        if (INTERLEAVED) take_pairs_apart(a, b);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            const bool second = INTERLEAVED && c >= 4;
+            a[c] *= second ? __uint_as_float(scales.z) : gate;
+            if (GATED) b[c] *= second ? __uint_as_float(scales.w) : up;
+        }
+    }
+#else
     __device__ __forceinline__ void fetch(int row) {
         if constexpr (INTERLEAVED) {
             const element* from = pairs_at(params.first_layer, row);
@@ -273,6 +384,12 @@ struct ActivateBwdRows : EpilogueBase {
         }
         cp_async_commit();
     }
+    __device__ __forceinline__ void unpack_saved(float (&a)[8], float (&b)[8]) const {
+        a_row.unpack(a);
+        if (GATED) Row8<element>(load_shared_16(slot(done) + ROW_BYTES)).unpack(b);
+        if (INTERLEAVED) take_pairs_apart(a, b);
+    }
+#endif
     // Of the lane's columns of row `row`, from the finished tile.
     __device__ __forceinline__ Row8<element> grad_row(int row) const {
         const int lane = threadIdx.x & 31;
@@ -320,9 +437,7 @@ struct ActivateBwdRows : EpilogueBase {
         const float scaled_w = scaled(w);
         const ActivationConstants constants = constants_of(params);
         float grad[8], a[8], b[8], y_swi[8], dot[2] = {};
-        a_row.unpack(a);
-        if (GATED) Row8<element>(load_shared_16(slot(done) + ROW_BYTES)).unpack(b);
-        if (INTERLEAVED) take_pairs_apart(a, b);
+        unpack_saved(a, b);
         grad_row(done).unpack(grad);
         fetch(done + SLOTS);
         if (STORED_Y_SWI) load_y_swi(y_swi, done);
@@ -362,9 +477,9 @@ struct ActivateBwdRows : EpilogueBase {
 #ifdef OPERAND
         if (params.quantised) {
             operand* to = at<1 + GATED>(params.quantised, done);
-            float* to_scale = params.quantised_scales + column / SCALE_COLUMNS * params.scales_ld + (row0 + done);
+            float* to_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + (row0 + done);
             store_quantised(to, to_scale, a, inside());
-            const int64 groups = (params.columns + SCALE_COLUMNS - 1) / SCALE_COLUMNS;
+            const int64 groups = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS;
             if (GATED) store_quantised(to + params.columns, to_scale + groups * params.scales_ld, b, inside());
         }
 #endif

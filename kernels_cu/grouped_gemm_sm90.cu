@@ -10,6 +10,7 @@
 //
 // With BIASED up_fwd and down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of
 // first_layer are gate 0, up 0, gate 1, up 1, ...; up_bwd then has one K segment. With WEIGHTS_ON_INPUT up_fwd adds no bias.
+// With FP8_SAVED, which only they may have, up_fwd and down_bwd keep and read first_layer as e4m3 with scales (fp8.cuh).
 // A layer whose output has a row per slot is one of k = 1 to down_fwd and down_bwd: expert_token_indices are slots there.
 //
 // R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, of the panel or of d), K depth of one segment.
@@ -52,6 +53,12 @@ CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SC
 #include "activation.cuh"  // has the fields of its constants
 
 typedef WEIGHT weight_t;
+#if FP8_SAVED
+#include "fp8.cuh"
+typedef unsigned char saved_t;
+#else
+typedef element saved_t;
+#endif
 
 struct GroupedGemmParams {
 #if !GATHER
@@ -65,9 +72,10 @@ struct GroupedGemmParams {
     const int* expert_token_indices;  // (num_slots,) int32, in
     const int* expert_token_offsets;  // (E+1,) int32, in
     const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
-    element* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED: out of
-                                      // ActivateRows (null: not kept), into ActivateBwdRows
-    element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
+    saved_t* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED: out of
+                                      // ActivateRows (null: not kept), into ActivateBwdRows; SavedScales with FP8_SAVED
+    element* first_layer_grad;        // (R, 2N) or (R, N) element, out; without FP8_SAVED it may be first_layer itself; null: not
+                                      // wanted
     element* result;                  // element, out.
                                       // ActivateRows: (R, N) y_swi, null: not wanted
                                       // ActivateBwdRows: (R, N) weighted_y_swi, may be y_swi itself, null: not wanted
@@ -87,8 +95,8 @@ struct GroupedGemmParams {
     const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: of the expert's weight, or of its gate and its up
     operand* quantised;       // operand, out, or null: not wanted. ActivateRows: (R, N) y_swi;
                               // ActivateBwdRows: (R, 2N) or (R, N) first_layer_grad
-    float* quantised_scales;  // (G, scales_ld) fp32, out, or for each half so many: of each row and SCALE_COLUMNS columns of y_swi,
-                              // or of a half of first_layer_grad; G = ceil(N / SCALE_COLUMNS)
+    float* quantised_scales;  // (G, scales_ld) fp32, out, or for each half so many: of each row and GROUP_COLUMNS columns of y_swi,
+                              // or of a half of first_layer_grad; G = ceil(N / GROUP_COLUMNS)
 #endif
 #if BIASED
     const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
@@ -181,7 +189,7 @@ struct GatheredRows {
     __device__ __forceinline__ void load_scales(unsigned to, const float* scales) const {
         if (chunk > 0) return;
 #pragma unroll
-        for (int i = 0; i < LINES; ++i) cp_async_4(to + (line + LINE_STEP * i) * sizeof(float), scales + tokens[i]);
+        for (int i = 0; i < LINES; ++i) cp_async_small<4>(to + (line + LINE_STEP * i) * sizeof(float), scales + tokens[i], 4);
     }
     __device__ __forceinline__ void load(unsigned to, int k0, int K, unsigned full) {
         to += line * LINE_BYTES + (chunk ^ (line & 7)) * 16;

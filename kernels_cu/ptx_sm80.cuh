@@ -13,6 +13,13 @@ __device__ __forceinline__ void cp_async_16(unsigned dst_shared, const void* src
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_shared), "l"(src), "r"(src_bytes) : "memory");
 }
 
+// As above for BYTES = 4 or 8.
+template <int BYTES>
+__device__ __forceinline__ void cp_async_small(unsigned dst_shared, const void* src, unsigned src_bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst_shared), "l"(src), "n"(BYTES), "r"(src_bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most N of this thread's groups are in flight, the newest.
@@ -71,6 +78,41 @@ __device__ __forceinline__ float cvt_f32_from_fp16(unsigned short bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(bits));
     return r;
 }
+
+// Two floats as e4m3, rounded to nearest even, beyond 448 to 448, `low` in the low byte. A NaN is 0x7f. Instructions for it came
+// with sm_89.
+#if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
+    unsigned short r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float2 cvt_f32x2_from_e4m3x2(unsigned short bits) {
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+    return make_float2(cvt_f32_from_fp16(static_cast<unsigned short>(halves)),
+                       cvt_f32_from_fp16(static_cast<unsigned short>(halves >> 16)));
+}
+#else
+__device__ __forceinline__ unsigned e4m3_bits(float v) {
+    const unsigned sign = __float_as_uint(v) >> 24 & 0x80u, bits = __float_as_uint(v) & 0x7fffffffu;
+    if (v != v) return 0x7f;
+    if (bits >= 0x43e00000u) return sign | 0x7e;  // 448
+    // Below 2^-6 the addition of 2^14 rounds to multiples of 2^-9, the smallest e4m3.
+    if (bits < 0x3c800000u) return sign | (__float_as_uint(__uint_as_float(bits) + 16384.f) - 0x46800000u);
+    return sign | ((bits - (120u << 23) + 0x7ffffu + (bits >> 20 & 1)) >> 20);
+}
+__device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
+    return static_cast<unsigned short>(e4m3_bits(low) | e4m3_bits(high) << 8);
+}
+__device__ __forceinline__ float cvt_f32_from_e4m3(unsigned bits) {
+    const float magnitude = (bits & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu) : __uint_as_float((bits & 0x7f) << 20) * 0x1p120f;
+    return bits & 0x80 ? -magnitude : magnitude;
+}
+__device__ __forceinline__ float2 cvt_f32x2_from_e4m3x2(unsigned short bits) {
+    return make_float2(cvt_f32_from_e4m3(bits & 0xffu), cvt_f32_from_e4m3(bits >> 8));
+}
+#endif
 
 // v, but -0 as +0 and every NaN as the one without a sign.
 __device__ __forceinline__ float canonical(float v) {

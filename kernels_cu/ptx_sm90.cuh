@@ -154,18 +154,6 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Eight e4m3 numbers are two words; these are two of them, `low` in the low byte: rounded to nearest even, and to +-448 beyond.
-__device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
-    unsigned short r;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
-    return r;
-}
-
-// Copies 4 bytes from global to shared memory, asynchronously.
-__device__ __forceinline__ void cp_async_4(unsigned dst_shared, const void* src) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst_shared), "l"(src) : "memory");
-}
-
 // Operands of wgmma's accumulators, 32 of them in eight fragments, and the names of 64.
 #define FRAGMENT(J) "+f"(d[J][0]), "+f"(d[J][1]), "+f"(d[J][2]), "+f"(d[J][3])
 #define FRAGMENTS_8(J)                                                                                             \

@@ -9,7 +9,7 @@
 #include "tile_scheduler_sm90.cuh"
 
 static_assert(sizeof(operand) == 1 && B_K_CONTIGUOUS, "e4m3 operands are contiguous along K");
-static_assert(BK == SCALE_COLUMNS, "a k-step has one scale of each row");
+static_assert(BK == GROUP_COLUMNS, "a k-step has one scale of each row");
 
 // Experts have a scale of their weight, or one for gate and one for up.
 constexpr int B_SCALES = EXPERT_SCALES;

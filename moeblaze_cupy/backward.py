@@ -88,7 +88,7 @@ def moe_backward(
     "b1", "b2" to compute; the others stay None and their kernels do not run, as does that of weights which there are
     not. None is all that the layer has: b1 and b2 only with such a bias.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
-    backward over them raises RuntimeError, on the CPU too. With save="recompute" there are none to overwrite.
+    backward over them raises RuntimeError, on the CPU too. With save="recompute" or "fp8" there are none to overwrite.
     accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2, b1 or b2 are added to, {"w2": total}, of the
     weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
     products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
@@ -247,7 +247,7 @@ def backward_into(
             _check_apart(function, call.framework, d["grad_out"].owner, saved, parts)
         limits = spared(function, call, spare_multiprocessors)
         if limits is None:
-            saved.consumed = is_consumed(saved.first_layer is not None, saved.y_swi is not None, needs, keep_saved)
+            saved.consumed = is_consumed(saved.is_overwritable, saved.y_swi is not None, needs, keep_saved)
             host_saved = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
             host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
             now = tuple(name for name in needs if name in ("x", "weights")) if defers_weights else needs

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
 TILE_COLUMNS = 128  # BN of the portable GEMMs
@@ -26,7 +27,6 @@ STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step 
 STEP_BYTES = 2 * STEP_ROWS  # of a row in a stage, and so BK of e4m3
 AMAX_BY_REDUX = False  # whether products of e4m3 find a row's amax by redux in place of shuffles
 PROMOTES_IN_TURN = False  # whether one consumer warpgroup of a product of e4m3 promotes while the other multiplies
-SCALE_COLUMNS = STEP_BYTES  # of a row of y_swi or first_layer_grad that share a scale as e4m3
 HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
 HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead, or the tokens of a weight gradient
@@ -49,6 +49,9 @@ BOUND_THREADS = 256  # per block of bound_slots.cu
 PULL_THREADS = 512  # per block of pull.cu
 PULL_BLOCKS = 64  # of pull_rows at most: NVLink is full with fewer, the memory here not
 PULL_SLOT_ROWS = 64  # per block of pull_slots
+GROUP_COLUMNS = 128  # of a row that share a scale in e4m3
+SAVED_WARPS = 8  # per block of saved_fp8.cu
+SAVED_BLOCKS = 16  # per multiprocessor
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
 SPLIT_SHARED_BYTES = 96 * 1024  # of columns_split: 383 candidates of 8 bytes for each of 32 columns
@@ -113,10 +116,12 @@ def kernel_constants(source: str) -> dict[str, int]:
         "grouped_gemm_sm80.cu": portable,
         "grouped_wgrad_sm80.cu": portable,
         # setmaxnreg moves registers from the producer's threads to the consumers'
-        "grouped_gemm_sm90.cu": hopper | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216},
+        "grouped_gemm_sm90.cu": hopper
+        | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216, "GROUP_COLUMNS": GROUP_COLUMNS},
         "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
         "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
+        "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
         "pull.cu": {
             "PULL_THREADS": PULL_THREADS,
@@ -171,6 +176,25 @@ def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
     registers = {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     ways = {"IN_TURN": int(PROMOTES_IN_TURN and not gathers), "AMAX_BY_REDUX": int(AMAX_BY_REDUX and gathers)}
     return {"BK": STEP_BYTES, **registers, **ways}
+
+
+class SavedFp8(NamedTuple):
+    """Where the first layer lies that save="fp8" keeps, in one buffer of bytes.
+
+    R rows of h columns of each half in e4m3, in the order of w1's columns; from `scales` on their float32 scales
+    (R, groups, halves), one for each row and GROUP_COLUMNS columns of a half, of which the last group may have fewer.
+    """
+
+    scales: int
+    groups: int
+    nbytes: int
+
+
+def saved_fp8(rows: int, h: int, halves: int) -> SavedFp8:
+    """`rows` may be a symbolic size."""
+    groups = ceil_div(h, GROUP_COLUMNS)
+    scales = ceil_div(rows * h * halves, 16) * 16
+    return SavedFp8(scales, groups, scales + 4 * rows * groups * halves)
 
 
 def tier(compute_capability: int, forced: str | None = None) -> str:

@@ -179,7 +179,8 @@ def moe_forward(
     b1, b2: biases of both products, added in float32, or None: b1 (E, 2h), or a pair of (E, h), or (E, h) without a
     gate; b2 (E, d). In x's dtype or float32, the last dimension contiguous. Empty slots get none.
     gate_up: "interleaved" if the columns of w1, and of b1, are gate 0, up 0, gate 1, up 1, ...; else "halves".
-    save: "minimal" keeps a, b; "paper" also V(a) * M(b) (Algorithm 1); "recompute" only x; None nothing.
+    save: "minimal" keeps a, b; "paper" also V(a) * M(b) (Algorithm 1); "recompute" only x; None nothing. "fp8" keeps
+    a, b in e4m3 with a float32 scale for each row and 128 columns of either, whatever x's dtype: 0.52 of bf16's bytes.
     token_offsets: None, or (L+1,) int32 of tokens with any number of experts each, as of `build_dispatch`; ids and
     weights are then (P,).
     weights_on: "output" as above, or "input" for experts of weight * x, as in Llama 4; x is not copied for it. Not with

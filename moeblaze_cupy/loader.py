@@ -24,6 +24,7 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
 SHAPE_INDEPENDENT = (
     *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
+    "saved_fp8.cu",
     *SELECTIONS,
 )
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
@@ -104,6 +105,7 @@ def gemm_variant(
     bias: str | None = None,
     weights_on_input: bool = False,
     fp8: bool = False,
+    fp8_saved: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
@@ -114,6 +116,7 @@ def gemm_variant(
     up columns alternate in w1 and in the first layer. bias: the dtype of what a product in forward adds, if it does.
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
     fp8: the operands of a grouped GEMM on Hopper are e4m3, the weight contiguous along what is summed over.
+    fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -161,6 +164,8 @@ def gemm_variant(
             "CLUSTER_CTAS": 2 if clusters and not to_tokens else 1,
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
         }
+        if fp8_saved and epilogue != "STORE":
+            macros |= {"FP8_SAVED": 1}
     if fp8:
         scales = 2 if gated and entry.startswith("up") else 1
         macros |= {"WGMMA": "wgmma_e4m3", "OPERAND": "e4m3", "B_K_CONTIGUOUS": 1, "EXPERT_SCALES": scales}
@@ -210,6 +215,7 @@ def variants(
     biases: Sequence[str | None] = (None,),
     weights_on: Sequence[str] = ("output",),
     precisions: Sequence[str | None] = (None,),
+    fp8_saved: bool = False,
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
 
@@ -218,6 +224,7 @@ def variants(
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
     layers without, or several of these. weights_on: "output", "input" or both. precisions: "fp8" adds the products of
     e4m3 in bfloat16 layers with gate_up="halves", on Hopper.
+    fp8_saved: also those of save="fp8".
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
     entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
@@ -240,8 +247,11 @@ def variants(
             split_k,
             weights_on_input,
             fp8,
-        ) in itertools.product(weights_dtypes, totals, either, either, either, either, on_input, fp8s):
-            if stored_y_swi and (weights_on_input or fp8):  # then down_bwd reads no y_swi
+            in_fp8,
+        ) in itertools.product(
+            weights_dtypes, totals, either, either, either, either, on_input, fp8s, (False, True)[: 1 + fp8_saved]
+        ):
+            if stored_y_swi and (weights_on_input or fp8 or in_fp8):  # then down_bwd reads no y_swi
                 continue
             variant = gemm_variant(
                 entry,
@@ -261,6 +271,7 @@ def variants(
                 bias=None if weights_on_input and entry == "up_fwd" else bias_dtype,
                 weights_on_input=weights_on_input,
                 fp8=fp8,
+                fp8_saved=in_fp8,
             )
             found[variant] = None
         if bias_dtype is not None:

@@ -20,7 +20,7 @@ from moeblaze_cupy.arrays import ITEMSIZE
 from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions, is_gated
 
 INDEX_BYTES = 4  # the index lists are int32
-POLICIES = ("recompute", "minimal", "paper", None)
+POLICIES = ("recompute", "fp8", "minimal", "paper", None)
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,11 @@ def _first_layer(s: LayerShape, name: str) -> Term:
     return Term(name, f"g*{s.rows}*h*b", s.g * s.R * s.h * s.b)
 
 
+def _first_layer_in_fp8(s: LayerShape, name: str) -> Term:
+    formula = f"16*ceil(g*{s.rows}*h/16) + 4*g*{s.rows}*ceil(h/{launch_config.GROUP_COLUMNS})"
+    return Term(name, formula, launch_config.saved_fp8(s.R, s.h, s.g).nbytes)
+
+
 def _per_slot(s: LayerShape, name: str) -> Term:
     return Term(name, f"{s.rows}*h*b", s.R * s.h * s.b)
 
@@ -173,9 +178,11 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     """This package's layer under a save policy; None is inference, which keeps nothing.
 
     saved: x and the index lists, with the GEMMs' row tiles and order of experts; "minimal" adds the first layer
-    (a, b), "paper" also y_swi = act(a) * b.
-    forward: y_swi, unless it is saved, and a panel of expert outputs.
-    backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. The
+    (a, b), "fp8" these in e4m3, "paper" also y_swi = act(a) * b.
+    forward: y_swi, unless it is saved, and a panel of expert outputs. Portable kernels make the first layer in its own
+    dtype before it becomes e4m3.
+    backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. That
+    of one in e4m3 is new memory. The
     weighted y_swi (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
     max_slots bounds every buffer in expert order but the index lists; their row tiles are for L*k slots too.
@@ -193,6 +200,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     first_layer = (_first_layer(s, "first layer a, b" if s.g == 2 else "first layer a"),)
     y_swi = (_per_slot(s, "y_swi = act(a) * b" if s.g == 2 else "y_swi = act(a)"),)
     kept_first_layer = first_layer if save in ("minimal", "paper") else ()
+    if save == "fp8":
+        kept_first_layer = (_first_layer_in_fp8(s, f"{first_layer[0].name} in e4m3"),)
     kept_y_swi = y_swi if save == "paper" else ()
     new_y_swi = () if kept_y_swi else y_swi
 
@@ -207,6 +216,8 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         formula = f"4*{s.rows}*(ceil(h/{columns}) + ceil(d/{width}))"
     partial_sums = (Term("partial sums of dweights", formula, 4 * s.R * parts),) if s.has_weights else ()
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)
+    if save == "fp8":
+        recomputed = (_first_layer(s, "gradient of the first layer"),)
     weighted = () if kept_y_swi else (_per_slot(s, "weighted y_swi, for dw2"),)
     row_weights = Term("router weights by row", f"4*{s.rows}", 4 * s.R)
     columns_of_dw1 = (s.g * s.h, 1) if s.gate_up == "interleaved" else (s.h, s.g)  # of each of its halves
@@ -216,7 +227,10 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     by_row = (_slots_by_row(s),) if s.options.unreduced else ()
     return Plan(
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_y_swi),
-        forward=((*new_y_swi, *_panels(s, not kept_y_swi, s.options.unreduced)),),
+        forward=(
+            (*new_y_swi, *_panels(s, not kept_y_swi, s.options.unreduced)),
+            *(((*new_y_swi, *first_layer),) if save == "fp8" and not s.on_hopper else ()),
+        ),
         backward=(
             (*recomputed, *weighted, row_weights, *by_row, *partial_sums, *dweights, *db2),
             (*recomputed, *weighted, *by_row, *dweights, *db2, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),

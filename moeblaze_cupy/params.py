@@ -297,6 +297,13 @@ _TABLES = {
             int32=("rows", "columns", "halves", "splits", "accumulate"),
         ),
     },
+    "saved_fp8.cu": {
+        "": Params(
+            "SavedFp8Params<float>",
+            pointers=("first_layer", "expert_token_offsets", "saved"),
+            int32=("num_rows", "num_experts", "columns", "halves", "interleaved"),
+        ),
+    },
     "selection.cu": {
         "columns_count": Params(
             "ColumnsCountParams<float>",

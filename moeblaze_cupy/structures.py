@@ -52,7 +52,7 @@ FORMS = {
 }
 MAX_CONSTANTS = 2  # of an activation; fields of the kernels' parameters
 
-SAVE_POLICIES = ("minimal", "paper", "recompute", None)
+SAVE_POLICIES = ("minimal", "fp8", "paper", "recompute", None)
 GATED_ACTIVATIONS = tuple(name for name, form in FORMS.items() if form.gated)
 PLAIN_ACTIVATIONS = tuple(name for name, form in FORMS.items() if not form.gated)
 ACTIVATIONS = GATED_ACTIVATIONS + PLAIN_ACTIVATIONS
@@ -309,6 +309,7 @@ def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], 
     """Whether a backward for the gradients `needs` overwrites what was saved.
 
     The first layer makes room for its own gradient, y_swi for the operand of w2's; a recomputed first layer is no loss.
+    has_first_layer: and it is not in e4m3, where its gradient has no room.
     The CPU overwrites nothing, but counts the same backwards, so that code that runs there runs on CUDA too.
     """
     overwrites_first_layer = has_first_layer and not {"x", "w1", "b1"}.isdisjoint(needs)
@@ -328,7 +329,9 @@ class SavedForBackward:
     w1: Any  #: (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
     w2: Any  #: (E, h, d)
     index: DispatchIndices
-    first_layer: Any  #: (R, 2h): a, b in the order of w1's columns, or (R, h) if not gated; None if recomputed
+    #: (R, 2h): a, b in the order of w1's columns, or (R, h) if not gated; None if recomputed; with save="fp8" the bytes
+    #: (uint8) of `launch_config.saved_fp8`
+    first_layer: Any
     y_swi: Any  #: (R, h), R being L*k or max_slots: V(a) * M(b); None unless save="paper"
     activation: str | Activation
     save: str
@@ -337,6 +340,11 @@ class SavedForBackward:
     b2: Any = None  #: (E, d); None without a bias
     gate_up: str = "halves"  #: order of w1's columns in gated layers
     slots: SlotOptions = PLAIN_SLOTS
+
+    @property
+    def is_overwritable(self) -> bool:
+        """Whether backward may put the first layer's gradient in its place."""
+        return self.first_layer is not None and self.save != "fp8"
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -371,8 +379,8 @@ class Fp8Weights:
 
     A product in e4m3 reads its right operand along the dimension that it sums over, so each weight is here twice, with
     the same numbers. All arrays are C-contiguous. E4m3 is uint8 in NumPy and CuPy, float8_e4m3fn in torch; a weight is
-    its e4m3 number times the scale of its expert, and of its half of w1. Columns of w1 keep the order of the layer's w1,
-    a pair (gate, up) lies side by side. With gate_up="interleaved" both halves have the same scale.
+    its e4m3 number times the scale of its expert, and of its half of w1. Columns of w1 keep the order of the layer's
+    w1, a pair (gate, up) lies side by side. With gate_up="interleaved" both halves have the same scale.
     """
 
     w1: Any  #: (E, d, 2h), or (E, d, h) without a gate: for up_bwd, which sums over h

@@ -19,7 +19,7 @@ from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.structures import activation_of, is_gated
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
-GROUP = launch_config.SCALE_COLUMNS
+GROUP = launch_config.GROUP_COLUMNS
 DTYPES = {"uint8": np.uint8, "bfloat16": BF16, "float32": np.float32}
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, biases, grouped_gemm, panels
+from moeblaze_cupy.ops import aggregation, biases, grouped_gemm, panels, saved_fp8
 from moeblaze_cupy.ops.biases import Bias, BiasBwd
-from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout
+from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout
 from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_of_slots
 from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
@@ -45,7 +45,7 @@ class Backward:
     up_bias: Bias | None
     up_bias_gradient: Bias | None
     down_bias: Bias | None
-    first_layer: Shape | None  # computed again
+    first_layer: Shape | None  # computed again, or from e4m3 in memory of its own
     first_layer_grad: Shape | None  # new memory; None if it takes the first layer's place
     weighted_y_swi: Shape | None  # new memory; None if it takes y_swi's place, or is not needed
     consumes: bool  # what was saved is overwritten
@@ -65,6 +65,7 @@ class Backward:
     reads_y_swi: bool  # it is the operand of w2's gradient as it was saved
     stored_y_swi: bool  # down_bwd reads it
     scales_slots: bool  # the sum over slots takes the router weights, for identity experts
+    dequantize_saved: Launch | None  # where down_bwd cannot read e4m3
     weights_on_output: bool  # there are any, and they scale the rows of grad_out
     defers_weights: bool
 
@@ -121,16 +122,20 @@ def configure_backward(
     up_bias_gradient = None
     first_layer_shape = (R, h * (1 + gated))
     needs_first_layer_grad = not {"x", "w1", "b1"}.isdisjoint(needs)
-    in_place = first_layer is None or not keep_saved
+    x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
+    in_fp8 = first_layer is not None and first_layer.dtype == "uint8"
+    overwritable = None if in_fp8 else first_layer
+    is_portable = grouped_gemm.config_of("down_bwd", grad_rows, down, h, d, activation, limits)[0].tier == "sm80"
+    is_made_anew = first_layer is None or (in_fp8 and is_portable)
+    in_place = is_made_anew or not (keep_saved or in_fp8)
     reads_y_swi = slots.on_input and "w2" in needs and y_swi is not None  # no weight is to be put on it
     takes_y_swi = "w2" in needs and y_swi is not None and (in_place or reads_y_swi)
-    consumes = is_consumed(first_layer is not None, y_swi is not None, needs, keep_saved)
+    consumes = is_consumed(overwritable is not None, y_swi is not None, needs, keep_saved)
 
     def misaligned(layout: Layout | None) -> int:
         return 0 if layout is None else layout.misalignment
 
-    x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
-    first_rows = Operand(dtype, first_layer_shape[1], misaligned(first_layer) if in_place else 0)
+    first_rows = Operand(dtype, first_layer_shape[1], misaligned(overwritable) if in_place else 0)
     y_rows = Operand(dtype, h, misaligned(y_swi) if takes_y_swi else 0)
     launches: dict[str, Any] = {}
     further_parts, on_output = 0, weights is not None and not slots.on_input
@@ -160,6 +165,9 @@ def configure_backward(
                 bias=up_bias,
                 result_ld=0,
             )
+        if in_fp8 and is_made_anew:
+            layout = dtype, h, 1 + gated, interleaved
+            launches["dequantize_saved"] = saved_fp8.configure("dequantize", index, *layout, limits)
         down_bwd = grouped_gemm.configure(
             "down_bwd",
             index,
@@ -175,6 +183,7 @@ def configure_backward(
             wants_partial_sums="weights" in needs,
             further_parts=further_parts,
             weights_on_input=slots.on_input,
+            fp8_saved=in_fp8 and not is_made_anew,
         )
         launches["down_bwd"] = down_bwd
         if down_bwd.partial_sums and weights is not None:
@@ -209,7 +218,7 @@ def configure_backward(
         up_bias,
         up_bias_gradient,
         down_bias,
-        first_layer_shape if first_layer is None and beyond_b2 else None,
+        first_layer_shape if is_made_anew and beyond_b2 else None,
         first_layer_shape if needs_first_layer_grad and not in_place else None,
         (R, h) if "w2" in needs and not takes_y_swi else None,
         consumes,
@@ -229,6 +238,7 @@ def configure_backward(
         reads_y_swi,
         y_swi is not None and not slots.on_input,
         slots.identity_experts > 0,
+        launches.get("dequantize_saved"),
         on_output,
         defers_weights,
     )
@@ -295,7 +305,9 @@ def moe_backward(
     grad_weights = run.empty(steps.index.slots_shape, steps.weights_dtype) if "weights" in steps.needs else None
     recomputed = run.empty(steps.first_layer, steps.dtype) if steps.first_layer else None
     if recomputed:
-        first_layer = recomputed.ptr
+        in_e4m3, first_layer = first_layer, recomputed.ptr
+        if steps.dequantize_saved:
+            run.launch(steps.dequantize_saved, first_layer, index[EXPERT_TOKEN_OFFSETS], in_e4m3)
         if steps.up_fwd:
             bias = steps.up_bias.halves(b1_gate, b1_up) if steps.up_bias else (0, 0)
             grouped_gemm.gemm(run, steps.up_fwd, index, x, w1, first_layer=first_layer, bias=bias)

@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels
+from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels, saved_fp8
 from moeblaze_cupy.ops.aggregation import Source
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import (
@@ -56,6 +57,7 @@ class Forward:
     dispatch: Dispatch
     dtype: str
     first_layer: Shape | None  # saved: a then b; None if it is not kept
+    first_layer_dtype: str
     y_swi: Shape
     out: Shape
     up: Weight
@@ -67,6 +69,8 @@ class Forward:
     weights_by_row: Launch | None = None  # where router weights scale the experts' input
     slots_by_row: Launch | None = None  # where rows go straight to their slots
     scales_slots: bool = True  # the sums over slots take the router weights, of identity experts at least
+    quantize_saved: Launch | None = None  # where up_fwd writes a first layer, to be kept in e4m3, in `dtype`
+    unquantized: Shape = ()  # of that
 
     @functools.cached_property
     def cleared_bytes(self) -> int:
@@ -99,11 +103,14 @@ def configure_forward(
     num_tokens = L if ragged else None
     steps = dispatch.configure(ids._replace(device=0), E, limits, num_tokens, slots.identity_experts, max_slots)
     index, R = steps.index, steps.index.num_rows
-    first_layer = (R, h * (1 + is_gated(activation))) if save in ("minimal", "paper") else None
+    halves, in_fp8 = 1 + is_gated(activation), save == "fp8"
+    first_layer: Shape | None = (R, h * halves) if save in ("minimal", "paper") else None
+    if in_fp8:
+        first_layer = (launch_config.saved_fp8(R, h, halves).nbytes,)
     interleaved = gate_up == "interleaved"
     up, down = Weight.of(w1, half_columns(w1, h, activation, interleaved)), Weight.of((w2,))
     up_bias = Bias.of(b1, half_columns(b1, h, activation, interleaved)) if b1 else None
-    up_fwd = down_fwd = weights_by_row = slots_by_row = None
+    up_fwd = down_fwd = weights_by_row = slots_by_row = quantize_saved = None
     if L and R:
         a = Operand(dtype, d, x.misalignment)
         up_fwd = grouped_gemm.configure(
@@ -119,7 +126,10 @@ def configure_forward(
             bias=up_bias,
             result_ld=h,
             weights_on_input=slots.on_input,
+            fp8_saved=in_fp8,
         )
+        if in_fp8 and up_fwd.tier == "sm80":
+            quantize_saved = saved_fp8.configure("quantize", index, dtype, h, halves, interleaved, limits)
         down_fwd = panels.configure(
             "down_fwd",
             index.by_slot if slots.unreduced else index,
@@ -141,7 +151,10 @@ def configure_forward(
     out = (*index.slots_shape, d) if slots.unreduced else (L, d)
     launches = up_fwd, down_fwd, save == "paper", weights_by_row, slots_by_row
     scales_slots = not slots.on_input or slots.identity_experts > 0
-    return Forward(steps, dtype, first_layer, (R, h), out, up, down, up_bias, *launches, scales_slots)
+    kept = first_layer, "uint8" if in_fp8 else dtype
+    return Forward(
+        steps, dtype, *kept, (R, h), out, up, down, up_bias, *launches, scales_slots, quantize_saved, (R, h * halves)
+    )
 
 
 def identity_rows(rows: Layout, weights: Layout | None, slots: SlotOptions) -> Source | None:
@@ -184,10 +197,14 @@ def moe_forward(
     if steps.weights_by_row:
         row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
         run.launch(steps.weights_by_row, weights, index[TOKEN_INDEX_MAP], row_weights.ptr)
-    first_layer = run.empty(steps.first_layer, steps.dtype) if steps.first_layer else None
+    first_layer = run.empty(steps.first_layer, steps.first_layer_dtype) if steps.first_layer else None
     y_swi = run.empty(steps.y_swi, steps.dtype)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
+        unquantized = None
+        if steps.quantize_saved:
+            unquantized = run.empty(steps.unquantized, steps.dtype)
+            first_layer_ptr = unquantized.ptr
         row_weights_ptr = row_weights.ptr if row_weights else 0
         bias = steps.up_bias.halves(b1_gate, b1_up) if steps.up_bias else (0, 0)
         grouped_gemm.gemm(
@@ -201,6 +218,10 @@ def moe_forward(
             weights=row_weights_ptr,
             bias=bias,
         )
+        if steps.quantize_saved and unquantized and first_layer:
+            offsets = index[EXPERT_TOKEN_OFFSETS]
+            run.launch(steps.quantize_saved, unquantized.ptr, offsets, first_layer.ptr)
+        del unquantized
     del row_weights
     out = out or run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:

@@ -215,6 +215,7 @@ def configure(
     weights_dtype: str | None = None,
     weights_on_input: bool = False,
     why_panels: tuple[str, ...] = (),
+    fp8_saved: bool = False,
 ) -> Gemm:
     """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
 
@@ -222,7 +223,8 @@ def configure(
     further_parts: of the partial sums, for others to write. result_ld: elements between the rows of `result`.
     to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of `weights_dtype` if
     that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd.
-    why_panels: sentences for `Launch.why`.
+    why_panels: sentences for `Launch.why`. fp8_saved: Hopper's kernel keeps or reads the first layer in e4m3; the
+    portable one leaves that to `ops.saved_fp8`.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_rows, False, False
@@ -254,6 +256,7 @@ def configure(
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     options["fp8"] = a.is_fp8
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
+    options |= {"fp8_saved": fp8_saved}
     if to_tokens and weights_dtype is not None:
         options["weights_dtype"] = weights_dtype
     tiles = Tiles(launch_config.TILE_ROWS, config.tile_columns, column_tiles * index.max_row_tiles, at_most=True)

@@ -7,6 +7,7 @@ import numpy as np
 
 from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.reference.dispatch import dispatch
+from moeblaze_cupy.reference.fp8 import first_layer_of, save_first_layer
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
 from moeblaze_cupy.structures import (
     IDENTITY,
@@ -193,8 +194,8 @@ def moe_forward(
     w2       (E, h, d); w1 and w2 in any memory order, used in place
     b1, b2   any float dtype or None: b1 in the form of w1 without d, or a pair of (E, h); b2 (E, d)
     gate_up  "interleaved": columns of w1 and b1 are gate 0, up 0, gate 1, up 1, ..., and so are those of first_layer
-    save     what to keep for backward: "minimal" the first layer, "paper" also y_swi (Algorithm 1, line 11),
-             "recompute" neither, None nothing at all
+    save     what to keep for backward: "minimal" the first layer, "fp8" that in e4m3, "paper" also y_swi (Algorithm 1,
+             line 11), "recompute" neither, None nothing at all
     token_offsets     (L+1,) int32: ids and weights are (P,), pairs as of `dispatch`
     weights_on        "input": E_e(weight * x) without a weight on the output; b1 is None then
     unreduced         the outputs of each slot, (L, k, d) or (P, d), without weights, which are None if not on the input
@@ -220,7 +221,7 @@ def moe_forward(
     row_weights = _row_weights(weights, index, compute) if slots.on_input else None  # (R, 1)
 
     first_layer = y_swi = None
-    if save in ("minimal", "paper"):
+    if save in ("minimal", "fp8", "paper"):
         first_layer = np.zeros((num_rows, h * len(w1_parts)), x.dtype)  # (R, 2h) or (R, h)
     if save == "paper":
         y_swi = np.zeros((num_rows, h), x.dtype)  # (R, h)
@@ -251,6 +252,8 @@ def moe_forward(
         out = cast(_sum_over_slots(expert_out, index, scale, _source(x, slots, compute)), x.dtype)  # (L, d)
     if save is None:
         return out, None
+    if save == "fp8":
+        first_layer = save_first_layer(first_layer, h, gate_up == "interleaved")
     kept = first_layer, y_swi, activation, save
     return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots)
 
@@ -294,6 +297,9 @@ def moe_backward(
     w1_totals, b1_totals = (_parts(totals[name], activation, gate_up) if name in needs else () for name in ("w1", "b1"))
     grad_x_rows: Any = np.empty((num_rows, x.shape[1]), compute) if "x" in needs else None  # (R, d)
     grad_row_weights = np.empty(num_rows, compute)  # (R,)
+    kept = saved.first_layer
+    if saved.save == "fp8":
+        kept = first_layer_of(kept, num_rows, w2.shape[1], len(w1_parts), gate_up == "interleaved")  # (R, 2h) or (R, h)
     slots, weights = saved.slots, saved.weights
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     present = positions >= 0  # (L*k,)
@@ -306,10 +312,10 @@ def moe_backward(
 
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
-        if saved.first_layer is None:
+        if kept is None:
             ab = _first_layer(x_rows, w1_parts, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
         else:
-            ab = cast(saved.first_layer[rows], compute)  # (n, 2h) or (n, h)
+            ab = cast(kept[rows], compute)  # (n, 2h) or (n, h)
         scale = row_weights[rows]  # (n, 1)
         scaled = ab * scale if slots.on_input else ab  # (n, 2h) or (n, h)
         (V, V_slope), (M, M_slope) = activate(*_halves(scaled, activation, gate_up), activation)  # (n, h) each, line 24

@@ -46,7 +46,7 @@ struct Context {
 
 struct Index { unsigned x, y, z; };
 struct Range { unsigned char *begin, *end; };
-struct Copy { unsigned group, extent; unsigned char *dst, data[16]; };  // a cp.async that no wait has retired
+struct Copy { unsigned group, size; unsigned char *dst, data[16]; };  // a cp.async that no wait has retired
 using Complete = void (*)(void* const* operands, unsigned lanes);
 
 struct Launch {  // mirrored by the Python driver

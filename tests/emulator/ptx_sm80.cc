@@ -25,18 +25,15 @@ unsigned char* shared_at(unsigned address, unsigned bytes, const char* what, con
     return dynamic_shared + address;
 }
 
-void start_copy(unsigned char* dst, const void* src, unsigned bytes, unsigned extent) {
-    Copy copy = {current->commits, extent, dst, {}};
+void start_copy(unsigned char* dst, const void* src, unsigned bytes, unsigned size) {
+    Copy copy = {current->commits, size, dst, {}};
     if (bytes) memcpy(copy.data, src, bytes);
-    memset(dst, 0xff, extent);
+    memset(dst, 0xff, size);
     current->copies.push_back(copy);
 }
 
 void land(Fibre& thread, size_t count) {
-    for (size_t i = 0; i < count; ++i) {
-        const Copy& copy = thread.copies[i];
-        memcpy(in_block(*thread.block, copy.dst), copy.data, copy.extent);
-    }
+    for (size_t i = 0; i < count; ++i) memcpy(in_block(*thread.block, thread.copies[i].dst), thread.copies[i].data, thread.copies[i].size);
     thread.copies.erase(thread.copies.begin(), thread.copies.begin() + count);
     thread.landed += count;
 }

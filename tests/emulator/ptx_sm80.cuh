@@ -16,8 +16,7 @@ constexpr unsigned STATIC = 1 << 20;
 // `bytes` of the running block's shared memory.
 unsigned char* shared_at(unsigned address, unsigned bytes, const char* what, const void* pc = here());
 
-// Until a wait. The destination has `extent` bytes, of which those past `bytes` become zeros.
-void start_copy(unsigned char* dst, const void* src, unsigned bytes, unsigned extent = 16);
+void start_copy(unsigned char* dst, const void* src, unsigned bytes, unsigned size = 16);  // until a wait
 void land(Fibre& thread, size_t count);                                // its first copies
 void wait_for_copies(unsigned left);                                   // until so many groups are under way at most
 
@@ -51,6 +50,15 @@ __device__ __forceinline__ void cp_async_16(unsigned dst_shared, const void* src
     unsigned char* const dst = cuemu::shared_at(dst_shared, 16, "cp_async_16");
     cuemu::check_global(src, src_bytes, 16, "cp_async_16");
     cuemu::start_copy(dst, src, src_bytes);
+}
+
+template <int BYTES>
+__device__ __forceinline__ void cp_async_small(unsigned dst_shared, const void* src, unsigned src_bytes) {
+    static_assert(BYTES == 4 || BYTES == 8);
+    if (src_bytes > BYTES) CUEMU_FAIL("cp_async_small: src_bytes is %u of %d", src_bytes, BYTES);
+    unsigned char* const dst = cuemu::shared_at(dst_shared, BYTES, "cp_async_small");
+    cuemu::check_global(src, src_bytes, BYTES, "cp_async_small");
+    cuemu::start_copy(dst, src, src_bytes, BYTES);
 }
 
 __device__ __forceinline__ void cp_async_commit() { ++cuemu::current->commits; }
@@ -97,7 +105,37 @@ static inline unsigned fp16_bits(float v) {
     return sign | ((bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13);
 }
 
+// By the nearest of all 127 magnitudes, of two the even one.
+static inline unsigned e4m3_bits(float v) {
+    if (v != v) return 0x7f;
+    const auto magnitude = [](unsigned bits) {
+        return bits < 8 ? double(bits) / 512 : (1 + (bits & 7) / 8.) * std::ldexp(1., int(bits >> 3) - 7);
+    };
+    const double wanted = v < 0 ? -double(v) : double(v);
+    unsigned best = 0;
+    for (unsigned bits = 1; bits < 0x7f; ++bits) {
+        const double gained = std::abs(magnitude(best) - wanted) - std::abs(magnitude(bits) - wanted);
+        if (gained > 0 || (gained == 0 && bits % 2 == 0)) best = bits;
+    }
+    if (wanted > 448) best = 0x7e;
+    return best | (__float_as_uint(v) >> 24 & 0x80u);
+}
+
 }  // namespace cuemu
+
+__device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
+    return static_cast<unsigned short>(cuemu::e4m3_bits(low) | cuemu::e4m3_bits(high) << 8);
+}
+
+__device__ __forceinline__ float2 cvt_f32x2_from_e4m3x2(unsigned short bits) {
+    const auto value = [](unsigned byte) {
+        const unsigned e = byte >> 3 & 15, m = byte & 7;
+        const float v = (byte & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu)
+                                              : e ? (8 + m) * std::ldexp(1.f, int(e) - 10) : m * 0x1p-9f;
+        return byte & 0x80 ? -v : v;
+    };
+    return make_float2(value(bits & 0xff), value(bits >> 8));
+}
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     cuemu::MmaOperand mine = {d, a, {b0, b1}};

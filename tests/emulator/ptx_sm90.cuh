@@ -46,7 +46,6 @@ void fence_products();
 void commit_products();
 void issue_product(float (*d)[4], unsigned fragments, uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
                    float (*to_float)(unsigned short));  // null: of e4m3
-unsigned e4m3_bits(float v);
 void wait_for_products(unsigned left);
 
 }  // namespace cuemu
@@ -127,16 +126,6 @@ __device__ __forceinline__ void store_shared_4(unsigned address, float v) {
     memcpy(cuemu::shared_at(address, 4, "store_shared_4"), &v, 4);
 }
 __device__ __forceinline__ void store_global_vector(void* p, uint4 v) { store_global_16(p, v); }
-
-__device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
-    return static_cast<unsigned short>(cuemu::e4m3_bits(low) | cuemu::e4m3_bits(high) << 8);
-}
-
-__device__ __forceinline__ void cp_async_4(unsigned dst_shared, const void* src) {
-    unsigned char* const dst = cuemu::shared_at(dst_shared, 4, "cp_async_4");
-    cuemu::check_global(src, 4, 4, "cp_async_4");
-    cuemu::start_copy(dst, src, 4, 4);
-}
 
 template <class T>
 __device__ __forceinline__ T* add_product(T* p, unsigned a, unsigned b) {

@@ -56,29 +56,11 @@ static void check_unchanged(const Block& of, const Product& p) {
         CUEMU_REPORT(p.pc, "wgmma: operand %c was written before the wait for the product, issued", a_changed ? 'A' : 'B');
 }
 
-// Rounded to nearest even, to +-448 beyond that; a NaN stays one.
-unsigned e4m3_bits(float v) {
-    const unsigned sign = __float_as_uint(v) >> 24 & 0x80;
-    const float magnitude = fabsf(v);
-    if (v != v) return 0x7f;
-    if (magnitude >= 448.f) return sign | 0x7e;
-    const int exponent = magnitude < 0x1p-6f ? -6 : ilogbf(magnitude);
-    const unsigned eighths = static_cast<unsigned>(rintf(scalbnf(magnitude, 3 - exponent)));  // 16: the next exponent's 8
-    return sign | (exponent + 6) * 8 + eighths;
-}
-
-static float from_e4m3(unsigned char bits) {
-    const unsigned exponent = bits >> 3 & 15, mantissa = bits & 7;
-    const float magnitude = exponent == 0 ? mantissa * 0x1p-9f : scalbnf(8 + mantissa, static_cast<int>(exponent) - 10);
-    const float value = (bits & 0x7f) == 0x7f ? __builtin_nanf("") : magnitude;
-    return bits & 0x80 ? -value : value;
-}
-
 // Lines of 32 e4m3. Sums are of fp32: the tensor cores keep fewer bits.
 static void multiply_e4m3(Product& p) {
     static const auto* const table = [] {
         static float values[256];
-        for (unsigned bits = 0; bits < 256; ++bits) values[bits] = from_e4m3(static_cast<unsigned char>(bits));
+        for (unsigned bits = 0; bits < 256; ++bits) values[bits] = cvt_f32x2_from_e4m3x2(static_cast<unsigned short>(bits)).x;
         return values;
     }();
     static float b[32][256];

@@ -1,0 +1,82 @@
+// E4m3 with fp32 scales: a number is its e4m3 number times the scale of its group. scale = amax / 448, amax being the largest
+// magnitude of the group, and e4m3 = v * (448 / amax), rounded to nearest even. A group of zeros has the scale 1. An infinity
+// makes all of its group NaN. A NaN stays where it is.
+#pragma once
+#include "common.cuh"
+
+constexpr float E4M3_MAX = 448.f;
+constexpr float MIN_AMAX = 0x1p-100f;  // below it 448 / amax would overflow
+
+struct Scaling {
+    float scale, factor;  // to multiply e4m3 numbers with, and numbers before they become e4m3
+};
+__device__ __forceinline__ Scaling scaling_of(float amax) {
+    if (amax == 0.f) return {1.f, 1.f};
+    const float divisor = fmaxf(amax, MIN_AMAX);
+    return {divisor / E4M3_MAX, E4M3_MAX / divisor};
+}
+
+// fmaxf drops a NaN.
+template <int N>
+__device__ __forceinline__ float amax_of(const float (&v)[N]) {
+    float amax = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) amax = fmaxf(amax, fabsf(v[i]));
+    return amax;
+}
+
+// The largest of each of N numbers over groups of LANES lanes: lane l of a group has that of number l / (LANES / N).
+template <int LANES, int N>
+__device__ __forceinline__ float largest(const float (&v)[N]) {
+    constexpr int STEP = LANES / 2;
+    constexpr unsigned ALL = 0xffffffffu;
+    if constexpr (N == 1) {
+        float found = v[0];
+#pragma unroll
+        for (int step = STEP; step > 0; step >>= 1) found = fmaxf(found, __shfl_xor_sync(ALL, found, step));
+        return found;
+    } else {
+        const bool second = threadIdx.x & STEP;
+        float kept[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            const float own = second ? v[i + N / 2] : v[i], other = second ? v[i] : v[i + N / 2];
+            kept[i] = fmaxf(own, __shfl_xor_sync(ALL, other, STEP));
+        }
+        return largest<STEP>(kept);
+    }
+}
+
+// Numbers with even index times the first factor, with odd index times the second, as e4m3.
+__device__ __forceinline__ uint2 pack_e4m3(const float (&v)[8], float even, float odd) {
+    unsigned words[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        words[i] = cvt_e4m3x2(v[4 * i] * even, v[4 * i + 1] * odd) |
+                   static_cast<unsigned>(cvt_e4m3x2(v[4 * i + 2] * even, v[4 * i + 3] * odd)) << 16;
+    return make_uint2(words[0], words[1]);
+}
+__device__ __forceinline__ void unpack_e4m3(float (&v)[8], unsigned low, unsigned high) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const unsigned word = i < 2 ? low : high;
+        const float2 pair = cvt_f32x2_from_e4m3x2(static_cast<unsigned short>(word >> i % 2 * 16));
+        v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+    }
+}
+
+// The first layer as save="fp8" keeps it: (R, HALVES * columns) e4m3 in the order of w1's columns, and from the next multiple of 16
+// bytes on (R, groups, HALVES) fp32, the scales of each row and GROUP_COLUMNS columns of a half. R is num_rows.
+template <int HALVES>
+struct SavedScales {
+    float* const first;
+    const unsigned groups;
+
+    __device__ __forceinline__ SavedScales(unsigned char* saved, int num_rows, int columns)
+        : first(reinterpret_cast<float*>(saved + (int64(num_rows) * (HALVES * columns) + 15) / 16 * 16)),
+          groups((columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS) {}
+    // column: of a half.
+    __device__ __forceinline__ float* at(unsigned row, unsigned column) const {
+        return first + (static_cast<unsigned long long>(row) * groups + column / GROUP_COLUMNS) * HALVES;
+    }
+};

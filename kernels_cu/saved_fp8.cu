@@ -1,0 +1,72 @@
+// The first layer between its own dtype and what save="fp8" keeps of it (fp8.cuh), for the portable GEMMs. Hopper's write and
+// read e4m3 themselves.
+//
+// Launch: grids of any size, WARPS warps per block. A warp takes GROUP_COLUMNS columns of a row at a time, of all halves.
+#include "fp8.cuh"
+
+#if !defined(WARPS) || !defined(GROUP_COLUMNS)
+#error "WARPS and GROUP_COLUMNS are given by launch_config.py"
+#endif
+
+template <class T>
+struct SavedFp8Params {
+    T* first_layer;                   // (R, halves * columns) T, into quantize_saved, out of dequantize_saved
+    const int* expert_token_offsets;  // (E+1,) int32, in: the last says how many rows there are
+    unsigned char* saved;             // see fp8.cuh; out of quantize_saved, into dequantize_saved
+    int num_rows, num_experts, columns;
+    int halves;       // 2 if gated
+    int interleaved;  // not 0: columns of both halves alternate
+};
+
+constexpr int LANE_VALUES = GROUP_COLUMNS / 32;
+
+// use(element, valid, scale): the indices of a lane's elements in a group, and where the group's scale is.
+template <class T, class Use>
+__device__ void for_each_group(const SavedFp8Params<T>& p, Use use) {
+    const int64 rows = p.expert_token_offsets[p.num_experts], ld = int64(p.halves) * p.columns;
+    const int groups = (p.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, step = p.interleaved ? p.halves : 1;
+    float* const scales = reinterpret_cast<float*>(p.saved + (int64(p.num_rows) * ld + 15) / 16 * 16);
+    for (int64 i = blockIdx.x * int64(WARPS) + threadIdx.x / 32; i < rows * groups; i += gridDim.x * int64(WARPS)) {
+        const int column = static_cast<int>(i % groups) * GROUP_COLUMNS + threadIdx.x % 32;
+        for (int half = 0; half < p.halves; ++half) {
+            const int64 first = i / groups * ld + half * int64(p.interleaved ? 1 : p.columns) + int64(column) * step;
+            use(first, 32 * step, (p.columns - column + 31) / 32, scales + i * p.halves + half);
+        }
+    }
+}
+
+template <class T>
+__device__ void quantize_saved(const SavedFp8Params<T>& p) {
+    for_each_group(p, [&](int64 first, int step, int valid, float* scale) {
+        float v[LANE_VALUES];
+#pragma unroll
+        for (int j = 0; j < LANE_VALUES; ++j) v[j] = j < valid ? to_float(p.first_layer[first + j * step]) : 0.f;
+        const float mine[1] = {amax_of(v)};
+        const Scaling scaling = scaling_of(largest<32>(mine));
+#pragma unroll
+        for (int j = 0; j < LANE_VALUES; ++j)
+            if (j < valid) p.saved[first + j * step] = static_cast<unsigned char>(cvt_e4m3x2(v[j] * scaling.factor, 0.f));
+        if (threadIdx.x % 32 == 0) *scale = scaling.scale;
+    });
+}
+
+template <class T>
+__device__ void dequantize_saved(const SavedFp8Params<T>& p) {
+    for_each_group(p, [&](int64 first, int step, int valid, const float* scale) {
+        const float factor = *scale;
+#pragma unroll
+        for (int j = 0; j < LANE_VALUES; ++j)
+            if (j < valid) store_one(p.first_layer + first + j * step, cvt_f32x2_from_e4m3x2(p.saved[first + j * step]).x * factor);
+    });
+}
+
+#define SAVED_FP8_ENTRIES(SUFFIX, T)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize_saved_##SUFFIX(const SavedFp8Params<T> p) {                 \
+        quantize_saved(p);                                                                                                        \
+    }                                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize_saved_##SUFFIX(const SavedFp8Params<T> p) {               \
+        dequantize_saved(p);                                                                                                      \
+    }
+SAVED_FP8_ENTRIES(bfloat16, bf16)
+SAVED_FP8_ENTRIES(float16, fp16)
+SAVED_FP8_ENTRIES(float32, float)

@@ -1,0 +1,82 @@
+"""Numbers in e4m3 with float32 scales, as kernels_cu/fp8.cuh has them.
+
+A number is its e4m3 number times the scale of its group: scale = amax / 448, amax being the group's largest magnitude
+and at least 2^-100, and e4m3 = v * (448 / amax), rounded to nearest even, all in float32. A group of zeros has the
+scale 1. An infinity makes all of its group NaN; a NaN stays where it is.
+"""
+
+import ml_dtypes
+import numpy as np
+
+from moeblaze_cupy import launch_config
+from moeblaze_cupy.reference.numerics import HostArray
+
+E4M3_MAX = np.float32(448)
+MIN_AMAX = np.float32(2.0**-100)
+
+
+def scaling(amax: HostArray) -> tuple[HostArray, HostArray]:
+    """Scale and factor of largest magnitudes, float32."""
+    limited = np.where(amax == 0, E4M3_MAX, np.maximum(amax, MIN_AMAX)).astype(np.float32)
+    return limited / E4M3_MAX, E4M3_MAX / limited
+
+
+def amax_over(values: HostArray, axis: int | tuple[int, ...]) -> HostArray:
+    """Of float32, without NaN; `axis` is kept."""
+    found: HostArray = np.fmax.reduce(np.abs(values), axis=axis, keepdims=True, initial=np.float32(0))
+    return found
+
+
+def to_e4m3(values: HostArray) -> HostArray:
+    """Float32 as bytes of e4m3: rounded to nearest even, beyond 448 to 448, NaN as 0x7f."""
+    rounded = np.clip(values, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(values), np.uint8(0x7F), rounded)
+
+
+def from_e4m3(stored: HostArray) -> HostArray:
+    """Bytes of e4m3 as float32."""
+    return stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def quantize(values: HostArray, axis: int | tuple[int, ...]) -> tuple[HostArray, HostArray]:
+    """Values of any float dtype as bytes of e4m3, and float32 scales with size 1 along `axis`."""
+    single = values.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # an infinity times 0
+        scale, factor = scaling(amax_over(single, axis))
+        return to_e4m3(single * factor), scale
+
+
+def _in_groups(first_layer: HostArray, h: int, interleaved: bool) -> HostArray:
+    """(R, halves * h) -> (R, groups, GROUP_COLUMNS, halves), zeros past the last column."""
+    R, columns = first_layer.shape
+    halves, groups = columns // h, launch_config.ceil_div(h, launch_config.GROUP_COLUMNS)
+    by_half = first_layer.reshape(R, h, halves) if interleaved else first_layer.reshape(R, halves, h).swapaxes(1, 2)
+    padded = np.zeros((R, groups * launch_config.GROUP_COLUMNS, halves), first_layer.dtype)
+    padded[:, :h] = by_half
+    return padded.reshape(R, groups, launch_config.GROUP_COLUMNS, halves)
+
+
+def _from_groups(grouped: HostArray, h: int, interleaved: bool) -> HostArray:
+    R, halves = len(grouped), grouped.shape[3]
+    by_half = grouped.reshape(R, -1, halves)[:, :h]
+    return (by_half if interleaved else by_half.swapaxes(1, 2)).reshape(R, halves * h)
+
+
+def save_first_layer(first_layer: HostArray, h: int, interleaved: bool) -> HostArray:
+    """(R, 2h) or (R, h) in any float dtype -> the bytes of `launch_config.saved_fp8`."""
+    R, columns = first_layer.shape
+    place = launch_config.saved_fp8(R, h, columns // h)
+    stored, scales = quantize(_in_groups(first_layer, h, interleaved), axis=2)
+    saved = np.zeros(place.nbytes, np.uint8)
+    saved[: R * columns] = _from_groups(stored, h, interleaved).reshape(-1)
+    saved[place.scales :] = np.ascontiguousarray(scales[:, :, 0]).view(np.uint8).reshape(-1)
+    return saved
+
+
+def first_layer_of(saved: HostArray, R: int, h: int, halves: int, interleaved: bool) -> HostArray:
+    """The inverse, (R, halves * h) float32."""
+    place = launch_config.saved_fp8(R, h, halves)
+    stored = _in_groups(from_e4m3(saved[: R * halves * h].reshape(R, halves * h)), h, interleaved)
+    scales = saved[place.scales :].view(np.float32).reshape(R, place.groups, 1, halves)
+    with np.errstate(invalid="ignore"):
+        return _from_groups(stored * scales, h, interleaved)

@@ -1,0 +1,105 @@
+"""save="fp8": what is kept of the first layer in e4m3, and the gradients from it, on the reference and on the emulated
+kernels of both tiers.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import test_device_code as portable
+from oracle import make_problem
+from test_device_code import DTYPES
+from test_device_experts import TIERS, on
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import launch_config, loader, reference
+
+# Activation, memory order, order of gate and up, h: groups of 128 columns that are full, and last ones that are not.
+LAYERS = [
+    ("swiglu", "row", "halves", 136),
+    ("swiglu_oai", "transposed", "interleaved", 136),
+    ("geglu", "pair", "halves", 256),
+    ("swiglu", "row", "interleaved", 264),
+    ("gelu", "row", "halves", 136),
+    ("relu2", "transposed", "halves", 328),
+]
+
+
+def parts(saved):
+    """(R, halves, h) as float64 numbers, and the scales (R, groups, halves)."""
+    (E, h, _), R = saved.w2.shape, saved.index.num_rows
+    halves = 2 if isinstance(saved.w1, tuple) or saved.w1.shape[2] == 2 * h else 1
+    place, buffer = launch_config.saved_fp8(R, h, halves), np.asarray(saved.first_layer)
+    values = buffer[: R * h * halves].view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(R, -1)
+    by_half = (
+        values.reshape(R, h, halves).swapaxes(1, 2) if saved.gate_up == "interleaved" else values.reshape(R, halves, h)
+    )
+    return by_half, buffer[place.scales :].view(np.float32).reshape(R, place.groups, halves)
+
+
+def kept_by_minimal(problem, dtype=None):
+    options = {**problem.options, "save": "minimal"}
+    _, saved = reference.moe_forward(**problem.arrays(), **options)
+    return saved
+
+
+def halves_of(saved):
+    """(R, halves, h) of a first layer that is kept as it is."""
+    R, h = saved.index.num_rows, saved.w2.shape[1]
+    both = np.asarray(saved.first_layer).astype(np.float64)
+    return both.reshape(R, h, -1).swapaxes(1, 2) if saved.gate_up == "interleaved" else both.reshape(R, -1, h)
+
+
+def test_the_reference_keeps_the_nearest_numbers():
+    problem = make_problem("swiglu", DTYPES["bfloat16"], sizes=(40, 2, 5, 40, 136))
+    _, saved = reference.moe_forward(**problem.arrays(), **problem.options, save="fp8")
+    exact = halves_of(kept_by_minimal(problem))
+    stored, scales = parts(saved)
+    assert saved.first_layer.dtype == np.uint8 and saved.nbytes == saved.index.nbytes + saved.first_layer.size
+    for first in (0, 128):
+        group, scale = exact[:, :, first : first + 128], scales[:, first // 128, :, None].astype(np.float64)
+        amax = np.abs(group).max(axis=2, keepdims=True)
+        np.testing.assert_array_equal(scale, np.where(amax == 0, 1, (amax.astype(np.float32) / np.float32(448))))
+        error = np.abs(stored[:, :, first : first + 128] * scale - group)
+        assert (error <= np.maximum(np.abs(group) * (2**-4 + 2**-20), scale * 2**-10)).all()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(("name", "order", "gate_up", "h"), LAYERS)
+def test_layer(name, order, gate_up, h, tier):
+    """Results of the reference from the very bytes that the kernels kept; these within one rounding of the reference's."""
+    problem = make_problem(name, DTYPES["bfloat16"], sizes=(40, 2, 5, 40, h), order=order, gate_up=gate_up)
+    with on(tier, seed=1) as device:
+        arrays = {key: device.put(value) for key, value in problem.arrays().items()}
+        out, saved = mb.moe_forward(**arrays, **problem.options, save="fp8")
+        device.synchronize()
+        rows = int(saved.index.expert_token_offsets[-1])
+        stored, scales = parts(saved)
+        grads = {n: g for n, g in vars(mb.moe_backward(device.put(problem.grad_out), saved)).items() if g is not None}
+        again = mb.moe_backward(device.put(problem.grad_out), saved)  # nothing was overwritten
+        minimal, _ = mb.moe_forward(**arrays, **problem.options)
+        device.synchronize()
+        fp8 = [v for _, v in loader._kernels if dict(v.macros).get("FP8_SAVED") == "1"]
+        assert len(fp8) == (2 if tier == "sm90" else 0)
+    assert not portable.differences({"out": out}, {"out": minimal})
+    assert not portable.differences(grads, vars(again))
+    exact = halves_of(kept_by_minimal(problem))[:rows]
+    by_column = np.repeat(scales[:rows].swapaxes(1, 2), 128, axis=2)[:, :, :h].astype(np.float64)
+    error = np.abs(stored[:rows] * by_column - exact)
+    assert (error <= np.maximum(np.abs(exact) * (2**-4 + 2**-8), by_column * 2**-9)).all()
+    amax = np.stack([np.abs(exact[:, :, c : c + 128]).max(axis=2) for c in range(0, h, 128)], axis=1)
+    np.testing.assert_allclose(scales[:rows], np.where(amax == 0, 1, amax / 448), rtol=2**-8)
+    host, _ = reference.moe_forward(**problem.arrays(), **problem.options, save="fp8")
+    index = reference.dispatch(problem.ids, len(problem.w2))
+    by_kernels = dataclasses.replace(
+        _, first_layer=np.array(saved.first_layer), index=index, x=problem.x, w1=problem.w1, w2=problem.w2
+    )
+    want = vars(reference.moe_backward(problem.grad_out, by_kernels))
+    for key, got in grads.items():
+        for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (got, want[key])), strict=True):
+            a, b = np.asarray(a).astype(np.float64), b.astype(np.float64)
+            assert np.linalg.norm(a - b) <= 1.5 * 2**-8 * np.linalg.norm(b), key
