@@ -106,7 +106,8 @@ __device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
     return static_cast<unsigned short>(e4m3_bits(low) | e4m3_bits(high) << 8);
 }
 __device__ __forceinline__ float cvt_f32_from_e4m3(unsigned bits) {
-    const float magnitude = (bits & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu) : __uint_as_float((bits & 0x7f) << 20) * 0x1p120f;
+    const float magnitude =
+        (bits & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu) : __uint_as_float((bits & 0x7f) << 20) * 0x1p120f;
     return bits & 0x80 ? -magnitude : magnitude;
 }
 __device__ __forceinline__ float2 cvt_f32x2_from_e4m3x2(unsigned short bits) {

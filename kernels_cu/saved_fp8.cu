@@ -56,16 +56,17 @@ __device__ void dequantize_saved(const SavedFp8Params<T>& p) {
         const float factor = *scale;
 #pragma unroll
         for (int j = 0; j < LANE_VALUES; ++j)
-            if (j < valid) store_one(p.first_layer + first + j * step, cvt_f32x2_from_e4m3x2(p.saved[first + j * step]).x * factor);
+            if (j < valid)
+                store_one(p.first_layer + first + j * step, cvt_f32x2_from_e4m3x2(p.saved[first + j * step]).x * factor);
     });
 }
 
-#define SAVED_FP8_ENTRIES(SUFFIX, T)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize_saved_##SUFFIX(const SavedFp8Params<T> p) {                 \
-        quantize_saved(p);                                                                                                        \
-    }                                                                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize_saved_##SUFFIX(const SavedFp8Params<T> p) {               \
-        dequantize_saved(p);                                                                                                      \
+#define SAVED_FP8_ENTRIES(SUFFIX, T)                                                                                \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize_saved_##SUFFIX(const SavedFp8Params<T> p) {   \
+        quantize_saved(p);                                                                                          \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) dequantize_saved_##SUFFIX(const SavedFp8Params<T> p) { \
+        dequantize_saved(p);                                                                                        \
     }
 SAVED_FP8_ENTRIES(bfloat16, bf16)
 SAVED_FP8_ENTRIES(float16, fp16)

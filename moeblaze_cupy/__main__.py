@@ -166,6 +166,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="also what adds weight gradients to a caller's sums, in float32 or the weights' dtype",
     )  # fmt: skip
 
+    compile_.add_argument("--save-fp8", action="store_true", help='also the kernels of save="fp8"')
+
     explain = commands.add_parser(
         "explain",
         help="which kernels a layer launches on a GPU, with what geometry and memory, and why",

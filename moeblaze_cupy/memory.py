@@ -128,7 +128,7 @@ def _first_layer(s: LayerShape, name: str) -> Term:
 
 
 def _first_layer_in_fp8(s: LayerShape, name: str) -> Term:
-    formula = f"16*ceil(g*{s.rows}*h/16) + 4*g*{s.rows}*ceil(h/{launch_config.GROUP_COLUMNS})"
+    formula = f"(g*{s.rows}*h + 15)//16*16 + 4*g*{s.rows}*ceil(h/{launch_config.GROUP_COLUMNS})"
     return Term(name, formula, launch_config.saved_fp8(s.R, s.h, s.g).nbytes)
 
 
@@ -225,11 +225,12 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     dx, dw1, dw2 = (found[name][0] for name in ("dx", "dw1", "dw2"))
     dweights, db1, db2 = (found.get(name, ()) for name in ("dweights", "db1", "db2"))
     by_row = (_slots_by_row(s),) if s.options.unreduced else ()
+    unquantized = (*new_y_swi, *first_layer, *((row_weights,) if s.options.on_input else ()))
     return Plan(
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_y_swi),
         forward=(
+            *((unquantized,) if save == "fp8" and not s.on_hopper else ()),
             (*new_y_swi, *_panels(s, not kept_y_swi, s.options.unreduced)),
-            *(((*new_y_swi, *first_layer),) if save == "fp8" and not s.on_hopper else ()),
         ),
         backward=(
             (*recomputed, *weighted, row_weights, *by_row, *partial_sums, *dweights, *db2),

@@ -104,7 +104,7 @@ def test_masks_at_above_and_below_the_limits(name, dtype):
         assert np.isnan(values[0]).all()
 
 
-@pytest.mark.parametrize("save", [policy for policy in SAVE_POLICIES if policy is not None])
+@pytest.mark.parametrize("save", [policy for policy in SAVE_POLICIES if policy not in ("fp8", None)])
 def test_save_policies_and_nan_of_unused_experts_change_no_bit(save):
     problem = make_problem("swiglu_oai", np.float32, gate_up="interleaved")
     want = run(problem)

@@ -44,6 +44,7 @@ REGISTER_CAPS = {
     "aggregation.cu": 80,
     "slots.cu": 80,
     "wgrad_parts.cu": 48,
+    "saved_fp8.cu": 48,
     "selection.cu": 64,
     "pairs.cu": 48,
     "capacity.cu": 64,
@@ -140,6 +141,7 @@ def entry_names(variant) -> set[str]:
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
         "bias_bwd.cu": {"bias_bwd"},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
+        "saved_fp8.cu": {f"{step}_saved_{dtype}" for step in ("quantize", "dequantize") for dtype in dtypes},
         "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "split", "finish") for dtype in dtypes}
         | {f"chosen_bits_{ids}" for ids in ids_dtypes},
         "pairs.cu": {"mask_bits", "pairs_count", "pairs_write"},

@@ -488,7 +488,7 @@ def test_order_of_threads_and_blocks_does_not_change_a_bit(dtype):
     assert [differences(found[0], other) for other in found[1:]] == [[]] * 3
 
 
-@pytest.mark.parametrize("save", SAVE_POLICIES)
+@pytest.mark.parametrize("save", [save for save in SAVE_POLICIES if save != "fp8"])  # see test_saved_fp8.py
 @pytest.mark.parametrize(
     ("case", "dtype"), [(ALIGNED, "bfloat16"), (UNALIGNED, "float32")], ids=["aligned-bfloat16", "unaligned-float32"]
 )
@@ -515,7 +515,7 @@ def test_keep_saved_keeps_every_bit_and_otherwise_backward_runs_once(device, sav
     gradients.append(layer.backward(saved))
     device.synchronize()
     assert not differences(gradients[0], gradients[2])
-    if save == "recompute":  # nothing was overwritten
+    if save in ("fp8", "recompute"):  # nothing was overwritten
         layer.backward(saved)
     else:
         assert differences(before, vars(saved))

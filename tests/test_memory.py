@@ -88,13 +88,15 @@ def test_formula_text_gives_the_number(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_policies_are_ordered(shape):
-    recompute, minimal, paper = (memory.layer(shape, save) for save in ("recompute", "minimal", "paper"))
+    recompute, minimal, paper, fp8 = (memory.layer(shape, p) for p in ("recompute", "minimal", "paper", "fp8"))
     assert memory.layer(shape, None).saved_bytes == 0
     assert recompute.saved_bytes < minimal.saved_bytes < paper.saved_bytes
     order = 4 * shape.E  # experts_by_load, which a routed layer does without
     assert minimal.saved_bytes - order < memory.routed_layer(shape).saved_bytes
     hidden = shape.R * shape.h * shape.b
     assert minimal.saved_bytes - recompute.saved_bytes == shape.g * hidden
+    kept = fp8.saved_bytes - recompute.saved_bytes
+    assert kept - 16 < shape.g * shape.R * (shape.h + 4 * math.ceil(shape.h / 128)) <= kept
     assert paper.saved_bytes - recompute.saved_bytes == (shape.g + 1) * hidden
     assert paper.backward_peak_bytes <= minimal.backward_peak_bytes < recompute.backward_peak_bytes
 
@@ -113,7 +115,7 @@ def test_activations_scale_with_the_element_size():
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("save", ["recompute", "minimal", "paper"])
+@pytest.mark.parametrize("save", ["recompute", "minimal", "paper", "fp8"])
 def test_saved_bytes_on_the_cpu(activation, save):
     """The NumPy backend saves what the formula says."""
     s = memory.LayerShape(L=50, d=24, h=40, E=6, k=2, activation=activation, dtype="float32")

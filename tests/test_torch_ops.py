@@ -59,7 +59,7 @@ def overwriting(monkeypatch):
 
     def spoiling(grad_out, saved, *, needs, keep_saved=False, accumulate=None):
         grads = backward(grad_out, saved, needs=needs, keep_saved=keep_saved, accumulate=accumulate)
-        if is_consumed(saved.first_layer is not None, saved.y_swi is not None, needs, keep_saved):
+        if is_consumed(saved.is_overwritable, saved.y_swi is not None, needs, keep_saved):
             for tensor in (saved.first_layer, saved.y_swi):
                 if tensor is not None:
                     arrays.Torch.to_numpy(tensor)[...] = np.nan
@@ -68,7 +68,7 @@ def overwriting(monkeypatch):
     monkeypatch.setattr(mb, "moe_backward", spoiling)
 
 
-OPERATORS = [("minimal", "transposed"), ("paper", "pair"), ("recompute", "row")]
+OPERATORS = [("minimal", "transposed"), ("paper", "pair"), ("recompute", "row"), ("fp8", "row")]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

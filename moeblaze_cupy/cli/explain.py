@@ -33,7 +33,8 @@ CONTENTS: dict[str, str | dict[str, str]] = {
     "token_index_map": "index lists",
     "tile_counter": "tile counter",
     "result": {"up_fwd": "y_swi", "down_bwd": "weighted y_swi"},
-    "first_layer": "first layer, computed again",
+    "first_layer": {"up_fwd": "first layer, computed again", "down_bwd": "gradient of the first layer"},
+    "first_layer_grad": "gradient of the first layer",
     "row_weights": "router weights by row",
     "slots": "slots by row",
     "tokens": "token of each pair",
@@ -106,6 +107,8 @@ class Pass:
             found = CONTENTS.get(field)
             if isinstance(found, dict):
                 found = found.get(launch.variant.entry)
+            if found and field == "first_layer" and self.name == "forward":
+                return "first layer, before it is kept in e4m3"
             if found:
                 return found
         return "memory"
@@ -133,6 +136,8 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     if save is None:
         return [forward]
     first_layer = _rows((s.slots, s.g * s.h), s.dtype) if result.first_layer else None
+    if save == "fp8":
+        first_layer = _rows((launch_config.saved_fp8(s.slots, s.h, s.g).nbytes,), "uint8")
     y_swi = _rows((s.slots, s.h), s.dtype) if result.y_swi else None
     grad_out = _rows((*slots_shape, s.d), s.dtype) if options.unreduced else x
     sums: dict[str, tuple[Layout, ...]] = {}

@@ -6,7 +6,7 @@ launches, in a straight line.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from moeblaze_cupy import launch_config
@@ -151,10 +151,9 @@ def configure_forward(
     out = (*index.slots_shape, d) if slots.unreduced else (L, d)
     launches = up_fwd, down_fwd, save == "paper", weights_by_row, slots_by_row
     scales_slots = not slots.on_input or slots.identity_experts > 0
-    kept = first_layer, "uint8" if in_fp8 else dtype
-    return Forward(
-        steps, dtype, *kept, (R, h), out, up, down, up_bias, *launches, scales_slots, quantize_saved, (R, h * halves)
-    )
+    kept_as, unquantized = "uint8" if in_fp8 else dtype, (R, h * halves)
+    made = Forward(steps, dtype, first_layer, kept_as, (R, h), out, up, down, up_bias, *launches, scales_slots)
+    return made if quantize_saved is None else replace(made, quantize_saved=quantize_saved, unquantized=unquantized)
 
 
 def identity_rows(rows: Layout, weights: Layout | None, slots: SlotOptions) -> Source | None:
@@ -203,6 +202,7 @@ def moe_forward(
         first_layer_ptr = first_layer.ptr if first_layer else 0
         unquantized = None
         if steps.quantize_saved:
+            out = out or run.empty(steps.out, steps.dtype)
             unquantized = run.empty(steps.unquantized, steps.dtype)
             first_layer_ptr = unquantized.ptr
         row_weights_ptr = row_weights.ptr if row_weights else 0

@@ -5,7 +5,7 @@ at hand. The paper's W1, W2, W3 are here the gate half and the up half of `w1`, 
 
 Arithmetic is float64 if x (or the logits) is float64, else float32. What the layer stores (first layer, y_swi,
 results) is rounded to x's dtype, and whatever follows a stored value is computed from the rounded one, stored or not:
-so all save policies give the same gradients.
+so all save policies but "fp8" give the same gradients.
 
 No function here checks its arguments: the package's public functions do that before they call this module.
 """

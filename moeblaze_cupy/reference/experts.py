@@ -252,7 +252,7 @@ def moe_forward(
         out = cast(_sum_over_slots(expert_out, index, scale, _source(x, slots, compute)), x.dtype)  # (L, d)
     if save is None:
         return out, None
-    if save == "fp8":
+    if save == "fp8" and first_layer is not None:
         first_layer = save_first_layer(first_layer, h, gate_up == "interleaved")
     kept = first_layer, y_swi, activation, save
     return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots)

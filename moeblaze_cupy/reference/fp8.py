@@ -30,7 +30,8 @@ def amax_over(values: HostArray, axis: int | tuple[int, ...]) -> HostArray:
 def to_e4m3(values: HostArray) -> HostArray:
     """Float32 as bytes of e4m3: rounded to nearest even, beyond 448 to 448, NaN as 0x7f."""
     rounded = np.clip(values, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return np.where(np.isnan(values), np.uint8(0x7F), rounded)
+    stored: HostArray = np.where(np.isnan(values), np.uint8(0x7F), rounded)
+    return stored
 
 
 def from_e4m3(stored: HostArray) -> HostArray:
