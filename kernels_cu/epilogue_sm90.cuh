@@ -3,49 +3,9 @@
 #pragma once
 #include "activation.cuh"
 #include "gemm_core_sm90.cuh"
+#include "tile_bias_sm90.cuh"
 
 constexpr int LANE_COLUMNS = 8;
-
-#if BIASED
-// The bias of a tile's columns. Each consumer warp copies it to its own part of the spare shared memory while the tile's products
-// are computed, and adds it to the accumulators before they are rounded.
-struct TileBias {
-    static constexpr int BYTES = BN * sizeof(BIAS), CHUNK_COLUMNS = 16 / sizeof(BIAS);
-    static_assert(CONSUMER_WARPS * BYTES <= SPARE_BYTES, "a tile's bias for each consumer warp");
-    unsigned char* const staged = dynamic_shared + SPARE + consumer_warp() * BYTES;
-
-    // SPLIT: the tile has BN / 2 columns of gate beside as many of up. n0, columns: of B. Columns past the last get zeros.
-    template <bool SPLIT>
-    __device__ __forceinline__ void fetch(const GroupedGemmParams& p, int expert, int n0, int columns) const {
-#pragma unroll
-        for (int byte = threadIdx.x % 32 * 16; byte < BYTES; byte += 32 * 16) {
-            const int column = byte / int(sizeof(BIAS)), n = n0 + (SPLIT ? column % (BN / 2) : column);
-            const BIAS* from = (SPLIT && column >= BN / 2 ? p.bias1 : p.bias0) + expert * p.bias_stride + n;
-            cp_async_16(shared_address(staged) + byte, from, n < columns ? 16 : 0);
-        }
-        cp_async_commit();
-    }
-    // acc[j] is a tile of mma.m16n8k16: rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
-    __device__ __forceinline__ void add_to(float (&acc)[32][4]) const {
-        cp_async_wait<0>();
-        __syncwarp();  // all lanes' copies have arrived
-        const BIAS* pairs = reinterpret_cast<const BIAS*>(staged) + threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 32; ++j) {
-            const float2 bias = load_pair(pairs + 8 * j);
-            acc[j][0] += bias.x, acc[j][1] += bias.y, acc[j][2] += bias.x, acc[j][3] += bias.y;
-        }
-    }
-
-private:
-    static __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
-    template <class Half>
-    static __device__ __forceinline__ float2 load_pair(const Half* p) {
-        const unsigned v = *reinterpret_cast<const unsigned*>(p);
-        return make_float2(to_float(Half{static_cast<unsigned short>(v)}), to_float(Half{static_cast<unsigned short>(v >> 16)}));
-    }
-};
-#endif
 
 // result (a panel) = the rows as they are.
 struct StoreRows : EpilogueBase {
@@ -162,7 +122,7 @@ struct ActivateRows : EpilogueBase {
 #pragma unroll
         for (int c = 0; c < 8; ++c) a[c] = y_swi_of<ACTIVATION>(w * a[c], SPLIT ? w * b[c] : 1.f, constants_of(params));
 #ifdef OPERAND
-        if (params.quantised) store_quantised(quantised, quantised_scale, a, valid);
+        if (params.quantised) store_quantised<1>(quantised, 0, quantised_scale, 0, a, a, valid, valid);
         quantised += ROWS * params.columns, quantised_scale += ROWS;
 #endif
         const uint4 packed = pack8(element(), a);
@@ -314,7 +274,7 @@ struct ActivateBwdRows : EpilogueBase {
     const GroupedGemmParams& params;
     const unsigned slots;
     unsigned row0, column;
-    float weights;        // of the warp's row lane % 16
+    float weights;  // of the warp's row lane % 16
 #ifdef OPERAND
     static constexpr bool SCALES_ROWS = true;
     float scales;  // likewise: the accumulators are grad_y_swi over this
@@ -478,12 +438,12 @@ struct ActivateBwdRows : EpilogueBase {
         if (params.quantised) {
             operand* to = at<1 + GATED>(params.quantised, done);
             float* to_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + (row0 + done);
-            store_quantised(to, to_scale, a, inside());
-            const int64 groups = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS;
-            if (GATED) store_quantised(to + params.columns, to_scale + groups * params.scales_ld, b, inside());
+            const int64 up_scales = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * params.scales_ld;
+            const bool any_inside = int(column) / GROUP_COLUMNS * GROUP_COLUMNS < params.columns;
+            store_quantised<1 + GATED>(to, params.columns, to_scale, up_scales, a, b, inside(), any_inside);
         }
 #endif
-        __syncwarp();  // all lanes have read the row
+        __syncwarp();                       // all lanes have read the row
         const float sum = dot[0] + dot[1];  // of rows without their scales, unless these are on the input
         store_shared_4(finished.base + done * ROW_BYTES + lane * 4, WEIGHTS_ON_INPUT ? sum : scaled(sum));
         load_a(++done);

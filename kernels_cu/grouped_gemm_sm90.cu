@@ -45,10 +45,10 @@
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||  \
     !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||         \
     !defined(CLUSTER_CTAS) || !defined(WEIGHT) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
-    !defined(BIAS) || (defined(OPERAND) && (!defined(EXPERT_SCALES) || !defined(IN_TURN) || !defined(AMAX_BY_REDUX)))
+    !defined(BIAS) || (defined(OPERAND) && (!defined(EXPERT_SCALES) || !defined(IN_TURN)))
 #error \
     "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
-CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES, IN_TURN and AMAX_BY_REDUX, are given by loader.gemm_variant"
+CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES and IN_TURN, are given by loader.gemm_variant"
 #endif
 #include "activation.cuh"  // has the fields of its constants
 
@@ -90,13 +90,14 @@ struct GroupedGemmParams {
     const int* token_index_map;       // (L,) int32, in: StoreTokenRows, below 0 for tokens without an expert
     int* tile_counter;                // (1,) int32, in and out, zero at launch: of the dynamic schedule; null: static schedule
 #ifdef OPERAND
-    const float* a_scales;    // fp32, in. GATHER: (L,), of tokens. Else (k-steps of all segments, scales_ld): of each row and BK
-                              // columns of a segment
-    const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: of the expert's weight, or of its gate and its up
-    operand* quantised;       // operand, out, or null: not wanted. ActivateRows: (R, N) y_swi;
-                              // ActivateBwdRows: (R, 2N) or (R, N) first_layer_grad
-    float* quantised_scales;  // (G, scales_ld) fp32, out, or for each half so many: of each row and GROUP_COLUMNS columns of y_swi,
-                              // or of a half of first_layer_grad; G = ceil(N / GROUP_COLUMNS)
+    const float* a_scales;  // fp32, in. GATHER: (L,), of tokens. Else (k-steps, scales_ld): of each row and BK columns of a K
+                            // segment
+    const float* b_scales;  // (E, EXPERT_SCALES) fp32, in: of the expert's weight, or of its gate and its up
+    operand* quantised;     // operand, out, or null: not wanted. ActivateRows: (R, N) y_swi; ActivateBwdRows: (R, 2N) or (R, N)
+                            // first_layer_grad
+    float*
+        quantised_scales;  // (groups, scales_ld) fp32, out, of quantised: of each row and GROUP_COLUMNS columns, in the order of
+                           // the halves
 #endif
 #if BIASED
     const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone

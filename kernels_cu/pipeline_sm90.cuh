@@ -30,7 +30,7 @@ given by launch_config.py"
 
 typedef ELEMENT element;
 #ifdef OPERAND
-#include "e4m3.cuh"
+#include "fp8.cuh"
 typedef OPERAND operand;  // of A and B, where these are e4m3
 #else
 typedef element operand;

@@ -88,8 +88,8 @@ __device__ __forceinline__ void pass_turn(int warpgroup) {
 // As main_loop, of A's rows and B's columns with their scales. The epilogue's rows are worked on behind the first half's wgmma.
 template <int CTAS, class Epilogue>
 __device__ __forceinline__ void promoting_main_loop(float (&acc)[32][4], int steps, bool active, PipelineState& state,
-                                                    const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue,
-                                                    RowScales& scales, [[maybe_unused]] bool both_active) {
+                                                    const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue, RowScales& scales,
+                                                    [[maybe_unused]] bool both_active) {
     constexpr int ONE_ROW = 1 << 16;  // as in main_loop
     const StageRelease<CTAS> release(barriers);
     const unsigned shared = uniform(shared_address(dynamic_shared));

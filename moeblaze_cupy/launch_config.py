@@ -25,7 +25,6 @@ MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
 ONE_PANEL_ELEMENTS = 2**24  # of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
 STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step of the weight gradients
 STEP_BYTES = 2 * STEP_ROWS  # of a row in a stage, and so BK of e4m3
-AMAX_BY_REDUX = False  # whether products of e4m3 find a row's amax by redux in place of shuffles
 PROMOTES_IN_TURN = False  # whether one consumer warpgroup of a product of e4m3 promotes while the other multiplies
 HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
@@ -174,8 +173,7 @@ def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
     """
     producer, consumer = (72, 216) if gathers else (56, 224) if to_tokens else (40, 232)
     registers = {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
-    ways = {"IN_TURN": int(PROMOTES_IN_TURN and not gathers), "AMAX_BY_REDUX": int(AMAX_BY_REDUX and gathers)}
-    return {"BK": STEP_BYTES, **registers, **ways}
+    return {"BK": STEP_BYTES, **registers, "IN_TURN": int(PROMOTES_IN_TURN and not gathers)}
 
 
 class SavedFp8(NamedTuple):
