@@ -90,14 +90,12 @@ struct GroupedGemmParams {
     const int* token_index_map;       // (L,) int32, in: StoreTokenRows, below 0 for tokens without an expert
     int* tile_counter;                // (1,) int32, in and out, zero at launch: of the dynamic schedule; null: static schedule
 #ifdef OPERAND
-    const float* a_scales;  // fp32, in. GATHER: (L,), of tokens. Else (k-steps, scales_ld): of each row and BK columns of a K
-                            // segment
-    const float* b_scales;  // (E, EXPERT_SCALES) fp32, in: of the expert's weight, or of its gate and its up
-    operand* quantised;     // operand, out, or null: not wanted. ActivateRows: (R, N) y_swi; ActivateBwdRows: (R, 2N) or (R, N)
-                            // first_layer_grad
-    float*
-        quantised_scales;  // (groups, scales_ld) fp32, out, of quantised: of each row and GROUP_COLUMNS columns, in the order of
-                           // the halves
+    const float* a_scales;    // fp32, in. GATHER: (L,), of tokens. Else (k-steps, scales_ld): of each row and BK columns of a K
+                              // segment
+    const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: of the expert's weight, or of its gate and its up
+    operand* quantised;       // operand, out, or null: not wanted. ActivateRows: (R, N) y_swi; ActivateBwdRows: (R, 2N) or (R, N)
+                              // first_layer_grad
+    float* quantised_scales;  // (groups, scales_ld) fp32, out: of each row and GROUP_COLUMNS columns of each half of quantised
 #endif
 #if BIASED
     const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
