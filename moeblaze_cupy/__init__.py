@@ -2,6 +2,7 @@
 
 from moeblaze_cupy.backward import moe_backward, moe_backward_data, moe_backward_weights
 from moeblaze_cupy.layer import build_dispatch, moe_forward
+from moeblaze_cupy.quantization import quantize_weights
 from moeblaze_cupy.routing import route, route_backward
 from moeblaze_cupy.rows import sum_rows
 from moeblaze_cupy.selection import (
@@ -40,6 +41,7 @@ __all__ = [
     "moe_backward_weights",
     "moe_forward",
     "quantile_histogram",
+    "quantize_weights",
     "round_tokens",
     "route",
     "route_backward",

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 ITEMSIZE = {
-    **{"bool": 1, "uint8": 1, "int32": 4, "int64": 8},
+    **{"bool": 1, "uint8": 1, "float8_e4m3fn": 1, "int32": 4, "int64": 8},
     **{"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8},
 }
 CPU = -1
@@ -245,8 +245,15 @@ class Torch:
         array = array.detach()
         if array.dtype == torch.bfloat16:
             return Torch.to_numpy(array.view(torch.int16)).view(ml_dtypes.bfloat16)
+        if array.dtype == torch.float8_e4m3fn:
+            return Torch.to_numpy(array.view(torch.uint8))
         host = np.from_dlpack(array)  # Tensor.numpy would leave the storage unable to be resized, which FSDP does
         return host if host.flags.writeable else array.numpy()  # DLPack of older versions cannot say "writeable"
+
+    @staticmethod
+    def in_e4m3(array: Any) -> Any:
+        """A tensor of bytes."""
+        return array.view(sys.modules["torch"].float8_e4m3fn)
 
     @staticmethod
     def from_numpy(array: "np.ndarray[Any, Any]") -> Any:

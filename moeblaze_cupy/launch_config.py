@@ -51,6 +51,9 @@ PULL_SLOT_ROWS = 64  # per block of pull_slots
 GROUP_COLUMNS = 128  # of a row that share a scale in e4m3
 SAVED_WARPS = 8  # per block of saved_fp8.cu
 SAVED_BLOCKS = 16  # per multiprocessor
+QUANTIZE_THREADS = 256  # per block of quantize.cu
+QUANTIZE_VECTORS = 4  # of 8 elements of a row that a thread has in registers
+QUANTIZE_TILE = 128  # rows and columns of a weight per block
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
 SPLIT_SHARED_BYTES = 96 * 1024  # of columns_split: 383 candidates of 8 bytes for each of 32 columns
@@ -120,6 +123,12 @@ def kernel_constants(source: str) -> dict[str, int]:
         "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
         "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
+        "quantize.cu": {
+            "THREADS": QUANTIZE_THREADS,
+            "ROW_VECTORS": QUANTIZE_VECTORS,
+            "TILE": QUANTIZE_TILE,
+            "GROUP_COLUMNS": GROUP_COLUMNS,
+        },
         "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
         "pull.cu": {
@@ -174,6 +183,14 @@ def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
     producer, consumer = (72, 216) if gathers else (56, 224) if to_tokens else (40, 232)
     registers = {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
     return {"BK": STEP_BYTES, **registers, "IN_TURN": int(PROMOTES_IN_TURN and not gathers)}
+
+
+def quantize_threads(d: int) -> int:
+    """Threads of a row of d elements in quantize.cu: a power of two, with QUANTIZE_VECTORS each if that will do."""
+    threads = 32
+    while threads < 1024 and threads * QUANTIZE_VECTORS * 8 < d:
+        threads *= 2
+    return threads
 
 
 class SavedFp8(NamedTuple):

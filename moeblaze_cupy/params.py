@@ -297,6 +297,20 @@ _TABLES = {
             int32=("rows", "columns", "halves", "splits", "accumulate"),
         ),
     },
+    "quantize.cu": {
+        "quantize_rows": Params(
+            "QuantizeRowsParams<float>",
+            pointers=("rows", "out", "scales"),
+            int64=("L",),
+            int32=("d", "threads_per_row"),
+        ),
+        "": Params(
+            "QuantizeWeightsParams<float>",
+            pointers=("first", "second", "amax", "same", "transposed", "scales"),
+            int64=("expert_stride", "ld", "size", "same_half", "transposed_half"),
+            int32=("outer", "inner", "halves", "amax_ld", "scales_ld", "same_ld", "transposed_ld"),
+        ),
+    },
     "saved_fp8.cu": {
         "": Params(
             "SavedFp8Params<float>",

@@ -390,6 +390,9 @@ class Fp8Weights:
     w2_transposed: Any  #: (E, d, h): for down_fwd, which sums over h
     w2_scales: Any  #: (E, 1) float32
     gate_up: str = "halves"  #: order of w1's columns in gated layers
+    amax: Any = (
+        None  #: (E, 3), or (E, 2) without a gate, float32: memory of `quantize_weights`, of no meaning to others
+    )
 
     @property
     def nbytes(self) -> int:

@@ -44,6 +44,7 @@ REGISTER_CAPS = {
     "aggregation.cu": 80,
     "slots.cu": 80,
     "wgrad_parts.cu": 48,
+    "quantize.cu": 112,
     "saved_fp8.cu": 48,
     "selection.cu": 64,
     "pairs.cu": 48,
@@ -141,6 +142,12 @@ def entry_names(variant) -> set[str]:
         "aggregation.cu": sums | {f"weights_{use}_{dtype}" for use in ("bwd", "by_row") for dtype in dtypes},
         "bias_bwd.cu": {"bias_bwd"},
         "wgrad_parts.cu": {f"wgrad_parts_{dtype}" for dtype in dtypes},
+        "quantize.cu": {
+            f"{step}_{dtype}{suffix}"
+            for step in ("quantize_rows", "weights_amax", "quantize_weights")
+            for dtype in dtypes
+            for suffix in ("", "_unaligned")
+        },
         "saved_fp8.cu": {f"{step}_saved_{dtype}" for step in ("quantize", "dequantize") for dtype in dtypes},
         "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "split", "finish") for dtype in dtypes}
         | {f"chosen_bits_{ids}" for ids in ids_dtypes},
@@ -163,6 +170,7 @@ def static_shared_cap(variant, limits) -> int:
         return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
     arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 32 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
     arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
+    arrays["quantize.cu"] = launch_config.QUANTIZE_TILE**2
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
 

@@ -12,6 +12,7 @@ No function here checks its arguments: the package's public functions do that be
 
 from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.experts import moe_backward, moe_forward, sum_rows
+from moeblaze_cupy.reference.fp8 import quantize_weights
 from moeblaze_cupy.reference.numerics import HostArray, erf
 from moeblaze_cupy.reference.router import route, route_backward
 from moeblaze_cupy.reference.selection import (
@@ -33,6 +34,7 @@ __all__ = [
     "moe_backward",
     "moe_forward",
     "quantile_histogram",
+    "quantize_weights",
     "round_tokens",
     "route",
     "route_backward",

@@ -10,6 +10,7 @@ import numpy as np
 
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.reference.numerics import HostArray
+from moeblaze_cupy.structures import Fp8Weights
 
 E4M3_MAX = np.float32(448)
 MIN_AMAX = np.float32(2.0**-100)
@@ -36,7 +37,8 @@ def to_e4m3(values: HostArray) -> HostArray:
 
 def from_e4m3(stored: HostArray) -> HostArray:
     """Bytes of e4m3 as float32."""
-    return stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    values: HostArray = stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values
 
 
 def quantize(values: HostArray, axis: int | tuple[int, ...]) -> tuple[HostArray, HostArray]:
@@ -61,6 +63,30 @@ def _from_groups(grouped: HostArray, h: int, interleaved: bool) -> HostArray:
     R, halves = len(grouped), grouped.shape[3]
     by_half = grouped.reshape(R, -1, halves)[:, :h]
     return (by_half if interleaved else by_half.swapaxes(1, 2)).reshape(R, halves * h)
+
+
+def quantize_weights(w1: HostArray | tuple[HostArray, HostArray], w2: HostArray, gate_up: str = "halves") -> Fp8Weights:
+    """As `moeblaze_cupy.quantize_weights`, whose arguments it takes without checks."""
+    joined = np.concatenate(w1, axis=2) if isinstance(w1, tuple) else w1  # (E, d, 2h) or (E, d, h)
+    E, d, columns = joined.shape
+    halves = columns // w2.shape[1]
+    groups = 1 if gate_up == "interleaved" else halves
+    up, up_scales = quantize(joined.reshape(E, d, groups, columns // groups), axis=(1, 3))
+    down, down_scales = quantize(w2, axis=(1, 2))
+    up = up.reshape(E, d, columns)
+    amax = np.zeros((E, halves + 1), np.float32)
+    amax[:, :groups] = amax_over(joined.reshape(E, d, groups, -1).astype(np.float32), (1, 3)).reshape(E, groups)
+    amax[:, halves] = amax_over(w2.astype(np.float32), (1, 2)).reshape(E)
+    return Fp8Weights(
+        up,
+        np.ascontiguousarray(up.swapaxes(1, 2)),
+        np.array(np.broadcast_to(up_scales.reshape(E, groups), (E, halves))),
+        np.ascontiguousarray(down),
+        np.ascontiguousarray(down.swapaxes(1, 2)),
+        down_scales.reshape(E, 1),
+        gate_up,
+        amax,
+    )
 
 
 def save_first_layer(first_layer: HostArray, h: int, interleaved: bool) -> HostArray:

@@ -138,6 +138,7 @@ static __forceinline__ T __ldg(const T* p) { return *p; }
 
 #define CUEMU_ATOMICS(T)                                                                                          \
     static __forceinline__ T atomicAdd(T* p, T v) { T old = *p; __builtin_add_overflow(old, v, p); return old; }  \
+    static __forceinline__ T atomicMax(T* p, T v) { T old = *p; *p = old < v ? v : old; return old; }              \
     static __forceinline__ T atomicOr(T* p, T v) { T old = *p; *p = old | v; return old; }
 CUEMU_ATOMICS(int)
 CUEMU_ATOMICS(unsigned)

@@ -1,0 +1,210 @@
+// Rows and weights as e4m3 with fp32 scales (fp8.cuh), for products that multiply e4m3.
+//
+// quantize_rows: a scale per row. THREADS threads per block, or as many as a row has; a row is read once and stays in registers,
+// if it has at most ROW_VECTORS * 8 elements for each of its threads. Others are read twice.
+//
+// weights_amax, then quantize_weights: a scale per expert and half, e4m3 in both orientations. THREADS threads per block, a grid
+// of (tiles of TILE x TILE elements of a half, E * halves). The maxima of the first launch go by integer atomics, which give the
+// same bits in any order, to memory that holds zeros at launch.
+#include "fp8.cuh"
+
+#if !defined(THREADS) || !defined(ROW_VECTORS) || !defined(TILE)
+#error "THREADS, ROW_VECTORS and TILE are given by launch_config.py"
+#endif
+static_assert(TILE == 128 && THREADS == 256, "16 threads span a row of a tile, 16 blocks of 8 rows its rows");
+
+template <bool ALIGNED>
+__device__ __forceinline__ void store_e4m3(unsigned char* to, uint2 v, int64 valid) {
+    if (ALIGNED) {
+        if (valid > 0) *reinterpret_cast<uint2*>(to) = v;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (i < valid) to[i] = static_cast<unsigned char>((i < 4 ? v.x : v.y) >> i % 4 * 8);
+    }
+}
+
+template <class T>
+struct QuantizeRowsParams {
+    const T* rows;       // (L, d) T, in
+    unsigned char* out;  // (L, d) e4m3, out
+    float* scales;       // (L,) fp32, out
+    int64 L;
+    int d;
+    int threads_per_row;  // a power of two, of at least 32
+};
+
+template <bool ALIGNED, class T>
+__device__ void quantize_rows(const QuantizeRowsParams<T>& p) {
+    __shared__ float amax_of_warp[32];
+    const unsigned threads = p.threads_per_row, lane = threadIdx.x & (threads - 1);
+    const int64 row = blockIdx.x * int64(blockDim.x / threads) + threadIdx.x / threads;
+    const int64 d = row < p.L ? p.d : 0, held_columns = int64(ROW_VECTORS) * threads * 8;
+    const T* from = p.rows + row * p.d;
+    Row8<T> held[ROW_VECTORS];
+    float amax[1] = {0.f};
+    auto look_at = [&](const Row8<T>& vector) {
+        float v[8];
+        vector.unpack(v);
+        amax[0] = fmaxf(amax[0], amax_of(v));
+    };
+#pragma unroll
+    for (int i = 0; i < ROW_VECTORS; ++i) {
+        const int64 column = (i * threads + lane) * 8;
+        held[i].template load<ALIGNED>(from + column, d - column);
+    }
+#pragma unroll
+    for (int i = 0; i < ROW_VECTORS; ++i) look_at(held[i]);
+    for (int64 column = held_columns + lane * 8; column < d; column += threads * 8) {
+        Row8<T> vector;
+        vector.template load<ALIGNED>(from + column, d - column);
+        look_at(vector);
+    }
+    float row_amax = largest<32>(amax);
+    if (threads > 32) {
+        if (threadIdx.x % 32 == 0) amax_of_warp[threadIdx.x / 32] = row_amax;
+        __syncthreads();
+        const unsigned first = threadIdx.x / threads * (threads / 32);
+        for (unsigned i = 0; i < threads / 32; ++i) row_amax = fmaxf(row_amax, amax_of_warp[first + i]);
+    }
+    const Scaling scaling = scaling_of(row_amax);
+    auto put = [&](const Row8<T>& vector, int64 column) {
+        float v[8];
+        vector.unpack(v);
+        store_e4m3<ALIGNED>(p.out + row * p.d + column, pack_e4m3(v, scaling.factor, scaling.factor), d - column);
+    };
+#pragma unroll
+    for (int i = 0; i < ROW_VECTORS; ++i) put(held[i], (i * threads + lane) * 8);
+    for (int64 column = held_columns + lane * 8; column < d; column += threads * 8) {
+        Row8<T> vector;
+        vector.template load<ALIGNED>(from + column, d - column);
+        put(vector, column);
+    }
+    if (lane == 0 && row < p.L) p.scales[row] = scaling.scale;
+}
+
+// A half of an expert's weight is a matrix of `outer` lines of `inner` elements that follow each other.
+template <class T>
+struct QuantizeWeightsParams {
+    const T *first, *second;    // the halves, T, in: line o of expert e at e * expert_stride + o * ld
+    unsigned* amax;             // (E, amax_ld) bits of fp32: in and out of weights_amax, zero at launch; into quantize_weights
+    unsigned char* same;        // (E, size) e4m3, out: element (o, i) of half s at s * same_half + o * same_ld + i
+    unsigned char* transposed;  // (E, size) e4m3, out: at s * transposed_half + i * transposed_ld + o
+    float* scales;              // (E, scales_ld) fp32, out: of half s, or with one half the same for all
+    int64 expert_stride, ld, size, same_half, transposed_half;
+    int outer, inner, halves, amax_ld, scales_ld, same_ld, transposed_ld;
+};
+
+constexpr int BLOCK_LINES = 4, BLOCKS = TILE * TILE / (8 * BLOCK_LINES) / THREADS;  // a thread's: four lines of eight elements
+
+struct WeightTile {
+    int expert, half, outer, inner;  // the first line and element
+
+    template <class T>
+    __device__ __forceinline__ explicit WeightTile(const QuantizeWeightsParams<T>& p)
+        : expert(blockIdx.y / p.halves), half(blockIdx.y % p.halves), outer(blockIdx.x / ((p.inner + TILE - 1) / TILE) * TILE),
+          inner(blockIdx.x % ((p.inner + TILE - 1) / TILE) * TILE) {}
+    // Of a thread's i-th block, in the tile.
+    static __device__ __forceinline__ int line(int i) { return (i * THREADS + threadIdx.x) / 16 * BLOCK_LINES; }
+    static __device__ __forceinline__ int column() { return threadIdx.x % 16 * 8; }
+
+    template <bool ALIGNED, class T>
+    __device__ __forceinline__ void load(Row8<T> (&v)[BLOCKS][BLOCK_LINES], const QuantizeWeightsParams<T>& p) const {
+        const T* from = (half ? p.second : p.first) + expert * p.expert_stride + inner + column();
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+            for (int j = 0; j < BLOCK_LINES; ++j) {
+                const int o = outer + line(i) + j;
+                v[i][j].template load<ALIGNED>(from + o * p.ld, o < p.outer ? p.inner - inner - column() : 0);
+            }
+    }
+};
+
+template <bool ALIGNED, class T>
+__device__ void weights_amax(const QuantizeWeightsParams<T>& p) {
+    __shared__ float amax_of_warp[THREADS / 32];
+    const WeightTile tile(p);
+    Row8<T> held[BLOCKS][BLOCK_LINES];
+    tile.template load<ALIGNED>(held, p);
+    float amax[1] = {0.f};
+#pragma unroll
+    for (int i = 0; i < BLOCKS * BLOCK_LINES; ++i) {
+        float v[8];
+        held[i / BLOCK_LINES][i % BLOCK_LINES].unpack(v);
+        amax[0] = fmaxf(amax[0], amax_of(v));
+    }
+    const float of_warp = largest<32>(amax);
+    if (threadIdx.x % 32 == 0) amax_of_warp[threadIdx.x / 32] = of_warp;
+    __syncthreads();
+    if (threadIdx.x >= THREADS / 32) return;
+    atomicMax(p.amax + tile.expert * p.amax_ld + tile.half, __float_as_uint(amax_of_warp[threadIdx.x]));
+}
+
+// Byte i of each of four words, as word i.
+__device__ __forceinline__ void transpose_bytes(unsigned (&v)[4]) {
+    const unsigned a = __byte_perm(v[0], v[1], 0x5140), b = __byte_perm(v[0], v[1], 0x7362);
+    const unsigned c = __byte_perm(v[2], v[3], 0x5140), d = __byte_perm(v[2], v[3], 0x7362);
+    v[0] = __byte_perm(a, c, 0x5410), v[1] = __byte_perm(a, c, 0x7632);
+    v[2] = __byte_perm(b, d, 0x5410), v[3] = __byte_perm(b, d, 0x7632);
+}
+
+template <bool ALIGNED, class T>
+__device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
+    // The tile transposed, four bytes a word. Words of a column are swizzled, so that neither accesses conflict.
+    __shared__ __align__(16) unsigned words[TILE * TILE / 4];
+    auto word = [](int column, int w) { return column * (TILE / 4) + (w ^ (column / 8 * 2)); };
+    const WeightTile tile(p);
+    Row8<T> held[BLOCKS][BLOCK_LINES];
+    tile.template load<ALIGNED>(held, p);
+    const Scaling scaling = scaling_of(__uint_as_float(p.amax[tile.expert * p.amax_ld + tile.half]));
+    if (blockIdx.x == 0 && threadIdx.x < p.scales_ld / p.halves)
+        p.scales[tile.expert * p.scales_ld + tile.half + threadIdx.x] = scaling.scale;
+    unsigned char* same = p.same + tile.expert * p.size + tile.half * p.same_half + tile.inner + tile.column();
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+        unsigned low[BLOCK_LINES], high[BLOCK_LINES];
+#pragma unroll
+        for (int j = 0; j < BLOCK_LINES; ++j) {
+            float v[8];
+            held[i][j].unpack(v);
+            const uint2 packed = pack_e4m3(v, scaling.factor, scaling.factor);
+            const int o = tile.outer + tile.line(i) + j;
+            store_e4m3<ALIGNED>(same + int64(o) * p.same_ld, packed, o < p.outer ? p.inner - tile.inner - tile.column() : 0);
+            low[j] = packed.x, high[j] = packed.y;
+        }
+        transpose_bytes(low);
+        transpose_bytes(high);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            words[word(tile.column() + c, tile.line(i) / 4)] = low[c];
+            words[word(tile.column() + 4 + c, tile.line(i) / 4)] = high[c];
+        }
+    }
+    __syncthreads();
+    unsigned char* transposed = p.transposed + tile.expert * p.size + tile.half * p.transposed_half + tile.outer;
+#pragma unroll
+    for (int i = 0; i < TILE * TILE / 8 / THREADS; ++i) {
+        const int column = (i * THREADS + threadIdx.x) / 16, line = threadIdx.x % 16 * 8;
+        const uint2 v = *reinterpret_cast<const uint2*>(words + word(column, line / 4));
+        store_e4m3<ALIGNED>(transposed + int64(tile.inner + column) * p.transposed_ld + line, v,
+                            tile.inner + column < p.inner ? p.outer - tile.outer - line : 0);
+    }
+}
+
+#define QUANTIZE_ENTRIES(SUFFIX, T, ALIGNED)                                                                            \
+    extern "C" __global__ void __launch_bounds__(1024) quantize_rows_##SUFFIX(const QuantizeRowsParams<T> p) {          \
+        quantize_rows<ALIGNED>(p);                                                                                      \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS) weights_amax_##SUFFIX(const QuantizeWeightsParams<T> p) {     \
+        weights_amax<ALIGNED>(p);                                                                                       \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(THREADS) quantize_weights_##SUFFIX(const QuantizeWeightsParams<T> p) { \
+        quantize_weights<ALIGNED>(p);                                                                                   \
+    }
+QUANTIZE_ENTRIES(bfloat16, bf16, true)
+QUANTIZE_ENTRIES(float16, fp16, true)
+QUANTIZE_ENTRIES(float32, float, true)
+QUANTIZE_ENTRIES(bfloat16_unaligned, bf16, false)
+QUANTIZE_ENTRIES(float16_unaligned, fp16, false)
+QUANTIZE_ENTRIES(float32_unaligned, float, false)
