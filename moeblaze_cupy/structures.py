@@ -317,6 +317,32 @@ def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], 
 
 
 @dataclass(eq=False)
+class Fp8Weights:
+    """The weights of a layer in e4m3, in both orientations: what `quantize_weights` makes.
+
+    A product in e4m3 reads its right operand along the dimension that it sums over, so each weight is here twice, with
+    the same numbers. All arrays are C-contiguous. E4m3 is uint8 in NumPy and CuPy, float8_e4m3fn in torch; a weight is
+    its e4m3 number times the scale of its expert, and of its half of w1. Columns of w1 keep the order of the layer's
+    w1, a pair (gate, up) lies side by side. With gate_up="interleaved" both halves have the same scale.
+    """
+
+    w1: Any  #: (E, d, 2h), or (E, d, h) without a gate: for up_bwd, which sums over h
+    w1_transposed: Any  #: (E, 2h, d) or (E, h, d): for up_fwd, which sums over d
+    w1_scales: Any  #: (E, 2) float32, of gate and up, or (E, 1)
+    w2: Any  #: (E, h, d): for down_bwd, which sums over d
+    w2_transposed: Any  #: (E, d, h): for down_fwd, which sums over h
+    w2_scales: Any  #: (E, 1) float32
+    gate_up: str = "halves"  #: order of w1's columns in gated layers
+    amax: Any = (
+        None  #: (E, 3), or (E, 2) without a gate, float32: memory of `quantize_weights`, of no meaning to others
+    )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes(value) for value in vars(self).values() if not isinstance(value, str))
+
+
+@dataclass(eq=False)
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.
 
@@ -340,6 +366,8 @@ class SavedForBackward:
     b2: Any = None  #: (E, d); None without a bias
     gate_up: str = "halves"  #: order of w1's columns in gated layers
     slots: SlotOptions = PLAIN_SLOTS
+    precision: str | None = None  #: "fp8": the four products that are no weight gradients multiply e4m3
+    fp8_weights: Fp8Weights | None = None  #: what they multiply with
 
     @property
     def is_overwritable(self) -> bool:
@@ -371,32 +399,6 @@ class PendingWeights:
     first_layer_grad: Any = None  #: (R, 2h) or (R, h), the first layer's gradient, often in the first layer's memory
     weighted_y_swi: Any = None  #: (R, h), y_swi times the router weight, if that is on the output
     consumed: bool = False  #: the weight gradients have been taken
-
-
-@dataclass(eq=False)
-class Fp8Weights:
-    """The weights of a layer in e4m3, in both orientations: what `quantize_weights` makes.
-
-    A product in e4m3 reads its right operand along the dimension that it sums over, so each weight is here twice, with
-    the same numbers. All arrays are C-contiguous. E4m3 is uint8 in NumPy and CuPy, float8_e4m3fn in torch; a weight is
-    its e4m3 number times the scale of its expert, and of its half of w1. Columns of w1 keep the order of the layer's
-    w1, a pair (gate, up) lies side by side. With gate_up="interleaved" both halves have the same scale.
-    """
-
-    w1: Any  #: (E, d, 2h), or (E, d, h) without a gate: for up_bwd, which sums over h
-    w1_transposed: Any  #: (E, 2h, d) or (E, h, d): for up_fwd, which sums over d
-    w1_scales: Any  #: (E, 2) float32, of gate and up, or (E, 1)
-    w2: Any  #: (E, h, d): for down_bwd, which sums over d
-    w2_transposed: Any  #: (E, d, h): for down_fwd, which sums over h
-    w2_scales: Any  #: (E, 1) float32
-    gate_up: str = "halves"  #: order of w1's columns in gated layers
-    amax: Any = (
-        None  #: (E, 3), or (E, 2) without a gate, float32: memory of `quantize_weights`, of no meaning to others
-    )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes(value) for value in vars(self).values() if not isinstance(value, str))
 
 
 @dataclass(frozen=True)

@@ -385,10 +385,13 @@ def test_saved_holds_what_the_policy_says(case, dtype):
         assert (saved.save, saved.activation, saved.consumed) == (save, case.activation, False)
         shapes = [None if a is None else (a.shape, a.dtype) for a in (saved.first_layer, saved.y_swi)]
         first_layer, y_swi = ((slots, columns), np.dtype(dtype)), ((slots, case.h), np.dtype(dtype))
-        want = {"minimal": [first_layer, None], "paper": [first_layer, y_swi], "recompute": [None, None]}[save]
+        in_fp8 = (launch_config.saved_fp8(slots, case.h, columns // case.h).nbytes,), np.dtype(np.uint8)
+        want = {"minimal": [first_layer, None], "paper": [first_layer, y_swi], "recompute": [None, None]}
+        want = (want | {"fp8": [in_fp8, None]})[save]
         assert shapes == want
-        per_slot = {"minimal": columns, "paper": columns + case.h, "recompute": 0}[save]
-        assert saved.nbytes == saved.index.nbytes + slots * per_slot * item
+        per_slot = {"minimal": columns, "paper": columns + case.h, "recompute": 0}
+        kept = in_fp8[0][0] if save == "fp8" else slots * per_slot[save] * item
+        assert saved.nbytes == saved.index.nbytes + kept
 
 
 @pytest.mark.parametrize("dtype", list(LOW_PRECISION), ids=lambda dtype: np.dtype(dtype).name)

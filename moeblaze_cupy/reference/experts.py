@@ -7,12 +7,14 @@ import numpy as np
 
 from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.reference.dispatch import dispatch
-from moeblaze_cupy.reference.fp8 import first_layer_of, save_first_layer
+from moeblaze_cupy.reference.fp8 import first_layer_of, quantize_weights, save_first_layer
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
+from moeblaze_cupy.reference.products import InFp8, Plain, Products
 from moeblaze_cupy.structures import (
     IDENTITY,
     Activation,
     DispatchIndices,
+    Fp8Weights,
     Gradients,
     SavedForBackward,
     SlotOptions,
@@ -54,7 +56,7 @@ def _experts_with_tokens(index: DispatchIndices) -> Iterator[tuple[int, slice, H
 
 def _first_layer(
     x_rows: HostArray,
-    w1_parts: Sequence[HostArray],
+    products: Products,
     b1_parts: Sequence[HostArray],
     expert: int,
     store: np.dtype[Any],
@@ -65,10 +67,24 @@ def _first_layer(
     Rounded to `store`. b1_parts is empty without a bias.
     """
     compute = x_rows.dtype
-    blocks = [x_rows @ cast(part[expert], compute) for part in w1_parts]  # each (n, h)
+    blocks = products.up_fwd(expert, x_rows)  # each (n, h)
     for block, part in zip(blocks, b1_parts, strict=False):
         block += cast(part[expert], compute)
     return cast(cast(_side_by_side(blocks, gate_up), store), compute)
+
+
+def _products(
+    w1_parts: Sequence[HostArray],
+    w2: HostArray,
+    fp8_weights: Fp8Weights | None,
+    activation: Activation,
+    gate_up: str,
+    x: HostArray,
+) -> Products:
+    compute = compute_dtype(x)
+    if fp8_weights is None:
+        return Plain(w1_parts, w2, compute, x.dtype)
+    return InFp8(fp8_weights, _parts(fp8_weights.w1, activation, gate_up), compute)
 
 
 def _side_by_side(halves: Sequence[HostArray], gate_up: str) -> HostArray:
@@ -181,6 +197,8 @@ def moe_forward(
     identity_experts: int = 0,
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> tuple[HostArray, SavedForBackward | None]:
     """out[t] = sum over slots j, in slot order, of weights[t, j] * E_{ids[t, j]}(x[t]) (Sections 2.3 and 3.1).
 
@@ -202,6 +220,7 @@ def moe_forward(
     identity_experts  Z: ids E .. E + Z - 1 are E_e(x) = x
     max_slots  rows of what is kept, R, in place of L*k; see dispatch
     spare_multiprocessors  for symmetry with the GPU backend: this backend has none
+    precision, fp8_weights  "fp8": see reference.products; of w1 and w2, or None: they are quantised here
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
     """
@@ -210,6 +229,9 @@ def moe_forward(
     act = activation_of(activation)
     w1_parts = _parts(w1, act, gate_up)  # each (E, d, h)
     b1_parts = () if b1 is None else _parts(b1, act, gate_up)  # each (E, h)
+    if precision == "fp8" and fp8_weights is None:
+        fp8_weights = quantize_weights(w1, w2, gate_up)
+    products = _products(w1_parts, w2, fp8_weights if precision == "fp8" else None, act, gate_up, x)
     # Token dispatch: index lists only, no routed copy of x.
     index = dispatch(ids, num_experts, token_offsets, max_slots)
     num_rows = index.num_rows
@@ -230,17 +252,16 @@ def moe_forward(
     expert_out = np.empty((num_rows, d), compute)  # (R, d)
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
-        ab = _first_layer(x_rows, w1_parts, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
+        ab = _first_layer(x_rows, products, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
         scaled = ab if row_weights is None else ab * row_weights[rows]  # (w x) w1 = w (x w1)
         (V, _), (M, _) = activate(*_halves(scaled, act, gate_up), act)  # (n, h) each
-        y = cast(V * M, x.dtype)  # (n, h)
-        expert_out[rows] = cast(y, compute) @ cast(w2[expert], compute)  # (n, d)
+        expert_out[rows] = products.down_fwd(expert, V * M)  # (n, d)
         if b2 is not None:
             expert_out[rows] += cast(b2[expert], compute)
         if first_layer is not None:
             first_layer[rows] = ab
         if y_swi is not None:
-            y_swi[rows] = y
+            y_swi[rows] = cast(V * M, x.dtype)
 
     # Output aggregation.
     if unreduced:
@@ -255,7 +276,8 @@ def moe_forward(
     if save == "fp8" and first_layer is not None:
         first_layer = save_first_layer(first_layer, h, gate_up == "interleaved")
     kept = first_layer, y_swi, activation, save
-    return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots)
+    of_fp8: dict[str, Any] = {"precision": precision, "fp8_weights": fp8_weights if precision == "fp8" else None}
+    return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots, **of_fp8)
 
 
 def moe_backward(
@@ -287,6 +309,7 @@ def moe_backward(
     num_rows = index.num_rows
     w1_parts = _parts(saved.w1, activation, gate_up)  # each (E, d, h)
     b1_parts = () if saved.b1 is None else _parts(saved.b1, activation, gate_up)  # each (E, h)
+    products = _products(w1_parts, w2, saved.fp8_weights, activation, gate_up, x)
     buffers = accumulate or {}
     totals: dict[str, Any] = {  # as the weights and biases
         name: buffers[name] if name in buffers else _zeros_like(getattr(saved, name))
@@ -313,7 +336,7 @@ def moe_backward(
     for expert, rows, tokens in _experts_with_tokens(index):
         x_rows = cast(x[tokens], compute)  # (n, d) gathered on the fly
         if kept is None:
-            ab = _first_layer(x_rows, w1_parts, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
+            ab = _first_layer(x_rows, products, b1_parts, expert, x.dtype, gate_up)  # (n, 2h) or (n, h)
         else:
             ab = cast(kept[rows], compute)  # (n, 2h) or (n, h)
         scale = row_weights[rows]  # (n, 1)
@@ -333,7 +356,7 @@ def moe_backward(
             _add(totals["b2"], expert, (on_output * grad_rows).sum(axis=0))  # (d,)
         if not {"x", "weights", "w1", "b1"}.intersection(needs):
             continue
-        grad_y = grad_rows @ cast(w2[expert], compute).T  # (n, h) line 20, still without the router weight
+        grad_y = products.down_bwd(expert, grad_rows)  # (n, h) line 20, still without the router weight
         # The gradient of a router weight is <grad, y w2 + b2>, where <grad, y w2> = <grad w2^T, y>: no need for the
         # expert's result y w2.
         grad_row_weights[rows] = (grad_y * y).sum(axis=1)  # (n,)
@@ -351,8 +374,7 @@ def moe_backward(
         for total, grad_half in zip(b1_totals, grad_ab, strict=False):
             _add(total, expert, grad_half.sum(axis=0))  # (h,)
         if "x" in needs:
-            pairs = zip(grad_ab, w1_parts, strict=True)
-            grad_x_rows[rows] = sum(half @ cast(part[expert], compute).T for half, part in pairs)  # (n, d) line 30
+            grad_x_rows[rows] = products.up_bwd(expert, grad_ab)  # (n, d) line 30
 
     # 3. Token gradient accumulation.
     grad_x = None

@@ -60,8 +60,8 @@ def _in_groups(first_layer: HostArray, h: int, interleaved: bool) -> HostArray:
 
 
 def _from_groups(grouped: HostArray, h: int, interleaved: bool) -> HostArray:
-    R, halves = len(grouped), grouped.shape[3]
-    by_half = grouped.reshape(R, -1, halves)[:, :h]
+    R, groups, width, halves = grouped.shape
+    by_half = grouped.reshape(R, groups * width, halves)[:, :h]
     return (by_half if interleaved else by_half.swapaxes(1, 2)).reshape(R, halves * h)
 
 

@@ -1,0 +1,97 @@
+"""The four products of an expert that are no weight gradients, in the layer's precision and in e4m3.
+
+A product in e4m3 multiplies e4m3 numbers exactly, adds in float64, and only then applies the scales: of x and of the
+gradient of out one for each row, of y = V(a) * M(b) and of the gradients of a and b one for each row and 128 columns,
+of weights one for each expert and half.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from moeblaze_cupy.launch_config import GROUP_COLUMNS
+from moeblaze_cupy.reference.fp8 import from_e4m3, quantize
+from moeblaze_cupy.reference.numerics import HostArray, cast
+from moeblaze_cupy.structures import Fp8Weights
+
+
+class Products(Protocol):
+    """Of one expert, on its n rows. Results are in the precision of what is computed."""
+
+    def up_fwd(self, expert: int, x_rows: HostArray) -> list[HostArray]:
+        """x (n, d) times the halves of w1: (n, h) each, without a bias."""
+
+    def down_fwd(self, expert: int, y: HostArray) -> HostArray:
+        """y (n, h), as it was computed, times w2: (n, d)."""
+
+    def down_bwd(self, expert: int, grad_rows: HostArray) -> HostArray:
+        """The gradient (n, d) of out's rows times w2 transposed: (n, h)."""
+
+    def up_bwd(self, expert: int, grad_ab: Sequence[HostArray]) -> HostArray:
+        """The gradients (n, h) of a and b times the halves of w1, transposed: (n, d), summed."""
+
+
+class Plain:
+    """y is rounded to the dtype `store` before it is multiplied."""
+
+    def __init__(self, w1_parts: Sequence[HostArray], w2: HostArray, compute: Any, store: Any) -> None:
+        self.w1_parts, self.w2, self.compute, self.store = w1_parts, w2, compute, store
+
+    def up_fwd(self, expert: int, x_rows: HostArray) -> list[HostArray]:
+        return [x_rows @ cast(part[expert], self.compute) for part in self.w1_parts]
+
+    def down_fwd(self, expert: int, y: HostArray) -> HostArray:
+        rounded = cast(cast(y, self.store), self.compute)
+        product: HostArray = rounded @ cast(self.w2[expert], self.compute)
+        return product
+
+    def down_bwd(self, expert: int, grad_rows: HostArray) -> HostArray:
+        product: HostArray = grad_rows @ cast(self.w2[expert], self.compute).T
+        return product
+
+    def up_bwd(self, expert: int, grad_ab: Sequence[HostArray]) -> HostArray:
+        pairs = zip(grad_ab, self.w1_parts, strict=True)
+        product: HostArray = sum(half @ cast(part[expert], self.compute).T for half, part in pairs)  # type: ignore[assignment]  # of one array at least
+        return product
+
+
+class InFp8:
+    """w1_parts: of weights.w1, as bytes of e4m3."""
+
+    def __init__(self, weights: Fp8Weights, w1_parts: Sequence[HostArray], compute: Any) -> None:
+        self.weights, self.compute = weights, compute
+        self.w1_parts = [from_e4m3(part).astype(np.float64) for part in w1_parts]  # (E, d, h) each
+        self.w2 = from_e4m3(weights.w2).astype(np.float64)  # (E, h, d)
+
+    def _by_row(self, rows: HostArray, weight: HostArray, scale: HostArray) -> HostArray:
+        """rows (n, K) with a scale each, times weight (K, N) with one scale."""
+        stored, scales = quantize(rows, axis=1)
+        with np.errstate(invalid="ignore"):
+            sums = (from_e4m3(stored).astype(np.float64) @ weight).astype(np.float32)
+            return cast(sums * (scales * scale), self.compute)
+
+    def _by_group(self, rows: HostArray, weight: HostArray, scale: HostArray) -> HostArray:
+        """rows (n, K) with a scale for each 128 columns, times weight (K, N) with one scale; float64."""
+        total = np.zeros((len(rows), weight.shape[1]))
+        with np.errstate(invalid="ignore"):
+            for first in range(0, rows.shape[1], GROUP_COLUMNS):
+                group = slice(first, first + GROUP_COLUMNS)
+                stored, scales = quantize(rows[:, group], axis=1)
+                total += from_e4m3(stored).astype(np.float64) @ weight[group] * scales
+        return total * scale
+
+    def up_fwd(self, expert: int, x_rows: HostArray) -> list[HostArray]:
+        scales = self.weights.w1_scales[expert]
+        return [self._by_row(x_rows, part[expert], scales[half]) for half, part in enumerate(self.w1_parts)]
+
+    def down_fwd(self, expert: int, y: HostArray) -> HostArray:
+        return cast(self._by_group(y, self.w2[expert], self.weights.w2_scales[expert, 0]), self.compute)
+
+    def down_bwd(self, expert: int, grad_rows: HostArray) -> HostArray:
+        return self._by_row(grad_rows, self.w2[expert].T, self.weights.w2_scales[expert, 0])
+
+    def up_bwd(self, expert: int, grad_ab: Sequence[HostArray]) -> HostArray:
+        scales, parts = self.weights.w1_scales[expert], zip(grad_ab, self.w1_parts, strict=True)
+        total = sum(self._by_group(grad, part[expert].T, scales[half]) for half, (grad, part) in enumerate(parts))
+        return cast(np.asarray(total), self.compute)
