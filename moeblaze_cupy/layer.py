@@ -287,16 +287,19 @@ def forward(
         limits = spared("moe_forward", call, spare_multiprocessors)
         if precision is not None:
             biases = {name: call.described[name] for name in names[6:9] if name in named}
-            of_weights = fp8_arrays, fp8_weights and fp8_weights.gate_up
-            fp8_checks.layer("moe_forward", x_array, w2_array, activation, gate_up, biases, *of_weights, limits)
+            order = None if fp8_weights is None else fp8_weights.gate_up
+            of_layer = x_array, w2_array, activation, gate_up, biases, fp8_arrays, order
+            fp8_checks.layer("moe_forward", *of_layer, limits)
         if limits is None:
             w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[3:5], names[6:8]))
             in_fp8: dict[str, Any] = {} if precision is None else {"precision": precision}
             if of_fp8:
                 on_host = (call.host(name) for name in fp8_checks.NAMES)
-                in_fp8["fp8_weights"] = Fp8Weights(**dict(zip(fp8_checks.FIELDS, on_host, strict=True)), gate_up=gate_up)
-            of_layer = w1_names, b1_names, activation, save, gate_up, slots, max_slots, in_fp8
-            out, saved = _forward_on_cpu(call, *of_layer)
+                in_fp8["fp8_weights"] = Fp8Weights(
+                    **dict(zip(fp8_checks.FIELDS, on_host, strict=True)), gate_up=gate_up
+                )
+            on_cpu = w1_names, b1_names, activation, save, gate_up, slots, max_slots, in_fp8
+            out, saved = _forward_on_cpu(call, *on_cpu)
             if saved is not None and fp8_weights is not None:
                 saved = dataclasses.replace(saved, fp8_weights=fp8_weights)
             if saved is not None and call.framework is arrays.Torch:
@@ -342,7 +345,7 @@ def forward(
             return out, None
         x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, _, *own_fp8 = given
         if own_fp8 and export is not keep:  # what it was imported to, as of the other arrays
-            fp8_weights = Fp8Weights(*own_fp8, gate_up=gate_up)
+            fp8_weights = Fp8Weights(**dict(zip(fp8_checks.FIELDS, own_fp8, strict=True)), gate_up=gate_up)
         index = _index(steps.dispatch, lists, ids if ids_copy is None else ids_copy)
         kept = x, weights, joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
         of_biases = joined(b1_gate, b1_up), b2
