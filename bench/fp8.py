@@ -5,8 +5,8 @@ python -m bench.fp8 [--case CASES] [--variants CASES] [--window SECONDS] [--roun
 All three are timed in turn, in windows of calls back to back, as the power limit lets the clock swing.
 torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
 down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. With
---variants the e4m3 product is also timed in single CTAs and in pairs of CTAs, and down_fwd and up_bwd where the
-consumer warpgroups multiply and promote in turn, the others where redux finds the amax of a row.
+--variants down_fwd and up_bwd are also timed with consumer warpgroups that multiply and promote in turn. The layer
+follows, in bf16 and fp8, with how far its results are from bf16's.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 
+import moeblaze_cupy as mb
 from bench import cases, inputs, kernels, measure, table, verify
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
 from moeblaze_cupy import launch_config, loader, runtime
@@ -35,10 +36,7 @@ TOLERANCE = 1.2e-2
 # Of what a kernel quantises: elements that are another e4m3 than torch's of the same numbers in float32.
 OTHERS = 5e-3
 VARIANTS = {
-    "single": ("uses_clusters", False),
-    "pairs": ("uses_clusters", True),
     "in turn": ("PROMOTES_IN_TURN", True),  # of SUMS
-    "redux": ("AMAX_BY_REDUX", True),  # of the others
 }
 SUMS = {"down_fwd": "aggregate_out", "up_bwd": "aggregate_dx"}
 
@@ -86,30 +84,26 @@ def deciding(name: str, answer: object) -> Iterator[None]:
 
 
 class Checked:
-    """The e4m3 products of one case with their buffers, and what torch makes of the same e4m3 numbers in float64."""
+    """The e4m3 products of one case with their buffers, and what torch makes of the same e4m3 numbers in float64.
+
+    Checked are all rows of one expert, 4096 at most, and of the sums over slots 512 tokens.
+    """
 
     def __init__(self, case: cases.LayerCase, kernel: kernels.Kernels):
-        self.case, self.kernel = case, kernel
+        self.case, self.kernel, self.g = case, kernel, case.first_columns // case.h
         self.arrays = a = operands(case, kernel.inputs)
-        g = case.first_columns // case.h
-        for name, (shape, dtype) in buffer_shapes(case.slots, case.L, case.d, case.h, g).items():
+        for name, (shape, dtype) in buffer_shapes(case.slots, case.L, case.d, case.h, self.g).items():
             a[name] = torch.empty(shape, device=a["x"].device, dtype=getattr(torch, dtype))
-        self.g = g
         self.products = Products(Torch, kernel.limits, a, case.activation)
         self.calls = self.products.calls
-        index = kernel.index
-        self.offsets, self.tokens = index.expert_token_offsets.tolist(), index.expert_token_indices.long()
-        self.busy = [e for e in range(case.E) if self.offsets[e] < self.offsets[e + 1]]
+        self.tokens = kernel.index.expert_token_indices.long()
 
     def configured(self, name: str, answer: object) -> Products:
         """The products where `launch_config` says so."""
         with deciding(name, answer):
             return Products(Torch, self.kernel.limits, self.arrays, self.case.activation)
 
-    def _rows(self, e: int) -> slice:
-        return slice(self.offsets[e], self.offsets[e + 1])
-
-    def _values(self, name: str, rows: slice, halves: int) -> torch.Tensor:
+    def _values(self, name: str, rows: torch.Tensor, halves: int) -> torch.Tensor:
         """Rows that a kernel has quantised, in float64."""
         width = self.arrays[name].shape[1] // halves
         scales = self.arrays[f"{name}_scales"][:, rows].T.unflatten(1, (halves, -1))
@@ -122,61 +116,61 @@ class Checked:
         scales = self.arrays[f"{name}_scales"][e].double()
         return q * scales.repeat_interleave(q.shape[1] // len(scales))
 
-    def _inputs(self, name: str, scales: str, rows: slice) -> torch.Tensor:
-        tokens = self.tokens[rows]
+    def _inputs(self, name: str, scales: str, tokens: torch.Tensor) -> torch.Tensor:
         return self.arrays[name].view(E4M3)[tokens].double() * self.arrays[scales][tokens, None]
 
     def errors(self, name: str) -> dict[str, float]:
         """Relative norms of the last call's sums; "others" is the part of e4m3 numbers that torch rounds otherwise."""
         if name in kernels.SUMMED:
             return {"sums": self._error_of_sums(name)}
-        difference = norm = 0.0
-        others = elements = 0
-        for e in sorted({self.busy[0], self.busy[-1]}):
-            rows = self._rows(e)
-            if name == "up_fwd":
-                got = self.arrays["first_layer"][rows]
-                want = self._inputs("x", "x_scales", rows) @ self._weight("w1", e)
-                key, float32 = "y", verify.activate(got.float(), self.case.activation)[0]
-            else:
-                got, want = self.arrays["first_layer_grad"][rows], self._expected_grad(e, rows)
-                key, float32 = "dh", None
-            difference += float((got.double() - want).square().sum())
-            norm += float(want.square().sum())
-            halves = 1 if key == "y" else self.g
-            values = self._values(key, rows, halves)
-            if float32 is None:  # the kernel rounds these to bf16 before it stores them: no bits to compare with
-                exact = got.double()
-                others += int(((values - exact).abs() > 0.07 * exact.abs() + 0.01 * values.abs().amax()).sum())
-            else:
-                groups = torch.nn.functional.pad(float32, (0, -float32.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-                q, _ = quantised(groups, (2,))
-                own = self.arrays[key][rows]
-                others += int((q.view(torch.uint8).flatten(1)[:, : own.shape[1]] != own).sum())
-            elements += values.numel()
-        return {"sums": (difference / norm) ** 0.5, "others": others / elements}
-
-    def _weights_of(self, rows: slice) -> torch.Tensor:
+        counts = self.kernel.index.expert_token_offsets.diff()
+        e = int(counts.argmax())
+        first = int(self.kernel.index.expert_token_offsets[e])
+        rows = torch.arange(first, first + min(int(counts[e]), 4096), device=counts.device)
         tokens = self.tokens[rows]
-        places = self.kernel.index.token_index_map[tokens]
-        numbers = torch.arange(rows.start, rows.stop, device=places.device)[:, None]
-        return (self.arrays["weights"][tokens].double() * (places == numbers)).sum(1, keepdim=True)
+        if name == "up_fwd":
+            got, key, halves = self.arrays["first_layer"][rows], "y", 1
+            want = self._inputs("x", "x_scales", tokens) @ self._weight("w1", e)
+        else:
+            got, key, halves = self.arrays["first_layer_grad"][rows], "dh", self.g
+            want = self._expected_grad(e, rows, tokens)
+        error = float((got.double() - want).norm() / want.norm())
+        values = self._values(key, rows, halves)
+        if key == "dh":  # the kernel rounds these to bf16 before it stores them: no bits to compare with
+            exact = got.double()
+            others = (values - exact).abs() > 0.07 * exact.abs() + 0.01 * values.abs().amax()
+        else:
+            y = verify.activate(got.float(), self.case.activation)[0]
+            groups = torch.nn.functional.pad(y, (0, -y.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+            q = quantised(groups, (2,))[0].view(torch.uint8).flatten(1)[:, : y.shape[1]]
+            others = q != self.arrays[key][rows]
+        return {"sums": error, "others": float(others.float().mean())}
 
-    def _expected_grad(self, e: int, rows: slice) -> torch.Tensor:
-        grad = self._inputs("grad_out", "grad_scales", rows) @ self._weight("w2", e).T * self._weights_of(rows)
+    def _expected_grad(self, e: int, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        places = self.kernel.index.token_index_map[tokens]
+        weights = (self.arrays["weights"][tokens].double() * (places == rows[:, None])).sum(1, keepdim=True)
+        grad = self._inputs("grad_out", "grad_scales", tokens) @ self._weight("w2", e).T * weights
         _, *slopes = verify.activate(self.arrays["first_layer"][rows].double(), self.case.activation)
         return torch.cat([grad * slope for slope in slopes], dim=1)
 
     def _error_of_sums(self, name: str) -> float:
-        got = self.arrays["out" if name == "down_fwd" else "grad_x"]
-        want = torch.zeros(got.shape, dtype=torch.float64, device=got.device)
-        for e in self.busy:
-            rows = self._rows(e)
+        case, index = self.case, self.kernel.index
+        sample = torch.arange(0, case.L, max(1, case.L // 512), device=self.tokens.device)
+        rows, order = index.token_index_map[sample].flatten().long().sort()
+        bounds = torch.searchsorted(rows, index.expert_token_offsets.long()).tolist()
+        parts = torch.zeros(len(rows), case.d, dtype=torch.float64, device=rows.device)
+        for e in range(case.E):
+            these = slice(bounds[e], bounds[e + 1])
+            if bounds[e] == bounds[e + 1]:
+                continue
             if name == "down_fwd":
-                part = self._values("y", rows, 1) @ self._weight("w2", e) * self._weights_of(rows)
+                parts[order[these]] = self._values("y", rows[these], 1) @ self._weight("w2", e)
             else:
-                part = self._values("dh", rows, self.g) @ self._weight("w1", e).T
-            want.index_add_(0, self.tokens[rows], part)
+                parts[order[these]] = self._values("dh", rows[these], self.g) @ self._weight("w1", e).T
+        parts = parts.view(len(sample), case.k, case.d)
+        weights = self.arrays["weights"][sample].double() if name == "down_fwd" else torch.ones_like(parts[:, :, 0])
+        want = (parts * weights[:, :, None]).sum(1)
+        got = self.arrays["out" if name == "down_fwd" else "grad_x"][sample]
         return float((got.double() - want).norm() / want.norm())
 
 
@@ -202,15 +196,16 @@ def in_turn(calls: dict[str, Callable], window: float, rounds: int) -> dict[str,
 
 def precompile(names: list[str]) -> None:
     """The kernels of all cases, side by side."""
-    found = {}
-    k_is_1 = {cases.LAYERS[name].k == 1 for name in names}
+    found = {loader.Variant(source, ""): None for source in ("dispatch.cu", "aggregation.cu", "quantize.cu")}
     common = {"dtype": "bfloat16", "activation": "swiglu", "aligned": True, "tier": "sm90", "transposed": True}
-    both = (False, True)
-    for fp8, entry, pairs, turn, redux in itertools.product(both, PRODUCTS, both, both, both):
+    both, k_is_1 = (False, True), {cases.LAYERS[name].k == 1 for name in names}
+    for fp8, saved, entry, pairs, turn in itertools.product(both, both, PRODUCTS, both, both):
         for to_tokens in k_is_1 if entry in kernels.SUMMED else {False}:
-            options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8}
-            with deciding("PROMOTES_IN_TURN", turn), deciding("AMAX_BY_REDUX", redux):
+            options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8, "fp8_saved": saved}
+            with deciding("PROMOTES_IN_TURN", turn):
                 found[loader.gemm_variant(entry, **common, **options)] = None
+    for entry, split_k in itertools.product(kernels.WGRADS, both):
+        found[loader.gemm_variant(entry, **common, split_k=split_k)] = None
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(loader.precompile, found))
 
@@ -219,67 +214,133 @@ def run(names: list[str], varied: list[str], window: float, rounds: int, order: 
     """A row for each case and product. Raises RuntimeError where a product is wrong: there is no time for it."""
     rows = []
     for name in names:
-        start, case = time.perf_counter(), cases.LAYERS[name]
-        kernel = kernels.Kernels(case, inputs.layer_inputs(case, order))
+        times, case = [time.perf_counter()], cases.LAYERS[name]
+        made = inputs.layer_inputs(case, order)
+        kernel = kernels.Kernels(case, made)
         checked = Checked(case, kernel)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter())
         for entry in PRODUCTS:
             checked.calls[entry]()
-            kernel.calls[entry]()
             errors = checked.errors(entry)
             if not errors["sums"] <= TOLERANCE or not errors.get("others", 0) <= OTHERS:
                 raise RuntimeError(f"bench.fp8: {name}: {entry}: expected errors of at most {TOLERANCE}, got {errors}")
+            flops = kernels.gemm_work(case, entry).flops
+            rows.append({"case": name, "kernel": entry, "flops": flops, "errors": errors})
+        times.append(time.perf_counter())
+        for row in rows[-len(PRODUCTS) :]:
+            entry = row["kernel"]
             calls = {"bf16": kernel.calls[entry], "e4m3": checked.calls[entry], "_scaled_mm": dense(case, entry)}
-            if name in varied:
-                kinds = [kind for kind in VARIANTS if kind != ("redux" if entry in SUMS else "in turn")]
-                kept = [checked.configured(*VARIANTS[kind]) for kind in kinds]
-                calls |= {kind: products.calls[entry] for kind, products in zip(kinds, kept, strict=True)}
+            kept = []
+            if name in varied and entry in SUMS:
+                kept = [checked.configured(*VARIANTS[kind]) for kind in VARIANTS]
+                calls |= {kind: products.calls[entry] for kind, products in zip(VARIANTS, kept, strict=True)}
             if entry in SUMS:
                 calls["sums"] = kernel.calls[SUMS[entry]]
-            seconds = in_turn(calls, window, rounds)
-            flops = kernels.gemm_work(case, entry).flops
-            rows.append({"case": name, "kernel": entry, "flops": flops, "errors": errors, "seconds": seconds})
-            print("\n".join(text(rows[-1:])), flush=True)
+            row["seconds"] = in_turn(calls, window, rounds)
             calls = kept = None
-            measure.release()
+        times.append(time.perf_counter())
         kernel = checked = None
         measure.release()
-        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+        rows += layer_rows(name, made, window, rounds)
+        made = None
+        measure.release()
+        times.append(time.perf_counter())
+        parts = zip(("inputs", "checks", "products", "layers"), itertools.pairwise(times), strict=True)
+        print(f"{name}: {', '.join(f'{part} {end - start:.1f} s' for part, (start, end) in parts)}", flush=True)
+    return rows
+
+
+LAYERS = {  # how the layer is called, by name
+    "bf16": {},
+    "bf16, save fp8": {"save": "fp8"},
+    "fp8": {"precision": "fp8"},
+    "fp8, save fp8": {"precision": "fp8", "save": "fp8"},
+    "fp8, quantises": {"precision": "fp8"},  # the weights in every call
+}
+
+
+def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: int) -> list[dict]:
+    """Forward, and forward with backward, in each way; and how far fp8's results are from bf16's."""
+    fp8_weights = mb.quantize_weights(made["w1"], made["w2"])
+    arrays = [made[key] for key in ("x", "ids", "weights", "w1", "w2")]
+
+    def options(kind: str) -> dict:
+        ready = {"fp8_weights": fp8_weights} if kind.startswith("fp8") and kind != "fp8, quantises" else {}
+        return {**LAYERS[kind], **ready}
+
+    def forward(kind: str) -> Callable[[], object]:
+        given = options(kind)
+        return lambda: mb.moe_forward(*arrays, **given)
+
+    def both(kind: str) -> Callable[[], dict]:
+        given = options(kind)
+
+        def call() -> dict:
+            out, saved = mb.moe_forward(*arrays, **given)
+            return {"out": out, **vars(mb.moe_backward(made["grad_out"], saved))}
+
+        return call
+
+    exact = both("bf16")()
+    errors = {}
+    for kind in ("bf16, save fp8", "fp8"):
+        for key, value in both(kind)().items():
+            if value is not None:
+                of_bf16 = exact[key].float()
+                errors[f"{kind}: {key}"] = float((value.float() - of_bf16).norm() / of_bf16.norm())
+    exact = value = of_bf16 = None
+    passes = {"forward": forward, "forward + backward": both}
+    rows = []
+    for title, make in passes.items():
+        seconds = in_turn({kind: make(kind) for kind in LAYERS}, window, rounds)
+        rows.append({"case": name, "kernel": title, "errors": errors if title != "forward" else {}, "seconds": seconds})
     return rows
 
 
 def text(rows: list[dict]) -> list[str]:
-    head = ["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", *VARIANTS, "sums us", "error"]
-    lines = []
+    """Of products: times, ratio, TFLOP/s of each way, relative errors. Of layers: ms, and bf16's over each way's."""
+    lines = [["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", *VARIANTS, "sums us", "error"]]
+    layers = [["case", "pass", "bf16 ms", *(f"bf16 / {kind}" for kind in list(LAYERS)[1:])]]
+    errors = []
     for row in rows:
-        seconds, flops = row["seconds"], row["flops"]
-
-        def tflops(kind: str, seconds: dict = seconds, flops: int = flops) -> str:
-            return table.number(flops / seconds[kind] / 1e12 if kind in seconds else None, 4)
-
+        seconds = row["seconds"]
+        if "flops" not in row:
+            ratios = (f"{seconds['bf16'] / seconds[kind]:.2f}" for kind in list(LAYERS)[1:])
+            layers.append([row["case"], row["kernel"], table.number(seconds["bf16"] * 1e3, 4), *ratios])
+            if row["errors"]:
+                found = (f"{key} {error:.4f}" for key, error in row["errors"].items())
+                errors.append(f"{row['case']}, from bf16: {', '.join(found)}")
+            continue
+        rates = [seconds[kind] and row["flops"] / seconds[kind] / 1e12 for kind in seconds if kind != "sums"]
+        by_kind = dict(zip((kind for kind in seconds if kind != "sums"), rates, strict=True))
         lines.append(
             [
                 *(row["case"], row["kernel"]),
                 *(table.number(seconds[kind] * 1e6, 4) for kind in ("bf16", "e4m3")),
                 f"{seconds['bf16'] / seconds['e4m3']:.2f}",
-                *map(tflops, ("e4m3", "_scaled_mm", *VARIANTS)),
+                *(table.number(by_kind.get(kind), 4) for kind in ("e4m3", "_scaled_mm", *VARIANTS)),
                 table.number(seconds["sums"] * 1e6 if "sums" in seconds else None, 4),
                 " ".join(f"{error:.1e}" for error in row["errors"].values()),
             ]
         )
-    return table.aligned([head, *lines], 2)
+    tables = (part for part, left in ((lines, 2), (layers, 2)) if len(part) > 1)
+    return [*(line for part in tables for line in table.aligned(part, 2)), *errors]
 
 
 def main(*argv: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.fp8", description=__doc__.splitlines()[0])
     parser.add_argument("--case", default=CASES, help="cases or groups of bench/cases.py (%(default)s)")
-    parser.add_argument("--variants", default="readme,conf3,qwen30b", help="cases to time more ways of (%(default)s)")
-    parser.add_argument("--window", type=float, default=0.08, metavar="SECONDS", help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")
+    parser.add_argument("--variants", default="readme,conf3", help="cases to time more ways of (%(default)s)")
+    parser.add_argument("--window", type=float, default=0.05, metavar="SECONDS", help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="(%(default)s)")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="of bf16's weights")
     parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
     names, varied = cases.select(args.case, CASES), cases.select(args.variants, CASES)
+    start = time.perf_counter()
     precompile(names)
+    print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
     rows = run(names, varied, args.window, args.rounds, args.order)
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
