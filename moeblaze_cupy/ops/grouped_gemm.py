@@ -243,7 +243,8 @@ def configure(
     else:
         gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation), interleaved)
         depth = segments * K // (2 if a.is_fp8 else 1)  # of as many k-steps
-        clusters = not to_tokens and launch_config.uses_clusters(gathers, column_tiles, depth, slots, index.num_experts)
+        rule = column_tiles, depth, slots, index.num_experts
+        clusters = not to_tokens and launch_config.uses_clusters(gathers, *rule, a.is_fp8)
         if gathers:
             dynamic = launch_config.dynamic_schedule(entry, column_tiles, depth, slots, index.num_experts, limits)
         else:
@@ -251,8 +252,8 @@ def configure(
         pairs = interleaved and entry == "up_fwd"
         maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K)
         sizes |= {"result_ld": result_ld}
-        rule = column_tiles, depth, slots, index.num_experts
-        why += (reasons.clusters(clusters, to_tokens, gathers, *rule), reasons.schedule(dynamic, entry, *rule, limits))
+        of_clusters = reasons.clusters(clusters, to_tokens, gathers, *rule, a.is_fp8)
+        why += (*((reasons.E4M3,) if a.is_fp8 else ()), of_clusters, reasons.schedule(dynamic, entry, *rule, limits))
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     options["fp8"] = a.is_fp8
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
