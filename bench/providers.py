@@ -253,9 +253,9 @@ def _lacks_cupy() -> str | None:
 _BOTH = ("transposed", "row")
 
 
-def _ours(name: str, save: str, orders=("transposed",), **environment: str) -> Provider:
+def _ours(name: str, save: str, orders=("transposed",), checked: bool = True, **environment: str) -> Provider:
     return Provider(
-        name, lambda case, x: _Ours(case, x, save), _lacks_cupy, orders=orders, environment=environment
+        name, lambda case, x: _Ours(case, x, save), _lacks_cupy, orders=orders, checked=checked, environment=environment
     )  # fmt: skip
 
 
@@ -267,6 +267,7 @@ PROVIDERS = {
         _ours("moeblaze", "minimal", _BOTH),
         _ours("moeblaze_recompute", "recompute"),
         _ours("moeblaze_paper", "paper"),
+        _ours("moeblaze_save_fp8", "fp8", checked=False),
         _ours("moeblaze_sm80", "minimal", MOEBLAZE_TIER="sm80"),
         _ours("moeblaze_sm80_recompute", "recompute", MOEBLAZE_TIER="sm80"),
         _ours("moeblaze_sm80_paper", "paper", MOEBLAZE_TIER="sm80"),

@@ -168,7 +168,7 @@ class MoE(torch.autograd.Function):
         needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in NEEDS]
         unpacked = _unpacked(ctx)
         saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
-        in_place = not ctx.keep_saved and ctx.save != "fp8" and not torch.compiler.is_compiling() and not transformed()
+        in_place = not ctx.keep_saved and not torch.compiler.is_compiling() and not transformed()
         operator = (moe_bwd_acc_ if in_place else moe_bwd_acc) if ctx.accumulates else moe_bwd_ if in_place else moe_bwd
         totals = sums if ctx.accumulates else ()
         made = operator(grad_out.contiguous(), *saved, *totals, *ctx.options, ctx.save, needs)

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
 
 SMALL = Case(L=4, k=2, E=3, d=3, h=2)
-POLICIES = ("minimal", "paper", "recompute")
+POLICIES = ("minimal", "paper", "recompute", "fp8")
 
 
 def tensors(case, dtype=np.float64, seed=0):
@@ -58,7 +58,7 @@ GRADCHECKS = [
     *((replace(SMALL, activation=activation), "minimal") for activation in ACTIVATIONS),
     *((replace(SMALL, order=order), "minimal") for order in ("transposed", "pair", "pair_transposed")),
     *((replace(SMALL, routing=routing), "minimal") for routing in ("absent", "duplicate", "one_expert")),
-    *((replace(SMALL, activation=a, order="transposed"), s) for s in POLICIES[1:] for a in ("swiglu", "gelu")),
+    *((replace(SMALL, activation=a, order="transposed"), s) for s in POLICIES[1:3] for a in ("swiglu", "gelu")),
     (replace(SMALL, order="pair"), "paper"),
     (replace(SMALL, order="pair_transposed", activation="geglu"), "recompute"),
 ]
@@ -201,9 +201,9 @@ def test_saved_tensor_hooks_see_everything_that_is_kept(order, save):
     with torch.no_grad():
         _, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save)
     slots, lists = case.L * case.k, saved.index
-    first_layer, y_swi = {"minimal": (1, 0), "paper": (1, 1), "recompute": (0, 0)}[save]
+    first_layer, y_swi = {"minimal": (1, 0), "paper": (1, 1), "recompute": (0, 0), "fp8": (1, 0)}[save]
     assert [tuple(tensor.shape) for tensor in kept] == [
-        *[(slots, 2 * case.h)] * first_layer,
+        *[tuple(saved.first_layer.shape) if save == "fp8" else (slots, 2 * case.h)] * first_layer,
         *[(slots, case.h)] * y_swi,
         tuple(lists.lists.shape),
         (case.L, case.k),
@@ -265,6 +265,7 @@ def consuming(save, needs):
         "minimal": "x" in needs or "w1" in needs,
         "paper": "x" in needs or "w1" in needs or "w2" in needs,
         "recompute": False,
+        "fp8": False,
     }[save]
 
 
@@ -296,7 +297,7 @@ def test_second_backward(save):
     assert all(map(torch.equal, first, second))
     out = moe(x, ids, weights, w1, w2, save=save)
     assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, grad_out, retain_graph=True)))
-    if save == "recompute":
+    if save in ("fp8", "recompute"):
         assert all(map(torch.equal, first, torch.autograd.grad(out, leaves, grad_out)))
     else:
         with pytest.raises(RuntimeError, match="an earlier backward overwrote"):
