@@ -70,8 +70,8 @@ def clusters(
     if used and fp8:
         even = "" if gathers else f", the number of column tiles is even ({column_tiles})"
         return (
-            f"2-CTA clusters with TMA multicast of the weight: operands are e4m3, an expert has {_count(rows, 'row')} on "
-            f"average (at least {SHARED_WEIGHT_ROWS}){even}"
+            f"2-CTA clusters with TMA multicast of the weight: operands are e4m3, an expert has {_count(rows, 'row')} "
+            f"on average (at least {SHARED_WEIGHT_ROWS}){even}"
         )
     if used:
         few, even = (

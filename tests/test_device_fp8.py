@@ -274,8 +274,8 @@ LAYERS = [
 ]
 
 
-# Of the norm. The kernels round a product to bf16 before they quantise what follows from it, and one element in twenty then
-# becomes the next e4m3, 6% away. The recipe's own error is 0.06.
+# Of the norm. The kernels round a product to bf16 before they quantise what follows from it, and one element in twenty
+# then becomes the next e4m3, 6% away. The recipe's own error is 0.06.
 TOLERANCE = 0.02
 
 

@@ -129,7 +129,7 @@ def configure_backward(
     x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
     in_fp8 = first_layer is not None and first_layer.dtype == "uint8"
     overwritable = None if in_fp8 else first_layer
-    up_read, down_read, x_read, grad_read = up, down, x_rows, grad_rows
+    up_read, down_read, grad_read = up, down, grad_rows
     in_e4m3 = x_in_e4m3 = None
     if precision == "fp8":
         E, halves = w2.shape[0], 1 + gated
