@@ -8,18 +8,21 @@ struct e4m3 {
     unsigned char bits;
 };
 constexpr float E4M3_MAX = 448.f;
-constexpr float MIN_AMAX = 0x1p-100f;  // below it 448 / amax would overflow
+constexpr float LARGEST = 3.40282347e38f;  // finite fp32
+constexpr float MIN_AMAX = 0x1p-100f;      // below it 448 / amax would overflow
 
 struct Scaling {
     float scale, factor;  // to multiply e4m3 numbers with, and numbers before they become e4m3
 };
-// Quotients by products: a step of Newton's method rounds them as a division does.
+// Quotients by products: a step of Newton's method rounds them as a division does. An infinity has no such step.
 __device__ __forceinline__ Scaling scaling_of(float amax) {
     constexpr float RECIPROCAL = 1.f / E4M3_MAX;
-    const float divisor = fmaxf(amax, MIN_AMAX), about = divisor * RECIPROCAL;
-    const float scale = fmaf(fmaf(-E4M3_MAX, about, divisor), RECIPROCAL, about);
-    const float near = reciprocal(scale);
-    const float factor = fmaf(fmaf(-near, divisor, E4M3_MAX) * RECIPROCAL, near, near);
+    const float divisor = fmaxf(amax, MIN_AMAX);
+    const bool finite = divisor <= LARGEST;
+    float scale = divisor * RECIPROCAL;
+    if (finite) scale = fmaf(fmaf(-E4M3_MAX, scale, divisor), RECIPROCAL, scale);
+    float factor = reciprocal(scale);
+    if (finite) factor = fmaf(fmaf(-factor, divisor, E4M3_MAX) * RECIPROCAL, factor, factor);
     return {amax == 0.f ? 1.f : scale, factor};
 }
 

@@ -314,8 +314,8 @@ BAD = [
     # names
     forward(ValueError, f"activation: {ONE_ACTIVATION}, got 'swish'", activation="swish"),
     forward(ValueError, f"activation: {ONE_ACTIVATION}, got None", activation=None),
-    forward(ValueError, "save: expected one of 'minimal', 'paper', 'recompute', None, got 'all'", save="all"),
-    forward(ValueError, "save: expected one of 'minimal', 'paper', 'recompute', None, got True", save=True),
+    forward(ValueError, "save: expected one of 'minimal', 'fp8', 'paper', 'recompute', None, got 'all'", save="all"),
+    forward(ValueError, "save: expected one of 'minimal', 'fp8', 'paper', 'recompute', None, got True", save=True),
     # backward
     backward(ValueError, "grad_out: expected shape (L, d) = (5, 4), got (5, 5)", grad_out=zeros(L, D + 1)),
     backward(ValueError, "grad_out: expected shape (L, d) = (5, 4), got (20,)", grad_out=zeros(L * D)),
