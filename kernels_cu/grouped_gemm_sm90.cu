@@ -50,6 +50,9 @@
     "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
 CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES and IN_TURN, are given by loader.gemm_variant"
 #endif
+#ifndef GROUP_COLUMNS
+#error "GROUP_COLUMNS is given by launch_config.py"
+#endif
 #include "activation.cuh"  // has the fields of its constants
 
 typedef WEIGHT weight_t;

@@ -6,11 +6,11 @@
 // weights_amax, then quantize_weights: a scale per expert and half, e4m3 in both orientations. THREADS threads per block, a grid
 // of (tiles of TILE x TILE elements of a half, E * halves). The maxima of the first launch go by integer atomics, which give the
 // same bits in any order, to memory that holds zeros at launch.
+#if !defined(THREADS) || !defined(ROW_VECTORS) || !defined(TILE) || !defined(GROUP_COLUMNS)
+#error "THREADS, ROW_VECTORS, TILE and GROUP_COLUMNS are given by launch_config.py"
+#endif
 #include "fp8.cuh"
 
-#if !defined(THREADS) || !defined(ROW_VECTORS) || !defined(TILE)
-#error "THREADS, ROW_VECTORS and TILE are given by launch_config.py"
-#endif
 static_assert(TILE == 128 && THREADS == 256, "16 threads span a row of a tile, 16 blocks of 8 rows its rows");
 
 template <bool ALIGNED>

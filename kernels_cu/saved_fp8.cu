@@ -2,11 +2,12 @@
 // read e4m3 themselves.
 //
 // Launch: grids of any size, WARPS warps per block. A warp takes GROUP_COLUMNS columns of a row at a time, of all halves.
-#include "fp8.cuh"
-
 #if !defined(WARPS) || !defined(GROUP_COLUMNS)
 #error "WARPS and GROUP_COLUMNS are given by launch_config.py"
 #endif
+#include "fp8.cuh"
+
+static_assert(WARPS <= 32 && GROUP_COLUMNS % 32 == 0, "threads of a block, and columns of a lane");
 
 template <class T>
 struct SavedFp8Params {

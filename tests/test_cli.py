@@ -207,7 +207,7 @@ def test_plan():
     result = run_module("plan", *(str(word) for option in sizes.items() for word in option))
     assert result.returncode == 0 and result.stderr == ""
     saved = next(line for line in result.stdout.splitlines() if line.startswith("saved for backward"))
-    assert saved.split()[3:] == ["130.0", "MiB", "898.0", "MiB", "1.3", "GiB", "0", "B", "3.5", "GiB"]
+    assert saved.split()[3:] == ["130.0", "MiB", "526.0", "MiB", "898.0", "MiB", "1.3", "GiB", "0", "B", "3.5", "GiB"]
     for formula in ("g*L*k*h*b", " L*k*1024*b ", "4*L*k*ceil(h/256)", "8*(L*k//128 + min(E, L*k) + 1)"):
         assert formula in result.stdout
     assert "Hopper kernels" in result.stdout

@@ -243,6 +243,9 @@ def variants_of(arch: str) -> list:
         both = {"gate_ups": ("halves", "interleaved"), "biases": ("weights", "float32")}
         every += variants(bf16, row, ("swiglu_oai",), (True,), **both)
         every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)
+        kept = variants(bf16, row, ("swiglu", "gelu"), (True,), fp8_saved=True)
+        kept += variants(bf16, row, ("swiglu_softcap",), (True,), **pairs, fp8_saved=True)
+        every += [v for v in kept if ("FP8_SAVED", "1") in v.macros and beside.isdisjoint(v.macros)]
     else:
         every += variants(bf16, row, swiglu, (True,)) + variants(fp32, transposed, ("gelu",), (False,))
     return [v for v in dict.fromkeys(every) if not ({("ALIGNED", "0"), ("WEIGHT", "bf16")} <= set(v.macros))]
@@ -312,6 +315,10 @@ WRONG = [
     ("router_sums.cu", "ROWS_AT_ONCE", 64),
     ("slots.cu", "TOKENS_PER_BLOCK", 64),
     ("wgrad_parts.cu", "GROUPS_PER_BLOCK", 2048),
+    ("quantize.cu", "TILE", 64),
+    ("quantize.cu", "THREADS", 512),
+    ("saved_fp8.cu", "WARPS", 64),
+    ("saved_fp8.cu", "GROUP_COLUMNS", 120),
     ("selection.cu", "SELECT_THREADS", 512),
     ("selection.cu", "MAX_EXPERTS", 16384),
     ("pairs.cu", "PAIRS_THREADS", 2048),
