@@ -361,12 +361,10 @@ def moe_backward(
         of_down_bwd = Fp8(grad_e4m3[1].ptr, weights_fp8.w2_scales)
         if steps.up_bwd:
             first_layer_grad_e4m3 = fp8.routed_rows(run, steps.in_e4m3)
-            values, scales = first_layer_grad_e4m3
-            of_down_bwd = of_down_bwd._replace(quantised=values.ptr, quantised_scales=scales.ptr)
-            up_read, of_up_bwd = (
-                steps.in_e4m3.weights.up_bwd.halves(weights_fp8.w1),
-                Fp8(scales.ptr, weights_fp8.w1_scales),
-            )
+            quantised, quantised_scales = (buffer.ptr for buffer in first_layer_grad_e4m3)
+            of_down_bwd = of_down_bwd._replace(quantised=quantised, quantised_scales=quantised_scales)
+            up_read = steps.in_e4m3.weights.up_bwd.halves(weights_fp8.w1)
+            of_up_bwd = Fp8(quantised_scales, weights_fp8.w1_scales)
     if steps.down_bwd:
         partial_sums = grouped_gemm.gemm(
             run,
