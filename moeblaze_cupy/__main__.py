@@ -168,6 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     compile_.add_argument("--save-fp8", action="store_true", help='also the kernels of save="fp8"')
+    compile_.add_argument("--precision-fp8", action="store_true", help='also the products of precision="fp8"')
 
     explain = commands.add_parser(
         "explain",

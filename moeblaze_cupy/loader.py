@@ -214,7 +214,7 @@ def variants(
     gate_ups: Sequence[str] = ("halves",),
     biases: Sequence[str | None] = (None,),
     weights_on: Sequence[str] = ("output",),
-    precisions: Sequence[str | None] = (None,),
+    fp8: bool = False,
     fp8_saved: bool = False,
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
@@ -222,8 +222,8 @@ def variants(
     accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
     multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
-    layers without, or several of these. weights_on: "output", "input" or both. precisions: "fp8" adds the products of
-    e4m3 in bfloat16 layers with gate_up="halves", on Hopper.
+    layers without, or several of these. weights_on: "output", "input" or both.
+    fp8: also the products of precision="fp8", which bfloat16 layers with gate_up="halves" have on Hopper.
     fp8_saved: also those of save="fp8".
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
@@ -237,7 +237,7 @@ def variants(
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         either, on_input = (False, True), [place == "input" for place in weights_on]
         takes_fp8 = config.tier == "sm90" and dtype == "bfloat16" and gate_up == "halves" and entry in EPILOGUES
-        fp8s = [precision == "fp8" for precision in precisions if takes_fp8 or precision != "fp8"]
+        plain_and_e4m3, plain_and_saved = either[: 1 + (fp8 and takes_fp8)], either[: 1 + fp8_saved]
         for (
             weights_dtype,
             accumulate,
@@ -246,12 +246,12 @@ def variants(
             to_tokens,
             split_k,
             weights_on_input,
-            fp8,
+            e4m3,
             in_fp8,
         ) in itertools.product(
-            weights_dtypes, totals, either, either, either, either, on_input, fp8s, (False, True)[: 1 + fp8_saved]
+            weights_dtypes, totals, either, either, either, either, on_input, plain_and_e4m3, plain_and_saved
         ):
-            if stored_y_swi and (weights_on_input or fp8 or in_fp8):  # then down_bwd reads no y_swi
+            if stored_y_swi and (weights_on_input or e4m3 or in_fp8):  # then down_bwd reads no y_swi
                 continue
             variant = gemm_variant(
                 entry,
@@ -270,7 +270,7 @@ def variants(
                 interleaved=gate_up == "interleaved",
                 bias=None if weights_on_input and entry == "up_fwd" else bias_dtype,
                 weights_on_input=weights_on_input,
-                fp8=fp8,
+                fp8=e4m3,
                 fp8_saved=in_fp8,
             )
             found[variant] = None
