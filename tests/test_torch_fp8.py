@@ -9,6 +9,7 @@ from cases import Case
 from cases import make_inputs as make_layer_inputs
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import reference
 from moeblaze_cupy.arrays import Torch
 
 torch = pytest.importorskip("torch")
@@ -106,3 +107,24 @@ def test_operators_and_modules_name_what_they_do_not_serve():
         torch.func.vmap(lambda x: moe(x, ids, weights, w1, w2, precision="fp8"))(x[None])
     with pytest.raises(ValueError, match="MoE: precision: expected one of None, 'fp8', got 'fp4'"):
         MoE(48, 144, 4, 2, precision="fp4")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["minimal", "fp8"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_on_the_gpu(k, save):
+    """As the reference of the recipe; the same bits again. L, d and h of several tiles, groups and k-steps."""
+    case = Case(L=700, k=k, E=4, d=1040, h=400, order="transposed", routing="absent")
+    inputs = make_layer_inputs(case, 0, ml_dtypes.bfloat16)
+    x, ids, weights, w1, w2, grad_out = inputs
+    out, saved = reference.moe_forward(x, ids, weights, w1, w2, save=save, precision="fp8")
+    want = {"out": out, **vars(reference.moe_backward(grad_out, saved))}
+    x, ids, weights, w1, w2, grad_out = (Torch.from_numpy(array).cuda() for array in inputs)
+    found = []
+    for fp8_weights in (mb.quantize_weights(w1, w2), None):
+        out, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save, precision="fp8", fp8_weights=fp8_weights)
+        found.append({"out": out, **vars(mb.moe_backward(grad_out, saved))})
+    for name in ("out", "x", "weights", "w1", "w2"):
+        exact, got = want[name].astype(np.float64), found[0][name]
+        assert np.linalg.norm(got.double().cpu().numpy() - exact) <= 0.02 * np.linalg.norm(exact), name
+        assert torch.equal(got, found[1][name]), name
