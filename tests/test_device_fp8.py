@@ -309,6 +309,27 @@ def test_layer(number, save):
             np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["biases", "input", "max_slots"])
+def test_options_of_the_layer(name):
+    """Biases are added to scaled products; weights on the input scale a and b; fewer rows than slots."""
+    case, rng = LAYERS[0], np.random.default_rng(1)
+    inputs = make_layer_inputs(case, 0, BF16)
+    b1, b2 = (rng.standard_normal((case.E, n)).astype(np.float32) for n in (2 * case.h, case.d))
+    options = {"biases": {"b1": b1, "b2": b2}, "input": {"weights_on": "input"}, "max_slots": {"max_slots": 200}}[name]
+    out, saved = reference.moe_forward(*inputs[:5], precision="fp8", **options)
+    want = {"out": out, **vars(reference.moe_backward(inputs[5], saved))}
+    with emulated(ONE_CLUSTER, seed=1, tier="sm90") as device:
+        *layer, grad_out = (device.put(array) for array in inputs)
+        given = {key: device.put(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}
+        got, saved = mb.moe_forward(*layer, precision="fp8", **given)
+        found = {"out": got, **vars(mb.moe_backward(grad_out, saved))}
+        device.synchronize()
+        for key, array in found.items():
+            if array is not None:
+                exact = host(want[key])
+                assert np.linalg.norm(host(array) - exact) <= TOLERANCE * np.linalg.norm(exact), key
+
+
 def host(values):
     """In float64, pairs side by side."""
     return np.concatenate([in_float64(np.asarray(v)).ravel() for v in pair(values)])
