@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import checks, launch_config, router_options
+from moeblaze_cupy import checks, fp8_checks, launch_config, router_options
 from moeblaze_cupy.interop import torch_autograd, torch_ops
 from moeblaze_cupy.interop.torch_autograd import Grads
 from moeblaze_cupy.interop.torch_autograd import first_derivatives_only as _first_derivatives_only
@@ -22,6 +22,7 @@ from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.structures import (
     SAVE_POLICIES,
     Activation,
+    Fp8Weights,
     RouterSums,
     SlotOptions,
     is_gated,
@@ -46,6 +47,8 @@ def moe(
     weights_on: str = "output",
     unreduced: bool = False,
     identity_experts: int = 0,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> torch.Tensor:
     """The MoE layer (L, d), differentiable in x, weights, w1, w2, b1, b2; arguments as `moeblaze_cupy.moe_forward`.
 
@@ -69,6 +72,8 @@ def moe(
     is_grads_batched and torch.jit.trace are refused.
     Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
     in float32; of another dtype than that and autocast's they come to it.
+    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. "fp8" is not among the operators: where these are called,
+    as by torch.compile, it raises RuntimeError. Gradients are those of w1 and w2.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
     gate, up = _gate_and_up("w1", w1)
@@ -76,6 +81,9 @@ def moe(
     layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
     others = gate_up, weights_on, unreduced, identity_experts
     as_operators = torch_autograd.wanted(layer)
+    if as_operators and (precision is not None or fp8_weights is not None):
+        expected = "None in what torch.compile, a transform or a dispatch mode follows"
+        raise RuntimeError(f"moe: precision: expected {expected}, got {precision!r}")
     required_is_none = x is None or ids is None or gate is None or w2 is None or (weights is None and not unreduced)
     if as_operators or required_is_none:
         _check_tensors(layer, unreduced)
@@ -98,7 +106,7 @@ def moe(
         out = torch_ops.moe_infer(*layer, *Options.of(activation, *others))
         return out
     if not as_operators and not differentiable:
-        out = forward(layer, (activation, None, *others, None, 0))[0]
+        out = forward(layer, (activation, None, *others, None, 0), None, precision, fp8_weights)[0]
         return out
     if save is None and not differentiable:
         save = "recompute"  # of what torch.func may differentiate
@@ -113,7 +121,8 @@ def moe(
         return out
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
-    call = keep_saved, main_grads, (activation, save, *others, None, 0)
+    options_of_layer = activation, save, *others, None, 0
+    call = torch_autograd.EagerCall(keep_saved, main_grads, options_of_layer, precision, fp8_weights)
     out = torch_autograd.EagerMoE.apply(call, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
@@ -344,6 +353,10 @@ class MoE(torch.nn.Module):
     keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
     expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
+    precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state. A forward makes
+    it anew where a parameter's address or version has changed, which takes no wait to tell. What changes a parameter
+    without that, as replays of CUDA graphs and all-gathers of FSDP do, is followed by a call of `quantize_weights()`,
+    which a graph can capture.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -374,6 +387,7 @@ class MoE(torch.nn.Module):
         gate_up: str = "halves",
         weights_on: str = "output",
         identity_experts: int = 0,
+        precision: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -410,6 +424,10 @@ class MoE(torch.nn.Module):
         )
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
         self.gate_up, self.weights_on, self.identity_experts = gate_up, weights_on, identity_experts
+        checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
+        self.precision = precision
+        self.fp8_weights: Fp8Weights | None = None
+        self._quantized: tuple[int, ...] = ()  # addresses and versions of what is in fp8_weights
         width = d_hidden * (2 if is_gated(activation) else 1)
 
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -430,6 +448,24 @@ class MoE(torch.nn.Module):
         for bias in (self.b1, self.b2, self.bias):
             if bias is not None:
                 torch.nn.init.zeros_(bias)
+
+    def quantize_weights(self) -> Fp8Weights:
+        """Writes `fp8_weights` from the parameters as they are now; in memory that it has, if that is still of use."""
+        w1, w2 = self.w1_storage, self.w2_storage
+        old = self.fp8_weights
+        fits = old is not None and old.w1_transposed.shape == w1.shape and old.w1_transposed.device == w1.device
+        with torch.no_grad():
+            into = old if fits else None
+            made = mb.quantize_weights(w1.transpose(1, 2), w2.transpose(1, 2), into, gate_up=self.gate_up)
+        self.fp8_weights, self._quantized = made, self._versions()
+        return made
+
+    def _versions(self) -> tuple[int, ...]:
+        """() for parameters that do not count their changes."""
+        parameters = self.w1_storage, self.w2_storage
+        if any(parameter.is_inference() for parameter in parameters):
+            return ()
+        return tuple(n for parameter in parameters for n in (parameter.data_ptr(), parameter._version))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoE":
         bias = self.bias
@@ -466,6 +502,9 @@ class MoE(torch.nn.Module):
             )
         w1, w2 = self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
         accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
+        fp8_weights = self.fp8_weights
+        if self.precision is not None and (not self._quantized or self._quantized != self._versions()):
+            fp8_weights = self.quantize_weights()
         out = moe(
             tokens,
             ids,
@@ -481,6 +520,8 @@ class MoE(torch.nn.Module):
             gate_up=self.gate_up,
             weights_on=self.weights_on,
             identity_experts=self.identity_experts,
+            precision=self.precision,
+            fp8_weights=fp8_weights,
         ).reshape(x.shape)
         return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
 
@@ -488,7 +529,7 @@ class MoE(torch.nn.Module):
         E, d, h = self.w2_storage.shape
         options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
         unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
-        unusual |= {"gate_up": "halves", "weights_on": "output", "identity_experts": 0}
+        unusual |= {"gate_up": "halves", "weights_on": "output", "identity_experts": 0, "precision": None}
         named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
         sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
         shown = [sizes, *(f"{name}={getattr(self, name)!r}" for name in named)]

@@ -3,12 +3,12 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import layer
+from moeblaze_cupy import fp8_checks, layer
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
     NEEDS,
@@ -29,7 +29,7 @@ from moeblaze_cupy.interop.torch_ops import (
     split,
 )
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import SavedForBackward, gate_and_up, joined, pair
+from moeblaze_cupy.structures import Fp8Weights, SavedForBackward, gate_and_up, joined, pair
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -258,18 +258,28 @@ class MainGrad:
         return "zeros" if getattr(self.parameter, "zero_out_wgrad", False) else "empty"
 
 
-class EagerMoE(torch.autograd.Function):
-    """call: keep_saved, main_grads by name (of gate, up and w2), and the options of `layer.forward`."""
+class EagerCall(NamedTuple):
+    """What `EagerMoE` is told beside the layer's tensors."""
 
+    keep_saved: bool
+    main_grads: "dict[str, MainGrad]"  #: by name, of gate, up and w2
+    options: layer.Options
+    precision: str | None = None
+    fp8_weights: Fp8Weights | None = None
+
+
+class EagerMoE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: tuple[bool, dict[str, MainGrad], layer.Options], *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: EagerCall, *tensors: Tensor | None) -> Tensor:
         """tensors: of Layer, in order; the last four may be missing."""
-        ctx.keep_saved, ctx.main_grads, options = call
+        ctx.keep_saved, ctx.main_grads, options, ctx.precision, fp8_weights = call
         out: Tensor
-        out, saved = layer.forward(tensors if len(tensors) > 6 else (*tensors, *_NO_REST), options)
+        given = tensors if len(tensors) > 6 else (*tensors, *_NO_REST)
+        out, saved = layer.forward(given, options, None, ctx.precision, fp8_weights)
         assert saved is not None
         lists, index = saved.index.split()
-        ctx.save_for_backward(tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
+        of_fp8 = fp8_checks.arrays_of("moe", ctx.precision, saved.fp8_weights)
+        ctx.save_for_backward(*of_fp8, tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
         ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
         return out
@@ -280,14 +290,20 @@ class EagerMoE(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         if grad_out is None:
             return (None, *(None for _ in needed))
-        x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = ctx.saved_tensors
+        unpacked, fp8_weights = ctx.saved_tensors, None
+        if ctx.precision is not None:
+            fields = fp8_checks.FIELDS
+            fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)))
+            unpacked = unpacked[len(fields) :]
+        x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = unpacked
         index, activation, save, gate_up, slots = ctx.kept
         b1 = b2 = None
         needed_biases: tuple[bool, ...] = ()
         if biases:
             b1, b2, needed_biases = joined(*biases[:2]), biases[2], (needed[6] or needed[7], needed[8])
         made = index.joined((lists, ids)), first_layer, y_swi, activation, save, ctx.consumed
-        saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots)
+        of_fp8 = ctx.precision, fp8_weights
+        saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots, *of_fp8)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
         accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None
         try:

@@ -3,49 +3,9 @@
 #pragma once
 #include "activation.cuh"
 #include "gemm_core_sm90.cuh"
+#include "tile_bias_sm90.cuh"
 
 constexpr int LANE_COLUMNS = 8;
-
-#if BIASED
-// The bias of a tile's columns. Each consumer warp copies it to its own part of the spare shared memory while the tile's products
-// are computed, and adds it to the accumulators before they are rounded.
-struct TileBias {
-    static constexpr int BYTES = BN * sizeof(BIAS), CHUNK_COLUMNS = 16 / sizeof(BIAS);
-    static_assert(CONSUMER_WARPS * BYTES <= SPARE_BYTES, "a tile's bias for each consumer warp");
-    unsigned char* const staged = dynamic_shared + SPARE + consumer_warp() * BYTES;
-
-    // SPLIT: the tile has BN / 2 columns of gate beside as many of up. n0, columns: of B. Columns past the last get zeros.
-    template <bool SPLIT>
-    __device__ __forceinline__ void fetch(const GroupedGemmParams& p, int expert, int n0, int columns) const {
-#pragma unroll
-        for (int byte = threadIdx.x % 32 * 16; byte < BYTES; byte += 32 * 16) {
-            const int column = byte / int(sizeof(BIAS)), n = n0 + (SPLIT ? column % (BN / 2) : column);
-            const BIAS* from = (SPLIT && column >= BN / 2 ? p.bias1 : p.bias0) + expert * p.bias_stride + n;
-            cp_async_16(shared_address(staged) + byte, from, n < columns ? 16 : 0);
-        }
-        cp_async_commit();
-    }
-    // acc[j] is a tile of mma.m16n8k16: rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
-    __device__ __forceinline__ void add_to(float (&acc)[32][4]) const {
-        cp_async_wait<0>();
-        __syncwarp();  // all lanes' copies have arrived
-        const BIAS* pairs = reinterpret_cast<const BIAS*>(staged) + threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 32; ++j) {
-            const float2 bias = load_pair(pairs + 8 * j);
-            acc[j][0] += bias.x, acc[j][1] += bias.y, acc[j][2] += bias.x, acc[j][3] += bias.y;
-        }
-    }
-
-private:
-    static __device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
-    template <class Half>
-    static __device__ __forceinline__ float2 load_pair(const Half* p) {
-        const unsigned v = *reinterpret_cast<const unsigned*>(p);
-        return make_float2(to_float(Half{static_cast<unsigned short>(v)}), to_float(Half{static_cast<unsigned short>(v >> 16)}));
-    }
-};
-#endif
 
 // result (a panel) = the rows as they are.
 struct StoreRows : EpilogueBase {
@@ -111,6 +71,7 @@ struct StoreTokenRows : EpilogueBase {
 
 // first_layer = a and b, result = y_swi. A gated tile has 128 columns of gate beside 128 of up, and half a warp spans one of
 // its rows. ActivatePairs is for interleaved columns. With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b), w being the row's weight.
+// Of e4m3 products it stores y_swi with its scales too.
 struct ActivateRows : EpilogueBase {
     static constexpr bool SPLIT = GATED;
     static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // of a row of the result
@@ -120,6 +81,10 @@ struct ActivateRows : EpilogueBase {
     element* y_swi;
     bool inside;
     float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
+#ifdef OPERAND
+    operand* quantised;      // as y_swi
+    float* quantised_scale;  // of the lane's columns
+#endif
 
     __device__ __forceinline__ explicit ActivateRows(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ int64 first_layer_ld() const { return GATED ? 2 * params.columns : params.columns; }
@@ -129,6 +94,10 @@ struct ActivateRows : EpilogueBase {
         const int64 r = row0 + lane / LANES;
         first_layer = params.first_layer + r * first_layer_ld() + column;
         y_swi = params.result + r * params.columns + column;
+#ifdef OPERAND
+        quantised = params.quantised + r * params.columns + column;
+        quantised_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + r;
+#endif
 #if FP8_SAVED
         const int first_column = column - lane % GROUP_LANES * LANE_COLUMNS;
         const SavedScales<1 + GATED> scales(params.first_layer, params.num_slots, params.columns);
@@ -152,6 +121,10 @@ struct ActivateRows : EpilogueBase {
 #endif
 #pragma unroll
         for (int c = 0; c < 8; ++c) a[c] = y_swi_of<ACTIVATION>(w * a[c], SPLIT ? w * b[c] : 1.f, constants_of(params));
+#ifdef OPERAND
+        if (params.quantised) store_quantised<1>(quantised, 0, quantised_scale, 0, a, a, valid, valid);
+        quantised += ROWS * params.columns, quantised_scale += ROWS;
+#endif
         const uint4 packed = pack8(element(), a);
 #if !FP8_SAVED
         if (valid && params.first_layer) gate.store(first_layer);
@@ -301,7 +274,14 @@ struct ActivateBwdRows : EpilogueBase {
     const GroupedGemmParams& params;
     const unsigned slots;
     unsigned row0, column;
-    float weights;        // of the warp's row lane % 16
+    float weights;  // of the warp's row lane % 16
+#ifdef OPERAND
+    static constexpr bool SCALES_ROWS = true;
+    float scales;  // likewise: the accumulators are grad_y_swi over this
+    __device__ __forceinline__ void take_scales(const float* rows, float of_weight) {
+        scales = rows[threadIdx.x & 15] * of_weight;
+    }
+#endif
     Row8<element> a_row;  // of row `done`, with INTERLEAVED pairs
 
     __device__ __forceinline__ explicit ActivateBwdRows(const GroupedGemmParams& params)
@@ -408,6 +388,13 @@ struct ActivateBwdRows : EpilogueBase {
         const int lane = threadIdx.x & 31;
         if (done == 0) load_a(0);
         const float w = __shfl_sync(0xffffffffu, weights, done);
+#ifdef OPERAND
+        const float scale = __shfl_sync(0xffffffffu, scales, done);
+        auto scaled = [&](float v) { return v * scale; };
+#else
+        auto scaled = [](float v) { return v; };
+#endif
+        const float scaled_w = scaled(w);
         const ActivationConstants constants = constants_of(params);
         float grad[8], a[8], b[8], y_swi[8], dot[2] = {};
         unpack_saved(a, b);
@@ -417,7 +404,7 @@ struct ActivateBwdRows : EpilogueBase {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             if constexpr (WEIGHTS_ON_INPUT) {
-                const ActivatedBwd bwd = activate_bwd<ACTIVATION>(w * a[c], GATED ? w * b[c] : 1.f, grad[c], constants);
+                const ActivatedBwd bwd = activate_bwd<ACTIVATION>(w * a[c], GATED ? w * b[c] : 1.f, scaled(grad[c]), constants);
                 y_swi[c] = bwd.y_swi;
                 dot[c & 1] = fmaf(bwd.grad_a, a[c], dot[c & 1]);
                 if (GATED) dot[c & 1] = fmaf(bwd.grad_b, b[c], dot[c & 1]);
@@ -425,7 +412,7 @@ struct ActivateBwdRows : EpilogueBase {
                 b[c] = w * bwd.grad_b;
                 continue;
             }
-            const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a[c], GATED ? b[c] : 1.f, w * grad[c], constants);
+            const ActivatedBwd bwd = activate_bwd<ACTIVATION>(a[c], GATED ? b[c] : 1.f, scaled_w * grad[c], constants);
             if (!STORED_Y_SWI) y_swi[c] = bwd.y_swi;
             dot[c & 1] = fmaf(grad[c], y_swi[c], dot[c & 1]);
             y_swi[c] *= w;
@@ -447,8 +434,18 @@ struct ActivateBwdRows : EpilogueBase {
             if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
             if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
         }
-        __syncwarp();  // all lanes have read the row
-        store_shared_4(finished.base + done * ROW_BYTES + lane * 4, dot[0] + dot[1]);
+#ifdef OPERAND
+        if (params.quantised) {
+            operand* to = at<1 + GATED>(params.quantised, done);
+            float* to_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + (row0 + done);
+            const int64 up_scales = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * params.scales_ld;
+            const bool any_inside = int(column) / GROUP_COLUMNS * GROUP_COLUMNS < params.columns;
+            store_quantised<1 + GATED>(to, params.columns, to_scale, up_scales, a, b, inside(), any_inside);
+        }
+#endif
+        __syncwarp();                       // all lanes have read the row
+        const float sum = dot[0] + dot[1];  // of rows without their scales, unless these are on the input
+        store_shared_4(finished.base + done * ROW_BYTES + lane * 4, WEIGHTS_ON_INPUT ? sum : scaled(sum));
         load_a(++done);
     }
 

@@ -4,16 +4,26 @@
 #pragma once
 #include "common.cuh"
 
+struct e4m3 {
+    unsigned char bits;
+};
 constexpr float E4M3_MAX = 448.f;
-constexpr float MIN_AMAX = 0x1p-100f;  // below it 448 / amax would overflow
+constexpr float LARGEST = 3.40282347e38f;  // finite fp32
+constexpr float MIN_AMAX = 0x1p-100f;      // below it 448 / amax would overflow
 
 struct Scaling {
     float scale, factor;  // to multiply e4m3 numbers with, and numbers before they become e4m3
 };
+// Quotients by products: a step of Newton's method rounds them as a division does. An infinity has no such step.
 __device__ __forceinline__ Scaling scaling_of(float amax) {
-    if (amax == 0.f) return {1.f, 1.f};
+    constexpr float RECIPROCAL = 1.f / E4M3_MAX;
     const float divisor = fmaxf(amax, MIN_AMAX);
-    return {divisor / E4M3_MAX, E4M3_MAX / divisor};
+    const bool finite = divisor <= LARGEST;
+    float scale = divisor * RECIPROCAL;
+    if (finite) scale = fmaf(fmaf(-E4M3_MAX, scale, divisor), RECIPROCAL, scale);
+    float factor = reciprocal(scale);
+    if (finite) factor = fmaf(fmaf(-factor, divisor, E4M3_MAX) * RECIPROCAL, factor, factor);
+    return {amax == 0.f ? 1.f : scale, factor};
 }
 
 // fmaxf drops a NaN.
@@ -63,6 +73,27 @@ __device__ __forceinline__ void unpack_e4m3(float (&v)[8], unsigned low, unsigne
         const float2 pair = cvt_f32x2_from_e4m3x2(static_cast<unsigned short>(word >> i % 2 * 16));
         v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
     }
+}
+
+// Stores 8 columns of each half of a row per lane, where 16 lanes have the columns that share a scale. All lanes of the warp take
+// part; those past the last column have zeros. to, scale: of the lane's columns and of its group, in the first half; the second
+// lies so much further. stores, stores_scale: whether the lane, and whether its group, has columns to store.
+template <int HALVES>
+__device__ __forceinline__ void store_quantised(e4m3* to, int64 to_half, float* scale, int64 scale_half, const float (&first)[8],
+                                                [[maybe_unused]] const float (&second)[8], bool stores, bool stores_scale) {
+    constexpr int LANES = 16, SCALE_LANES = LANES / HALVES;
+    float amax[HALVES] = {amax_of(first)};
+    if constexpr (HALVES == 2) amax[1] = amax_of(second);
+    const Scaling mine = scaling_of(largest<LANES>(amax));  // of the first half in half of the lanes
+    auto store = [&](const float (&v)[8], int half) {
+        const int lane = (threadIdx.x & LANES) + half * SCALE_LANES;
+        const float factor = HALVES == 1 ? mine.factor : __shfl_sync(0xffffffffu, mine.factor, lane);
+        const uint2 packed = pack_e4m3(v, factor, factor);
+        if (stores) *reinterpret_cast<uint2*>(to + half * to_half) = packed;
+    };
+    store(first, 0);
+    if constexpr (HALVES == 2) store(second, 1);
+    if (stores_scale && threadIdx.x % SCALE_LANES == 0) scale[threadIdx.x % LANES / SCALE_LANES * scale_half] = mine.scale;
 }
 
 // The first layer as save="fp8" keeps it: (R, HALVES * columns) e4m3 in the order of w1's columns, and from the next multiple of 16

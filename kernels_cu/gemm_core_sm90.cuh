@@ -1,6 +1,6 @@
-// Main loop of the Hopper GEMMs: a tile of BM = 128 x BN = 256 per CTA, K in steps of BK = 64 through the stages of
-// pipeline_sm90.cuh. Consumer warpgroups 1 and 2 have 64 rows of the tile each and issue 4 wgmma m64n256k16 per k-step, one group
-// in flight.
+// Main loop of the Hopper GEMMs: a tile of BM = 128 x BN = 256 per CTA, K in steps of BK = 64, of e4m3 128, through the stages
+// of pipeline_sm90.cuh. Consumer warpgroups 1 and 2 have 64 rows of the tile each and issue 4 wgmma m64n256k16, of e4m3
+// m64n256k32, per k-step, one group in flight.
 //
 // An epilogue runs behind the next tile's wgmma (docs/decisions/002). A warp writes its 16 rows of a finished tile to shared
 // memory as 16-bit elements and works through them between the k-steps of the next tile.
@@ -10,9 +10,9 @@
 
 constexpr int ROW_BYTES = BN * sizeof(element);  // of a finished tile
 constexpr int WARP_TILE_BYTES = WARP_ROWS * ROW_BYTES;
-constexpr int WGMMA_K = 16;
+constexpr int WGMMA_K = 32 / sizeof(operand);
 // From one wgmma's operand to the next, by what is contiguous.
-constexpr int K_STEP_BYTES = WGMMA_K * sizeof(element), MN_STEP_BYTES = WGMMA_K * LINE_BYTES;
+constexpr int K_STEP_BYTES = WGMMA_K * sizeof(operand), MN_STEP_BYTES = WGMMA_K * LINE_BYTES;
 
 // wgmma's descriptor of an operand in the 128-byte swizzle, in units of 16 bytes: bits 0 to 13 address, 16 to 29 distance of
 // blocks of (BK, 64) of an MN-contiguous operand, 32 to 45 distance of groups of 8 lines, 62 and 63 swizzle. Only the low word
@@ -55,6 +55,10 @@ struct EpilogueBase {
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp
     __device__ __forceinline__ void end() {}
+#ifdef OPERAND
+    static constexpr bool SCALES_ROWS = false;  // it puts scales on the rows of a product of e4m3 by itself
+    __device__ __forceinline__ void take_scales(const float*, float) {}
+#endif
     // Work for a producer warp that has nothing else to do.
     template <class Params>
     static __device__ __forceinline__ void idle_producer_warp(const Params&) {}

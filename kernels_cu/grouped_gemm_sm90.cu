@@ -45,10 +45,10 @@
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||  \
     !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||         \
     !defined(CLUSTER_CTAS) || !defined(WEIGHT) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
-    !defined(BIAS)
+    !defined(BIAS) || (defined(OPERAND) && (!defined(EXPERT_SCALES) || !defined(IN_TURN)))
 #error \
     "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
-CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS are given by loader.gemm_variant"
+CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES and IN_TURN, are given by loader.gemm_variant"
 #endif
 #ifndef GROUP_COLUMNS
 #error "GROUP_COLUMNS is given by launch_config.py"
@@ -65,12 +65,12 @@ typedef element saved_t;
 
 struct GroupedGemmParams {
 #if !GATHER
-    TensorMap a;  // (lda, R, 1) element, in, boxes of 64 x 128 x 1; K segment i begins at column i * depth
+    TensorMap a;  // (lda, R, 1) operand, in, boxes of BK x 128 x 1; K segment i begins at column i * depth
 #endif
-    TensorMap b0, b1;  // element, in: (k, n, expert) with B_K_CONTIGUOUS in boxes of 64 x 128 x 1, else
+    TensorMap b0, b1;  // operand, in: (k, n, expert) with B_K_CONTIGUOUS in boxes of BK x 128 x 1, else
                        // (n, k, expert) in boxes of 64 x 64 x 1; gate and up, or K segments 0 and 1
 #if GATHER
-    const element* a;  // (L, lda) element, in: the rows of tokens
+    const operand* a;  // (L, lda) operand, in: the rows of tokens
 #endif
     const int* expert_token_indices;  // (num_slots,) int32, in
     const int* expert_token_offsets;  // (E+1,) int32, in
@@ -92,6 +92,14 @@ struct GroupedGemmParams {
                                       // null: not wanted
     const int* token_index_map;       // (L,) int32, in: StoreTokenRows, below 0 for tokens without an expert
     int* tile_counter;                // (1,) int32, in and out, zero at launch: of the dynamic schedule; null: static schedule
+#ifdef OPERAND
+    const float* a_scales;    // fp32, in. GATHER: (L,), of tokens. Else (k-steps, scales_ld): of each row and BK columns of a K
+                              // segment
+    const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: of the expert's weight, or of its gate and its up
+    operand* quantised;       // operand, out, or null: not wanted. ActivateRows: (R, N) y_swi; ActivateBwdRows: (R, 2N) or (R, N)
+                              // first_layer_grad
+    float* quantised_scales;  // (groups, scales_ld) fp32, out: of each row and GROUP_COLUMNS columns of each half of quantised
+#endif
 #if BIASED
     const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
 #endif
@@ -99,6 +107,9 @@ struct GroupedGemmParams {
     int64 lda;  // elements from row to row of a
 #endif
     int64 result_ld;  // elements from row to row of result, StoreRows and StoreTokenRows only
+#ifdef OPERAND
+    int64 scales_ld;  // elements from one group of columns to the next, of scales of rows; at least R
+#endif
 #if BIASED
     int64 bias_stride;  // elements of a bias from expert to expert
 #endif
@@ -108,6 +119,9 @@ struct GroupedGemmParams {
 };
 
 #include "epilogue_sm90.cuh"  // works on the parameters
+#ifdef OPERAND
+#include "scaled_products_sm90.cuh"
+#endif
 
 typedef EPILOGUE Epilogue;
 constexpr bool SPLIT = Epilogue::SPLIT;                // gate beside up
@@ -117,6 +131,7 @@ static_assert(GATED || !INTERLEAVED, "gate and up alternate");
 static_assert(!WEIGHTS_ON_INPUT || !BIASED, "weights would scale the bias too");
 static_assert(!(SPLIT && INTERLEAVED), "interleaved columns have ActivatePairs");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
+static_assert(sizeof(operand) == 2 || (!INTERLEAVED && !STORED_Y_SWI), "e4m3 products know halves, and compute y_swi again");
 static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");
 
 typedef TileScheduler<TileOrder<GATHER>, CLUSTER_CTAS> Scheduler;
@@ -143,12 +158,12 @@ struct GatheredRows {
     static constexpr int FULL_ARRIVALS = WARPGROUP + 1, TMA_BYTES = 0, LINES = 8, LINE_STEP = WARPGROUP / 8;
     static_assert(LINES * LINE_STEP == BM, "the producer's threads copy all rows of a tile");
     static_assert(!GATHER || K_SEGMENTS == 1, "load() tells from k0 where the pointers are");
-    const element* const a;
+    const operand* const a;
     const int64 lda;
     const int* const expert_token_indices;
     const int line = threadIdx.x / 8, chunk = threadIdx.x & 7;
     int tokens[LINES], count;
-    const element* rows[LINES];
+    const operand* rows[LINES];
 
     __device__ __forceinline__ void prepare(const WorkTile& tile) {  // past the expert's end its last row again
 #pragma unroll
@@ -158,7 +173,7 @@ struct GatheredRows {
     __device__ __forceinline__ void begin(const WorkTile& tile) {
         count = tile.rows;
 #pragma unroll
-        for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * 8;
+        for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * (16 / int(sizeof(operand)));
     }
     // A k-step's columns, `ahead` elements after the pointers. Lines past the expert's end are never stored, so most of them are
     // not fetched; a nearly full tile takes all lines, without predicates.
@@ -172,9 +187,15 @@ struct GatheredRows {
                 if (i * LINE_STEP < count) cp_async_16(to + i * LINE_STEP * LINE_BYTES, rows[i] + ahead, bytes);
         }
     }
+    // Scales of the tile's lines, at its first k-step.
+    __device__ __forceinline__ void load_scales(unsigned to, const float* scales) const {
+        if (chunk > 0) return;
+#pragma unroll
+        for (int i = 0; i < LINES; ++i) cp_async_small<4>(to + (line + LINE_STEP * i) * sizeof(float), scales + tokens[i], 4);
+    }
     __device__ __forceinline__ void load(unsigned to, int k0, int K, unsigned full) {
         to += line * LINE_BYTES + (chunk ^ (line & 7)) * 16;
-        const unsigned bytes = k0 + chunk * 8 < K ? 16 : 0;
+        const unsigned bytes = k0 + chunk * (16 / int(sizeof(operand))) < K ? 16 : 0;
         const bool odd = k0 & BK;  // the pointers move every other step
         odd ? copy(to, BK, bytes) : copy(to, 0, bytes);
         cp_async_mbarrier_arrive(full);
@@ -270,6 +291,9 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
                     }
                 }
             }
+#if GATHER && defined(OPERAND)
+            if (step == 0) rows.load_scales(shared_address(gathered_scales[number % SCALE_TILES]), p.a_scales);
+#endif
             if (GATHER) rows.load(stage, k0, K, full);
             state.advance();
             if (GATHER && step == min(NEXT_TILE_STEP, steps - 1) && next.rows != NO_TILE) rows.prepare(next);
@@ -324,6 +348,9 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
     const int warp_row = static_cast<int>(uniform(consumer_warp())) * WARP_ROWS;
     PipelineState state;
     Epilogue epilogue(p);
+#if defined(OPERAND) && IN_TURN
+    if (consumer_warp() >= WARPGROUP_WARPS) pass_turn(1);
+#endif
     for (int number = 0;; ++number) {
         const WorkTile now = read_by_lane_0(queue[number % QUEUE]);
         const int rows = now.rows;
@@ -334,14 +361,29 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
         const int n0 = now.column_tile * TILE_COLUMNS * B_PER_COLUMN;
         if (active) bias.fetch<SPLIT>(p, now.expert, n0, p.columns * B_PER_COLUMN);
 #endif
+#ifdef OPERAND
+        const ExpertScales expert_scales(p.b_scales, now.expert, active);
+#endif
+#if defined(OPERAND) && !GATHER
+        RowScales scales(p.a_scales, p.scales_ld, now, warp_row, steps_per_segment, expert_scales);
+        promoting_main_loop(acc, last ? 0 : steps, active, state, barriers, epilogue, scales, rows > WARPGROUP / 2);
+#else
         main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, state, barriers, epilogue);
+#endif
         if (last) return;
+#if defined(OPERAND) && GATHER
+        const float* const row_scales = gathered_scales[number % SCALE_TILES] + warp_row;
+        if (!Epilogue::SCALES_ROWS && active) scale_rows(acc, row_scales, expert_scales);
+#endif
 #if BIASED
         if (active) bias.add_to(acc);
 #endif
         if (active) epilogue.finished.put(acc);
         const WorkTile tile = read_by_lane_0(queue[number % QUEUE]);
         if (tile.rows <= 0) continue;
+#if defined(OPERAND) && GATHER
+        epilogue.take_scales(row_scales, expert_scales.first);
+#endif
         epilogue.begin(tile.row + warp_row, min(WARP_ROWS, tile.rows - warp_row), tile.column_tile * TILE_COLUMNS);
     }
 }

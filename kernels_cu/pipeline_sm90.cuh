@@ -5,7 +5,7 @@
 //   full[stage]   full_arrivals, and the bytes of TMA                    consumers, before they read the stage
 //   empty[stage]  CONSUMER_WARPS, of each CTA in the cluster             producer, before it fills the stage again
 //
-// Dynamic shared memory. (R, C): R rows of C 16-bit elements.
+// Dynamic shared memory. (R, C): R rows of C elements, of operands 16-bit ones or e4m3.
 //
 //   offset in bytes                   size               contents
 //   stage * STAGE_BYTES               A_BYTES            A: (BM, BK) if K-contiguous, else BM / 64 blocks of (BK, 64)
@@ -29,6 +29,12 @@ given by launch_config.py"
 #endif
 
 typedef ELEMENT element;
+#ifdef OPERAND
+#include "fp8.cuh"
+typedef OPERAND operand;  // of A and B, where these are e4m3
+#else
+typedef element operand;
+#endif
 
 constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4;  // threads, warps
 constexpr int PRODUCER_WARPS = WARPGROUP_WARPS;      // warpgroup 0
@@ -39,13 +45,14 @@ constexpr unsigned short BOTH_CTAS = 3;              // mask of multicast: a bit
 constexpr int LINE_BYTES = 128;                      // of the swizzle: BK elements of a row, or 64 columns of a k
 constexpr int SWIZZLE_ATOM_BYTES = 8 * LINE_BYTES;   // after which the swizzle repeats
 constexpr int LINES_64_BYTES = 64 * LINE_BYTES;      // 64 rows of a K-contiguous operand, or a block of (BK, 64)
-constexpr int A_BYTES = BM * BK * sizeof(element), B_BYTES = BN * BK * sizeof(element);
+constexpr int A_BYTES = BM * BK * sizeof(operand), B_BYTES = BN * BK * sizeof(operand);
 constexpr int FINISHED_TILE = STAGES * STAGE_BYTES, SPARE = FINISHED_TILE + TILE_BYTES;
 constexpr int MAX_SHARED_BYTES = 227 * 1024;  // that a CTA may have
 constexpr int REGISTERS_AT_ENTRY = 168;       // per thread: 65536 / THREADS, a multiple of 8
 
-static_assert(BK * sizeof(element) == LINE_BYTES, "a line of the 128-byte swizzle is a row's part of a stage");
-static_assert(sizeof(element) == 2, "wgmma of 16-bit elements");
+static_assert(BK * sizeof(operand) == LINE_BYTES, "a line of the 128-byte swizzle is a row's part of a stage");
+static_assert(sizeof(element) == 2, "results of 16 bits");
+static_assert(sizeof(operand) == 2 || sizeof(operand) == 1, "wgmma of 16-bit elements or of e4m3");
 static_assert(THREADS == 3 * WARPGROUP, "a producer warpgroup and two of consumers");
 static_assert(BM == CONSUMER_WARPS * WARP_ROWS && BN == 256, "each consumer warpgroup has 64 rows of wgmma m64n256k16");
 static_assert(STAGE_BYTES == A_BYTES + B_BYTES, "a stage holds A, then B");

@@ -141,6 +141,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts as an arrival at the named barrier, without a wait.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Orders accumulator registers and shared memory before the next wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -149,45 +154,68 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+// Operands of wgmma's accumulators, 32 of them in eight fragments, and the names of 64.
+#define FRAGMENT(J) "+f"(d[J][0]), "+f"(d[J][1]), "+f"(d[J][2]), "+f"(d[J][3])
+#define FRAGMENTS_8(J)                                                                                                 \
+    FRAGMENT(J), FRAGMENT(J + 1), FRAGMENT(J + 2), FRAGMENT(J + 3), FRAGMENT(J + 4), FRAGMENT(J + 5), FRAGMENT(J + 6), \
+        FRAGMENT(J + 7)
+#define FRAGMENTS_16 FRAGMENTS_8(0), FRAGMENTS_8(8)
+#define FRAGMENTS_32 FRAGMENTS_16, FRAGMENTS_8(16), FRAGMENTS_8(24)
+#define REGISTERS_64                                                                   \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_128                                                                              \
+    REGISTERS_64                                                                                   \
+    ", "                                                                                           \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
 // d = a * b + (accumulate ? d : 0) over k = 16. d: 64 x 256 fp32 per warpgroup, d[j] laid out as a tile of mma.m16n8k16.
 // a, b: shared memory descriptors. Transposed operands are contiguous along M or N.
-#define WGMMA_OF(NAME, TYPES)                                                                                                 \
-    template <int A_TRANSPOSED, int B_TRANSPOSED>                                                                             \
-    __device__ __forceinline__ void NAME(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {                             \
-        asm volatile(                                                                                                         \
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                                     \
-            "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPES                                                              \
-            " {"                                                                                                              \
-            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                          \
-            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                \
-            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                \
-            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                                \
-            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                                \
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                                \
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "                    \
-            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"                  \
-            "}, %128, %129, p, 1, 1, %131, %132;\n}\n"                                                                        \
-            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),        \
-              "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),        \
-              "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),        \
-              "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),        \
-              "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]), "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]),        \
-              "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), "+f"(d[10][0]), "+f"(d[10][1]),      \
-              "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3]), "+f"(d[12][0]), \
-              "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]), \
-              "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), \
-              "+f"(d[15][3]), "+f"(d[16][0]), "+f"(d[16][1]), "+f"(d[16][2]), "+f"(d[16][3]), "+f"(d[17][0]), "+f"(d[17][1]), \
-              "+f"(d[17][2]), "+f"(d[17][3]), "+f"(d[18][0]), "+f"(d[18][1]), "+f"(d[18][2]), "+f"(d[18][3]), "+f"(d[19][0]), \
-              "+f"(d[19][1]), "+f"(d[19][2]), "+f"(d[19][3]), "+f"(d[20][0]), "+f"(d[20][1]), "+f"(d[20][2]), "+f"(d[20][3]), \
-              "+f"(d[21][0]), "+f"(d[21][1]), "+f"(d[21][2]), "+f"(d[21][3]), "+f"(d[22][0]), "+f"(d[22][1]), "+f"(d[22][2]), \
-              "+f"(d[22][3]), "+f"(d[23][0]), "+f"(d[23][1]), "+f"(d[23][2]), "+f"(d[23][3]), "+f"(d[24][0]), "+f"(d[24][1]), \
-              "+f"(d[24][2]), "+f"(d[24][3]), "+f"(d[25][0]), "+f"(d[25][1]), "+f"(d[25][2]), "+f"(d[25][3]), "+f"(d[26][0]), \
-              "+f"(d[26][1]), "+f"(d[26][2]), "+f"(d[26][3]), "+f"(d[27][0]), "+f"(d[27][1]), "+f"(d[27][2]), "+f"(d[27][3]), \
-              "+f"(d[28][0]), "+f"(d[28][1]), "+f"(d[28][2]), "+f"(d[28][3]), "+f"(d[29][0]), "+f"(d[29][1]), "+f"(d[29][2]), \
-              "+f"(d[29][3]), "+f"(d[30][0]), "+f"(d[30][1]), "+f"(d[30][2]), "+f"(d[30][3]), "+f"(d[31][0]), "+f"(d[31][1]), \
-              "+f"(d[31][2]), "+f"(d[31][3])                                                                                  \
-            : "l"(a), "l"(b), "r"(accumulate), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));                                         \
+#define WGMMA_OF(NAME, TYPES)                                                                                                  \
+    template <int A_TRANSPOSED, int B_TRANSPOSED>                                                                              \
+    __device__ __forceinline__ void NAME(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {                              \
+        asm volatile(                                                                                                          \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                                      \
+            "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPES " {" REGISTERS_128 "}, %128, %129, p, 1, 1, %131, %132;\n}\n" \
+            : FRAGMENTS_32                                                                                                     \
+            : "l"(a), "l"(b), "r"(accumulate), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));                                          \
     }
 WGMMA_OF(wgmma_bf16, "bf16.bf16")
 WGMMA_OF(wgmma_fp16, "f16.f16")
 #undef WGMMA_OF
+
+// The same of e4m3, over k = 32. Both operands are contiguous along K: these products know no other.
+template <int A_TRANSPOSED, int B_TRANSPOSED>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
+    static_assert(!A_TRANSPOSED && !B_TRANSPOSED, "e4m3 operands are contiguous along K");
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" REGISTERS_128 "}, %128, %129, p, 1, 1;\n}\n"
+        : FRAGMENTS_32
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+// Of 128 columns.
+__device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uint64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" REGISTERS_64 "}, %64, %65, p, 1, 1;\n}\n"
+        : FRAGMENTS_16
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+// All that is to be added to these accumulators is added before what follows.
+template <int FIRST>
+__device__ __forceinline__ void settle(float (&acc)[32][4]) {
+    float (&d)[16][4] = *reinterpret_cast<float (*)[16][4]>(&acc[FIRST]);
+    asm volatile("" : FRAGMENTS_16);
+}
+#undef REGISTERS_128
+#undef REGISTERS_64
+#undef FRAGMENTS_32
+#undef FRAGMENTS_16
+#undef FRAGMENTS_8
+#undef FRAGMENT

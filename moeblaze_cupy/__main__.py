@@ -93,6 +93,7 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser)
     parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
     parser.add_argument("--gate-up", choices=GATE_UP, default="halves", help="order of w1's columns (%(default)s)")
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the products (%(default)s)")
     parser.add_argument("--bias", choices=BIAS_DTYPES, help="biases, in the weights' dtype or float32 (none)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="(%(default)s)")
     parser.add_argument(
@@ -167,6 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     compile_.add_argument("--save-fp8", action="store_true", help='also the kernels of save="fp8"')
+    compile_.add_argument("--precision-fp8", action="store_true", help='also the products of precision="fp8"')
 
     explain = commands.add_parser(
         "explain",

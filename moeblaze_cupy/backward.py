@@ -3,16 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeblaze_cupy import arrays, checks, reference, runtime
+from moeblaze_cupy import arrays, checks, fp8_checks, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export, Framework
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.layer import map_saved, named_pair, spared, w1_b1_b2
-from moeblaze_cupy.ops import backward
+from moeblaze_cupy.ops import backward, fp8
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Key, Runtime, current_device
 from moeblaze_cupy.structures import (
     GRADIENTS,
     DispatchIndices,
+    Fp8Weights,
     Gradients,
     PendingWeights,
     SavedForBackward,
@@ -279,13 +280,19 @@ def backward_into(
             _index_layout(saved.index),
             saved.slots,
             defers_weights,
+            saved.precision,
         )
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         into = _totals(accumulate, pointers) if accumulate else {}
         of_x = None if grad_x is None else Buffer(grad_x, found.framework.describe(grad_x).ptr)
-        made = backward.moe_backward(run, found.steps, saved, into, *pointers[:_READ], grad_x=of_x)
+        weights_fp8 = None
+        if saved.fp8_weights is not None:
+            weights_fp8 = fp8.Addresses(*(_address(found.framework, saved.fp8_weights, f) for f in fp8_checks.FIELDS))
+        made = backward.moe_backward(
+            run, found.steps, saved, into, *pointers[:_READ], grad_x=of_x, weights_fp8=weights_fp8
+        )
         grads, first_layer_grad, weighted = made
         exported = _exported(export, accumulate, grads)
         if not defers_weights:
@@ -293,6 +300,10 @@ def backward_into(
         first_layer_grad = saved.first_layer if first_layer_grad is None else first_layer_grad
         weighted = saved.y_swi if weighted is None else weighted
         return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted)
+
+
+def _address(framework: Framework, weights: Fp8Weights, field: str) -> int:
+    return framework.describe(getattr(weights, field)).ptr
 
 
 _READ = 12  # arrays of `_backward_key` before those that gradients are added to: what `backward.moe_backward` reads
@@ -308,7 +319,8 @@ def _backward_key(
     of_layer = saved.x, saved.weights, *w1, saved.w2, *b1, saved.b2
     given: tuple[Any, ...] = grad_out, *of_layer, index.lists, saved.first_layer, saved.y_swi
     options: tuple[Any, ...]
-    options = saved.activation, saved.gate_up, needs, *of_call, saved.slots, index.is_ragged, index.max_slots
+    of_layer_options = saved.slots, index.is_ragged, index.max_slots, saved.precision
+    options = saved.activation, saved.gate_up, needs, *of_call, *of_layer_options
     if accumulate:
         for name, total in accumulate.items():
             parts = pair(total)

@@ -24,6 +24,8 @@ HOPPER_STAGES = 3
 MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
 ONE_PANEL_ELEMENTS = 2**24  # of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
 STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step of the weight gradients
+STEP_BYTES = 2 * STEP_ROWS  # of a row in a stage, and so BK of e4m3
+PROMOTES_IN_TURN = False  # whether one consumer warpgroup of a product of e4m3 promotes while the other multiplies
 HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
 HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead, or the tokens of a weight gradient
@@ -172,6 +174,17 @@ def kernel_constants(source: str) -> dict[str, int]:
     }[source]
 
 
+def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
+    """What differs from `kernel_constants` in a Hopper product of e4m3: a stage of as many bytes is twice as deep.
+
+    The products that promote hold 64 more accumulators, and their producer is one thread. With rows that go to tokens
+    another warp of the producer writes zeros.
+    """
+    producer, consumer = (72, 216) if gathers else (56, 224) if to_tokens else (40, 232)
+    registers = {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
+    return {"BK": STEP_BYTES, **registers, "IN_TURN": int(PROMOTES_IN_TURN and not gathers)}
+
+
 def quantize_threads(d: int) -> int:
     """Threads of a row of d elements in quantize.cu: a power of two, with QUANTIZE_VECTORS each if that will do."""
     threads = 32
@@ -298,7 +311,9 @@ def dynamic_schedule(
     return entry == "down_bwd" or K >= 2048 or tiles <= 2 * limits.multiprocessors
 
 
-def uses_clusters(gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int) -> bool:
+def uses_clusters(
+    gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int, fp8: bool = False
+) -> bool:
     """Whether a product on Hopper runs in 2-CTA clusters, where each CTA fetches half of the weight's tile for both.
 
     depth: what an element of the result sums over. gathers: up_fwd and down_bwd. TMA multicast takes a third off what
@@ -306,8 +321,11 @@ def uses_clusters(gathers: bool, column_tiles: int, depth: int, num_slots: int, 
     of the other CTA too, at every k-step. So clusters pay where the sum is long and experts have two row tiles or more.
     Of the products that are summed over slots only those of experts with few rows gain, whose weights are most of what
     is read. There an odd number of column tiles would give half of the clusters tiles of different columns, as row
-    tiles come in twos. Figures: docs/decisions/004.
+    tiles come in twos. Figures: docs/decisions/004. Products of e4m3 need what the L2 cache gives in half the time, and
+    gain wherever an expert has two row tiles.
     """
+    if fp8:
+        return _share_weights(num_slots, num_experts) and (gathers or column_tiles % 2 == 0)
     long = depth >= 4096 and _share_weights(num_slots, num_experts)
     return long and (gathers or (num_slots <= 1024 * num_experts and column_tiles % 2 == 0))
 

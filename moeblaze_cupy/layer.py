@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, overload
 
-from moeblaze_cupy import arrays, checks, launch_config, reference, runtime
+from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export
 from moeblaze_cupy.call import Call, keep
-from moeblaze_cupy.ops import dispatch, experts
+from moeblaze_cupy.ops import dispatch, experts, fp8
 from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import (
     Activation,
     DispatchIndices,
+    Fp8Weights,
     SavedForBackward,
     SlotOptions,
     gate_and_up,
@@ -38,7 +39,16 @@ def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
         saved,
         index=map_index(saved.index, convert),
         **{name: each(getattr(saved, name)) for name in _SAVED_ARRAYS},
+        fp8_weights=map_fp8(saved.fp8_weights, convert),
     )
+
+
+def map_fp8(weights: Fp8Weights | None, convert: Export) -> Fp8Weights | None:
+    if weights is None:
+        return None
+    fields = (*fp8_checks.FIELDS, "amax")
+    made = {name: getattr(weights, name) for name in fields}
+    return Fp8Weights(**{n: None if a is None else convert(a) for n, a in made.items()}, gate_up=weights.gate_up)
 
 
 def map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
@@ -123,6 +133,8 @@ def moe_forward(
     identity_experts: int = 0,
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> tuple[Any, SavedForBackward]: ...
 
 
@@ -145,6 +157,8 @@ def moe_forward(
     identity_experts: int = 0,
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> tuple[Any, None]: ...
 
 
@@ -166,6 +180,8 @@ def moe_forward(
     identity_experts: int = 0,
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> tuple[Any, SavedForBackward | None]:
     """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
 
@@ -195,6 +211,10 @@ def moe_forward(
     as absent; saved.index.dropped says how many.
     spare_multiprocessors: how many of the GPU's multiprocessors the experts' products leave to other work, such as
     kernels of NCCL; of the portable kernels dispatch alone does. On the CPU it says nothing.
+    precision: None, or "fp8": the products but those of weight gradients multiply e4m3, with a float32 scale for each
+    token of x and of out's gradient, for each row and 128 columns of V(a) * M(b) and of the gradients of a, b, and for
+    each expert of w2 and half of w1. For bf16 on Hopper, d and h that are multiples of 16, and gate_up="halves".
+    fp8_weights: what `quantize_weights` made of w1 and w2, or None: it is made in the call and kept for backward.
     Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
     The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
     gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
@@ -208,7 +228,7 @@ def moe_forward(
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     given = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
     others = weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
-    return forward(given, (activation, save, gate_up, *others))
+    return forward(given, (activation, save, gate_up, *others), None, precision, fp8_weights)
 
 
 def forward_into(
@@ -229,18 +249,28 @@ def forward_into(
     return forward(given, options, into)
 
 
-def forward(given: Sequence[Any], options: Options, into: Any = None) -> tuple[Any, SavedForBackward | None]:
+def forward(
+    given: Sequence[Any],
+    options: Options,
+    into: Any = None,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+) -> tuple[Any, SavedForBackward | None]:
     """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not.
 
     into: as of `forward_into`.
     """
-    key, pointers = runtime.key_of("moe_forward", options, given)
+    of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
+    of_key: tuple[Any, ...] = options
+    if precision is not None:
+        given, of_key = (*given, *of_fp8), (*options, precision, fp8_weights and fp8_weights.gate_up)
+    key, pointers = runtime.key_of("moe_forward", of_key, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
     activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors = options
     if found is None:
-        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = given
-        names = _forward_names(up is not None, b1_up is not None)
+        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets, *_ = given
+        names = (*_forward_names(up is not None, b1_up is not None), *fp8_checks.NAMES[: len(of_fp8)])
         required = (*names[:2], names[3], names[5])
         named = {n: array for n, array in zip(names, given, strict=True) if array is not None or n in required}
         checks.untracked("moe_forward", named)
@@ -248,16 +278,30 @@ def forward(given: Sequence[Any], options: Options, into: Any = None) -> tuple[A
         slots = SlotOptions(weights_on, unreduced, identity_experts)
         slots = checks.slot_options("moe_forward", slots, weights is not None, b1_gate is not None)
         described: list[Any] = [call.described.get(name) for name in names]
-        x_array, ids_array, weights_array, _, _, w2_array, *_, offsets = described
+        x_array, ids_array, weights_array, _, _, w2_array, _, _, _, offsets, *fp8_arrays = described
         w1_arrays, b1_arrays, b2_arrays = w1_b1_b2(described)
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
         checks.layer("moe_forward", *layer, offsets)
         checks.identity_experts("moe_forward", slots, w2_array)
         max_slots = checks.max_slots("moe_forward", max_slots, ids_array.size)
         limits = spared("moe_forward", call, spare_multiprocessors)
+        if precision is not None:
+            biases = {name: call.described[name] for name in names[6:9] if name in named}
+            order = None if fp8_weights is None else fp8_weights.gate_up
+            of_layer = x_array, w2_array, activation, gate_up, biases, fp8_arrays, order
+            fp8_checks.layer("moe_forward", *of_layer, limits)
         if limits is None:
             w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[3:5], names[6:8]))
-            out, saved = _forward_on_cpu(call, w1_names, b1_names, activation, save, gate_up, slots, max_slots)
+            in_fp8: dict[str, Any] = {} if precision is None else {"precision": precision}
+            if of_fp8:
+                on_host = (call.host(name) for name in fp8_checks.NAMES)
+                in_fp8["fp8_weights"] = Fp8Weights(
+                    **dict(zip(fp8_checks.FIELDS, on_host, strict=True)), gate_up=gate_up
+                )
+            on_cpu = w1_names, b1_names, activation, save, gate_up, slots, max_slots, in_fp8
+            out, saved = _forward_on_cpu(call, *on_cpu)
+            if saved is not None and fp8_weights is not None:
+                saved = dataclasses.replace(saved, fp8_weights=fp8_weights)
             if saved is not None and call.framework is arrays.Torch:
                 own = {"x": x, "weights": weights, "w1": joined(gate, up), "w2": w2, "b1": joined(b1_gate, b1_up)}
                 saved = dataclasses.replace(saved, b2=b2, **own)
@@ -280,6 +324,8 @@ def forward(given: Sequence[Any], options: Options, into: Any = None) -> tuple[A
             slots,
             token_offsets is not None,
             max_slots,
+            precision,
+            not of_fp8,
         )
         given = [array and array.owner for array in described]
         pointers = [array.ptr if array else 0 for array in described]
@@ -288,14 +334,22 @@ def forward(given: Sequence[Any], options: Options, into: Any = None) -> tuple[A
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         memory = None if into is None else Buffer(into, found.framework.describe(into).ptr)
-        out, lists, ids_copy, first_layer, y_swi = experts.moe_forward(run, steps, *pointers, out=memory)
+        weights_fp8 = fp8.Addresses(*pointers[10:]) if of_fp8 else None
+        if steps.quantize:
+            made, weights_fp8 = steps.quantize.make(run, pointers[3:5], pointers[5])
+            fp8_weights = Fp8Weights(**made)
+        made_by_forward = experts.moe_forward(run, steps, *pointers[:10], out=memory, weights_fp8=weights_fp8)
+        out, lists, ids_copy, first_layer, y_swi = made_by_forward
         out = export(out)
         if save is None:
             return out, None
-        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, _ = given
+        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, _, *own_fp8 = given
+        if own_fp8 and export is not keep:  # what it was imported to, as of the other arrays
+            fp8_weights = Fp8Weights(**dict(zip(fp8_checks.FIELDS, own_fp8, strict=True)), gate_up=gate_up)
         index = _index(steps.dispatch, lists, ids if ids_copy is None else ids_copy)
         kept = x, weights, joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
-        return out, SavedForBackward(*kept, joined(b1_gate, b1_up), b2, gate_up, slots)
+        of_biases = joined(b1_gate, b1_up), b2
+        return out, SavedForBackward(*kept, *of_biases, gate_up, slots, precision, fp8_weights)
 
 
 def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
@@ -336,6 +390,7 @@ def _forward_on_cpu(
     gate_up: str,
     slots: SlotOptions,
     max_slots: int | None,
+    in_fp8: dict[str, Any],
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
     w1, b1 = (tuple(host[name] for name in names) for names in (w1_names, b1_names))
@@ -352,6 +407,7 @@ def _forward_on_cpu(
         gate_up=gate_up,
         max_slots=max_slots,
         **options,
+        **in_fp8,
     )
     if saved is not None and call.framework is arrays.Torch:
         saved = map_saved(saved, call.export)

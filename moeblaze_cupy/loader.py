@@ -28,7 +28,10 @@ SHAPE_INDEPENDENT = (
     *SELECTIONS,
 )
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
-IMPLIED_MACROS = ("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS")  # by the others
+IMPLIED_MACROS = (
+    *("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS", "EXPERT_SCALES"),
+    *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS"),
+)  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
 _lock = threading.Lock()
@@ -101,6 +104,7 @@ def gemm_variant(
     interleaved: bool = False,
     bias: str | None = None,
     weights_on_input: bool = False,
+    fp8: bool = False,
     fp8_saved: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
@@ -111,6 +115,7 @@ def gemm_variant(
     Hopper's is float32 sums over parts of each expert's rows, whatever these are added to later. interleaved: gate and
     up columns alternate in w1 and in the first layer. bias: the dtype of what a product in forward adds, if it does.
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
+    fp8: the operands of a grouped GEMM on Hopper are e4m3, the weight contiguous along what is summed over.
     fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
     """
     form = FORMS[activation]
@@ -161,6 +166,10 @@ def gemm_variant(
         }
         if fp8_saved and epilogue != "STORE":
             macros |= {"FP8_SAVED": 1}
+    if fp8:
+        scales = 2 if gated and entry.startswith("up") else 1
+        macros |= {"WGMMA": "wgmma_e4m3", "OPERAND": "e4m3", "B_K_CONTIGUOUS": 1, "EXPERT_SCALES": scales}
+        macros |= launch_config.fp8_constants(gathers(entry), to_tokens)
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
 
 
@@ -206,6 +215,7 @@ def variants(
     gate_ups: Sequence[str] = ("halves",),
     biases: Sequence[str | None] = (None,),
     weights_on: Sequence[str] = ("output",),
+    fp8: bool = False,
     fp8_saved: bool = False,
 ) -> list[Variant]:
     """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
@@ -214,6 +224,7 @@ def variants(
     multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
     gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
     layers without, or several of these. weights_on: "output", "input" or both.
+    fp8: also the products of precision="fp8", which bfloat16 layers with gate_up="halves" have on Hopper.
     fp8_saved: also those of save="fp8".
     """
     found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
@@ -226,6 +237,8 @@ def variants(
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         either, on_input = (False, True), [place == "input" for place in weights_on]
+        takes_fp8 = config.tier == "sm90" and dtype == "bfloat16" and gate_up == "halves" and entry in EPILOGUES
+        plain_and_e4m3, plain_and_saved = either[: 1 + (fp8 and takes_fp8)], either[: 1 + fp8_saved]
         for (
             weights_dtype,
             accumulate,
@@ -234,11 +247,12 @@ def variants(
             to_tokens,
             split_k,
             weights_on_input,
+            e4m3,
             in_fp8,
         ) in itertools.product(
-            weights_dtypes, totals, either, either, either, either, on_input, (False, True)[: 1 + fp8_saved]
+            weights_dtypes, totals, either, either, either, either, on_input, plain_and_e4m3, plain_and_saved
         ):
-            if stored_y_swi and (weights_on_input or in_fp8):  # then down_bwd reads no y_swi
+            if stored_y_swi and (weights_on_input or e4m3 or in_fp8):  # then down_bwd reads no y_swi
                 continue
             variant = gemm_variant(
                 entry,
@@ -257,6 +271,7 @@ def variants(
                 interleaved=gate_up == "interleaved",
                 bias=None if weights_on_input and entry == "up_fwd" else bias_dtype,
                 weights_on_input=weights_on_input,
+                fp8=e4m3,
                 fp8_saved=in_fp8,
             )
             found[variant] = None
@@ -307,8 +322,8 @@ def source(variant: Variant) -> str:
 
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the architecture."""
-    constants = launch_config.kernel_constants(variant.source)
-    defines = tuple(f"-D{key}={value}" for key, value in (*constants.items(), *variant.macros))
+    constants = launch_config.kernel_constants(variant.source) | dict(variant.macros)  # e4m3 has a few of its own
+    defines = tuple(f"-D{key}={value}" for key, value in constants.items())
     # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
     arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
     line_info = ("-lineinfo",) if has_line_info() else ()

@@ -42,6 +42,7 @@ class LayerShape:
     ragged: bool = False  # the L*k slots are pairs, of tokens with any number of them
     options: SlotOptions = PLAIN_SLOTS
     max_slots: int | None = None  # of slots that have a row; None: all L*k
+    precision: str | None = None  # "fp8": products in e4m3, of weights that were quantised before
 
     @property
     def slots(self) -> int:
@@ -132,6 +133,18 @@ def _first_layer_in_fp8(s: LayerShape, name: str) -> Term:
     return Term(name, formula, launch_config.saved_fp8(s.R, s.h, s.g).nbytes)
 
 
+def _per_slot_in_fp8(s: LayerShape, name: str, halves: int) -> Term:
+    """E4m3 and its scales, of y_swi or, with g halves, of the first layer's gradient."""
+    width, g = launch_config.GROUP_COLUMNS, "" if name.startswith("y_swi") else "g*"
+    nbytes = s.R * halves * (s.h + 4 * launch_config.ceil_div(s.h, width))
+    return Term(name, f"{g}{s.rows}*(h + 4*ceil(h/{width}))", nbytes)
+
+
+def _grad_out_in_fp8(s: LayerShape) -> Term:
+    rows, letters = (s.slots, "L*k") if s.options.unreduced else (s.L, "L")
+    return Term("gradient of out in e4m3", f"{letters}*(d + 4)", rows * (s.d + 4))
+
+
 def _per_slot(s: LayerShape, name: str) -> Term:
     return Term(name, f"{s.rows}*h*b", s.R * s.h * s.b)
 
@@ -185,6 +198,7 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     of one in e4m3 is new memory. The
     weighted y_swi (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
     w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
+    precision="fp8": y_swi is in e4m3, and so are, beside them, the gradients of out and of the first layer.
     max_slots bounds every buffer in expert order but the index lists; their row tiles are for L*k slots too.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them, not their parts.
     With unreduced=True, and no other option, the output and its gradient have a row of d for each of the L*k slots.
@@ -204,9 +218,13 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         kept_first_layer = (_first_layer_in_fp8(s, f"{first_layer[0].name} in e4m3"),)
     kept_y_swi = y_swi if save == "paper" else ()
     new_y_swi = () if kept_y_swi else y_swi
+    in_fp8 = s.precision == "fp8"
+    new_y_swi = (_per_slot_in_fp8(s, "y_swi in e4m3", 1),) if in_fp8 else new_y_swi
+    grad_out = (_grad_out_in_fp8(s),) if in_fp8 else ()
+    first_layer_grad = (_per_slot_in_fp8(s, "gradient of the first layer in e4m3", s.g),) if in_fp8 else ()
 
     if save is None:
-        panels = _panels(s, True, s.options.unreduced)
+        panels = _panels(s, not in_fp8, s.options.unreduced)
         return Plan(saved=(), forward=((*index, *new_y_swi, *panels),), backward=())
     columns = 256 if s.on_hopper else 128
     parts, formula = launch_config.column_tiles(s.h, columns), f"4*{s.rows}*ceil(h/{columns})"
@@ -225,17 +243,18 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     dx, dw1, dw2 = (found[name][0] for name in ("dx", "dw1", "dw2"))
     dweights, db1, db2 = (found.get(name, ()) for name in ("dweights", "db1", "db2"))
     by_row = (_slots_by_row(s),) if s.options.unreduced else ()
+    of_down_bwd = *recomputed, *weighted, *first_layer_grad
     unquantized = (*new_y_swi, *first_layer, *((row_weights,) if s.options.on_input else ()))
     return Plan(
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_y_swi),
         forward=(
             *((unquantized,) if save == "fp8" and not s.on_hopper else ()),
-            (*new_y_swi, *_panels(s, not kept_y_swi, s.options.unreduced)),
+            (*new_y_swi, *_panels(s, not kept_y_swi and not in_fp8, s.options.unreduced)),
         ),
         backward=(
-            (*recomputed, *weighted, row_weights, *by_row, *partial_sums, *dweights, *db2),
-            (*recomputed, *weighted, *by_row, *dweights, *db2, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
-            (*recomputed, *_panels(s, False), *dweights, *db2, dw2, dx),
+            (*of_down_bwd, *grad_out, row_weights, *by_row, *partial_sums, *dweights, *db2),
+            (*of_down_bwd, *by_row, *dweights, *db2, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
+            (*recomputed, *first_layer_grad, *_panels(s, False), *dweights, *db2, dw2, dx),
             (*recomputed, *dweights, *db2, dw2, dx, dw1, *_split_k_sums(s, "dw1", s.d, *columns_of_dw1)),
             *(((*recomputed, *dweights, *db2, dw2, dx, dw1, *db1),) if db1 else ()),
         ),

@@ -134,10 +134,14 @@ _GEMM_SM90 = {
 
 @cache
 def _gemm(source: str, macros: tuple[tuple[str, str], ...]) -> Params:
-    """Of a grouped GEMM. Only kernels that add a bias know of one, and only those of some activations of constants."""
+    """Of a grouped GEMM. Only kernels that add a bias know of one, only those of e4m3 know of scales, and only those of
+    some activations know of constants."""
     given = dict(macros)
     # On Hopper gathered rows are copied from a pointer, others come through a tensor map.
     table = _GEMM_SM80 if source == "grouped_gemm_sm80.cu" else _GEMM_SM90[given["GATHER"]]
+    if "OPERAND" in given:
+        pointers = (*table.pointers, "a_scales", "b_scales", "quantised", "quantised_scales")
+        table = replace(table, pointers=pointers, int64=(*table.int64, "scales_ld"))
     if given.get("BIASED") == "1":
         pointers, int64 = (*table.pointers, "bias0", "bias1"), (*table.int64, "bias_stride")
         table = replace(table, pointers=pointers, int64=int64)

@@ -8,20 +8,12 @@ from moeblaze_cupy import arrays, checks, reference
 from moeblaze_cupy.call import Call
 from moeblaze_cupy.layer import named_pair
 from moeblaze_cupy.ops import quantize
+from moeblaze_cupy.ops.quantize import E4M3, FIELDS, shapes_of
 from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import GATE_UP, Fp8Weights
 
 NAME = "quantize_weights"
 MULTIPLE = 16  # of d and h: rows of e4m3 then begin at multiples of 16 bytes, as TMA wants
-E4M3 = ("w1", "w1_transposed", "w2", "w2_transposed")
-FIELDS = ("w1", "w1_transposed", "w1_scales", "w2", "w2_transposed", "w2_scales", "amax")
-
-
-def shapes_of(E: int, d: int, h: int, halves: int) -> dict[str, tuple[int, ...]]:
-    """Of Fp8Weights' arrays, by field, in the order of FIELDS."""
-    columns = halves * h
-    up = (E, d, columns), (E, columns, d), (E, halves)
-    return dict(zip(FIELDS, (*up, (E, h, d), (E, d, h), (E, 1), (E, halves + 1)), strict=True))
 
 
 def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up: str = "halves") -> Fp8Weights:

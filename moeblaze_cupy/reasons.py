@@ -56,10 +56,23 @@ def tier(config: GemmConfig, dtype: str, aligned: bool, num_slots: int, limits: 
 
 
 def clusters(
-    used: bool, to_tokens: bool, gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int
+    used: bool,
+    to_tokens: bool,
+    gathers: bool,
+    column_tiles: int,
+    depth: int,
+    num_slots: int,
+    num_experts: int,
+    fp8: bool = False,
 ) -> str:
     """Of a product on Hopper. depth: what an element of the result sums over."""
     rows = num_slots // num_experts
+    if used and fp8:
+        even = "" if gathers else f", the number of column tiles is even ({column_tiles})"
+        return (
+            f"2-CTA clusters with TMA multicast of the weight: operands are e4m3, an expert has {_count(rows, 'row')} "
+            f"on average (at least {SHARED_WEIGHT_ROWS}){even}"
+        )
     if used:
         few, even = (
             ("", "") if gathers else (", at most 1024", f", the number of column tiles is even ({column_tiles})")
@@ -68,17 +81,20 @@ def clusters(
             f"2-CTA clusters with TMA multicast of the weight: an element sums over {depth} (at least 4096), an expert "
             f"has {_count(rows, 'row')} on average (at least {SHARED_WEIGHT_ROWS}{few}){even}"
         )
-    if depth < 4096:
+    if depth < 4096 and not fp8:
         why = f"an element sums over {depth}, less than 4096"
     elif rows < SHARED_WEIGHT_ROWS:
         why = f"an expert has {_count(rows, 'row')} on average, fewer than {SHARED_WEIGHT_ROWS}"
     elif to_tokens:
         why = "rows go straight to their tokens"
-    elif num_slots > 1024 * num_experts:
+    elif num_slots > 1024 * num_experts and not fp8:
         why = f"an expert has {num_slots / num_experts:.10g} rows on average, more than 1024"
     else:
         why = f"the number of column tiles is odd ({column_tiles})"
     return f"no 2-CTA clusters: {why}"
+
+
+E4M3 = "e4m3 operands: two count as one of what an element sums over, as a k-step has twice as many"
 
 
 def schedule(

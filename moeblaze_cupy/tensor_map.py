@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_DATA_TYPES = {"bfloat16": 9, "float16": 6}  # CUtensorMapDataType
+_DATA_TYPES = {"uint8": (0, 1), "bfloat16": (9, 2), "float16": (6, 2)}  # CUtensorMapDataType, bytes; uint8 holds e4m3
 _SWIZZLE_128B, _L2_PROMOTION_256B, _NO_INTERLEAVE, _ZERO_FILL = 3, 3, 0, 0
 
 
@@ -38,13 +38,13 @@ def encode(pointer: int, tensor: TensorMap) -> bytes:
     a CUDA context. Raises RuntimeError if the driver refuses the map.
     """
     dtype, shape, strides, box = tensor
-    rank, itemsize = len(shape), 2
+    rank, (data_type, itemsize) = len(shape), _DATA_TYPES[dtype]
     raw = np.zeros(128 + 64, np.uint8)
     start = -raw.ctypes.data % 64  # the driver wants 64-byte alignment
     encoded = raw[start : start + 128]
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(encoded.ctypes.data),
-        _DATA_TYPES[dtype],
+        data_type,
         rank,
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * rank)(*shape),

@@ -354,6 +354,13 @@ def test_compile_defaults():
     assert not args.accumulate
 
 
+def test_compile_prepares_fp8(compiled):
+    assert run("compile --order row --save-fp8 --precision-fp8") == 0
+    limits = compile_command._device_limits()
+    expected = loader.variants(("bfloat16",), ("row",), limits=limits, fp8=True, fp8_saved=True)
+    assert set(compiled) == set(expected)
+
+
 def test_compile_prepares_biases_and_interleaved_columns(compiled):
     assert run("compile --order row --activation swiglu_oai --bias weights --bias float32 --gate-up interleaved") == 0
     options = {"gate_ups": ("interleaved",), "biases": ("weights", "float32")}

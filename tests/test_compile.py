@@ -236,6 +236,13 @@ def variants_of(arch: str) -> list:
         pairs = {"gate_ups": ("interleaved",), "biases": ("weights",)}
         every += variants(bf16, row, ("swiglu_softcap",), (True,), **pairs, **on_input)
         every += accumulating(arch) + router_variants()
+        if arch == "90a":
+            in_e4m3 = ("OPERAND", "e4m3")
+            of_fp8 = variants(bf16, row, ("gelu",), (True,), fp8=True, weights_on=("input",))
+            of_fp8 += variants(bf16, row, ("swiglu_softcap",), (True,), fp8=True, biases=("weights",))
+            of_fp8 = [v for v in of_fp8 if beside.isdisjoint(v.macros)]
+            of_fp8 += variants(bf16, row, swiglu, (True,), fp8=True, fp8_saved=True)
+            every += [v for v in of_fp8 if in_e4m3 in v.macros]
         both = {"gate_ups": ("halves", "interleaved"), "biases": ("weights", "float32")}
         every += variants(bf16, row, ("swiglu_oai",), (True,), **both)
         every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)

@@ -22,7 +22,7 @@ LEVELS = [
     ["launch_config", "params", "structures"],
     ["arrays", "loader", "reasons", "selection_config", "tensor_map"],
     ["interop.dlpack", "checks", "memory", "runtime"],
-    ["reference.numerics", "expert_parallel_plan", "router_options"],
+    ["reference.numerics", "expert_parallel_plan", "fp8_checks", "router_options"],
     ["reference.activations", "reference.dispatch", "reference.fp8", "reference.router"],
     ["reference.products", "reference.selection"],
     ["reference.experts"],
@@ -30,6 +30,7 @@ LEVELS = [
     ["ops.aggregation", "ops.balance", "ops.biases", "ops.pull", "ops.saved_fp8"],
     ["ops.grouped_gemm"],
     ["ops.panels", "ops.quantize"],
+    ["ops.fp8"],
     ["ops.experts", "call"],
     ["ops.backward"],
     ["layer", "routing", "rows", "selection"],
@@ -182,8 +183,7 @@ SELECTION = ["expert_choice", "limit_capacity", "list_pairs", "quantile_histogra
 @pytest.mark.parametrize("name", ["route", "route_backward", "dispatch", "moe_forward", "moe_backward", *SELECTION])
 def test_the_reference_takes_the_public_arguments(name):
     public = getattr(mb, "build_dispatch" if name == "dispatch" else name)
-    of_reference = [n for n, _ in parameters(getattr(reference, name)) if n not in ("precision", "fp8_weights")]
-    assert [n for n, _ in parameters(public)] == of_reference
+    assert [n for n, _ in parameters(public)] == [n for n, _ in parameters(getattr(reference, name))]
 
 
 @pytest.fixture(scope="module")

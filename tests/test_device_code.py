@@ -204,8 +204,9 @@ class Device:
 def encoded_map(pointer, tensor):
     """tensor_map.encode."""
     dtype, shape, strides, box = tensor
-    assert dtype in ("bfloat16", "float16")
-    return EmulatedTensorMap(None, shape, strides, box).pack(pointer)
+    return EmulatedTensorMap(None, shape, strides, box, itemsize={"uint8": 1, "bfloat16": 2, "float16": 2}[dtype]).pack(
+        pointer
+    )
 
 
 @contextmanager

@@ -231,6 +231,20 @@ def test_formulas_with_biases_and_interleaved_gates(sizes, gate_up, bias, save, 
     assert forward.peak_bytes == explain.rehearse(without, save, limits_of(tier))[0].peak_bytes
 
 
+@pytest.mark.parametrize("save", memory.POLICIES)
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
+@pytest.mark.parametrize(("d", "h", "k"), [(64, 208, 1), (64, 208, 3), (608, 208, 1), (608, 208, 3), (608, 16, 3)])
+def test_formulas_of_products_in_e4m3(d, h, k, activation, save):
+    s = memory.LayerShape(512, d, h, 5, k, activation=activation, precision="fp8")
+    plan, (forward, *backward) = memory.layer(s, save), explain.rehearse(s, save, limits_of("sm90"))
+    saved_beyond_x = max(plan.saved_bytes - s.L * s.d * s.b, 0)
+    of_forward = saved_beyond_x + memory.output(s).nbytes + plan.forward_peak_bytes
+    assert forward.peak_bytes - of_forward in (0, 4)  # 4: a tile counter
+    for of_pass in backward:
+        assert of_pass.peak_bytes - plan.backward_peak_bytes in (0, 4)
+        assert of_pass.kept_bytes == memory.total(memory.gradients(s))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
 def test_few_large_experts_take_split_k(activation, transposed, monkeypatch):

@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
         accumulates=args.accumulate,
         weights_on=tuple(args.weights_on),
         fp8_saved=args.save_fp8,
+        fp8=args.precision_fp8,
         gate_ups=tuple(args.gate_up),
         biases=tuple(None if bias == "none" else bias for bias in args.bias),
     )

@@ -12,7 +12,7 @@ from moeblaze_cupy.cli.progress import CommandError, one_line
 from moeblaze_cupy.cli.sizes import layer_shape, slot_options
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.memory import LayerShape, format_bytes
-from moeblaze_cupy.ops import backward, experts
+from moeblaze_cupy.ops import backward, experts, fp8
 from moeblaze_cupy.rehearsal import Allocation, Rehearsal, allocation_of
 from moeblaze_cupy.structures import BIASES, GRADIENTS
 
@@ -127,9 +127,12 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     b1 = (_rows((s.E, s.g * s.h), s.bias),) if s.bias and not options.on_input else ()
     b2 = (_rows((s.E, s.d), s.bias),) if s.bias else ()
     arrays, shared = (x, weights, w2, (w1,), b1, b2), (s.activation, s.gate_up)
-    forward_steps = experts.configure_forward(x, ids, *arrays[1:], *shared, save, limits, options, s.ragged)
-    run = Rehearsal()
-    result = experts.moe_forward(run, forward_steps, *[0] * 10)
+    slot_limits = s.ragged, s.max_slots
+    forward_steps = experts.configure_forward(
+        x, ids, *arrays[1:], *shared, save, limits, options, *slot_limits, s.precision
+    )
+    run, weights_fp8 = Rehearsal(), fp8.Addresses(0, 0, 0, 0, 0, 0) if s.precision else None
+    result = experts.moe_forward(run, forward_steps, *[0] * 10, weights_fp8=weights_fp8)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
     buffers |= {"y_swi": result.y_swi, "index lists": result.lists if save else None}
     forward = Pass("forward", run, _present(buffers))
@@ -147,12 +150,12 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     needs = (*GRADIENTS, *(name for name, given in zip(BIASES, (b1, b2), strict=True) if given))
     index = forward_steps.dispatch.index
     backward_steps = backward.configure_backward(
-        grad_out, *arrays, *saved_layouts, *shared, needs, False, limits, index, options
+        grad_out, *arrays, *saved_layouts, *shared, needs, False, limits, index, options, False, s.precision
     )
     run = Rehearsal()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
     given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    gradients = backward.moe_backward(run, backward_steps, saved, given, *[0] * 12)[0]
+    gradients = backward.moe_backward(run, backward_steps, saved, given, *[0] * 12, weights_fp8=weights_fp8)[0]
     named = {f"gradient of {name}": array for name, array in vars(gradients).items()}
     return [forward, Pass("backward", run, _present(named))]
 

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from moeblaze_cupy import launch_config
+from moeblaze_cupy import fp8_checks, launch_config
 from moeblaze_cupy.cli.progress import CommandError
 from moeblaze_cupy.memory import LayerShape
 from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions
@@ -26,9 +26,16 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         options=SlotOptions(args.weights_on, args.unreduced, args.identity_experts),
         bias=args.dtype if args.bias == "weights" else args.bias,
         gate_up=args.gate_up,
+        precision=None if args.precision == "bf16" else args.precision,
     )
     if s.gate_up == "interleaved" and s.g == 1:
         raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
+    if s.precision == "fp8":
+        if not s.on_hopper or s.dtype != "bfloat16" or s.d % fp8_checks.MULTIPLE or s.h % fp8_checks.MULTIPLE:
+            expected = f"Hopper's kernels, bfloat16, d and h that are multiples of {fp8_checks.MULTIPLE}"
+            raise CommandError(f"--precision fp8: expected {expected}, got {s.tier}, {s.dtype}, {s.d} and {s.h}")
+        if s.gate_up == "interleaved":
+            raise CommandError("--gate-up: expected halves with --precision fp8, got interleaved")
     if s.slots > launch_config.MAX_SLOTS:
         raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
     if s.E > launch_config.MAX_EXPERTS:
@@ -41,6 +48,7 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
 def slot_options(s: LayerShape) -> str:
     """What is not as in the plain layer, each after a comma."""
     found = ["L*k pairs"] if s.ragged else []
+    found += [f"precision={s.precision!r}"] if s.precision else []
     plain = PLAIN_SLOTS._asdict()
     found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != plain[name]]
     return "".join(f", {text}" for text in found)

@@ -12,11 +12,11 @@ from typing import Any
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, biases, grouped_gemm, panels, saved_fp8
+from moeblaze_cupy.ops import aggregation, biases, fp8, grouped_gemm, panels, saved_fp8
 from moeblaze_cupy.ops.biases import Bias, BiasBwd
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout
 from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_of_slots
-from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight, Wgrad
+from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import (
@@ -68,6 +68,8 @@ class Backward:
     dequantize_saved: Launch | None  # where down_bwd cannot read e4m3
     weights_on_output: bool  # there are any, and they scale the rows of grad_out
     defers_weights: bool
+    in_e4m3: fp8.Pass | None  # where up_fwd, down_bwd and up_bwd are in e4m3
+    x_in_e4m3: fp8.Pass | None  # likewise, of x for up_fwd
 
     @functools.cached_property
     def cleared_bytes(self) -> tuple[int, int]:
@@ -101,13 +103,15 @@ def configure_backward(
     index: IndexLayout,
     slots: SlotOptions = PLAIN_SLOTS,
     defers_weights: bool = False,
+    precision: str | None = None,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 
     Unless `keep_saved`, the gradients of a, b (and weighted_y_swi in place of y_swi) overwrite the saved activations.
     b1, b2: () without a bias. accumulate: by name, the layouts of the buffers that gradients of weights and biases are
     added to, in place of new ones. defers_weights: what the gradients of w1 and w2 are products of stays in memory, and
-    the products are not launched; there are no biases then.
+    the products are not launched; there are no biases then. precision: "fp8" for products in e4m3 but those of weight
+    gradients.
     """
     (L, d), h, dtype = x.shape, w2.shape[1], x.dtype
     R, buffers = index.num_rows, dict(accumulate)
@@ -125,11 +129,19 @@ def configure_backward(
     x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
     in_fp8 = first_layer is not None and first_layer.dtype == "uint8"
     overwritable = None if in_fp8 else first_layer
-    is_portable = grouped_gemm.config_of("down_bwd", grad_rows, down, h, d, activation, limits)[0].tier == "sm80"
-    is_made_anew = first_layer is None or (in_fp8 and is_portable)
+    up_read, down_read, grad_read = up, down, grad_rows
+    in_e4m3 = x_in_e4m3 = None
+    if precision == "fp8":
+        E, halves = w2.shape[0], 1 + gated
+        in_e4m3 = fp8.configure(grad_out, E, R, h, halves, halves, interleaved)
+        x_in_e4m3 = fp8.configure(x, E, R, h, halves, 1, interleaved) if first_layer is None else None
+        up_read, down_read, grad_read = in_e4m3.weights.up_bwd, in_e4m3.weights.down_bwd, in_e4m3.rows_operand
+    portable = grouped_gemm.config_of("down_bwd", grad_read, down_read, h, d, activation, limits)[0].tier == "sm80"
+    is_made_anew = first_layer is None or (in_fp8 and portable)
     in_place = is_made_anew or not (keep_saved or in_fp8)
     reads_y_swi = slots.on_input and "w2" in needs and y_swi is not None  # no weight is to be put on it
     takes_y_swi = "w2" in needs and y_swi is not None and (in_place or reads_y_swi)
+    stored_y_swi = y_swi is not None and not slots.on_input and in_e4m3 is None
     consumes = is_consumed(overwritable is not None, y_swi is not None, needs, keep_saved)
 
     def misaligned(layout: Layout | None) -> int:
@@ -155,8 +167,8 @@ def configure_backward(
             launches["up_fwd"] = grouped_gemm.configure(
                 "up_fwd",
                 index,
-                x_rows,
-                up,
+                x_in_e4m3.rows_operand if x_in_e4m3 else x_rows,
+                x_in_e4m3.weights.up_fwd if x_in_e4m3 else up,
                 h,
                 d,
                 activation,
@@ -171,15 +183,15 @@ def configure_backward(
         down_bwd = grouped_gemm.configure(
             "down_bwd",
             index,
-            grad_rows,
-            down,
+            grad_read,
+            down_read,
             h,
             d,
             activation,
             limits,
             interleaved=interleaved,
             result_ld=h if "w2" in needs and not reads_y_swi else 0,
-            stored_y_swi=y_swi is not None and not slots.on_input,
+            stored_y_swi=stored_y_swi,
             wants_partial_sums="weights" in needs,
             further_parts=further_parts,
             weights_on_input=slots.on_input,
@@ -195,8 +207,9 @@ def configure_backward(
         launches["down_wgrad"] = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
     if "x" in needs and L and R:
         depth, source = 2 * h if interleaved else h, identity_rows(grad_out, weights, slots)
+        rows = in_e4m3.routed_operand if in_e4m3 else first_rows
         launches["up_bwd"] = panels.configure(
-            "up_bwd", index, first_rows, up, depth, d, activation, limits, interleaved=interleaved, source=source
+            "up_bwd", index, rows, up_read, depth, d, activation, limits, interleaved=interleaved, source=source
         )
     if "w1" in needs and not defers_weights:
         columns, operand, halves = _up_columns(first_rows, h, gated, interleaved)
@@ -236,11 +249,13 @@ def configure_backward(
         launches.get("slots_by_row"),
         launches.get("identity_weights"),
         reads_y_swi,
-        y_swi is not None and not slots.on_input,
+        stored_y_swi,
         slots.identity_experts > 0,
         launches.get("dequantize_saved"),
         on_output,
         defers_weights,
+        in_e4m3,
+        x_in_e4m3,
     )
 
 
@@ -289,6 +304,7 @@ def moe_backward(
     y_swi: int,
     *,
     grad_x: Buffer | None = None,
+    weights_fp8: fp8.Addresses | None = None,
 ) -> tuple[Gradients, Any, Any]:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
@@ -310,7 +326,15 @@ def moe_backward(
             run.launch(steps.dequantize_saved, first_layer, index[EXPERT_TOKEN_OFFSETS], in_e4m3)
         if steps.up_fwd:
             bias = steps.up_bias.halves(b1_gate, b1_up) if steps.up_bias else (0, 0)
-            grouped_gemm.gemm(run, steps.up_fwd, index, x, w1, first_layer=first_layer, bias=bias)
+            x_read, up_read, of_up_fwd, x_e4m3 = x, w1, NOT_FP8, None
+            if steps.x_in_e4m3 and weights_fp8:
+                x_e4m3 = fp8.quantized_rows(run, steps.x_in_e4m3, x)
+                x_read, up_read = x_e4m3[0].ptr, steps.x_in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
+                of_up_fwd = Fp8(x_e4m3[1].ptr, weights_fp8.w1_scales)
+            grouped_gemm.gemm(
+                run, steps.up_fwd, index, x_read, up_read, first_layer=first_layer, bias=bias, fp8=of_up_fwd
+            )
+            del x_e4m3
     separate = run.empty(steps.first_layer_grad, steps.dtype) if steps.first_layer_grad else None
     first_layer_grad = separate.ptr if separate else first_layer
     weighted = run.empty(steps.weighted_y_swi, steps.dtype) if steps.weighted_y_swi else None
@@ -329,19 +353,33 @@ def moe_backward(
         ones = 0 if steps.weights_by_row else row_weights.ptr
         grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index, ones)
     row_weights_ptr = row_weights.ptr if row_weights else 0
+    grad_read, down_read, up_read, of_down_bwd, of_up_bwd = grad_out, (w2, w2), w1, NOT_FP8, NOT_FP8
+    grad_e4m3 = first_layer_grad_e4m3 = None
+    if steps.in_e4m3 and weights_fp8 and steps.down_bwd:
+        grad_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, grad_out)
+        grad_read, down_read = grad_e4m3[0].ptr, (weights_fp8.w2, weights_fp8.w2)
+        of_down_bwd = Fp8(grad_e4m3[1].ptr, weights_fp8.w2_scales)
+        if steps.up_bwd:
+            first_layer_grad_e4m3 = fp8.routed_rows(run, steps.in_e4m3)
+            quantised, quantised_scales = (buffer.ptr for buffer in first_layer_grad_e4m3)
+            of_down_bwd = of_down_bwd._replace(quantised=quantised, quantised_scales=quantised_scales)
+            up_read = steps.in_e4m3.weights.up_bwd.halves(weights_fp8.w1)
+            of_up_bwd = Fp8(quantised_scales, weights_fp8.w1_scales)
     if steps.down_bwd:
         partial_sums = grouped_gemm.gemm(
             run,
             steps.down_bwd,
             grad_rows,
-            grad_out,
-            (w2, w2),
+            grad_read,
+            down_read,
             first_layer=first_layer,
             first_layer_grad=first_layer_grad if steps.needs_first_layer_grad else 0,
             result=weighted_ptr if "w2" in steps.needs and not steps.reads_y_swi else 0,
             y_swi=y_swi if steps.stored_y_swi else 0,
             weights=row_weights_ptr,
+            fp8=of_down_bwd,
         )
+    del grad_e4m3
     if steps.down_bias_bwd and steps.down_bias:
         own = "b2" in steps.needs and "b2" not in accumulate
         grad_b2, addresses = _gradient(run, steps.down_bias, None if own else accumulate.get("b2", (0,)))
@@ -380,9 +418,12 @@ def moe_backward(
     grad_x = grad_x or run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
     if steps.up_bwd and grad_x:
         weights = weights if steps.scales_slots else 0
-        panels.sum_of_rows(run, steps.up_bwd, index, first_layer_grad, w1, weights, grad_x.ptr, source=grad_out)
+        rows = first_layer_grad_e4m3[0].ptr if first_layer_grad_e4m3 else first_layer_grad
+        out = weights, grad_x.ptr
+        panels.sum_of_rows(run, steps.up_bwd, index, rows, up_read, *out, source=grad_out, fp8=of_up_bwd)
     elif grad_x and cleared_of_x:
         run.clear(grad_x.ptr, cleared_of_x)
+    del first_layer_grad_e4m3
     grad_w1 = None
     if steps.up_wgrad:
         grad_w1, addresses = _gradient(run, steps.up, accumulate.get("w1"))

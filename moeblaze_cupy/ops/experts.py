@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, dispatch, grouped_gemm, panels, saved_fp8
+from moeblaze_cupy.ops import aggregation, dispatch, fp8, grouped_gemm, panels, saved_fp8
 from moeblaze_cupy.ops.aggregation import Source
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import (
@@ -22,7 +22,7 @@ from moeblaze_cupy.ops.dispatch import (
     Dispatch,
     Lists,
 )
-from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight
+from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, SlotOptions, is_gated
@@ -71,6 +71,8 @@ class Forward:
     scales_slots: bool = True  # the sums over slots take the router weights, of identity experts at least
     quantize_saved: Launch | None = None  # where up_fwd writes a first layer, to be kept in e4m3, in `dtype`
     unquantized: Shape = ()  # of that
+    in_e4m3: fp8.Pass | None = None  # where the products are in e4m3
+    quantize: fp8.WeightsMade | None = None  # where the weights are quantised in the call
 
     @functools.cached_property
     def cleared_bytes(self) -> int:
@@ -94,10 +96,13 @@ def configure_forward(
     slots: SlotOptions = PLAIN_SLOTS,
     ragged: bool = False,
     max_slots: int | None = None,
+    precision: str | None = None,
+    quantizes: bool = False,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
 
-    b1, b2: () without a bias. ragged: ids are pairs, of tokens with any number of slots.
+    b1, b2: () without a bias. ragged: ids are pairs, of tokens with any number of slots. precision: "fp8" for products
+    in e4m3, of the weights that `moe_forward` is given beside w1 and w2. quantizes: it makes these itself.
     """
     (L, d), (E, h, _), dtype = x.shape, w2.shape, x.dtype
     num_tokens = L if ragged else None
@@ -110,14 +115,18 @@ def configure_forward(
     interleaved = gate_up == "interleaved"
     up, down = Weight.of(w1, half_columns(w1, h, activation, interleaved)), Weight.of((w2,))
     up_bias = Bias.of(b1, half_columns(b1, h, activation, interleaved)) if b1 else None
+    up_read, down_read, x_rows, y_rows = up, down, Operand(dtype, d, x.misalignment), Operand(dtype, h)
+    in_e4m3 = fp8.configure(x, E, R, h, halves, 1, interleaved) if precision == "fp8" else None
+    if in_e4m3:
+        up_read, down_read = in_e4m3.weights.up_fwd, in_e4m3.weights.down_fwd
+        x_rows, y_rows = in_e4m3.rows_operand, in_e4m3.routed_operand
     up_fwd = down_fwd = weights_by_row = slots_by_row = quantize_saved = None
     if L and R:
-        a = Operand(dtype, d, x.misalignment)
         up_fwd = grouped_gemm.configure(
             "up_fwd",
             index,
-            a,
-            up,
+            x_rows,
+            up_read,
             h,
             d,
             activation,
@@ -133,8 +142,8 @@ def configure_forward(
         down_fwd = panels.configure(
             "down_fwd",
             index.by_slot if slots.unreduced else index,
-            Operand(dtype, h),
-            down,
+            y_rows,
+            down_read,
             h,
             d,
             activation,
@@ -153,6 +162,9 @@ def configure_forward(
     scales_slots = not slots.on_input or slots.identity_experts > 0
     kept_as, unquantized = "uint8" if in_fp8 else dtype, (R, h * halves)
     made = Forward(steps, dtype, first_layer, kept_as, (R, h), out, up, down, up_bias, *launches, scales_slots)
+    if in_e4m3:
+        quantize_weights = fp8.configure_weights(w1, w2, interleaved) if quantizes else None
+        made = replace(made, in_e4m3=in_e4m3, quantize=quantize_weights)
     return made if quantize_saved is None else replace(made, quantize_saved=quantize_saved, unquantized=unquantized)
 
 
@@ -186,10 +198,11 @@ def moe_forward(
     token_offsets: int,
     *,
     out: Buffer | None = None,
+    weights_fp8: fp8.Addresses | None = None,
 ) -> ForwardResult:
     """Paper section 3.1, from the addresses of the inputs; 0 for what is not given, as up where w1 is one array.
 
-    out: memory for the result; None allocates it.
+    out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3.
     """
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     row_weights = None
@@ -197,7 +210,17 @@ def moe_forward(
         row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
         run.launch(steps.weights_by_row, weights, index[TOKEN_INDEX_MAP], row_weights.ptr)
     first_layer = run.empty(steps.first_layer, steps.first_layer_dtype) if steps.first_layer else None
-    y_swi = run.empty(steps.y_swi, steps.dtype)
+    y_swi = run.empty(steps.y_swi, steps.dtype) if steps.keeps_y_swi or not steps.in_e4m3 else None
+    y_swi_ptr = y_swi.ptr if y_swi else 0
+    up_weight, down_weight, rows = steps.up.halves(gate, up), (w2, w2), x
+    of_up_fwd = of_down_fwd = NOT_FP8
+    x_e4m3 = y_e4m3 = None
+    if steps.in_e4m3 and weights_fp8:
+        x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, x), fp8.routed_rows(run, steps.in_e4m3)
+        rows, up_weight = x_e4m3[0].ptr, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
+        down_weight = weights_fp8.w2_transposed, weights_fp8.w2_transposed
+        of_up_fwd = Fp8(x_e4m3[1].ptr, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
+        of_down_fwd = Fp8(y_e4m3[1].ptr, weights_fp8.w2_scales)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0
         unquantized = None
@@ -211,23 +234,35 @@ def moe_forward(
             run,
             steps.up_fwd,
             index,
-            x,
-            steps.up.halves(gate, up),
+            rows,
+            up_weight,
             first_layer=first_layer_ptr,
-            result=y_swi.ptr,
+            result=y_swi_ptr,
             weights=row_weights_ptr,
             bias=bias,
+            fp8=of_up_fwd,
         )
         if steps.quantize_saved and unquantized and first_layer:
             offsets = index[EXPERT_TOKEN_OFFSETS]
             run.launch(steps.quantize_saved, unquantized.ptr, offsets, first_layer.ptr)
         del unquantized
-    del row_weights
+    del row_weights, x_e4m3
     out = out or run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, index)
         weights = weights if steps.scales_slots else 0
-        panels.sum_of_rows(run, steps.down_fwd, rows_index, y_swi.ptr, (w2, w2), weights, out.ptr, bias=b2, source=x)
+        panels.sum_of_rows(
+            run,
+            steps.down_fwd,
+            rows_index,
+            y_e4m3[0].ptr if y_e4m3 else y_swi_ptr,
+            down_weight,
+            weights,
+            out.ptr,
+            bias=b2,
+            source=x,
+            fp8=of_down_fwd,
+        )
         del by_row
     elif steps.cleared_bytes:
         run.clear(out.ptr, steps.cleared_bytes)
@@ -236,5 +271,5 @@ def moe_forward(
         lists.array,
         ids_copy.array if ids_copy else None,
         first_layer.array if first_layer else None,
-        y_swi.array if steps.keeps_y_swi else None,
+        y_swi.array if y_swi and steps.keeps_y_swi else None,
     )

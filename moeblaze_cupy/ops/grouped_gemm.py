@@ -7,10 +7,10 @@ launch.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moeblaze_cupy import checks, launch_config, loader, reasons
-from moeblaze_cupy.arrays import ALIGNMENT, Array, Buffer, Layout
+from moeblaze_cupy.arrays import ALIGNMENT, ITEMSIZE, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
@@ -80,15 +80,42 @@ class Weight:
 class Operand:
     """A row-major left operand: its dtype, how far its rows are apart in elements, and its address's misalignment."""
 
-    dtype: str
+    dtype: str  # "uint8" holds e4m3
     ld: int
     misalignment: int = 0
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == "uint8"
+
+    @property
+    def result_dtype(self) -> str:
+        """Of a product with it."""
+        return "bfloat16" if self.is_fp8 else self.dtype
+
+
+class Fp8(NamedTuple):
+    """What a product of e4m3 takes and gives besides: addresses, 0 for what is not wanted.
+
+    a_scales: float32, (L,) of gathered rows, else (groups, R) of each row and 128 columns of each half of the left
+    operand. b_scales: (E, halves) float32. quantised: e4m3 of up_fwd's (R, h) y_swi or down_bwd's (R, halves * h)
+    first_layer_grad. quantised_scales: (groups, R) float32, of each row and 128 columns of each half.
+    """
+
+    a_scales: int = 0
+    b_scales: int = 0
+    quantised: int = 0
+    quantised_scales: int = 0
+
+
+NOT_FP8 = Fp8()
 
 
 # What `gemm` and `wgrad` pass to a launch. The portable kernel knows the rows' weights by another name than Hopper's.
 GEMM_ADDRESSES = (
     *("a", "b0", "b1", "first_layer", "first_layer_grad", "result", "y_swi", "weights", "row_weights"),
     *("partial_sums", "tile_counter", "bias0", "bias1", *LISTS),
+    *Fp8._fields,
 )
 WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", *LISTS)
 
@@ -129,7 +156,7 @@ def config_of(
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
     aligned = is_aligned(starts, sizes) and min(weight.ld, weight.expert_stride) > 0
     split = loader.is_split(entry, is_gated(activation))
-    return launch_config.gemm(a.dtype, aligned, split, limits), aligned
+    return launch_config.gemm(a.result_dtype, aligned, split, limits), aligned
 
 
 def _variant(
@@ -155,14 +182,15 @@ def _variant(
 
 
 def _rows_map(operand: Operand, rows: int, box_rows: int) -> TensorMap:
-    """A row-major (rows, columns) array as (columns, rows, 1), boxes of 64 columns."""
-    ld = operand.ld
-    return TensorMap(operand.dtype, (ld, rows, 1), (ld, ld * rows), (64, box_rows, 1))
+    """A row-major (rows, columns) array as (columns, rows, 1), boxes of 128 bytes of columns."""
+    ld, columns = operand.ld, launch_config.STEP_BYTES // ITEMSIZE[operand.dtype]
+    return TensorMap(operand.dtype, (ld, rows, 1), (ld, ld * rows), (columns, box_rows, 1))
 
 
 def _weight_map(weight: Weight, entry: str, n: int, k: int) -> TensorMap:
     """n columns of a half as (contiguous, strided, expert): k, n, E where k is contiguous, else n, k, E."""
-    shape, box = ((k, n), (64, 128, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
+    k_box = launch_config.STEP_BYTES // ITEMSIZE[weight.dtype]
+    shape, box = ((k, n), (k_box, 128, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
     return TensorMap(weight.dtype, (*shape, weight.num_experts), (weight.ld, weight.expert_stride), box)
 
 
@@ -200,37 +228,41 @@ def configure(
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_rows, False, False
-    why = (*why_panels, *reasons.tier(config, a.dtype, aligned, slots, limits))
+    why = (*why_panels, *reasons.tier(config, a.result_dtype, aligned, slots, limits))
     column_tiles = launch_config.column_tiles(N, config.tile_columns)
     num_slots = index.num_slots if to_tokens else slots
     sizes: dict[str, float] = {"columns": N, "depth": K, "num_slots": num_slots, "lda": a.ld}
     sizes |= {f"constant{i}": value for i, value in enumerate(activation_of(activation).constants.values())}
     if bias:
         sizes["bias_stride"] = bias.stride
+    if a.is_fp8:
+        sizes["scales_ld"] = slots
     maps: dict[str, TensorMap] = {}
     if config.tier == "sm80":
         sizes |= {"expert_stride": weight.expert_stride, "ldb": weight.ld}
     else:
         gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation), interleaved)
-        depth = segments * K
-        clusters = not to_tokens and launch_config.uses_clusters(gathers, column_tiles, depth, slots, index.num_experts)
+        depth = segments * K // (2 if a.is_fp8 else 1)  # of as many k-steps
+        rule = column_tiles, depth, slots, index.num_experts
+        clusters = not to_tokens and launch_config.uses_clusters(gathers, *rule, a.is_fp8)
         if gathers:
-            dynamic = launch_config.dynamic_schedule(entry, column_tiles, K, slots, index.num_experts, limits)
+            dynamic = launch_config.dynamic_schedule(entry, column_tiles, depth, slots, index.num_experts, limits)
         else:
             maps["a"] = _rows_map(a, slots, launch_config.TILE_ROWS)
         pairs = interleaved and entry == "up_fwd"
         maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K)
         sizes |= {"result_ld": result_ld}
-        rule = column_tiles, depth, slots, index.num_experts
-        why += (reasons.clusters(clusters, to_tokens, gathers, *rule), reasons.schedule(dynamic, entry, *rule, limits))
+        of_clusters = reasons.clusters(clusters, to_tokens, gathers, *rule, a.is_fp8)
+        why += (*((reasons.E4M3,) if a.is_fp8 else ()), of_clusters, reasons.schedule(dynamic, entry, *rule, limits))
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
+    options["fp8"] = a.is_fp8
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
     options |= {"fp8_saved": fp8_saved}
     if to_tokens and weights_dtype is not None:
         options["weights_dtype"] = weights_dtype
     tiles = Tiles(launch_config.TILE_ROWS, config.tile_columns, column_tiles * index.max_row_tiles, at_most=True)
     launch = Launch(
-        _variant(entry, a.dtype, weight, config, aligned, activation, **options),
+        _variant(entry, a.result_dtype, weight, config, aligned, activation, **options),
         (config.blocks(N, index.max_row_tiles, limits, clusters),),
         config.threads,
         GEMM_ADDRESSES,
@@ -259,6 +291,7 @@ def gemm(
     y_swi: int = 0,
     weights: int = 0,
     bias: tuple[int, int] = (0, 0),
+    fp8: Fp8 = NOT_FP8,
 ) -> Buffer | None:
     """One launch, on addresses; 0 stands for what is not read or written.
 
@@ -286,6 +319,7 @@ def gemm(
         bias[0] + step.bias_offset,
         bias[1] + step.bias_offset,
         *lists,
+        *fp8,
     )
     return partial_sums
 

@@ -11,7 +11,7 @@ from moeblaze_cupy.ops import grouped_gemm
 from moeblaze_cupy.ops.aggregation import Source, aggregate
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
-from moeblaze_cupy.ops.grouped_gemm import Gemm, Operand, Weight
+from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight
 from moeblaze_cupy.runtime import Launch, Runtime
 from moeblaze_cupy.structures import Activation
 
@@ -59,18 +59,19 @@ def configure(
         options: dict[str, Any] = {**shared, "result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
         why = (reasons.panels((), d, index.num_rows, tier, False),)
         product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
-        return Panels((product,), (), None, a.dtype)
+        return Panels((product,), (), None, a.result_dtype)
     panels = launch_config.panels(d, index.num_rows, tier)
-    in_place = launch_config.panel_takes_left_operands_rows(d, a.ld if overwrites else 0, tier)
+    spare = a.ld if overwrites and not a.is_fp8 else 0
+    in_place = launch_config.panel_takes_left_operands_rows(d, spare, tier)
     why = (reasons.panels(tuple(width for _, width in panels), d, index.num_rows, tier, in_place),)
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
         options = {**shared, "first_column": first_column, "result_ld": ld}
         products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
-        sums.append(aggregate(index, a.dtype, weights_dtype, d, first_column, width, ld, source))
+        sums.append(aggregate(index, a.result_dtype, weights_dtype, d, first_column, width, ld, source))
     panel = None if in_place else (index.num_rows, panels[0][1])
-    return Panels(tuple(products), tuple(sums), panel, a.dtype)
+    return Panels(tuple(products), tuple(sums), panel, a.result_dtype)
 
 
 def sum_of_rows(
@@ -84,18 +85,19 @@ def sum_of_rows(
     *,
     bias: int = 0,
     source: int = 0,
+    fp8: Fp8 = NOT_FP8,
 ) -> None:
     """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin.
 
-    weights, bias: 0 for none. source: the rows of identity experts.
+    weights, bias: 0 for none. source: the rows of identity experts. fp8: the scales of a and of the weight.
     """
     biases = bias, bias
     if not step.sums:
-        grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, weights=weights, bias=biases)
+        grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, weights=weights, bias=biases, fp8=fp8)
         return
     memory = run.empty(step.panel, step.dtype) if step.panel else None
     panel = memory.ptr if memory else a
     token_index_map, token_offsets = lists[TOKEN_INDEX_MAP], lists[TOKEN_OFFSETS]
     for product, sums in zip(step.products, step.sums, strict=True):
-        grouped_gemm.gemm(run, product, lists, a, halves, result=panel, bias=biases)
+        grouped_gemm.gemm(run, product, lists, a, halves, result=panel, bias=biases, fp8=fp8)
         run.launch(sums, panel, token_index_map, weights, out, token_offsets, source)

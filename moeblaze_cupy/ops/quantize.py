@@ -8,7 +8,16 @@ from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.ops.grouped_gemm import Weight, is_aligned
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 
+E4M3 = ("w1", "w1_transposed", "w2", "w2_transposed")  # fields of Fp8Weights
+FIELDS = ("w1", "w1_transposed", "w1_scales", "w2", "w2_transposed", "w2_scales", "amax")
 HALVES_ADDRESSES = ("first", "second", "amax", "same", "transposed", "scales")
+
+
+def shapes_of(E: int, d: int, h: int, halves: int) -> dict[str, tuple[int, ...]]:
+    """Of Fp8Weights' arrays, by field, in the order of FIELDS."""
+    columns = halves * h
+    up = (E, d, columns), (E, columns, d), (E, halves)
+    return dict(zip(FIELDS, (*up, (E, h, d), (E, d, h), (E, 1), (E, halves + 1)), strict=True))
 
 
 def rows(layout: Layout) -> Launch | None:

@@ -74,7 +74,7 @@ def quantize_weights(w1: HostArray | tuple[HostArray, HostArray], w2: HostArray,
     groups = 1 if gate_up == "interleaved" else halves
     up, up_scales = quantize(joined.reshape(E, d, groups, columns // groups), axis=(1, 3))
     down, down_scales = quantize(w2, axis=(1, 2))
-    up = up.reshape(E, d, columns)
+    up = np.ascontiguousarray(up.reshape(E, d, columns))
     amax = np.zeros((E, halves + 1), np.float32)
     amax[:, :groups] = amax_over(joined.reshape(E, d, groups, -1).astype(np.float32), (1, 3)).reshape(E, groups)
     amax[:, halves] = amax_over(w2.astype(np.float32), (1, 2)).reshape(E)

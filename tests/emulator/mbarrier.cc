@@ -162,7 +162,7 @@ struct BoxCopy : ToBarrier {
     const TensorMap map;
     const int at[3];
     std::vector<unsigned char> held;  // the source at the issue
-    unsigned line_bytes() const { return map.box[0] * 2; }
+    unsigned line_bytes() const { return map.box[0] * map.itemsize; }
     unsigned lines() const { return map.box[1] * map.box[2]; }
     unsigned bytes() const { return line_bytes() * lines(); }
 
@@ -176,9 +176,9 @@ struct BoxCopy : ToBarrier {
             const long long z = at[2] + static_cast<long long>(line / map.box[1]);
             const long long first = std::max(at[0], 0), last = std::min<long long>(at[0] + map.box[0], map.shape[0]);
             if (y < 0 || z < 0 || uint64(y) >= map.shape[1] || uint64(z) >= map.shape[2] || first >= last) continue;
-            const char* from = reinterpret_cast<const char*>(map.pointer) + first * 2 + y * map.strides[0] + z * map.strides[1];
-            if (!check_global_at(pc, from, (last - first) * 2, 2, "cp.async.bulk.tensor")) break;
-            memcpy(box.data() + line * line_bytes() + (first - at[0]) * 2, from, (last - first) * 2);
+            const char* from = reinterpret_cast<const char*>(map.pointer) + first * map.itemsize + y * map.strides[0] + z * map.strides[1];
+            if (!check_global_at(pc, from, (last - first) * map.itemsize, map.itemsize, "cp.async.bulk.tensor")) break;
+            memcpy(box.data() + line * line_bytes() + (first - at[0]) * map.itemsize, from, (last - first) * map.itemsize);
         }
         return box;
     }

@@ -28,7 +28,8 @@ struct NamedBarrier { unsigned threads = 0, arrived = 0; std::vector<Fibre*> wai
 struct Product {
     uint64 a, b;
     bool a_transposed, b_transposed, done;
-    float (*to_float)(unsigned short);
+    unsigned columns;
+    float (*to_float)(unsigned short);  // null: of e4m3, twice as many along K
     const void* pc;
     unsigned issued, retired;  // by how many threads
     unsigned short a_held[64 * 16], b_held[256 * 16];
@@ -60,6 +61,7 @@ struct ThreadState {
     unsigned parity, issued, groups, needs, cluster_generation;
     bool cluster_arrived, fenced;
     float (*accumulators)[4];
+    unsigned fragments;   // of the accumulators
     float values[32][4];  // of the accumulators while they are in flight
     std::vector<Pending> pending;
 };

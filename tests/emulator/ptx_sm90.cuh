@@ -5,9 +5,9 @@
 
 typedef unsigned long long uint64;
 
-// What tests/emulator/tensor_map.py encodes: 3 dimensions of 16-bit elements, the contiguous one first.
+// What tests/emulator/tensor_map.py encodes: 3 dimensions of 16-bit or 8-bit elements, the contiguous one first.
 struct alignas(64) TensorMap {
-    uint64 magic, pointer, shape[3], strides[2], box[3], unused[6];  // strides in bytes
+    uint64 magic, pointer, shape[3], strides[2], box[3], itemsize, unused[5];  // strides in bytes
 };
 
 #pragma GCC visibility push(hidden)
@@ -36,7 +36,7 @@ void copy_box(Block& of, unsigned dst, const TensorMap* map, int c0, int c1, int
 
 void arrive_at_cluster(const void* pc);
 void wait_for_cluster();
-void wait_at_named(unsigned id, unsigned count);
+void wait_at_named(unsigned id, unsigned count, bool waits = true);
 void set_registers(unsigned registers, bool more, const void* pc);
 
 struct StoreOperand { unsigned char* row; unsigned r[4]; };
@@ -44,8 +44,8 @@ void store_matrices(void* const* operands, unsigned lanes);
 
 void fence_products();
 void commit_products();
-void issue_product(float (&d)[32][4], uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
-                   float (*to_float)(unsigned short));
+void issue_product(float (*d)[4], unsigned fragments, uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
+                   float (*to_float)(unsigned short));  // null: of e4m3
 void wait_for_products(unsigned left);
 
 }  // namespace cuemu
@@ -133,6 +133,7 @@ __device__ __forceinline__ T* add_product(T* p, unsigned a, unsigned b) {
 }
 
 __device__ __forceinline__ void named_barrier(int id, int threads) { cuemu::wait_at_named(id, threads); }
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { cuemu::wait_at_named(id, threads, false); }
 
 __device__ __forceinline__ void wgmma_fence() { cuemu::fence_products(); }
 __device__ __forceinline__ void wgmma_commit() { cuemu::commit_products(); }
@@ -141,9 +142,19 @@ __device__ __forceinline__ void wgmma_wait() { cuemu::wait_for_products(N); }
 
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
-    cuemu::issue_product(d, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_bf16);
+    cuemu::issue_product(d, 32, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_bf16);
 }
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void wgmma_fp16(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
-    cuemu::issue_product(d, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_fp16);
+    cuemu::issue_product(d, 32, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_fp16);
+}
+template <int A_TRANSPOSED, int B_TRANSPOSED>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
+    static_assert(!A_TRANSPOSED && !B_TRANSPOSED, "e4m3 operands are contiguous along K");
+    cuemu::issue_product(d, 32, a, b, accumulate, false, false, nullptr);
+}
+template <int FIRST>
+__device__ __forceinline__ void settle(float (&)[32][4]) {}
+__device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uint64 b, int accumulate) {
+    cuemu::issue_product(d, 16, a, b, accumulate, false, false, nullptr);
 }

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 MAGIC = 0x70616D726F736E65
-_WORDS = struct.Struct("<10Q48x")  # TensorMap of ptx_sm90.cuh
-ITEMSIZE = 2
+_WORDS = struct.Struct("<11Q40x")  # TensorMap of ptx_sm90.cuh
 
 
 @dataclass
 class EmulatedTensorMap:
-    """A 3-D tensor of 16-bit elements, the contiguous dimension first, with the 128-byte swizzle.
+    """A 3-D tensor of elements of `itemsize` bytes, the contiguous dimension first, with the 128-byte swizzle.
 
     array, offset: the memory, and the tensor's first byte in it. shape, strides (elements, all but the first) and box
     as of `tensor_map.encode`. Raises ValueError where the driver would refuse the map.
@@ -23,9 +22,10 @@ class EmulatedTensorMap:
     strides: tuple[int, int]
     box: tuple[int, int, int]
     offset: int = 0
+    itemsize: int = 2
 
     def __post_init__(self):
-        steps = [stride * ITEMSIZE for stride in self.strides]
+        steps = [stride * self.itemsize for stride in self.strides]
         if len(self.shape) != 3 or len(steps) != 2 or len(self.box) != 3:
             raise ValueError(f"tensor map: expected 3 dimensions, got {self}")
         if any(step % 16 or not 0 < step < 2**40 for step in steps):
@@ -34,7 +34,7 @@ class EmulatedTensorMap:
             raise ValueError(
                 f"tensor map: expected sizes up to 2^32 and boxes up to 256, got {self.shape} and {self.box}"
             )
-        if self.box[0] * ITEMSIZE > 128 or self.box[0] * ITEMSIZE % 16:
+        if self.box[0] * self.itemsize > 128 or self.box[0] * self.itemsize % 16:
             raise ValueError(f"tensor map: expected lines of at most 128 bytes for the swizzle, got box {self.box}")
 
     def pack(self, address: int) -> bytes:
@@ -42,7 +42,8 @@ class EmulatedTensorMap:
         address += self.offset
         if address % 16:
             raise ValueError(f"tensor map: expected an address on 16 bytes, got {address:#x}")
-        return _WORDS.pack(MAGIC, address, *self.shape, *(stride * ITEMSIZE for stride in self.strides), *self.box)
+        steps = (stride * self.itemsize for stride in self.strides)
+        return _WORDS.pack(MAGIC, address, *self.shape, *steps, *self.box, self.itemsize)
 
     @classmethod
     def unpack(cls, packed: bytes) -> tuple[int, "EmulatedTensorMap"]:
@@ -50,4 +51,5 @@ class EmulatedTensorMap:
         magic, address, *words = _WORDS.unpack(packed)
         if magic != MAGIC:
             raise ValueError("tensor map: expected what EmulatedTensorMap.pack returns")
-        return address, cls(None, tuple(words[:3]), tuple(step // ITEMSIZE for step in words[3:5]), tuple(words[5:]))
+        strides = tuple(step // words[8] for step in words[3:5])
+        return address, cls(None, tuple(words[:3]), strides, tuple(words[5:8]), itemsize=words[8])

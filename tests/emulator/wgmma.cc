@@ -51,12 +51,35 @@ static void check_unchanged(const Block& of, const Product& p) {
     static unsigned short now[256 * 16];
     read_operand(of, p.a, p.a_transposed, 64, now, p.pc);
     const bool a_changed = memcmp(now, p.a_held, sizeof p.a_held);
-    read_operand(of, p.b, p.b_transposed, 256, now, p.pc);
-    if (a_changed || memcmp(now, p.b_held, sizeof p.b_held))
+    read_operand(of, p.b, p.b_transposed, p.columns, now, p.pc);
+    if (a_changed || memcmp(now, p.b_held, p.columns * 32))
         CUEMU_REPORT(p.pc, "wgmma: operand %c was written before the wait for the product, issued", a_changed ? 'A' : 'B');
 }
 
+// Lines of 32 e4m3. Sums are of fp32: the tensor cores keep fewer bits.
+static void multiply_e4m3(Product& p) {
+    static const auto* const table = [] {
+        static float values[256];
+        for (unsigned bits = 0; bits < 256; ++bits) values[bits] = cvt_f32x2_from_e4m3x2(static_cast<unsigned short>(bits)).x;
+        return values;
+    }();
+    static float b[32][256];
+    const auto* const b_bits = reinterpret_cast<const unsigned char*>(p.b_held);
+    for (unsigned n = 0; n < p.columns; ++n)
+        for (unsigned k = 0; k < 32; ++k) b[k][n] = table[b_bits[n * 32 + k]];
+    for (unsigned m = 0; m < 64; ++m) {
+        float* const row = p.result[m];
+        std::fill(row, row + 256, 0.f);
+        for (unsigned k = 0; k < 32; ++k) {
+            const float a = table[reinterpret_cast<const unsigned char*>(p.a_held)[m * 32 + k]];
+            for (unsigned n = 0; n < p.columns; ++n) row[n] += a * b[k][n];
+        }
+    }
+    p.done = true;
+}
+
 static void multiply(Product& p) {
+    if (!p.to_float) return multiply_e4m3(p);
     static float b[16][256];
     for (unsigned i = 0; i < 16 * 256; ++i) {
         const unsigned k = p.b_transposed ? i / 256 : i % 16, n = p.b_transposed ? i % 256 : i / 16;
@@ -105,24 +128,24 @@ static void schedule(Warpgroup& group) {
         }
 }
 
-static bool is_poison(const float (&d)[32][4]) {
+static bool is_poison(const float (*d)[4], unsigned fragments) {
     const unsigned char* p = reinterpret_cast<const unsigned char*>(d);
-    return p[0] == 0xff && !memcmp(p, p + 1, sizeof d - 1);
+    return p[0] == 0xff && !memcmp(p, p + 1, fragments * sizeof *d - 1);
 }
 
-void issue_product(float (&d)[32][4], uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
+void issue_product(float (*d)[4], unsigned fragments, uint64 a, uint64 b, bool accumulate, bool a_transposed, bool b_transposed,
                    float (*to_float)(unsigned short)) {
     const void* pc = before(__builtin_return_address(0));
     ThreadState& me = state_of(*current);
     Warpgroup& group = state_of(*block).warpgroups[current->id / 128];
     if (me.pending.empty()) {
         if (!me.fenced) CUEMU_REPORT(pc, "wgmma: no wgmma.fence since the accumulators were in the thread's hands");
-        me.accumulators = d;
-        memcpy(me.values, d, sizeof d);
-        memset(static_cast<void*>(d), 0xff, sizeof d);
-    } else if (me.accumulators != d) {
+        me.accumulators = d, me.fragments = fragments;
+        memcpy(me.values, d, fragments * sizeof *d);
+        memset(static_cast<void*>(d), 0xff, fragments * sizeof *d);
+    } else if (me.accumulators != d || me.fragments != fragments) {
         CUEMU_REPORT(pc, "wgmma: other accumulators are in flight, which the emulator cannot do");
-    } else if (!is_poison(d)) {
+    } else if (!is_poison(d, fragments)) {
         CUEMU_REPORT(pc, "wgmma: its accumulators were written while products were in flight");
     }
     Product* p = group.find(me.issued);
@@ -132,13 +155,14 @@ void issue_product(float (&d)[32][4], uint64 a, uint64 b, bool accumulate, bool 
         group.products.emplace_back();
         p = &group.products.back();
         p->a = a, p->b = b, p->a_transposed = a_transposed, p->b_transposed = b_transposed, p->to_float = to_float, p->pc = pc;
+        p->columns = fragments * 8;
     }
     if (p->a != a || p->b != b || p->a_transposed != a_transposed || p->b_transposed != b_transposed)
         CUEMU_REPORT(pc, "wgmma: threads of a warpgroup have different descriptors");
     me.pending.push_back({me.issued++, me.groups, accumulate});
     if (++p->issued < 128) return;
     read_operand(*block, a, a_transposed, 64, p->a_held, pc);
-    read_operand(*block, b, b_transposed, 256, p->b_held, pc);
+    read_operand(*block, b, b_transposed, p->columns, p->b_held, pc);
     schedule(group);
 }
 
@@ -169,7 +193,7 @@ void wait_for_products(unsigned left) {
     const unsigned warp = current->id % 128 / 32, lane = current->id % 32;
     for (size_t i = 0; i < due; ++i) {
         Product& p = *group.find(me.pending[i].number);
-        for (unsigned j = 0; j < 32; ++j)
+        for (unsigned j = 0; j < me.fragments; ++j)
             for (unsigned r = 0; r < 4; ++r) {
                 const float v = p.result[warp * 16 + lane / 4 + r / 2 * 8][j * 8 + lane % 4 * 2 + r % 2];
                 me.values[j][r] = me.pending[i].accumulate ? me.values[j][r] + v : v;
@@ -179,10 +203,9 @@ void wait_for_products(unsigned left) {
     me.pending.erase(me.pending.begin(), me.pending.begin() + due);
     while (!group.products.empty() && group.products.front().retired == 128) group.products.pop_front(), ++group.first;
     if (!me.pending.empty()) return;
-    float(&d)[32][4] = *reinterpret_cast<float(*)[32][4]>(me.accumulators);
-    if (!is_poison(d))
+    if (!is_poison(me.accumulators, me.fragments))
         CUEMU_REPORT(before(pc), "wgmma.wait_group: the accumulators were written while products were in flight");
-    memcpy(d, me.values, sizeof d);
+    memcpy(me.accumulators, me.values, me.fragments * sizeof *me.accumulators);
     me.fenced = false;
 }
 

@@ -1,0 +1,352 @@
+"""The e4m3 products of a layer, each checked against torch and then timed beside the bf16 product and torch._scaled_mm.
+
+python -m bench.fp8 [--case CASES] [--variants CASES] [--window SECONDS] [--rounds N] --out FILE.json
+
+All three are timed in turn, in windows of calls back to back, as the power limit lets the clock swing.
+torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
+down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. With
+--variants down_fwd and up_bwd are also timed with consumer warpgroups that multiply and promote in turn. The layer
+follows, in bf16 and fp8, with how far its results are from bf16's.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import moeblaze_cupy as mb
+from bench import cases, inputs, kernels, measure, table, verify
+from bench.fp8_products import PRODUCTS, Products, buffer_shapes
+from moeblaze_cupy import launch_config, loader, runtime
+from moeblaze_cupy.arrays import Torch
+
+CASES = "readme,conf3,qwen30b,conf1,mixtral,olmoe,sonic7b,dsv3"
+E4M3, LARGEST, GROUP = torch.float8_e4m3fn, 448.0, launch_config.GROUP_COLUMNS
+# Of sums against float64: bf16's own rounding, and that of the tensor cores' sums, which keep 13 bits of a fraction.
+TOLERANCE = 1.2e-2
+# Of what a kernel quantises: elements that are another e4m3 than torch's of the same numbers in float32.
+OTHERS = 5e-3
+VARIANTS = {
+    "in turn": ("PROMOTES_IN_TURN", True),  # of SUMS
+}
+SUMS = {"down_fwd": "aggregate_out", "up_bwd": "aggregate_dx"}
+
+
+def quantised(values: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 and float32 scales: one for all elements along `dims`."""
+    amax = values.abs().amax(dims, keepdim=True).float()
+    scale = torch.where(amax == 0, 1.0, amax.clamp(min=2.0**-100) / LARGEST)
+    inverse = LARGEST / amax.clamp(min=2.0**-100)
+    return (values.float() * inverse).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+def operands(case: cases.LayerCase, made: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `Products` reads, by name."""
+    E, d, h, n = case.E, case.d, case.h, case.first_columns
+    device, g = made["x"].device, n // h
+    found = {"ids": made["ids"], "weights": made["weights"]}
+    for name, scales in (("x", "x_scales"), ("grad_out", "grad_scales")):
+        q, scale = quantised(made[name], (1,))
+        found |= {name: q.view(torch.uint8), scales: scale.flatten().contiguous()}
+    shapes = {"up_fwd": (E, n, d), "up_bwd": (E, d, n), "down_fwd": (E, d, h), "down_bwd": (E, h, d)}
+    found |= {name: torch.empty(shape, device=device, dtype=torch.uint8) for name, shape in shapes.items()}
+    found |= {name: torch.empty(E, parts, device=device) for name, parts in (("w1_scales", g), ("w2_scales", 1))}
+    for e in range(E):
+        for name, other, w, scales, parts in (
+            ("up_bwd", "up_fwd", made["w1"][e], found["w1_scales"], g),
+            ("down_bwd", "down_fwd", made["w2"][e], found["w2_scales"], 1),
+        ):
+            q, scale = quantised(w.reshape(len(w), parts, -1), (0, 2))
+            q = q.view(torch.uint8).reshape(w.shape)
+            found[name][e], found[other][e], scales[e] = q, q.T, scale.flatten()
+    return found
+
+
+@contextmanager
+def deciding(name: str, answer: object) -> Iterator[None]:
+    """With another constant of `launch_config`, or one of its rules that always answers so."""
+    rule = callable(getattr(launch_config, name))
+    with mock.patch.object(launch_config, name, (lambda *_: answer) if rule else answer):
+        for forget in (runtime.forget, loader.gemm_variant.cache_clear):
+            forget()
+        yield
+    for forget in (runtime.forget, loader.gemm_variant.cache_clear):
+        forget()
+
+
+class Checked:
+    """The e4m3 products of one case with their buffers, and what torch makes of the same e4m3 numbers in float64.
+
+    Checked are all rows of one expert, 4096 at most, and of the sums over slots 512 tokens.
+    """
+
+    def __init__(self, case: cases.LayerCase, kernel: kernels.Kernels):
+        self.case, self.kernel, self.g = case, kernel, case.first_columns // case.h
+        self.arrays = a = operands(case, kernel.inputs)
+        for name, (shape, dtype) in buffer_shapes(case.slots, case.L, case.d, case.h, self.g).items():
+            a[name] = torch.empty(shape, device=a["x"].device, dtype=getattr(torch, dtype))
+        self.products = Products(Torch, kernel.limits, a, case.activation)
+        self.calls = self.products.calls
+        self.tokens = kernel.index.expert_token_indices.long()
+
+    def configured(self, name: str, answer: object) -> Products:
+        """The products where `launch_config` says so."""
+        with deciding(name, answer):
+            return Products(Torch, self.kernel.limits, self.arrays, self.case.activation)
+
+    def _values(self, name: str, rows: torch.Tensor, halves: int) -> torch.Tensor:
+        """Rows that a kernel has quantised, in float64."""
+        width = self.arrays[name].shape[1] // halves
+        scales = self.arrays[f"{name}_scales"][:, rows].T.unflatten(1, (halves, -1))
+        wide = scales.repeat_interleave(GROUP, 2)[:, :, :width].flatten(1)
+        return self.arrays[name][rows].view(E4M3).double() * wide
+
+    def _weight(self, name: str, e: int) -> torch.Tensor:
+        """(rows, columns) of w1 or w2, in float64."""
+        q = self.arrays["up_bwd" if name == "w1" else "down_bwd"][e].view(E4M3).double()
+        scales = self.arrays[f"{name}_scales"][e].double()
+        return q * scales.repeat_interleave(q.shape[1] // len(scales))
+
+    def _inputs(self, name: str, scales: str, tokens: torch.Tensor) -> torch.Tensor:
+        return self.arrays[name].view(E4M3)[tokens].double() * self.arrays[scales][tokens, None]
+
+    def errors(self, name: str) -> dict[str, float]:
+        """Relative norms of the last call's sums; "others" is the part of e4m3 numbers that torch rounds otherwise."""
+        if name in kernels.SUMMED:
+            return {"sums": self._error_of_sums(name)}
+        counts = self.kernel.index.expert_token_offsets.diff()
+        e = int(counts.argmax())
+        first = int(self.kernel.index.expert_token_offsets[e])
+        rows = torch.arange(first, first + min(int(counts[e]), 4096), device=counts.device)
+        tokens = self.tokens[rows]
+        if name == "up_fwd":
+            got, key, halves = self.arrays["first_layer"][rows], "y", 1
+            want = self._inputs("x", "x_scales", tokens) @ self._weight("w1", e)
+        else:
+            got, key, halves = self.arrays["first_layer_grad"][rows], "dh", self.g
+            want = self._expected_grad(e, rows, tokens)
+        error = float((got.double() - want).norm() / want.norm())
+        values = self._values(key, rows, halves)
+        if key == "dh":  # the kernel rounds these to bf16 before it stores them: no bits to compare with
+            exact = got.double()
+            others = (values - exact).abs() > 0.07 * exact.abs() + 0.01 * values.abs().amax()
+        else:
+            y = verify.activate(got.float(), self.case.activation)[0]
+            groups = torch.nn.functional.pad(y, (0, -y.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+            q = quantised(groups, (2,))[0].view(torch.uint8).flatten(1)[:, : y.shape[1]]
+            others = q != self.arrays[key][rows]
+        return {"sums": error, "others": float(others.float().mean())}
+
+    def _expected_grad(self, e: int, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        places = self.kernel.index.token_index_map[tokens]
+        weights = (self.arrays["weights"][tokens].double() * (places == rows[:, None])).sum(1, keepdim=True)
+        grad = self._inputs("grad_out", "grad_scales", tokens) @ self._weight("w2", e).T * weights
+        _, *slopes = verify.activate(self.arrays["first_layer"][rows].double(), self.case.activation)
+        return torch.cat([grad * slope for slope in slopes], dim=1)
+
+    def _error_of_sums(self, name: str) -> float:
+        case, index = self.case, self.kernel.index
+        sample = torch.arange(0, case.L, max(1, case.L // 512), device=self.tokens.device)
+        rows, order = index.token_index_map[sample].flatten().long().sort()
+        bounds = torch.searchsorted(rows, index.expert_token_offsets.long()).tolist()
+        parts = torch.zeros(len(rows), case.d, dtype=torch.float64, device=rows.device)
+        for e in range(case.E):
+            these = slice(bounds[e], bounds[e + 1])
+            if bounds[e] == bounds[e + 1]:
+                continue
+            if name == "down_fwd":
+                parts[order[these]] = self._values("y", rows[these], 1) @ self._weight("w2", e)
+            else:
+                parts[order[these]] = self._values("dh", rows[these], self.g) @ self._weight("w1", e).T
+        parts = parts.view(len(sample), case.k, case.d)
+        weights = self.arrays["weights"][sample].double() if name == "down_fwd" else torch.ones_like(parts[:, :, 0])
+        want = (parts * weights[:, :, None]).sum(1)
+        got = self.arrays["out" if name == "down_fwd" else "grad_x"][sample]
+        return float((got.double() - want).norm() / want.norm())
+
+
+def dense(case: cases.LayerCase, name: str) -> Callable[[], object]:
+    """One product of all rows with one weight by torch._scaled_mm, with a scale per row and column."""
+    d, h, n = case.d, case.h, case.first_columns
+    K, N = {"up_fwd": (d, n), "down_fwd": (h, d), "down_bwd": (d, h), "up_bwd": (n, d)}[name]
+    a = torch.randn(case.slots, K, device="cuda", dtype=torch.bfloat16).mul_(100).to(E4M3)
+    b = torch.randn(N, K, device="cuda", dtype=torch.bfloat16).mul_(100).to(E4M3)
+    scales = torch.rand(case.slots, 1, device="cuda"), torch.rand(1, N, device="cuda")
+    return lambda: torch._scaled_mm(a, b.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def in_turn(calls: dict[str, Callable], window: float, rounds: int) -> dict[str, float]:
+    """Median seconds of each call over the rounds but the first, in random order."""
+    once = {name: measure.back_to_back_seconds(call, window, window) for name, call in calls.items()}
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in random.sample(list(calls), len(calls)):
+            found[name].append(measure.back_to_back_seconds(calls[name], once[name], window))
+    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+
+
+def precompile(names: list[str]) -> None:
+    """The kernels of all cases, side by side."""
+    found = {loader.Variant(source, ""): None for source in ("dispatch.cu", "aggregation.cu", "quantize.cu")}
+    common = {"dtype": "bfloat16", "activation": "swiglu", "aligned": True, "tier": "sm90", "transposed": True}
+    both, k_is_1 = (False, True), {cases.LAYERS[name].k == 1 for name in names}
+    for fp8, saved, entry, pairs, turn in itertools.product(both, both, PRODUCTS, both, both):
+        for to_tokens in k_is_1 if entry in kernels.SUMMED else {False}:
+            options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8, "fp8_saved": saved}
+            with deciding("PROMOTES_IN_TURN", turn):
+                found[loader.gemm_variant(entry, **common, **options)] = None
+    for entry, split_k in itertools.product(kernels.WGRADS, both):
+        found[loader.gemm_variant(entry, **common, split_k=split_k)] = None
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(loader.precompile, found))
+
+
+def run(names: list[str], varied: list[str], window: float, rounds: int, order: str) -> list[dict]:
+    """A row for each case and product. Raises RuntimeError where a product is wrong: there is no time for it."""
+    rows = []
+    for name in names:
+        times, case = [time.perf_counter()], cases.LAYERS[name]
+        made = inputs.layer_inputs(case, order)
+        kernel = kernels.Kernels(case, made)
+        checked = Checked(case, kernel)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        for entry in PRODUCTS:
+            checked.calls[entry]()
+            errors = checked.errors(entry)
+            if not errors["sums"] <= TOLERANCE or not errors.get("others", 0) <= OTHERS:
+                raise RuntimeError(f"bench.fp8: {name}: {entry}: expected errors of at most {TOLERANCE}, got {errors}")
+            flops = kernels.gemm_work(case, entry).flops
+            rows.append({"case": name, "kernel": entry, "flops": flops, "errors": errors})
+        times.append(time.perf_counter())
+        for row in rows[-len(PRODUCTS) :]:
+            entry = row["kernel"]
+            calls = {"bf16": kernel.calls[entry], "e4m3": checked.calls[entry], "_scaled_mm": dense(case, entry)}
+            kept = []
+            if name in varied and entry in SUMS:
+                kept = [checked.configured(*VARIANTS[kind]) for kind in VARIANTS]
+                calls |= {kind: products.calls[entry] for kind, products in zip(VARIANTS, kept, strict=True)}
+            if entry in SUMS:
+                calls["sums"] = kernel.calls[SUMS[entry]]
+            row["seconds"] = in_turn(calls, window, rounds)
+            calls = kept = None
+        times.append(time.perf_counter())
+        kernel = checked = None
+        measure.release()
+        rows += layer_rows(name, made, window, rounds)
+        made = None
+        measure.release()
+        times.append(time.perf_counter())
+        parts = zip(("inputs", "checks", "products", "layers"), itertools.pairwise(times), strict=True)
+        print(f"{name}: {', '.join(f'{part} {end - start:.1f} s' for part, (start, end) in parts)}", flush=True)
+    return rows
+
+
+LAYERS = {  # how the layer is called, by name
+    "bf16": {},
+    "bf16, save fp8": {"save": "fp8"},
+    "fp8": {"precision": "fp8"},
+    "fp8, save fp8": {"precision": "fp8", "save": "fp8"},
+    "fp8, quantises": {"precision": "fp8"},  # the weights in every call
+}
+
+
+def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: int) -> list[dict]:
+    """Forward, and forward with backward, in each way; and how far fp8's results are from bf16's."""
+    fp8_weights = mb.quantize_weights(made["w1"], made["w2"])
+    arrays = [made[key] for key in ("x", "ids", "weights", "w1", "w2")]
+
+    def options(kind: str) -> dict:
+        ready = {"fp8_weights": fp8_weights} if kind.startswith("fp8") and kind != "fp8, quantises" else {}
+        return {**LAYERS[kind], **ready}
+
+    def forward(kind: str) -> Callable[[], object]:
+        given = options(kind)
+        return lambda: mb.moe_forward(*arrays, **given)
+
+    def both(kind: str) -> Callable[[], dict]:
+        given = options(kind)
+
+        def call() -> dict:
+            out, saved = mb.moe_forward(*arrays, **given)
+            return {"out": out, **vars(mb.moe_backward(made["grad_out"], saved))}
+
+        return call
+
+    exact = both("bf16")()
+    errors = {}
+    for kind in ("bf16, save fp8", "fp8"):
+        for key, value in both(kind)().items():
+            if value is not None:
+                of_bf16 = exact[key].float()
+                errors[f"{kind}: {key}"] = float((value.float() - of_bf16).norm() / of_bf16.norm())
+    exact = value = of_bf16 = None
+    passes = {"forward": forward, "forward + backward": both}
+    rows = []
+    for title, make in passes.items():
+        seconds = in_turn({kind: make(kind) for kind in LAYERS}, window, rounds)
+        rows.append({"case": name, "kernel": title, "errors": errors if title != "forward" else {}, "seconds": seconds})
+    return rows
+
+
+def text(rows: list[dict]) -> list[str]:
+    """Of products: times, ratio, TFLOP/s of each way, relative errors. Of layers: ms, and bf16's over each way's."""
+    lines = [["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", *VARIANTS, "sums us", "error"]]
+    layers = [["case", "pass", "bf16 ms", *(f"bf16 / {kind}" for kind in list(LAYERS)[1:])]]
+    errors = []
+    for row in rows:
+        seconds = row["seconds"]
+        if "flops" not in row:
+            ratios = (f"{seconds['bf16'] / seconds[kind]:.2f}" for kind in list(LAYERS)[1:])
+            layers.append([row["case"], row["kernel"], table.number(seconds["bf16"] * 1e3, 4), *ratios])
+            if row["errors"]:
+                found = (f"{key} {error:.4f}" for key, error in row["errors"].items())
+                errors.append(f"{row['case']}, from bf16: {', '.join(found)}")
+            continue
+        rates = [seconds[kind] and row["flops"] / seconds[kind] / 1e12 for kind in seconds if kind != "sums"]
+        by_kind = dict(zip((kind for kind in seconds if kind != "sums"), rates, strict=True))
+        lines.append(
+            [
+                *(row["case"], row["kernel"]),
+                *(table.number(seconds[kind] * 1e6, 4) for kind in ("bf16", "e4m3")),
+                f"{seconds['bf16'] / seconds['e4m3']:.2f}",
+                *(table.number(by_kind.get(kind), 4) for kind in ("e4m3", "_scaled_mm", *VARIANTS)),
+                table.number(seconds["sums"] * 1e6 if "sums" in seconds else None, 4),
+                " ".join(f"{error:.1e}" for error in row["errors"].values()),
+            ]
+        )
+    tables = (part for part, left in ((lines, 2), (layers, 2)) if len(part) > 1)
+    return [*(line for part in tables for line in table.aligned(part, 2)), *errors]
+
+
+def main(*argv: str) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.fp8", description=__doc__.splitlines()[0])
+    parser.add_argument("--case", default=CASES, help="cases or groups of bench/cases.py (%(default)s)")
+    parser.add_argument("--variants", default="readme,conf3", help="cases to time more ways of (%(default)s)")
+    parser.add_argument("--window", type=float, default=0.05, metavar="SECONDS", help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="(%(default)s)")
+    parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="of bf16's weights")
+    parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
+    args = parser.parse_args(argv or None)
+    names, varied = cases.select(args.case, CASES), cases.select(args.variants, CASES)
+    start = time.perf_counter()
+    precompile(names)
+    print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    rows = run(names, varied, args.window, args.rounds, args.order)
+    if args.out:
+        record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
+        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    print("\n".join(text(rows)))
+
+
+if __name__ == "__main__":
+    main()
