@@ -1,6 +1,6 @@
 // E4m3 with fp32 scales: a number is its e4m3 number times the scale of its group. scale = amax / 448, amax being the largest
-// magnitude of the group, and e4m3 = v * (448 / amax), rounded to nearest even. A group of zeros has the scale 1. An infinity
-// makes all of its group NaN. A NaN stays where it is.
+// magnitude of the group, and e4m3 = v * (448 / amax), rounded to nearest even. A group of zeros or denormals
+// has the scale 1. An infinity makes all of its group NaN. A NaN stays where it is.
 #pragma once
 #include "common.cuh"
 
@@ -10,6 +10,7 @@ struct e4m3 {
 constexpr float E4M3_MAX = 448.f;
 constexpr float LARGEST = 3.40282347e38f;  // finite fp32
 constexpr float MIN_AMAX = 0x1p-100f;      // below it 448 / amax would overflow
+constexpr float MIN_NORMAL = 0x1p-126f;    // below it are denormals, which instructions that flush them take for zeros
 
 struct Scaling {
     float scale, factor;  // to multiply e4m3 numbers with, and numbers before they become e4m3
@@ -23,7 +24,7 @@ __device__ __forceinline__ Scaling scaling_of(float amax) {
     if (finite) scale = fmaf(fmaf(-E4M3_MAX, scale, divisor), RECIPROCAL, scale);
     float factor = reciprocal(scale);
     if (finite) factor = fmaf(fmaf(-factor, divisor, E4M3_MAX) * RECIPROCAL, factor, factor);
-    return {amax == 0.f ? 1.f : scale, factor};
+    return {amax < MIN_NORMAL ? 1.f : scale, factor};
 }
 
 // fmaxf drops a NaN.
