@@ -61,8 +61,8 @@ class RankGroup:
         self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
         self.spare_multiprocessors = checks.spare_multiprocessors("ExpertGroup", spare_multiprocessors, None)
         on_nccl = "nccl" in dist.get_backend(group)
-        # Without a bound the layer of "pull" would have memory for all slots of all ranks. With one it cannot compute in
-        # pieces, so it is only chosen for those who said what else becomes of an overflow.
+        # Without a bound the layer of "pull" would have memory for all slots of all ranks. With one it cannot compute
+        # in pieces, so it is only chosen for those who said what else becomes of an overflow.
         may_pull = on_nccl and route == "auto" and slots is not None and on_overflow in ("drop", "raise")
         self.number = self._agree(_gpu() if may_pull else None)  #: the same on all ranks, another for each ExpertGroup
         if self.num_experts < 1 or self.num_experts % self.size:
