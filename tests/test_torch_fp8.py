@@ -9,7 +9,7 @@ from cases import Case
 from cases import make_inputs as make_layer_inputs
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import reference
+from moeblaze_cupy import loader, reference, runtime
 from moeblaze_cupy.arrays import Torch
 
 torch = pytest.importorskip("torch")
@@ -109,10 +109,24 @@ def test_operators_and_modules_name_what_they_do_not_serve():
         MoE(48, 144, 4, 2, precision="fp4")
 
 
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Hopper's kernels whatever MOEBLAZE_TIER says."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("products in e4m3 need Hopper")
+    with monkeypatch.context() as patch:
+        patch.setenv("MOEBLAZE_TIER", "sm90")
+        loader._device_limits.cache_clear()
+        runtime.forget()
+        yield
+    loader._device_limits.cache_clear()
+    runtime.forget()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("save", ["minimal", "fp8"])
 @pytest.mark.parametrize("k", [1, 2])
-def test_on_the_gpu(k, save):
+def test_on_the_gpu(k, save, on_hopper):
     """As the reference of the recipe; the same bits again. L, d and h of several tiles, groups and k-steps."""
     case = Case(L=700, k=k, E=4, d=1040, h=400, order="transposed", routing="absent")
     inputs = make_layer_inputs(case, 0, ml_dtypes.bfloat16)
