@@ -335,16 +335,23 @@ def main(*argv: str) -> None:
     parser.add_argument("--window", type=float, default=0.05, metavar="SECONDS", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="(%(default)s)")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="of bf16's weights")
-    parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
+    parser.add_argument("--commit", help="to write into the record where there is no git")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
     names, varied = cases.select(args.case, CASES), cases.select(args.variants, CASES)
     start = time.perf_counter()
     precompile(names)
     print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
-    rows = run(names, varied, args.window, args.rounds, args.order)
-    if args.out:
-        record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
-        Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    rows: list[dict] = []
+    record = {
+        "machine_info": measure.environment(),
+        "commit_info": {"id": args.commit or measure.commit()},
+        "rows": rows,
+    }
+    for name in names:
+        rows += run([name], varied, args.window, args.rounds, args.order)
+        if args.out:  # after each case, as a run may be cut
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(text(rows)))
 
 
