@@ -1,12 +1,11 @@
 """The e4m3 products of a layer, each checked against torch and then timed beside the bf16 product and torch._scaled_mm.
 
-python -m bench.fp8 [--case CASES] [--variants CASES] [--window SECONDS] [--rounds N] --out FILE.json
+python -m bench.fp8 [--case CASES] [--window SECONDS] [--rounds N] --out FILE.json
 
 All three are timed in turn, in windows of calls back to back, as the power limit lets the clock swing.
 torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
-down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. With
---variants down_fwd and up_bwd are also timed with consumer warpgroups that multiply and promote in turn. The layer
-follows, in bf16 and fp8, with how far its results are from bf16's.
+down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. The
+layer follows, in bf16 and fp8, with how far its results are from bf16's.
 """
 
 import argparse
@@ -15,18 +14,16 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 import moeblaze_cupy as mb
 from bench import cases, inputs, kernels, measure, table, verify
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
-from moeblaze_cupy import launch_config, loader, runtime
+from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Torch
 
 CASES = "readme,conf3,qwen30b,conf1,mixtral,olmoe,sonic7b,dsv3"
@@ -35,9 +32,6 @@ E4M3, LARGEST, GROUP = torch.float8_e4m3fn, 448.0, launch_config.GROUP_COLUMNS
 TOLERANCE = 1.2e-2
 # Of what a kernel quantises: elements that are another e4m3 than torch's of the same numbers in float32.
 OTHERS = 5e-3
-VARIANTS = {
-    "in turn": ("PROMOTES_IN_TURN", True),  # of SUMS
-}
 SUMS = {"down_fwd": "aggregate_out", "up_bwd": "aggregate_dx"}
 
 
@@ -71,18 +65,6 @@ def operands(case: cases.LayerCase, made: dict[str, torch.Tensor]) -> dict[str, 
     return found
 
 
-@contextmanager
-def deciding(name: str, answer: object) -> Iterator[None]:
-    """With another constant of `launch_config`, or one of its rules that always answers so."""
-    rule = callable(getattr(launch_config, name))
-    with mock.patch.object(launch_config, name, (lambda *_: answer) if rule else answer):
-        for forget in (runtime.forget, loader.gemm_variant.cache_clear):
-            forget()
-        yield
-    for forget in (runtime.forget, loader.gemm_variant.cache_clear):
-        forget()
-
-
 class Checked:
     """The e4m3 products of one case with their buffers, and what torch makes of the same e4m3 numbers in float64.
 
@@ -97,11 +79,6 @@ class Checked:
         self.products = Products(Torch, kernel.limits, a, case.activation)
         self.calls = self.products.calls
         self.tokens = kernel.index.expert_token_indices.long()
-
-    def configured(self, name: str, answer: object) -> Products:
-        """The products where `launch_config` says so."""
-        with deciding(name, answer):
-            return Products(Torch, self.kernel.limits, self.arrays, self.case.activation)
 
     def _values(self, name: str, rows: torch.Tensor, halves: int) -> torch.Tensor:
         """Rows that a kernel has quantised, in float64."""
@@ -199,18 +176,17 @@ def precompile(names: list[str]) -> None:
     found = {loader.Variant(source, ""): None for source in ("dispatch.cu", "aggregation.cu", "quantize.cu")}
     common = {"dtype": "bfloat16", "activation": "swiglu", "aligned": True, "tier": "sm90", "transposed": True}
     both, k_is_1 = (False, True), {cases.LAYERS[name].k == 1 for name in names}
-    for fp8, saved, entry, pairs, turn in itertools.product(both, both, PRODUCTS, both, both):
+    for fp8, saved, entry, pairs in itertools.product(both, both, PRODUCTS, both):
         for to_tokens in k_is_1 if entry in kernels.SUMMED else {False}:
             options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8, "fp8_saved": saved}
-            with deciding("PROMOTES_IN_TURN", turn):
-                found[loader.gemm_variant(entry, **common, **options)] = None
+            found[loader.gemm_variant(entry, **common, **options)] = None
     for entry, split_k in itertools.product(kernels.WGRADS, both):
         found[loader.gemm_variant(entry, **common, split_k=split_k)] = None
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(loader.precompile, found))
 
 
-def run(names: list[str], varied: list[str], window: float, rounds: int, order: str) -> list[dict]:
+def run(names: list[str], window: float, rounds: int, order: str) -> list[dict]:
     """A row for each case and product. Raises RuntimeError where a product is wrong: there is no time for it."""
     rows = []
     for name in names:
@@ -231,14 +207,10 @@ def run(names: list[str], varied: list[str], window: float, rounds: int, order: 
         for row in rows[-len(PRODUCTS) :]:
             entry = row["kernel"]
             calls = {"bf16": kernel.calls[entry], "e4m3": checked.calls[entry], "_scaled_mm": dense(case, entry)}
-            kept = []
-            if name in varied and entry in SUMS:
-                kept = [checked.configured(*VARIANTS[kind]) for kind in VARIANTS]
-                calls |= {kind: products.calls[entry] for kind, products in zip(VARIANTS, kept, strict=True)}
             if entry in SUMS:
                 calls["sums"] = kernel.calls[SUMS[entry]]
             row["seconds"] = in_turn(calls, window, rounds)
-            calls = kept = None
+            calls = None
         times.append(time.perf_counter())
         kernel = checked = None
         measure.release()
@@ -258,6 +230,14 @@ LAYERS = {  # how the layer is called, by name
     "fp8, save fp8": {"precision": "fp8", "save": "fp8"},
     "fp8, quantises": {"precision": "fp8"},  # the weights in every call
 }
+
+
+def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """By parts, as gradients of large weights in float32 have no room beside the layer."""
+    squares = torch.zeros(2, dtype=torch.float64, device=got.device)
+    for part, of in zip(got.chunk(16), want.chunk(16), strict=True):
+        squares += torch.stack([(part.float() - of.float()).norm().double(), of.float().norm().double()]).square()
+    return float((squares[0] / squares[1]).sqrt())
 
 
 def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: int) -> list[dict]:
@@ -287,9 +267,8 @@ def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: 
     for kind in ("bf16, save fp8", "fp8"):
         for key, value in both(kind)().items():
             if value is not None:
-                of_bf16 = exact[key].float()
-                errors[f"{kind}: {key}"] = float((value.float() - of_bf16).norm() / of_bf16.norm())
-    exact = value = of_bf16 = None
+                errors[f"{kind}: {key}"] = relative_difference(value, exact[key])
+    exact = value = None
     passes = {"forward": forward, "forward + backward": both}
     rows = []
     for title, make in passes.items():
@@ -300,7 +279,7 @@ def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: 
 
 def text(rows: list[dict]) -> list[str]:
     """Of products: times, ratio, TFLOP/s of each way, relative errors. Of layers: ms, and bf16's over each way's."""
-    lines = [["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", *VARIANTS, "sums us", "error"]]
+    lines = [["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", "sums us", "error"]]
     layers = [["case", "pass", "bf16 ms", *(f"bf16 / {kind}" for kind in list(LAYERS)[1:])]]
     errors = []
     for row in rows:
@@ -319,7 +298,7 @@ def text(rows: list[dict]) -> list[str]:
                 *(row["case"], row["kernel"]),
                 *(table.number(seconds[kind] * 1e6, 4) for kind in ("bf16", "e4m3")),
                 f"{seconds['bf16'] / seconds['e4m3']:.2f}",
-                *(table.number(by_kind.get(kind), 4) for kind in ("e4m3", "_scaled_mm", *VARIANTS)),
+                *(table.number(by_kind.get(kind), 4) for kind in ("e4m3", "_scaled_mm")),
                 table.number(seconds["sums"] * 1e6 if "sums" in seconds else None, 4),
                 " ".join(f"{error:.1e}" for error in row["errors"].values()),
             ]
@@ -331,14 +310,13 @@ def text(rows: list[dict]) -> list[str]:
 def main(*argv: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.fp8", description=__doc__.splitlines()[0])
     parser.add_argument("--case", default=CASES, help="cases or groups of bench/cases.py (%(default)s)")
-    parser.add_argument("--variants", default="readme,conf3", help="cases to time more ways of (%(default)s)")
     parser.add_argument("--window", type=float, default=0.05, metavar="SECONDS", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="(%(default)s)")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="of bf16's weights")
     parser.add_argument("--commit", help="to write into the record where there is no git")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
-    names, varied = cases.select(args.case, CASES), cases.select(args.variants, CASES)
+    names = cases.select(args.case, CASES)
     start = time.perf_counter()
     precompile(names)
     print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
@@ -349,7 +327,7 @@ def main(*argv: str) -> None:
         "rows": rows,
     }
     for name in names:
-        rows += run([name], varied, args.window, args.rounds, args.order)
+        rows += run([name], args.window, args.rounds, args.order)
         if args.out:  # after each case, as a run may be cut
             args.out.write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(text(rows)))

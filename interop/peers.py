@@ -166,6 +166,9 @@ class Peers:
             torch.cuda.synchronize(device)
         self._views = {key: found for key, found in self._views.items() if key[0] != kind}
         memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        # Its barriers' signals are zeroed on the stream. A rank that comes late to that would lose a signal of another,
+        # which may set it as soon as all have met, and wait for it for ever.
+        torch.cuda.synchronize(device)
         handle = symmetric_memory.rendezvous(memory, self._group)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._buffers[kind] = _Buffer(memory, handle, addresses)

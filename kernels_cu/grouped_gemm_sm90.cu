@@ -45,10 +45,10 @@
 #if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||  \
     !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||         \
     !defined(CLUSTER_CTAS) || !defined(WEIGHT) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
-    !defined(BIAS) || (defined(OPERAND) && (!defined(EXPERT_SCALES) || !defined(IN_TURN)))
+    !defined(BIAS) || (defined(OPERAND) && !defined(EXPERT_SCALES))
 #error \
     "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
-CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES and IN_TURN, are given by loader.gemm_variant"
+CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES, are given by loader.gemm_variant"
 #endif
 #ifndef GROUP_COLUMNS
 #error "GROUP_COLUMNS is given by launch_config.py"
@@ -348,9 +348,6 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
     const int warp_row = static_cast<int>(uniform(consumer_warp())) * WARP_ROWS;
     PipelineState state;
     Epilogue epilogue(p);
-#if defined(OPERAND) && IN_TURN
-    if (consumer_warp() >= WARPGROUP_WARPS) pass_turn(1);
-#endif
     for (int number = 0;; ++number) {
         const WorkTile now = read_by_lane_0(queue[number % QUEUE]);
         const int rows = now.rows;
@@ -366,7 +363,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
 #endif
 #if defined(OPERAND) && !GATHER
         RowScales scales(p.a_scales, p.scales_ld, now, warp_row, steps_per_segment, expert_scales);
-        promoting_main_loop(acc, last ? 0 : steps, active, state, barriers, epilogue, scales, rows > WARPGROUP / 2);
+        promoting_main_loop(acc, last ? 0 : steps, active, state, barriers, epilogue, scales);
 #else
         main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, state, barriers, epilogue);
 #endif

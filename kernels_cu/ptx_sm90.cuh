@@ -141,11 +141,6 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts as an arrival at the named barrier, without a wait.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Orders accumulator registers and shared memory before the next wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -206,12 +201,6 @@ __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uin
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" REGISTERS_64 "}, %64, %65, p, 1, 1;\n}\n"
         : FRAGMENTS_16
         : "l"(a), "l"(b), "r"(accumulate));
-}
-// All that is to be added to these accumulators is added before what follows.
-template <int FIRST>
-__device__ __forceinline__ void settle(float (&acc)[32][4]) {
-    float (&d)[16][4] = *reinterpret_cast<float (*)[16][4]>(&acc[FIRST]);
-    asm volatile("" : FRAGMENTS_16);
 }
 #undef REGISTERS_128
 #undef REGISTERS_64

@@ -73,23 +73,11 @@ __device__ __forceinline__ void promote(float (&acc)[32][4], const float (&sums)
     }
 }
 
-#if IN_TURN
-// The consumer warpgroups issue their halves in turn: a warpgroup promotes while the other multiplies. TURN and TURN + 1 are the
-// named barriers at which warpgroups 1 and 2 wait for their turn; the other one arrives when one of its wgmma is left.
-constexpr int TURN = PRODUCER_BARRIER + 1;
-__device__ __forceinline__ void take_turn(int warpgroup) {
-    warpgroup ? named_barrier(TURN + 1, 2 * WARPGROUP) : named_barrier(TURN, 2 * WARPGROUP);
-}
-__device__ __forceinline__ void pass_turn(int warpgroup) {
-    warpgroup ? named_barrier_arrive(TURN, 2 * WARPGROUP) : named_barrier_arrive(TURN + 1, 2 * WARPGROUP);
-}
-#endif
-
 // As main_loop, of A's rows and B's columns with their scales. The epilogue's rows are worked on behind the first half's wgmma.
 template <int CTAS, class Epilogue>
 __device__ __forceinline__ void promoting_main_loop(float (&acc)[32][4], int steps, bool active, PipelineState& state,
-                                                    const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue, RowScales& scales,
-                                                    [[maybe_unused]] bool both_active) {
+                                                    const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue,
+                                                    RowScales& scales) {
     constexpr int ONE_ROW = 1 << 16;  // as in main_loop
     const StageRelease<CTAS> release(barriers);
     const unsigned shared = uniform(shared_address(dynamic_shared));
@@ -97,9 +85,6 @@ __device__ __forceinline__ void promoting_main_loop(float (&acc)[32][4], int ste
     const unsigned b_low = descriptor_low(shared + A_BYTES);
     const unsigned share = uniform((WARP_ROWS * ONE_ROW) / max(min(steps, Epilogue::SPREAD_STEPS), 1) + 1);
     float sums[16][4];
-#if IN_TURN
-    const int warpgroup = static_cast<int>(uniform(consumer_warp() / WARPGROUP_WARPS));
-#endif
     auto multiply = [&](int first_line) {
         const unsigned a = a_low + state.stage * (STAGE_BYTES >> 4);
         const unsigned b = b_low + state.stage * (STAGE_BYTES >> 4) + (first_line * LINE_BYTES >> 4);
@@ -108,9 +93,6 @@ __device__ __forceinline__ void promoting_main_loop(float (&acc)[32][4], int ste
         for (int kk = 0; kk < BK / WGMMA_K; ++kk)
             wgmma_e4m3_n128(sums, descriptor(a + (kk * K_STEP_BYTES >> 4)), descriptor(b + (kk * K_STEP_BYTES >> 4)), kk > 0);
         wgmma_commit();
-#if IN_TURN
-        if (both_active) pass_turn(warpgroup);
-#endif
     };
 #pragma unroll
     for (int j = 0; j < 32; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
@@ -124,26 +106,16 @@ __device__ __forceinline__ void promoting_main_loop(float (&acc)[32][4], int ste
         barriers.wait_full(state);
         due += credit / ONE_ROW, credit %= ONE_ROW;
         if (active) {
-#if IN_TURN
-            if (both_active) take_turn(warpgroup);
-#endif
             multiply(0);
             work();
             const float2 of_rows = scales.of_step(step);
             if (step + 1 < steps) scales.load();
             wgmma_wait<0>();
             promote<0>(acc, sums, of_rows);
-#if IN_TURN
-            settle<0>(acc);
-            if (both_active) take_turn(warpgroup);
-#endif
             multiply(BN / 2);
             wgmma_wait<0>();
             release(state.stage);
             promote<16>(acc, sums, of_rows);
-#if IN_TURN
-            settle<16>(acc);
-#endif
         } else {
             work();
             release(state.stage);

@@ -25,7 +25,6 @@ MAX_PANEL_COLUMNS = 2048  # of Hopper's panels
 ONE_PANEL_ELEMENTS = 2**24  # of a routed buffer that may be one panel: 32 MiB, which stay in the L2 cache
 STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step of the weight gradients
 STEP_BYTES = 2 * STEP_ROWS  # of a row in a stage, and so BK of e4m3
-PROMOTES_IN_TURN = False  # whether one consumer warpgroup of a product of e4m3 promotes while the other multiplies
 HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
 HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead, or the tokens of a weight gradient
@@ -181,8 +180,7 @@ def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
     another warp of the producer writes zeros.
     """
     producer, consumer = (72, 216) if gathers else (56, 224) if to_tokens else (40, 232)
-    registers = {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
-    return {"BK": STEP_BYTES, **registers, "IN_TURN": int(PROMOTES_IN_TURN and not gathers)}
+    return {"BK": STEP_BYTES, "PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 
 def quantize_threads(d: int) -> int:

@@ -76,7 +76,7 @@ static void describe_named(const Fibre& f, char* text, size_t size) {
     snprintf(text, size, " %u: %u of %u threads are there", f.mask, named.arrived, named.threads);
 }
 
-void wait_at_named(unsigned id, unsigned count, bool waits) {  // waits: bar.sync, else bar.arrive
+void wait_at_named(unsigned id, unsigned count) {
     void* pc = __builtin_return_address(0);
     if (id < 1 || id > 15 || count % 32 || count < 32 || count > threads)
         fail_at(before(pc), "bar.sync %u, %u: expected 1 to 15 (0 is __syncthreads) and warps of the block", id, count);
@@ -87,7 +87,7 @@ void wait_at_named(unsigned id, unsigned count, bool waits) {  // waits: bar.syn
     if (++named.arrived == count) {
         named.arrived = 0;
         wake(named.waiting);
-    } else if (waits) {
+    } else {
         named.waiting.push_back(current);
         wait_for_event("bar.sync", id, pc, describe_named);
     }

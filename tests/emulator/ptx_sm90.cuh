@@ -36,7 +36,7 @@ void copy_box(Block& of, unsigned dst, const TensorMap* map, int c0, int c1, int
 
 void arrive_at_cluster(const void* pc);
 void wait_for_cluster();
-void wait_at_named(unsigned id, unsigned count, bool waits = true);
+void wait_at_named(unsigned id, unsigned count);
 void set_registers(unsigned registers, bool more, const void* pc);
 
 struct StoreOperand { unsigned char* row; unsigned r[4]; };
@@ -133,7 +133,6 @@ __device__ __forceinline__ T* add_product(T* p, unsigned a, unsigned b) {
 }
 
 __device__ __forceinline__ void named_barrier(int id, int threads) { cuemu::wait_at_named(id, threads); }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { cuemu::wait_at_named(id, threads, false); }
 
 __device__ __forceinline__ void wgmma_fence() { cuemu::fence_products(); }
 __device__ __forceinline__ void wgmma_commit() { cuemu::commit_products(); }
@@ -153,8 +152,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b
     static_assert(!A_TRANSPOSED && !B_TRANSPOSED, "e4m3 operands are contiguous along K");
     cuemu::issue_product(d, 32, a, b, accumulate, false, false, nullptr);
 }
-template <int FIRST>
-__device__ __forceinline__ void settle(float (&)[32][4]) {}
 __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uint64 b, int accumulate) {
     cuemu::issue_product(d, 16, a, b, accumulate, false, false, nullptr);
 }
