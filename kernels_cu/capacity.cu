@@ -99,16 +99,17 @@ struct CapacityMarkParams {
     int k, num_experts, num_sequences, parts, choices, capacity, walkers;
 };
 
-// The digit of a key that is counted: for CHOICE its leading bits, else one of 2^width steps that rise with the key. Half of them
-// are for positive floats. Weights and priorities are most often between 2^-14 and 4, so these steps lie there: their sizes
-// follow the leading bits of the mantissa. Floats that are nearer to 0 or farther away are in the first and the last step.
+// The digit of a key that is counted: its leading bits, but for PRIORITY one of 2^width steps that rise with the key. Half of
+// them are for positive floats. Priorities are largest weights of tokens, with few exponents, so the steps lie between 2^-14 and
+// 4: their sizes follow the leading bits of the mantissa. Floats that are nearer to 0 or farther away are in the first and the
+// last step.
 struct Digits {
     static constexpr unsigned LEAST = 0x38800000u;  // bits of 2^-14, 16 exponents below those of 4
     int width, order;
     __device__ __forceinline__ unsigned half() const { return 1u << width >> 1; }
     __device__ __forceinline__ int step_bits() const { return 28 - width; }  // 27 bits have 16 exponents
     __device__ __forceinline__ unsigned of(unsigned key) const {
-        if (order == CHOICE) return key >> (32 - width);
+        if (order != PRIORITY) return key >> (32 - width);
         const bool positive = key >> 31;
         const unsigned size = (positive ? key : ~key) & 0x7fffffffu;
         const unsigned step = size < LEAST ? 0 : min((size - LEAST) >> step_bits(), half() - 1);
@@ -117,7 +118,7 @@ struct Digits {
     // The leading bits that all keys with a digit share, others 0. Returns how many these are.
     __device__ __forceinline__ int prefix(unsigned digit, unsigned& key) const {
         key = digit << (32 - width);
-        if (order == CHOICE) return width;
+        if (order != PRIORITY) return width;
         const bool positive = digit >= half();
         const unsigned step = positive ? digit - half() : half() - 1 - digit;
         key = positive ? 0x80000000u : 0;
