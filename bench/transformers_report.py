@@ -3,7 +3,7 @@
 from bench.table import number
 
 WHATS = ("step", "step_compiled")
-MODELS = {"qwen3_30b_a3b": "Qwen3-30B-A3B", "olmoe_1b_7b": "OLMoE-1B-7B"}  # of the front page
+MODELS = {"qwen3_30b_a3b": "Qwen3-30B-A3B", "olmoe_1b_7b": "OLMoE-1B-7B", "gpt_oss_20b": "gpt-oss-20b"}
 ABOUT = """Models of transformers with random weights at the sizes of their names, 4 layers, a vocabulary of 8,192,
 bf16. A step is forward, loss, backward and AdamW. Generation is of one token for each sequence. Ratios are of
 "grouped_mm" in the same record; above 1 is faster. Peak memory is of the whole step, weights and optimizer included.
@@ -11,14 +11,17 @@ Compiled steps have attention that is causal without a mask."""
 
 
 def _newest(records: list[dict]) -> dict[tuple[str, str, str], dict]:
-    """Rows by case, pass and implementation; records come oldest first."""
+    """Rows by case, pass and implementation, in the order of MODELS, ours first; records come oldest first."""
     found = {}
     for record in records:
         for row in record["benchmarks"]:
             if row["group"] == "transformers":
                 info = row["extra_info"]
                 found[info["case"], info["pass"], info["provider"]] = info | row["stats"]
-    return found
+    names, passes = list(MODELS), list(dict.fromkeys(what for _, what, _ in found))
+    return dict(
+        sorted(found.items(), key=lambda i: (names.index(i[0][0]), passes.index(i[0][1]), i[0][2] != "moeblaze"))
+    )
 
 
 def rows(records: list[dict]) -> list[list[str]]:
