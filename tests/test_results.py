@@ -62,12 +62,13 @@ def measured(case: str) -> set[float]:
                         values.add(extra["back_to_back_ms"] / about["back_to_back_ms"])
     for path in (ROOT / "bench" / "records" / "parallel").glob("*.json"):
         rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case and "ms" in row]
-        alone = {row["what"]: row["ms"] for row in rows if row["gpus"] == 1}
-        for row in rows:
-            values |= {row["gpus"], row["ms"], row["peak_mib"], 100 * alone[row["what"]] / row["ms"]}
-            for peer in rows:
+        times = [row.get("back_to_back_ms", row["ms"]) for row in rows]
+        alone = {row["what"]: ms for row, ms in zip(rows, times, strict=True) if row["gpus"] == 1}
+        for row, ms in zip(rows, times, strict=True):
+            values |= {row["gpus"], ms, row["peak_mib"], 100 * alone[row["what"]] / ms}
+            for peer, its_ms in zip(rows, times, strict=True):
                 if (peer["provider"], peer["gpus"]) == ("slots", row["gpus"]):
-                    values |= {peer["ms"] / row["ms"], row["peak_mib"] / peer["peak_mib"]}
+                    values |= {its_ms / ms, row["peak_mib"] / peer["peak_mib"]}
     for case_ in (cases.LAYERS.get(case), cases.DISPATCHES.get(case)):
         if case_ is not None:
             values |= {v for p in case_.paper for v in (p.time_ms, p.memory_mb) if v is not None}
