@@ -44,7 +44,7 @@ REGISTER_CAPS = {
     "aggregation.cu": 80,
     "slots.cu": 80,
     "wgrad_parts.cu": 48,
-    "quantize.cu": 112,
+    "quantize.cu": 128,  # two blocks of 256 threads on a multiprocessor, as with 112
     "saved_fp8.cu": 48,
     "selection.cu": 64,
     "pairs.cu": 48,
