@@ -1,5 +1,7 @@
 """Copies in e4m3 of a module's weights, and what tells whether they still are those of the weights."""
 
+import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import fp8_checks
 from moeblaze_cupy.structures import Fp8Weights
 
 Tensor = torch.Tensor
@@ -26,6 +29,7 @@ class Copies:
         self.captured = False  #: a CUDA graph writes `weights`, and its replays may change w1 and w2 uncounted
         self._storages: tuple[StorageWeakRef, ...] = ()  # of w1 and w2 as they were; () if they are to be read anew
         self._versions: tuple[int, ...] = ()
+        self._parameters: tuple[weakref.ref[Tensor], ...] = ()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Copies, ()
@@ -33,6 +37,14 @@ class Copies:
     def forget(self) -> None:
         """The next use reads w1 and w2 anew."""
         self._storages, self.held = (), False
+
+    def belong_to(self, *parameters: Tensor) -> bool:
+        """Whether these objects are those that `assign` was told."""
+        told = tuple(reference() for reference in self._parameters)
+        return len(told) == len(parameters) and all(a is b for a, b in zip(told, parameters, strict=True))
+
+    def assign(self, *parameters: Tensor) -> None:
+        self._parameters = tuple(map(weakref.ref, parameters))
 
     def current(self, w1: Tensor, w2: Tensor, gate_up: str) -> Fp8Weights:
         """As of w1 and w2 now. In a capture they are written in the graph, and from then on in every call."""
@@ -48,6 +60,9 @@ class Copies:
         with torch.inference_mode(False), torch.no_grad():
             self.weights = mb.quantize_weights(w1, w2, into, gate_up=gate_up)
         self.held = hold
+        if hold and "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes seconds
+            for tensor in (getattr(self.weights, field) for field in fp8_checks.FIELDS):
+                torch._dynamo.mark_static_address(tensor, guard=False)
         self.captured |= _capturing(w1)
         counted = not (w1.is_inference() or w2.is_inference())
         self._storages = tuple(map(_identity, (w1, w2))) if counted else ()
