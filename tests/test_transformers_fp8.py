@@ -59,8 +59,8 @@ def change(model):
 
 
 def test_training_beside_bf16():
-    """Gradients of experts: e4m3 costs a layer up to 0.07, in layer 0 that of layer 1 as well. What the experts' outputs
-    are added to has no such error. No token of these goes to another expert for it."""
+    """Gradients of experts: e4m3 costs a layer up to 0.07, in layer 0 that of layer 1 as well. What the experts'
+    outputs are added to has no such error. No token of these goes to another expert for it."""
     wanted, got = step(model_of("moeblaze")), step(model_of())
     assert wanted.keys() == got.keys()
     for name, value in wanted.items():
