@@ -289,9 +289,9 @@ class MoE(torch.nn.Module):
     expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
     precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state.
-    - A forward writes it anew if the memory, the address or the version of a parameter has changed, which takes no wait
-      to tell. Writes that torch does not count, such as those to `parameter.data`, are to be followed by a call of
-      `quantize_weights()`.
+    - A forward writes it anew if the memory, the address or the version of a parameter has changed, or if backward made
+      gradients of one, as some optimizers write to `parameter.data`, which torch does not count. No wait tells these.
+      Such writes without a backward are to be followed by a call of `quantize_weights()`.
     - A forward that a CUDA graph captures writes it in the graph, so that every replay uses the parameters as they are
       then, in training and without. As replays may change parameters uncounted, all later forwards write it too.
       A graph of the optimizer alone is followed by a call of `quantize_weights()`.

@@ -1,6 +1,7 @@
 """The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import fp8_checks, layer
+from moeblaze_cupy.interop import torch_fp8
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
     IN_FP8,
@@ -299,6 +301,7 @@ class EagerMoE(torch.autograd.Function):
         of_fp8 = fp8_checks.arrays_of("moe", ctx.precision, kept)
         ctx.save_for_backward(*of_fp8, tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
         ctx.has_fp8_weights = kept is not None
+        ctx.fp8_weights = None if fp8_weights is None else weakref.ref(fp8_weights)
         ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
         return out
@@ -333,6 +336,8 @@ class EagerMoE(torch.autograd.Function):
             )
         finally:  # what runs out of memory half way may have overwritten them as well
             ctx.consumed = saved.consumed
+        if ctx.fp8_weights is not None and any(needed[3:6]):
+            torch_fp8.after_backward(ctx.fp8_weights())
         of_weights = *gate_and_up(grads.w1), grads.w2
         if ctx.main_grads:
             of_weights = _announced(ctx.main_grads, (gate, up, w2), of_weights)

@@ -15,11 +15,22 @@ from moeblaze_cupy.structures import Fp8Weights
 Tensor = torch.Tensor
 
 
+# What backward has used since it was written: optimizers may change weights in ways that torch does not count.
+_used_in_backward: "weakref.WeakSet[Fp8Weights]" = weakref.WeakSet()
+
+
+def after_backward(weights: Fp8Weights | None) -> None:
+    """To be told what a backward used that made gradients of weights."""
+    if weights is not None:
+        _used_in_backward.add(weights)
+
+
 class Copies:
     """`Fp8Weights` of w1 and w2, written again, in the same memory, when these may have changed.
 
-    A storage, an address or a version that is another one tells that. Reading them takes no wait for the GPU. A weak
-    reference to a storage keeps a later one from having its identity.
+    A storage, an address or a version that is another one tells that, and a backward with gradients of weights since
+    they were written. Reading these takes no wait for the GPU. A weak reference to a storage keeps a later one from
+    having its identity.
     A copy of a module, by deepcopy or pickle, begins without any.
     """
 
@@ -59,6 +70,7 @@ class Copies:
         # Backward keeps no tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.weights = mb.quantize_weights(w1, w2, into, gate_up=gate_up)
+        _used_in_backward.discard(self.weights)
         self.held = hold
         if hold and "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes seconds
             for tensor in (getattr(self.weights, field) for field in fp8_checks.FIELDS):
@@ -70,7 +82,8 @@ class Copies:
         return self.weights
 
     def _are_of(self, tensors: Sequence[Tensor]) -> bool:
-        if not self._storages or any(tensor.is_inference() for tensor in tensors):
+        uncounted = self.weights in _used_in_backward or any(tensor.is_inference() for tensor in tensors)
+        if not self._storages or uncounted:
             return False
         same = zip(self._storages, tensors, strict=True)
         return all(ref.cdata == t.untyped_storage()._cdata for ref, t in same) and self._versions == _versions(tensors)

@@ -125,9 +125,9 @@ def _experts(
 def quantize_weights(model: torch.nn.Module, *, hold: bool = False) -> tuple[str, ...]:
     """Gives the experts of a model weights in e4m3 that last from forward to forward, for register(precision="fp8").
 
-    Eager forwards write them again when the memory, the address or the version of a parameter has changed, as
-    `MoE` does; writes that torch does not count, such as those to `parameter.data`, are followed by another call. Where
-    a module has other parameters than at the call, as under FSDP2, its forwards quantise for themselves.
+    Eager forwards write them again when the memory, the address or the version of a parameter has changed, and after a
+    backward, as `MoE` does; other writes that torch does not count are followed by another call. Where a module has
+    other parameters than at the call, as under FSDP2, its forwards quantise for themselves.
     hold: forwards, compiled and captured ones too, use them as they are until the next call: for inference, and for
     several micro-batches in a step.
     Returns the names of the modules: those whose experts implementation is the layer.

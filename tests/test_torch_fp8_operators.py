@@ -272,6 +272,35 @@ def test_another_storage_at_the_same_address():
     assert parameter._version == 0 and torch.equal(layer(x), -before)
 
 
+def test_optimizers_whose_writes_are_not_counted():
+    """Of a backward that gives weights gradients; without one, none are taken to have changed."""
+    layer, want, x = layer_of(), layer_of(), tokens(1)
+    versions = [parameter._version for parameter in layer.parameters()]
+    for _ in range(3):
+        found = []
+        for module in (layer, want):
+            out = module(x)
+            found.append(out)
+            grads = torch.autograd.grad((out.float() - x.float()).square().mean(), list(module.parameters()))
+            for parameter, grad in zip(module.parameters(), grads, strict=True):
+                if module is layer:
+                    parameter.data -= 4 * grad
+                else:
+                    with torch.no_grad():
+                        parameter -= 4 * grad
+        assert torch.equal(*found)
+        assert [parameter._version for parameter in layer.parameters()] == versions
+
+
+def test_frozen_weights_are_quantised_once(monkeypatch):
+    calls, plain = [], mb.quantize_weights
+    monkeypatch.setattr(mb, "quantize_weights", lambda *args, **options: calls.append(1) or plain(*args, **options))
+    layer, x = layer_of().requires_grad_(False), tokens(1).requires_grad_()
+    for _ in range(3):
+        layer(x).float().sum().backward()
+    assert len(calls) == 1 and x.grad.norm() > 0
+
+
 def test_copies_of_a_module_have_weights_of_their_own():
     layer, x = layer_of(), tokens(1)
     layer.quantize_weights(hold=True)
