@@ -399,24 +399,26 @@ class MoE(torch.nn.Module):
     def quantize_weights(self, *, hold: bool = False) -> Fp8Weights:
         """Writes `fp8_weights` from the parameters as they are now; in memory that it has, if that is still of use.
 
-        A CUDA graph can capture it. hold: forwards use it as it is until the next call, or until a parameter is set or
-        moved: no forward looks whether parameters have changed. Raises RuntimeError for parameters that are DTensors.
+        hold: forwards use it as it is until the next call, or until a parameter is set or moved: none looks whether
+        parameters have changed. A CUDA graph can capture the call; `hold` is then for what is captured after it.
+        Raises RuntimeError for parameters that are DTensors.
         """
         torch_fp8.refuse_parts("MoE: quantize_weights", (self.w1_storage, self.w2_storage))
-        return self._fp8.quantize(*self._weights(), self.gate_up, hold)
+        made: Fp8Weights = self._fp8.quantize(*self._weights(), self.gate_up, hold)
+        return made
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
 
-    def _current_fp8_weights(self) -> Fp8Weights | None:
-        """None has the call make them."""
+    def _current_fp8_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> Fp8Weights | None:
+        """Of `_weights`; None has the call make them."""
         if self.precision is None:
             return None
         if self._fp8.held:
             return self._fp8.weights
-        if self._sharded or torch_autograd.wanted((self.w1_storage, self.w2_storage)):
+        if self._sharded or torch_autograd.wanted((w1, w2)):
             return None
-        return self._fp8.current(*self._weights(), self.gate_up)
+        return self._fp8.current(w1, w2, self.gate_up)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -477,7 +479,7 @@ class MoE(torch.nn.Module):
             weights_on=self.weights_on,
             identity_experts=self.identity_experts,
             precision=self.precision,
-            fp8_weights=self._current_fp8_weights(),
+            fp8_weights=self._current_fp8_weights(w1, w2),
             keep_fp8_weights=not self._sharded,
         ).reshape(x.shape)
         return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out

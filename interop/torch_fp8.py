@@ -1,11 +1,11 @@
 """Copies in e4m3 of a module's weights, and what tells whether they still are those of the weights."""
 
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import moeblaze_cupy as mb
@@ -37,6 +37,7 @@ class Copies:
     def __init__(self) -> None:
         self.weights: Fp8Weights | None = None
         self.held = False  #: `weights` are used as they are
+        self._held_in_capture = False  # by what a graph captures after them
         self.captured = False  #: a CUDA graph writes `weights`, and its replays may change w1 and w2 uncounted
         self._storages: tuple[StorageWeakRef, ...] = ()  # of w1 and w2 as they were; () if they are to be read anew
         self._versions: tuple[int, ...] = ()
@@ -47,7 +48,7 @@ class Copies:
 
     def forget(self) -> None:
         """The next use reads w1 and w2 anew."""
-        self._storages, self.held = (), False
+        self._storages, self.held, self._held_in_capture = (), False, False
 
     def belong_to(self, *parameters: Tensor) -> bool:
         """Whether these objects are those that `assign` was told."""
@@ -59,23 +60,31 @@ class Copies:
 
     def current(self, w1: Tensor, w2: Tensor, gate_up: str) -> Fp8Weights:
         """As of w1 and w2 now. In a capture they are written in the graph, and from then on in every call."""
-        if self.weights is None or self.captured or _capturing(w1) or not self._are_of((w1, w2)):
-            return self.quantize(w1, w2, gate_up)
+        capturing = _capturing(w1)
+        fresh = self._held_in_capture if capturing else not self.captured and self._are_of((w1, w2))
+        if self.weights is None or not fresh:
+            self.quantize(w1, w2, gate_up)
+        assert self.weights is not None
         return self.weights
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it none
     def quantize(self, w1: Tensor, w2: Tensor, gate_up: str, hold: bool = False) -> Fp8Weights:
-        """w1 (E, d, 2h) or (E, d, h), w2 (E, h, d); hold: until the next call, or `forget`."""
+        """w1 (E, d, 2h) or (E, d, h), w2 (E, h, d); hold: until the next call, or `forget`.
+
+        What a graph captured is not written yet, so a hold in a capture is one for captured forwards.
+        """
         old, shapes = self.weights, ((w1.shape, w1.device), (w2.shape, w2.device))
         into = old if old is not None and shapes == tuple((w.shape, w.device) for w in (old.w1, old.w2)) else None
         # Backward keeps no tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.weights = mb.quantize_weights(w1, w2, into, gate_up=gate_up)
         _used_in_backward.discard(self.weights)
-        self.held = hold
-        if hold and "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes seconds
+        capturing = _capturing(w1)
+        self.held, self._held_in_capture = hold and not capturing, hold and capturing
+        if hold:  # graphs of compiled code need no copies of them
             for tensor in (getattr(self.weights, field) for field in fp8_checks.FIELDS):
                 torch._dynamo.mark_static_address(tensor, guard=False)
-        self.captured |= _capturing(w1)
+        self.captured |= capturing
         counted = not (w1.is_inference() or w2.is_inference())
         self._storages = tuple(map(_identity, (w1, w2))) if counted else ()
         self._versions = _versions((w1, w2)) if counted else ()

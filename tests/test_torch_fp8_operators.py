@@ -71,8 +71,7 @@ def same(got, want):
     return all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("order", ["transposed", "pair"])
-@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize(("ready", "order"), [(False, "transposed"), (False, "pair"), (True, "pair")])
 def test_operators_keep_what_they_promise(ready, order):
     x, ids, weights, w1, w2, grad_out = tensors(order)
     gate, up = (*pair(w1), None)[:2]
@@ -237,6 +236,24 @@ def test_the_compiled_module_follows_its_parameters():
     assert counters["stats"]["unique_graphs"] == graphs + 1
 
 
+def test_quantize_weights_ends_a_graph():
+    """It is Python that changes the module, so it has no place in one graph with a forward."""
+    layer, eager, x = layer_of(), layer_of(), tokens(1)
+
+    def run(module):
+        module.quantize_weights(hold=True)
+        return module(x)
+
+    compiled = torch.compile(run, backend="aot_eager")
+    for _ in range(2):
+        with torch.no_grad():
+            layer.w1_storage.mul_(1.25), eager.w1_storage.mul_(1.25)
+        assert torch.equal(compiled(layer), run(eager))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(layer)
+
+
 def test_export():
     layer, x = layer_of(save=None).requires_grad_(False), tokens(1)
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("tokens", min=2)},))
@@ -344,3 +361,10 @@ def test_after_a_capture_nothing_is_taken_for_current(monkeypatch):
     layer.quantize_weights(hold=True)
     layer(tokens(1))
     assert len(calls) == 6
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_fp8, "_capturing", lambda tensor: True)
+        layer.quantize_weights(hold=True)
+        layer(tokens(1)), layer(tokens(2))
+        assert len(calls) == 7
+    layer(tokens(1))
+    assert len(calls) == 8
