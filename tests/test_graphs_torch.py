@@ -164,6 +164,41 @@ def test_graphs_with_weights_that_are_held(on_hopper):
         assert torch.equal(out, -before)
 
 
+def test_micro_batches_in_a_graph_share_what_is_held(on_hopper):
+    """The whole step in a graph, with one quantisation, beside eager steps with one for each micro-batch."""
+
+    def training(layer, holds):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        def step(x, target):
+            optimizer.zero_grad(set_to_none=True)
+            if holds:
+                layer.quantize_weights(hold=True)
+            for batch, wanted in zip(x.chunk(2), target.chunk(2), strict=True):
+                loss = (layer(batch) - wanted).square().mean()
+                loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    captured, eager = layer_of(precision="fp8"), layer_of(precision="fp8")
+    by_graph, by_eager = training(captured, True), training(eager, False)
+    x, target = tokens(), tokens(2)
+    for step in by_graph, by_eager:
+        step(x, target)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = by_graph(x, target)
+    for step in range(3):
+        x.copy_(tokens(20 + step)), target.copy_(tokens(30 + step))
+        graph.replay()
+        assert loss.item() == by_eager(x, target).item()
+        with torch.no_grad():
+            assert torch.equal(captured(target), eager(target))
+
+
 @pytest.fixture
 def compiling():
     import torch._inductor.config
