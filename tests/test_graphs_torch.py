@@ -185,9 +185,12 @@ def test_micro_batches_in_a_graph_share_what_is_held(on_hopper):
     captured, eager = layer_of(precision="fp8"), layer_of(precision="fp8")
     by_graph, by_eager = training(captured, True), training(eager, False)
     x, target = tokens(), tokens(2)
-    for step in by_graph, by_eager:
-        step(x, target)
-    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        by_graph(x, target)
+    torch.cuda.current_stream().wait_stream(stream)
+    by_eager(x, target)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = by_graph(x, target)
