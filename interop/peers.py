@@ -46,6 +46,11 @@ class Peers:
         self._copying = False  # there are copies for which no stream waits yet
         self.copies = True  #: whole blocks of rows may be copied, which takes no multiprocessor
 
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers. torch.cuda counts no symmetric memory."""
+        return sum(len(buffer.memory) for buffer in self._buffers.values())
+
     def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
         """Arrays of these shapes and dtypes in the buffer, to be written and then offered."""
         if self._copying:  # something failed since, or a shared expert offers too

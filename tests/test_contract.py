@@ -38,7 +38,7 @@ LEVELS = [
     ["__init__"],
     ["interop.inductor", "interop.collectives", "interop.peers", "cli.progress"],
     ["interop.torch_ops", "interop.expert_group"],
-    ["interop.routes"],
+    ["interop.fsdp", "interop.routes"],
     ["interop.pull_route"],
     ["interop.exchange"],
     ["interop.torch_autograd"],
@@ -117,7 +117,7 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "deepep"
+    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "deepep"
     speaks_torch = tuple(f"interop.{name}" for name in names)
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module.startswith("interop.transformers")
