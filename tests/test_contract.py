@@ -27,7 +27,7 @@ LEVELS = [
     ["reference.products", "reference.selection"],
     ["reference.experts"],
     ["reference", "rehearsal", "ops.dispatch", "ops.router", "ops.selection"],
-    ["ops.aggregation", "ops.balance", "ops.biases", "ops.pull", "ops.saved_fp8"],
+    ["ops.aggregation", "ops.balance", "ops.biases", "ops.pull", "ops.saved_fp8", "ops.split_tiles"],
     ["ops.grouped_gemm"],
     ["ops.panels", "ops.quantize"],
     ["ops.fp8"],

@@ -81,7 +81,5 @@ def test_errors_name_what_was_given(tmp_path):
     finally:
         dist.destroy_process_group()
     engines = object.__new__(fsdp.CopyEngines)
-    with pytest.raises(
-        TypeError, match=r"CopyEngines.serve: modules: expected modules after .*got .*Linear"
-    ):
+    with pytest.raises(TypeError, match=r"CopyEngines.serve: modules: expected modules after .*got .*Linear"):
         engines.serve(torch.nn.Linear(1, 1))
