@@ -191,6 +191,7 @@ def losses(records: Records) -> Figure | None:
     if not sizes:
         return None
     colors = {"fp32": INK, "grouped_mm": "#a3a3a3", "minimal": STYLES["moeblaze"][0], "recompute": "#e69138"}
+    colors |= {"save_fp8": "#6fa8dc", "fp8": "#8e63b5"}
     figure, panels = plt.subplots(len(sizes), 2, figsize=(9.0, 3.4 * len(sizes)), layout="constrained", squeeze=False)
     for (size, found), (curves, apart) in zip(sizes.items(), panels, strict=True):
         for arm, results in found.items():
