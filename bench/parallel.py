@@ -14,6 +14,7 @@ grouped products, the way back, and a sum over each token's slots.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -296,6 +297,7 @@ def fsdp_rows(case, sizes, rank, rounds, everyone):
             row["peak_mib"] += engines.nbytes / measure.MIB if engines else 0
             rows.append(row)
             del stack, work, engines
+            gc.collect()  # modules of FSDP2 refer to themselves
             if has_gpu():
                 torch.cuda.empty_cache()
     return rows

@@ -15,14 +15,14 @@ from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
 from moeblaze_cupy.interop.peers import Peers
 
 Tensor = torch.Tensor
-TURNS = 2  # of buffers: others may read one while the next is written
+TURNS = 2  # of an all-gather's buffers: others may read one while the next is written
 
 
 class CopyEngines:
     """All-gathers and reduce-scatters of a group, for modules of `torch.distributed.fsdp.fully_shard`.
 
     group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
-    ranks make it at the same point. It keeps 2 buffers of a rank's share of the largest module's parameters, and 2 of
+    ranks make it at the same point. It keeps 2 buffers of a rank's share of the largest module's parameters, and one of
     the largest module's gradients, in the dtype of their reduction. Gradients are summed in float32, always in the same
     order, and rounded once. So where parameters are bfloat16, `reduce_dtype=torch.bfloat16` loses nothing to float32,
     and half the bytes travel.
@@ -86,19 +86,18 @@ class ReduceScatter:
     """As FSDP2 calls it, always on one stream; it writes what is to be reduced on another."""
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
-        self.peers, self._rank, self._size, self._turn = peers, rank, size, 0
+        self.peers, self._rank, self._size = peers, rank, size
         self._is_next = True  # memory to be allocated is for what is to be reduced
-        self._met: torch.cuda.Event | None = None  # since when nobody reads the buffer before this turn's
+        self._done: torch.cuda.Event | None = None  # since when nobody reads what was reduced last
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """First memory that the other ranks read, for what is to be reduced, then some of torch for the result."""
         if not self._is_next:
             return torch.empty(size, dtype=dtype, device=device)
         self._is_next = False
-        self._turn = (self._turn + 1) % TURNS
-        if self._met is not None:
-            torch.cuda.current_stream(device).wait_event(self._met)
-        room: Tensor = self.peers.room(f"gradients {self._turn}", ((tuple(size), dtype),), device)[0]
+        if self._done is not None:
+            torch.cuda.current_stream(device).wait_event(self._done)
+        room: Tensor = self.peers.room("gradients", ((tuple(size), dtype),), device)[0]
         return room
 
     def __call__(
@@ -108,16 +107,23 @@ class ReduceScatter:
             expected = "a sum or mean: call set_force_sum_reduction_for_comms(True) for another divisor"
             raise ValueError(f"CopyEngines: reduction: expected {expected}, got {op}")
         self._is_next = True
-        offered = self.peers.offer(f"gradients {self._turn}", [input_tensor], len(input_tensor))[0]
+        offered = self.peers.offer("gradients", [input_tensor], len(input_tensor))[0]
+        places = input_tensor.view(self._size, -1)
+        parts = places.new_empty(places.shape)
+        for rank in others(self._rank, self._size):
+            parts[rank].copy_(offered.at[rank].view_as(places)[self._rank])
+        self.peers.close()
+        total, own, is_mean = output_tensor.view(-1), places[self._rank], op == dist.ReduceOp.AVG
+        if self._size == 2:
+            torch.add(own, parts[1 - self._rank], out=total)
+            if is_mean:
+                total *= 0.5
+        else:
+            parts[self._rank].copy_(own)
+            (torch.mean if is_mean else torch.sum)(parts, 0, out=total)
         if input_tensor.is_cuda:
-            self._met = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
-            self._met.record()
-        parts = input_tensor.new_empty((self._size, output_tensor.numel()))
-        for rank in (self._rank, *others(self._rank, self._size)):
-            source = input_tensor if rank == self._rank else offered.at[rank]
-            parts[rank].copy_(source.view(self._size, -1)[self._rank])
-        reduce = torch.mean if op == dist.ReduceOp.AVG else torch.sum
-        reduce(parts, 0, out=output_tensor.view(-1))
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+            self._done.record()
 
 
 def others(rank: int, size: int) -> list[int]:

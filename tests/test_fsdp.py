@@ -20,6 +20,9 @@ class Ranks:
         assert len(forms) == 1
         return [self.rooms.setdefault(kind, torch.full(*forms[0][:1], torch.nan, dtype=forms[0][1]))]
 
+    def close(self):
+        self.kinds.append("close")
+
     def offer(self, kind, tensors, rows):
         assert len(tensors) == 1 and len(tensors[0]) == rows
         self.kinds.append(kind)
@@ -41,21 +44,22 @@ def test_all_gather_puts_the_shards_in_the_order_of_ranks(rank):
 
 
 @pytest.mark.parametrize("op", (dist.ReduceOp.AVG, dist.ReduceOp.SUM))
-@pytest.mark.parametrize("rank", range(3))
-def test_reduce_scatter_sums_in_float32_and_rounds_once(rank, op):
-    gradients = torch.randn(3, 3 * 64, dtype=torch.float64).to(torch.bfloat16)  # by rank
-    scatter = fsdp.ReduceScatter(Ranks([None if r == rank else gradients[r] for r in range(3)]), rank, 3)
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_reduce_scatter_sums_in_float32_and_rounds_once(size, rank, op):
+    gradients = torch.randn(size, size * 64, dtype=torch.float64).to(torch.bfloat16)  # by rank
+    scatter = fsdp.ReduceScatter(Ranks([None if r == rank else gradients[r] for r in range(size)]), rank, size)
     wanted = gradients.double().sum(0)[64 * rank : 64 * rank + 64]
     if op == dist.ReduceOp.AVG:
-        wanted = wanted / 3
+        wanted = wanted / size
     for _ in range(3):
-        given, out = (scatter.allocate((n,), dtype=torch.bfloat16, device=torch.device("cpu")) for n in (192, 64))
+        lengths = size * 64, 64
+        given, out = (scatter.allocate((n,), dtype=torch.bfloat16, device=torch.device("cpu")) for n in lengths)
         given.copy_(gradients[rank])
         scatter(out.fill_(torch.nan), given, None, op)
         # half a step of bf16, and what float32 rounds of sums whose terms cancel
         assert ((out.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-6).all()
-    assert scatter.peers.kinds == ["gradients 1", "gradients 0", "gradients 1"]
-    assert set(scatter.peers.rooms) == {"gradients 0", "gradients 1"}
+    assert scatter.peers.kinds == 3 * ["gradients", "close"]  # others may still read until then
+    assert set(scatter.peers.rooms) == {"gradients"}
 
 
 def test_reduce_scatter_is_right_after_a_step_that_failed():
