@@ -1,7 +1,8 @@
 """What the experts of today's models add to a layer: activations with constants, biases, interleaved gates.
 
 Each kind is timed on gpt-oss-20b's shape and, as `times_base`, compared with swiglu's time, relu2 with relu's. All of
-it at once, as gpt-oss has it, is timed on the shapes of its two models beside their cuBLAS products.
+it at once, as gpt-oss has it, is timed on the shapes of its two models beside their cuBLAS products, which are also
+timed with copies of as many bytes as a layer moves besides.
 """
 
 from collections.abc import Callable
@@ -56,6 +57,7 @@ KINDS = (
     Kind("relu2", "relu2", "relu"),
 )
 BOUND = Kind("cublas_bound", "swiglu", None)
+BOUNDS = (BOUND, Kind("cublas_and_traffic", "swiglu", None))
 ONLY_ALL_AT_ONCE = {"gptoss"}  # cases that only GPT_OSS and its bound are timed on: gpt-oss-120b's
 
 
@@ -123,11 +125,11 @@ def pytest_generate_tests(metafunc):
     passes = ("forward", "forward_backward")
 
     def combinations(name, config):
-        kinds = (BOUND, GPT_OSS) if name in ONLY_ALL_AT_ONCE else (BOUND, *KINDS)
+        kinds = (*BOUNDS, GPT_OSS) if name in ONLY_ALL_AT_ONCE else (*BOUNDS, *KINDS)
         for order in orders(config, "row"):
             yield from ((cases.LAYERS[name], order, kind, what) for kind in kinds for what in passes)
 
-    tiny = [(cases.TINY, "row", kind, what) for kind in (BOUND, *KINDS) for what in passes]
+    tiny = [(cases.TINY, "row", kind, what) for kind in (*BOUNDS, *KINDS) for what in passes]
     parametrize(metafunc, "experts", combinations, tiny, set(cases.GROUPS["experts"]))
 
 
@@ -141,8 +143,8 @@ def test_experts(spec, current, time_device, benchmark):
     made = current.inputs_of(of_inputs, order)
     info = {**of_inputs.info, "activation": kind.activation, "order": order, "provider": kind.name, "pass": what}
     bound = (of_inputs, order, what)
-    if kind is BOUND:
-        layer = providers.PROVIDERS["cublas_bound"].build(of_inputs, made)
+    if kind in BOUNDS:
+        layer = providers.PROVIDERS[kind.name].build(of_inputs, made)
     else:
         layer = _Experts(with_biases(made) if kind.bias else made, kind)
         if what == "forward_backward":

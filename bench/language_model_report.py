@@ -18,6 +18,8 @@ ARMS = {
     "grouped_mm": "bf16, torch grouped_mm",
     "minimal": "moeblaze-cupy, minimal",
     "recompute": "moeblaze-cupy, recompute",
+    "save_fp8": "moeblaze-cupy, save fp8",
+    "fp8": "moeblaze-cupy, products in fp8",
 }
 ABOUT = """A decoder-only model on bytes (`examples/language_model.py`), trained on sources and documentation of Python
 and its packages; whole files are held out. Arms see the same initial weights and batches of a seed, and differ in the

@@ -14,6 +14,7 @@ grouped products, the way back, and a sum over each token's slots.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -34,6 +35,7 @@ from bench.providers import _activate as activated
 from bench.providers import _grouped_mm as grouped_product
 from moeblaze_cupy.interop.exchange import ExpertGroup
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.interop.fsdp import CopyEngines
 from moeblaze_cupy.interop.torch import MoE, moe
 
 TOLERANCE = 0.02
@@ -42,6 +44,8 @@ SLOTS = 1.125  # of balanced routing's slots, for which routes "gather" and "pul
 PIECE_ELEMENTS = 2**26  # that are compared at a time
 ROUTES = ("exact", "gather", "pull")
 PLAIN = "pull-plain"  # route "pull" without copies
+COPIES, COPIES_BF16 = "copies", "copies-bf16"  # FSDP2's collectives by copy engines; gradients travel in bfloat16
+FSDP = ("moeblaze", COPIES, COPIES_BF16)
 MOST_FSDP_BYTES = 24 * 2**30  # of a stack's parameters, for which FSDP2 has a row: dsv3's are for expert parallelism
 
 
@@ -96,7 +100,7 @@ class Timer:
 
     def __call__(self, work):
         """ms: median of calls that are waited for. back_to_back_ms: mean of calls that follow one another for a second.
-        peak_mib: what a call takes beyond what was there before.
+        peak_mib: what a call takes beyond what was there before; rows add the symmetric memory that stays.
         """
         for _ in range(2):
             work()
@@ -195,12 +199,17 @@ class ExpertParallel:
         named = dict(zip(cases.RESULTS, pairs, strict=True))
         return {name: relative_error(a, b.chunk(size)[self.rank]) for name, (a, b) in named.items()}
 
+    @property
+    def symmetric_mib(self):
+        """MiB of symmetric memory, which torch does not count."""
+        return self.experts.peers.nbytes / measure.MIB if self.experts is not None else 0.0
+
     def release(self):
         """Drops what only `errors` reads."""
         self.whole = None
 
 
-def stack_of(case, mesh):
+def stack_of(case, mesh, reduce_dtype=torch.float32):
     """STACKED layers of norm, router and experts with residuals, under FSDP2 on a mesh, or plain without one."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -216,7 +225,7 @@ def stack_of(case, mesh):
 
     stack = torch.nn.Sequential(*(Block() for _ in range(STACKED)))
     if mesh is not None:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         for block in stack:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(stack, mesh=mesh, mp_policy=policy)
@@ -248,6 +257,7 @@ def expert_rows(case, sizes, rank, rounds, everyone, plain=False):
                 row["wrong"] = f"an error of {largest:.3f} or another rank's is above {TOLERANCE}"
             else:
                 row |= Timer(everyone, rounds)(layer.forward_backward)
+                row["peak_mib"] += layer.symmetric_mib
                 row["state"] = measure.gpu_state()
             rows.append(row)
             del layer
@@ -269,20 +279,27 @@ def fsdp_rows(case, sizes, rank, rounds, everyone):
         if size > 1:
             table = torch.arange(world // size * size).view(-1, size)
             mesh = DeviceMesh(device(), table, mesh_dim_names=("replicate", "shard"))["shard"]
-        torch.manual_seed(0)
-        stack = stack_of(case, mesh)
-        x = torch.randn(case.L, case.d, device=device(), dtype=torch.bfloat16)
+        for provider in ("moeblaze",) if size == 1 or not has_gpu() else FSDP:
+            torch.manual_seed(0)
+            reduce_dtype = torch.bfloat16 if provider == COPIES_BF16 else torch.float32
+            stack, engines = stack_of(case, mesh, reduce_dtype), None
+            if provider in (COPIES, COPIES_BF16):
+                engines = CopyEngines(mesh)
+                engines.serve(*stack, stack)
+            x = torch.randn(case.L, case.d, device=device(), dtype=torch.bfloat16)
 
-        def work(stack=stack, x=x):
-            stack(x).backward(x)
-            stack.zero_grad()
+            def work(stack=stack, x=x):
+                stack(x).backward(x)
+                stack.zero_grad()
 
-        row = {"case": case.name, "what": "fsdp", "provider": "moeblaze", "gpus": size}
-        row |= Timer(everyone, rounds)(work)
-        rows.append(row)
-        del stack, work
-        if has_gpu():
-            torch.cuda.empty_cache()
+            row = {"case": case.name, "what": "fsdp", "provider": provider, "gpus": size}
+            row |= Timer(everyone, rounds)(work)
+            row["peak_mib"] += engines.nbytes / measure.MIB if engines else 0
+            rows.append(row)
+            del stack, work, engines
+            gc.collect()  # modules of FSDP2 refer to themselves
+            if has_gpu():
+                torch.cuda.empty_cache()
     return rows
 
 

@@ -14,10 +14,16 @@ TITLES = {
     "gather": "moeblaze-cupy, gather",
     PEER: "torchtitan's order in torch",
 }
+FSDP_TITLES = {
+    "moeblaze": "NCCL, float32",
+    "copies": "copy engines, float32",
+    "copies-bf16": "copy engines, bfloat16",
+}
 ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens, and P GPUs share its experts, or
 under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P; the
 time on one GPU was taken on all at once. The peer is a layer in the order of torchtitan's default dispatcher, in public
-torch calls. Speed is its time over this package's, share is this package's peak memory over its, in the same run. The
+torch calls. Speed is its time over this package's, share is this package's peak memory over its, in the same run.
+Collectives of FSDP2 are NCCL's, or those of `interop.fsdp.CopyEngines`; gradients travel in float32 or bfloat16. The
 paper's Figure 7 shows FSDP alone and prints no numbers."""
 
 
@@ -58,11 +64,12 @@ def expert_cells(found: list[dict]) -> list[list[str]]:
 
 
 def fsdp_cells(found: list[dict]) -> list[list[str]]:
-    """Cells: case, GPUs, ms, efficiency, peak MiB."""
+    """Cells: case, GPUs, collectives, ms, efficiency, peak MiB."""
     return [
         [
             r["case"],
             str(r["gpus"]),
+            FSDP_TITLES[r["provider"]] if r["gpus"] > 1 else "-",
             number(r["ms"]),
             f"{100 * r['efficiency']:.0f}%",
             f"{r['peak_mib']:,.0f}",
@@ -78,7 +85,7 @@ def efficiencies() -> dict[str, dict[str, float]]:
     most = max((row["gpus"] for row in found), default=0)
     by_case: dict[str, dict[str, float]] = {}
     for row in found:
-        series = "FSDP2" if row["what"] == "fsdp" else row["provider"]
+        series = row["provider"] if row["what"] == "experts" else f"FSDP2, {FSDP_TITLES[row['provider']]}"
         if row["gpus"] == most and "efficiency" in row:
             by_case.setdefault(row["case"], {})[series] = 100 * row["efficiency"]
     return by_case
@@ -102,5 +109,5 @@ def section(table) -> list[str]:
     ]
     head = ["case", "GPUs", "experts", "ms", "efficiency", "speed", "peak, MiB", "share"]
     lines += ["", "### Expert parallelism, forward and backward", *table(head, expert_cells(found))]
-    head = ["case", "GPUs", "ms", "efficiency", "peak, MiB"]
+    head = ["case", "GPUs", "collectives, gradients", "ms", "efficiency", "peak, MiB"]
     return [*lines, "", "### FSDP2, four layers, forward and backward", *table(head, fsdp_cells(found))]

@@ -191,6 +191,7 @@ def losses(records: Records) -> Figure | None:
     if not sizes:
         return None
     colors = {"fp32": INK, "grouped_mm": "#a3a3a3", "minimal": STYLES["moeblaze"][0], "recompute": "#e69138"}
+    colors |= {"save_fp8": "#6fa8dc", "fp8": "#8e63b5"}
     figure, panels = plt.subplots(len(sizes), 2, figsize=(9.0, 3.4 * len(sizes)), layout="constrained", squeeze=False)
     for (size, found), (curves, apart) in zip(sizes.items(), panels, strict=True):
         for arm, results in found.items():
@@ -236,15 +237,20 @@ def parallel(records: Records) -> Figure | None:
     if not by_case:
         return None
     gpus = max(row["gpus"] for row in parallel_report.rows())
-    named = {"pull": f"{OURS}, experts", parallel_report.PEER: "torchtitan's order, experts", "FSDP2": f"{OURS}, FSDP2"}
-    colors = dict(zip(named, (STYLES["moeblaze"][0], "#a3a3a3", "#6fa8dc"), strict=True))
-    figure, axes = plt.subplots(figsize=(9.0, 0.8 + 0.62 * len(by_case)), layout="constrained")
+    named = {
+        "pull": f"{OURS}, experts",
+        parallel_report.PEER: "torchtitan's order, experts",
+        "FSDP2, copy engines, bfloat16": f"{OURS}, FSDP2 by copy engines",
+        "FSDP2, NCCL, float32": f"{OURS}, FSDP2 by NCCL",
+    }
+    colors = dict(zip(named, (STYLES["moeblaze"][0], "#a3a3a3", "#6fa8dc", "#b9d4ee"), strict=True))
+    figure, axes = plt.subplots(figsize=(9.0, 0.8 + 0.8 * len(by_case)), layout="constrained")
     for group, series in enumerate(by_case.values()):
         for place, name in enumerate(named):
             if name not in series:
                 continue
-            y, value = group + 0.27 * (place - 1), series[name]
-            axes.barh(y, value, 0.25, color=colors[name])
+            y, value = group + 0.21 * (place - 1.5), series[name]
+            axes.barh(y, value, 0.19, color=colors[name])
             axes.text(value, y, f" {value:.0f}%  {named[name]}", va="center", color=INK, fontsize=8)
     axes.set_yticks(range(len(by_case)), list(by_case), fontsize=8.5, color=INK)
     axes.set_ylim(len(by_case) - 0.4, -0.6)

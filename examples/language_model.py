@@ -5,7 +5,8 @@ python examples/plot_losses.py runs                                             
 
 Arms see the same initial weights and the same batches of a seed. `fp32` is the reference: float32 throughout, TF32 off,
 experts in turn. The others have bfloat16 weights and activations: `grouped_mm` torch's grouped products, `minimal` and
-`recompute` this package's layer under that save policy. Every arm's optimizer has float32 main weights.
+`recompute` this package's layer under that save policy, `save_fp8` under save="fp8", `fp8` with products in e4m3, whose
+weights are quantised in each step. Every arm's optimizer has float32 main weights.
 
 Letters: B sequences of T bytes per step, L = B*T tokens, d model width, E experts of hidden width h, k per token.
 """
@@ -30,7 +31,13 @@ from examples import corpus as text
 from moeblaze_cupy.cli.progress import Progress
 from moeblaze_cupy.interop.torch import moe, route
 
-ARMS = ("fp32", "grouped_mm", "minimal", "recompute")
+OURS = {
+    "minimal": {"save": "minimal"},
+    "recompute": {"save": "recompute"},
+    "save_fp8": {"save": "fp8"},
+    "fp8": {"save": "minimal", "precision": "fp8"},
+}  # the options of this package's layer by arm
+ARMS = ("fp32", "grouped_mm", *OURS)
 VOCABULARY = 256
 BALANCE = 0.01  # weight of the load-balancing loss
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
@@ -106,9 +113,9 @@ class Experts(torch.nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         logits = F.linear(tokens.float(), self.router.float())
         w1, w2 = self.w1.transpose(1, 2), self.w2.transpose(1, 2)
-        if self.arm in ("minimal", "recompute"):
+        if self.arm in OURS:
             weights, ids = route(logits, self.k)
-            out = moe(tokens, ids, weights, w1, w2, save=self.arm)
+            out = moe(tokens, ids, weights, w1, w2, **OURS[self.arm])
         else:
             weights, ids = logits.softmax(1).topk(self.k, dim=1)
             weights = weights / weights.sum(1, keepdim=True)

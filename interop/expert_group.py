@@ -64,7 +64,8 @@ class RankGroup:
         # Without a bound the layer of "pull" would have memory for all slots of all ranks. With one it cannot compute
         # in pieces, so it is only chosen for those who said what else becomes of an overflow.
         may_pull = on_nccl and route == "auto" and slots is not None and on_overflow in ("drop", "raise")
-        self.number = self._agree(_gpu() if may_pull else None)  #: the same on all ranks, another for each ExpertGroup
+        #: the same on all ranks, another for each ExpertGroup
+        self.number = self._agree(this_gpu() if may_pull else None)
         if self.num_experts < 1 or self.num_experts % self.size:
             expected = f"a multiple of the group's {self.size} ranks"
             raise checks.bad_value("ExpertGroup", "num_experts", expected, num_experts)
@@ -86,7 +87,7 @@ class RankGroup:
     def _agree(self, gpu: Any) -> int:
         """Raises ValueError on all ranks if their options differ; returns the group's number, and decides on "auto".
 
-        gpu: what `_gpu` tells of this rank's, or None where "auto" is "exact".
+        gpu: what `this_gpu` tells of this rank's, or None where "auto" is "exact".
         """
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
         options = {"kind": type(self).__name__} | {name: getattr(self, name) for name in names}
@@ -102,7 +103,7 @@ class RankGroup:
                     got = f"{name}={by_rank[0][name]!r} on rank 0 and {name}={other[name]!r} on rank {rank}"
                     raise ValueError(f"ExpertGroup: options: expected the same on all ranks, got {got}")
         if self.route == "auto":
-            self.route = "pull" if _reach_each_other([other["gpu"] for other in by_rank]) else "exact"
+            self.route = "pull" if reach_each_other([other["gpu"] for other in by_rank]) else "exact"
         return RankGroup._numbers
 
     def count_overflow(self, dropped: Tensor | None) -> None:
@@ -134,7 +135,7 @@ class RankGroup:
             raise ValueError(f"exchange: rows: expected {expected}, got {number} more; raise them or use None")
 
 
-def _gpu() -> tuple[str, str, list[str]]:
+def this_gpu() -> tuple[str, str, list[str]]:
     """Of this process: the host's name, its GPU, and the GPUs whose memory that can access."""
     here, devices = torch.cuda.current_device(), range(torch.cuda.device_count())
     names = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
@@ -142,8 +143,8 @@ def _gpu() -> tuple[str, str, list[str]]:
     return socket.gethostname(), names[here], others
 
 
-def _reach_each_other(gpus: list[Any]) -> bool:
-    """gpus: by rank, what `_gpu` told, or None."""
+def reach_each_other(gpus: list[Any]) -> bool:
+    """gpus: by rank, what `this_gpu` told, or None."""
     if None in gpus or len({host for host, _, _ in gpus}) > 1:
         return False
     names = [name for _, name, _ in gpus]

@@ -87,16 +87,22 @@ class _ExpertParallel(torch.autograd.Function):
     ) -> Tensor:
         experts, w1 = route.experts, gate if up is None else (gate, up)
         rows, local_ids, got = route.receive(x, ids, weights)
-        pieces = _pieces(route, local_ids)
+        pieces, arrival = _pieces(route, local_ids), route.arrival
         if len(pieces) > 1 and save is not None:
             save = "recompute"
-        options: dict[str, Any] = {"activation": activation, "save": save}
+        options: dict[str, Any] = {"activation": activation, "save": save, "arrival": arrival}
         options |= {"spare_multiprocessors": experts.spare_multiprocessors}
         room = route.room_for_results(rows) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
-            out, saved = forward_into(room, rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options)
+            try:
+                out, saved = forward_into(
+                    room, rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options
+                )
+            finally:
+                if arrival is not None:  # also where nothing has read the rows
+                    arrival.wait()
             results.append(out)
             if bound is not None and (experts.slots is not None):
                 index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
@@ -127,7 +133,7 @@ class _ExpertParallel(torch.autograd.Function):
         of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
         keeps = experts.keep_received
         grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), None if keeps else kept_rows)
-        rows = kept_rows if sent_again is None else sent_again
+        rows, arrival = kept_rows if sent_again is None else sent_again, route.arrival
 
         def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
             kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
@@ -150,12 +156,14 @@ class _ExpertParallel(torch.autograd.Function):
             part, saved = saved_of(piece)
             pending = None
             needs = (*of_rows, "w1", "w2") if of_experts else of_rows
-            options = grad_rows[part], saved, needs, False, None, spare
+            options = grad_rows[part], saved, needs, False, None, spare, bool(of_experts), arrival
             room = route.room_for_gradients(of_rows, rows, got) if len(ctx.pieces) == 1 else None
             try:
-                grads, pending = backward_into(room, "expert_parallel_moe", *options, defers_weights=bool(of_experts))
+                grads, pending = backward_into(room, "expert_parallel_moe", *options)
             finally:
                 ctx.kept[piece].consumed = saved.consumed
+                if arrival is not None:  # also where nothing has read the gradients
+                    arrival.wait()
             for name in of_rows:
                 parts[name].append(getattr(grads, name))
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed

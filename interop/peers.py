@@ -43,14 +43,19 @@ class Peers:
         self._tables: dict[tuple[int, ...], Tensor] = {}  # of addresses
         self._in_graphs: dict[int, Any] = {}  # by address: what CUDA graphs use, which lives as long as they may
         self._beside: torch.cuda.Stream | None = None
-        self._copying = False  # there are copies for which no stream waits yet
+        self._copying_to: str | None = None  # the kind, or "" for other memory, of copies that no stream waits for yet
         self.copies = True  #: whole blocks of rows may be copied, which takes no multiprocessor
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers. torch.cuda counts no symmetric memory."""
+        return sum(len(buffer.memory) for buffer in self._buffers.values())
 
     def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
         """Arrays of these shapes and dtypes in the buffer, to be written and then offered."""
-        if self._copying:  # something failed since, or a shared expert offers too
-            self._wait_for_copies(device)
-        if self._read == kind:  # likewise, or the last call had nothing to offer after it
+        if self._copying_to == kind:  # something failed since
+            self._wait_for_copies()
+        if self._read == kind:  # likewise, or a shared expert offers too, or the last call had nothing more to offer
             self.close()
         return self._arrays(kind, forms, device)[0]
 
@@ -70,10 +75,11 @@ class Peers:
             self._in_graphs[self._buffers[kind].memory.data_ptr()] = self._buffers[kind]
         return self._views[kind, forms][1]
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], kind: str = "") -> Callable[[], None]:
         """Starts copies (to, source) beside what the stream does next; what it returns has the stream wait for them.
 
-        They run on the GPU's copy engines, so that no multiprocessor is taken from products.
+        They run on the GPU's copy engines, so that no multiprocessor is taken from products. Before the next barrier
+        the stream waits for them, as others may then write what they read. kind: of the buffer they go to, if any.
         """
         device = pairs[0][0].device
         if self._beside is None:
@@ -83,13 +89,13 @@ class Peers:
         with torch.cuda.stream(beside):
             for to, source in pairs:
                 to.copy_(source)
-        self._copying = True
-        return lambda: self._wait_for_copies(device)
+        self._copying_to = kind
+        return self._wait_for_copies
 
-    def _wait_for_copies(self, device: torch.device) -> None:
+    def _wait_for_copies(self) -> None:
         assert self._beside is not None
-        torch.cuda.current_stream(device).wait_stream(self._beside)
-        self._copying = False
+        torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
+        self._copying_to = None
 
     def fetch(self, offered: Offered, start: int, rows: int, used: int) -> Callable[[], PeerArray]:
         """Starts to copy rows of results of the other ranks to this one, beside what the stream does next.
@@ -103,7 +109,8 @@ class Peers:
         others = [rank % ranks for rank in range(here + 1, here + ranks)]  # not all from one rank at once
         places = self.room("tokens", (((len(others), *own.shape), own.dtype),), own.device)[0]
         sources = [offered.at[other][start : start + used] for other in others]
-        wait_for_copies = self.copy([(to[:used], source) for to, source in zip(places, sources, strict=True)])
+        pairs = [(to[:used], source) for to, source in zip(places, sources, strict=True)]
+        wait_for_copies = self.copy(pairs, "tokens")
         by_rank = dict(zip(others, places, strict=True)) | {here: own}
         table = self._table(tuple(by_rank[rank].data_ptr() for rank in range(ranks)), own.device)
         if torch.cuda.is_current_stream_capturing():
@@ -131,6 +138,8 @@ class Peers:
             self._read = None
 
     def _barrier(self, kind: str) -> None:
+        if self._copying_to is not None:
+            self._wait_for_copies()
         self._buffers[kind].handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
     def _arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:

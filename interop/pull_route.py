@@ -16,6 +16,7 @@ from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.interop.peers import Offered
 from moeblaze_cupy.interop.routes import Route
+from moeblaze_cupy.ops.split_tiles import Arrival
 
 Tensor = torch.Tensor
 # A copy of all rows is faster than a kernel that reads the rows it needs if these are more than a share of them: on two
@@ -84,36 +85,48 @@ class PullRoute(Route):
         local_ids = ids.new_empty((self.room, self.k), dtype=torch.int32)
         got = weights.new_empty((self.room, self.k))
         self._needed = ids.new_empty(self.room, dtype=torch.bool)  # rows that have an expert here
-        wait: Callable[[], None] | None = None
+        self._wait: Callable[[], None] | None = None
         if self.rows:
             if self.num_tokens < self.rows:  # rows without a token have no expert
                 beyond = 0, 0, 0, self.rows - self.num_tokens
                 ids, weights = pad(ids, beyond, value=-1), pad(weights, beyond)
             of_rows, of_ids, of_weights = self._offer("tokens", self.rows, x, ids, weights)
-            wait = self._copy(of_rows, rows)
+            self._wait = self._copy(of_rows, rows)
             mb_rows.pull_slots(of_ids.array, of_weights.array, self._share, local_ids, got, self._needed)
-            if wait is None:
+            if self._wait is None:
                 mb_rows.pull_rows(of_rows.array, self._needed, rows)
         self._begun = rows, local_ids, got
-        return wait or (lambda: None)
+        return self._wait or (lambda: None)
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.arrival = None
         if self._begun is None:
-            self.begin(x, ids, weights)()
+            self.begin(x, ids, weights)
+            self._arrive(self._wait)
         assert self._begun is not None
         received, self._begun = self._begun, None
         if self.rows:
             self._close()
         return received
 
+    def _arrive(self, wait: Callable[[], None] | None) -> None:
+        """Sets `arrival`, or waits; wait: as of `_copy`."""
+        if wait is not None and self.one_by_one:
+            wait()
+        elif wait is not None:
+            first = self._share.rank * self.rows
+            self.arrival = Arrival(first, first + self.rows, wait)
+
     def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        tensors = [grad] if x is None else [grad, x]
+        tensors, self.arrival = [grad] if x is None else [grad, x], None
         pulled = [tensor.new_empty((self.room, tensor.shape[1])) for tensor in tensors]
         if self.rows:
             for offered, rows in zip(self._offer("tokens", self.rows, *tensors), pulled, strict=True):
                 wait = self._copy(offered, rows)
                 if wait is None:
                     mb_rows.pull_rows(offered.array, self._needed, rows)
+                elif x is None:
+                    self._arrive(wait)
                 else:
                     wait()
             self._close()

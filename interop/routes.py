@@ -10,6 +10,7 @@ from moeblaze_cupy import launch_config
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Pending
 from moeblaze_cupy.interop.expert_group import RankGroup
+from moeblaze_cupy.ops.split_tiles import Arrival
 
 Tensor = torch.Tensor
 
@@ -28,6 +29,7 @@ class Route:
         self.has_fixed_room = True  # the number of rows received is known from L
         self.one_by_one = False  # its steps are functions of autograd that run in the caller's order
         self.counted: Tensor | None = None  # (1,) of what was dropped; None if nothing can be
+        self.arrival: Arrival | None = None  # of rows received last, while they are on their way; never if one_by_one
 
     @property
     def received(self) -> int:
@@ -65,11 +67,17 @@ class Route:
         raise NotImplementedError
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k)."""
+        """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k).
+
+        The rows may be on their way: see `arrival`.
+        """
         raise NotImplementedError
 
     def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The gradients of results (room, d), of (L, d), and the rows of x once more where they are not kept."""
+        """The gradients of results (room, d), of (L, d), and the rows of x once more where they are not kept.
+
+        The gradients may be on their way: see `arrival`.
+        """
         raise NotImplementedError
 
     def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:

@@ -9,6 +9,7 @@ from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.layer import map_saved, named_pair, spared, w1_b1_b2
 from moeblaze_cupy.ops import backward, fp8
 from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Key, Runtime, current_device
 from moeblaze_cupy.structures import (
     GRADIENTS,
@@ -211,10 +212,12 @@ def backward_into(
     accumulate: Mapping[str, Any] | None,
     spare_multiprocessors: int,
     defers_weights: bool = False,
+    arrival: Arrival | None = None,
 ) -> tuple[Gradients, PendingWeights | None]:
     """`moe_backward`, or its first half; `function` is the one that messages name.
 
-    grad_x: None, or what the gradient of x is to be on CUDA: of x's shape, dtype and kind, and aligned.
+    grad_x: None, or what the gradient of x is to be on CUDA: of x's shape, dtype and kind, and aligned. arrival: of
+    grad_out's rows; None where all are here.
     """
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
@@ -222,7 +225,8 @@ def backward_into(
     if defers_weights and saved.gradients != GRADIENTS:
         given_biases = " and ".join(saved.gradients[len(GRADIENTS) :])
         raise checks.bad_value(function, "saved", "a layer without biases, which moe_backward serves", given_biases)
-    options = bool(keep_saved), spare_multiprocessors, defers_weights
+    here = None if arrival is None else (arrival.first_token, arrival.end_token)
+    options = bool(keep_saved), spare_multiprocessors, defers_weights, here
     key, given, pointers = _backward_key(grad_out, saved, needs, options, accumulate)
     export: Export = keep
     found = runtime.find(key)
@@ -248,6 +252,8 @@ def backward_into(
             _check_apart(function, call.framework, d["grad_out"].owner, saved, parts)
         limits = spared(function, call, spare_multiprocessors)
         if limits is None:
+            if arrival is not None:
+                arrival.wait()
             saved.consumed = is_consumed(saved.is_overwritable, saved.y_swi is not None, needs, keep_saved)
             host_saved = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
             host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
@@ -281,6 +287,7 @@ def backward_into(
             saved.slots,
             defers_weights,
             saved.precision,
+            here,
         )
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
@@ -290,9 +297,8 @@ def backward_into(
         weights_fp8 = None
         if saved.fp8_weights is not None:
             weights_fp8 = fp8.Addresses(*(_address(found.framework, saved.fp8_weights, f) for f in fp8_checks.FIELDS))
-        made = backward.moe_backward(
-            run, found.steps, saved, into, *pointers[:_READ], grad_x=of_x, weights_fp8=weights_fp8
-        )
+        options_of_run: dict[str, Any] = {"grad_x": of_x, "weights_fp8": weights_fp8, "arrival": arrival}
+        made = backward.moe_backward(run, found.steps, saved, into, *pointers[:_READ], **options_of_run)
         grads, first_layer_grad, weighted = made
         exported = _exported(export, accumulate, grads)
         if not defers_weights:

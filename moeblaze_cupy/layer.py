@@ -8,6 +8,7 @@ from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, reference, 
 from moeblaze_cupy.arrays import Buffer, Export
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.ops import dispatch, experts, fp8
+from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import (
     Activation,
@@ -242,11 +243,15 @@ def forward_into(
     save: str | None = "minimal",
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
+    arrival: Arrival | None = None,
 ) -> tuple[Any, SavedForBackward | None]:
-    """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned."""
+    """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned.
+
+    arrival: of rows of x; None where all are here.
+    """
     given = x, ids, weights, *_gate_and_up("moe_forward", "w1", w1), w2, None, None, None, None
     options = activation, save, "halves", "output", False, 0, max_slots, spare_multiprocessors
-    return forward(given, options, into)
+    return forward(given, options, into, arrival=arrival)
 
 
 def forward(
@@ -255,15 +260,19 @@ def forward(
     into: Any = None,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
+    arrival: Arrival | None = None,
 ) -> tuple[Any, SavedForBackward | None]:
     """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not.
 
-    into: as of `forward_into`.
+    into, arrival: as of `forward_into`.
     """
     of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
     of_key: tuple[Any, ...] = options
     if precision is not None:
         given, of_key = (*given, *of_fp8), (*options, precision, fp8_weights and fp8_weights.gate_up)
+    here = None if arrival is None else (arrival.first_token, arrival.end_token)
+    if here is not None:
+        of_key = *of_key, here
     key, pointers = runtime.key_of("moe_forward", of_key, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
@@ -291,6 +300,8 @@ def forward(
             of_layer = x_array, w2_array, activation, gate_up, biases, fp8_arrays, order
             fp8_checks.layer("moe_forward", *of_layer, limits)
         if limits is None:
+            if arrival is not None:
+                arrival.wait()
             w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[3:5], names[6:8]))
             in_fp8: dict[str, Any] = {} if precision is None else {"precision": precision}
             if of_fp8:
@@ -326,6 +337,7 @@ def forward(
             max_slots,
             precision,
             not of_fp8,
+            here,
         )
         given = [array and array.owner for array in described]
         pointers = [array.ptr if array else 0 for array in described]
@@ -338,7 +350,8 @@ def forward(
         if steps.quantize:
             made, weights_fp8 = steps.quantize.make(run, pointers[3:5], pointers[5])
             fp8_weights = Fp8Weights(**made)
-        made_by_forward = experts.moe_forward(run, steps, *pointers[:10], out=memory, weights_fp8=weights_fp8)
+        options_of_run: dict[str, Any] = {"out": memory, "weights_fp8": weights_fp8, "arrival": arrival}
+        made_by_forward = experts.moe_forward(run, steps, *pointers[:10], **options_of_run)
         out, lists, ids_copy, first_layer, y_swi = made_by_forward
         out = export(out)
         if save is None:

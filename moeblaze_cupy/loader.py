@@ -24,7 +24,7 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
 SHAPE_INDEPENDENT = (
     *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
-    *("quantize.cu", "saved_fp8.cu"),
+    *("quantize.cu", "saved_fp8.cu", "split_tiles.cu"),
     *SELECTIONS,
 )
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}

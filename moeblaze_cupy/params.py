@@ -183,6 +183,13 @@ _TABLES = {
             int32=("num_slots", "num_experts", "max_slots"),
         ),
     },
+    "split_tiles.cu": {
+        "split_tiles": Params(
+            "SplitTilesParams",
+            pointers=("expert_token_indices", "expert_token_offsets", "row_tiles", "ranges"),
+            int32=("first_token", "end_token", "num_experts", "max_row_tiles"),
+        ),
+    },
     "dispatch.cu": {
         "dispatch_count": Params(
             "DispatchCountParams<int>",

@@ -17,6 +17,7 @@ import ranks_adapters  # noqa: F401
 import ranks_composition  # noqa: F401
 import ranks_exchange  # noqa: F401
 import ranks_faults  # noqa: F401
+import ranks_fsdp  # noqa: F401
 import ranks_gpus  # noqa: F401
 import torch
 import torch.distributed as dist

@@ -220,7 +220,7 @@ def auto_route(rank, size, group):
     """Rows are pulled where `slots` bounds memory, more may be dropped, and all GPUs access each other's memory."""
 
     def route_of(gpu, **options):
-        with mock.patch("moeblaze_cupy.interop.expert_group._gpu", lambda: gpu):
+        with mock.patch("moeblaze_cupy.interop.expert_group.this_gpu", lambda: gpu):
             return ExpertGroup(group, E, **options).route
 
     names = [f"GPU-{r}" for r in range(size)]

@@ -27,7 +27,7 @@ LEVELS = [
     ["reference.products", "reference.selection"],
     ["reference.experts"],
     ["reference", "rehearsal", "ops.dispatch", "ops.router", "ops.selection"],
-    ["ops.aggregation", "ops.balance", "ops.biases", "ops.pull", "ops.saved_fp8"],
+    ["ops.aggregation", "ops.balance", "ops.biases", "ops.pull", "ops.saved_fp8", "ops.split_tiles"],
     ["ops.grouped_gemm"],
     ["ops.panels", "ops.quantize"],
     ["ops.fp8"],
@@ -39,7 +39,7 @@ LEVELS = [
     ["interop.inductor", "interop.collectives", "interop.peers", "cli.progress"],
     ["interop.torch_schema", "interop.torch_fp8", "interop.expert_group"],
     ["interop.torch_ops", "interop.torch_router_ops"],
-    ["interop.routes"],
+    ["interop.fsdp", "interop.routes"],
     ["interop.pull_route"],
     ["interop.exchange"],
     ["interop.torch_autograd"],
@@ -119,7 +119,7 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "deepep"
+    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "deepep"
     speaks_torch = tuple(f"interop.{name}" for name in names)
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module.startswith("interop.transformers")

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import training_step  # noqa: E402
+from bench import language_model_report, language_model_runs, training_step  # noqa: E402
 from examples import corpus, plot_losses  # noqa: E402
 from examples import language_model as lm  # noqa: E402
 
@@ -75,7 +75,7 @@ def runs(data, tmp_path_factory):
 
 
 def test_arms_train_alike(runs):
-    """The same weights and batches: losses differ by the rounding of bfloat16."""
+    """The same weights and batches: losses differ by the rounding of bfloat16, and of e4m3 where an arm has it."""
     _, results = runs
     for arm, result in results.items():
         losses = [(entry["training"], entry["held_out"]) for entry in result["history"]]
@@ -84,22 +84,24 @@ def test_arms_train_alike(runs):
         assert result["held_out_loss"] < result["history"][0]["held_out"] - 0.1
         assert result["tokens_per_second"] > 0 and [entry["step"] for entry in result["history"]] == [3, 6]
     assert results["minimal"]["history"] == results["recompute"]["history"]
-    assert results["minimal"]["history"] != results["grouped_mm"]["history"] != results["fp32"]["history"]
+    others = [json.dumps(results[arm]["history"]) for arm in lm.ARMS if arm != "recompute"]
+    assert len(set(others)) == len(others)
 
 
 def test_gradients_of_the_arms_agree(data):
-    """In float32, where arms differ by the order of sums alone."""
+    """In float32, where arms differ by the order of sums, and by e4m3 where the first layer is kept in it."""
     windows = lm.batch(data.training, 5, 7, TOY)
     gradients = {}
-    for arm in lm.ARMS:
+    exact = [arm for arm in lm.ARMS if arm != "fp8"]  # whose layer is of bfloat16
+    for arm in exact:
         model = lm.Model(TOY, arm, 3)
         nats, balance = model.loss(windows)
         (nats + balance).backward()
         gradients[arm] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for arm in lm.ARMS[1:]:
+    for arm in exact[1:]:
         for name, wanted in gradients["fp32"].items():
             error = (gradients[arm][name] - wanted).norm() / wanted.norm()
-            assert error < 1e-4, (arm, name)
+            assert error < (0.05 if arm == "save_fp8" else 1e-4), (arm, name)
 
 
 def test_a_run_that_is_cut_goes_on_to_the_same_bits(runs, data, tmp_path):
@@ -167,6 +169,24 @@ def test_the_command_and_its_plot(folder, tmp_path, capsys):
     (tmp_path / "minimal-2.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="expected runs of the same settings and text"):
         plot_losses.load(tmp_path)
+
+
+def test_runs_at_once_have_a_gpu_each_and_tell_of_failures(tmp_path, capsys, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys; print(sys.argv[2], os.environ.get('CUDA_VISIBLE_DEVICES')); sys.exit('1' in sys.argv)"
+    )
+    monkeypatch.setattr(language_model_runs, "SCRIPT", script)
+    assert language_model_runs.run([("fp8", 0), ("fp8", 1), ("minimal", 0)], 2, 1, "toy", tmp_path, []) == 1
+    gpus = [(tmp_path / f"fp8-{seed}.log").read_text().split() for seed in (0, 1)]
+    assert gpus == [["fp8", "0"], ["fp8", "1"]] and "status 1: fp8 1" in capsys.readouterr().out
+
+
+def test_runs_on_another_text_than_the_recorded_have_its_arms_too():
+    recorded = language_model_report.runs("small")["grouped_mm"][0]["text"]
+    assert language_model_runs.queue(["fp8"], [0, 2], "small", recorded) == [("fp8", 0), ("fp8", 2)]
+    arms = {arm for arm, _ in language_model_runs.queue(["fp8"], [0], "small", recorded | {"digest": "other"})}
+    assert {"fp8", "grouped_mm", "minimal"} <= arms and "fp32" not in arms
 
 
 def test_the_long_run_counts_equal_repeats_and_collapses_in_its_middle(folder, tmp_path, monkeypatch, capsys):

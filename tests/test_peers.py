@@ -71,6 +71,8 @@ def beside(monkeypatch):
     waits = []
 
     class Stream:
+        device = CPU
+
         def __init__(self, name):
             self.name = name
 
@@ -105,6 +107,20 @@ def test_results_are_fetched_to_where_the_tokens_were(log, beside):
     found.fetch(offered, 3, 3, 3)
     found.offer("tokens", (normal(3, 8),), 3)  # it waits, as where something has failed
     assert beside == [("beside", "plain"), ("plain", "beside")]
+
+
+def test_copies_to_other_memory_end_before_the_next_barrier(log, beside):
+    """Products run meanwhile, which need room for their results."""
+    found, own = peers.Peers(None), torch.zeros(3, 8, dtype=torch.bfloat16)
+    (offered,) = found.offer("tokens", (normal(3, 8),), 3)
+    wait = found.copy([(own, offered.at[1])])
+    assert torch.equal(own, offered.at[1])
+    (room,) = found.room("results", (((6, 8), own.dtype),), CPU)
+    assert beside == [("beside", "plain")]
+    found.offer("results", (room,), 6)
+    assert beside == [("beside", "plain"), ("plain", "beside")]
+    wait()  # again, which is harmless
+    assert beside[1:] == 2 * [("plain", "beside")]
 
 
 def test_what_lies_in_its_room_is_not_copied(log):

@@ -18,6 +18,7 @@ from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TO
 from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_of_slots
 from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
+from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import (
     PLAIN_SLOTS,
@@ -104,6 +105,7 @@ def configure_backward(
     slots: SlotOptions = PLAIN_SLOTS,
     defers_weights: bool = False,
     precision: str | None = None,
+    here: tuple[int, int] | None = None,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 
@@ -111,7 +113,7 @@ def configure_backward(
     b1, b2: () without a bias. accumulate: by name, the layouts of the buffers that gradients of weights and biases are
     added to, in place of new ones. defers_weights: what the gradients of w1 and w2 are products of stays in memory, and
     the products are not launched; there are no biases then. precision: "fp8" for products in e4m3 but those of weight
-    gradients.
+    gradients. here: tokens whose rows of grad_out are here while others come.
     """
     (L, d), h, dtype = x.shape, w2.shape[1], x.dtype
     R, buffers = index.num_rows, dict(accumulate)
@@ -196,6 +198,7 @@ def configure_backward(
             further_parts=further_parts,
             weights_on_input=slots.on_input,
             fp8_saved=in_fp8 and not is_made_anew,
+            here=here,
         )
         launches["down_bwd"] = down_bwd
         if down_bwd.partial_sums and weights is not None:
@@ -305,12 +308,14 @@ def moe_backward(
     *,
     grad_x: Buffer | None = None,
     weights_fp8: fp8.Addresses | None = None,
+    arrival: Arrival | None = None,
 ) -> tuple[Gradients, Any, Any]:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
     The address of what there is not is 0, as of up where w1 is one array, and of first_layer where it was not saved.
     lists: the buffer of the index lists. accumulate: by name, the buffers that gradients of weights and biases are
-    added to. grad_x: memory for it; None allocates it. `saved` is told when it is about to be overwritten.
+    added to. grad_x: memory for it; None allocates it. arrival: of grad_out's rows, for a layer without biases. `saved`
+    is told when it is about to be overwritten.
     Returns gradients, None where not asked for, and of what is accumulated; and where weight gradients are deferred,
     the arrays of first_layer_grad and weighted_y_swi, None where they lie in the memory of what was saved.
     """
@@ -356,6 +361,8 @@ def moe_backward(
     grad_read, down_read, up_read, of_down_bwd, of_up_bwd = grad_out, (w2, w2), w1, NOT_FP8, NOT_FP8
     grad_e4m3 = first_layer_grad_e4m3 = None
     if steps.in_e4m3 and weights_fp8 and steps.down_bwd:
+        if arrival:
+            arrival.wait()
         grad_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, grad_out)
         grad_read, down_read = grad_e4m3[0].ptr, (weights_fp8.w2, weights_fp8.w2)
         of_down_bwd = Fp8(grad_e4m3[1].ptr, weights_fp8.w2_scales)
@@ -378,6 +385,7 @@ def moe_backward(
             y_swi=y_swi if steps.stored_y_swi else 0,
             weights=row_weights_ptr,
             fp8=of_down_bwd,
+            arrival=arrival,
         )
     del grad_e4m3
     if steps.down_bias_bwd and steps.down_bias:

@@ -24,6 +24,7 @@ from moeblaze_cupy.ops.dispatch import (
 )
 from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight
 from moeblaze_cupy.ops.panels import Panels
+from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, SlotOptions, is_gated
 
@@ -98,11 +99,13 @@ def configure_forward(
     max_slots: int | None = None,
     precision: str | None = None,
     quantizes: bool = False,
+    here: tuple[int, int] | None = None,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
 
     b1, b2: () without a bias. ragged: ids are pairs, of tokens with any number of slots. precision: "fp8" for products
-    in e4m3, of the weights that `moe_forward` is given beside w1 and w2. quantizes: it makes these itself.
+    in e4m3, of the weights that `moe_forward` is given beside w1 and w2. quantizes: it makes these itself. here: tokens
+    whose rows are here while others come.
     """
     (L, d), (E, h, _), dtype = x.shape, w2.shape, x.dtype
     num_tokens = L if ragged else None
@@ -136,6 +139,7 @@ def configure_forward(
             result_ld=h,
             weights_on_input=slots.on_input,
             fp8_saved=in_fp8,
+            here=here,
         )
         if in_fp8 and up_fwd.tier == "sm80":
             quantize_saved = saved_fp8.configure("quantize", index, dtype, h, halves, interleaved, limits)
@@ -199,10 +203,11 @@ def moe_forward(
     *,
     out: Buffer | None = None,
     weights_fp8: fp8.Addresses | None = None,
+    arrival: Arrival | None = None,
 ) -> ForwardResult:
     """Paper section 3.1, from the addresses of the inputs; 0 for what is not given, as up where w1 is one array.
 
-    out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3.
+    out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3. arrival: of rows of x.
     """
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     row_weights = None
@@ -216,6 +221,8 @@ def moe_forward(
     of_up_fwd = of_down_fwd = NOT_FP8
     x_e4m3 = y_e4m3 = None
     if steps.in_e4m3 and weights_fp8:
+        if arrival:
+            arrival.wait()
         x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, x), fp8.routed_rows(run, steps.in_e4m3)
         rows, up_weight = x_e4m3[0].ptr, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
         down_weight = weights_fp8.w2_transposed, weights_fp8.w2_transposed
@@ -241,6 +248,7 @@ def moe_forward(
             weights=row_weights_ptr,
             bias=bias,
             fp8=of_up_fwd,
+            arrival=arrival,
         )
         if steps.quantize_saved and unquantized and first_layer:
             offsets = index[EXPERT_TOKEN_OFFSETS]

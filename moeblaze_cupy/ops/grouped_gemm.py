@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from moeblaze_cupy import checks, launch_config, loader, reasons
 from moeblaze_cupy.arrays import ALIGNMENT, ITEMSIZE, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.ops import split_tiles
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
+from moeblaze_cupy.ops.split_tiles import Arrival, Split
 from moeblaze_cupy.runtime import Launch, Runtime, Tiles
 from moeblaze_cupy.structures import Activation, activation_of, is_gated, one_or_pair
 from moeblaze_cupy.tensor_map import TensorMap
@@ -129,6 +131,7 @@ class Gemm:
     dynamic_schedule: bool  # CTAs take tiles from a counter
     bias_offset: int  # bytes from the bias's halves to the first column
     partial_sums: tuple[int, int] | None  # shape: column tiles and further parts, R
+    split: Split | None = None  # into launches of tiles whose rows are here and of the others
 
     @property
     def tier(self) -> str:
@@ -187,11 +190,15 @@ def _rows_map(operand: Operand, rows: int, box_rows: int) -> TensorMap:
     return TensorMap(operand.dtype, (ld, rows, 1), (ld, ld * rows), (columns, box_rows, 1))
 
 
-def _weight_map(weight: Weight, entry: str, n: int, k: int) -> TensorMap:
-    """n columns of a half as (contiguous, strided, expert): k, n, E where k is contiguous, else n, k, E."""
+def _weight_map(weight: Weight, entry: str, n: int, k: int, apart: int) -> TensorMap:
+    """n columns of a half as (contiguous, strided, expert): k, n, E where k is contiguous, else n, k, E.
+
+    apart: expert e is at `apart` e. Nothing reads what is between.
+    """
     k_box = launch_config.STEP_BYTES // ITEMSIZE[weight.dtype]
     shape, box = ((k, n), (k_box, 128, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
-    return TensorMap(weight.dtype, (*shape, weight.num_experts), (weight.ld, weight.expert_stride), box)
+    experts, stride = apart * (weight.num_experts - 1) + 1, weight.expert_stride // apart
+    return TensorMap(weight.dtype, (*shape, experts), (weight.ld, stride), box)
 
 
 def configure(
@@ -216,6 +223,7 @@ def configure(
     weights_on_input: bool = False,
     why_panels: tuple[str, ...] = (),
     fp8_saved: bool = False,
+    here: tuple[int, int] | None = None,
 ) -> Gemm:
     """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
 
@@ -224,7 +232,8 @@ def configure(
     to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of `weights_dtype` if
     that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd.
     why_panels: sentences for `Launch.why`. fp8_saved: Hopper's kernel keeps or reads the first layer in e4m3; the
-    portable one leaves that to `ops.saved_fp8`.
+    portable one leaves that to `ops.saved_fp8`. here: tokens whose rows are here while others come (`Arrival`), for the
+    gathering steps; Hopper's kernels then compute these first.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_rows, False, False
@@ -238,6 +247,12 @@ def configure(
     if a.is_fp8:
         sizes["scales_ld"] = slots
     maps: dict[str, TensorMap] = {}
+    split = None
+    if config.tier == "sm90" and here is not None and not (bias or a.is_fp8):
+        waves = column_tiles * index.max_row_tiles // limits.multiprocessors
+        # experts are at even places of the weight's tensor map, whose strides are whole 16 bytes
+        if waves >= launch_config.SPLIT_WAVES and weight.expert_stride % 16 == 0:
+            split = split_tiles.configure(index, here)
     if config.tier == "sm80":
         sizes |= {"expert_stride": weight.expert_stride, "ldb": weight.ld}
     else:
@@ -250,7 +265,7 @@ def configure(
         else:
             maps["a"] = _rows_map(a, slots, launch_config.TILE_ROWS)
         pairs = interleaved and entry == "up_fwd"
-        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K)
+        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, 2 if split else 1)
         sizes |= {"result_ld": result_ld}
         of_clusters = reasons.clusters(clusters, to_tokens, gathers, *rule, a.is_fp8)
         why += (*((reasons.E4M3,) if a.is_fp8 else ()), of_clusters, reasons.schedule(dynamic, entry, *rule, limits))
@@ -275,7 +290,7 @@ def configure(
     offset = first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
     bias_offset = first_column * bias.layouts[0].itemsize if bias else 0
     partial_sums = (column_tiles + further_parts, slots) if wants_partial_sums else None
-    return Gemm(launch, offset, dynamic, bias_offset, partial_sums)
+    return Gemm(launch, offset, dynamic, bias_offset, partial_sums, split)
 
 
 def gemm(
@@ -292,35 +307,42 @@ def gemm(
     weights: int = 0,
     bias: tuple[int, int] = (0, 0),
     fp8: Fp8 = NOT_FP8,
+    arrival: Arrival | None = None,
 ) -> Buffer | None:
-    """One launch, on addresses; 0 stands for what is not read or written.
+    """One launch, or one more for rows that arrive, on addresses; 0 stands for what is not read or written.
 
     lists: of the index lists. halves, bias: where the weight's and the bias's gate and up begin. weights: of each row
-    (down_bwd, and up_fwd if they scale a and b), or of each token if rows go to tokens. Returns the partial sums of
-    down_bwd (parts, R) float32, if wanted.
+    (down_bwd, and up_fwd if they scale a and b), or of each token if rows go to tokens. arrival: of rows of `a`; the
+    step was configured with its tokens. Returns the partial sums of down_bwd (parts, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
-    tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None
-    if tile_counter:
-        run.clear(tile_counter.ptr, 4)
-    run.launch(
-        step.launch,
-        a,
-        halves[0] + step.offset,
-        halves[1] + step.offset,
-        first_layer,
-        first_layer_grad,
-        result,
-        y_swi,
-        weights,
-        weights,
-        partial_sums.ptr if partial_sums else 0,
-        tile_counter.ptr if tile_counter else 0,
-        bias[0] + step.bias_offset,
-        bias[1] + step.bias_offset,
-        *lists,
-        *fp8,
-    )
+    of_launches, memory = [lists], None
+    if step.split and arrival:
+        memory, of_launches = split_tiles.split(run, step.split, lists)
+    for launch, of_launch in enumerate(of_launches):
+        if arrival and (launch == 1 or memory is None):
+            arrival.wait()
+        tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None
+        if tile_counter:
+            run.clear(tile_counter.ptr, 4)
+        run.launch(
+            step.launch,
+            a,
+            halves[0] + step.offset,
+            halves[1] + step.offset,
+            first_layer,
+            first_layer_grad,
+            result,
+            y_swi,
+            weights,
+            weights,
+            partial_sums.ptr if partial_sums else 0,
+            tile_counter.ptr if tile_counter else 0,
+            bias[0] + step.bias_offset,
+            bias[1] + step.bias_offset,
+            *of_launch,
+            *fp8,
+        )
     return partial_sums
 
 

@@ -1,0 +1,131 @@
+"""Collectives of FSDP2 by the GPUs' copy engines, for GPUs of one host that access each other's memory.
+
+Each of this package's products takes all multiprocessors. A collective of NCCL is a kernel: it waits for them, and
+products that run beside it wait for those that it has. Copy engines take none.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.interop import collectives
+from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
+from moeblaze_cupy.interop.peers import Peers
+
+Tensor = torch.Tensor
+TURNS = 2  # of an all-gather's buffers: others may read one while the next is written
+
+
+class CopyEngines:
+    """All-gathers and reduce-scatters of a group, for modules of `torch.distributed.fsdp.fully_shard`.
+
+    group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
+    ranks make it at the same point. It keeps 2 buffers of a rank's share of the largest module's parameters, and one of
+    the largest module's gradients, in the dtype of their reduction. Gradients are summed in float32, always in the same
+    order, and rounded once. So where parameters are bfloat16, `reduce_dtype=torch.bfloat16` loses nothing to float32,
+    and half the bytes travel.
+
+    Raises ValueError on all ranks where the GPUs are not of one host or do not access each other's memory.
+    """
+
+    def __init__(self, group: Any) -> None:
+        group = group.get_group() if hasattr(group, "get_group") else group
+        group = dist.group.WORLD if group is None else group
+        gpus: list[Any] = [None] * dist.get_world_size(group)
+        with collectives.named("GPUs of CopyEngines", group):
+            dist.all_gather_object(gpus, this_gpu() if "nccl" in dist.get_backend(group) else None, group=group)
+        if not reach_each_other(gpus):
+            expected = "GPUs of one host that access each other's memory, a rank each"
+            got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
+            raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
+        rank = dist.get_rank(group)
+        self.all_gather = AllGather(Peers(group), rank, len(gpus))
+        self.reduce_scatter = ReduceScatter(Peers(group), rank, len(gpus))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers, on this rank. torch.cuda counts no symmetric memory."""
+        return self.all_gather.peers.nbytes + self.reduce_scatter.peers.nbytes
+
+    def serve(self, *modules: Any) -> None:
+        """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
+
+        Raises TypeError for a module that `fully_shard` has not been called on.
+        """
+        for module in modules:
+            if not hasattr(module, "set_custom_all_gather"):
+                raise checks.bad_type("CopyEngines.serve", "modules", "modules after fully_shard", type(module))
+            module.set_custom_all_gather(self.all_gather)
+            module.set_custom_reduce_scatter(self.reduce_scatter)
+
+
+class AllGather:
+    """As FSDP2 calls it, always on one stream."""
+
+    def __init__(self, peers: Peers, rank: int, size: int) -> None:
+        self.peers, self._rank, self._size, self._turn = peers, rank, size, 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of torch: FSDP2 may hold as many results at once as it likes."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self._turn = (self._turn + 1) % TURNS
+        own = input_tensor.view(-1)
+        offered = self.peers.offer(f"parameters {self._turn}", [own], len(own))[0]
+        places = output_tensor.view(self._size, -1)
+        if places[self._rank].data_ptr() != own.data_ptr():
+            places[self._rank].copy_(own)
+        for rank in others(self._rank, self._size):
+            places[rank].copy_(offered.at[rank])
+
+
+class ReduceScatter:
+    """As FSDP2 calls it, always on one stream; it writes what is to be reduced on another."""
+
+    def __init__(self, peers: Peers, rank: int, size: int) -> None:
+        self.peers, self._rank, self._size = peers, rank, size
+        self._is_next = True  # memory to be allocated is for what is to be reduced
+        self._done: torch.cuda.Event | None = None  # since when nobody reads what was reduced last
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """First memory that the other ranks read, for what is to be reduced, then some of torch for the result."""
+        if not self._is_next:
+            return torch.empty(size, dtype=dtype, device=device)
+        self._is_next = False
+        if self._done is not None:
+            torch.cuda.current_stream(device).wait_event(self._done)
+        room: Tensor = self.peers.room("gradients", ((tuple(size), dtype),), device)[0]
+        return room
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            expected = "a sum or mean: call set_force_sum_reduction_for_comms(True) for another divisor"
+            raise ValueError(f"CopyEngines: reduction: expected {expected}, got {op}")
+        self._is_next = True
+        offered = self.peers.offer("gradients", [input_tensor], len(input_tensor))[0]
+        places = input_tensor.view(self._size, -1)
+        parts = places.new_empty(places.shape)
+        for rank in others(self._rank, self._size):
+            parts[rank].copy_(offered.at[rank].view_as(places)[self._rank])
+        self.peers.close()
+        total, own, is_mean = output_tensor.view(-1), places[self._rank], op == dist.ReduceOp.AVG
+        if self._size == 2:
+            torch.add(own, parts[1 - self._rank], out=total)
+            if is_mean:
+                total *= 0.5
+        else:
+            parts[self._rank].copy_(own)
+            (torch.mean if is_mean else torch.sum)(parts, 0, out=total)
+        if input_tensor.is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+            self._done.record()
+
+
+def others(rank: int, size: int) -> list[int]:
+    """The other ranks, from the next one on, so that not all read from one at once."""
+    return [other % size for other in range(rank + 1, rank + size)]

@@ -1,0 +1,89 @@
+"""Collectives of FSDP2 by copy engines, over peers that are arrays here; `ranks_fsdp.py` has those of GPUs."""
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+
+from moeblaze_cupy.interop import fsdp
+from moeblaze_cupy.interop.peers import Offered
+
+
+class Ranks:
+    """Stands for the `Peers` of one rank; others: by rank, what these offer, this rank's own place being None."""
+
+    def __init__(self, others):
+        self.others, self.kinds, self.rooms = others, [], {}
+
+    def room(self, kind, forms, device):
+        assert len(forms) == 1
+        return [self.rooms.setdefault(kind, torch.full(*forms[0][:1], torch.nan, dtype=forms[0][1]))]
+
+    def close(self):
+        self.kinds.append("close")
+
+    def offer(self, kind, tensors, rows):
+        assert len(tensors) == 1 and len(tensors[0]) == rows
+        self.kinds.append(kind)
+        return [Offered(None, [tensors[0] if other is None else other for other in self.others])]
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_all_gather_puts_the_shards_in_the_order_of_ranks(rank):
+    shards = torch.randn(3, 5)
+    gather = fsdp.AllGather(Ranks([None if r == rank else shards[r] for r in range(3)]), rank, 3)
+    for in_place in (True, False):  # FSDP2 writes a rank's own shard to its place
+        out = gather.allocate((15,), dtype=torch.float32, device=torch.device("cpu")).fill_(torch.nan)
+        own = shards[rank].clone()
+        if in_place:
+            own = out[5 * rank : 5 * rank + 5].copy_(own)
+        gather(out, own, None)
+        assert torch.equal(out, shards.flatten())
+    assert len(set(gather.peers.kinds)) == 2  # the others may still read what was offered before
+
+
+@pytest.mark.parametrize("op", (dist.ReduceOp.AVG, dist.ReduceOp.SUM))
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_reduce_scatter_sums_in_float32_and_rounds_once(size, rank, op):
+    gradients = torch.randn(size, size * 64, dtype=torch.float64).to(torch.bfloat16)  # by rank
+    scatter = fsdp.ReduceScatter(Ranks([None if r == rank else gradients[r] for r in range(size)]), rank, size)
+    wanted = gradients.double().sum(0)[64 * rank : 64 * rank + 64]
+    if op == dist.ReduceOp.AVG:
+        wanted = wanted / size
+    for _ in range(3):
+        lengths = size * 64, 64
+        given, out = (scatter.allocate((n,), dtype=torch.bfloat16, device=torch.device("cpu")) for n in lengths)
+        given.copy_(gradients[rank])
+        scatter(out.fill_(torch.nan), given, None, op)
+        # half a step of bf16, and what float32 rounds of sums whose terms cancel
+        assert ((out.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-6).all()
+    assert scatter.peers.kinds == 3 * ["gradients", "close"]  # others may still read until then
+    assert set(scatter.peers.rooms) == {"gradients"}
+
+
+def test_reduce_scatter_is_right_after_a_step_that_failed():
+    """Memory for what was to be reduced has then been given, and none for the result."""
+    gradients = torch.randn(2, 8)
+    scatter = fsdp.ReduceScatter(Ranks([None, gradients[1]]), 0, 2)
+    scatter.allocate((8,), dtype=torch.float32, device=torch.device("cpu"))
+    for _ in range(2):
+        given, out = (scatter.allocate((n,), dtype=torch.float32, device=torch.device("cpu")) for n in (8, 4))
+        assert given.data_ptr() != out.data_ptr()
+        scatter(out, given.copy_(gradients[0]), None, dist.ReduceOp.SUM)
+        assert torch.equal(out, gradients.sum(0)[:4])
+
+
+def test_errors_name_what_was_given(tmp_path):
+    scatter = fsdp.ReduceScatter(Ranks([None]), 0, 1)
+    with pytest.raises(ValueError, match=r"CopyEngines: reduction: expected a sum or mean.*got .*MAX"):
+        scatter(torch.zeros(1), torch.zeros(1), None, dist.ReduceOp.MAX)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"CopyEngines: group: expected GPUs of one host .*got \['gloo'\]"):
+            fsdp.CopyEngines(None)
+    finally:
+        dist.destroy_process_group()
+    engines = object.__new__(fsdp.CopyEngines)
+    with pytest.raises(TypeError, match=r"CopyEngines.serve: modules: expected modules after .*got .*Linear"):
+        engines.serve(torch.nn.Linear(1, 1))
