@@ -288,17 +288,17 @@ class MoE(torch.nn.Module):
     keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
     expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
-    precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state.
-    - A forward writes it anew if the memory, the address or the version of a parameter has changed, or if backward made
-      gradients of one, as some optimizers write to `parameter.data`, which torch does not count. No wait tells these.
-      Such writes without a backward are to be followed by a call of `quantize_weights()`.
-    - A forward that a CUDA graph captures writes it in the graph, so that every replay uses the parameters as they are
-      then, in training and without. As replays may change parameters uncounted, all later forwards write it too.
-      A graph of the optimizer alone is followed by a call of `quantize_weights()`.
-    - Compiled forwards, and those under transforms and dispatch modes, quantise in the call.
-    - So do forwards on parameters that FSDP2 has gathered. They keep nothing; backward quantises again.
-    - `quantize_weights(hold=True)` ends all that until its next call: forwards, compiled and captured ones too, use
-      what it wrote. It is for several micro-batches in a step, and for inference.
+    precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state. An eager forward
+    writes it anew if the memory, the address or the version of a parameter has changed, or if backward made gradients
+    of one, as some optimizers write to `parameter.data`, which torch does not count. No wait tells these. Such writes
+    without a backward are to be followed by a call of `quantize_weights()`.
+    A forward that a CUDA graph captures writes it in the graph, so that every replay uses the parameters as they are
+    then, in training and in inference. As replays may change parameters uncounted, all later eager forwards write it
+    too. Replays of a graph that has the optimizer alone are to be followed by a call of `quantize_weights()`.
+    Compiled forwards, and those under transforms and dispatch modes, quantise in the call. So do forwards on parameters
+    that FSDP2 has gathered; they keep nothing, and backward quantises again.
+    `quantize_weights(hold=True)` ends all that until its next call: forwards, compiled and captured ones too, use what
+    it wrote. It is for several micro-batches in a step, and for inference.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 

@@ -236,6 +236,20 @@ def test_the_compiled_module_follows_its_parameters():
     assert counters["stats"]["unique_graphs"] == graphs + 1
 
 
+def test_one_graph_for_all_numbers_of_tokens():
+    layer = layer_of()
+
+    def loss(x):
+        return layer(x).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number in (150, 3):
+        x = tokens(number, number).requires_grad_()
+        wanted = x, *layer.parameters()
+        assert same(torch.autograd.grad(compiled(x), wanted), torch.autograd.grad(loss(x), wanted))
+    assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(loss.__code__)) == 1
+
+
 def test_quantize_weights_ends_a_graph():
     """It is Python that changes the module, so it has no place in one graph with a forward."""
     layer, eager, x = layer_of(), layer_of(), tokens(1)
