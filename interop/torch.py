@@ -288,8 +288,8 @@ class MoE(torch.nn.Module):
     keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
     expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
-    precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state. An eager forward
-    writes it anew if the memory, the address or the version of a parameter has changed, or if backward made gradients
+    precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state. Eager forwards
+    write it anew if the memory, the address or the version of a parameter has changed, or if backward made gradients
     of one, as some optimizers write to `parameter.data`, which torch does not count. No wait tells these. Such writes
     without a backward are to be followed by a call of `quantize_weights()`.
     A forward that a CUDA graph captures writes it in the graph, so that every replay uses the parameters as they are
