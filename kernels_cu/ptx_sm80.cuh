@@ -128,6 +128,14 @@ __device__ __forceinline__ float canonical_sum(float a, float b) {
     return r;
 }
 
+// Puts the larger one first. The compiler would compare them twice, for a maximum and a minimum.
+__device__ __forceinline__ void sort_two(unsigned long long& a, unsigned long long& b) {
+    const unsigned long long x = a, y = b;
+    asm("{ .reg .pred p;\n setp.gt.u64 p, %2, %3;\n selp.b64 %0, %2, %3, p;\n selp.b64 %1, %3, %2, p; }"
+        : "=&l"(a), "=l"(b)
+        : "l"(x), "l"(y));
+}
+
 // 1 / v to one unit in the last place; 0 for infinity.
 __device__ __forceinline__ float reciprocal(float v) {
     float r;

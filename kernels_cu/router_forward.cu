@@ -12,8 +12,8 @@
 #include "router_select.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
-    !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY)
-#error "SCORE, RENORMALIZE, GIVEN, BIAS, GROUP_TOP, CUT, SHARES, SUM_Z and SUM_ENTROPY are given by loader.py"
+    !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY) || !defined(LANE_K)
+#error "SCORE, RENORMALIZE, GIVEN, BIAS, GROUP_TOP, CUT, SHARES, SUM_Z, SUM_ENTROPY and LANE_K are given by loader.py"
 #endif
 
 struct RouterForwardParams {
@@ -39,20 +39,30 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32;                              // in registers
-constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                             // shares at a time
-constexpr int TOKENS = THREADS / LANES;                                                 // of a block at a time
-constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;              // blocks that registers leave room for
-constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
+constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32;                   // in registers
+constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                  // shares at a time
+constexpr int TOKENS = THREADS / LANES;                                      // of a block at a time
+constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;   // blocks that registers leave room for
+constexpr int IN_LANE = (VALUES <= 16 || LANES > 1 ? 1024 : 512) / THREADS;  // by a lane, of LANE_K slots
+constexpr int IN_LANES = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;
+constexpr int RESIDENT = LANE_K > 0 ? IN_LANE : IN_LANES;  // blocks per multiprocessor at least
 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
+}
+// A score's share of the sum of a token's. Scores that may be of any size have one whose reciprocal may be 0.
+__device__ __forceinline__ float share_of_total(float value, float total) {
+    return SCORE == IDENTITY || SCORE == RELU ? value / total : value * reciprocal(total);
 }
 // What experts rank by. score: that of SCORE_SHARES.
 __device__ __forceinline__ float ranked_score(float x, float score, const LogSumExp& lse) {
     if (SCORE == SOFTMAX) return lse.quick_probability(x);
     return SCORE_SHARES && SHARES == SCORE ? score : quick_score_of<SCORE>(x);
 }
+
+#if LANE_K > 0
+#include "router_lane.cuh"
+#endif
 
 // What a place's tokens of one sequence add up to. The lane's shares are in registers where these have room, else in the place's
 // row in shared memory.
@@ -161,7 +171,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     for (int j = lane; j < number; j += LANES) {
         const bool present = is_present(j);
         if (!RENORMALIZE || longest > LANES) value = present ? value_of(j) : 0.f;
-        if (RENORMALIZE && present) value /= total;
+        if (RENORMALIZE && present) value = share_of_total(value, total);
         put(j, value * scale, present ? id_of(j) : -1);
     }
 }
@@ -265,6 +275,15 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     __syncwarp();
 }
 
+#if LANE_K > 0
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(const RouterForwardParams p) {
+    const int E = FULL ? LANES * VALUES : p.num_experts;
+    route_by_lane(p, E);
+}
+
+#else
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(const RouterForwardParams p) {
     const int E = p.num_experts, place = threadIdx.x / LANES;
     const int columns = E + 2, stride = LANES == 1 ? columns | 1 : (columns + 3) / 4 * 4;
@@ -308,3 +327,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         begin = stop;
     }
 }
+
+#endif

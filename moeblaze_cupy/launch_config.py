@@ -39,6 +39,8 @@ MAX_ROUTER_K = 64
 ROUTER_SUM_BLOCKS = 528  # at most, that add up for losses: what an H200 holds at one time; fixed, for sums that repeat
 ROUTER_SUM_ROWS = 32  # of the blocks' sums that are added side by side
 ROUTER_LISTED = 64  # keys of a token that are ranked by pairs
+ROUTER_LANE_K = 8  # experts that one lane chooses and weighs, at most
+ROUTER_LISTED_ROW = 208  # bytes: 24 entries that such a lane chooses from, and their number
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
 BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows at a time
@@ -156,7 +158,11 @@ def kernel_constants(source: str) -> dict[str, int]:
             "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
         },
         "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
-        "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
+        "router_forward.cu": {
+            "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
+            "MAX_LISTED": ROUTER_LISTED,
+            "LISTED_ROW_BYTES": ROUTER_LISTED_ROW,
+        },
         "router_backward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS},
         "router_sums.cu": {"ROWS_AT_ONCE": ROUTER_SUM_ROWS},
         "dispatch.cu": {
@@ -587,6 +593,7 @@ class RouterConfig:
     blocks: int
     shared_bytes: int
     group_lanes: int = 0  # that hold a group, a vector each, where the kernel ranks groups in registers
+    lane_k: int = 0  # k where one lane chooses and weighs a token's experts
 
 
 def _router_values(E: int, lanes: int, itemsize: int, aligned: bool) -> int:
@@ -603,14 +610,39 @@ def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) ->
     return found if top <= 2 and power_of_two and values // width <= found <= lanes else 0
 
 
+def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool) -> RouterConfig:
+    """One lane chooses and weighs a token's experts. With more than 32 of them it chooses from what others have listed,
+    of 32 tokens per block. Of fewer, small blocks spread over more multiprocessors."""
+    lanes = 1 if E <= 32 else 4 if E <= 128 else 8 if E <= 256 else 16
+    values = _router_values(E, lanes, itemsize, aligned)
+    threads, shared_bytes = (64, 0) if lanes == 1 else (32 * lanes, 32 * ROUTER_LISTED_ROW)
+    tokens = threads // lanes
+    blocks = max(1, ceil_div(L, tokens))
+    return RouterConfig(lanes, values, threads, aligned, lanes * values == E, tokens, blocks, shared_bytes, lane_k=k)
+
+
 def router_forward(
-    L: int, E: int, k: int | None, *, itemsize: int, aligned: bool, selects: bool, groups: int, top: int, sums: bool
+    L: int,
+    E: int,
+    k: int | None,
+    *,
+    itemsize: int,
+    aligned: bool,
+    selects: bool,
+    groups: int,
+    top: int,
+    sums: bool,
+    plain: bool = False,
+    over_row: bool = False,
 ) -> RouterConfig:
     """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
+    plain: logits alone decide on a token's k experts. over_row: weights are shares of the whole row's scores.
 
     A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
     these bounds the k-th key of all.
     """
+    if plain and k and k <= ROUTER_LANE_K and E <= (32 if over_row else 512):
+        return _router_in_lane(L, E, k, itemsize=itemsize, aligned=aligned and E % (16 // itemsize) == 0)
     if E <= 32:
         lanes = 1
     elif E <= 64 and (k or 1) <= 8:

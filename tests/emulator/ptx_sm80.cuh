@@ -156,6 +156,9 @@ __device__ __forceinline__ unsigned cvt_fp16x2(float low, float high) {
 }
 
 __device__ __forceinline__ float canonical(float v) { return v != v ? __uint_as_float(0x7fffffffu) : v + 0.f; }
+__device__ __forceinline__ void sort_two(unsigned long long& a, unsigned long long& b) {
+    if (b > a) std::swap(a, b);
+}
 __device__ __forceinline__ float canonical_sum(float a, float b) { return canonical(a + b); }
 
 __device__ __forceinline__ float reciprocal(float v) { return 1.f / v; }
