@@ -64,11 +64,10 @@ __device__ __forceinline__ float ranked_score(float x, float score, const LogSum
 #include "router_lane.cuh"
 #endif
 
-// What a place's tokens of one sequence add up to. The lane's shares are in registers where these have room, else in the place's
-// row in shared memory.
+// The lane's shares of a place's tokens of one sequence, where registers have room. Else they are in the place's row in shared
+// memory, as z and entropy are.
 struct Held {
     float shares[HOLDS_SHARES ? VALUES : 1];
-    float z, entropy;  // of all lanes
 };
 
 // Shares of a row in shared memory.
@@ -96,9 +95,10 @@ __device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (
     }
     const float share = SHARES == SOFTMAX ? of_term : reciprocal(sum_of_lanes(sum) + NORMALIZER);
     if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
-    if (counts) {
-        if (SUM_Z) held.z += lse.value() * lse.value();
-        if (SUM_ENTROPY) held.entropy += lse.value() - entropy;
+    if (lane_of_token() == 0 && (counts || is_new)) {
+        const float old_z = is_new ? 0.f : row[E], old_entropy = is_new ? 0.f : row[E + 1];
+        row[E] = SUM_Z && counts ? old_z + lse.value() * lse.value() : old_z;
+        row[E + 1] = SUM_ENTROPY && counts ? old_entropy + (lse.value() - entropy) : old_entropy;
     }
     if (HOLDS_SHARES) {
 #pragma unroll
@@ -121,7 +121,7 @@ __device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (
     }
 }
 
-// Writes what is held to the place's row in shared memory: shares, z, entropy.
+// Writes what is held to the place's row in shared memory.
 __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) {
     if (HOLDS_SHARES) {
 #pragma unroll
@@ -133,7 +133,6 @@ __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) 
             store_stored(row + column_of(i), values);
         }
     }
-    if (lane_of_token() == 0) row[E] = held.z, row[E + 1] = held.entropy;
 }
 
 // Weights of a token's slots 0 .. number - 1, in order: id_of(j) is an expert, or outside of 0 .. E - 1 in an empty slot, and
@@ -176,10 +175,20 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     }
 }
 
+// Shared memory of the block's places.
+struct PlaceMemory {
+    Entry* slots;      // (TOKENS, k)
+    Entry* listed;     // (TOKENS, MAX_LISTED)
+    unsigned* groups;  // (TOKENS, group_words)
+    int group_words;
+};
+// This thread's place. The index is read again, so that no register is taken by addresses between two uses.
+__device__ __forceinline__ int place_again() { return SUMS ? read_thread_index() / LANES : threadIdx.x / LANES; }
+
 // One token, or none where `token` is no token of this block. `row` is its place's row of sums, `in_sums` says whether it has a
 // share in them.
 __device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
-                                            bool is_new, Held& held, Entry* slots, Entry* listed, unsigned* group_rows) {
+                                            bool is_new, Held& held, const PlaceMemory& memory) {
     const int E = p.num_experts, lane = lane_of_token();
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
@@ -227,11 +236,12 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
         if constexpr (GROUP_LANES > 0)
             keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
         else
-            keep_groups<GROUP_TOP>(keys, ranked_by, group_rows, E, p.groups, p.kept, p.top, p.group_size,
-                                   static_cast<unsigned>(p.group_reciprocal));
+            keep_groups<GROUP_TOP>(keys, ranked_by, memory.groups + place_again() * memory.group_words, E, p.groups, p.kept,
+                                   p.top, p.group_size, static_cast<unsigned>(p.group_reciprocal));
     }
-    const int k = p.k;
-    select(keys, k, slots, listed);
+    const int k = p.k, place = place_again();
+    Entry* const slots = memory.slots + place * k;
+    select(keys, k, slots, memory.listed + place * MAX_LISTED);
     __syncwarp();
     const auto id_of = [&](int j) { return column_of_entry(slots[j]); };
     const auto logit_of = [&](int j) { return BIAS ? to_float(logits[min(id_of(j), E - 1)]) : from_sort_key(key_of(slots[j])); };
@@ -262,10 +272,10 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     for (int j = number + lane; j < k; j += LANES) slots[j] = 0xffffffffull;
     __syncwarp();
     // The warp's tokens are consecutive, and so are their slots, here as in the results.
-    const int place = threadIdx.x % 32 / LANES, first = token - place;
+    const int place_in_warp = threadIdx.x % 32 / LANES, first = token - place_in_warp;
     const unsigned there_lanes = __ballot_sync(WARP, there);
     const int written = __popc(there_lanes) / LANES * k;
-    const Entry* warp_slots = slots - place * k;
+    const Entry* warp_slots = slots - place_in_warp * k;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < written; i += 32) {
         const Entry entry = warp_slots[i];
@@ -307,13 +317,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         }
         const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
         const int stop = min(end, sequence.end);
-        float* const row = all_sums + place * stride;
         Held held = {};
         for (int base = begin; base < stop; base += TOKENS)
-            route_token(p, base + place, base + place < stop, counts, row, base == begin, held, all_slots + place * p.k,
-                        all_listed + place * MAX_LISTED, all_groups + place * group_words);
+            route_token(p, base + place, base + place < stop, counts, all_sums + place_again() * stride, base == begin, held,
+                        {all_slots, all_listed, all_groups, group_words});
         if (SUMS && counts) {
-            store_sums(held, E, row);
+            store_sums(held, E, all_sums + place_again() * stride);
             __syncthreads();
             float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + sequence.index) * columns;
 #pragma unroll 1

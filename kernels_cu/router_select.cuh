@@ -128,7 +128,7 @@ __device__ __forceinline__ void list(const unsigned (&keys)[VALUES], unsigned li
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (marks.has(i)) {
-            store_shared_8(at, make_uint2(~static_cast<unsigned>(column_of(i)), keys[i]));
+            store_shared_4_4(at, ~static_cast<unsigned>(column_of(i)), keys[i]);
             at += sizeof(Entry);
         }
 }
