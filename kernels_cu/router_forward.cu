@@ -39,7 +39,7 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32;                   // in registers
+constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;                   // in registers
 constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                  // shares at a time
 constexpr int TOKENS = THREADS / LANES;                                      // of a block at a time
 constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;   // blocks that registers leave room for
@@ -59,10 +59,6 @@ __device__ __forceinline__ float ranked_score(float x, float score, const LogSum
     if (SCORE == SOFTMAX) return lse.quick_probability(x);
     return SCORE_SHARES && SHARES == SCORE ? score : quick_score_of<SCORE>(x);
 }
-
-#if LANE_K > 0
-#include "router_lane.cuh"
-#endif
 
 // The lane's shares of a place's tokens of one sequence, where registers have room. Else they are in the place's row in shared
 // memory, as z and entropy are.
@@ -135,6 +131,54 @@ __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) 
     }
 }
 
+// This thread's place. Sums leave few registers, so that its index is read again rather than kept.
+__device__ __forceinline__ int place_again() { return (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) / LANES; }
+
+// A token's logits, the scores of SCORE_SHARES, and what all logits together give. Adds its sums.
+__device__ __forceinline__ LogSumExp read_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
+                                                bool is_new, Held& held, float (&x)[VALUES], float (&scores)[VALUES]) {
+    const bool counts = there && !(p.token_mask != nullptr && !p.token_mask[token]);
+    float terms[VALUES];
+    LogSumExp lse = {0.f, 1.f};
+    if (NEEDS_ROW) load_row(p.logits + static_cast<int64>(there ? token : 0) * p.num_experts, there, p.num_experts, x);
+    if (NEEDS_LSE) lse = log_sum_exp(x, terms);
+#pragma unroll
+    for (int i = 0; i < VALUES && SCORE_SHARES; ++i) scores[i] = quick_score_of<SHARES>(x[i]);
+    if (SUMS && in_sums) add_sums(x, terms, scores, lse, p.num_experts, row, counts, is_new, held);
+    return lse;
+}
+
+// What a token's experts rank by. `groups`: shared memory of all places for the choice of groups.
+__device__ __forceinline__ void rank_experts(const RouterForwardParams& p, int token, bool there, const float (&x)[VALUES],
+                                             const float (&scores)[VALUES], const LogSumExp& lse, unsigned* groups,
+                                             int group_words, unsigned (&keys)[VALUES]) {
+    const int E = p.num_experts;
+    float bias[VALUES];
+    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, FULL || there, E, minus_infinity(), bias);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
+            keys[i] = sort_key_of_canonical(canonical_sum(ranked_score(x[i], scores[i], lse), bias[i]));
+        else
+            keys[i] = sort_key(BIAS == 1 ? ranked_score(x[i], scores[i], lse) + bias[i] : BIAS ? x[i] + bias[i] : x[i]);
+    }
+    if (GROUP_TOP) {
+        unsigned ranked_by[VALUES];
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(ranked_score(x[i], scores[i], lse)) : keys[i];
+        if constexpr (GROUP_LANES > 0)
+            keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
+        else
+            keep_groups<GROUP_TOP>(keys, ranked_by, groups + place_again() * group_words, E, p.groups, p.kept, p.top,
+                                   p.group_size, static_cast<unsigned>(p.group_reciprocal));
+    }
+}
+
+#if LANE_K > 0
+#include "router_lane.cuh"
+#else
+
 // Weights of a token's slots 0 .. number - 1, in order: id_of(j) is an expert, or outside of 0 .. E - 1 in an empty slot, and
 // logit_of(j) its logit. `put(j, weight, id)` stores. `longest` is the largest number in the warp.
 template <class Id, class Logit, class Put>
@@ -182,8 +226,6 @@ struct PlaceMemory {
     unsigned* groups;  // (TOKENS, group_words)
     int group_words;
 };
-// This thread's place. The index is read again, so that no register is taken by addresses between two uses.
-__device__ __forceinline__ int place_again() { return SUMS ? read_thread_index() / LANES : threadIdx.x / LANES; }
 
 // One token, or none where `token` is no token of this block. `row` is its place's row of sums, `in_sums` says whether it has a
 // share in them.
@@ -193,13 +235,8 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
     const float scale = __int_as_float(p.scale), eps = __int_as_float(p.eps);
-    float x[VALUES], terms[VALUES], scores[VALUES];
-    LogSumExp lse = {0.f, 1.f};
-    if (NEEDS_ROW) load_row(logits, there, E, x);
-    if (NEEDS_LSE) lse = log_sum_exp(x, terms);
-#pragma unroll
-    for (int i = 0; i < VALUES && SCORE_SHARES; ++i) scores[i] = quick_score_of<SHARES>(x[i]);
-    if (SUMS && in_sums) add_sums(x, terms, scores, lse, E, row, there && !masked, is_new, held);
+    float x[VALUES], scores[VALUES];
+    const LogSumExp lse = read_token(p, token, there, in_sums, row, is_new, held, x, scores);
     if (GIVEN) {
         const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
         const int longest = __reduce_max_sync(WARP, pairs.number);
@@ -219,26 +256,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
         return;
     }
     unsigned keys[VALUES];
-    float bias[VALUES];
-    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, FULL || there, E, minus_infinity(), bias);
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
-            keys[i] = sort_key_of_canonical(canonical_sum(ranked_score(x[i], scores[i], lse), bias[i]));
-        else
-            keys[i] = sort_key(BIAS == 1 ? ranked_score(x[i], scores[i], lse) + bias[i] : BIAS ? x[i] + bias[i] : x[i]);
-    }
-    if (GROUP_TOP) {
-        unsigned ranked_by[VALUES];
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i)
-            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(ranked_score(x[i], scores[i], lse)) : keys[i];
-        if constexpr (GROUP_LANES > 0)
-            keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
-        else
-            keep_groups<GROUP_TOP>(keys, ranked_by, memory.groups + place_again() * memory.group_words, E, p.groups, p.kept,
-                                   p.top, p.group_size, static_cast<unsigned>(p.group_reciprocal));
-    }
+    rank_experts(p, token, there, x, scores, lse, memory.groups, memory.group_words, keys);
     const int k = p.k, place = place_again();
     Entry* const slots = memory.slots + place * k;
     select(keys, k, slots, memory.listed + place * MAX_LISTED);
@@ -285,24 +303,35 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     __syncwarp();
 }
 
-#if LANE_K > 0
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(const RouterForwardParams p) {
-    const int E = FULL ? LANES * VALUES : p.num_experts;
-    route_by_lane(p, E);
-}
-
+#if LANE_K > 0 && LANES == 1
+    route_by_lane(p);
 #else
-
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(const RouterForwardParams p) {
     const int E = p.num_experts, place = threadIdx.x / LANES;
     const int columns = E + 2, stride = LANES == 1 ? columns | 1 : (columns + 3) / 4 * 4;
+#if LANE_K > 0
+    ListedTokens listed = {reinterpret_cast<ListedRow*>(dynamic_shared), 0, 0};
+    float* const all_sums = reinterpret_cast<float*>(listed.rows + 32 * LISTED_BUFFERS);
+#else
     Entry* const all_slots = reinterpret_cast<Entry*>(dynamic_shared);
     Entry* const all_listed = all_slots + (GIVEN ? 0 : (TOKENS * p.k + 1) / 2 * 2);
     unsigned* const all_groups = reinterpret_cast<unsigned*>(all_listed + (GIVEN || LANES == 1 ? 0 : TOKENS * MAX_LISTED));
     const int group_words = GROUP_TOP && GROUP_LANES == 0 ? (E + 2 * p.groups + 3) / 4 * 4 : 0;
     float* const all_sums = reinterpret_cast<float*>(all_groups + TOKENS * group_words);
+#endif
     const int first = blockIdx.x * p.tokens_per_block, end = min(p.L, first + p.tokens_per_block);
+#if LANE_K > 0
+    if (!SUMS) {  // 32 tokens in all
+        Held none;
+#pragma unroll 1
+        for (int base = 0; base < 32; base += TOKENS)
+            listed.take(p, first + base + place, first + base + place < end, false, nullptr, false, none);
+        listed.choose(p, false);
+        return;
+    }
+#endif
 
     if (GIVEN && p.token_offsets != nullptr && blockIdx.x == gridDim.x - 1) {  // pairs of no token
         const int begin = clamped(p.token_offsets[0], p.num_pairs), behind = clamped(p.token_offsets[p.L], p.num_pairs);
@@ -318,9 +347,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
         const int stop = min(end, sequence.end);
         Held held = {};
-        for (int base = begin; base < stop; base += TOKENS)
-            route_token(p, base + place, base + place < stop, counts, all_sums + place_again() * stride, base == begin, held,
+        for (int base = begin; base < stop; base += TOKENS) {
+            const int token = base + place;
+            float* const row = all_sums + place_again() * stride;
+#if LANE_K > 0
+            listed.take(p, token, token < stop, counts, row, base == begin, held);
+            listed.choose(p, stop < end || base + TOKENS < stop);
+#else
+            route_token(p, token, token < stop, counts, row, base == begin, held,
                         {all_slots, all_listed, all_groups, group_words});
+#endif
+        }
         if (SUMS && counts) {
             store_sums(held, E, all_sums + place_again() * stride);
             __syncthreads();
@@ -335,6 +372,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         }
         begin = stop;
     }
-}
-
 #endif
+}

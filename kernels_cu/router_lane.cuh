@@ -16,7 +16,8 @@ static_assert(LANE_K <= 2 * PARTS && LANE_K <= VALUES * LANES, "maxima of parts 
 struct ListedRow {
     static constexpr int MOST = 24;
     Entry entries[MOST];
-    int number, unused[3];  // rows begin in other banks
+    int number, token;  // token: -1 where there is none
+    int unused[2];      // rows begin in other banks
 };
 static_assert(sizeof(ListedRow) % 32 == 16, "lanes load 16 bytes of their rows without conflicts");
 static_assert(sizeof(ListedRow) == LISTED_ROW_BYTES, "launch_config.py");
@@ -82,16 +83,21 @@ __device__ __forceinline__ void store_slots(T* to, const unsigned (&words)[LANE_
     }
 }
 
-// Weights of the experts of the first LANE_K entries, as `weigh` gives them.
+// Weights of the experts of the first LANE_K entries, as `weigh` in router_forward.cu gives them.
 __device__ __forceinline__ void store_token(const RouterForwardParams& p, int token, const Entry (&best)[CHUNK],
                                             const LogSumExp& lse) {
-    const float largest = from_sort_key(key_of(best[0])), scale = __int_as_float(p.scale);
+    const float scale = __int_as_float(p.scale);
     const bool masked = p.token_mask != nullptr && !p.token_mask[token];
-    float values[LANE_K], total = 0.f;
+    const ELEMENT* const logits = p.logits + static_cast<int64>(token) * p.num_experts;
+    float values[LANE_K], largest = minus_infinity(), total = 0.f;
 #pragma unroll
     for (int j = 0; j < LANE_K; ++j) {
-        const float x = from_sort_key(key_of(best[j]));
-        values[j] = SCORE == SOFTMAX && RENORMALIZE ? expf(x - largest) : score_in_row(x, lse);
+        values[j] = BIAS ? to_float(logits[min(column_of_entry(best[j]), p.num_experts - 1)]) : from_sort_key(key_of(best[j]));
+        if (BIAS || j == 0) largest = fmaxf(largest, values[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < LANE_K; ++j) {
+        values[j] = SCORE == SOFTMAX && RENORMALIZE ? expf(values[j] - largest) : score_in_row(values[j], lse);
         total += values[j];
     }
     if (SCORE != SOFTMAX) total += __int_as_float(p.eps);
@@ -109,8 +115,8 @@ __device__ __forceinline__ void store_token(const RouterForwardParams& p, int to
 #if LANES == 1
 
 // Chosen from the lane's own row.
-__device__ __forceinline__ void route_by_lane(const RouterForwardParams& p, int E) {
-    const int token = blockIdx.x * THREADS + threadIdx.x;
+__device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
+    const int E = FULL ? VALUES : p.num_experts, token = blockIdx.x * THREADS + threadIdx.x;
     if (token >= p.L) return;
     constexpr int CHUNKS = (VALUES + CHUNK - 1) / CHUNK;
     float x[VALUES], terms[VALUES];
@@ -181,40 +187,58 @@ __device__ __forceinline__ unsigned bound_of_row(const unsigned (&keys)[VALUES])
     return bound_of_lists<1>(largest);
 }
 
-// Chosen from what LANES lanes have listed.
-__device__ __forceinline__ void route_by_lane(const RouterForwardParams& p, int E) {
-    ListedRow* const rows = reinterpret_cast<ListedRow*>(dynamic_shared);
-    {
-        ListedRow& row = rows[threadIdx.x / LANES];
-        const int token = blockIdx.x * 32 + threadIdx.x / LANES;
-        const bool there = token < p.L;
-        float x[VALUES];
+constexpr int LISTED_BUFFERS = SUMS ? 2 : 1;  // without sums a block has 32 tokens in all
+static_assert(32 % TOKENS == 0, "rows are filled in whole turns");
+
+// Chosen from what LANES lanes have listed, as soon as they have for 32 tokens. Warps take turns at it, and while one does, the
+// others list tokens in the other buffer.
+struct ListedTokens {
+    ListedRow* rows;    // (LISTED_BUFFERS, 32)
+    int filled, turns;  // rows of this turn; turns before it
+
+    __device__ __forceinline__ ListedRow* rows_of_turn() const { return rows + turns % LISTED_BUFFERS * 32; }
+
+    // A token of each place, or none where it is not `there`. `row` is the place's row of sums, `in_sums` says whether the
+    // token has a share in them.
+    __device__ __forceinline__ void take(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
+                                         bool is_new, Held& held) {
+        float x[VALUES], scores[VALUES];
         unsigned keys[VALUES];
-        load_row(p.logits + static_cast<int64>(there ? token : 0) * E, there, E, x);
+        const LogSumExp lse = read_token(p, token, there, in_sums, row, is_new, held, x, scores);
+        rank_experts(p, token, there, x, scores, lse, nullptr, 0, keys);
+        ListedRow& listed = rows_of_turn()[filled + place_again()];
         for (int i = lane_of_token(); i < ListedRow::MOST / 2; i += LANES)
-            reinterpret_cast<uint4*>(row.entries)[i] = make_uint4(0, 0, 0, 0);
+            reinterpret_cast<uint4*>(listed.entries)[i] = make_uint4(0, 0, 0, 0);
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) keys[i] = sort_key(x[i]);
-        const int number = list_from<ListedRow::MOST>(bound_of_row(keys), keys, LANE_K, row.entries);
-        if (lane_of_token() == 0) row.number = number;
+        const int number = list_from<ListedRow::MOST>(bound_of_row(keys), keys, LANE_K, listed.entries);
+        if (lane_of_token() == 0) listed.number = number, listed.token = there ? token : -1;
+        filled += TOKENS;
     }
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
-    const ListedRow& row = rows[threadIdx.x];
-    const int token = blockIdx.x * 32 + threadIdx.x, longest = __reduce_max_sync(WARP, row.number);
-    Entry best[CHUNK], others[CHUNK];
+
+    // Chooses if all rows of a turn are filled, or some and none `follow`.
+    __device__ __forceinline__ void choose(const RouterForwardParams& p, bool follow) {
+        if (filled < 32 && follow) return;
+        __syncthreads();
+        if (threadIdx.x / 32 == turns % (THREADS / 32)) choose_from(p, rows_of_turn()[threadIdx.x % 32], threadIdx.x % 32 < filled);
+        filled = 0;
+        ++turns;
+    }
+
+    __device__ __forceinline__ void choose_from(const RouterForwardParams& p, const ListedRow& row, bool is_filled) const {
+        const int longest = __reduce_max_sync(WARP, is_filled ? row.number : 0);
+        Entry best[CHUNK], others[CHUNK];
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) best[i] = row.entries[i];
-    sort(best);
+        for (int i = 0; i < CHUNK; ++i) best[i] = row.entries[i];
+        sort(best);
 #pragma unroll 1
-    for (int first = CHUNK; first < longest; first += CHUNK) {
+        for (int first = CHUNK; first < longest; first += CHUNK) {
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i) others[i] = row.entries[first + i];
-        sort(others);
-        merge(best, others);
+            for (int i = 0; i < CHUNK; ++i) others[i] = row.entries[first + i];
+            sort(others);
+            merge(best, others);
+        }
+        if (is_filled && row.token >= 0) store_token(p, row.token, best, {0.f, 1.f});
     }
-    if (token < p.L) store_token(p, token, best, {0.f, 1.f});
-}
+};
 
 #endif

@@ -610,15 +610,31 @@ def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) ->
     return found if top <= 2 and power_of_two and values // width <= found <= lanes else 0
 
 
-def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool) -> RouterConfig:
-    """One lane chooses and weighs a token's experts. With more than 32 of them it chooses from what others have listed,
-    of 32 tokens per block. Of fewer, small blocks spread over more multiprocessors."""
-    lanes = 1 if E <= 32 else 4 if E <= 128 else 8 if E <= 256 else 16
-    values = _router_values(E, lanes, itemsize, aligned)
-    threads, shared_bytes = (64, 0) if lanes == 1 else (32 * lanes, 32 * ROUTER_LISTED_ROW)
+def _router_in_lane(
+    L: int, E: int, k: int, *, itemsize: int, aligned: bool, groups: int, top: int, sums: bool, plain: bool
+) -> RouterConfig:
+    """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed, for 32
+    tokens at a time. Of fewer, small blocks spread over more multiprocessors."""
+    if E <= 32:
+        values, threads = _router_values(E, 1, itemsize, aligned), 64
+        return RouterConfig(1, values, threads, aligned, values == E, threads, max(1, ceil_div(L, threads)), 0, lane_k=k)
+    most = 32 if plain else 16  # values of a lane; biases and sums take as many registers again
+    lanes = 4
+    while lanes * most < E:
+        lanes *= 2
+    values, threads = _router_values(E, lanes, itemsize, aligned), 32 * min(lanes, 8)
+    group_lanes = _group_lanes(E // groups, top, lanes, values, itemsize) if groups and aligned else 0
     tokens = threads // lanes
-    blocks = max(1, ceil_div(L, tokens))
-    return RouterConfig(lanes, values, threads, aligned, lanes * values == E, tokens, blocks, shared_bytes, lane_k=k)
+    per_block, shared_bytes = 32, 32 * ROUTER_LISTED_ROW
+    if sums:
+        per_block *= ceil_div(ceil_div(max(L, 1), per_block), ROUTER_SUM_BLOCKS)
+        shared_bytes += 32 * ROUTER_LISTED_ROW + 4 * tokens * ((E + 5) // 4 * 4)
+    blocks, full = max(1, ceil_div(L, per_block)), lanes * values == E
+    return RouterConfig(
+        *(lanes, values, threads, aligned, full, per_block, blocks, shared_bytes),
+        group_lanes=group_lanes,
+        lane_k=k,
+    )
 
 
 def router_forward(
@@ -632,17 +648,30 @@ def router_forward(
     groups: int,
     top: int,
     sums: bool,
-    plain: bool = False,
+    biased: bool = False,
+    cut: bool = False,
     over_row: bool = False,
 ) -> RouterConfig:
     """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
-    plain: logits alone decide on a token's k experts. over_row: weights are shares of the whole row's scores.
+    cut: slots may stay empty. over_row: weights are shares of the scores of all experts, added up over lanes: as many have to
+    hold a token whose ids are given.
 
     A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
     these bounds the k-th key of all.
     """
-    if plain and k and k <= ROUTER_LANE_K and E <= (32 if over_row else 512):
-        return _router_in_lane(L, E, k, itemsize=itemsize, aligned=aligned and E % (16 // itemsize) == 0)
+    plain = not (biased or groups or sums)
+    if selects and k and k <= ROUTER_LANE_K and not cut and (plain if E <= 32 else E <= 512 and not over_row):
+        found = _router_in_lane(
+            *(L, E, k),
+            itemsize=itemsize,
+            aligned=aligned and E % (16 // itemsize) == 0,
+            groups=groups,
+            top=top,
+            sums=sums,
+            plain=plain,
+        )
+        if (not groups or found.group_lanes) and found.shared_bytes <= DEFAULT_SHARED_BYTES:
+            return found
     if E <= 32:
         lanes = 1
     elif E <= 64 and (k or 1) <= 8:

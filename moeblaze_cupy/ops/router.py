@@ -79,7 +79,8 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         groups=n if groups else 0,
         top=top,
         sums=bool(options.sums),
-        plain=ids is None and not (biased or groups or cut or options.sums),
+        biased=biased,
+        cut=cut,
         over_row=options.score == "softmax" and not options.renormalize,
     )
     variant = loader.router_variant(
