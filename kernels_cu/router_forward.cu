@@ -1,19 +1,24 @@
 // Router forward: the k experts of each token, their weights, and partial sums for balancing losses (paper section 2.1).
 //
 // All arithmetic is fp32. LANES lanes hold a token's logits in registers, VALUES each. A block has THREADS / LANES tokens at a
-// time and takes `tokens_per_block` consecutive ones in all. Without sums these are one and the same.
+// time and takes `tokens_per_block` consecutive ones in all. With LANE_K one lane chooses and weighs a token's LANE_K experts,
+// see router_lane.cuh; else LANE_K is 0 and all lanes of the token do.
 //
 // Sums: a block's tokens of one sequence are added up in registers or shared memory, for each of its places for tokens, and
 // these sums in the order of the places, from a row of shared memory each. What block b has of sequence s is row b + s of the
 // partial sums. Each row has one writer, as tokens and sequences rise together. router_sums.cu adds the rows.
 //
 // Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
-// E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
+// E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums. With
+// LANE_K, in place of the first two, LISTED_ROW_BYTES for each of 32 tokens, twice with sums; none with LANES = 1.
 #include "router_select.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
     !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY) || !defined(LANE_K)
 #error "SCORE, RENORMALIZE, GIVEN, BIAS, GROUP_TOP, CUT, SHARES, SUM_Z, SUM_ENTROPY and LANE_K are given by loader.py"
+#endif
+#if !defined(LISTED_ROW_BYTES)
+#error "LISTED_ROW_BYTES is given by launch_config.py"
 #endif
 
 struct RouterForwardParams {

@@ -1,17 +1,16 @@
-// A plain router: a token's LANE_K experts, chosen and weighed by one lane, in registers.
+// A token's LANE_K experts, chosen and weighed by one lane in registers: chunks of entries are sorted by networks and merged
+// into the largest ones. router_forward.cu includes this file.
 //
-// Chunks of entries are sorted by networks and merged into the largest ones. With LANES = 1 the chunks are the token's row. Else
-// LANES lanes hold the row and list in shared memory what may be among its largest: keys from a bound on, which is the LANE_K-th
-// largest of the maxima of parts of the row. A block then has 32 tokens, of which its first warp has one per lane.
-//
-// Dynamic shared memory: LANES > 1 ? 32 ListedRow : none.
+// With LANES = 1 the chunks are the token's row. Else LANES lanes hold the row and list in shared memory what may be among its
+// largest: keys from a bound on, which is the LANE_K-th largest of the maxima of parts of the row. As soon as that is done for
+// 32 tokens, a warp takes one of these per lane.
 #pragma once
 #include "router_select.cuh"
 
 constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 constexpr int CHUNK = next_power_of_two(LANE_K);
-constexpr int PARTS = 4;  // of a lane's values, each with its maximum: as many for two lanes as experts that are chosen
-static_assert(LANE_K <= 2 * PARTS && LANE_K <= VALUES * LANES, "maxima of parts bound the last chosen key");
+constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // of a lane's values, each with its maximum
+static_assert(LANE_K <= PARTS * LANES && PARTS <= (LANES > 1 ? VALUES : PARTS), "their maxima bound the last chosen key");
 
 struct ListedRow {
     static constexpr int MOST = 24;
@@ -175,13 +174,12 @@ __device__ __forceinline__ unsigned bound_of_lists(unsigned (&list)[N]) {
 
 // A key that LANE_K of the token's keys or more reach.
 __device__ __forceinline__ unsigned bound_of_row(const unsigned (&keys)[VALUES]) {
-    constexpr int PER_LANE = PARTS < VALUES ? PARTS : VALUES;
     unsigned largest[PARTS];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         largest[part] = 0;
 #pragma unroll
-        for (int i = part; i < VALUES; i += PER_LANE) largest[part] = max(largest[part], keys[i]);
+        for (int i = part; i < VALUES; i += PARTS) largest[part] = max(largest[part], keys[i]);
     }
     sort(largest);
     return bound_of_lists<1>(largest);
@@ -219,7 +217,8 @@ struct ListedTokens {
     __device__ __forceinline__ void choose(const RouterForwardParams& p, bool follow) {
         if (filled < 32 && follow) return;
         __syncthreads();
-        if (threadIdx.x / 32 == turns % (THREADS / 32)) choose_from(p, rows_of_turn()[threadIdx.x % 32], threadIdx.x % 32 < filled);
+        if (threadIdx.x / 32 == turns % (THREADS / 32))
+            choose_from(p, rows_of_turn()[threadIdx.x % 32], threadIdx.x % 32 < filled);
         filled = 0;
         ++turns;
     }

@@ -613,11 +613,15 @@ def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) ->
 def _router_in_lane(
     L: int, E: int, k: int, *, itemsize: int, aligned: bool, groups: int, top: int, sums: bool, plain: bool
 ) -> RouterConfig:
-    """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed, for 32
-    tokens at a time. Of fewer, small blocks spread over more multiprocessors."""
+    """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed.
+
+    Blocks list 32 tokens at a time. With fewer experts, small blocks spread over more multiprocessors.
+    """
     if E <= 32:
         values, threads = _router_values(E, 1, itemsize, aligned), 64
-        return RouterConfig(1, values, threads, aligned, values == E, threads, max(1, ceil_div(L, threads)), 0, lane_k=k)
+        return RouterConfig(
+            1, values, threads, aligned, values == E, threads, max(1, ceil_div(L, threads)), 0, lane_k=k
+        )
     most = 32 if plain else 16  # values of a lane; biases and sums take as many registers again
     lanes = 4
     while lanes * most < E:
@@ -653,8 +657,8 @@ def router_forward(
     over_row: bool = False,
 ) -> RouterConfig:
     """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
-    cut: slots may stay empty. over_row: weights are shares of the scores of all experts, added up over lanes: as many have to
-    hold a token whose ids are given.
+    cut: slots may stay empty. over_row: weights are shares of a sum over all experts, so that as many lanes hold a token
+    as if its ids were given.
 
     A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
     these bounds the k-th key of all.
