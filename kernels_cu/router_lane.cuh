@@ -115,7 +115,7 @@ __device__ __forceinline__ void store_token(const RouterForwardParams& p, int to
 
 // Chosen from the lane's own row.
 __device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
-    const int E = FULL ? VALUES : p.num_experts, token = blockIdx.x * THREADS + threadIdx.x;
+    const int E = FULL ? VALUES : p.num_experts, token = blockIdx.x * TOKENS + threadIdx.x;
     if (token >= p.L) return;
     constexpr int CHUNKS = (VALUES + CHUNK - 1) / CHUNK;
     float x[VALUES], terms[VALUES];

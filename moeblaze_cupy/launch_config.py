@@ -657,8 +657,8 @@ def router_forward(
     over_row: bool = False,
 ) -> RouterConfig:
     """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
-    cut: slots may stay empty. over_row: weights are shares of a sum over all experts, so that as many lanes hold a token
-    as if its ids were given.
+    cut: slots may stay empty. over_row: weights are shares of a sum over all experts, so that as many lanes hold a
+    token as if its ids were given.
 
     A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
     these bounds the k-th key of all.
