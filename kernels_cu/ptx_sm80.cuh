@@ -4,8 +4,16 @@
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-__device__ __forceinline__ void store_shared_8(unsigned address, uint2 v) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+// threadIdx.x, from its special register and at this point of the program.
+__device__ __forceinline__ int read_thread_index() {
+    int r;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
+    return r;
+}
+
+// Two words, one behind the other. One store of both would need registers side by side, and spill others.
+__device__ __forceinline__ void store_shared_4_4(unsigned address, unsigned first, unsigned second) {
+    asm volatile("st.shared.u32 [%0], %1;\n st.shared.u32 [%0+4], %2;" ::"r"(address), "r"(first), "r"(second) : "memory");
 }
 
 // Copies 16 bytes from global to shared memory, asynchronously. Only the first src_bytes are read; the rest becomes zeros.
@@ -128,10 +136,25 @@ __device__ __forceinline__ float canonical_sum(float a, float b) {
     return r;
 }
 
+// Puts the larger one first. The compiler would compare them twice, for a maximum and a minimum.
+__device__ __forceinline__ void sort_two(unsigned long long& a, unsigned long long& b) {
+    const unsigned long long x = a, y = b;
+    asm("{ .reg .pred p;\n setp.gt.u64 p, %2, %3;\n selp.b64 %0, %2, %3, p;\n selp.b64 %1, %3, %2, p; }"
+        : "=&l"(a), "=l"(b)
+        : "l"(x), "l"(y));
+}
+
 // 1 / v to one unit in the last place; 0 for infinity.
 __device__ __forceinline__ float reciprocal(float v) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
+// log2(v), to 2^-22 between 1/2 and 2, else to two units in the last place.
+__device__ __forceinline__ float binary_logarithm(float v) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
 

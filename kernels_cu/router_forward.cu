@@ -1,19 +1,24 @@
 // Router forward: the k experts of each token, their weights, and partial sums for balancing losses (paper section 2.1).
 //
 // All arithmetic is fp32. LANES lanes hold a token's logits in registers, VALUES each. A block has THREADS / LANES tokens at a
-// time and takes `tokens_per_block` consecutive ones in all. Without sums these are one and the same.
+// time and takes `tokens_per_block` consecutive ones in all. With LANE_K one lane chooses and weighs a token's LANE_K experts,
+// see router_lane.cuh; else LANE_K is 0 and all lanes of the token do.
 //
 // Sums: a block's tokens of one sequence are added up in registers or shared memory, for each of its places for tokens, and
 // these sums in the order of the places, from a row of shared memory each. What block b has of sequence s is row b + s of the
 // partial sums. Each row has one writer, as tokens and sequences rise together. router_sums.cu adds the rows.
 //
 // Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
-// E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums.
+// E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums. With
+// LANE_K, in place of the first two, LISTED_ROW_BYTES for each of 32 tokens, twice with sums; none with LANES = 1.
 #include "router_select.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
-    !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY)
-#error "SCORE, RENORMALIZE, GIVEN, BIAS, GROUP_TOP, CUT, SHARES, SUM_Z and SUM_ENTROPY are given by loader.py"
+    !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY) || !defined(LANE_K)
+#error "SCORE, RENORMALIZE, GIVEN, BIAS, GROUP_TOP, CUT, SHARES, SUM_Z, SUM_ENTROPY and LANE_K are given by loader.py"
+#endif
+#if !defined(LISTED_ROW_BYTES)
+#error "LISTED_ROW_BYTES is given by launch_config.py"
 #endif
 
 struct RouterForwardParams {
@@ -39,14 +44,20 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32;                              // in registers
-constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                             // shares at a time
-constexpr int TOKENS = THREADS / LANES;                                                 // of a block at a time
-constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;              // blocks that registers leave room for
-constexpr int RESIDENT = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;  // blocks per multiprocessor at least
+constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;    // in registers
+constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                  // shares at a time
+constexpr int TOKENS = THREADS / LANES;                                      // of a block at a time
+constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;   // blocks that registers leave room for
+constexpr int IN_LANE = (VALUES <= 16 || LANES > 1 ? 1024 : 512) / THREADS;  // by a lane, of LANE_K slots
+constexpr int IN_LANES = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;
+constexpr int RESIDENT = LANE_K > 0 ? IN_LANE : IN_LANES;  // blocks per multiprocessor at least
 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
+}
+// A score's share of the sum of a token's. Scores that may be of any size have one whose reciprocal may be 0.
+__device__ __forceinline__ float share_of_total(float value, float total) {
+    return SCORE == IDENTITY || SCORE == RELU ? value / total : value * reciprocal(total);
 }
 // What experts rank by. score: that of SCORE_SHARES.
 __device__ __forceinline__ float ranked_score(float x, float score, const LogSumExp& lse) {
@@ -54,11 +65,10 @@ __device__ __forceinline__ float ranked_score(float x, float score, const LogSum
     return SCORE_SHARES && SHARES == SCORE ? score : quick_score_of<SCORE>(x);
 }
 
-// What a place's tokens of one sequence add up to. The lane's shares are in registers where these have room, else in the place's
-// row in shared memory.
+// The lane's shares of a place's tokens of one sequence, where registers have room. Else they are in the place's row in shared
+// memory, as z and entropy are.
 struct Held {
     float shares[HOLDS_SHARES ? VALUES : 1];
-    float z, entropy;  // of all lanes
 };
 
 // Shares of a row in shared memory.
@@ -86,9 +96,10 @@ __device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (
     }
     const float share = SHARES == SOFTMAX ? of_term : reciprocal(sum_of_lanes(sum) + NORMALIZER);
     if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
-    if (counts) {
-        if (SUM_Z) held.z += lse.value() * lse.value();
-        if (SUM_ENTROPY) held.entropy += lse.value() - entropy;
+    if (lane_of_token() == 0 && (counts || is_new)) {
+        const float old_z = is_new ? 0.f : row[E], old_entropy = is_new ? 0.f : row[E + 1];
+        row[E] = SUM_Z && counts ? old_z + lse.value() * lse.value() : old_z;
+        row[E + 1] = SUM_ENTROPY && counts ? old_entropy + (lse.value() - entropy) : old_entropy;
     }
     if (HOLDS_SHARES) {
 #pragma unroll
@@ -111,7 +122,7 @@ __device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (
     }
 }
 
-// Writes what is held to the place's row in shared memory: shares, z, entropy.
+// Writes what is held to the place's row in shared memory.
 __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) {
     if (HOLDS_SHARES) {
 #pragma unroll
@@ -123,8 +134,55 @@ __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) 
             store_stored(row + column_of(i), values);
         }
     }
-    if (lane_of_token() == 0) row[E] = held.z, row[E + 1] = held.entropy;
 }
+
+// This thread's place. Sums leave few registers, so that its index is read again rather than kept.
+__device__ __forceinline__ int place_again() { return (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) / LANES; }
+
+// A token's logits, the scores of SCORE_SHARES, and what all logits together give. Adds its sums.
+__device__ __forceinline__ LogSumExp read_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
+                                                bool is_new, Held& held, float (&x)[VALUES], float (&scores)[VALUES]) {
+    const bool counts = there && !(p.token_mask != nullptr && !p.token_mask[token]);
+    float terms[VALUES];
+    LogSumExp lse = {0.f, 1.f};
+    if (NEEDS_ROW) load_row(p.logits + static_cast<int64>(there ? token : 0) * p.num_experts, there, p.num_experts, x);
+    if (NEEDS_LSE) lse = log_sum_exp(x, terms);
+#pragma unroll
+    for (int i = 0; i < VALUES && SCORE_SHARES; ++i) scores[i] = quick_score_of<SHARES>(x[i]);
+    if (SUMS && in_sums) add_sums(x, terms, scores, lse, p.num_experts, row, counts, is_new, held);
+    return lse;
+}
+
+// What a token's experts rank by. `groups`: shared memory of all places for the choice of groups.
+__device__ __forceinline__ void rank_experts(const RouterForwardParams& p, int token, bool there, const float (&x)[VALUES],
+                                             const float (&scores)[VALUES], const LogSumExp& lse, unsigned* groups,
+                                             int group_words, unsigned (&keys)[VALUES]) {
+    const int E = p.num_experts;
+    float bias[VALUES];
+    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, FULL || there, E, minus_infinity(), bias);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+        if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
+            keys[i] = sort_key_of_canonical(canonical_sum(ranked_score(x[i], scores[i], lse), bias[i]));
+        else
+            keys[i] = sort_key(BIAS == 1 ? ranked_score(x[i], scores[i], lse) + bias[i] : BIAS ? x[i] + bias[i] : x[i]);
+    }
+    if (GROUP_TOP) {
+        unsigned ranked_by[VALUES];
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i)
+            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(ranked_score(x[i], scores[i], lse)) : keys[i];
+        if constexpr (GROUP_LANES > 0)
+            keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
+        else
+            keep_groups<GROUP_TOP>(keys, ranked_by, groups + place_again() * group_words, E, p.groups, p.kept, p.top,
+                                   p.group_size, static_cast<unsigned>(p.group_reciprocal));
+    }
+}
+
+#if LANE_K > 0
+#include "router_lane.cuh"
+#else
 
 // Weights of a token's slots 0 .. number - 1, in order: id_of(j) is an expert, or outside of 0 .. E - 1 in an empty slot, and
 // logit_of(j) its logit. `put(j, weight, id)` stores. `longest` is the largest number in the warp.
@@ -161,26 +219,29 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     for (int j = lane; j < number; j += LANES) {
         const bool present = is_present(j);
         if (!RENORMALIZE || longest > LANES) value = present ? value_of(j) : 0.f;
-        if (RENORMALIZE && present) value /= total;
+        if (RENORMALIZE && present) value = share_of_total(value, total);
         put(j, value * scale, present ? id_of(j) : -1);
     }
 }
 
+// Shared memory of the block's places.
+struct PlaceMemory {
+    Entry* slots;      // (TOKENS, k)
+    Entry* listed;     // (TOKENS, MAX_LISTED)
+    unsigned* groups;  // (TOKENS, group_words)
+    int group_words;
+};
+
 // One token, or none where `token` is no token of this block. `row` is its place's row of sums, `in_sums` says whether it has a
 // share in them.
 __device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
-                                            bool is_new, Held& held, Entry* slots, Entry* listed, unsigned* group_rows) {
+                                            bool is_new, Held& held, const PlaceMemory& memory) {
     const int E = p.num_experts, lane = lane_of_token();
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
     const float scale = __int_as_float(p.scale), eps = __int_as_float(p.eps);
-    float x[VALUES], terms[VALUES], scores[VALUES];
-    LogSumExp lse = {0.f, 1.f};
-    if (NEEDS_ROW) load_row(logits, there, E, x);
-    if (NEEDS_LSE) lse = log_sum_exp(x, terms);
-#pragma unroll
-    for (int i = 0; i < VALUES && SCORE_SHARES; ++i) scores[i] = quick_score_of<SHARES>(x[i]);
-    if (SUMS && in_sums) add_sums(x, terms, scores, lse, E, row, there && !masked, is_new, held);
+    float x[VALUES], scores[VALUES];
+    const LogSumExp lse = read_token(p, token, there, in_sums, row, is_new, held, x, scores);
     if (GIVEN) {
         const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
         const int longest = __reduce_max_sync(WARP, pairs.number);
@@ -200,28 +261,10 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
         return;
     }
     unsigned keys[VALUES];
-    float bias[VALUES];
-    if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, FULL || there, E, minus_infinity(), bias);
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
-            keys[i] = sort_key_of_canonical(canonical_sum(ranked_score(x[i], scores[i], lse), bias[i]));
-        else
-            keys[i] = sort_key(BIAS == 1 ? ranked_score(x[i], scores[i], lse) + bias[i] : BIAS ? x[i] + bias[i] : x[i]);
-    }
-    if (GROUP_TOP) {
-        unsigned ranked_by[VALUES];
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i)
-            ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(ranked_score(x[i], scores[i], lse)) : keys[i];
-        if constexpr (GROUP_LANES > 0)
-            keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
-        else
-            keep_groups<GROUP_TOP>(keys, ranked_by, group_rows, E, p.groups, p.kept, p.top, p.group_size,
-                                   static_cast<unsigned>(p.group_reciprocal));
-    }
-    const int k = p.k;
-    select(keys, k, slots, listed);
+    rank_experts(p, token, there, x, scores, lse, memory.groups, memory.group_words, keys);
+    const int k = p.k, place = place_again();
+    Entry* const slots = memory.slots + place * k;
+    select(keys, k, slots, memory.listed + place * MAX_LISTED);
     __syncwarp();
     const auto id_of = [&](int j) { return column_of_entry(slots[j]); };
     const auto logit_of = [&](int j) { return BIAS ? to_float(logits[min(id_of(j), E - 1)]) : from_sort_key(key_of(slots[j])); };
@@ -252,10 +295,10 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     for (int j = number + lane; j < k; j += LANES) slots[j] = 0xffffffffull;
     __syncwarp();
     // The warp's tokens are consecutive, and so are their slots, here as in the results.
-    const int place = threadIdx.x % 32 / LANES, first = token - place;
+    const int place_in_warp = threadIdx.x % 32 / LANES, first = token - place_in_warp;
     const unsigned there_lanes = __ballot_sync(WARP, there);
     const int written = __popc(there_lanes) / LANES * k;
-    const Entry* warp_slots = slots - place * k;
+    const Entry* warp_slots = slots - place_in_warp * k;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < written; i += 32) {
         const Entry entry = warp_slots[i];
@@ -265,15 +308,35 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
     __syncwarp();
 }
 
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(const RouterForwardParams p) {
+#if LANE_K > 0 && LANES == 1
+    route_by_lane(p);
+#else
     const int E = p.num_experts, place = threadIdx.x / LANES;
     const int columns = E + 2, stride = LANES == 1 ? columns | 1 : (columns + 3) / 4 * 4;
+#if LANE_K > 0
+    ListedTokens listed = {reinterpret_cast<ListedRow*>(dynamic_shared), 0, 0};
+    float* const all_sums = reinterpret_cast<float*>(listed.rows + 32 * LISTED_BUFFERS);
+#else
     Entry* const all_slots = reinterpret_cast<Entry*>(dynamic_shared);
     Entry* const all_listed = all_slots + (GIVEN ? 0 : (TOKENS * p.k + 1) / 2 * 2);
     unsigned* const all_groups = reinterpret_cast<unsigned*>(all_listed + (GIVEN || LANES == 1 ? 0 : TOKENS * MAX_LISTED));
     const int group_words = GROUP_TOP && GROUP_LANES == 0 ? (E + 2 * p.groups + 3) / 4 * 4 : 0;
     float* const all_sums = reinterpret_cast<float*>(all_groups + TOKENS * group_words);
+#endif
     const int first = blockIdx.x * p.tokens_per_block, end = min(p.L, first + p.tokens_per_block);
+#if LANE_K > 0
+    if (!SUMS) {  // 32 tokens in all
+        Held none;
+#pragma unroll 1
+        for (int base = 0; base < 32; base += TOKENS)
+            listed.take(p, first + base + place, first + base + place < end, false, nullptr, false, none);
+        listed.choose(p, false);
+        return;
+    }
+#endif
 
     if (GIVEN && p.token_offsets != nullptr && blockIdx.x == gridDim.x - 1) {  // pairs of no token
         const int begin = clamped(p.token_offsets[0], p.num_pairs), behind = clamped(p.token_offsets[p.L], p.num_pairs);
@@ -288,13 +351,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         }
         const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
         const int stop = min(end, sequence.end);
-        float* const row = all_sums + place * stride;
         Held held = {};
-        for (int base = begin; base < stop; base += TOKENS)
-            route_token(p, base + place, base + place < stop, counts, row, base == begin, held, all_slots + place * p.k,
-                        all_listed + place * MAX_LISTED, all_groups + place * group_words);
+        for (int base = begin; base < stop; base += TOKENS) {
+            const int token = base + place;
+            float* const row = all_sums + place_again() * stride;
+#if LANE_K > 0
+            listed.take(p, token, token < stop, counts, row, base == begin, held);
+            listed.choose(p, stop < end || base + TOKENS < stop);
+#else
+            route_token(p, token, token < stop, counts, row, base == begin, held,
+                        {all_slots, all_listed, all_groups, group_words});
+#endif
+        }
         if (SUMS && counts) {
-            store_sums(held, E, row);
+            store_sums(held, E, all_sums + place_again() * stride);
             __syncthreads();
             float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + sequence.index) * columns;
 #pragma unroll 1
@@ -307,4 +377,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         }
         begin = stop;
     }
+#endif
 }

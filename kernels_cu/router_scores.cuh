@@ -134,7 +134,7 @@ struct LogSumExp {
     float largest, sum;  // of the row, and of exp(x - largest)
     __device__ __forceinline__ float probability(float x) const { return expf(x - largest) * reciprocal(sum); }
     __device__ __forceinline__ float quick_probability(float x) const { return quick_exp(x - largest) * reciprocal(sum); }
-    __device__ __forceinline__ float value() const { return largest + logf(sum); }
+    __device__ __forceinline__ float value() const { return largest + 0.693147181f * binary_logarithm(sum); }
 };
 
 // terms: exp(x - largest), so that what needs probabilities of all experts has no exponentials left to compute.

@@ -69,12 +69,14 @@ __device__ __forceinline__ int count(F is_counted) {
 // Exactly k keys pass. All lanes of the warp take part.
 __device__ __forceinline__ Bound exact_bound(const unsigned (&keys)[VALUES], int k) {
     unsigned key = 0;
+#pragma unroll 1
     for (int bit = 31; bit >= 0; --bit) {
         const unsigned trial = key | 1u << bit;
         if (count_of_lanes(count([&](int i) { return keys[i] >= trial; })) >= k) key = trial;
     }
     const int missing = k - count_of_lanes(count([&](int i) { return keys[i] > key; }));
     int column = 0;
+#pragma unroll 1
     for (int bit = COLUMN_BITS - 1; bit >= 0; --bit) {
         const int trial = column | 1 << bit;
         const int mine = trial - first_column();
@@ -126,9 +128,24 @@ __device__ __forceinline__ void list(const unsigned (&keys)[VALUES], unsigned li
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (marks.has(i)) {
-            store_shared_8(at, make_uint2(~static_cast<unsigned>(column_of(i)), keys[i]));
+            store_shared_4_4(at, ~static_cast<unsigned>(column_of(i)), keys[i]);
             at += sizeof(Entry);
         }
+}
+
+// Lists the keys from `key` on, which k or more reach, or exactly k keys where more than MOST do. Returns their number.
+template <int MOST>
+__device__ __forceinline__ int list_from(unsigned key, const unsigned (&keys)[VALUES], int k, Entry* listed) {
+    Marks marks([&](int i) { return keys[i] >= key; });
+    Share share = share_of(marks.number());
+    if (__any_sync(WARP, share.total > MOST)) {
+        const Bound bound = exact_bound(keys, k);
+        marks =
+            Marks([&](int i) { return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column); });
+        share = share_of(marks.number());
+    }
+    list(keys, shared_address(listed), share.begin, marks);
+    return share.total;
 }
 
 // Fills slots[0 .. k) in shared memory, after which the warp must synchronize. `listed` has MAX_LISTED entries.
@@ -144,16 +161,7 @@ __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* s
         for (int i = 1; i < VALUES; ++i) largest = max(largest, keys[i]);
         key = kth_of_lanes(largest, k);
     }
-    Marks marks([&](int i) { return keys[i] >= key; });
-    Share share = share_of(marks.number());
-    if (__any_sync(WARP, share.total > MAX_LISTED)) {
-        const Bound bound = exact_bound(keys, k);
-        marks =
-            Marks([&](int i) { return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column); });
-        share = share_of(marks.number());
-    }
-    list(keys, shared_address(listed), share.begin, marks);
-    const int total = share.total;
+    const int total = list_from<MAX_LISTED>(key, keys, k, listed);
     if (lane_of_token() < (-total & 3)) listed[total + lane_of_token()] = 0;  // fours of entries; 0 ranks behind all
     __syncwarp();
 #pragma unroll 1

@@ -39,6 +39,8 @@ MAX_ROUTER_K = 64
 ROUTER_SUM_BLOCKS = 528  # at most, that add up for losses: what an H200 holds at one time; fixed, for sums that repeat
 ROUTER_SUM_ROWS = 32  # of the blocks' sums that are added side by side
 ROUTER_LISTED = 64  # keys of a token that are ranked by pairs
+ROUTER_LANE_K = 8  # experts that one lane chooses and weighs, at most
+ROUTER_LISTED_ROW = 208  # bytes: 24 entries that such a lane chooses from, and their number
 AGGREGATE_TOKENS = 8  # per block, a warp each
 SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
 BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows at a time
@@ -159,7 +161,11 @@ def kernel_constants(source: str) -> dict[str, int]:
             "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
         },
         "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
-        "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
+        "router_forward.cu": {
+            "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
+            "MAX_LISTED": ROUTER_LISTED,
+            "LISTED_ROW_BYTES": ROUTER_LISTED_ROW,
+        },
         "router_backward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS},
         "router_sums.cu": {"ROWS_AT_ONCE": ROUTER_SUM_ROWS},
         "dispatch.cu": {
@@ -590,6 +596,7 @@ class RouterConfig:
     blocks: int
     shared_bytes: int
     group_lanes: int = 0  # that hold a group, a vector each, where the kernel ranks groups in registers
+    lane_k: int = 0  # k where one lane chooses and weighs a token's experts
 
 
 def _router_values(E: int, lanes: int, itemsize: int, aligned: bool) -> int:
@@ -606,14 +613,72 @@ def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) ->
     return found if top <= 2 and power_of_two and values // width <= found <= lanes else 0
 
 
+def _router_in_lane(
+    L: int, E: int, k: int, *, itemsize: int, aligned: bool, groups: int, top: int, sums: bool, plain: bool
+) -> RouterConfig:
+    """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed.
+
+    Blocks list 32 tokens at a time. With fewer experts, small blocks spread over more multiprocessors.
+    """
+    if E <= 32:
+        values, threads = _router_values(E, 1, itemsize, aligned), 64
+        return RouterConfig(
+            1, values, threads, aligned, values == E, threads, max(1, ceil_div(L, threads)), 0, lane_k=k
+        )
+    most = 32 if plain else 16  # values of a lane; biases and sums take as many registers again
+    lanes = 4
+    while lanes * most < E:
+        lanes *= 2
+    values, threads = _router_values(E, lanes, itemsize, aligned), 32 * min(lanes, 8)
+    group_lanes = _group_lanes(E // groups, top, lanes, values, itemsize) if groups and aligned else 0
+    tokens = threads // lanes
+    per_block, shared_bytes = 32, 32 * ROUTER_LISTED_ROW
+    if sums:
+        per_block *= ceil_div(ceil_div(max(L, 1), per_block), ROUTER_SUM_BLOCKS)
+        shared_bytes += 32 * ROUTER_LISTED_ROW + 4 * tokens * ((E + 5) // 4 * 4)
+    blocks, full = max(1, ceil_div(L, per_block)), lanes * values == E
+    return RouterConfig(
+        *(lanes, values, threads, aligned, full, per_block, blocks, shared_bytes),
+        group_lanes=group_lanes,
+        lane_k=k,
+    )
+
+
 def router_forward(
-    L: int, E: int, k: int | None, *, itemsize: int, aligned: bool, selects: bool, groups: int, top: int, sums: bool
+    L: int,
+    E: int,
+    k: int | None,
+    *,
+    itemsize: int,
+    aligned: bool,
+    selects: bool,
+    groups: int,
+    top: int,
+    sums: bool,
+    biased: bool = False,
+    cut: bool = False,
+    over_row: bool = False,
 ) -> RouterConfig:
     """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
+    cut: slots may stay empty. over_row: weights are shares of a sum over all experts, so that as many lanes hold a
+    token as if its ids were given.
 
     A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
     these bounds the k-th key of all.
     """
+    plain = not (biased or groups or sums)
+    if selects and k and k <= ROUTER_LANE_K and not cut and (plain if E <= 32 else E <= 512 and not over_row):
+        found = _router_in_lane(
+            *(L, E, k),
+            itemsize=itemsize,
+            aligned=aligned and E % (16 // itemsize) == 0,
+            groups=groups,
+            top=top,
+            sums=sums,
+            plain=plain,
+        )
+        if (not groups or found.group_lanes) and found.shared_bytes <= DEFAULT_SHARED_BYTES:
+            return found
     if E <= 32:
         lanes = 1
     elif E <= 64 and (k or 1) <= 8:

@@ -200,7 +200,9 @@ def test_given_ids(device, score, dtype, E):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("E", "options"), [(16, {}), (100, {"renormalize": False}), (16, {"score": "sigmoid"}), (600, {})], ids=str
+    ("E", "options"),
+    [(16, {}), (100, {"renormalize": False}), (16, {"score": "sigmoid"}), (600, {}), (100, {"score": "sigmoid"})],
+    ids=str,
 )
 def test_given_ids_weigh_as_if_they_had_been_chosen(device, options, E):  # noqa: F811
     logits, grad_weights = inputs(19, E, 5)
@@ -261,6 +263,22 @@ def test_sums(device, share, E, sequences, monkeypatch):  # noqa: F811
     assert_equals_reference(device, logits, grad_weights, 4, grads=grads, renormalize=False, **options)
     bias = rng.standard_normal(E).astype(np.float32)
     assert_equals_reference(device, logits, grad_weights, 4, grads=grads[:1], bias=bias, **options)
+    runtime.forget()
+
+
+@pytest.mark.parametrize("E", [60, 200])
+def test_sums_of_blocks_that_choose_several_times(E, monkeypatch):
+    """Blocks of 96 tokens, which sequences begin and end in. Warps overlap in any order."""
+    from moeblaze_cupy import launch_config, runtime
+
+    monkeypatch.setattr(launch_config, "ROUTER_SUM_BLOCKS", 2)
+    runtime.forget()
+    logits, grad_weights = inputs(150, E, 3)
+    grads = [np.ones((3, E), np.float32), np.ones(3, np.float32)]
+    options = {"score": "sigmoid", "sums": ("sigmoid", "z"), "sequences": np.array([2, 30, 141, 150], np.int32)}
+    for seed in range(2):
+        with emulated(seed=seed) as device:  # noqa: F811
+            assert_equals_reference(device, logits, grad_weights, 3, grads=grads, **options)
     runtime.forget()
 
 

@@ -304,6 +304,54 @@ def test_gemms_are_compiled_for_the_tiles_of_the_launches(tier):
         assert int(given["STAGES"]) * given["STAGE_BYTES"] + beside == config.shared_bytes
 
 
+@given(
+    st.integers(0, 2**21),
+    st.integers(1, launch_config.MAX_ROUTER_EXPERTS),
+    st.integers(1, launch_config.MAX_ROUTER_K),
+    st.sampled_from([2, 4]),
+    st.fixed_dictionaries(dict.fromkeys(("aligned", "selects", "sums", "biased", "cut", "over_row"), st.booleans())),
+    st.sampled_from([(0, 1), (2, 1), (4, 2), (8, 2), (8, 3)]),
+)
+def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups):
+    number, top = groups if groups[0] and E % groups[0] == 0 else (0, 1)
+    config = launch_config.router_forward(L, E, k, itemsize=itemsize, groups=number, top=top, **options)
+    assert config.lanes * config.values >= E and config.full == (config.lanes * config.values == E)
+    assert config.blocks * config.tokens_per_block >= L and (config.blocks - 1) * config.tokens_per_block <= L
+    assert config.tokens_per_block % (config.threads // config.lanes) == 0 and config.threads % 32 == 0
+    assert config.shared_bytes <= launch_config.DEFAULT_SHARED_BYTES or config.threads == 32
+    assert not options["sums"] or config.blocks <= launch_config.ROUTER_SUM_BLOCKS
+    if config.lane_k:
+        assert config.lane_k == k <= launch_config.ROUTER_LANE_K and options["selects"] and not options["cut"]
+        assert config.values <= 32 and (config.group_lanes > 0) == (number > 0)
+        if config.lanes > 1:  # rows of 32 tokens, a warp's share; weights of given ids are those of as many lanes
+            assert config.tokens_per_block % 32 == 0 and config.threads // config.lanes <= 32
+            assert config.shared_bytes >= 32 * launch_config.ROUTER_LISTED_ROW and not options["over_row"]
+
+
+@pytest.mark.parametrize(
+    ("E", "k", "options", "lanes"),
+    [
+        (16, 4, {}, 1),
+        (16, 4, {"over_row": True}, 1),
+        (16, 4, {"biased": True}, None),
+        (32, 9, {}, None),
+        (128, 8, {}, 4),
+        (256, 8, {}, 8),
+        (256, 8, {"sums": True}, 16),
+        (256, 8, {"biased": True, "groups": 8, "top": 2}, 16),
+        (60, 4, {"groups": 5, "top": 3}, None),
+        (512, 8, {}, 16),
+        (513, 8, {}, None),
+        (64, 8, {"over_row": True}, None),
+        (256, 8, {"selects": False}, None),
+    ],
+)
+def test_which_routers_choose_in_one_lane(E, k, options, lanes):
+    plain = {"itemsize": 4, "aligned": True, "selects": True, "groups": 0, "top": 1, "sums": False}
+    config = launch_config.router_forward(16384, E, k, **plain | options)
+    assert (config.lanes if config.lane_k else None) == lanes
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 255, 641, 1000, 4097, 32767, launch_config.MAX_K])
 def test_the_reciprocal_of_k_divides_exactly(k):
     """dispatch.cu writes slot / k as a multiplication, for a slot of a part plus the first one's place in its token."""

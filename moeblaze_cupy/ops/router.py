@@ -69,6 +69,8 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
     number = (sequences.shape[0] - 1) if sequences is not None else options.sequences or 1
     groups = options.groups if ids is None else None
     n, kept, top = groups or (1, 1, 1)
+    biased = bias is not None and ids is None
+    cut = options.top_p is not None or options.threshold is not None
     config = launch_config.router_forward(
         *(L, E, k),
         itemsize=logits.itemsize,
@@ -77,8 +79,10 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         groups=n if groups else 0,
         top=top,
         sums=bool(options.sums),
+        biased=biased,
+        cut=cut,
+        over_row=options.score == "softmax" and not options.renormalize,
     )
-    biased = bias is not None and ids is None
     variant = loader.router_variant(
         "router_forward",
         config,
@@ -89,7 +93,8 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         BIAS=(1 if options.bias_on == "scores" else 2) if biased else 0,
         GROUP_TOP=_group_top(groups),
         GROUP_LANES=config.group_lanes,
-        CUT=int(options.top_p is not None or options.threshold is not None),
+        CUT=int(cut),
+        LANE_K=config.lane_k,
         **_sums(options.shares, "z" in options.sums, "entropy" in options.sums),
     )
     infinity = float("inf")

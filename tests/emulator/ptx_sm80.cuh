@@ -39,8 +39,11 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
     return cuemu::STATIC + static_cast<unsigned>(byte - cuemu::shared_range.begin);
 }
 
-__device__ __forceinline__ void store_shared_8(unsigned address, uint2 v) {
-    memcpy(cuemu::shared_at(address, 8, "store_shared_8"), &v, 8);
+__device__ __forceinline__ int read_thread_index() { return threadIdx.x; }
+
+__device__ __forceinline__ void store_shared_4_4(unsigned address, unsigned first, unsigned second) {
+    const unsigned words[2] = {first, second};
+    memcpy(cuemu::shared_at(address, 8, "store_shared_4_4"), words, 8);
 }
 
 // The destination holds poison from issue to wait: reading it early shows, and so does overwriting a
@@ -156,9 +159,13 @@ __device__ __forceinline__ unsigned cvt_fp16x2(float low, float high) {
 }
 
 __device__ __forceinline__ float canonical(float v) { return v != v ? __uint_as_float(0x7fffffffu) : v + 0.f; }
+__device__ __forceinline__ void sort_two(unsigned long long& a, unsigned long long& b) {
+    if (b > a) std::swap(a, b);
+}
 __device__ __forceinline__ float canonical_sum(float a, float b) { return canonical(a + b); }
 
 __device__ __forceinline__ float reciprocal(float v) { return 1.f / v; }
+__device__ __forceinline__ float binary_logarithm(float v) { return log2f(v); }
 
 __device__ __forceinline__ uint4 load_global_16(const void* p) {
     cuemu::check_global(p, 16, 16, "load_global_16");

@@ -1,0 +1,243 @@
+// A token's LANE_K experts, chosen and weighed by one lane in registers: chunks of entries are sorted by networks and merged
+// into the largest ones. router_forward.cu includes this file.
+//
+// With LANES = 1 the chunks are the token's row. Else LANES lanes hold the row and list in shared memory what may be among its
+// largest: keys from a bound on, which is the LANE_K-th largest of the maxima of parts of the row. As soon as that is done for
+// 32 tokens, a warp takes one of these per lane.
+#pragma once
+#include "router_select.cuh"
+
+constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
+constexpr int CHUNK = next_power_of_two(LANE_K);
+constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // of a lane's values, each with its maximum
+static_assert(LANE_K <= PARTS * LANES && PARTS <= (LANES > 1 ? VALUES : PARTS), "their maxima bound the last chosen key");
+
+struct ListedRow {
+    static constexpr int MOST = 24;
+    Entry entries[MOST];
+    int number, token;  // token: -1 where there is none
+    int unused[2];      // rows begin in other banks
+};
+static_assert(sizeof(ListedRow) % 32 == 16, "lanes load 16 bytes of their rows without conflicts");
+static_assert(sizeof(ListedRow) == LISTED_ROW_BYTES, "launch_config.py");
+
+__device__ __forceinline__ void put_larger_first(unsigned& a, unsigned& b) {
+    const unsigned larger = max(a, b);
+    b = min(a, b);
+    a = larger;
+}
+__device__ __forceinline__ void put_larger_first(Entry& a, Entry& b) { sort_two(a, b); }
+
+__device__ __forceinline__ void take_larger(unsigned& a, unsigned b) { a = max(a, b); }
+// With LANES = 1 the columns of b come behind those of a, so that a ranks first where keys are equal.
+__device__ __forceinline__ void take_larger(Entry& a, Entry b) {
+    if (LANES == 1 ? key_of(b) > key_of(a) : b > a) a = b;
+}
+
+// Sorts what falls and then rises.
+template <class T, int N>
+__device__ __forceinline__ void sort_bitonic(T (&v)[N]) {
+#pragma unroll
+    for (int apart = N / 2; apart > 0; apart /= 2)
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            if ((i & apart) == 0) put_larger_first(v[i], v[i + apart]);
+}
+
+// Batcher's odd-even merge sort.
+template <class T, int N>
+__device__ __forceinline__ void sort(T (&v)[N]) {
+#pragma unroll
+    for (int sorted = 1; sorted < N; sorted *= 2)
+#pragma unroll
+        for (int apart = sorted; apart > 0; apart /= 2)
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (i + apart < N && i >= apart % sorted && (i - apart % sorted) / apart % 2 == 0 &&
+                    i / (2 * sorted) == (i + apart) / (2 * sorted))
+                    put_larger_first(v[i], v[i + apart]);
+}
+
+// Of two sorted chunks the larger half, sorted, into the first.
+template <class T, int N>
+__device__ __forceinline__ void merge(T (&largest)[N], const T (&others)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) take_larger(largest[i], others[N - 1 - i]);
+    sort_bitonic(largest);
+}
+
+template <class T>
+__device__ __forceinline__ void store_slots(T* to, const unsigned (&words)[LANE_K]) {
+    unsigned* const out = reinterpret_cast<unsigned*>(to);
+    if (LANE_K % 4 == 0) {
+#pragma unroll
+        for (int j = 0; j + 3 < LANE_K; j += 4)
+            store_global_16(out + j, make_uint4(words[j], words[j + 1], words[j + 2], words[j + 3]));
+    } else if (LANE_K % 2 == 0) {
+#pragma unroll
+        for (int j = 0; j + 1 < LANE_K; j += 2) *reinterpret_cast<uint2*>(out + j) = make_uint2(words[j], words[j + 1]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < LANE_K; ++j) out[j] = words[j];
+    }
+}
+
+// Weights of the experts of the first LANE_K entries, as `weigh` in router_forward.cu gives them.
+__device__ __forceinline__ void store_token(const RouterForwardParams& p, int token, const Entry (&best)[CHUNK],
+                                            const LogSumExp& lse) {
+    const float scale = __int_as_float(p.scale);
+    const bool masked = p.token_mask != nullptr && !p.token_mask[token];
+    const ELEMENT* const logits = p.logits + static_cast<int64>(token) * p.num_experts;
+    float values[LANE_K], largest = minus_infinity(), total = 0.f;
+#pragma unroll
+    for (int j = 0; j < LANE_K; ++j) {
+        values[j] = BIAS ? to_float(logits[min(column_of_entry(best[j]), p.num_experts - 1)]) : from_sort_key(key_of(best[j]));
+        if (BIAS || j == 0) largest = fmaxf(largest, values[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < LANE_K; ++j) {
+        values[j] = SCORE == SOFTMAX && RENORMALIZE ? expf(values[j] - largest) : score_in_row(values[j], lse);
+        total += values[j];
+    }
+    if (SCORE != SOFTMAX) total += __int_as_float(p.eps);
+    unsigned weights[LANE_K], ids[LANE_K];
+#pragma unroll
+    for (int j = 0; j < LANE_K; ++j) {
+        const float weight = RENORMALIZE ? share_of_total(values[j], total) : values[j];
+        weights[j] = masked ? 0 : __float_as_uint(weight * scale);
+        ids[j] = masked ? WARP : column_of_entry(best[j]);
+    }
+    store_slots(p.weights + static_cast<int64>(token) * LANE_K, weights);
+    store_slots(p.ids + static_cast<int64>(token) * LANE_K, ids);
+}
+
+#if LANES == 1
+
+// Chosen from the lane's own row.
+__device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
+    const int E = FULL ? VALUES : p.num_experts, token = blockIdx.x * TOKENS + threadIdx.x;
+    if (token >= p.L) return;
+    constexpr int CHUNKS = (VALUES + CHUNK - 1) / CHUNK;
+    float x[VALUES], terms[VALUES];
+    load_row(p.logits + static_cast<int64>(token) * E, true, E, x);
+    LogSumExp lse = {0.f, 1.f};
+    if (NEEDS_LSE) lse = log_sum_exp(x, terms);
+    Entry chunks[CHUNKS][CHUNK];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+            const int value = c * CHUNK + i;
+            chunks[c][i] = value < VALUES ? entry_of(sort_key(x[value < VALUES ? value : 0]), value) : 0;
+        }
+        sort(chunks[c]);
+    }
+#pragma unroll
+    for (int apart = 1; apart < CHUNKS; apart *= 2)
+#pragma unroll
+        for (int c = 0; c + apart < CHUNKS; c += 2 * apart) merge(chunks[c], chunks[c + apart]);
+    store_token(p, token, chunks[0], lse);
+}
+
+#else
+
+// The LANE_K-th largest of sorted lists, one of each lane of the token. Lanes STEP apart and more have not met yet.
+template <int STEP, int N>
+__device__ __forceinline__ unsigned bound_of_lists(unsigned (&list)[N]) {
+    unsigned others[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) others[i] = __shfl_xor_sync(WARP, list[i], STEP);
+    if constexpr (2 * STEP == LANES) {
+        unsigned bound = WARP;
+#pragma unroll
+        for (int i = 0; i < LANE_K; ++i) {
+            const int other = LANE_K - 1 - i;
+            if (i < N && other < N)
+                bound = min(bound, max(list[i], others[other]));
+            else if (i < N)
+                bound = min(bound, list[i]);
+            else if (other < N)
+                bound = min(bound, others[other]);
+        }
+        return bound;
+    } else if constexpr (2 * N <= CHUNK) {
+        unsigned both[2 * N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) both[i] = list[i], both[2 * N - 1 - i] = others[i];
+        sort_bitonic(both);
+        return bound_of_lists<2 * STEP>(both);
+    } else {
+        merge(list, others);
+        return bound_of_lists<2 * STEP>(list);
+    }
+}
+
+// A key that LANE_K of the token's keys or more reach.
+__device__ __forceinline__ unsigned bound_of_row(const unsigned (&keys)[VALUES]) {
+    unsigned largest[PARTS];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        largest[part] = 0;
+#pragma unroll
+        for (int i = part; i < VALUES; i += PARTS) largest[part] = max(largest[part], keys[i]);
+    }
+    sort(largest);
+    return bound_of_lists<1>(largest);
+}
+
+constexpr int LISTED_BUFFERS = SUMS ? 2 : 1;  // without sums a block has 32 tokens in all
+static_assert(32 % TOKENS == 0, "rows are filled in whole turns");
+
+// Chosen from what LANES lanes have listed, as soon as they have for 32 tokens. Warps take turns at it, and while one does, the
+// others list tokens in the other buffer.
+struct ListedTokens {
+    ListedRow* rows;    // (LISTED_BUFFERS, 32)
+    int filled, turns;  // rows of this turn; turns before it
+
+    __device__ __forceinline__ ListedRow* rows_of_turn() const { return rows + turns % LISTED_BUFFERS * 32; }
+
+    // A token of each place, or none where it is not `there`. `row` is the place's row of sums, `in_sums` says whether the
+    // token has a share in them.
+    __device__ __forceinline__ void take(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
+                                         bool is_new, Held& held) {
+        float x[VALUES], scores[VALUES];
+        unsigned keys[VALUES];
+        const LogSumExp lse = read_token(p, token, there, in_sums, row, is_new, held, x, scores);
+        rank_experts(p, token, there, x, scores, lse, nullptr, 0, keys);
+        ListedRow& listed = rows_of_turn()[filled + place_again()];
+        for (int i = lane_of_token(); i < ListedRow::MOST / 2; i += LANES)
+            reinterpret_cast<uint4*>(listed.entries)[i] = make_uint4(0, 0, 0, 0);
+        __syncwarp();
+        const int number = list_from<ListedRow::MOST>(bound_of_row(keys), keys, LANE_K, listed.entries);
+        if (lane_of_token() == 0) listed.number = number, listed.token = there ? token : -1;
+        filled += TOKENS;
+    }
+
+    // Chooses if all rows of a turn are filled, or some and none `follow`.
+    __device__ __forceinline__ void choose(const RouterForwardParams& p, bool follow) {
+        if (filled < 32 && follow) return;
+        __syncthreads();
+        if (threadIdx.x / 32 == turns % (THREADS / 32))
+            choose_from(p, rows_of_turn()[threadIdx.x % 32], threadIdx.x % 32 < filled);
+        filled = 0;
+        ++turns;
+    }
+
+    __device__ __forceinline__ void choose_from(const RouterForwardParams& p, const ListedRow& row, bool is_filled) const {
+        const int longest = __reduce_max_sync(WARP, is_filled ? row.number : 0);
+        Entry best[CHUNK], others[CHUNK];
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) best[i] = row.entries[i];
+        sort(best);
+#pragma unroll 1
+        for (int first = CHUNK; first < longest; first += CHUNK) {
+#pragma unroll
+            for (int i = 0; i < CHUNK; ++i) others[i] = row.entries[first + i];
+            sort(others);
+            merge(best, others);
+        }
+        if (is_filled && row.token >= 0) store_token(p, row.token, best, {0.f, 1.f});
+    }
+};
+
+#endif
