@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-import moeblaze_cupy as mb
 from moeblaze_cupy import checks, fp8_checks, launch_config, router_options
-from moeblaze_cupy.interop import torch_autograd, torch_ops
-from moeblaze_cupy.interop.torch_autograd import Grads
-from moeblaze_cupy.interop.torch_autograd import first_derivatives_only as _first_derivatives_only
+from moeblaze_cupy.interop import torch_autograd, torch_fp8, torch_ops, torch_router, torch_router_ops
 from moeblaze_cupy.interop.torch_ops import Options, Sums
 from moeblaze_cupy.layer import forward
 from moeblaze_cupy.router_options import RouterOptions
@@ -49,6 +46,7 @@ def moe(
     identity_experts: int = 0,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
+    keep_fp8_weights: bool = True,
 ) -> torch.Tensor:
     """The MoE layer (L, d), differentiable in x, weights, w1, w2, b1, b2; arguments as `moeblaze_cupy.moe_forward`.
 
@@ -72,18 +70,18 @@ def moe(
     is_grads_batched and torch.jit.trace are refused.
     Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
     in float32; of another dtype than that and autocast's they come to it.
-    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. "fp8" is not among the operators: where these are called,
-    as by torch.compile, it raises RuntimeError. Gradients are those of w1 and w2.
+    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where `fp8_weights` is
+    None, an operator of its own quantises the weights in a compiled graph.
+    keep_fp8_weights: False makes what forward then made again in backward, rather than keep it: for parameters whose
+    memory is freed after forward, as FSDP2 does.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
     gate, up = _gate_and_up("w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("b1", b1)
     layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
     others = gate_up, weights_on, unreduced, identity_experts
-    as_operators = torch_autograd.wanted(layer)
-    if as_operators and (precision is not None or fp8_weights is not None):
-        expected = "None in what torch.compile, a transform or a dispatch mode follows"
-        raise RuntimeError(f"moe: precision: expected {expected}, got {precision!r}")
+    of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
+    as_operators = torch_autograd.wanted((*layer, *of_fp8) if of_fp8 else layer)
     required_is_none = x is None or ids is None or gate is None or w2 is None or (weights is None and not unreduced)
     if as_operators or required_is_none:
         _check_tensors(layer, unreduced)
@@ -103,7 +101,8 @@ def moe(
     )
     out: torch.Tensor
     if as_operators and not differentiable and not torch_autograd.transformed():
-        out = torch_ops.moe_infer(*layer, *Options.of(activation, *others))
+        in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
+        out = torch_ops.moe_infer(*layer, *in_fp8, *Options.of(activation, *others, precision))
         return out
     if not as_operators and not differentiable:
         out = forward(layer, (activation, None, *others, None, 0), None, precision, fp8_weights)[0]
@@ -116,15 +115,27 @@ def moe(
         sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
         # Compiled code changes no attributes in backward, so it is told here.
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
-        options = Options.of(activation, *others)
-        out, *_ = torch_autograd.MoE.apply(save, keep_saved, announced, *options, *sums, *layer)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        options = Options.of(activation, *others, precision)
+        told = torch_autograd.OperatorCall(save, keep_saved, announced, keep_fp8_weights)
+        in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
+        out, *_ = torch_autograd.MoE.apply(told, *options, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
     options_of_layer = activation, save, *others, None, 0
-    call = torch_autograd.EagerCall(keep_saved, main_grads, options_of_layer, precision, fp8_weights)
+    in_words = precision, fp8_weights, keep_fp8_weights
+    call = torch_autograd.EagerCall(keep_saved, main_grads, options_of_layer, *in_words)
     out = torch_autograd.EagerMoE.apply(call, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
+
+
+def _in_fp8(arrays: tuple[Any, ...], fp8_weights: Fp8Weights | None, gate_up: str) -> tuple[Any, ...]:
+    """The last tensors of torch_ops.Layer; arrays: of `fp8_weights`, which operators get without the order of w1."""
+    if fp8_weights is None:
+        return (None,) * len(torch_ops.IN_FP8)
+    if fp8_weights.gate_up != gate_up:
+        raise checks.bad_value("moe_forward", "fp8_weights.gate_up", repr(gate_up), repr(fp8_weights.gate_up))
+    return arrays
 
 
 def _gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
@@ -177,45 +188,6 @@ def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -
     return products, list(map(widened, others))
 
 
-class _Route(torch.autograd.Function):
-    """call: k, and by name the options of `moeblaze_cupy.route` that are no tensors; an int of sequences is one.
-
-    others: the tensors of _ROUTE_OTHERS, None where absent; () if all are, as apply looks at each argument.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: tuple[int | None, dict[str, Any]], logits: torch.Tensor, *others: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        k, ctx.options = call
-        weights, chosen, *sums = mb.route(logits, k, **ctx.options, **_named(_ROUTE_OTHERS, others))
-        ctx.save_for_backward(logits, weights, chosen, *others[2:])  # without what takes part in the choice alone
-        ctx.mark_non_differentiable(chosen)
-        ctx.set_materialize_grads(False)
-        return (weights, chosen, *sums[0]) if sums else (weights, chosen)
-
-    @staticmethod
-    @_first_derivatives_only("route")
-    def backward(ctx: Any, grad_weights: torch.Tensor | None, _: None, *grad_sums: torch.Tensor | None) -> Grads:
-        logits, weights, chosen, *read = ctx.saved_tensors
-        rest = (None,) * (len(ctx.needs_input_grad) - 2)
-        if grad_weights is None and not any(grad is not None for grad in grad_sums):
-            return (None, None, *rest)
-        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
-        of_sums = [None if grad is None else grad.contiguous() for grad in grad_sums]
-        grads = _named(("grad_score_sums", "grad_z_sums", "grad_entropy_sums"), of_sums)
-        masks = _named(_ROUTE_OTHERS[2:], read)
-        return (None, mb.route_backward(grad_weights, logits, weights, chosen, **masks, **ctx.options, **grads), *rest)
-
-
-_ROUTE_OTHERS = ("bias", "ids", "token_offsets", "token_mask", "sequences")
-
-
-def _named(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Any]:
-    """Those that are not None; of no tensors at all, none."""
-    return {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
-
-
 def route(
     logits: torch.Tensor,
     k: int | None = None,
@@ -248,7 +220,7 @@ def route(
     tensors = logits, bias, ids, token_offsets, token_mask, offsets
     as_operators = torch_autograd.wanted(tensors)
     if as_operators or logits is None:
-        for name, tensor in zip(("logits", *_ROUTE_OTHERS), tensors, strict=True):
+        for name, tensor in zip(("logits", *torch_router.ROUTE_OTHERS), tensors, strict=True):
             if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
                 raise TypeError(f"route: {name}: expected a torch tensor, got {type(tensor)}")
     if not as_operators:
@@ -269,54 +241,17 @@ def route(
         options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
         arguments = (logits, *others, k, *RouterOptions(**options))
         if torch_autograd.transformed() or (torch.is_grad_enabled() and logits.requires_grad):
-            routed = torch_autograd.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+            routed = torch_router.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         else:
-            routed = torch_ops.route(*arguments)
-        asked = zip(routed[2:], torch_ops.asked_sums(sums), strict=True)
+            routed = torch_router_ops.route(*arguments)
+        asked = zip(routed[2:], torch_router_ops.asked_sums(sums), strict=True)
         routed = *routed[:2], *(total if wanted else None for total, wanted in asked)
     else:
         if offsets is None:
             options["sequences"] = sequences
         present = others if any(tensor is not None for tensor in others) else ()
-        routed = _Route.apply((k, options), logits, *present)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        routed = torch_router.EagerRoute.apply((k, options), logits, *present)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return (*routed[:2], RouterSums(*routed[2:])) if sums else routed[:2]
-
-
-_MM_HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
-
-
-class _RouterLogits(torch.autograd.Function):
-    """x (L, d) times weight (E, d), both bf16 or fp16 on CUDA: (L, E) float32, summed and handed out in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Grads:
-        x, weight = ctx.saved_tensors
-        with torch.autocast(grad.device.type, enabled=False):
-            grad = grad.to(x.dtype)
-            return (
-                torch.mm(grad, weight) if ctx.needs_input_grad[0] else None,
-                torch.mm(grad.t(), x) if ctx.needs_input_grad[1] else None,
-            )
-
-
-def _router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(L, E) in float32 (float64 of such x), under torch.autocast too.
-
-    16-bit tensors are not cast where a product of theirs can have a float32 result. A product in float32 would take far
-    longer, and its inputs have no more digits.
-    """
-    with torch.autocast(x.device.type, enabled=False):
-        halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-        if halves and x.is_cuda and _MM_HAS_OUT_DTYPE:
-            logits: torch.Tensor = _RouterLogits.apply(x, weight)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-            return logits
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return torch.nn.functional.linear(x.to(wide), weight.to(wide))
 
 
 class Routed(NamedTuple):
@@ -353,10 +288,17 @@ class MoE(torch.nn.Module):
     keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
     expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
-    precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state. A forward makes
-    it anew where a parameter's address or version has changed, which takes no wait to tell. What changes a parameter
-    without that, as replays of CUDA graphs and all-gathers of FSDP do, is followed by a call of `quantize_weights()`,
-    which a graph can capture.
+    precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state. Eager forwards
+    write it anew if the memory, the address or the version of a parameter has changed, or if backward made gradients
+    of one, as some optimizers write to `parameter.data`, which torch does not count. No wait tells these. Such writes
+    without a backward are to be followed by a call of `quantize_weights()`.
+    A forward that a CUDA graph captures writes it in the graph, so that every replay uses the parameters as they are
+    then, in training and in inference. As replays may change parameters uncounted, all later eager forwards write it
+    too. Replays of a graph that has the optimizer alone are to be followed by a call of `quantize_weights()`.
+    Compiled forwards, and those under transforms and dispatch modes, quantise in the call. So do forwards on parameters
+    that FSDP2 has gathered; they keep nothing, and backward quantises again.
+    `quantize_weights(hold=True)` ends all that until its next call: forwards, compiled and captured ones too, use what
+    it wrote. It is for several micro-batches in a step, and for inference.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -426,8 +368,8 @@ class MoE(torch.nn.Module):
         self.gate_up, self.weights_on, self.identity_experts = gate_up, weights_on, identity_experts
         checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
         self.precision = precision
-        self.fp8_weights: Fp8Weights | None = None
-        self._quantized: tuple[int, ...] = ()  # addresses and versions of what is in fp8_weights
+        self._fp8 = torch_fp8.Copies()
+        self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
         width = d_hidden * (2 if is_gated(activation) else 1)
 
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -449,27 +391,46 @@ class MoE(torch.nn.Module):
             if bias is not None:
                 torch.nn.init.zeros_(bias)
 
-    def quantize_weights(self) -> Fp8Weights:
-        """Writes `fp8_weights` from the parameters as they are now; in memory that it has, if that is still of use."""
-        w1, w2 = self.w1_storage, self.w2_storage
-        old = self.fp8_weights
-        fits = old is not None and old.w1_transposed.shape == w1.shape and old.w1_transposed.device == w1.device
-        with torch.no_grad():
-            into = old if fits else None
-            made = mb.quantize_weights(w1.transpose(1, 2), w2.transpose(1, 2), into, gate_up=self.gate_up)
-        self.fp8_weights, self._quantized = made, self._versions()
+    @property
+    def fp8_weights(self) -> Fp8Weights | None:
+        """What `quantize_weights`, or a forward with precision="fp8", made of the parameters last."""
+        return self._fp8.weights
+
+    def quantize_weights(self, *, hold: bool = False) -> Fp8Weights:
+        """Writes `fp8_weights` from the parameters as they are now; in memory that it has, if that is still of use.
+
+        hold: forwards use it as it is until the next call, or until a parameter is set or moved: none looks whether
+        parameters have changed. A CUDA graph can capture the call; `hold` is then for what is captured after it.
+        Raises RuntimeError for parameters that are DTensors.
+        """
+        torch_fp8.refuse_parts("MoE: quantize_weights", (self.w1_storage, self.w2_storage))
+        made: Fp8Weights = self._fp8.quantize(*self._weights(), self.gate_up, hold)
         return made
 
-    def _versions(self) -> tuple[int, ...]:
-        """() for parameters that do not count their changes."""
-        parameters = self.w1_storage, self.w2_storage
-        if any(parameter.is_inference() for parameter in parameters):
-            return ()
-        return tuple(n for parameter in parameters for n in (parameter.data_ptr(), parameter._version))
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
+
+    def _current_fp8_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> Fp8Weights | None:
+        """Of `_weights`; None has the call make them."""
+        if self.precision is None:
+            return None
+        if self._fp8.held:
+            return self._fp8.weights
+        if self._sharded or torch_autograd.wanted((w1, w2)):
+            return None
+        return self._fp8.current(w1, w2, self.gate_up)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # FSDP2 sets parameters here, gathered ones with the address and the version that earlier ones had.
+        if name in ("w1_storage", "w2_storage") and "_fp8" in self.__dict__:
+            self._fp8.forget()
+            self._sharded |= hasattr(value, "to_local")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoE":
         bias = self.bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch gives it no types
+        self._fp8.forget()
         if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
             self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
         return self
@@ -482,7 +443,7 @@ class MoE(torch.nn.Module):
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, d).contiguous()
-        logits = _router_logits(tokens, self.router)
+        logits = torch_router.router_logits(tokens, self.router)
         if self.routing is not None:
             weights, ids, *sums = self.routing(logits)
         else:
@@ -500,11 +461,8 @@ class MoE(torch.nn.Module):
                 sums=self.sums,
                 sequences=sequences,
             )
-        w1, w2 = self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
+        w1, w2 = self._weights()
         accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
-        fp8_weights = self.fp8_weights
-        if self.precision is not None and (not self._quantized or self._quantized != self._versions()):
-            fp8_weights = self.quantize_weights()
         out = moe(
             tokens,
             ids,
@@ -521,7 +479,8 @@ class MoE(torch.nn.Module):
             weights_on=self.weights_on,
             identity_experts=self.identity_experts,
             precision=self.precision,
-            fp8_weights=fp8_weights,
+            fp8_weights=self._current_fp8_weights(w1, w2),
+            keep_fp8_weights=not self._sharded,
         ).reshape(x.shape)
         return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
 

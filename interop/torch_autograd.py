@@ -1,6 +1,7 @@
 """The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any, NamedTuple
@@ -9,26 +10,23 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import fp8_checks, layer
+from moeblaze_cupy.interop import torch_fp8
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
+    IN_FP8,
     NEEDS,
-    READ_BY_ROUTER,
     READ_IN_BACKWARD,
     Layer,
     Options,
-    Routing,
     Sums,
-    asked_sums,
     moe_bwd,
     moe_bwd_,
     moe_bwd_acc,
     moe_bwd_acc_,
     moe_fwd,
-    route,
-    route_bwd,
-    split,
+    quantize_weights,
 )
-from moeblaze_cupy.router_options import RouterOptions
+from moeblaze_cupy.interop.torch_schema import split
 from moeblaze_cupy.structures import Fp8Weights, SavedForBackward, gate_and_up, joined, pair
 
 Tensor = torch.Tensor
@@ -133,6 +131,15 @@ def _unpacked(ctx: Any) -> tuple[Tensor, ...]:
     return unpacked
 
 
+class OperatorCall(NamedTuple):
+    """What `MoE` is told beside options and tensors."""
+
+    save: str
+    keep_saved: bool
+    announced: tuple[str | None, ...]  #: of each of Sums, the kind of its `stand_in`
+    keep_fp8_weights: bool
+
+
 class MoE(torch.autograd.Function):
     """The layer by operators. What backward needs are outputs, so that transforms of torch.func may replace them.
 
@@ -141,42 +148,53 @@ class MoE(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(save: str, keep_saved: bool, announced: tuple[str | None, ...], *arguments: Any) -> tuple[Tensor, ...]:
-        """announced: of each of Sums, the kind of its `stand_in`. arguments: of Options, Sums and Layer, in order."""
+    def forward(call: OperatorCall, *arguments: Any) -> tuple[Tensor, ...]:
+        """arguments: of Options, Sums and Layer, in order. Weights in e4m3 that are made and kept are outputs too."""
         options, _, layer = split(arguments, Options, Sums, Layer)
-        made: tuple[Tensor, ...] = moe_fwd(*layer, *options, save)
-        return made
+        quantized: tuple[Tensor, ...] = ()
+        if options.precision is not None and layer.fp8_w1 is None:
+            quantized = quantize_weights(layer.gate, layer.up, layer.w2, options.gate_up)
+            layer = layer._replace(**dict(zip(IN_FP8, quantized, strict=True)))
+        made: tuple[Tensor, ...] = moe_fwd(*layer, *options, call.save)
+        return (*made, *quantized) if call.keep_fp8_weights else made
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save, ctx.keep_saved, ctx.announced, *arguments = inputs
+        ctx.call, *arguments = inputs
         options, sums, layer = split(arguments, Options, Sums, Layer)
         ctx.options, ctx.accumulates = tuple(options), any(total is not None for total in sums)
-        _, lists, first_layer, y_swi = output
-        kept = lists, first_layer if ctx.save != "recompute" else None, y_swi if ctx.save == "paper" else None
+        _, lists, first_layer, y_swi, *quantized = output
+        if quantized:
+            layer = layer._replace(**dict(zip(IN_FP8, quantized, strict=True)))
+        kept = lists, first_layer if ctx.call.save != "recompute" else None, y_swi if ctx.call.save == "paper" else None
         ctx.save_for_backward(*(getattr(layer, name) for name in READ_IN_BACKWARD), *kept, *sums)
-        ctx.mark_non_differentiable(lists, first_layer, y_swi)
+        ctx.mark_non_differentiable(lists, first_layer, y_swi, *quantized)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @first_derivatives_only("moe", traceable=True)
     def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> Grads:
-        before = (None,) * (3 + len(Options._fields) + len(Sums._fields))
+        before = (None,) * (1 + len(Options._fields) + len(Sums._fields))
         if grad_out is None:
             return (*before, *(None,) * len(Layer._fields))
         needed = dict(zip(Layer._fields, ctx.needs_input_grad[len(before) :], strict=True))
         needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in NEEDS]
         unpacked = _unpacked(ctx)
         saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
-        in_place = not ctx.keep_saved and not torch.compiler.is_compiling() and not transformed()
+        read = dict(zip(READ_IN_BACKWARD, saved, strict=False))
+        options = Options(*ctx.options)
+        if options.precision is not None and read["fp8_w1"] is None:
+            quantized = quantize_weights(read["gate"], read["up"], read["w2"], options.gate_up)
+            read |= dict(zip(IN_FP8, quantized, strict=True))
+        in_place = not ctx.call.keep_saved and not torch.compiler.is_compiling() and not transformed()
         operator = (moe_bwd_acc_ if in_place else moe_bwd_acc) if ctx.accumulates else moe_bwd_ if in_place else moe_bwd
         totals = sums if ctx.accumulates else ()
-        made = operator(grad_out.contiguous(), *saved, *totals, *ctx.options, ctx.save, needs)
+        kept = saved[len(read) :]
+        made = operator(grad_out.contiguous(), *read.values(), *kept, *totals, *options, ctx.call.save, needs)
         grads = dict(zip(DIFFERENTIABLE, made, strict=True))
-        weights = dict(zip(READ_IN_BACKWARD, saved, strict=False))
-        for name, total, kind in zip(Sums._fields, sums, ctx.announced, strict=True):
+        for name, total, kind in zip(Sums._fields, sums, ctx.call.announced, strict=True):
             if total is not None:
-                grads[name] = stand_in(kind, weights[name])
+                grads[name] = stand_in(kind, read[name])
         return (*before, *(grads[name] if needed[name] else None for name in Layer._fields))
 
     @staticmethod
@@ -201,7 +219,7 @@ class MoE(torch.autograd.Function):
 
         folded = layer._replace(x=fold("x"), ids=fold("ids"), weights=fold("weights"))
         out, *kept = MoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
-        return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, None, None, None)
+        return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, *(None,) * len(kept))
 
 
 def _here(tensor: Tensor) -> Tensor:
@@ -266,20 +284,24 @@ class EagerCall(NamedTuple):
     options: layer.Options
     precision: str | None = None
     fp8_weights: Fp8Weights | None = None
+    keep_fp8_weights: bool = True  #: where none are given
 
 
 class EagerMoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: EagerCall, *tensors: Tensor | None) -> Tensor:
         """tensors: of Layer, in order; the last four may be missing."""
-        ctx.keep_saved, ctx.main_grads, options, ctx.precision, fp8_weights = call
+        ctx.keep_saved, ctx.main_grads, options, ctx.precision, fp8_weights, keep_fp8_weights = call
         out: Tensor
         given = tensors if len(tensors) > 6 else (*tensors, *_NO_REST)
         out, saved = layer.forward(given, options, None, ctx.precision, fp8_weights)
         assert saved is not None
         lists, index = saved.index.split()
-        of_fp8 = fp8_checks.arrays_of("moe", ctx.precision, saved.fp8_weights)
+        kept = saved.fp8_weights if keep_fp8_weights else fp8_weights
+        of_fp8 = fp8_checks.arrays_of("moe", ctx.precision, kept)
         ctx.save_for_backward(*of_fp8, tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
+        ctx.has_fp8_weights = kept is not None
+        ctx.fp8_weights = None if fp8_weights is None else weakref.ref(fp8_weights)
         ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
         return out
@@ -291,12 +313,14 @@ class EagerMoE(torch.autograd.Function):
         if grad_out is None:
             return (None, *(None for _ in needed))
         unpacked, fp8_weights = ctx.saved_tensors, None
-        if ctx.precision is not None:
+        index, activation, save, gate_up, slots = ctx.kept
+        if ctx.has_fp8_weights:
             fields = fp8_checks.FIELDS
-            fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)))
+            fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)), gate_up=gate_up)
             unpacked = unpacked[len(fields) :]
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = unpacked
-        index, activation, save, gate_up, slots = ctx.kept
+        if ctx.precision is not None and fp8_weights is None:
+            fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=gate_up)
         b1 = b2 = None
         needed_biases: tuple[bool, ...] = ()
         if biases:
@@ -312,6 +336,8 @@ class EagerMoE(torch.autograd.Function):
             )
         finally:  # what runs out of memory half way may have overwritten them as well
             ctx.consumed = saved.consumed
+        if ctx.fp8_weights is not None and any(needed[3:6]):
+            torch_fp8.after_backward(ctx.fp8_weights())
         of_weights = *gate_and_up(grads.w1), grads.w2
         if ctx.main_grads:
             of_weights = _announced(ctx.main_grads, (gate, up, w2), of_weights)
@@ -353,49 +379,3 @@ def main_grads(
         for name, (argument, weight, parameter) in by_name.items()
         if weight is not None and weight.requires_grad
     }
-
-
-class Route(torch.autograd.Function):
-    """The router by operators: weights, ids and ROUTER_SUMS, empty where not asked for."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        """arguments: of Routing, k, and of RouterOptions."""
-        made: tuple[Tensor, ...] = route(*arguments)
-        return made
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        routing = Routing(*inputs[: len(Routing._fields)])
-        ctx.options, ctx.inputs = inputs[len(Routing._fields) + 1 :], len(inputs)
-        weights, ids, *sums = output
-        ctx.save_for_backward(weights, ids, *(getattr(routing, name) for name in READ_BY_ROUTER))
-        asked = asked_sums(RouterOptions(*ctx.options).sums)
-        ctx.mark_non_differentiable(ids, *(total for total, wanted in zip(sums, asked, strict=True) if not wanted))
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @first_derivatives_only("route", traceable=True)
-    def backward(ctx: Any, grad_weights: Tensor | None, _: None, *grad_sums: Tensor | None) -> Grads:
-        rest: Grads = (None,) * (ctx.inputs - 1)
-        asked = zip(grad_sums, asked_sums(RouterOptions(*ctx.options).sums), strict=True)
-        present = [grad.contiguous() if wanted and grad is not None else None for grad, wanted in asked]
-        weights, ids, *read = ctx.saved_tensors
-        if grad_weights is None and all(grad is None for grad in present):
-            return (None, *rest)
-        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
-        return (route_bwd(grad_weights, weights, ids, *present, *read, *ctx.options), *rest)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Of logits alone, beside a bias of all: one call with all their tokens."""
-        logits, bias, *rest = inputs
-        number = len(Routing._fields) - 2
-        alone = all(dim is None for dim in in_dims[1 : len(Routing._fields)]) and (bias is None or bias.dim() == 1)
-        if not alone or any(tensor is not None for tensor in rest[:number]) or RouterOptions(*rest[number + 1 :]).sums:
-            expected = "logits alone under vmap, with at most a bias (E,) for the whole batch and no sums"
-            raise RuntimeError(f"route: logits: expected {expected}, got more")
-        folded = logits.movedim(in_dims[0], 0).reshape(-1, logits.shape[-1]).contiguous()
-        weights, ids, *sums = Route.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
-        whole = (info.batch_size, -1)
-        return (weights.unflatten(0, whole), ids.unflatten(0, whole), *sums), (0, 0, *(None,) * len(sums))

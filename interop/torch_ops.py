@@ -10,7 +10,6 @@ changes a shape.
 
 import math
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -18,17 +17,17 @@ from typing import Any, NamedTuple
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import checks, launch_config, router_options
-from moeblaze_cupy.arrays import CPU, Array
+from moeblaze_cupy import checks, fp8_checks, launch_config, quantization
 from moeblaze_cupy.interop import inductor
-from moeblaze_cupy.router_options import RouterOptions
+from moeblaze_cupy.interop.torch_schema import concrete, declared, define, describe, nothing, split
+from moeblaze_cupy.ops import quantize
 from moeblaze_cupy.structures import (
     BIASES,
     FORMS,
     GRADIENTS,
-    SHARES,
     Activation,
     DispatchIndices,
+    Fp8Weights,
     Gradients,
     SavedForBackward,
     SlotOptions,
@@ -42,7 +41,10 @@ Places = tuple[dict[str, tuple[int, tuple[int, ...]]], int]  # what `launch_conf
 
 
 class Layer(NamedTuple):
-    """The layer's tensors. w1 is `gate` and `up`; `up` is None where w1 is one tensor. So it is with b1."""
+    """The layer's tensors. w1 is `gate` and `up`; `up` is None where w1 is one tensor. So it is with b1.
+
+    The last six are those of Fp8Weights, in the order of `fp8_checks.FIELDS`: all, or none.
+    """
 
     x: Tensor
     ids: Tensor
@@ -54,6 +56,12 @@ class Layer(NamedTuple):
     b1_up: Tensor | None = None
     b2: Tensor | None = None
     token_offsets: Tensor | None = None
+    fp8_w1: Tensor | None = None
+    fp8_w1_transposed: Tensor | None = None
+    fp8_w1_scales: Tensor | None = None
+    fp8_w2: Tensor | None = None
+    fp8_w2_transposed: Tensor | None = None
+    fp8_w2_scales: Tensor | None = None
 
     @property
     def w1(self) -> Any:
@@ -62,6 +70,10 @@ class Layer(NamedTuple):
     @property
     def b1(self) -> Any:
         return joined(self.b1_gate, self.b1_up)
+
+
+IN_FP8 = Layer._fields[-len(fp8_checks.FIELDS) :]
+_IN_WORDS = dict(zip(IN_FP8, fp8_checks.NAMES, strict=True))  # what errors call them
 
 
 class Options(NamedTuple):
@@ -73,6 +85,7 @@ class Options(NamedTuple):
     weights_on: str = "output"
     unreduced: bool = False
     identity_experts: int = 0
+    precision: str | None = None
 
     @classmethod
     def of(cls, activation: str | Activation, *others: Any) -> "Options":
@@ -101,25 +114,6 @@ class Kept(NamedTuple):
     y_swi: Tensor | None
 
 
-class Routing(NamedTuple):
-    """The router's tensors."""
-
-    logits: Tensor
-    bias: Tensor | None
-    ids: Tensor | None
-    token_offsets: Tensor | None
-    token_mask: Tensor | None
-    sequences: Tensor | None
-
-    def present(self, but: str = "") -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None and name != but}
-
-
-# What the router's backward reads of a call, beside weights and ids as they were handed out.
-READ_BY_ROUTER = ("logits", "token_offsets", "token_mask", "sequences")
-ROUTER_SUMS = ("score_sums", "z_sums", "entropy_sums")
-
-
 class Sums(NamedTuple):
     """What the gradients of weights are added to: tensors like the weights."""
 
@@ -135,49 +129,8 @@ DIFFERENTIABLE = {
     **{"x": "x", "weights": "weights", "gate": "w1", "up": "w1", "w2": "w2"},
     **{"b1_gate": "b1", "b1_up": "b1", "b2": "b2"},
 }
-READ_IN_BACKWARD = tuple(DIFFERENTIABLE)
+READ_IN_BACKWARD = (*DIFFERENTIABLE, *IN_FP8)
 NEEDS = GRADIENTS + BIASES
-_TYPES: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    str: "str",
-    bool: "bool",
-    bool | None: "bool?",
-    int: "int",
-    int | None: "SymInt?",
-    float: "float",
-    float | None: "float?",
-    tuple[float, ...]: "float[]",
-    tuple[str, ...]: "str[]",
-    tuple[int, int, int] | None: "int[]?",
-}
-
-
-def _declared(fields: type, names: Sequence[str] | None = None, prefix: str = "", written: str = "") -> str:
-    """The schema's part of a NamedTuple's fields; `written`: letters of those whose memory is overwritten, in order."""
-    letters, declared = iter(written), []
-    for name, annotation in typing.get_type_hints(fields).items():
-        if names is None or name in names:
-            kind = _TYPES[annotation]
-            if written and kind.startswith("Tensor"):
-                kind = kind.replace("Tensor", f"Tensor({next(letters)}!)")
-            declared.append(f"{kind} {prefix}{name}")
-    return ", ".join(declared)
-
-
-def _concrete(size: Any) -> int:
-    """A size for checks: of a symbolic one its hint, so that no guard is made; the implementation checks again."""
-    if isinstance(size, int):
-        return size
-    node = size.node
-    return int(node.hint) if node.has_hint() else int(node.expr.xreplace(dict.fromkeys(node.expr.free_symbols, 1009)))
-
-
-def _described(tensor: Tensor) -> Array:
-    """A fake tensor as checks see arrays."""
-    shape, strides = (tuple(map(_concrete, sizes)) for sizes in (tensor.shape, tensor.stride()))
-    device = CPU if tensor.device.type in ("cpu", "meta") else tensor.device.index or 0
-    return Array(tensor, 0, shape, strides, str(tensor.dtype).removeprefix("torch."), device)
 
 
 class _Sizes(NamedTuple):
@@ -209,7 +162,8 @@ def _sizes(tensors: Mapping[str, Any], slots_shape: Sequence[Any], options: Opti
 
 
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
-    d = {name: _described(tensor) for name, tensor in layer._asdict().items() if tensor is not None}
+    given = layer._asdict().items()
+    d = {_IN_WORDS.get(name, name): describe(tensor) for name, tensor in given if tensor is not None}
     checks.same_device("moe_forward", **d)
     w1, b1, b2 = (
         tuple(d[name] for name in names if name in d) for names in (("gate", "up"), ("b1_gate", "b1_up"), ("b2",))
@@ -219,6 +173,10 @@ def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
     arrays = d["x"], d["ids"], weights, w1, d["w2"]
     checks.layer("moe_forward", *arrays, options.activation, save, b1, b2, options.gate_up, d.get("token_offsets"))
     checks.identity_experts("moe_forward", slots, d["w2"])
+    if options.precision is not None:  # the implementation asks the GPU as well
+        in_fp8 = [d[name] for name in fp8_checks.NAMES if name in d]
+        of_layer = d["x"], d["w2"], options.activation, options.gate_up
+        fp8_checks.layer("moe_forward", *of_layer, {}, in_fp8, options.gate_up, None)
 
 
 def _call_forward(layer: Layer, options: Options, save: str | None) -> tuple[Any, SavedForBackward | None]:
@@ -236,8 +194,18 @@ def _call_forward(layer: Layer, options: Options, save: str | None) -> tuple[Any
             gate_up=options.gate_up,
             token_offsets=layer.token_offsets,
             **options.slots._asdict(),
+            precision=options.precision,
+            fp8_weights=_fp8_weights(layer._asdict(), options),
         )
     return out, saved
+
+
+def _fp8_weights(tensors: Mapping[str, Any], options: Options) -> Fp8Weights | None:
+    """tensors: at least those of IN_FP8."""
+    if tensors[IN_FP8[0]] is None:
+        return None
+    fields = zip(fp8_checks.FIELDS, IN_FP8, strict=True)
+    return Fp8Weights(**{field: tensors[name] for field, name in fields}, gate_up=options.gate_up)
 
 
 def _slots_shape(read: dict[str, Any], grad_out: Tensor) -> tuple[Any, ...]:
@@ -248,28 +216,14 @@ def _slots_shape(read: dict[str, Any], grad_out: Tensor) -> tuple[Any, ...]:
 def _saved(read: dict[str, Any], grad_out: Tensor, kept: Kept, options: Options, save: str) -> SavedForBackward:
     """What `moe_forward` returned, from its tensors; read: those of READ_IN_BACKWARD by name."""
     weights, w2 = read["weights"], read["w2"]
-    slots_shape, num_experts = tuple(map(_concrete, _slots_shape(read, grad_out))), w2.shape[0]
-    places, _ = _index_lists(_concrete(read["x"].shape[0]), slots_shape, num_experts)
+    slots_shape, num_experts = tuple(map(concrete, _slots_shape(read, grad_out))), w2.shape[0]
+    places, _ = _index_lists(concrete(read["x"].shape[0]), slots_shape, num_experts)
     index = DispatchIndices(kept.lists, None, places, num_experts)
     w1, b1 = joined(read["gate"], read["up"]), joined(read["b1_gate"], read["b1_up"])
     made = index, kept.first_layer, kept.y_swi, options.activation, save
     other = {"b1": b1, "b2": read["b2"], "gate_up": options.gate_up, "slots": options.slots}
+    other |= {"precision": options.precision, "fp8_weights": _fp8_weights(read, options)}
     return SavedForBackward(read["x"], weights, w1, w2, *made, **other)
-
-
-def split(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
-    """Positional arguments as NamedTuples of these types; an int stands for so many arguments as they are."""
-    parts: list[Any] = []
-    for kind in kinds:
-        number = kind if isinstance(kind, int) else len(kind._fields)
-        taken, arguments = arguments[:number], arguments[number:]
-        parts += taken if isinstance(kind, int) else [kind(*taken)]
-    assert not arguments
-    return parts
-
-
-def _nothing(like: Tensor) -> Tensor:
-    return like.new_empty((0,))
 
 
 def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
@@ -277,7 +231,7 @@ def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
     out, saved = _call_forward(layer, options, save)
     assert saved is not None
     kept = (saved.first_layer, saved.y_swi)
-    return out, saved.index.lists, *(_nothing(layer.x) if tensor is None else tensor for tensor in kept)
+    return out, saved.index.lists, *(nothing(layer.x) if tensor is None else tensor for tensor in kept)
 
 
 def _fake_moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:
@@ -327,8 +281,8 @@ class _BackwardCall(NamedTuple):
         slots_shape = _slots_shape(self.read, self.grad_out)
         sizes = _sizes(self.read, slots_shape, self.options, self.save)._asdict()
         for name, tensor in self.kept._asdict().items():
-            got = (0,) if tensor is None else tuple(map(_concrete, tensor.shape))
-            expected = tuple(map(_concrete, sizes[name]))
+            got = (0,) if tensor is None else tuple(map(concrete, tensor.shape))
+            expected = tuple(map(concrete, sizes[name]))
             if got != expected:
                 raise checks.bad_value("moe_backward", f"saved.{name}", f"shape {expected}", got)
 
@@ -343,16 +297,14 @@ class _BackwardCall(NamedTuple):
             for name, gradient in DIFFERENTIABLE.items()
         ]
         return tuple(
-            make(name) if want else _nothing(self.grad_out) for name, want in zip(DIFFERENTIABLE, wanted, strict=True)
+            make(name) if want else nothing(self.grad_out) for name, want in zip(DIFFERENTIABLE, wanted, strict=True)
         )
 
 
 def by_tensor(grads: Gradients) -> dict[str, Any]:
-    """The gradients by the names of Layer, None for its integers."""
-    gate, up = gate_and_up(grads.w1)
-    b1_gate, b1_up = gate_and_up(grads.b1)
-    of_inputs, of_biases = (grads.x, None, grads.weights), (b1_gate, b1_up, grads.b2)
-    return dict(zip(Layer._fields, (*of_inputs, gate, up, grads.w2, *of_biases, None), strict=True))
+    """The gradients by the names of DIFFERENTIABLE."""
+    of_layer = grads.x, grads.weights, *gate_and_up(grads.w1), grads.w2, *gate_and_up(grads.b1), grads.b2
+    return dict(zip(DIFFERENTIABLE, of_layer, strict=True))
 
 
 def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -384,12 +336,12 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
             inductor.register(moe_fwd, {moe_bwd: moe_bwd_, moe_bwd_acc: moe_bwd_acc_})
         call = _BackwardCall.of(arguments, accumulates)
         call.check_kept()
-        read = {name: _described(tensor) for name, tensor in call.read.items() if tensor is not None}
+        read = {name: describe(tensor) for name, tensor in call.read.items() if tensor is not None}
         saved = _saved(call.read, call.grad_out, call.kept, call.options, call.save)
-        checks.layer_backward("moe_backward", _described(call.grad_out), read["x"], saved)
+        checks.layer_backward("moe_backward", describe(call.grad_out), read["x"], saved)
         sums = {name: tensor for name, tensor in call.sums._asdict().items() if tensor is not None}
         for names in SUMMED.values():
-            if given := {f"sum of {name}": _described(sums[name]) for name in names if name in sums}:
+            if given := {f"sum of {name}": describe(sums[name]) for name in names if name in sums}:
                 shapes = [read[name].shape for name in names if name in sums]
                 checks.accumulated("moe_backward", given, shapes, read["x"].dtype)
 
@@ -405,115 +357,36 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
     return run, fake
 
 
-def _router_options(options: RouterOptions, given: Mapping[str, Any]) -> dict[str, Any]:
-    """As `route` takes them: sequences are a tensor or a number."""
-    named = options._asdict()
-    if "sequences" in given:
-        del named["sequences"]
-    return named
-
-
-def _route(*arguments: Any) -> tuple[Tensor, ...]:
-    routing, k, options = split(arguments, Routing, 1, RouterOptions)
-    given = routing.present()
+def _quantize_weights(gate: Tensor, up: Tensor | None, w2: Tensor, gate_up: str) -> tuple[Tensor, ...]:
     with torch.no_grad():
-        weights, ids, *sums = mb.route(k=k, **given, **_router_options(options, given))
-    if routing.ids is not None and ids.data_ptr() == routing.ids.data_ptr():
-        ids = ids.clone()  # an operator hands out no memory that it was given
-    made = tuple(sums[0]) if sums else (None,) * len(ROUTER_SUMS)
-    return weights, ids, *(_nothing(weights) if total is None else total for total in made)
+        made = mb.quantize_weights(joined(gate, up), w2, gate_up=gate_up)
+    return tuple(getattr(made, field) for field in fp8_checks.FIELDS)
 
 
-def _checked_router_options(function: str, options: RouterOptions) -> RouterOptions:
-    sequences = None if options.sequences is None else _concrete(options.sequences)
-    return router_options.of(function, *options._replace(sequences=sequences))
+def _fake_quantize_weights(gate: Tensor, up: Tensor | None, w2: Tensor, gate_up: str) -> tuple[Tensor, ...]:
+    parts = tuple(describe(part) for part in (gate, up) if part is not None)
+    halves = quantization.check(parts, describe(w2), gate_up)[-1]
+    (E, h, d), in_e4m3 = w2.shape, quantize.E4M3
+    return tuple(
+        w2.new_empty(shape, dtype=torch.float8_e4m3fn if field in in_e4m3 else torch.float32)
+        for field, shape in quantize.shapes_of(E, d, h, halves).items()
+        if field in fp8_checks.FIELDS
+    )
 
 
-def asked_sums(names: Sequence[str]) -> tuple[bool, ...]:
-    """Which of ROUTER_SUMS these names of `route`'s argument sums ask for."""
-    return any(name in names for name in SHARES), "z" in names, "entropy" in names
-
-
-def _sums_shapes(options: RouterOptions, given: Mapping[str, Any], E: Any) -> tuple[tuple[Any, ...], ...]:
-    """Those of ROUTER_SUMS, (0,) of what is not asked for."""
-    S = given["sequences"].shape[0] - 1 if "sequences" in given else options.sequences
-    asked = zip(((S, E), (S,), (S,)), asked_sums(options.sums), strict=True)
-    return tuple(shape if wanted else (0,) for shape, wanted in asked)
-
-
-def _fake_route(*arguments: Any) -> tuple[Tensor, ...]:
-    routing, k, options = split(arguments, Routing, 1, RouterOptions)
-    given = routing.present()
-    described = {name: _described(tensor) for name, tensor in given.items()}
-    checks.same_device("route", **described)
-    router_options.forward("route", described, k, _checked_router_options("route", options))
-    logits = routing.logits
-    shape = (logits.shape[0], k) if routing.ids is None else routing.ids.shape
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    sums = _sums_shapes(options, given, logits.shape[1])
-    ids = logits.new_empty(shape, dtype=torch.int32)
-    return logits.new_empty(shape, dtype=wide), ids, *(logits.new_empty(s, dtype=wide) for s in sums)
-
-
-class _RouterGrads(NamedTuple):
-    grad_weights: Tensor
-    weights: Tensor
-    chosen: Tensor
-    grad_score_sums: Tensor | None
-    grad_z_sums: Tensor | None
-    grad_entropy_sums: Tensor | None
-
-
-def _router_backward(arguments: Sequence[Any]) -> tuple[dict[str, Any], RouterOptions]:
-    """The tensors of a call of `route_backward` by name, and its options."""
-    grads, *read, options = split(arguments, _RouterGrads, len(READ_BY_ROUTER), RouterOptions)
-    given = {**grads._asdict(), **dict(zip(READ_BY_ROUTER, read, strict=True))}
-    given["ids"] = given.pop("chosen")
-    return {name: tensor for name, tensor in given.items() if tensor is not None}, options
-
-
-def _route_bwd(*arguments: Any) -> Tensor:
-    given, options = _router_backward(arguments)
-    with torch.no_grad():
-        grad: Tensor = mb.route_backward(**given, **_router_options(options, given))
-    return grad
-
-
-def _fake_route_bwd(*arguments: Any) -> Tensor:
-    given, options = _router_backward(arguments)
-    described = {name: _described(tensor) for name, tensor in given.items()}
-    router_options.backward("route_backward", described, _checked_router_options("route_backward", options))
-    logits: Tensor = given["logits"]
-    return logits.new_empty(logits.shape)
-
-
-_library: Any = torch.library.Library("moeblaze", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no types
-# Compilers hand over strides as the fakes saw them, as the transposed views of weights.
-_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
-
-
-def _define(
-    name: str, arguments: Sequence[str], returns: str, run: Callable[..., Any], fake: Callable[..., Any]
-) -> None:
-    _library.define(f"{name}({', '.join(arguments)}) -> {returns}", tags=_TAGS)
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
-    torch.library.register_fake(f"moeblaze::{name}", fake, lib=_library)
-
-
-_tensors, _options = _declared(Layer), _declared(Options)
-_define("moe_fwd", [_tensors, _options, "str save"], "(Tensor, Tensor, Tensor, Tensor)", _moe_fwd, _fake_moe_fwd)
-_define("moe_infer", [_tensors, _options], "Tensor", _moe_infer, _fake_moe_infer)
+_tensors, _options = declared(Layer), declared(Options)
+define("moe_fwd", [_tensors, _options, "str save"], "(Tensor, Tensor, Tensor, Tensor)", _moe_fwd, _fake_moe_fwd)
+define("moe_infer", [_tensors, _options], "Tensor", _moe_infer, _fake_moe_infer)
 for _accumulates in (False, True):
     for _overwrites in (False, True):
-        _define(
+        define(
             "moe_bwd" + "_acc" * _accumulates + "_" * _overwrites,
             [
                 "Tensor grad_out",
-                _declared(Layer, READ_IN_BACKWARD),
+                declared(Layer, READ_IN_BACKWARD),
                 "Tensor lists",
-                _declared(Kept, Kept._fields[1:], written="ab" if _overwrites else ""),
-                *([_declared(Sums, prefix="sum_", written="cde")] if _accumulates else []),
+                declared(Kept, Kept._fields[1:], written="ab" if _overwrites else ""),
+                *([declared(Sums, prefix="sum_", written="cde")] if _accumulates else []),
                 _options,
                 "str save, bool[] needs",
             ],
@@ -524,20 +397,11 @@ for _accumulates in (False, True):
 moe_fwd, moe_infer = torch.ops.moeblaze.moe_fwd.default, torch.ops.moeblaze.moe_infer.default
 moe_bwd, moe_bwd_ = torch.ops.moeblaze.moe_bwd.default, torch.ops.moeblaze.moe_bwd_.default
 moe_bwd_acc, moe_bwd_acc_ = torch.ops.moeblaze.moe_bwd_acc.default, torch.ops.moeblaze.moe_bwd_acc_.default
-
-_router = _declared(RouterOptions).replace("SymInt? sequences", "SymInt? num_sequences")
-_define(
-    "route",
-    [_declared(Routing), "int? k", _router],
-    f"({', '.join(['Tensor'] * (2 + len(ROUTER_SUMS)))})",
-    _route,
-    _fake_route,
+define(
+    "quantize_weights",
+    ["Tensor gate, Tensor? up, Tensor w2, str gate_up"],
+    f"({', '.join(['Tensor'] * len(IN_FP8))})",
+    _quantize_weights,
+    _fake_quantize_weights,
 )
-_define(
-    "route_bwd",
-    [_declared(_RouterGrads), _declared(Routing, READ_BY_ROUTER), _router],
-    "Tensor",
-    _route_bwd,
-    _fake_route_bwd,
-)
-route, route_bwd = torch.ops.moeblaze.route.default, torch.ops.moeblaze.route_bwd.default
+quantize_weights = torch.ops.moeblaze.quantize_weights.default

@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import checks, fp8_checks
+from moeblaze_cupy.interop import torch_autograd, torch_fp8
 from moeblaze_cupy.interop.torch import moe
-from moeblaze_cupy.structures import ACTIVATIONS, is_gated
+from moeblaze_cupy.structures import ACTIVATIONS, Fp8Weights, is_gated
 
 Constants = tuple[tuple[tuple[str, ...], float | str], ...]
 
@@ -42,15 +44,22 @@ class Formula(NamedTuple):
     constants: Constants
 
 
-def register(name: str = "moeblaze", *, save: str = "minimal", fallback: bool | None = None) -> None:
+def register(
+    name: str = "moeblaze", *, save: str = "minimal", precision: str | None = None, fallback: bool | None = None
+) -> None:
     """Registers the layer with transformers as `experts_implementation=name`. The import does so with the defaults.
 
     save: a save policy of `moeblaze_cupy.moe_forward`, for models in training.
+    precision: None, or "fp8" as of `moe`. Every forward quantises the weights, also when it is compiled, captured in a
+    CUDA graph or run on what FSDP2 gathered, unless `quantize_weights` was called for the model. They are kept for
+    backward, or with save="recompute" quantised again. What cannot be computed in e4m3 raises the errors of `moe`, and
+    nothing falls back.
     fallback: True runs what the layer cannot compute as "grouped_mm", with one warning that names the class and the
     reason; False raises NotImplementedError. None takes the environment variable MOEBLAZE_FALLBACK, of which "0" means
     False.
     """
-    falls_back = _falls_back(fallback)
+    checks.one_of("register", "precision", precision, fp8_checks.PRECISIONS)
+    falls_back = _falls_back(fallback) and precision is None
 
     def experts(
         self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -60,7 +69,7 @@ def register(name: str = "moeblaze", *, save: str = "minimal", fallback: bool | 
             _refuse(type(self), formula.reason, "grouped_mm", falls_back)
             out: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
             return out
-        return _experts(self, formula, hidden_states, top_k_index, top_k_weights, save)
+        return _experts(self, formula, hidden_states, top_k_index, top_k_weights, save, precision=precision)
 
     _NAMES.add(name)
     ExpertsInterface.register(name, experts)
@@ -78,7 +87,7 @@ def _parameters_of(
 ) -> tuple[Any, Any, dict[str, Any]]:
     """w1, w2 and biases by name of a decorated module, in the layer's order; of: applied to each parameter."""
     gated = getattr(module, "has_gate", True)
-    w1, w2 = of(module.gate_up_proj if gated else module.up_proj), of(module.down_proj)
+    w1, w2 = map(of, _weights_of(module))
     if not getattr(module, "is_transposed", False):
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     if not getattr(module, "has_bias", False):
@@ -98,15 +107,66 @@ def _experts(
     weights: torch.Tensor,
     save: str,
     of: Callable[[Any], Any] = lambda parameter: parameter,
+    precision: str | None = None,
 ) -> torch.Tensor:
     """A decorated module's output (L, d). An id of another rank's expert is past the last one: an empty slot."""
     w1, w2, biases = _parameters_of(module, of)
     options = biases | {"activation": formula.activation, "gate_up": formula.gate_up, "save": save}
+    if precision is not None:
+        fp8_weights = _current_fp8_weights(module, w1, w2, formula.gate_up)
+        options |= {"precision": precision, "fp8_weights": fp8_weights, "keep_fp8_weights": save != "recompute"}
     if not getattr(module, "has_post_expert_norm", False):
         return _layer(x, ids, weights, w1, w2, **options)
     slots = module.post_expert_norm(_layer(x, ids, None, w1, w2, unreduced=True, **options))
     out: torch.Tensor = (slots * weights[:, :, None]).sum(1).to(x.dtype)
     return out
+
+
+def quantize_weights(model: torch.nn.Module, *, hold: bool = False) -> tuple[str, ...]:
+    """Gives the experts of a model weights in e4m3 that last from forward to forward, for register(precision="fp8").
+
+    Eager forwards write them again when the memory, the address or the version of a parameter has changed, and after a
+    backward, as `MoE` does; other writes that torch does not count are followed by another call. Where a module has
+    other parameters than at the call, as under FSDP2, its forwards quantise for themselves.
+    hold: forwards, compiled and captured ones too, use them as they are until the next call: for inference, and for
+    several micro-batches in a step.
+    Returns the names of the modules: those whose experts implementation is the layer.
+    Raises RuntimeError for parameters that are DTensors, NotImplementedError for experts that the layer cannot compute,
+    and as `moeblaze_cupy.quantize_weights` does.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if not _is_dispatched(module) or module.config._experts_implementation not in _NAMES:
+            continue
+        formula = _formula_of(module)
+        if formula.activation is None:
+            raise NotImplementedError(f"moeblaze: {_name_of(type(module))}: {formula.reason}")
+        parameters = _weights_of(module)
+        torch_fp8.refuse_parts(f"quantize_weights: {name}", parameters)
+        w1, w2, _ = _parameters_of(module)
+        copies = getattr(module, "moeblaze_fp8", None) or torch_fp8.Copies()
+        copies.quantize(w1, w2, formula.gate_up, hold)
+        copies.assign(*parameters)
+        module.moeblaze_fp8 = copies
+        names.append(name)
+    return tuple(names)
+
+
+def _current_fp8_weights(module: Any, w1: Any, w2: Any, gate_up: str) -> Fp8Weights | None:
+    """None has the call make them."""
+    copies: torch_fp8.Copies | None = getattr(module, "moeblaze_fp8", None)
+    if copies is None:
+        return None
+    if copies.held:
+        return copies.weights
+    if torch_autograd.wanted((w1, w2)) or not copies.belong_to(*_weights_of(module)):
+        return None
+    return copies.current(w1, w2, gate_up)
+
+
+def _weights_of(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the module has them, without biases."""
+    return module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj, module.down_proj
 
 
 def _layer(

@@ -35,7 +35,7 @@ def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up
     given = {} if out is None else _arrays_of(out)
     call = Call(NAME, **named, **given)
     parts, of_w2 = tuple(call.described[name] for name in named if name != "w2"), call.described["w2"]
-    sizes = _check(parts, of_w2, gate_up)
+    sizes = check(parts, of_w2, gate_up)
     wanted = shapes_of(*sizes)
     if out is not None:
         _check_out(call, out, wanted, gate_up)
@@ -54,8 +54,8 @@ def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up
     return out or Fp8Weights(**{name: call.export(array) for name, array in made.items()}, gate_up=gate_up)
 
 
-def _check(w1: tuple[arrays.Array, ...], w2: arrays.Array, gate_up: str) -> tuple[int, int, int, int]:
-    """Returns E, d, h and the number of halves."""
+def check(w1: tuple[arrays.Array, ...], w2: arrays.Array, gate_up: str) -> tuple[int, int, int, int]:
+    """The checks of weights by shape, dtype and strides. Returns E, d, h and the number of halves."""
     checks.one_of(NAME, "gate_up", gate_up, GATE_UP)
     checks.shape(NAME, "w2", w2, "E, h, d", (None, None, None))
     E, h, d = w2.shape

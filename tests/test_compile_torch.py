@@ -4,6 +4,8 @@ import functools
 import shutil
 
 import pytest
+from test_torch_fp8_operators import block as block_in_fp8
+from test_torch_fp8_operators import gradients as gradients_in_fp8
 from test_torch_ops import POLICIES, leaves_of, overwriting, tensors
 
 from moeblaze_cupy.structures import pair
@@ -121,6 +123,17 @@ def test_inductor_overwrites_what_was_saved_without_a_copy(function, save, opera
     assert "clone" not in backward and "copy_" not in backward
     others = {"moe_bwd", "moe_bwd_"} - {operator}
     assert not any(f"torch.ops.moeblaze.{other}.default(" in backward for other in others)
+
+
+@needs_compiler
+def test_inductor_copies_no_weights_in_e4m3(overwriting):
+    from torch._inductor.utils import run_and_get_code
+
+    compiled = torch.compile(block_in_fp8, fullgraph=True)
+    got, (_, backward) = run_and_get_code(gradients_in_fp8, compiled)
+    assert all(map(torch.equal, got, gradients_in_fp8(block_in_fp8)))
+    assert "torch.ops.moeblaze.moe_bwd_.default(" in backward
+    assert "clone" not in backward and "copy_" not in backward
 
 
 @needs_compiler

@@ -1,5 +1,7 @@
 """Training with FSDP2 in two processes equals that of one: sharding frees and restores the storages of parameters."""
 
+from unittest import mock
+
 import pytest
 from cases import relative_error
 
@@ -48,6 +50,63 @@ def _train(layer, share, batches=1, synchronise=lambda on: None, **options):
     return written
 
 
+IN_FP8 = (
+    {"reshard": False},
+    {"around": True},
+    {"masters": torch.float32, "checkpointed": True},
+    {"compiled": True},
+)
+
+
+def _follow_in_fp8(rank, mesh, reshard=True, around=False, masters=torch.bfloat16, checkpointed=False, compiled=False):
+    """In every step, that of a module of one process with the parameters as they are then: the same bits.
+
+    around: FSDP2 is told of a module that has the layer within.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    sizes, options, steps = (32, 48, 4, 2), {"precision": "fp8", "dtype": masters}, 3
+    torch.manual_seed(0)
+    layer = MoE(*sizes, **options)
+    model, one = torch.nn.Sequential(layer) if around else layer, MoE(*sizes, **options)
+    if compiled:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    tokens = torch.randn(steps, 40, 32, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    made, shards, gradients = [], [], []
+    for x in tokens:
+        shards.append([parameter.detach().clone() for parameter in layer.parameters()])
+        out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+        (out.float() - x.float()).square().mean().backward()
+        made.append(out.detach())
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        made.append(model(tokens[0]))
+    model.reshard()
+    shards.append(layer.parameters())
+    for step in range(steps + 1):
+        x = tokens[step % steps]
+        for (name, _), shard in zip(one.named_parameters(), shards[step], strict=True):
+            setattr(one, name, torch.nn.Parameter(shard.full_tensor().detach().bfloat16()))
+        want = one(x)
+        assert torch.equal(made[step], want), step
+        if step == steps:
+            break
+        (want.float() - x.float()).square().mean().backward()
+        for parameter, gradient in zip(one.parameters(), gradients[step], strict=True):
+            whole = parameter.grad.float()
+            torch.distributed.all_reduce(whole)
+            assert relative_error(gradient.full_tensor().float().numpy(), whole.numpy() / 2) <= 2**-7, step
+    # Nothing is kept of what lies in the memory that FSDP2 frees.
+    assert layer.fp8_weights is None
+    with pytest.raises(RuntimeError, match="MoE: quantize_weights: expected whole parameters"):
+        layer.quantize_weights()
+
+
 def _process(rank, folder):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -71,6 +130,11 @@ def _process(rank, folder):
             whole = [[gradient.full_tensor() for gradient in step] for step in written]
             if rank == 0:
                 torch.save(whole, f"{folder}/{name}.pt")
+        for options in IN_FP8:
+            _follow_in_fp8(rank, mesh, **options)
+        # As allocators do when they can, gathered parameters get the memory of the step before. FSDP2 keeps versions.
+        with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param.free_storage"):
+            _follow_in_fp8(rank, mesh)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (  # noqa: E402
     create_selective_checkpoint_contexts,
 )
 
-from moeblaze_cupy.interop import torch_ops  # noqa: E402
+from moeblaze_cupy.interop import torch_ops, torch_router_ops  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
 
 SMALL = Case(L=5, k=2, E=3, d=4, h=6, order="transposed")
@@ -116,13 +116,13 @@ def test_operators_of_the_router_keep_what_they_promise():
     logits = torch.randn(6, 4)
     options = ("sigmoid", True, 0.0, 1.0, "scores", (2, 1, 2), None, None, ("z", "entropy", "softmax"), 2)
     arguments = (logits, torch.randn(4), None, None, None, None, 2, *options)
-    torch.library.opcheck(torch_ops.route, arguments)
-    weights, ids, *sums = torch_ops.route(*arguments)
+    torch.library.opcheck(torch_router_ops.route, arguments)
+    weights, ids, *sums = torch_router_ops.route(*arguments)
     read = (logits, None, None, None)
     grads = map(torch.ones_like, (weights, *sums))
-    torch.library.opcheck(torch_ops.route_bwd, (next(grads), weights, ids, *grads, *read, *options))
+    torch.library.opcheck(torch_router_ops.route_bwd, (next(grads), weights, ids, *grads, *read, *options))
     given = (logits, None, ids, None, torch.rand(6) < 0.5, torch.tensor([0, 2, 6], dtype=torch.int32), None)
-    torch.library.opcheck(torch_ops.route, (*given, *options[:5], None, None, None, ("z",), None))
+    torch.library.opcheck(torch_router_ops.route, (*given, *options[:5], None, None, None, ("z",), None))
 
 
 @pytest.mark.parametrize("save", POLICIES)

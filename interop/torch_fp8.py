@@ -1,0 +1,117 @@
+"""Copies in e4m3 of a module's weights, and what tells whether they still are those of the weights."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import fp8_checks
+from moeblaze_cupy.structures import Fp8Weights
+
+Tensor = torch.Tensor
+
+
+# What backward has used since it was written: optimizers may change weights in ways that torch does not count.
+_used_in_backward: "weakref.WeakSet[Fp8Weights]" = weakref.WeakSet()
+
+
+def after_backward(weights: Fp8Weights | None) -> None:
+    """To be told what a backward used that made gradients of weights."""
+    if weights is not None:
+        _used_in_backward.add(weights)
+
+
+class Copies:
+    """`Fp8Weights` of w1 and w2, written again, in the same memory, when these may have changed.
+
+    A storage, an address or a version that is another one tells that, and a backward with gradients of weights since
+    they were written. Reading these takes no wait for the GPU. A weak reference to a storage keeps a later one from
+    having its identity.
+    A copy of a module, by deepcopy or pickle, begins without any.
+    """
+
+    def __init__(self) -> None:
+        self.weights: Fp8Weights | None = None
+        self.held = False  #: `weights` are used as they are
+        self._held_in_capture = False  # by what a graph captures after them
+        self.captured = False  #: a CUDA graph writes `weights`, and its replays may change w1 and w2 uncounted
+        self._storages: tuple[StorageWeakRef, ...] = ()  # of w1 and w2 as they were; () if they are to be read anew
+        self._versions: tuple[int, ...] = ()
+        self._parameters: tuple[weakref.ref[Tensor], ...] = ()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Copies, ()
+
+    def forget(self) -> None:
+        """The next use reads w1 and w2 anew."""
+        self._storages, self.held, self._held_in_capture = (), False, False
+
+    def belong_to(self, *parameters: Tensor) -> bool:
+        """Whether these objects are those that `assign` was told."""
+        told = tuple(reference() for reference in self._parameters)
+        return len(told) == len(parameters) and all(a is b for a, b in zip(told, parameters, strict=True))
+
+    def assign(self, *parameters: Tensor) -> None:
+        self._parameters = tuple(map(weakref.ref, parameters))
+
+    def current(self, w1: Tensor, w2: Tensor, gate_up: str) -> Fp8Weights:
+        """As of w1 and w2 now. In a capture they are written in the graph, and from then on in every call."""
+        capturing = _capturing(w1)
+        fresh = self._held_in_capture if capturing else not self.captured and self._are_of((w1, w2))
+        if self.weights is None or not fresh:
+            self.quantize(w1, w2, gate_up)
+        assert self.weights is not None
+        return self.weights
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it none
+    def quantize(self, w1: Tensor, w2: Tensor, gate_up: str, hold: bool = False) -> Fp8Weights:
+        """w1 (E, d, 2h) or (E, d, h), w2 (E, h, d); hold: until the next call, or `forget`.
+
+        What a graph captured is not written yet, so a hold in a capture is one for captured forwards.
+        """
+        old, shapes = self.weights, ((w1.shape, w1.device), (w2.shape, w2.device))
+        into = old if old is not None and shapes == tuple((w.shape, w.device) for w in (old.w1, old.w2)) else None
+        # Backward keeps no tensors that were made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self.weights = mb.quantize_weights(w1, w2, into, gate_up=gate_up)
+        _used_in_backward.discard(self.weights)
+        capturing = _capturing(w1)
+        self.held, self._held_in_capture = hold and not capturing, hold and capturing
+        if hold:  # graphs of compiled code need no copies of them
+            for tensor in (getattr(self.weights, field) for field in fp8_checks.FIELDS):
+                torch._dynamo.mark_static_address(tensor, guard=False)
+        self.captured |= capturing
+        counted = not (w1.is_inference() or w2.is_inference())
+        self._storages = tuple(map(_identity, (w1, w2))) if counted else ()
+        self._versions = _versions((w1, w2)) if counted else ()
+        return self.weights
+
+    def _are_of(self, tensors: Sequence[Tensor]) -> bool:
+        uncounted = self.weights in _used_in_backward or any(tensor.is_inference() for tensor in tensors)
+        if not self._storages or uncounted:
+            return False
+        same = zip(self._storages, tensors, strict=True)
+        return all(ref.cdata == t.untyped_storage()._cdata for ref, t in same) and self._versions == _versions(tensors)
+
+
+def _identity(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(n for tensor in tensors for n in (tensor.data_ptr(), tensor._version))
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_parts(function: str, parameters: Sequence[Any]) -> None:
+    """Raises RuntimeError for DTensors, as FSDP2 leaves parameters between forwards."""
+    if any(hasattr(parameter, "to_local") for parameter in parameters):
+        expected = "whole parameters; of FSDP2's each forward quantises what it gathered"
+        raise RuntimeError(f"{function}: expected {expected}, got DTensors")

@@ -1,0 +1,135 @@
+"""The router for autograd: over plain calls, over operators, and its logits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import moeblaze_cupy as mb
+from moeblaze_cupy.interop.torch_autograd import Grads, first_derivatives_only
+from moeblaze_cupy.interop.torch_router_ops import READ_BY_ROUTER, Routing, asked_sums, route, route_bwd
+from moeblaze_cupy.router_options import RouterOptions
+
+Tensor = torch.Tensor
+
+
+class Route(torch.autograd.Function):
+    """The router by operators: weights, ids and ROUTER_SUMS, empty where not asked for."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        """arguments: of Routing, k, and of RouterOptions."""
+        made: tuple[Tensor, ...] = route(*arguments)
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        routing = Routing(*inputs[: len(Routing._fields)])
+        ctx.options, ctx.inputs = inputs[len(Routing._fields) + 1 :], len(inputs)
+        weights, ids, *sums = output
+        ctx.save_for_backward(weights, ids, *(getattr(routing, name) for name in READ_BY_ROUTER))
+        asked = asked_sums(RouterOptions(*ctx.options).sums)
+        ctx.mark_non_differentiable(ids, *(total for total, wanted in zip(sums, asked, strict=True) if not wanted))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @first_derivatives_only("route", traceable=True)
+    def backward(ctx: Any, grad_weights: Tensor | None, _: None, *grad_sums: Tensor | None) -> Grads:
+        rest: Grads = (None,) * (ctx.inputs - 1)
+        asked = zip(grad_sums, asked_sums(RouterOptions(*ctx.options).sums), strict=True)
+        present = [grad.contiguous() if wanted and grad is not None else None for grad, wanted in asked]
+        weights, ids, *read = ctx.saved_tensors
+        if grad_weights is None and all(grad is None for grad in present):
+            return (None, *rest)
+        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
+        return (route_bwd(grad_weights, weights, ids, *present, *read, *ctx.options), *rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        """Of logits alone, beside a bias of all: one call with all their tokens."""
+        logits, bias, *rest = inputs
+        number = len(Routing._fields) - 2
+        alone = all(dim is None for dim in in_dims[1 : len(Routing._fields)]) and (bias is None or bias.dim() == 1)
+        if not alone or any(tensor is not None for tensor in rest[:number]) or RouterOptions(*rest[number + 1 :]).sums:
+            expected = "logits alone under vmap, with at most a bias (E,) for the whole batch and no sums"
+            raise RuntimeError(f"route: logits: expected {expected}, got more")
+        folded = logits.movedim(in_dims[0], 0).reshape(-1, logits.shape[-1]).contiguous()
+        weights, ids, *sums = Route.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
+        whole = (info.batch_size, -1)
+        return (weights.unflatten(0, whole), ids.unflatten(0, whole), *sums), (0, 0, *(None,) * len(sums))
+
+
+class EagerRoute(torch.autograd.Function):
+    """call: k, and by name the options of `moeblaze_cupy.route` that are no tensors; an int of sequences is one.
+
+    others: the tensors of ROUTE_OTHERS, None where absent; () if all are, as apply looks at each argument.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: tuple[int | None, dict[str, Any]], logits: Tensor, *others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        k, ctx.options = call
+        weights, chosen, *sums = mb.route(logits, k, **ctx.options, **named(ROUTE_OTHERS, others))
+        ctx.save_for_backward(logits, weights, chosen, *others[2:])  # without what takes part in the choice alone
+        ctx.mark_non_differentiable(chosen)
+        ctx.set_materialize_grads(False)
+        return (weights, chosen, *sums[0]) if sums else (weights, chosen)
+
+    @staticmethod
+    @first_derivatives_only("route")
+    def backward(ctx: Any, grad_weights: Tensor | None, _: None, *grad_sums: Tensor | None) -> Grads:
+        logits, weights, chosen, *read = ctx.saved_tensors
+        rest = (None,) * (len(ctx.needs_input_grad) - 2)
+        if grad_weights is None and not any(grad is not None for grad in grad_sums):
+            return (None, None, *rest)
+        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights.contiguous()
+        of_sums = [None if grad is None else grad.contiguous() for grad in grad_sums]
+        grads = named(("grad_score_sums", "grad_z_sums", "grad_entropy_sums"), of_sums)
+        masks = named(ROUTE_OTHERS[2:], read)
+        return (None, mb.route_backward(grad_weights, logits, weights, chosen, **masks, **ctx.options, **grads), *rest)
+
+
+ROUTE_OTHERS = ("bias", "ids", "token_offsets", "token_mask", "sequences")
+
+
+def named(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Any]:
+    """Those that are not None; of no tensors at all, none."""
+    return {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
+
+
+_MM_HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+class _RouterLogits(torch.autograd.Function):
+    """x (L, d) times weight (E, d), both bf16 or fp16 on CUDA: (L, E) float32, summed and handed out in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Grads:
+        x, weight = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            grad = grad.to(x.dtype)
+            return (
+                torch.mm(grad, weight) if ctx.needs_input_grad[0] else None,
+                torch.mm(grad.t(), x) if ctx.needs_input_grad[1] else None,
+            )
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """(L, E) in float32 (float64 of such x), under torch.autocast too.
+
+    16-bit tensors are not cast where a product of theirs can have a float32 result. A product in float32 would take far
+    longer, and its inputs have no more digits.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+        if halves and x.is_cuda and _MM_HAS_OUT_DTYPE:
+            logits: Tensor = _RouterLogits.apply(x, weight)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+            return logits
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return torch.nn.functional.linear(x.to(wide), weight.to(wide))
