@@ -68,7 +68,6 @@ def spill_cap(variant) -> int:
 
 SM89_DIFFERS = ("quantize.cu", "saved_fp8.cu", "slots.cu")
 
-
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.INSTALL)
 
 
@@ -222,7 +221,6 @@ def variants_of(arch: str) -> list:
     """A selection: of sm_80 and sm_90a each value of each option, and the pairs of options that share registers.
 
     sm_89 is like sm_86 but for conversions to e4m3: sources but SM89_DIFFERS have the same machine code for both.
-
     Kernels for odd sizes take longest to compile; in these, router weights of x's dtype are one load more. On sm_90a
     they are the portable ones, of which one order is compiled again.
     """
