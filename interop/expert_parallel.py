@@ -6,18 +6,18 @@ while the gradients of the experts' weights are computed.
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import checks, launch_config
+from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader
 from moeblaze_cupy.backward import backward_into
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.torch_autograd import MainGrad, main_grads, stand_in
 from moeblaze_cupy.layer import forward_into
-from moeblaze_cupy.structures import SAVE_POLICIES, Activation, SavedForBackward, is_gated, pair
+from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Weights, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
 Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
@@ -47,6 +47,20 @@ def _check_weights(
             raise TypeError(f"{function}: {name}: expected {expected}, got {weight.dtype} on {weight.device}")
 
 
+def _check_fp8(
+    x: Tensor, gate: Tensor, up: Any, w2: Tensor, activation: str | Activation, precision: Any, fp8_weights: Any
+) -> None:
+    function = "expert_parallel_moe"
+    of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
+    if precision is None:
+        return
+    describe = arrays.Torch.describe
+    limits = loader.device_limits(x.device.index) if x.is_cuda else None
+    order = None if fp8_weights is None else fp8_weights.gate_up
+    arrays_of_fp8 = [describe(array) for array in of_fp8]
+    fp8_checks.layer(function, describe(x), describe(w2), activation, "halves", {}, arrays_of_fp8, order, limits)
+
+
 def _pieces(route: Route, local_ids: Tensor) -> Pieces:
     """The rows that are computed together: all, or as many as `slots` of the group bounds."""
     experts, room, k = route.experts, route.room, route.k
@@ -68,6 +82,35 @@ def _pieces(route: Route, local_ids: Tensor) -> Pieces:
     return [*pieces, (start, room, min(bound, (room - start) * k))]
 
 
+class InFp8(NamedTuple):
+    """The precision of products, and the weights for it; keep: what forward has made of them is kept for backward."""
+
+    precision: str | None
+    given: Fp8Weights | None
+    keep: bool
+
+    def weights_of(self, w1: Any, w2: Tensor) -> Fp8Weights | None:
+        if self.precision is None or self.given is not None:
+            return self.given
+        made: Fp8Weights = mb.quantize_weights(w1, w2)
+        return made
+
+    def kept(self, made: Fp8Weights | None) -> list[Tensor]:
+        """Of what `weights_of` returned, for `again`."""
+        keeps = made is not None and (self.keep or self.given is not None)
+        return [getattr(made, field) for field in fp8_checks.FIELDS] if keeps else []
+
+    def again(self, tensors: list[Tensor], w1: Any, w2: Tensor) -> tuple[Fp8Weights | None, list[Tensor]]:
+        """What `weights_of` returned in forward, and the tensors after those of `kept`."""
+        number = len(fp8_checks.FIELDS)
+        if self.precision is None:
+            return None, tensors
+        if self.given is None and not self.keep:
+            return self.weights_of(w1, w2), tensors
+        fields: dict[str, Any] = dict(zip(fp8_checks.FIELDS, tensors[:number], strict=True))
+        return Fp8Weights(**fields), tensors[number:]
+
+
 class _ExpertParallel(torch.autograd.Function):
     """w1 arrives as gate and up; up is None where w1 is one tensor. into: where gradients are added, by weight."""
 
@@ -84,6 +127,7 @@ class _ExpertParallel(torch.autograd.Function):
         activation: str | Activation,
         save: str | None,
         into: dict[str, MainGrad],
+        in_fp8: InFp8,
     ) -> Tensor:
         experts, w1 = route.experts, gate if up is None else (gate, up)
         rows, local_ids, got = route.receive(x, ids, weights)
@@ -91,7 +135,9 @@ class _ExpertParallel(torch.autograd.Function):
         if len(pieces) > 1 and save is not None:
             save = "recompute"
         options: dict[str, Any] = {"activation": activation, "save": save, "arrival": arrival}
-        options |= {"spare_multiprocessors": experts.spare_multiprocessors}
+        options |= {"spare_multiprocessors": experts.spare_multiprocessors, "precision": in_fp8.precision}
+        made = in_fp8.weights_of(w1, w2)  # once for all pieces
+        options |= {"fp8_weights": made}
         room = route.room_for_results(rows) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
@@ -114,9 +160,10 @@ class _ExpertParallel(torch.autograd.Function):
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
         experts.count_overflow(route.counted)
-        ctx.route, ctx.pieces, ctx.kept, ctx.into = route, pieces, kept, into
+        ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.in_fp8 = route, pieces, kept, into, in_fp8
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rows if experts.keep_received else x, got, gate, up, w2, ids, *tensors)
+        of_fp8 = in_fp8.kept(made)
+        ctx.save_for_backward(rows if experts.keep_received else x, got, gate, up, w2, ids, *of_fp8, *tensors)
         return route.bring_back(y)()
 
     @staticmethod
@@ -125,9 +172,11 @@ class _ExpertParallel(torch.autograd.Function):
         route: Route = ctx.route
         experts = route.experts
         kept_rows, got, gate, up, w2, _, *tensors = ctx.saved_tensors
+        in_fp8: InFp8 = ctx.in_fp8
         if grad_out is None:  # other ranks may wait for this one
             grad_out = gate.new_zeros((route.num_tokens, w2.shape[2]))
         w1 = gate if up is None else (gate, up)
+        fp8_weights, tensors = in_fp8.again(tensors, w1, w2)
         needed = ctx.needs_input_grad
         of_rows = tuple(compress(("x", "weights"), needed[:2]))
         of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
@@ -140,7 +189,9 @@ class _ExpertParallel(torch.autograd.Function):
             first_layer, y_swi, *lists = tensors[4 * piece : 4 * piece + 4]
             index = kept.index.joined(lists)
             shared = kept.activation, kept.save, kept.consumed
-            return part, SavedForBackward(rows[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
+            saved = SavedForBackward(rows[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
+            saved.precision, saved.fp8_weights = in_fp8.precision, fp8_weights
+            return part, saved
 
         spare = experts.spare_multiprocessors
         bring: Callable[[], dict[str, Tensor]] = dict
@@ -189,7 +240,7 @@ class _ExpertParallel(torch.autograd.Function):
                 experts_grads.append(stand_in(ctx.into[name].announce(), weight))
             else:
                 experts_grads.append(total.to(w2.dtype))
-        return brought.get("x"), brought.get("weights"), *experts_grads, None, None, None, None, None
+        return brought.get("x"), brought.get("weights"), *experts_grads, *6 * [None]
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -225,6 +276,9 @@ def expert_parallel_moe(
     activation: str | Activation = "swiglu",
     save: str | None = "minimal",
     accumulate_into_main_grad: bool | Mapping[str, Any] = False,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+    keep_fp8_weights: bool = True,
 ) -> Tensor:
     """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.
 
@@ -236,6 +290,8 @@ def expert_parallel_moe(
     save="recompute".
     accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
     {"w1": parameter or pair, "w2": parameter}; their main_grad is a DTensor too, or this rank's part.
+    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`, of this rank's experts. Rows travel in x's dtype.
+    keep_fp8_weights: as of `moeblaze_cupy.interop.torch.moe`.
     Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
     rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
     of all ranks, in the order of ranks. They are of the sum of all ranks' losses: divide these by all ranks' tokens.
@@ -249,7 +305,7 @@ def expert_parallel_moe(
         if len(parts) not in (1, 2):
             raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
         _check_weights(x, gate, up, w2, activation, save, experts)
-
+        _check_fp8(x, gate, up, w2, activation, precision, fp8_weights)
         if accumulate_into_main_grad and torch.is_grad_enabled():
             function = "expert_parallel_moe"
             into.update(main_grads(parts[0], up, w2, accumulate_into_main_grad, function))
@@ -274,5 +330,6 @@ def expert_parallel_moe(
     if grads and save is None:
         raise ValueError("expert_parallel_moe: save: expected a policy that keeps something, as gradients are required")
     arguments = x.contiguous(), weights.contiguous(), gate, up, w2, route.ids, route
-    out: Tensor = _ExpertParallel.apply(*arguments, activation, save if grads else None, into)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    told = activation, save if grads else None, into, InFp8(precision, fp8_weights, keep_fp8_weights)
+    out: Tensor = _ExpertParallel.apply(*arguments, *told)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out if beside is None else out + beside

@@ -244,6 +244,8 @@ def forward_into(
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
     arrival: Arrival | None = None,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
 ) -> tuple[Any, SavedForBackward | None]:
     """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned.
 
@@ -251,7 +253,7 @@ def forward_into(
     """
     given = x, ids, weights, *_gate_and_up("moe_forward", "w1", w1), w2, None, None, None, None
     options = activation, save, "halves", "output", False, 0, max_slots, spare_multiprocessors
-    return forward(given, options, into, arrival=arrival)
+    return forward(given, options, into, precision, fp8_weights, arrival)
 
 
 def forward(

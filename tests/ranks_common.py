@@ -33,7 +33,9 @@ def gpu_case(function):
 class Inputs:
     """Of all ranks: tokens by rank, ids, weights, gradients; the experts' weights of all E experts."""
 
-    def __init__(self, rank, counts, routing="random", dtype=torch.float64, seed=0, pair=False, transposed=False, k=K):
+    def __init__(
+        self, rank, counts, routing="random", dtype=torch.float64, seed=0, pair=False, transposed=False, k=K, h=H
+    ):
         rng = torch.Generator().manual_seed(seed)
         L = sum(counts)
 
@@ -57,10 +59,10 @@ class Inputs:
             self.ids[::2, -1] = self.ids[::2, 0]
             self.ids[1::4] = 5
         self.ids = self.ids.to(torch.int32)
-        w1, w2 = normal(E, D, 2 * H) / D**0.5, normal(E, H, D) / H**0.5
+        w1, w2 = normal(E, D, 2 * h) / D**0.5, normal(E, h, D) / h**0.5
         if transposed:
             w1, w2 = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w1, w2))
-        self.w1, self.w2 = tuple(w1.split(H, 2)) if pair else w1, w2
+        self.w1, self.w2 = tuple(w1.split(h, 2)) if pair else w1, w2
         if pair:
             self.w1 = tuple(half.contiguous() for half in self.w1)
         start = sum(counts[:rank])

@@ -19,6 +19,7 @@ from ranks_common import (
     results_of,
 )
 
+import moeblaze_cupy as mb
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
 from moeblaze_cupy.interop.peers import Offered
@@ -260,6 +261,25 @@ def parity_of_options(rank, size, group):
     for name in want:
         error, of_one = difference(got[name], want[name]), difference(one[name], want[name])
         assert error <= 1.15 * of_one, f"{name}: {error}, {of_one} in one process"
+
+
+@case
+def products_in_fp8(rank, size, group):
+    """Those of one process in fp8; weights that are given, made in the call and kept, or made again in backward."""
+    counts = counts_of(size, "uneven")
+    inputs = Inputs(rank, counts, "absent", dtype=torch.bfloat16, h=32)
+    given = mb.quantize_weights(inputs.w1[inputs.experts], inputs.w2[inputs.experts])
+    for route in ("exact", "chunk"):
+        bound = {"slots": 8, "on_overflow": "chunk"} if route == "chunk" else {}
+        for options in ({}, {"fp8_weights": given}, {"keep_fp8_weights": False}):
+            got = results_of(inputs, ExpertGroup(group, E, **bound), precision="fp8", **options)
+            # sums over ranks of results that are rounded to bf16, and in pieces sums of gradients likewise
+            compare(inputs, got, 2.0**-7, same_bits=route == "exact", precision="fp8")
+    wrong = Inputs(rank, counts, dtype=torch.bfloat16)  # h = 12
+    x, ids, weights, w1, w2 = wrong.local()
+    expected = "expert_parallel_moe: precision: expected d and h that are multiples of 16"
+    told = lambda: expert_parallel_moe(x, ids, weights, w1, w2, ExpertGroup(group, E), precision="fp8")  # noqa: E731
+    expect(ValueError, expected, told)
 
 
 @case
