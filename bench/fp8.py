@@ -5,7 +5,8 @@ python -m bench.fp8 [--case CASES] [--window SECONDS] [--rounds N] --out FILE.js
 All three are timed in turn, in windows of calls back to back, as the power limit lets the clock swing.
 torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
 down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. The
-layer follows, in bf16 and fp8, with how far its results are from bf16's.
+layer follows, in bf16 and fp8, with how far its results are from bf16's, and its forward by torch's own products in
+e4m3 (bench/fp8_torch.py).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 
 import moeblaze_cupy as mb
-from bench import cases, inputs, kernels, measure, table, verify
+from bench import cases, fp8_torch, inputs, kernels, measure, table, verify
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Torch
@@ -32,6 +33,8 @@ E4M3, LARGEST, GROUP = torch.float8_e4m3fn, 448.0, launch_config.GROUP_COLUMNS
 TOLERANCE = 1.2e-2
 # Of what a kernel quantises: elements that are another e4m3 than torch's of the same numbers in float32.
 OTHERS = 5e-3
+PEER = "torch, fp8"
+PEER_TOLERANCE = 0.1  # of out, from bf16's
 SUMS = {"down_fwd": "aggregate_out", "up_bwd": "aggregate_dx"}
 
 
@@ -269,23 +272,44 @@ def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: 
             if value is not None:
                 errors[f"{kind}: {key}"] = relative_difference(value, exact[key])
     exact = value = None
+    peers, errors_of_peers = torchs_forward(name, made, arrays)
     passes = {"forward": forward, "forward + backward": both}
     rows = []
     for title, make in passes.items():
-        seconds = in_turn({kind: make(kind) for kind in LAYERS}, window, rounds)
-        rows.append({"case": name, "kernel": title, "errors": errors if title != "forward" else {}, "seconds": seconds})
+        calls = {kind: make(kind) for kind in LAYERS}
+        seconds = in_turn(calls | peers if title == "forward" else calls, window, rounds)
+        found = errors if title != "forward" else errors_of_peers
+        rows.append({"case": name, "kernel": title, "errors": found, "seconds": seconds})
+        peers = {}
     return rows
+
+
+def torchs_forward(name: str, made: dict, arrays: list[torch.Tensor]) -> tuple[dict[str, Callable], dict[str, float]]:
+    """torch's way by its name, and how far its result is from bf16's; nothing but a note where it cannot run."""
+    if not fp8_torch.available():
+        return {}, {}
+    try:
+        call = fp8_torch.forward(cases.LAYERS[name], made)
+        error = relative_difference(call(), mb.moe_forward(*arrays)[0])
+    except RuntimeError as problem:  # also what torch.compile cannot compile, and too little memory
+        print(f"{name}: {PEER} does not run: {str(problem).splitlines()[0]}", flush=True)
+        return {}, {}
+    if not error <= PEER_TOLERANCE:
+        print(f"{name}: {PEER}: expected an error of at most {PEER_TOLERANCE}, got {error}: left out", flush=True)
+        return {}, {}
+    return {PEER: call}, {f"{PEER}: out": error}
 
 
 def text(rows: list[dict]) -> list[str]:
     """Of products: times, ratio, TFLOP/s of each way, relative errors. Of layers: ms, and bf16's over each way's."""
     lines = [["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", "sums us", "error"]]
-    layers = [["case", "pass", "bf16 ms", *(f"bf16 / {kind}" for kind in list(LAYERS)[1:])]]
+    kinds = [*list(LAYERS)[1:], *([PEER] if any(PEER in row["seconds"] for row in rows) else [])]
+    layers = [["case", "pass", "bf16 ms", *(f"bf16 / {kind}" for kind in kinds)]]
     errors = []
     for row in rows:
         seconds = row["seconds"]
         if "flops" not in row:
-            ratios = (f"{seconds['bf16'] / seconds[kind]:.2f}" for kind in list(LAYERS)[1:])
+            ratios = (f"{seconds['bf16'] / seconds[kind]:.2f}" if kind in seconds else "-" for kind in kinds)
             layers.append([row["case"], row["kernel"], table.number(seconds["bf16"] * 1e3, 4), *ratios])
             if row["errors"]:
                 found = (f"{key} {error:.4f}" for key, error in row["errors"].items())

@@ -8,7 +8,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench import accuracy_report, cases, language_model_report, parallel_report, summary, transformers_report
+from bench import (
+    accuracy_report,
+    cases,
+    fp8_report,
+    language_model_report,
+    parallel_report,
+    summary,
+    transformers_report,
+)
 from bench.recorded import OURS, POLICIES, TITLES, Records, beside_peers, routed_mib, title
 from bench.table import PASSES, number
 
@@ -386,6 +394,7 @@ def results(records: Records) -> str:
     ):
         if group in groups and (body := section(records)):
             lines += ["", f"## {heading}", *body]
+    lines += fp8_report.section(table)
     lines += transformers_report.section(list(records.by_name.values()), table)
     lines += language_model_report.section(table)
     lines += parallel_report.section(table)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeblaze_cupy import arrays, checks, fp8_checks, reference, runtime
+from moeblaze_cupy import arrays, checks, fp8_checks, overlaps, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export, Framework
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.layer import map_saved, named_pair, spared, w1_b1_b2
-from moeblaze_cupy.ops import backward, fp8
+from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Key, Runtime, current_device
@@ -65,14 +65,14 @@ def _check_accumulated(call: Call, buffers: Parts, saved: SavedForBackward) -> N
 def _check_apart(
     function: str, framework: Framework, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]
 ) -> None:
-    """What gradients are added to is no memory that backward reads; see `checks.apart`."""
+    """What gradients are added to is no memory that backward reads; see `overlaps.apart`."""
     read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     read |= named_pair(function, "saved.w1", saved.w1)
     read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
     read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
     read |= {"saved.index.lists": saved.index.lists, "saved.index.ids": saved.index.ids}
     described = {name: framework.describe(array) for name, array in read.items() if array is not None}
-    checks.apart(function, described, {name: framework.describe(array) for name, array in buffers.items()})
+    overlaps.apart(function, described, {name: framework.describe(array) for name, array in buffers.items()})
 
 
 def moe_backward(
@@ -161,7 +161,7 @@ def moe_backward_weights(
         _check_apart(function, call.framework, grad_out, saved, parts)
         left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
         kept = {name: describe(array) for name, array in left.items() if array is not None}
-        checks.apart(function, kept, {part: call.described[part] for part in parts})
+        overlaps.apart(function, kept, {part: call.described[part] for part in parts})
     limits = spared(function, call, spare_multiprocessors)
     pending.consumed = True
     if limits is None:
@@ -172,7 +172,7 @@ def moe_backward_weights(
     w1_layouts = tuple(describe(part).layout for part in pair(saved.w1))
     lists = describe(saved.index.lists)
     read = {name: describe(getattr(pending, name)) for name in ("first_layer_grad", "weighted_y_swi")}
-    steps = backward.configure_weights(
+    steps = weight_gradients.configure_weights(
         call.described["grad_out"].layout,
         call.described["saved.x"].layout,
         describe(saved.w2).layout,
@@ -189,7 +189,7 @@ def moe_backward_weights(
     )
     prepared = call.prepared(steps)
     with current_device(prepared.device):
-        grads = backward.moe_backward_weights(
+        grads = weight_gradients.moe_backward_weights(
             Runtime.current(prepared.framework, prepared.device),
             steps,
             call.described["grad_out"].ptr,
@@ -234,7 +234,7 @@ def backward_into(
         checks.not_consumed(function, saved)
         if accumulate and key:
             totals, strides_in_bytes = len(given) - _READ, found.framework is arrays.CuPy
-            if checks.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals):
+            if overlaps.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals):
                 buffers = _buffers(function, accumulate, needs, saved)
                 _check_apart(function, found.framework, grad_out, saved, _arrays(buffers))
     else:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_cupy import arrays, checks, reference
+from moeblaze_cupy import arrays, checks, overlaps, reference
 from moeblaze_cupy.call import Call
 from moeblaze_cupy.layer import named_pair
 from moeblaze_cupy.ops import quantize
@@ -100,7 +100,7 @@ def _check_out(call: Call, out: Fp8Weights, wanted: dict[str, tuple[int, ...]], 
         if array.ptr % arrays.ALIGNMENT and not call.on_cpu:
             raise checks.bad_value(NAME, f"out.{field}", "16-byte aligned memory", hex(array.ptr))
     written = {name: array for name, array in call.described.items() if name.startswith("out.")}
-    checks.apart(NAME, {name: array for name, array in call.described.items() if name not in written}, written)
+    overlaps.apart(NAME, {name: array for name, array in call.described.items() if name not in written}, written)
 
 
 def _on_cpu(call: Call, w1: tuple[str, ...], out: Fp8Weights | None, gate_up: str) -> Fp8Weights:

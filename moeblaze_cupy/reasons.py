@@ -4,6 +4,7 @@ The rules are those of `launch_config`, which decides. A function here is given 
 follows from. tests/test_explain.py compares the sentences with the decisions on both sides of every bound.
 """
 
+from moeblaze_cupy.dispatch_config import DispatchConfig
 from moeblaze_cupy.launch_config import (
     GEMM_BLOCKS,
     HOPPER_STAGE_BYTES,
@@ -13,7 +14,6 @@ from moeblaze_cupy.launch_config import (
     STAGE_BYTES,
     TILE_ROWS,
     DeviceLimits,
-    DispatchConfig,
     GemmConfig,
     ceil_div,
 )

@@ -8,7 +8,7 @@ first offset, or from the last on, are in no sequence: they are not counted, and
 
 from typing import Any
 
-from moeblaze_cupy import arrays, checks, launch_config, reference, runtime, selection_config
+from moeblaze_cupy import arrays, checks, launch_config, overlaps, reference, runtime, selection_config
 from moeblaze_cupy.arrays import Export
 from moeblaze_cupy.call import Call, keep
 from moeblaze_cupy.ops import balance, selection
@@ -292,7 +292,7 @@ def quantile_histogram(
     given = {"logits": logits, "ids": ids, "bias": bias, "bounds": bounds, "histogram": histogram}
     key, pointers = runtime.key_of(function, (score,), tuple(given.values()))
     found = runtime.find(key)
-    if found and key and checks.ranges_meet(found.framework is arrays.CuPy, key[-len(given) :], pointers, 1):
+    if found and key and overlaps.ranges_meet(found.framework is arrays.CuPy, key[-len(given) :], pointers, 1):
         found = None
     if found is None:
         checks.one_of(function, "score", score, SCORES)
@@ -314,7 +314,7 @@ def quantile_histogram(
         if not 1 <= bins <= launch_config.MAX_BINS:
             raise checks.bad_value(function, "histogram", f"1 to {launch_config.MAX_BINS} bins", bins)
         read = {name: array for name, array in d.items() if name != "histogram"}
-        checks.apart(function, read, {"histogram": d["histogram"]})
+        overlaps.apart(function, read, {"histogram": d["histogram"]})
         if call.on_cpu:
             host = {name: call.host(name) for name in given}
             reference.quantile_histogram(**host, score=score)

@@ -19,7 +19,7 @@ from cases import Case, make_inputs, relative_error
 from conftest import MISSING_GPU
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, checks, launch_config, loader, runtime
+from moeblaze_cupy import arrays, checks, launch_config, loader, overlaps, runtime
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, DispatchIndices, SavedForBackward
 
 L, K, E, D, H = 5, 2, 3, 4, 6
@@ -725,11 +725,11 @@ def test_address_ranges(in_bytes):
     backward = layout((3,), (-2,), "float64")  # from 32 bytes before its address to 8 behind
 
     def meet(*pointers, layouts=(read, written, written)):
-        return checks.ranges_meet(in_bytes, layouts, pointers, 2)
+        return overlaps.ranges_meet(in_bytes, layouts, pointers, 2)
 
     assert not meet(1000, 1080, 1160)
     assert meet(1000, 1079, 1200) and meet(1079, 1000, 1200) and meet(1000, 1200, 1079) and meet(1000, 1200, 1201)
-    assert not checks.ranges_meet(in_bytes, (read, read, written), (1000, 1000, 1080), 1)
+    assert not overlaps.ranges_meet(in_bytes, (read, read, written), (1000, 1000, 1080), 1)
     assert not meet(1000, 1080 + 32, 2000, layouts=(read, backward, written))
     assert meet(1000, 1080 + 31, 2000, layouts=(read, backward, written))
     assert not meet(1000, 1000, 2000, layouts=(read, layout((0, 4), (4, 1)), written))

@@ -701,12 +701,12 @@ def test_held_out_text_shares_no_paragraph_with_training():
 
 def test_first_steps_of_the_default_run_learn():
     """What `python -m moeblaze_cupy train` is for: on the CPU, clearly below what byte frequencies alone allow."""
-    result = run_module("train", "--device", "cpu", "--steps", "200", MOEBLAZE_PROGRESS="0")
+    result = run_module("train", "--device", "cpu", "--steps", "80", MOEBLAZE_PROGRESS="0")
     assert result.returncode == 0
     assert [line.split()[0] for line in result.stderr.splitlines()] == ["backend", "text", "model"]
     entropy = float(re.search(r"unigram entropy +([\d.]+)", result.stdout).group(1))
     assert 2.8 < entropy < 3.6
-    assert loss("after", result.stdout) < 2.2 < entropy - 0.5
+    assert loss("after", result.stdout) < 2.6 < entropy - 0.5
 
 
 @pytest.mark.gpu

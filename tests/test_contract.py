@@ -20,9 +20,9 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 # Imports go down only: from a line to lines above it. A name stands for the module and all within it.
 LEVELS = [
     ["launch_config", "params", "structures"],
-    ["arrays", "loader", "reasons", "selection_config", "tensor_map"],
-    ["interop.dlpack", "checks", "memory", "runtime"],
-    ["reference.numerics", "expert_parallel_plan", "fp8_checks", "router_options"],
+    ["arrays", "dispatch_config", "loader", "selection_config", "tensor_map"],
+    ["interop.dlpack", "checks", "memory", "reasons", "runtime"],
+    ["reference.numerics", "expert_parallel_plan", "fp8_checks", "overlaps", "router_options"],
     ["reference.activations", "reference.dispatch", "reference.fp8", "reference.router"],
     ["reference.products", "reference.selection"],
     ["reference.experts"],
@@ -32,6 +32,7 @@ LEVELS = [
     ["ops.panels", "ops.quantize"],
     ["ops.fp8"],
     ["ops.experts", "call"],
+    ["ops.weight_gradients"],
     ["ops.backward"],
     ["layer", "routing", "rows", "selection"],
     ["backward", "quantization"],

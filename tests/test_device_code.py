@@ -28,7 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, launch_config, loader, params, reference, runtime, tensor_map
+from moeblaze_cupy import arrays, dispatch_config, launch_config, loader, params, reference, runtime, tensor_map
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, pair
 
@@ -658,7 +658,7 @@ def dispatch_limits(multiprocessors, shared_bytes=232448):
     return DeviceLimits(90, multiprocessors, shared_bytes, shared_bytes + 1024)
 
 
-# (L, k, E, limits, what launch_config.dispatch makes of it). With more experts than threads, each sums for several.
+# (L, k, E, limits, what dispatch_config.dispatch makes of it). With more experts than threads, each sums for several.
 GEOMETRIES = {
     "one_block": (37, 7, 16, dispatch_limits(2), {"blocks": 1, "parts": 1, "columns": 32, "route_threads": 512}),
     "one_block_of_more_threads": (
@@ -692,7 +692,7 @@ GEOMETRIES = {
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_dispatch_geometries(name, seed, dtype):
     L, k, E, limits, expected = GEOMETRIES[name]
-    config = vars(launch_config.dispatch(L * k, E, limits))
+    config = vars(dispatch_config.dispatch(L * k, E, limits))
     assert {key: config[key] for key in expected} == expected
     ids = np.random.default_rng(seed).integers(-1, E + 1, (L, k)).astype(dtype)
     with emulated(limits, seed) as device:

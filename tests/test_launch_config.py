@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy import dispatch_config, launch_config, loader
 from moeblaze_cupy.launch_config import H200, DeviceLimits
 
 A100 = DeviceLimits(80, 108, 166912, 167936)
@@ -209,7 +209,7 @@ def test_column_tiles():
 
 def check_dispatch(num_slots, num_experts, limits):
     """What dispatch.cu relies on. Few multiprocessors or little shared memory bring many parts."""
-    config = launch_config.dispatch(num_slots, num_experts, limits)
+    config = dispatch_config.dispatch(num_slots, num_experts, limits)
     assert config.blocks * config.block_slots >= num_slots
     assert config.blocks == 1 or (config.blocks - 1) * config.block_slots < num_slots  # no block without slots
     assert config.blocks <= 2 * limits.multiprocessors
@@ -269,7 +269,7 @@ def test_dispatch_of_any_number_of_experts_or_refuses(limits):
 
 
 def test_dispatch_takes_more_blocks_before_more_slots_each_and_these_before_parts():
-    configs = [launch_config.dispatch(n, 64, H200) for n in (100, 2048, 2049, 768 * 264, 10**8)]
+    configs = [dispatch_config.dispatch(n, 64, H200) for n in (100, 2048, 2049, 768 * 264, 10**8)]
     assert [config.counts for config in configs] == [False, False, True, True, True]
     assert [config.blocks for config in configs] == [1, 1, 3, 244, 264]
     assert [config.parts > 1 for config in configs] == [False, False, False, False, True]
@@ -277,7 +277,7 @@ def test_dispatch_takes_more_blocks_before_more_slots_each_and_these_before_part
 
 def test_two_blocks_of_dispatch_fit_a_multiprocessor():
     for num_experts in (8, 64, 128):
-        config = launch_config.dispatch(2**23, num_experts, H200)
+        config = dispatch_config.dispatch(2**23, num_experts, H200)
         assert config.blocks > H200.multiprocessors
         shared = max(config.count_shared_bytes, config.route_shared_bytes)
         assert 2 * (shared + 1024) <= H200.shared_bytes_per_multiprocessor

@@ -12,6 +12,7 @@ from bench import cases, report, summary
 from bench.recorded import Records, routed_mib
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "bench" / "records"
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 README = (ROOT / "README.md").read_text()
 BLOCK = README[README.index(summary.START) : README.index(summary.END) + len(summary.END)]
@@ -69,11 +70,29 @@ def measured(case: str) -> set[float]:
             for peer, its_ms in zip(rows, times, strict=True):
                 if (peer["provider"], peer["gpus"]) == ("slots", row["gpus"]):
                     values |= {its_ms / ms, row["peak_mib"] / peer["peak_mib"]}
+    values |= of_fp8(case)
     for case_ in (cases.LAYERS.get(case), cases.DISPATCHES.get(case)):
         if case_ is not None:
             values |= {v for p in case_.paper for v in (p.time_ms, p.memory_mb) if v is not None}
     if case in cases.LAYERS:
         values.add(routed_mib(cases.LAYERS[case]))
+    return values
+
+
+def of_fp8(case: str) -> set[float]:
+    """Ratios of times of one row of bench.fp8's record, errors, and MiB of the first layer."""
+    values: set[float] = set()
+    rows = [r for r in json.loads((RECORDS / "fp8" / "h200.json").read_text())["rows"] if r["case"] == case]
+    for row in rows:
+        seconds = row["seconds"]
+        values |= {
+            seconds[base] / s for base in ("bf16", "fp8", "torch, fp8") if base in seconds for s in seconds.values()
+        }
+        values |= {1e3 * error for error in row["errors"].values()}
+        if row["kernel"] == "forward":
+            values.add(seconds["fp8"] / sum(r["seconds"]["_scaled_mm"] for r in rows if r["kernel"].endswith("_fwd")))
+            numbers, scales = cases.LAYERS[case].slots * cases.LAYERS[case].h, -(-cases.LAYERS[case].h // 128)
+            values |= {4 * numbers / 2**20, 2 * (numbers + 4 * cases.LAYERS[case].slots * scales) / 2**20}
     return values
 
 

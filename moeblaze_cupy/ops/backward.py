@@ -1,7 +1,7 @@
-"""The backward of the MoE layer on CUDA, whole or in two halves: the paper's Algorithm 1, lines 15-31.
+"""The backward of the MoE layer on CUDA, whole or without the gradients of weights: Algorithm 1, lines 15-31.
 
-`configure_backward` and `configure_weights` choose all launches and buffers from layouts alone, once per layout;
-`moe_backward` and `moe_backward_weights` allocate and launch, in straight lines.
+`configure_backward` chooses all launches and buffers from layouts alone, once per layout; `moe_backward` allocates and
+launches, in a straight line. `weight_gradients` has the other half of a divided backward.
 """
 
 import functools
@@ -19,6 +19,7 @@ from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_o
 from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.ops.split_tiles import Arrival
+from moeblaze_cupy.ops.weight_gradients import configure_wgrad, gradient_memory, up_columns
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import (
     PLAIN_SLOTS,
@@ -205,7 +206,7 @@ def configure_backward(
             launches["weights_bwd"] = aggregation.weights_bwd(index, weights.dtype, down_bwd.partial_sums[0])
             if slots.identity_experts:
                 launches["identity_weights"] = aggregation.identity_weights(index, x, grad_out, weights.dtype)
-    wgrad = functools.partial(_configure_wgrad, index, activation, limits)
+    wgrad = functools.partial(configure_wgrad, index, activation, limits)
     if "w2" in needs and not defers_weights:
         launches["down_wgrad"] = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
     if "x" in needs and L and R:
@@ -215,7 +216,7 @@ def configure_backward(
             "up_bwd", index, rows, up_read, depth, d, activation, limits, interleaved=interleaved, source=source
         )
     if "w1" in needs and not defers_weights:
-        columns, operand, halves = _up_columns(first_rows, h, gated, interleaved)
+        columns, operand, halves = up_columns(first_rows, h, gated, interleaved)
         launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, buffers)
     if "b1" in needs and up_bias:
         up_bias_gradient = Bias.of(buffers.get("b1") or up_bias.gradient_layouts(), bias_half)
@@ -259,32 +260,6 @@ def configure_backward(
         defers_weights,
         in_e4m3,
         x_in_e4m3,
-    )
-
-
-def _up_columns(rows: Operand, h: int, gated: bool, interleaved: bool) -> tuple[int, tuple[Operand, int], int]:
-    """Of w1's gradient: the columns of a half, the operand with its step to the up half, and the number of halves."""
-    if interleaved:  # one matrix to the product, as the first layer's and the gradient's columns are in the same order
-        return 2 * h, (rows, 0), 1
-    return h, (rows, h if gated else 0), 1 + gated
-
-
-def _configure_wgrad(
-    index: IndexLayout,
-    activation: str | Activation,
-    limits: DeviceLimits,
-    entry: str,
-    rows: tuple[Operand, int],
-    columns: tuple[Operand, int],
-    gradient: Weight,
-    M: int,
-    N: int,
-    halves: int,
-    buffers: dict[str, tuple[Layout, ...]],
-) -> Wgrad:
-    accumulate = {"down_wgrad": "w2", "up_wgrad": "w1"}[entry] in buffers
-    return grouped_gemm.configure_wgrad(
-        entry, index, rows, columns, gradient, M, N, halves, activation, limits, accumulate
     )
 
 
@@ -390,7 +365,7 @@ def moe_backward(
     del grad_e4m3
     if steps.down_bias_bwd and steps.down_bias:
         own = "b2" in steps.needs and "b2" not in accumulate
-        grad_b2, addresses = _gradient(run, steps.down_bias, None if own else accumulate.get("b2", (0,)))
+        grad_b2, addresses = gradient_memory(run, steps.down_bias, None if own else accumulate.get("b2", (0,)))
         further = 0
         if partial_sums and steps.further_parts and steps.down_bwd and steps.down_bwd.partial_sums:
             parts, slots = steps.down_bwd.partial_sums
@@ -414,7 +389,7 @@ def moe_backward(
     del partial_sums
     grad_w2 = None
     if steps.down_wgrad:
-        grad_w2, addresses = _gradient(run, steps.down, accumulate.get("w2"))
+        grad_w2, addresses = gradient_memory(run, steps.down, accumulate.get("w2"))
         down_gradient = steps.down_gradient.halves(*addresses)
         grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_ptr, grad_out, down_gradient)
     first_layer_kept = weighted_kept = None
@@ -434,94 +409,12 @@ def moe_backward(
     del first_layer_grad_e4m3
     grad_w1 = None
     if steps.up_wgrad:
-        grad_w1, addresses = _gradient(run, steps.up, accumulate.get("w1"))
+        grad_w1, addresses = gradient_memory(run, steps.up, accumulate.get("w1"))
         grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(*addresses))
     grad_b1 = None
     if steps.up_bias_bwd and steps.up_bias and steps.up_bias_gradient:
-        grad_b1, addresses = _gradient(run, steps.up_bias, accumulate.get("b1"))
+        grad_b1, addresses = gradient_memory(run, steps.up_bias, accumulate.get("b1"))
         sums = steps.up_bias_gradient.halves(*addresses)
         biases.bias_bwd(run, steps.up_bias_bwd, index, first_layer_grad, sums)
     of_x, of_weights = grad_x.array if grad_x else None, grad_weights.array if grad_weights else None
     return Gradients(of_x, of_weights, grad_w1, grad_w2, grad_b1, grad_b2), first_layer_kept, weighted_kept
-
-
-@dataclass(frozen=True, eq=False)
-class Weights:
-    """What the gradients of the weights launch, after a backward that deferred them."""
-
-    index: IndexLayout
-    up: Weight
-    down: Weight
-    up_gradient: Weight
-    down_gradient: Weight
-    down_wgrad: Wgrad | None
-    up_wgrad: Wgrad | None
-    slots_by_row: Launch | None  # where grad_out has a row per slot
-
-
-@cached
-def configure_weights(
-    grad_out: Layout,
-    x: Layout,
-    w2: Layout,
-    w1: tuple[Layout, ...],
-    first_layer_grad: Layout,
-    weighted_y_swi: Layout,
-    accumulate: tuple[tuple[str, tuple[Layout, ...]], ...],
-    activation: str | Activation,
-    gate_up: str,
-    needs: tuple[str, ...],
-    limits: DeviceLimits,
-    index: IndexLayout,
-    slots: SlotOptions = PLAIN_SLOTS,
-) -> Weights:
-    """The launches of `moe_backward_weights` for arrays of these layouts; accumulate as of `configure_backward`."""
-    d, h, dtype, gated, buffers = x.shape[1], w2.shape[1], x.dtype, is_gated(activation), dict(accumulate)
-    interleaved = gate_up == "interleaved"
-    half = half_columns(w1, h, activation, interleaved)
-    up, down = Weight.of(w1, half), Weight.of((w2,))
-    up_gradient = Weight.of(buffers.get("w1") or up.gradient_layouts(), half)
-    down_gradient = Weight.of(buffers.get("w2") or down.gradient_layouts())
-    x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
-    first_rows = Operand(dtype, h * (1 + gated), first_layer_grad.misalignment)
-    y_rows = Operand(dtype, h, weighted_y_swi.misalignment)
-    wgrad = functools.partial(_configure_wgrad, index, activation, limits)
-    down_wgrad = up_wgrad = slots_by_row = None
-    if "w2" in needs:
-        down_wgrad = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
-        if slots.unreduced and index.num_rows and index.num_tokens:
-            slots_by_row = aggregation.slots_by_row(index)
-    if "w1" in needs:
-        columns, operand, halves = _up_columns(first_rows, h, gated, interleaved)
-        up_wgrad = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, buffers)
-    return Weights(index, up, down, up_gradient, down_gradient, down_wgrad, up_wgrad, slots_by_row)
-
-
-def moe_backward_weights(
-    run: Runtime,
-    steps: Weights,
-    grad_out: int,
-    x: int,
-    lists: int,
-    first_layer_grad: int,
-    weighted_y_swi: int,
-    accumulate: dict[str, tuple[int, ...]],
-) -> Gradients:
-    """The gradients of w2 and w1 (Algorithm 1, lines 18 and 29), from addresses as of `moe_backward`."""
-    index = steps.index.addresses(lists)
-    grad_w1 = grad_w2 = None
-    if steps.down_wgrad:
-        grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index)
-        grad_w2, addresses = _gradient(run, steps.down, accumulate.get("w2"))
-        gradient = steps.down_gradient.halves(*addresses)
-        grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_y_swi, grad_out, gradient)
-        del by_row
-    if steps.up_wgrad:
-        grad_w1, addresses = _gradient(run, steps.up, accumulate.get("w1"))
-        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(*addresses))
-    return Gradients(w1=grad_w1, w2=grad_w2)
-
-
-def _gradient(run: Runtime, of: Weight | Bias, total: Sequence[int] | None) -> tuple[Any, Sequence[int]]:
-    """New memory for a gradient, as of `Weight.empty_gradient`; or none, and the addresses of what it is added to."""
-    return of.empty_gradient(run) if total is None else (None, total)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moeblaze_cupy import launch_config, loader, reasons
+from moeblaze_cupy import dispatch_config, launch_config, loader, reasons
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.runtime import Launch, Runtime, cached
@@ -118,7 +118,7 @@ def configure(
     tokens, k = (num_tokens, None) if num_tokens is not None else ids.shape
     index = IndexLayout(tokens, k, num_experts, num_slots if ragged else 0, max_slots)
     copies_ids, dtype = ids.dtype == "int64", "int32" if ragged else ids.dtype
-    config = launch_config.dispatch(num_slots, num_experts, limits)
+    config = dispatch_config.dispatch(num_slots, num_experts, limits)
     count, why = None, reasons.dispatch(config, num_slots, num_experts)
     if config.counts:
         count = Launch(

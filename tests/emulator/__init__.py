@@ -177,8 +177,11 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
         sources[source_name] = source_text.encode()
     if source_name not in sources:
         raise EmulatorError(f"no source {source_name} in {KERNELS}")
+    sources = included_by(source_name, sources) | {name: sources[name] for name in own_sources()}
     defines = [
-        f"-D{name}" if value is None else f"-D{name}={_literal(value)}" for name, value in (macros or {}).items()
+        f"-D{name}" if value is None else f"-D{name}={_literal(value)}"
+        for name, value in (macros or {}).items()
+        if name != "SOURCE_DIGEST"  # of all sources, for CuPy's cache
     ]
     key = _key(source_name, sources, defines)
     stem = _cache_directory() / f"{Path(source_name).stem}-{key}"
@@ -200,6 +203,17 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
             os.replace(Path(directory) / "unit.json", signatures)
             os.replace(Path(directory) / "unit.so", library)
     return Emulated(library, json.loads(signatures.read_text()))
+
+
+def included_by(name: str, sources: dict[str, bytes]) -> dict[str, bytes]:
+    """The source of that name and what it includes, so that a change of others compiles nothing again."""
+    found, names = {}, [name]
+    while names:
+        name = names.pop()
+        if name in sources and name not in found:
+            found[name] = sources[name]
+            names += re.findall(r'^\s*#\s*include\s+"([^"]+)"', sources[name].decode(), re.MULTILINE)
+    return found
 
 
 def own_sources() -> dict[str, bytes]:

@@ -1,0 +1,109 @@
+"""Products in e4m3 and the layer with them in docs/results.md, from the record of bench.fp8."""
+
+import json
+from pathlib import Path
+
+from bench import cases
+from bench.fp8_products import PRODUCTS
+from bench.recorded import MIB, RECORDS
+from bench.table import number
+from moeblaze_cupy import memory
+
+RECORD = RECORDS / "fp8" / "h200.json"
+PASSES = ("forward", "forward + backward")
+PEER = "torch, fp8"
+ABOUT = """`python -m bench.fp8` times `precision="fp8"` and `save="fp8"` beside bf16, calls back to back in turn,
+weights as transformers stores them. These are quantised before the calls, unless a column says that the call does."""
+OF_PRODUCTS = "Products: bf16's time over e4m3's, sums over a token's slots included."
+OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`" is
+the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, which have no gather,
+no experts and no sums."""
+OF_PEER = """The last column is the time of a forward of torch's own products in fp8 over this one's: rows sorted,
+gathered and quantised, `torch._scaled_grouped_mm` twice, a weighted sum."""
+OF_SAVED = """Time with `save="minimal"` over that with `save="fp8"`, and MiB of a and b that each keeps, by formula."""
+OF_ERRORS = """Differences from bf16's results over their norms, in thousandths: out and each gradient with
+`precision="fp8"`, then each gradient with `save="fp8"` alone, whose out is that of bf16."""
+
+
+def by_case(path: Path = RECORD) -> dict[str, dict[str, dict]]:
+    """Rows by case and kernel or pass; {} without a record."""
+    found: dict[str, dict[str, dict]] = {}
+    for row in json.loads(path.read_text())["rows"] if path.is_file() else ():
+        found.setdefault(row["case"], {})[row["kernel"]] = row
+    return {case: rows for case, rows in found.items() if {*PRODUCTS, *PASSES} <= rows.keys()}
+
+
+def speed(row: dict, kind: str, base: str = "bf16") -> str:
+    """The base's time over that of `kind`."""
+    seconds = row["seconds"]
+    return number(seconds[base] / seconds[kind]) if kind in seconds else "-"
+
+
+def kept_mib(case: cases.LayerCase) -> list[str]:
+    """Of a and b under "minimal" and "fp8"."""
+    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
+    plans = [memory.layer(shape, save).saved_bytes for save in ("recompute", "minimal", "fp8")]
+    return [f"{(plan - plans[0]) / MIB:,.0f}" for plan in plans[1:]]
+
+
+def products_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
+    return [[case, *(speed(rows[entry], "e4m3") for entry in PRODUCTS)] for case, rows in found.items()]
+
+
+def layer_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """Cells: case, both passes, both where the call quantises, over torch._scaled_mm; last the peer, if it has run."""
+    has_peer = any(PEER in rows["forward"]["seconds"] for rows in found.values())
+    lines = []
+    for case, rows in found.items():
+        both = [rows[name] for name in PASSES]
+        dense = sum(rows[entry]["seconds"]["_scaled_mm"] for entry in ("up_fwd", "down_fwd"))
+        cells = [speed(row, kind) for kind in ("fp8", "fp8, quantises") for row in both]
+        peer = [speed(both[0], "fp8", PEER) if PEER in both[0]["seconds"] else "-"] if has_peer else []
+        lines.append([case, *cells, number(both[0]["seconds"]["fp8"] / dense), *peer])
+    return lines
+
+
+def saved_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """Cells: case, both passes in bf16, both in fp8, MiB of a and b under both policies."""
+    lines = []
+    for case, rows in found.items():
+        both = [rows[name] for name in PASSES]
+        cells = [speed(row, f"{kind}, save fp8", kind) for kind in ("bf16", "fp8") for row in both]
+        lines.append([case, *cells, *kept_mib(cases.LAYERS[case])])
+    return lines
+
+
+def error_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
+    lines = []
+    for case, rows in found.items():
+        errors = rows[PASSES[1]]["errors"]
+        names = [f"fp8: {key}" for key in ("out", "x", "weights", "w1", "w2")]
+        names += [f"bf16, save fp8: {key}" for key in ("x", "weights", "w1", "w2")]
+        lines.append([case, *(number(1e3 * errors[name]) for name in names)])
+    return lines
+
+
+def section(table) -> list[str]:
+    """Lines of the page; none without a record."""
+    found = by_case()
+    if not found:
+        return []
+    record = json.loads(RECORD.read_text())
+    layers = layer_rows(found)
+    has_peer = len(layers[0]) > 6
+    head = ["case", "forward", "with backward", "forward that quantises", "with backward", "over `_scaled_mm`"]
+    gradients = ["x", "weights", "w1", "w2"]
+    return [
+        *("", "## Products in e4m3", "", ABOUT, ""),
+        f"{record['machine_info']['gpu']}, commit `{record['commit_info']['id']}`.",
+        *("", OF_PRODUCTS, *table(["case", *PRODUCTS], products_rows(found))),
+        *("", f"{OF_LAYERS} {OF_PEER}" if has_peer else OF_LAYERS),
+        *table([*head, *(["torch's time over ours"] if has_peer else [])], layers),
+        *("", OF_SAVED),
+        *table(
+            ["case", "bf16 forward", "with backward", "fp8 forward", "with backward", "minimal, MiB", "fp8, MiB"],
+            saved_rows(found),
+        ),
+        *("", OF_ERRORS),
+        *table(["case", "out", *gradients, *(f"save: {name}" for name in gradients)], error_rows(found)),
+    ]

@@ -1,0 +1,128 @@
+"""The gradients of w1 and w2 on CUDA: their launches in a backward, and on their own after one that deferred them.
+
+`configure_weights` chooses the launches from layouts alone, once per layout; `moe_backward_weights` allocates and
+launches.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moeblaze_cupy.arrays import Layout
+from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.ops import aggregation, grouped_gemm
+from moeblaze_cupy.ops.biases import Bias
+from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.ops.experts import half_columns, rows_of_slots
+from moeblaze_cupy.ops.grouped_gemm import Operand, Weight, Wgrad
+from moeblaze_cupy.runtime import Launch, Runtime, cached
+from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, Gradients, SlotOptions, is_gated
+
+
+def up_columns(rows: Operand, h: int, gated: bool, interleaved: bool) -> tuple[int, tuple[Operand, int], int]:
+    """Of w1's gradient: the columns of a half, the operand with its step to the up half, and the number of halves."""
+    if interleaved:  # one matrix to the product, as the first layer's and the gradient's columns are in the same order
+        return 2 * h, (rows, 0), 1
+    return h, (rows, h if gated else 0), 1 + gated
+
+
+def configure_wgrad(
+    index: IndexLayout,
+    activation: str | Activation,
+    limits: DeviceLimits,
+    entry: str,
+    rows: tuple[Operand, int],
+    columns: tuple[Operand, int],
+    gradient: Weight,
+    M: int,
+    N: int,
+    halves: int,
+    buffers: dict[str, tuple[Layout, ...]],
+) -> Wgrad:
+    accumulate = {"down_wgrad": "w2", "up_wgrad": "w1"}[entry] in buffers
+    return grouped_gemm.configure_wgrad(
+        entry, index, rows, columns, gradient, M, N, halves, activation, limits, accumulate
+    )
+
+
+def gradient_memory(run: Runtime, of: Weight | Bias, total: Sequence[int] | None) -> tuple[Any, Sequence[int]]:
+    """New memory for a gradient, as of `Weight.empty_gradient`; or none, and the addresses of what it is added to."""
+    return of.empty_gradient(run) if total is None else (None, total)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What the gradients of the weights launch, after a backward that deferred them."""
+
+    index: IndexLayout
+    up: Weight
+    down: Weight
+    up_gradient: Weight
+    down_gradient: Weight
+    down_wgrad: Wgrad | None
+    up_wgrad: Wgrad | None
+    slots_by_row: Launch | None  # where grad_out has a row per slot
+
+
+@cached
+def configure_weights(
+    grad_out: Layout,
+    x: Layout,
+    w2: Layout,
+    w1: tuple[Layout, ...],
+    first_layer_grad: Layout,
+    weighted_y_swi: Layout,
+    accumulate: tuple[tuple[str, tuple[Layout, ...]], ...],
+    activation: str | Activation,
+    gate_up: str,
+    needs: tuple[str, ...],
+    limits: DeviceLimits,
+    index: IndexLayout,
+    slots: SlotOptions = PLAIN_SLOTS,
+) -> Weights:
+    """The launches of `moe_backward_weights` for arrays of these layouts; accumulate as of `configure_backward`."""
+    d, h, dtype, gated, buffers = x.shape[1], w2.shape[1], x.dtype, is_gated(activation), dict(accumulate)
+    interleaved = gate_up == "interleaved"
+    half = half_columns(w1, h, activation, interleaved)
+    up, down = Weight.of(w1, half), Weight.of((w2,))
+    up_gradient = Weight.of(buffers.get("w1") or up.gradient_layouts(), half)
+    down_gradient = Weight.of(buffers.get("w2") or down.gradient_layouts())
+    x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
+    first_rows = Operand(dtype, h * (1 + gated), first_layer_grad.misalignment)
+    y_rows = Operand(dtype, h, weighted_y_swi.misalignment)
+    wgrad = functools.partial(configure_wgrad, index, activation, limits)
+    down_wgrad = up_wgrad = slots_by_row = None
+    if "w2" in needs:
+        down_wgrad = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
+        if slots.unreduced and index.num_rows and index.num_tokens:
+            slots_by_row = aggregation.slots_by_row(index)
+    if "w1" in needs:
+        columns, operand, halves = up_columns(first_rows, h, gated, interleaved)
+        up_wgrad = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, buffers)
+    return Weights(index, up, down, up_gradient, down_gradient, down_wgrad, up_wgrad, slots_by_row)
+
+
+def moe_backward_weights(
+    run: Runtime,
+    steps: Weights,
+    grad_out: int,
+    x: int,
+    lists: int,
+    first_layer_grad: int,
+    weighted_y_swi: int,
+    accumulate: dict[str, tuple[int, ...]],
+) -> Gradients:
+    """The gradients of w2 and w1 (Algorithm 1, lines 18 and 29), from addresses as of `moe_backward`."""
+    index = steps.index.addresses(lists)
+    grad_w1 = grad_w2 = None
+    if steps.down_wgrad:
+        grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index)
+        grad_w2, addresses = gradient_memory(run, steps.down, accumulate.get("w2"))
+        gradient = steps.down_gradient.halves(*addresses)
+        grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_y_swi, grad_out, gradient)
+        del by_row
+    if steps.up_wgrad:
+        grad_w1, addresses = gradient_memory(run, steps.up, accumulate.get("w1"))
+        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(*addresses))
+    return Gradients(w1=grad_w1, w2=grad_w2)

@@ -1,0 +1,62 @@
+"""The forward of torch's own products in e4m3 beside which bench.fp8 times the layer, and the report of its record."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bench import cases, fp8, fp8_report, fp8_torch, inputs, verify  # noqa: E402
+
+CASE = cases.LayerCase("tiny", 60, 48, 32, 5, 2, "test")
+
+
+def layer(made):
+    """(L, d) in float64, expert by expert."""
+    out = torch.zeros(CASE.L, CASE.d, dtype=torch.float64)
+    for expert in range(CASE.E):
+        tokens, slots = (made["ids"] == expert).nonzero(as_tuple=True)
+        y = verify.activate(made["x"][tokens].double() @ made["w1"][expert].double(), CASE.activation)[0]
+        out.index_add_(0, tokens, y @ made["w2"][expert].double() * made["weights"][tokens, slots, None].double())
+    return out
+
+
+def grouped(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
+    """torch._scaled_grouped_mm in float64, with the shapes and strides that the real one wants."""
+    torch.ops.aten._scaled_grouped_mm(
+        *(t.to("meta") if t.dim() < 3 else t.transpose(1, 2).to("meta").transpose(1, 2) for t in (a, b)),
+        *(t.to("meta") for t in (scale_a, scale_b, offs)),
+        out_dtype=out_dtype,
+    )
+    parts, start = [], 0
+    for expert, end in enumerate(offs.tolist()):
+        rows = a[start:end].double() * scale_a[start:end, None]
+        parts.append(rows @ (b[expert].double() * scale_b[expert]))
+        start = end
+    return torch.cat(parts).to(out_dtype)
+
+
+def test_torchs_forward_is_the_layer(monkeypatch):
+    made = inputs.layer_inputs(CASE, "transposed")
+    made = {name: array.cpu() for name, array in made.items()}
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped, raising=False)
+    out = fp8_torch.forward(CASE, made, compiles=False)()
+    error = float((out.double() - layer(made)).norm() / layer(made).norm())
+    assert out.dtype == torch.bfloat16 and 0.01 < error < 0.1
+    assert fp8.relative_difference(out, out) == 0
+
+
+def test_the_report_has_torchs_forward_where_it_has_run(tmp_path, monkeypatch):
+    record = json.loads(fp8_report.RECORD.read_text())
+    found = fp8_report.by_case()
+    case = next(iter(found))
+    seconds = found[case]["forward"]["seconds"]
+    for row in record["rows"]:
+        row["seconds"].pop(fp8_report.PEER, None)
+        if (row["case"], row["kernel"]) == (case, "forward"):
+            row["seconds"][fp8_report.PEER] = 2.5 * seconds["fp8"]
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    first, *others = fp8_report.layer_rows(fp8_report.by_case(path))
+    assert first[0] == case and first[-1] == "2.50" and all(row[-1] == "-" for row in others)
+    assert fp8_report.PEER == fp8.PEER
