@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from moeblaze_cupy import launch_config, params
+from moeblaze_cupy import launch_config, params, router_config
 from moeblaze_cupy.structures import FORMS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
@@ -181,7 +181,7 @@ def bias_variant(dtype: str, aligned: bool, bias: str, out: str) -> Variant:
 
 
 def router_variant(
-    entry: str, config: launch_config.RouterConfig, *, dtype: str, score: str, renormalize: bool, **macros: str | int
+    entry: str, config: router_config.RouterConfig, *, dtype: str, score: str, renormalize: bool, **macros: str | int
 ) -> Variant:
     """ "router_forward" or "router_backward" for a configuration and the options that are compiled in.
 

@@ -1,7 +1,6 @@
 """Training under FSDP2 on GPUs, by collectives of copy engines beside those of NCCL."""
 
 import torch
-import torch.distributed as dist
 from ranks_common import gpu_case
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -41,13 +40,16 @@ def trained(mesh, rank, dtype, reduce_dtype, by_copies, force_sum=False):
 def fsdp_by_copy_engines(rank, size, group):
     """The bits of NCCL's on two ranks, whose sums have no order; gradients of bf16 may travel in it on any number."""
     mesh = DeviceMesh.from_group(group, "cuda")
-    for dtype, reduce_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+    kinds = (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)
+    found = []  # compared when all ranks have them: a rank that fails would leave the others waiting
+    for dtype, reduce_dtype in kinds:
         for force_sum in (False, True):
             wanted = trained(mesh, rank, dtype, torch.float32, False, force_sum)
             runs = [trained(mesh, rank, dtype, reduce_dtype, True, force_sum) for _ in range(2)]
-            assert runs[0][0] == runs[1][0] and all(map(torch.equal, runs[0][1], runs[1][1]))
-            if size == 2:
-                assert wanted[0] == runs[0][0] and all(map(torch.equal, wanted[1], runs[0][1]))
-            else:
-                torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(wanted[0]), rtol=1e-2, atol=0)
-    dist.barrier(group)
+            found.append((wanted, runs, f"{dtype}, {'sums' if force_sum else 'means'}"))
+    for (losses, parameters), runs, name in found:
+        assert runs[0][0] == runs[1][0] and all(map(torch.equal, runs[0][1], runs[1][1])), name
+        if size == 2:
+            assert losses == runs[0][0] and all(map(torch.equal, parameters, runs[0][1])), name
+        else:
+            torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(losses), rtol=1e-2, atol=0)

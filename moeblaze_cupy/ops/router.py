@@ -4,7 +4,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy import launch_config, loader, router_config
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.runtime import Launch, Runtime, cached
@@ -71,7 +71,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
     n, kept, top = groups or (1, 1, 1)
     biased = bias is not None and ids is None
     cut = options.top_p is not None or options.threshold is not None
-    config = launch_config.router_forward(
+    config = router_config.router_forward(
         *(L, E, k),
         itemsize=logits.itemsize,
         aligned=_aligned(logits, bias),
@@ -167,7 +167,7 @@ def configure_backward(layouts: Layouts, options: RouterOptions) -> Backward:
     logits, ids, sequences = given["logits"], given["ids"], given.get("sequences")
     L, E = logits.shape
     aligned = _aligned(logits, given.get("grad_score_sums"))
-    config = launch_config.router_backward(L, E, itemsize=logits.itemsize, aligned=aligned)
+    config = router_config.router_backward(L, E, itemsize=logits.itemsize, aligned=aligned)
     ragged = "token_offsets" in given
     variant = loader.router_variant(
         "router_backward",
