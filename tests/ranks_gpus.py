@@ -51,17 +51,16 @@ def weight_gradients_on_gpus(rank, size, group):
 
 @gpu_case
 def products_in_fp8_on_gpus(rank, size, group):
-    """Those of one process on the CPU in fp8, but for elements that are another e4m3 as sums have another order."""
+    """Those of one process on one GPU, as a slot's numbers in e4m3 are the same; sums over ranks are rounded."""
     inputs = Inputs(rank, counts_of(size, "uneven"), "absent", dtype=torch.bfloat16, h=32)
     moved = on_gpu(inputs, torch.bfloat16)
     found = []  # compared when all ranks have them: a rank that fails would leave the others waiting
     for route in ("exact", "pull"):
         for keep in (True, False):
             options = {"precision": "fp8", "keep_fp8_weights": keep}
-            got = results_of(moved, ExpertGroup(group, E, route=route), **options)
-            found.append({name: value.cpu() for name, value in got.items()})
+            found.append(results_of(moved, ExpertGroup(group, E, route=route), **options))
     for got in found:
-        compare(inputs, got, 0.02, same_bits=False, precision="fp8")
+        compare(moved, got, 2.0**-7, same_bits=False, precision="fp8")
 
 
 @gpu_case
