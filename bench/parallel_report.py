@@ -28,7 +28,7 @@ paper's Figure 7 shows FSDP alone and prints no numbers."""
 
 
 def rows() -> list[dict]:
-    """Of all records, a file for each number of GPUs of a machine, in their order."""
+    """Of all records, a file for each number of GPUs of a machine, by case."""
     found: dict[tuple, dict] = {}
     for path in sorted(FOLDER.glob("*.json")):
         record = json.loads(path.read_text())
@@ -36,7 +36,7 @@ def rows() -> list[dict]:
             key = tuple(row[name] for name in ("case", "what", "provider", "gpus"))
             ms = row.get("back_to_back_ms", row.get("ms"))  # of calls back to back where the record has them
             found[key] = row | {"ms": ms, "gpu": record["environment"]["gpu"], "commit": record["commit"]}
-    return list(found.values())
+    return sorted(found.values(), key=lambda row: row["case"])
 
 
 def expert_cells(found: list[dict]) -> list[list[str]]:
