@@ -52,11 +52,12 @@ class CopyEngines:
     def serve(self, *modules: Any) -> None:
         """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
 
-        Raises TypeError for a module that `fully_shard` has not been called on.
+        Raises TypeError for a module that `fully_shard` has not been called on, or whose torch is older than this.
         """
         for module in modules:
             if not hasattr(module, "set_custom_all_gather"):
-                raise checks.bad_type("CopyEngines.serve", "modules", "modules after fully_shard", type(module))
+                expected = "modules after fully_shard, of a torch with set_custom_all_gather"
+                raise checks.bad_type("CopyEngines.serve", "modules", expected, type(module))
             module.set_custom_all_gather(self.all_gather)
             module.set_custom_reduce_scatter(self.reduce_scatter)
 
