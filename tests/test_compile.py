@@ -375,9 +375,9 @@ def test_errors_name_the_file_and_its_line_or_the_table_of_parameters():
     variant = next(v for v in one_of_each_source() if v.source == "router_forward.cu")
     source, options = loader.source(variant), loader.options(variant)
     with open(Path(loader.source_folder()) / variant.source) as file:
-        line = next(number for number, text in enumerate(file, start=1) if "__syncwarp()" in text)
+        line = next(number for number, text in enumerate(file, start=1) if "__launch_bounds__" in text)
     for text, mistaken, place in (
-        ("__syncwarp()", "__syncwrp()", rf"\nrouter_forward\.cu\({line}\): error"),
+        ("__launch_bounds__", "__lunch_bounds__", rf"\nrouter_forward\.cu\({line}\): error"),
         (
             "(sizeof(RouterForwardParams) ==",
             "(1 + sizeof(RouterForwardParams) ==",
