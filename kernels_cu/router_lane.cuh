@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_token(const RouterForwardParams& p, int to
     for (int j = 0; j < LANE_K; ++j) {
         const float weight = RENORMALIZE ? share_of_total(values[j], total) : values[j];
         weights[j] = masked ? 0 : __float_as_uint(weight * scale);
-        ids[j] = masked ? WARP : column_of_entry(best[j]);
+        ids[j] = masked ? ~0u : column_of_entry(best[j]);
     }
     store_slots(p.weights + static_cast<int64>(token) * LANE_K, weights);
     store_slots(p.ids + static_cast<int64>(token) * LANE_K, ids);
@@ -148,7 +148,7 @@ __device__ __forceinline__ unsigned bound_of_lists(unsigned (&list)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) others[i] = __shfl_xor_sync(WARP, list[i], STEP);
     if constexpr (2 * STEP == LANES) {
-        unsigned bound = WARP;
+        unsigned bound = ~0u;
 #pragma unroll
         for (int i = 0; i < LANE_K; ++i) {
             const int other = LANE_K - 1 - i;
