@@ -30,6 +30,8 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
         function, answers = "uses_clusters", {"single CTAs": False, "clusters": True}
     elif rule == "schedule":
         function, answers = "dynamic_schedule", {"static": False, "dynamic": True}
+    elif rule == "tile":
+        function, answers = "square_wgrad", {"128 x 256": False, "192 x 192": True}
     else:
         case, halves = kernel.case, kernel.case.first_columns // kernel.case.h if entry == "up_wgrad" else 1
         orders = (case.d, case.h), (case.h, case.d)
@@ -63,6 +65,7 @@ RULES = {
     "clusters": ("up_fwd", "down_fwd", "down_bwd", "up_bwd"),
     "schedule": ("up_fwd", "down_bwd"),
     "split_k": kernels.WGRADS,
+    "tile": kernels.WGRADS,
     "load": kernels.WGRADS,
 }
 
