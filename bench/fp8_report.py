@@ -6,7 +6,7 @@ from pathlib import Path
 from bench import cases
 from bench.fp8_products import PRODUCTS
 from bench.recorded import MIB, RECORDS
-from bench.table import number
+from bench.table import number, span
 from moeblaze_cupy import memory
 
 RECORD = RECORDS / "fp8" / "h200.json"
@@ -81,6 +81,22 @@ def error_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
         names += [f"bf16, save fp8: {key}" for key in ("x", "weights", "w1", "w2")]
         lines.append([case, *(number(1e3 * errors[name]) for name in names)])
     return lines
+
+
+def headline() -> list[str]:
+    """The span of both passes' times beside bf16's, in one sentence; none without a record."""
+    found = by_case().values()
+    if not found:
+        return []
+    forward, both = ([rows[name]["seconds"] for rows in found] for name in PASSES)
+    of_forward, of_both, of_quantising = (
+        span(seconds["bf16"] / seconds[kind] for seconds in of_pass)
+        for of_pass, kind in ((forward, "fp8"), (both, "fp8"), (both, "fp8, quantises"))
+    )
+    return [
+        f"With products in fp8 a forward pass is {of_forward} times as fast as in bf16, with backward {of_both} times,",
+        f"and {of_quantising} times where each pass quantises the weights ({len(found)} layers).",
+    ]
 
 
 def section(table) -> list[str]:

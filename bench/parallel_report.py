@@ -3,7 +3,7 @@
 import json
 
 from bench.recorded import RECORDS
-from bench.table import number
+from bench.table import number, span
 
 FOLDER = RECORDS / "parallel"
 PEER = "slots"
@@ -89,6 +89,23 @@ def efficiencies() -> dict[str, dict[str, float]]:
         if row["gpus"] == most and "efficiency" in row:
             by_case.setdefault(row["case"], {})[series] = 100 * row["efficiency"]
     return by_case
+
+
+def headline(route: str = "pull") -> list[str]:
+    """On the most GPUs of the records: speed beside the peer, efficiency and share of memory; none without a record."""
+    found = [row for row in rows() if row["what"] == "experts" and row["ms"]]
+    gpus = max((row["gpus"] for row in found), default=1)
+    of_gpus = {name: {r["case"]: r for r in found if (r["provider"], r["gpus"]) == (name, gpus)} for name in TITLES}
+    pairs = [(ours, of_gpus[PEER][case]) for case, ours in of_gpus[route].items() if case in of_gpus[PEER]]
+    if gpus == 1 or not pairs:
+        return []
+    efficiencies = [100 * ours["efficiency"] for ours, _ in pairs]
+    return [
+        f"With experts spread over {gpus} GPUs a training pass is {span(p['ms'] / o['ms'] for o, p in pairs)} times as",
+        "fast as torch's own functions in torchtitan's order, with "
+        f"{span(o['peak_mib'] / p['peak_mib'] for o, p in pairs)} of their peak memory,",
+        f"and each GPU has {min(efficiencies):.0f} to {max(efficiencies):.0f}% of its speed alone ({len(pairs)} layers).",
+    ]
 
 
 def section(table) -> list[str]:

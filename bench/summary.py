@@ -3,20 +3,14 @@
 import statistics
 from collections.abc import Iterable
 
-from bench import accuracy_report, cases, language_model_report, transformers_report
+from bench import accuracy_report, cases, fp8_report, language_model_report, parallel_report, transformers_report
 from bench.recorded import Records, beside_peers
-from bench.table import PASSES
+from bench.table import PASSES, span
 
 START, END = "<!-- results: written by bench/report.py -->", "<!-- end of results -->"
 BACK_TO_BACK = ("forward_back_to_back", "forward_backward_back_to_back")
 KERNELS = ("up_fwd", "down_fwd + sums", "down_bwd", "down_wgrad", "up_wgrad", "up_bwd + sums")
 KERNEL_CASES = ("conf3", "qwen30b", "dsv3", "sonic7b")
-
-
-def span(values: Iterable[float]) -> str:
-    """The least and the greatest, "-" of none."""
-    found = sorted(values)
-    return f"{found[0]:.2f} to {found[-1]:.2f}" if found else "-"
 
 
 def block(lines: Iterable[str]) -> str:
@@ -70,6 +64,8 @@ def readme(records: Records) -> str:
             *transformers_report.headline(list(records.by_name.values())),
             *accuracy_report.headline(records.by_name.values()),
             *language_model_report.headline(),
+            *fp8_report.headline(),
+            *parallel_report.headline(),
             "",
             "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
             "",

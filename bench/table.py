@@ -28,6 +28,12 @@ def aligned(rows: list[list[str]], left: int = 1) -> list[str]:
     ]
 
 
+def span(values: Iterable[float]) -> str:
+    """The least and the greatest, "-" of none."""
+    found = sorted(values)
+    return f"{found[0]:.2f} to {found[-1]:.2f}" if found else "-"
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """With at least `digits` significant digits, "-" for None."""
     if value is None:

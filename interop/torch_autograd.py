@@ -4,7 +4,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -228,6 +228,11 @@ def _here(tensor: Tensor) -> Tensor:
     return here
 
 
+def _is_within(part: Tensor, whole: Tensor) -> bool:
+    """Whether a tensor lies in the memory of another."""
+    return 0 <= part.data_ptr() - whole.data_ptr() <= whole.nbytes - part.nbytes
+
+
 class MainGrad:
     """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
 
@@ -244,6 +249,9 @@ class MainGrad:
                 raise TypeError(f"{name}: expected {expected}, got a view of a part")
             self.first = weight.storage_offset() - whole.storage_offset()
         self.buffer()  # raises now what backward would raise
+        whole = _here(cast("Tensor", self.parameter))
+        if not torch.compiler.is_compiling() and weight.dtype == whole.dtype and not _is_within(weight, whole):
+            raise ValueError(f"{name}: expected a view of the parameter, or a copy in another dtype, got other memory")
 
     def buffer(self) -> Tensor:
         parameter, main_grad = self.parameter, getattr(self.parameter, "main_grad", None)

@@ -463,6 +463,12 @@ def test_errors_of_main_grad():
     with pytest.raises(TypeError) as caught:
         moe(x, ids, weights, w1, w2, accumulate_into_main_grad=True)
     assert str(caught.value) == "moe: w2: expected main_grad on the parameter's device cpu, got meta"
+    w2.main_grad = torch.zeros_like(w2)
+    unrelated = w2.detach().clone().requires_grad_()
+    for given in (unrelated, torch.cat((unrelated, unrelated))):
+        given.main_grad = torch.zeros_like(given)
+        with pytest.raises(ValueError, match=r"w2: expected a view of the parameter, .* got other memory"):
+            moe(x, ids, weights, w1, w2, accumulate_into_main_grad={"w1": w1, "w2": given})
     for own in (w2, w2.detach()):
         w2.main_grad = own
         with pytest.raises(ValueError) as caught:
