@@ -37,6 +37,7 @@
 #endif
 static_assert(GATHER_P != GATHER_Q, "one operand is gathered, the other comes through a tensor map");
 static_assert(!(ACCUMULATE && SPLIT_K), "wgrad_parts.cu adds the sums of split-K");
+static_assert(!ACCUMULATE || BN == 256, "lanes of a square tile have no registers for the 16 rows that a tile is added to");
 
 struct GroupedWgradParams {
     TensorMap routed;                 // the operand that is not gathered, (columns, R, 1) element, in, boxes of 64 x 64 x 1
@@ -125,7 +126,6 @@ __device__ __forceinline__ void store_four(Half* p, float4 v) {
 // accumulators it would touch 32 bytes of 8 rows at a time (docs/decisions/008). The producer fills the stages meanwhile.
 struct UnroundedTile : EpilogueBase {
     static constexpr int HALF = BN / 2;
-    static constexpr int AT_ONCE = CONSUMER_REGISTERS > 192 ? WARP_ROWS : WARP_ROWS / 4;  // rows that are loaded together
     static_assert(CONSUMER_WARPS * WARP_ROWS * HALF * sizeof(float) <= TILE_BYTES, "16 rows per warp, where finished tiles lie");
     const int M, N;
     const int64 ldo;
@@ -152,21 +152,17 @@ struct UnroundedTile : EpilogueBase {
             if (!inside || n + half * HALF >= N) continue;
             OUT* to = expert + m * ldo + n + half * HALF;
             const OUT* from = to;
+            float4 before[WARP_ROWS];  // loaded together; past the last row that one again
 #pragma unroll
-            for (int first = 0; first < WARP_ROWS; first += AT_ONCE) {
-                float4 before[AT_ONCE];  // past the last row that one again
+            for (int r = 0; ACCUMULATE && r < WARP_ROWS; ++r) {
+                before[r] = load_four(from);
+                if (r + 1 < valid) from += ldo;
+            }
 #pragma unroll
-                for (int i = 0; ACCUMULATE && i < AT_ONCE; ++i) {
-                    before[i] = load_four(from);
-                    if (first + i + 1 < valid) from += ldo;
-                }
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i, to += ldo) {
-                    const int r = first + i;
-                    float4 v = *reinterpret_cast<const float4*>(staged + r * HALF + (lane ^ 2 * (r & 3)) * 4);
-                    if (ACCUMULATE) v = make_float4(before[i].x + v.x, before[i].y + v.y, before[i].z + v.z, before[i].w + v.w);
-                    if (r < valid) store_four(to, v);
-                }
+            for (int r = 0; r < WARP_ROWS; ++r, to += ldo) {
+                float4 v = *reinterpret_cast<const float4*>(staged + r * HALF + (lane ^ 2 * (r & 3)) * 4);
+                if (ACCUMULATE) v = make_float4(before[r].x + v.x, before[r].y + v.y, before[r].z + v.z, before[r].w + v.w);
+                if (r < valid) store_four(to, v);
             }
         }
     }

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 TILE_ROWS = 128  # BM of the GEMMs; dispatch emits its tile list for this height
@@ -364,35 +364,30 @@ def uses_clusters(
 def square_wgrad(rows: int, columns: int) -> bool:
     """Whether Hopper's tiles of a weight gradient, (rows, columns) in memory, are square.
 
-    They are where fewer elements lie past its edges then: of 2880 x 2880 none, and 9% with 128 x 256.
+    They are where fewer elements lie past its edges then: of 2880 x 2880 none, and 9% with 128 x 256. A product that is
+    added to sums (`accumulate` without split-K) has no square tiles.
     """
     wide = ceil_div(rows, TILE_ROWS) * ceil_div(columns, PANEL_COLUMNS) * TILE_ROWS * PANEL_COLUMNS
     return ceil_div(rows, WGRAD_SQUARE) * ceil_div(columns, WGRAD_SQUARE) * WGRAD_SQUARE**2 < wide
 
 
-def wgrad(dtype: str, aligned: bool, rows: int, columns: int, limits: DeviceLimits) -> GemmConfig:
-    """The kernel of a weight gradient, (rows, columns) in memory; as of `gemm`."""
+def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> GemmConfig:
+    """The kernel of a weight gradient, in square tiles if it is Hopper's; as of `gemm`."""
     config = gemm(dtype, aligned, False, limits)
     if config.tier == "sm80":
         return config
-    config = replace(config, shared_bytes=config.shared_bytes - HOPPER_SPARE_BYTES + WGRAD_SPARE_BYTES)
-    if not square_wgrad(rows, columns):
-        return config
-    constants = square_constants()
-    shared_bytes = config.shared_bytes - HOPPER_TILE_BYTES + constants["TILE_BYTES"]
-    return replace(
-        config,
-        tile_rows=WGRAD_SQUARE,
-        tile_columns=WGRAD_SQUARE,
-        threads=constants["THREADS"],
-        shared_bytes=shared_bytes,
-    )
+    tile, tile_bytes, threads = (TILE_ROWS, PANEL_COLUMNS), HOPPER_TILE_BYTES, HOPPER_THREADS
+    if square:
+        constants = square_constants()
+        tile, tile_bytes, threads = (WGRAD_SQUARE, WGRAD_SQUARE), constants["TILE_BYTES"], constants["THREADS"]
+    shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + tile_bytes + WGRAD_SPARE_BYTES
+    return GemmConfig("sm90", tile[1], threads, shared_bytes, HOPPER_STAGES, tile_rows=tile[0])
 
 
-def wgrad_tiles(rows: int, columns: int, gradients: int) -> int:
+def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool) -> int:
     """Of Hopper's weight gradients, one per expert and half, each (rows, columns) in memory."""
-    tile = (WGRAD_SQUARE, WGRAD_SQUARE) if square_wgrad(rows, columns) else (TILE_ROWS, PANEL_COLUMNS)
-    return gradients * ceil_div(rows, tile[0]) * ceil_div(columns, tile[1])
+    height, width = (WGRAD_SQUARE, WGRAD_SQUARE) if square else (TILE_ROWS, PANEL_COLUMNS)
+    return gradients * ceil_div(rows, height) * ceil_div(columns, width)
 
 
 @functools.lru_cache(maxsize=1024)
