@@ -99,12 +99,12 @@ def headline(route: str = "pull") -> list[str]:
     pairs = [(ours, of_gpus[PEER][case]) for case, ours in of_gpus[route].items() if case in of_gpus[PEER]]
     if gpus == 1 or not pairs:
         return []
-    efficiencies = [100 * ours["efficiency"] for ours, _ in pairs]
+    percent = [f"{100 * ours['efficiency']:.0f}" for ours, _ in sorted(pairs, key=lambda pair: pair[0]["efficiency"])]
     return [
         f"With experts spread over {gpus} GPUs a training pass is {span(p['ms'] / o['ms'] for o, p in pairs)} times as",
         "fast as torch's own functions in torchtitan's order, with "
         f"{span(o['peak_mib'] / p['peak_mib'] for o, p in pairs)} of their peak memory,",
-        f"and each GPU has {min(efficiencies):.0f} to {max(efficiencies):.0f}% of its speed alone ({len(pairs)} layers).",
+        f"and each GPU has {percent[0]} to {percent[-1]}% of its speed alone ({len(pairs)} layers).",
     ]
 
 

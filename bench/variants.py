@@ -30,10 +30,14 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
         function, answers = "uses_clusters", {"single CTAs": False, "clusters": True}
     elif rule == "schedule":
         function, answers = "dynamic_schedule", {"static": False, "dynamic": True}
+    elif rule == "tile":
+        function, answers = "square_wgrad", {"128 x 256": False, "192 x 192": True}
     else:
         case, halves = kernel.case, kernel.case.first_columns // kernel.case.h if entry == "up_wgrad" else 1
         orders = (case.d, case.h), (case.h, case.d)
-        tiles = max(launch_config.wgrad_tiles(*sizes, case.E * halves) for sizes in orders)
+        tiles = max(
+            launch_config.wgrad_tiles(*sizes, case.E * halves, launch_config.square_wgrad(*sizes)) for sizes in orders
+        )
         most = launch_config.MAX_WAVES * launch_config.H200.multiprocessors // tiles
         function, answers = "split_k", {f"split-K {n}": n for n in SPLITS if n == 1 or n <= most}
     return {name: _answered(function, answer, kernel, entry) for name, answer in answers.items()}
@@ -63,6 +67,7 @@ RULES = {
     "clusters": ("up_fwd", "down_fwd", "down_bwd", "up_bwd"),
     "schedule": ("up_fwd", "down_bwd"),
     "split_k": kernels.WGRADS,
+    "tile": kernels.WGRADS,
     "load": kernels.WGRADS,
 }
 

@@ -8,6 +8,7 @@
 #include "pipeline_sm90.cuh"
 #include "tile_raster.cuh"
 
+constexpr int FRAGMENTS = BN / 8;                // of a lane's accumulators, 4 floats each
 constexpr int ROW_BYTES = BN * sizeof(element);  // of a finished tile
 constexpr int WARP_TILE_BYTES = WARP_ROWS * ROW_BYTES;
 constexpr int WGMMA_K = 32 / sizeof(operand);
@@ -30,11 +31,11 @@ struct FinishedRows {
         : base(shared_address(dynamic_shared) + FINISHED_TILE + consumer_warp() * WARP_TILE_BYTES) {}
 
     // acc[j] is a tile of mma.m16n8k16: rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
-    __device__ __forceinline__ void put(const float (&acc)[32][4]) const {
+    __device__ __forceinline__ void put(const float (&acc)[FRAGMENTS][4]) const {
         const unsigned lane = threadIdx.x & 31, row = lane & 15, chunk = lane >> 4 ^ (row & 7);
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < 32; j += 2)
+        for (int j = 0; j < FRAGMENTS; j += 2)
             stmatrix_x4(base + row * ROW_BYTES + ((j ^ chunk) << 4), pack2(element(), acc[j][0], acc[j][1]),
                         pack2(element(), acc[j][2], acc[j][3]), pack2(element(), acc[j + 1][0], acc[j + 1][1]),
                         pack2(element(), acc[j + 1][2], acc[j + 1][3]));
@@ -69,7 +70,7 @@ struct EpilogueBase {
 // stage is full is tested ahead of them, so that they hide the latency. `steps` and `active` come from uniform(), which keeps the
 // loop in uniform registers.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, int CTAS, class Epilogue>
-__device__ __forceinline__ void main_loop(float (&acc)[32][4], int steps, bool active, PipelineState& state,
+__device__ __forceinline__ void main_loop(float (&acc)[FRAGMENTS][4], int steps, bool active, PipelineState& state,
                                           const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue) {
     // Fixed point: a step is due `share` rows, in units of 1 / ONE_ROW. Of more than FEW_STEPS steps most have no row.
     constexpr int ONE_ROW = 1 << 16;

@@ -11,22 +11,22 @@
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor; THREADS threads; dynamic shared memory
 // SPARE + SPARE_BYTES. The tile scheduler is static: CTA i has every gridDim.x-th tile from i on.
-// Tile: BM = 128 (M) x BN = 256 (N) of one expert's gradient; K is the expert's rows, in steps of BK = 64.
+// Tile: BM (M) x BN (N) of one expert's gradient, 128 x 256 or 192 x 192; K is the expert's rows, in steps of BK = 64.
 //
-// Warp roles               registers per thread       work
-//   warpgroup 0, producer  PRODUCER_REGISTERS = 56    128 threads: cp.async of 64 gathered rows per stage, 16 bytes each; the
-//                                                     indices of their tokens. Thread 0: TMA of the routed operand.
-//   warpgroups 1 and 2,    CONSUMER_REGISTERS = 224   wgmma of 64 rows of the tile each, both operands MN-contiguous; between
-//   consumers                                         k-steps the stores of the previous tile, 16 rows per warp
+// Warp roles               registers per thread      work
+//   warpgroup 0, producer  PRODUCER_REGISTERS        128 threads: cp.async of 64 gathered rows per stage, 16 bytes each; the
+//                                                    indices of their tokens. Thread 0: TMA of the routed operand.
+//   warpgroups 1 to        CONSUMER_REGISTERS, 224   wgmma of 64 rows of the tile each, both operands MN-contiguous; between
+//   BM / 64, consumers     or 152                    k-steps the stores of the previous tile, 16 rows per warp
 //
 // Barriers                 arrivals per phase                                      waited on by
 //   full[stage]            the cp.async copies of 128 threads; thread 0 with the   consumers, every k-step
 //                          bytes of TMA
-//   empty[stage]           8 consumer warps                                        producer threads, every k-step
+//   empty[stage]           the consumer warps, 8 or 12                             producer threads, every k-step
 //   PRODUCER_BARRIER       128 producer threads                                    the same, every TOKENS rows
 //
-// Dynamic shared memory: see pipeline_sm90.cuh. A is 2 blocks and B 4 blocks of (BK, 64) element. The spare bytes hold
-// (2, TOKENS) int32: token indices of the rows at hand and of the next ones.
+// Dynamic shared memory: see pipeline_sm90.cuh. A is BM / 64 and B BN / 64 blocks of (BK, 64) element. The spare bytes
+// hold (2, TOKENS) int32: token indices of the rows at hand and of the next ones.
 //
 // An expert's last stage, if it has fewer than 64 rows, takes both operands by cp.async, with zeros for rows of other experts:
 // these may hold anything.
@@ -37,6 +37,7 @@
 #endif
 static_assert(GATHER_P != GATHER_Q, "one operand is gathered, the other comes through a tensor map");
 static_assert(!(ACCUMULATE && SPLIT_K), "wgrad_parts.cu adds the sums of split-K");
+static_assert(!ACCUMULATE || BN == 256, "lanes of a square tile have no registers for the 16 rows that a tile is added to");
 
 struct GroupedWgradParams {
     TensorMap routed;                 // the operand that is not gathered, (columns, R, 1) element, in, boxes of 64 x 64 x 1
@@ -90,14 +91,14 @@ struct RoundedTile : EpilogueBase {
     bool inside;
     __device__ __forceinline__ RoundedTile(int M, int N, int64 ldo) : M(M), N(N), ldo(ldo) {}
     // slice: its (M, N) of out0 or out1. m: the warp's first row.
-    __device__ __forceinline__ void finish(const float (&acc)[32][4], element* slice, int m, int n0) {
+    __device__ __forceinline__ void finish(const float (&acc)[FRAGMENTS][4], element* slice, int m, int n0) {
         finished.put(acc);
-        const int n = n0 + (threadIdx.x & 31) * 8;
-        rows = min(WARP_ROWS, M - m), done = 0, inside = n < N;
+        const int lane = threadIdx.x & 31, n = n0 + lane * 8;
+        rows = min(WARP_ROWS, M - m), done = 0, inside = lane < FRAGMENTS && n < N;
         out = slice + m * ldo + n;
     }
     __device__ __forceinline__ void next() {
-        const Row8<element> v = finished.get(done, threadIdx.x & 31);
+        const Row8<element> v = finished.get(done, min(int(threadIdx.x & 31), FRAGMENTS - 1));
         if (inside) v.store(out);
         out += ldo;
         ++done;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void store_four(Half* p, float4 v) {
 
 // Stores a tile's fp32 sums (SPLIT_K), or adds them to what is there (ACCUMULATE), at once: a tile of fp32 does not fit beside
 // the stages, and 16-bit elements would be rounded before they are added. The columns go through shared memory by halves,
-// 16-byte chunk c of row r at c ^ 2 (r & 3), so that a warp reads and writes 128 columns of a row at a time. From the
+// 16-byte chunk c of row r at c ^ 2 (r & 3), so that a warp reads and writes half a row at a time. From the
 // accumulators it would touch 32 bytes of 8 rows at a time (docs/decisions/008). The producer fills the stages meanwhile.
 struct UnroundedTile : EpilogueBase {
     static constexpr int HALF = BN / 2;
@@ -132,8 +133,9 @@ struct UnroundedTile : EpilogueBase {
     __device__ __forceinline__ UnroundedTile(int M, int N, int64 ldo)
         : M(M), N(N), ldo(ldo),
           staged(reinterpret_cast<float*>(dynamic_shared + FINISHED_TILE) + consumer_warp() * WARP_ROWS * HALF) {}
-    __device__ __forceinline__ void finish(const float (&acc)[32][4], OUT* expert, int m, int n0) const {
+    __device__ __forceinline__ void finish(const float (&acc)[FRAGMENTS][4], OUT* expert, int m, int n0) const {
         const int lane = threadIdx.x & 31, valid = min(WARP_ROWS, M - m), n = n0 + lane * 4;
+        const bool inside = valid > 0 && lane < HALF / 4;
         float* pairs[4];  // where this lane's two columns of tile j of mma.m16n8k16 go, by j % 4
 #pragma unroll
         for (int j = 0; j < 4; ++j) pairs[j] = staged + lane / 4 * HALF + (j ^ (lane / 4 & 3)) * 8 + (lane & 3) * 2;
@@ -141,13 +143,13 @@ struct UnroundedTile : EpilogueBase {
         for (int half = 0; half < 2; ++half) {
             __syncwarp();
 #pragma unroll
-            for (int j = 0; j < 16; ++j)
+            for (int j = 0; j < FRAGMENTS / 2; ++j)
 #pragma unroll
                 for (int s = 0; s < 2; ++s)
                     *reinterpret_cast<float2*>(pairs[j % 4] + j / 4 * 32 + s * 8 * HALF) =
-                        make_float2(acc[16 * half + j][2 * s], acc[16 * half + j][2 * s + 1]);
+                        make_float2(acc[FRAGMENTS / 2 * half + j][2 * s], acc[FRAGMENTS / 2 * half + j][2 * s + 1]);
             __syncwarp();
-            if (valid <= 0 || n + half * HALF >= N) continue;
+            if (!inside || n + half * HALF >= N) continue;
             OUT* to = expert + m * ldo + n + half * HALF;
             const OUT* from = to;
             float4 before[WARP_ROWS];  // loaded together; past the last row that one again
@@ -288,13 +290,13 @@ __device__ __forceinline__ void consume(const GroupedWgradParams& p, const Wgrad
         const int rows = tile.end_row - tile.first_row;
         if (!last && rows == 0) {
             const float zeros[8] = {};
-            for (int i = threadIdx.x - WARPGROUP; !ACCUMULATE && i < BM * BN / 8; i += 2 * WARPGROUP) {
+            for (int i = threadIdx.x - WARPGROUP; !ACCUMULATE && i < BM * BN / 8; i += THREADS - WARPGROUP) {
                 const int m = tile.m0 + i / (BN / 8), n = tile.n0 + i % (BN / 8) * 8;
                 if (m < M && n < N) store_vector8(out + m * p.ldo + n, zeros);
             }
             continue;
         }
-        float acc[32][4];
+        float acc[FRAGMENTS][4];
         main_loop<false, false>(acc, static_cast<int>(uniform((rows + BK - 1) / BK)), true, state, barriers, epilogue);
         if (last) return;
         epilogue.finish(acc, out, tile.m0 + warp_row, tile.n0);

@@ -38,8 +38,8 @@ typedef element operand;
 
 constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4;  // threads, warps
 constexpr int PRODUCER_WARPS = WARPGROUP_WARPS;      // warpgroup 0
-constexpr int CONSUMER_WARPS = 2 * WARPGROUP_WARPS;  // warpgroups 1 and 2
 constexpr int WARP_ROWS = 16;                        // of a tile, of each consumer warp
+constexpr int CONSUMER_WARPS = BM / WARP_ROWS;       // warpgroups 1 and on
 constexpr int PRODUCER_BARRIER = 1;                  // named barrier of the producer's threads; 0 is __syncthreads'
 constexpr unsigned short BOTH_CTAS = 3;              // mask of multicast: a bit per CTA of the cluster
 constexpr int LINE_BYTES = 128;                      // of the swizzle: BK elements of a row, or 64 columns of a k
@@ -48,20 +48,20 @@ constexpr int LINES_64_BYTES = 64 * LINE_BYTES;      // 64 rows of a K-contiguou
 constexpr int A_BYTES = BM * BK * sizeof(operand), B_BYTES = BN * BK * sizeof(operand);
 constexpr int FINISHED_TILE = STAGES * STAGE_BYTES, SPARE = FINISHED_TILE + TILE_BYTES;
 constexpr int MAX_SHARED_BYTES = 227 * 1024;  // that a CTA may have
-constexpr int REGISTERS_AT_ENTRY = 168;       // per thread: 65536 / THREADS, a multiple of 8
+// Per thread: a multiple of 8.
+constexpr int REGISTERS_AT_ENTRY = 65536 / THREADS / 8 * 8;
 
 static_assert(BK * sizeof(operand) == LINE_BYTES, "a line of the 128-byte swizzle is a row's part of a stage");
 static_assert(sizeof(element) == 2, "results of 16 bits");
 static_assert(sizeof(operand) == 2 || sizeof(operand) == 1, "wgmma of 16-bit elements or of e4m3");
-static_assert(THREADS == 3 * WARPGROUP, "a producer warpgroup and two of consumers");
-static_assert(BM == CONSUMER_WARPS * WARP_ROWS && BN == 256, "each consumer warpgroup has 64 rows of wgmma m64n256k16");
+static_assert(THREADS == WARPGROUP + BM / 64 * WARPGROUP, "a producer warpgroup, and one of consumers for 64 rows of a tile");
 static_assert(STAGE_BYTES == A_BYTES + B_BYTES, "a stage holds A, then B");
 static_assert(A_BYTES % SWIZZLE_ATOM_BYTES == 0 && B_BYTES % SWIZZLE_ATOM_BYTES == 0, "operands start where the swizzle does");
 static_assert(TILE_BYTES == BM * BN * sizeof(element), "a finished tile lies behind the stages");
 static_assert(STAGES >= 2, "one stage is filled while another is read");
 static_assert(SPARE + SPARE_BYTES <= MAX_SHARED_BYTES, "a CTA's shared memory");
 static_assert(PRODUCER_REGISTERS % 8 == 0 && CONSUMER_REGISTERS % 8 == 0, "setmaxnreg takes multiples of 8");
-static_assert(WARPGROUP * (PRODUCER_REGISTERS + 2 * CONSUMER_REGISTERS) <= THREADS * REGISTERS_AT_ENTRY,
+static_assert(WARPGROUP * (PRODUCER_REGISTERS + BM / 64 * CONSUMER_REGISTERS) <= THREADS * REGISTERS_AT_ENTRY,
               "setmaxnreg distributes what the threads have at entry");
 
 __device__ __forceinline__ int consumer_warp() { return threadIdx.x / 32 - PRODUCER_WARPS; }

@@ -149,28 +149,32 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Operands of wgmma's accumulators, 32 of them in eight fragments, and the names of 64.
+// Operands of wgmma's accumulators, and their names.
 #define FRAGMENT(J) "+f"(d[J][0]), "+f"(d[J][1]), "+f"(d[J][2]), "+f"(d[J][3])
 #define FRAGMENTS_8(J)                                                                                                 \
     FRAGMENT(J), FRAGMENT(J + 1), FRAGMENT(J + 2), FRAGMENT(J + 3), FRAGMENT(J + 4), FRAGMENT(J + 5), FRAGMENT(J + 6), \
         FRAGMENT(J + 7)
 #define FRAGMENTS_16 FRAGMENTS_8(0), FRAGMENTS_8(8)
-#define FRAGMENTS_32 FRAGMENTS_16, FRAGMENTS_8(16), FRAGMENTS_8(24)
+#define FRAGMENTS_24 FRAGMENTS_16, FRAGMENTS_8(16)
+#define FRAGMENTS_32 FRAGMENTS_24, FRAGMENTS_8(24)
 #define REGISTERS_64                                                                   \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_96                                                                   \
+    REGISTERS_64                                                                       \
+    ", "                                                                               \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define REGISTERS_128                                                                              \
-    REGISTERS_64                                                                                   \
+    REGISTERS_96                                                                                   \
     ", "                                                                                           \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d = a * b + (accumulate ? d : 0) over k = 16. d: 64 x 256 fp32 per warpgroup, d[j] laid out as a tile of mma.m16n8k16.
-// a, b: shared memory descriptors. Transposed operands are contiguous along M or N.
+// d = a * b + (accumulate ? d : 0) over k = 16. d: 64 x 256 or 64 x 192 fp32 per warpgroup, d[j] laid out as a tile of
+// mma.m16n8k16. a, b: shared memory descriptors. Transposed operands are contiguous along M or N.
 #define WGMMA_OF(NAME, TYPES)                                                                                                  \
     template <int A_TRANSPOSED, int B_TRANSPOSED>                                                                              \
     __device__ __forceinline__ void NAME(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {                              \
@@ -178,6 +182,14 @@ __device__ __forceinline__ void wgmma_wait() {
             "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                                      \
             "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPES " {" REGISTERS_128 "}, %128, %129, p, 1, 1, %131, %132;\n}\n" \
             : FRAGMENTS_32                                                                                                     \
+            : "l"(a), "l"(b), "r"(accumulate), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));                                          \
+    }                                                                                                                          \
+    template <int A_TRANSPOSED, int B_TRANSPOSED>                                                                              \
+    __device__ __forceinline__ void NAME(float (&d)[24][4], uint64 a, uint64 b, int accumulate) {                              \
+        asm volatile(                                                                                                          \
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                                       \
+            "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPES " {" REGISTERS_96 "}, %96, %97, p, 1, 1, %99, %100;\n}\n"     \
+            : FRAGMENTS_24                                                                                                     \
             : "l"(a), "l"(b), "r"(accumulate), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED));                                          \
     }
 WGMMA_OF(wgmma_bf16, "bf16.bf16")
@@ -203,8 +215,10 @@ __device__ __forceinline__ void wgmma_e4m3_n128(float (&d)[16][4], uint64 a, uin
         : "l"(a), "l"(b), "r"(accumulate));
 }
 #undef REGISTERS_128
+#undef REGISTERS_96
 #undef REGISTERS_64
 #undef FRAGMENTS_32
+#undef FRAGMENTS_24
 #undef FRAGMENTS_16
 #undef FRAGMENTS_8
 #undef FRAGMENT

@@ -27,7 +27,9 @@ STEP_ROWS = 64  # BK on Hopper: the depth of a stage, and so the rows of a step 
 STEP_BYTES = 2 * STEP_ROWS  # of a row in a stage, and so BK of e4m3
 HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit elements of A and B
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
-HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead, or the tokens of a weight gradient
+HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead
+WGRAD_SPARE_BYTES = 4 * 1024  # the tokens of a weight gradient
+WGRAD_SQUARE = 192  # rows and columns of a weight gradient's square tile
 MAX_WAVES = 4  # of tiles of splits per launch, see split_k
 SPLIT_ROWS = 1024  # what a split's tile of float32 sums costs, in the time of a tile's rows
 ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # what adding the sums costs, likewise
@@ -129,7 +131,8 @@ def kernel_constants(source: str) -> dict[str, int]:
         # setmaxnreg moves registers from the producer's threads to the consumers'
         "grouped_gemm_sm90.cu": hopper
         | {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216, "GROUP_COLUMNS": GROUP_COLUMNS},
-        "grouped_wgrad_sm90.cu": hopper | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224},
+        "grouped_wgrad_sm90.cu": hopper
+        | {"PRODUCER_REGISTERS": 56, "CONSUMER_REGISTERS": 224, "SPARE_BYTES": WGRAD_SPARE_BYTES},
         "bias_bwd.cu": {"COLUMNS": BIAS_COLUMNS, "ROWS": BIAS_ROWS},
         "wgrad_parts.cu": {"GROUPS_PER_BLOCK": PARTS_GROUPS},
         "quantize.cu": {
@@ -198,6 +201,20 @@ def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
     return {"BK": STEP_BYTES, "PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 
+def square_constants() -> dict[str, int]:
+    """What differs from `kernel_constants` in a Hopper weight gradient of square tiles: three warpgroups of consumers.
+
+    A stage has as many bytes: 192 and 192 columns are 128 and 256.
+    """
+    return {
+        "BM": WGRAD_SQUARE,
+        "BN": WGRAD_SQUARE,
+        "THREADS": (1 + WGRAD_SQUARE // 64) * 128,
+        "TILE_BYTES": 2 * WGRAD_SQUARE**2,
+        "CONSUMER_REGISTERS": 152,
+    }
+
+
 def quantize_threads(d: int) -> int:
     """Threads of a row of d elements in quantize.cu: a power of two, with QUANTIZE_VECTORS each if that will do."""
     threads = 32
@@ -253,6 +270,7 @@ class GemmConfig:
     threads: int
     shared_bytes: int
     stages: int
+    tile_rows: int = TILE_ROWS
 
     def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits, clusters: bool = False) -> int:
         """One CTA per tile; on Hopper at most one per multiprocessor, in clusters an even number."""
@@ -343,9 +361,33 @@ def uses_clusters(
     return long and (gathers or (num_slots <= 1024 * num_experts and column_tiles % 2 == 0))
 
 
-def wgrad_tiles(rows: int, columns: int, gradients: int) -> int:
+def square_wgrad(rows: int, columns: int) -> bool:
+    """Whether Hopper's tiles of a weight gradient, (rows, columns) in memory, are square.
+
+    They are where fewer elements lie past its edges then: of 2880 x 2880 none, and 9% with 128 x 256. A product that is
+    added to sums (`accumulate` without split-K) has no square tiles.
+    """
+    wide = ceil_div(rows, TILE_ROWS) * ceil_div(columns, PANEL_COLUMNS) * TILE_ROWS * PANEL_COLUMNS
+    return ceil_div(rows, WGRAD_SQUARE) * ceil_div(columns, WGRAD_SQUARE) * WGRAD_SQUARE**2 < wide
+
+
+def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> GemmConfig:
+    """The kernel of a weight gradient, in square tiles if it is Hopper's; as of `gemm`."""
+    config = gemm(dtype, aligned, False, limits)
+    if config.tier == "sm80":
+        return config
+    tile, tile_bytes, threads = (TILE_ROWS, PANEL_COLUMNS), HOPPER_TILE_BYTES, HOPPER_THREADS
+    if square:
+        constants = square_constants()
+        tile, tile_bytes, threads = (WGRAD_SQUARE, WGRAD_SQUARE), constants["TILE_BYTES"], constants["THREADS"]
+    shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + tile_bytes + WGRAD_SPARE_BYTES
+    return GemmConfig("sm90", tile[1], threads, shared_bytes, HOPPER_STAGES, tile_rows=tile[0])
+
+
+def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool) -> int:
     """Of Hopper's weight gradients, one per expert and half, each (rows, columns) in memory."""
-    return gradients * ceil_div(rows, TILE_ROWS) * column_tiles(columns, PANEL_COLUMNS)
+    height, width = (WGRAD_SQUARE, WGRAD_SQUARE) if square else (TILE_ROWS, PANEL_COLUMNS)
+    return gradients * ceil_div(rows, height) * ceil_div(columns, width)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -353,9 +395,9 @@ def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) 
     """Into how many splits a weight gradient on Hopper divides each expert's rows: 1 but for few tiles of many rows.
 
     A tile takes one CTA. So fewer tiles than multiprocessors leave some idle, and so do a few more. Splits fill them.
-    But each split ends with a tile of float32 sums, 128 KiB, to be written and read again, and adding them is one more
-    launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds the memory of the sums: 66 MiB on an
-    H200. Figures: docs/decisions/008.
+    But each split ends with a tile of float32 sums, 128 KiB or 144, to be written and read again, and adding them is
+    one more launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds the memory of the sums: 66 MiB
+    on an H200, 75 with square tiles. Figures: docs/decisions/008.
     """
     steps = ceil_div(num_slots // num_experts, STEP_ROWS)
     full_waves = (waves * limits.multiprocessors // tiles for waves in range(1, MAX_WAVES + 1))

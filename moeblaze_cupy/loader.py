@@ -30,7 +30,7 @@ SHAPE_INDEPENDENT = (
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 IMPLIED_MACROS = (
     *("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS", "EXPERT_SCALES"),
-    *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS"),
+    *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS", "TILE_BYTES"),
 )  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
@@ -106,6 +106,7 @@ def gemm_variant(
     weights_on_input: bool = False,
     fp8: bool = False,
     fp8_saved: bool = False,
+    square: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
@@ -117,6 +118,7 @@ def gemm_variant(
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
     fp8: the operands of a grouped GEMM on Hopper are e4m3, the weight contiguous along what is summed over.
     fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
+    square: tiles of a weight gradient on Hopper are square, unless it accumulates.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -133,7 +135,10 @@ def gemm_variant(
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
         if tier == "sm90":
             accumulate = None if split_k else accumulate
-            macros |= {"SPLIT_K": int(split_k)}
+            macros |= {
+                "SPLIT_K": int(split_k),
+                **(launch_config.square_constants() if square and accumulate is None else {}),
+            }
         out = "float32" if macros.get("SPLIT_K") else accumulate or dtype
         macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[out]}
         return _variant(f"grouped_wgrad_{tier}.cu", entry, macros)
@@ -249,8 +254,9 @@ def variants(
             weights_on_input,
             e4m3,
             in_fp8,
+            square,
         ) in itertools.product(
-            weights_dtypes, totals, either, either, either, either, on_input, plain_and_e4m3, plain_and_saved
+            weights_dtypes, totals, either, either, either, either, on_input, plain_and_e4m3, plain_and_saved, either
         ):
             if stored_y_swi and (weights_on_input or e4m3 or in_fp8):  # then down_bwd reads no y_swi
                 continue
@@ -273,6 +279,7 @@ def variants(
                 weights_on_input=weights_on_input,
                 fp8=e4m3,
                 fp8_saved=in_fp8,
+                square=square,
             )
             found[variant] = None
         if bias_dtype is not None:

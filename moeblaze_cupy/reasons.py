@@ -136,6 +136,13 @@ def panels(widths: tuple[int, ...], d: int, num_slots: int, tier: str, in_place:
     return f"{text}; it lies in the rows of the left operand, which nothing reads again" if in_place else text
 
 
+def wgrad_tile(square: bool) -> str:
+    """Of a weight gradient on Hopper."""
+    if square:
+        return "tiles of 192 x 192: fewer elements lie past the gradient's edges than with 128 x 256"
+    return "tiles of 128 x 256: no more elements lie past the gradient's edges than with 192 x 192"
+
+
 def split_k(splits: int, tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> str:
     """Of a weight gradient on Hopper."""
     rows = _count(num_slots // num_experts, "row")

@@ -390,9 +390,12 @@ def record(*rows):
     }
 
 
+RULES = ("uses_clusters", "dynamic_schedule", "split_k", "square_wgrad")
+
+
 def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tmp_path, capsys):
     """And nothing else has changed afterwards."""
-    before = {name: getattr(launch_config, name) for name in ("uses_clusters", "dynamic_schedule", "split_k")}
+    before = {name: getattr(launch_config, name) for name in RULES}
     by_load, seen = torch.tensor([2, 0, 1], dtype=torch.int32), {}
 
     class Kernels:
@@ -402,7 +405,7 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
 
         @staticmethod
         def configured():
-            rules = (launch_config.uses_clusters, launch_config.dynamic_schedule, launch_config.split_k)
+            rules = [getattr(launch_config, name) for name in RULES]
             answers = [rule() if rule not in before.values() else None for rule in rules]
             return {
                 name: lambda name=name: seen.setdefault(name, set()).add((*answers, *by_load.tolist()))
@@ -414,17 +417,19 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     monkeypatch.setitem(cases.LAYERS, "tiny", cases.TINY)
     variants.main("--case", "tiny", "--out", str(tmp_path / "record"))
     loaded, by_id = (2, 0, 1), (0, 1, 2)
-    schedules = {(None, dynamic, None, *loaded) for dynamic in (False, True)}
-    clusters = {(answer, None, None, *loaded) for answer in (False, True)}
-    splits = {(None, None, n, *loaded) for n in variants.SPLITS}
-    orders = {(None, None, None, *order) for order in (loaded, by_id)}
-    for entry, wanted in {"up_fwd": clusters | schedules, "down_fwd": clusters, "up_wgrad": splits | orders}.items():
+    clusters = {(answer, None, None, None, *loaded) for answer in (False, True)}
+    schedules = {(None, dynamic, None, None, *loaded) for dynamic in (False, True)}
+    splits = {(None, None, n, None, *loaded) for n in variants.SPLITS}
+    tiles = {(None, None, None, square, *loaded) for square in (False, True)}
+    orders = {(None, None, None, None, *order) for order in (loaded, by_id)}
+    asked = {"up_fwd": clusters | schedules, "down_fwd": clusters, "up_wgrad": splits | tiles | orders}
+    for entry, wanted in asked.items():
         assert seen[entry] == wanted
     assert by_load.tolist() == [2, 0, 1]
     assert all(getattr(launch_config, name) is rule for name, rule in before.items())
     rows = json.loads((tmp_path / "record").read_text())["rows"]
     lines = capsys.readouterr().out.splitlines()
-    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2) + 2 * len(variants.SPLITS)
+    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2 + 2) + 2 * len(variants.SPLITS)
     assert {"case": "tiny", "kernel": "up_bwd", "variant": "clusters"}.items() <= rows[7].items()
 
 

@@ -95,9 +95,11 @@ def test_schedules_clusters_and_orders_do_not_change_a_bit(choose, case):
     assert [differences(found[0], other) for other in found[1:]] == [[]] * (len(ways) - 1)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_weight_gradients_by_split_k_and_accumulated(choose, seed):
-    """The gradient of w1 by split-K; that of w2 added to numbers that are there."""
+@pytest.mark.parametrize(("seed", "square"), [(0, False), (1, True)])
+def test_weight_gradients_by_split_k_and_accumulated(choose, monkeypatch, seed, square):
+    """The gradient of w1 by split-K, in either kind of tiles; that of w2 added to numbers that are there."""
+    monkeypatch.setattr(launch_config, "square_wgrad", lambda *_: square)
+    runtime.forget()
     inputs = make_inputs(GATED, 0, DTYPES["bfloat16"])
     with on_hopper(seed=seed) as device:
         layer = Layer(device, inputs)
@@ -112,6 +114,8 @@ def test_weight_gradients_by_split_k_and_accumulated(choose, seed):
         layer.backward(saved, needs=("w2",), accumulate={"w2": total})
         device.synchronize()
         assert "wgrad_parts_bfloat16" in device.launched
+        tiles = {dict(variant.macros).get("BM") for _, variant in loader._kernels if variant.source == WGRAD}
+        assert tiles == ({"192", None} if square else {None})
         layer.assert_matches_reference(by_split_k)
     added = np.asarray(total) - start
     exact = in_float64(want["w2"])

@@ -189,6 +189,7 @@ def decisions(passes):
                 decided[f"{'dynamic' if 'tile counter' in names else 'static'} tile scheduling"] = True
             if launch.variant.source == "grouped_wgrad_sm90.cu":
                 decided["split-K, " if "split-K sums" in names else "no split-K"] = True
+                decided["tiles of 192 x 192" if macros.get("BM") == "192" else "tiles of 128 x 256"] = True
             if entry in ("down_fwd", "up_bwd"):
                 number_of_panels = sum(other.variant.entry == entry for other in launches)
                 sums = any(other.variant.entry.startswith("aggregate") for other in launches)
@@ -297,14 +298,14 @@ def test_tiles_cover_what_a_launch_computes():
     s = memory.LayerShape(L=1000, d=520, h=264, E=7, k=3)
     row_tiles = 1000 * 3 // 128 + 7
     for limits, columns, gated, down_wgrad, up_wgrad in (
-        (H200, 256, 128, 7 * 3 * 3, 2 * 7 * 5 * 2),
-        (limits_of("sm80"), 128, 64, 7 * 3 * 5, 2 * 7 * 5 * 3),
+        (H200, 256, 128, (192, 192, 7 * 2 * 3), (192, 192, 2 * 7 * 3 * 2)),
+        (limits_of("sm80"), 128, 64, (128, 128, 7 * 3 * 5), (128, 128, 2 * 7 * 5 * 3)),
     ):
         passes = rehearsed(s, limits=limits)
         assert launch_of(passes, "up_fwd")[0].tiles == (128, gated, row_tiles * -(-264 // gated), True)
         assert launch_of(passes, "down_bwd")[0].tiles == (128, columns, row_tiles * -(-264 // columns), True)
-        assert launch_of(passes, "down_wgrad")[0].tiles == (128, columns, down_wgrad, False)
-        assert launch_of(passes, "up_wgrad")[0].tiles == (128, columns, up_wgrad, False)
+        assert launch_of(passes, "down_wgrad")[0].tiles == (*down_wgrad, False)
+        assert launch_of(passes, "up_wgrad")[0].tiles == (*up_wgrad, False)
 
 
 def test_the_first_launch_prints_the_lines_of_explain(monkeypatch, capsys):

@@ -180,8 +180,35 @@ def test_splits_of_weight_gradients_are_bounded(tiles, slots, experts):
 
 
 def test_tiles_of_weight_gradients():
-    tiles = {(1, 1): 3, (128, 256): 3, (129, 256): 6, (128, 257): 6}
-    assert {sizes: launch_config.wgrad_tiles(*sizes, 3) for sizes in tiles} == tiles
+    tiles = {(1, 1): 3, (128, 256): 3, (129, 256): 6, (128, 257): 6, (192, 192): 3, (2880, 2880): 3 * 15 * 15}
+    assert {s: launch_config.wgrad_tiles(*s, 3, launch_config.square_wgrad(*s)) for s in tiles} == tiles
+
+
+@given(rows=st.integers(1, 2000).map(lambda n: 8 * n), columns=st.integers(1, 2000).map(lambda n: 8 * n))
+def test_tiles_of_weight_gradients_are_those_with_fewer_elements_past_the_edges(rows, columns):
+    square = launch_config.square_wgrad(rows, columns)
+    config = launch_config.wgrad("bfloat16", True, square, H200)
+    tile = config.tile_rows, config.tile_columns
+    assert tile == ((192, 192) if square else (128, 256))
+
+    def computed(m, n):
+        return -(-rows // m) * m * -(-columns // n) * n
+
+    assert square == (computed(192, 192) < computed(128, 256))
+    assert launch_config.wgrad_tiles(rows, columns, 2, square) == 2 * computed(*tile) // math.prod(tile)
+    assert config.threads == (512 if square else 384)
+    assert config.shared_bytes <= H200.shared_bytes_per_block
+    constants = launch_config.kernel_constants("grouped_wgrad_sm90.cu")
+    constants |= launch_config.square_constants() if square else {}
+    assert tile == (constants["BM"], constants["BN"]) and config.threads == constants["THREADS"]
+    spare = constants["STAGES"] * constants["STAGE_BYTES"] + constants["TILE_BYTES"]
+    assert config.shared_bytes == spare + constants["SPARE_BYTES"]
+
+
+@pytest.mark.parametrize("limits", [A100, H200], ids=["sm_80", "sm_90"])
+def test_weight_gradients_of_the_portable_tier_have_its_tiles(limits):
+    dtype = "float32" if limits is H200 else "bfloat16"
+    assert launch_config.wgrad(dtype, True, True, limits) == launch_config.gemm(dtype, True, False, limits)
 
 
 @given(tokens=st.integers(0, 10**6), k=st.integers(1, 64), experts=st.integers(1, 4096))

@@ -382,8 +382,13 @@ def configure_wgrad(
         M, N = N, M
     sizes = (M, N, p.ld, q.ld, p_half, q_half, gradient.ld, gradient.expert_stride)
     aligned = is_aligned((p.misalignment, q.misalignment, gradient.misalignment), sizes) and index.num_rows > 0
-    config = launch_config.gemm(p.dtype, aligned, False, limits)
     E, dtype = index.num_experts, gradient.dtype
+    square = launch_config.square_wgrad(M, N)
+    tiles = launch_config.wgrad_tiles(M, N, E * halves, square)
+    splits = launch_config.split_k(tiles, index.num_rows, E, limits)
+    if square and accumulate and splits == 1:
+        square, tiles = False, launch_config.wgrad_tiles(M, N, E * halves, False)
+    config = launch_config.wgrad(p.dtype, aligned, square, limits)
     added_to = dtype if accumulate else None
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
@@ -396,8 +401,8 @@ def configure_wgrad(
         why: tuple[str, ...],
         **options: Any,
     ) -> Launch:
-        variant = _variant(entry, p.dtype, gradient, config, aligned, activation, **options)
-        shape = Tiles(launch_config.TILE_ROWS, config.tile_columns, number)
+        variant = _variant(entry, p.dtype, gradient, config, aligned, activation, square=square, **options)
+        shape = Tiles(config.tile_rows, config.tile_columns, number)
         return Launch(variant, grid, config.threads, WGRAD_ADDRESSES, scalars, config.shared_bytes, maps, why, shape)
 
     if config.tier == "sm80":
@@ -405,14 +410,12 @@ def configure_wgrad(
         number = tiles * E * halves
         product = launch((tiles, E, halves), {**operands, **result}, {}, why, accumulate=added_to)
         return Wgrad(product, swapped, True, None, None)
-    tiles = launch_config.wgrad_tiles(M, N, E * halves)
-    splits = launch_config.split_k(tiles, index.num_rows, E, limits)
     grid = (min(tiles * splits, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped
     maps = {"routed": _rows_map(q if routed_is_q else p, index.num_rows, launch_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "splits": splits}
     number = tiles * splits
-    why += (reasons.split_k(splits, tiles, index.num_rows, E, limits),)
+    why += (reasons.wgrad_tile(square), reasons.split_k(splits, tiles, index.num_rows, E, limits))
     if splits == 1:
         product = launch(grid, {**operands, **result, **schedule}, maps, why, accumulate=added_to)
         return Wgrad(product, swapped, routed_is_q, None, None)

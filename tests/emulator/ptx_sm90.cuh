@@ -139,13 +139,15 @@ __device__ __forceinline__ void wgmma_commit() { cuemu::commit_products(); }
 template <int N>
 __device__ __forceinline__ void wgmma_wait() { cuemu::wait_for_products(N); }
 
-template <int A_TRANSPOSED, int B_TRANSPOSED>
-__device__ __forceinline__ void wgmma_bf16(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
-    cuemu::issue_product(d, 32, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_bf16);
+template <int A_TRANSPOSED, int B_TRANSPOSED, int FRAGMENTS>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[FRAGMENTS][4], uint64 a, uint64 b, int accumulate) {
+    static_assert(FRAGMENTS == 24 || FRAGMENTS == 32, "those that ptx_sm90.cuh has");
+    cuemu::issue_product(d, FRAGMENTS, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_bf16);
 }
-template <int A_TRANSPOSED, int B_TRANSPOSED>
-__device__ __forceinline__ void wgmma_fp16(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {
-    cuemu::issue_product(d, 32, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_fp16);
+template <int A_TRANSPOSED, int B_TRANSPOSED, int FRAGMENTS>
+__device__ __forceinline__ void wgmma_fp16(float (&d)[FRAGMENTS][4], uint64 a, uint64 b, int accumulate) {
+    static_assert(FRAGMENTS == 24 || FRAGMENTS == 32, "those that ptx_sm90.cuh has");
+    cuemu::issue_product(d, FRAGMENTS, a, b, accumulate, A_TRANSPOSED, B_TRANSPOSED, cvt_f32_from_fp16);
 }
 template <int A_TRANSPOSED, int B_TRANSPOSED>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[32][4], uint64 a, uint64 b, int accumulate) {

@@ -81,8 +81,8 @@ static void multiply_e4m3(Product& p) {
 static void multiply(Product& p) {
     if (!p.to_float) return multiply_e4m3(p);
     static float b[16][256];
-    for (unsigned i = 0; i < 16 * 256; ++i) {
-        const unsigned k = p.b_transposed ? i / 256 : i % 16, n = p.b_transposed ? i % 256 : i / 16;
+    for (unsigned i = 0; i < 16 * p.columns; ++i) {
+        const unsigned k = p.b_transposed ? i / p.columns : i % 16, n = p.b_transposed ? i % p.columns : i / 16;
         b[k][n] = p.to_float(p.b_held[i]);
     }
     for (unsigned m = 0; m < 64; ++m) {
@@ -90,7 +90,7 @@ static void multiply(Product& p) {
         std::fill(row, row + 256, 0.f);
         for (unsigned k = 0; k < 16; ++k) {
             const float a = p.to_float(p.a_held[p.a_transposed ? k * 64 + m : m * 16 + k]);
-            for (unsigned n = 0; n < 256; ++n) row[n] += a * b[k][n];
+            for (unsigned n = 0; n < p.columns; ++n) row[n] += a * b[k][n];
         }
     }
     p.done = true;
