@@ -19,7 +19,7 @@ from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_o
 from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
 from moeblaze_cupy.ops.split_tiles import Arrival
-from moeblaze_cupy.ops.weight_gradients import configure_wgrad, gradient_memory, up_columns
+from moeblaze_cupy.ops.weight_gradients import gradient_memory, up_columns
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import (
     PLAIN_SLOTS,
@@ -206,9 +206,11 @@ def configure_backward(
             launches["weights_bwd"] = aggregation.weights_bwd(index, weights.dtype, down_bwd.partial_sums[0])
             if slots.identity_experts:
                 launches["identity_weights"] = aggregation.identity_weights(index, x, grad_out, weights.dtype)
-    wgrad = functools.partial(configure_wgrad, index, activation, limits)
+    wgrad = functools.partial(grouped_gemm.configure_wgrad, index, activation, limits)
     if "w2" in needs and not defers_weights:
-        launches["down_wgrad"] = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
+        launches["down_wgrad"] = wgrad(
+            "down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, "w2" in buffers
+        )
     if "x" in needs and L and R:
         depth, source = 2 * h if interleaved else h, identity_rows(grad_out, weights, slots)
         rows = in_e4m3.routed_operand if in_e4m3 else first_rows
@@ -217,7 +219,7 @@ def configure_backward(
         )
     if "w1" in needs and not defers_weights:
         columns, operand, halves = up_columns(first_rows, h, gated, interleaved)
-        launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, buffers)
+        launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, "w1" in buffers)
     if "b1" in needs and up_bias:
         up_bias_gradient = Bias.of(buffers.get("b1") or up_bias.gradient_layouts(), bias_half)
         launches["up_bias_bwd"] = biases.configure(

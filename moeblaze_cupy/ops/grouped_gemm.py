@@ -358,16 +358,16 @@ class Wgrad:
 
 
 def configure_wgrad(
-    entry: str,
     index: IndexLayout,
+    activation: str | Activation,
+    limits: DeviceLimits,
+    entry: str,
     rows: tuple[Operand, int],
     columns: tuple[Operand, int],
     gradient: Weight,
     M: int,
     N: int,
     halves: int,
-    activation: str | Activation,
-    limits: DeviceLimits,
     accumulate: bool,
 ) -> Wgrad:
     """The gradient (E, M, N) of each half, sums over each expert's rows; zeros for experts without any.

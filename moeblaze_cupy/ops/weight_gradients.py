@@ -27,25 +27,6 @@ def up_columns(rows: Operand, h: int, gated: bool, interleaved: bool) -> tuple[i
     return h, (rows, h if gated else 0), 1 + gated
 
 
-def configure_wgrad(
-    index: IndexLayout,
-    activation: str | Activation,
-    limits: DeviceLimits,
-    entry: str,
-    rows: tuple[Operand, int],
-    columns: tuple[Operand, int],
-    gradient: Weight,
-    M: int,
-    N: int,
-    halves: int,
-    buffers: dict[str, tuple[Layout, ...]],
-) -> Wgrad:
-    accumulate = {"down_wgrad": "w2", "up_wgrad": "w1"}[entry] in buffers
-    return grouped_gemm.configure_wgrad(
-        entry, index, rows, columns, gradient, M, N, halves, activation, limits, accumulate
-    )
-
-
 def gradient_memory(run: Runtime, of: Weight | Bias, total: Sequence[int] | None) -> tuple[Any, Sequence[int]]:
     """New memory for a gradient, as of `Weight.empty_gradient`; or none, and the addresses of what it is added to."""
     return of.empty_gradient(run) if total is None else (None, total)
@@ -91,15 +72,15 @@ def configure_weights(
     x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
     first_rows = Operand(dtype, h * (1 + gated), first_layer_grad.misalignment)
     y_rows = Operand(dtype, h, weighted_y_swi.misalignment)
-    wgrad = functools.partial(configure_wgrad, index, activation, limits)
+    wgrad = functools.partial(grouped_gemm.configure_wgrad, index, activation, limits)
     down_wgrad = up_wgrad = slots_by_row = None
     if "w2" in needs:
-        down_wgrad = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, buffers)
+        down_wgrad = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, "w2" in buffers)
         if slots.unreduced and index.num_rows and index.num_tokens:
             slots_by_row = aggregation.slots_by_row(index)
     if "w1" in needs:
         columns, operand, halves = up_columns(first_rows, h, gated, interleaved)
-        up_wgrad = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, buffers)
+        up_wgrad = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, "w1" in buffers)
     return Weights(index, up, down, up_gradient, down_gradient, down_wgrad, up_wgrad, slots_by_row)
 
 
