@@ -71,7 +71,7 @@ class Kernels:
     """
 
     def __init__(self, case, inputs: dict, contiguous: bool = False, accumulate: bool = False):
-        from moeblaze_cupy import launch_config, loader
+        from moeblaze_cupy import gemm_config, loader
         from moeblaze_cupy.arrays import Torch
         from moeblaze_cupy.ops import dispatch
         from moeblaze_cupy.runtime import Runtime
@@ -89,7 +89,7 @@ class Kernels:
             return torch.randn(*shape, device=made["x"].device, dtype=made["x"].dtype)
 
         self.limits, self.run = loader.device_limits(device), Runtime.current(Torch, device)
-        self.panels = launch_config.panels(d, R, self.limits.tier)
+        self.panels = gemm_config.panels(d, R, self.limits.tier)
         self.first, self.y_swi, self.panel = new(R, n), new(R, h), new(R, self.panels[0][1])
         self.first_grad, self.weighted_y_swi = new(R, n), new(R, h)
         self.grad_w1, self.grad_w2 = (

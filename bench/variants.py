@@ -1,4 +1,4 @@
-"""What the rules of launch_config choose between, timed in turn in one process, as the clock's swing asks for:
+"""What the rules of gemm_config choose between, timed in turn in one process, as the clock's swing asks for:
 
 python -m bench.variants --rule clusters --rule split_k --case dsv3,one_expert --order row --out FILE.json
 """
@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from bench import cases, inputs, kernels, measure, table
-from moeblaze_cupy import launch_config, runtime
+from moeblaze_cupy import gemm_config, launch_config, runtime
 
 WINDOW_SECONDS, ROUNDS = 0.15, 8  # of a variant's calls back to back; the median is of all rounds but the first
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
@@ -36,7 +36,7 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
         case, halves = kernel.case, kernel.case.first_columns // kernel.case.h if entry == "up_wgrad" else 1
         orders = (case.d, case.h), (case.h, case.d)
         tiles = max(
-            launch_config.wgrad_tiles(*sizes, case.E * halves, launch_config.square_wgrad(*sizes)) for sizes in orders
+            gemm_config.wgrad_tiles(*sizes, case.E * halves, gemm_config.square_wgrad(*sizes)) for sizes in orders
         )
         most = launch_config.MAX_WAVES * launch_config.H200.multiprocessors // tiles
         function, answers = "split_k", {f"split-K {n}": n for n in SPLITS if n == 1 or n <= most}
@@ -44,9 +44,9 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
 
 
 def _answered(function: str, answer: int, kernel: kernels.Kernels, entry: str) -> Callable:
-    """The kernel's call where a rule of launch_config gives this answer."""
+    """The kernel's call where a rule of gemm_config gives this answer."""
     runtime.forget()
-    with mock.patch.object(launch_config, function, lambda *_: answer):
+    with mock.patch.object(gemm_config, function, lambda *_: answer):
         call = kernel.configured()[entry]
     runtime.forget()
     return call

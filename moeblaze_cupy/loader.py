@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from moeblaze_cupy import launch_config, params, router_config
+from moeblaze_cupy import gemm_config, launch_config, params, router_config
 from moeblaze_cupy.structures import FORMS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
@@ -137,7 +137,7 @@ def gemm_variant(
             accumulate = None if split_k else accumulate
             macros |= {
                 "SPLIT_K": int(split_k),
-                **(launch_config.square_constants() if square and accumulate is None else {}),
+                **(gemm_config.square_constants() if square and accumulate is None else {}),
             }
         out = "float32" if macros.get("SPLIT_K") else accumulate or dtype
         macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[out]}
@@ -153,7 +153,7 @@ def gemm_variant(
         "GATHER": int(gathers(entry)),
         "B_K_CONTIGUOUS": int(transposed == forward),
         "K_SEGMENTS": k_segments(entry, gated, interleaved),
-        "TILE_COLUMNS": launch_config.tile_columns(tier, is_split(entry, gated)),
+        "TILE_COLUMNS": gemm_config.tile_columns(tier, is_split(entry, gated)),
         "WEIGHTS_ON_INPUT": int(weights_on_input and epilogue != "STORE"),
     }
     if tier == "sm90":
@@ -174,7 +174,7 @@ def gemm_variant(
     if fp8:
         scales = 2 if gated and entry.startswith("up") else 1
         macros |= {"WGMMA": "wgmma_e4m3", "OPERAND": "e4m3", "B_K_CONTIGUOUS": 1, "EXPERT_SCALES": scales}
-        macros |= launch_config.fp8_constants(gathers(entry), to_tokens)
+        macros |= gemm_config.fp8_constants(gathers(entry), to_tokens)
     return _variant(f"grouped_gemm_{tier}.cu", entry, macros)
 
 
@@ -238,7 +238,7 @@ def variants(
         dtypes, orders, activations, aligned, entries, gate_ups, biases
     ):
         bias_dtype = dtype if bias == "weights" else bias
-        config = launch_config.gemm(dtype, is_aligned, False, limits)
+        config = gemm_config.gemm(dtype, is_aligned, False, limits)
         weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
         totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
         either, on_input = (False, True), [place == "input" for place in weights_on]

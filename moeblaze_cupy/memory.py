@@ -15,7 +15,7 @@ is allocated, and the 4-byte tile counter of up_fwd and down_bwd.
 from dataclasses import dataclass
 from functools import cached_property
 
-from moeblaze_cupy import launch_config
+from moeblaze_cupy import gemm_config, launch_config
 from moeblaze_cupy.arrays import ITEMSIZE
 from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions, is_gated
 
@@ -166,12 +166,12 @@ def _panels(s: LayerShape, overwrites: bool, per_slot: bool = False) -> tuple[Te
     tier = "sm90" if s.on_hopper else "sm80"
     spare_columns = s.h if overwrites else 0
     k = 1 if per_slot else None if s.ragged else s.k
-    has_none = launch_config.rows_go_to_tokens(k, tier) and not s.options.identity_experts
+    has_none = gemm_config.rows_go_to_tokens(k, tier) and not s.options.identity_experts
     if has_none and per_slot:
         return (_slots_by_row(s),)
-    if has_none or launch_config.panel_takes_left_operands_rows(s.d, spare_columns, tier):
+    if has_none or gemm_config.panel_takes_left_operands_rows(s.d, spare_columns, tier):
         return ()
-    width = launch_config.panels(s.d, s.R, tier)[0][1]
+    width = gemm_config.panels(s.d, s.R, tier)[0][1]
     return (Term("one panel of the routed rows", f"{s.rows}*{width}*b", s.R * width * s.b),)
 
 
@@ -180,8 +180,8 @@ def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int
     if not s.on_hopper or s.slots == 0:
         return ()
     M, N = (columns, rows) if s.transposed else (rows, columns)
-    tiles = launch_config.wgrad_tiles(M, N, s.E * halves, launch_config.square_wgrad(M, N))
-    splits = launch_config.split_k(tiles, s.R, s.E, launch_config.H200)
+    tiles = gemm_config.wgrad_tiles(M, N, s.E * halves, gemm_config.square_wgrad(M, N))
+    splits = gemm_config.split_k(tiles, s.R, s.E, launch_config.H200)
     formula = f"4*{splits}*{'g*' if halves * rows * columns == 2 * s.d * s.h else ''}E*d*h"
     sums = Term(f"split-K sums of {name}", formula, 4 * splits * s.E * halves * M * N)
     return () if splits == 1 else (sums,)
@@ -227,10 +227,10 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         panels = _panels(s, not in_fp8, s.options.unreduced)
         return Plan(saved=(), forward=((*index, *new_y_swi, *panels),), backward=())
     columns = 256 if s.on_hopper else 128
-    parts, formula = launch_config.column_tiles(s.h, columns), f"4*{s.rows}*ceil(h/{columns})"
+    parts, formula = gemm_config.column_tiles(s.h, columns), f"4*{s.rows}*ceil(h/{columns})"
     if s.bias and not s.options.on_input:
         width = launch_config.BIAS_COLUMNS
-        parts += launch_config.column_tiles(s.d, width)
+        parts += gemm_config.column_tiles(s.d, width)
         formula = f"4*{s.rows}*(ceil(h/{columns}) + ceil(d/{width}))"
     partial_sums = (Term("partial sums of dweights", formula, 4 * s.R * parts),) if s.has_weights else ()
     recomputed = () if kept_first_layer else (_first_layer(s, "first layer, computed again"),)

@@ -1,10 +1,12 @@
 """Why a launch is as it is, in plain sentences for `explain` and MOEBLAZE_LOG.
 
-The rules are those of `launch_config`, which decides. A function here is given the decision and the numbers that it
-follows from. tests/test_explain.py compares the sentences with the decisions on both sides of every bound.
+The rules are those of `gemm_config` and `dispatch_config`, which decide. A function here is given the decision and the
+numbers that it follows from. tests/test_explain.py compares the sentences with the decisions on both sides of every
+bound.
 """
 
 from moeblaze_cupy.dispatch_config import DispatchConfig
+from moeblaze_cupy.gemm_config import GemmConfig
 from moeblaze_cupy.launch_config import (
     GEMM_BLOCKS,
     HOPPER_STAGE_BYTES,
@@ -14,7 +16,6 @@ from moeblaze_cupy.launch_config import (
     STAGE_BYTES,
     TILE_ROWS,
     DeviceLimits,
-    GemmConfig,
     ceil_div,
 )
 

@@ -32,7 +32,7 @@ from bench import (  # noqa: E402
     verify,
 )
 from bench.layer import Layer  # noqa: E402
-from moeblaze_cupy import arrays, launch_config, reference  # noqa: E402
+from moeblaze_cupy import arrays, gemm_config, reference  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -395,7 +395,7 @@ RULES = ("uses_clusters", "dynamic_schedule", "split_k", "square_wgrad")
 
 def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tmp_path, capsys):
     """And nothing else has changed afterwards."""
-    before = {name: getattr(launch_config, name) for name in RULES}
+    before = {name: getattr(gemm_config, name) for name in RULES}
     by_load, seen = torch.tensor([2, 0, 1], dtype=torch.int32), {}
 
     class Kernels:
@@ -405,7 +405,7 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
 
         @staticmethod
         def configured():
-            rules = [getattr(launch_config, name) for name in RULES]
+            rules = [getattr(gemm_config, name) for name in RULES]
             answers = [rule() if rule not in before.values() else None for rule in rules]
             return {
                 name: lambda name=name: seen.setdefault(name, set()).add((*answers, *by_load.tolist()))
@@ -426,7 +426,7 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     for entry, wanted in asked.items():
         assert seen[entry] == wanted
     assert by_load.tolist() == [2, 0, 1]
-    assert all(getattr(launch_config, name) is rule for name, rule in before.items())
+    assert all(getattr(gemm_config, name) is rule for name, rule in before.items())
     rows = json.loads((tmp_path / "record").read_text())["rows"]
     lines = capsys.readouterr().out.splitlines()
     assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2 + 2) + 2 * len(variants.SPLITS)

@@ -16,7 +16,7 @@ import pytest
 from environment import plain_environment
 
 import moeblaze_cupy
-from moeblaze_cupy import launch_config, loader, memory
+from moeblaze_cupy import gemm_config, launch_config, loader, memory
 from moeblaze_cupy.__main__ import MAX_WIDTH, build_parser, main
 from moeblaze_cupy.cli import compile as compile_command
 from moeblaze_cupy.cli import plan as plan_command
@@ -261,7 +261,7 @@ def test_plan_of_the_widest_layer_lists_few_panels(capsys):
     """`plan` makes the list of panels: at the largest --d-model it must still be short."""
     assert run(f"plan --tokens 8 --d-model {MAX_WIDTH} --d-hidden {MAX_WIDTH} --experts 8 --k 2 --tier sm80") == 0
     assert "portable kernels" in capsys.readouterr().out
-    assert len(launch_config.panels(MAX_WIDTH, 16, "sm80")) == 2**16
+    assert len(gemm_config.panels(MAX_WIDTH, 16, "sm80")) == 2**16
 
 
 def info_lines(output):

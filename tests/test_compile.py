@@ -16,7 +16,7 @@ import pytest
 import moeblaze_cupy as mb
 from bench import nvrtc
 from bench.machine_code import code_sections
-from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy import gemm_config, launch_config, loader
 from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.ops import router
 from moeblaze_cupy.router_options import RouterOptions
@@ -172,7 +172,7 @@ def entry_names(variant) -> set[str]:
 def static_shared_cap(variant, limits) -> int:
     """What launch_config leaves for static arrays beside the dynamic shared memory."""
     if variant.source.endswith("_sm90.cu"):
-        return limits.shared_bytes_per_block - launch_config.gemm("bfloat16", True, False, limits).shared_bytes
+        return limits.shared_bytes_per_block - gemm_config.gemm("bfloat16", True, False, limits).shared_bytes
     arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 32 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
     arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
     arrays["split_tiles.cu"] = 4 * (launch_config.SPLIT_THREADS + launch_config.SPLIT_THREADS // 32)

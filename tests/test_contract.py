@@ -20,7 +20,7 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 # Imports go down only: from a line to lines above it. A name stands for the module and all within it.
 LEVELS = [
     ["launch_config", "params", "structures"],
-    ["arrays", "dispatch_config", "router_config", "selection_config", "tensor_map"],
+    ["arrays", "dispatch_config", "gemm_config", "router_config", "selection_config", "tensor_map"],
     ["loader"],
     ["interop.dlpack", "checks", "memory", "reasons", "runtime"],
     ["reference.numerics", "expert_parallel_plan", "fp8_checks", "overlaps", "router_options"],

@@ -28,7 +28,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, dispatch_config, launch_config, loader, params, reference, runtime, tensor_map
+from moeblaze_cupy import (
+    arrays,
+    dispatch_config,
+    gemm_config,
+    launch_config,
+    loader,
+    params,
+    reference,
+    runtime,
+    tensor_map,
+)
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, pair
 
@@ -469,7 +479,7 @@ def test_parts_of_weight_gradients_are_added_up(device, dtype, accumulate):
 
 
 def test_two_stage_pipeline():
-    assert (launch_config.gemm_stages(TWO_STAGES), launch_config.gemm_stages(THREE_STAGES)) == (2, 3)
+    assert (gemm_config.gemm_stages(TWO_STAGES), gemm_config.gemm_stages(THREE_STAGES)) == (2, 3)
     with emulated(TWO_STAGES) as device:
         layer = Layer(device, make_inputs(TILES[0], 0, DTYPES["bfloat16"]))
         results = layer.run()

@@ -17,7 +17,7 @@ from test_device_code import DTYPES, MARGIN, emulated
 from test_device_code_sm90 import ONE_CLUSTER
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import launch_config, loader, runtime
+from moeblaze_cupy import gemm_config, loader, runtime
 
 TIERS = ("sm80", "sm90")
 
@@ -83,7 +83,7 @@ def test_one_slot_per_token_and_panels(tier):
     with on(tier) as device, pytest.MonkeyPatch.context() as patch:
         assert_right(device, make_problem("swiglu_oai", DTYPES["float16"], sizes=(40, 1, 3, 264, 72)))
         panels = ((0, 256), (256, 8))
-        patch.setattr(launch_config, "panels", lambda *_: panels)
+        patch.setattr(gemm_config, "panels", lambda *_: panels)
         runtime.forget()
         assert_right(device, make_problem("swiglu_oai", DTYPES["float16"], sizes=(40, 2, 3, 264, 72)))
 

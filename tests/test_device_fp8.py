@@ -18,7 +18,7 @@ from test_device_code_sm90 import ONE_CLUSTER, TWO_CLUSTERS
 
 import moeblaze_cupy as mb
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
-from moeblaze_cupy import launch_config, loader, reference, runtime
+from moeblaze_cupy import gemm_config, launch_config, loader, reference, runtime
 from moeblaze_cupy.arrays import CuPy, Torch
 from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.structures import activation_of, is_gated, pair
@@ -52,8 +52,8 @@ TO_TOKENS = Shape(L=150, k=1, E=3, d=272, h=144)
 @pytest.fixture(autouse=True)
 def choose(monkeypatch):
     def chosen(dynamic=False, clusters=False):
-        monkeypatch.setattr(launch_config, "dynamic_schedule", lambda *_: dynamic)
-        monkeypatch.setattr(launch_config, "uses_clusters", lambda *_: clusters)
+        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: dynamic)
+        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: clusters)
         runtime.forget()
 
     chosen()

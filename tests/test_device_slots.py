@@ -10,7 +10,7 @@ from slot_cases import IDENTITY, NAMES, TIERS, assert_right, in_float64, inputs_
 from test_device_code import DTYPES, emulated
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import launch_config, loader, reference
+from moeblaze_cupy import gemm_config, loader, reference
 from moeblaze_cupy.launch_config import DeviceLimits
 
 FEW = DeviceLimits(90, 2, 232448, 233472)  # multiprocessors
@@ -174,4 +174,4 @@ def test_one_slot_each_is_no_shortcut_for_pairs(monkeypatch):
         names = {
             variant.entry for _, variant in loader._kernels if dict(variant.macros).get("EPILOGUE") == "StoreTokenRows"
         }
-    assert not names and launch_config.rows_go_to_tokens(1, "sm90")
+    assert not names and gemm_config.rows_go_to_tokens(1, "sm90")

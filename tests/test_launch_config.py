@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_cupy import dispatch_config, launch_config, loader, router_config
+from moeblaze_cupy import dispatch_config, gemm_config, launch_config, loader, router_config
 from moeblaze_cupy.launch_config import H200, DeviceLimits
 
 A100 = DeviceLimits(80, 108, 166912, 167936)
@@ -47,7 +47,7 @@ def test_only_hopper_leaves_the_portable_tier(limits):
     ids=lambda value: f"sm_{value.compute_capability}" if isinstance(value, DeviceLimits) else str(value),
 )
 def test_pipeline_depth_leaves_room_for_the_second_block(limits, stages, blocks):
-    assert launch_config.gemm_stages(limits) == stages
+    assert gemm_config.gemm_stages(limits) == stages
     shared_bytes = stages * launch_config.STAGE_BYTES
     assert shared_bytes + STATIC_BYTES <= limits.shared_bytes_per_block
     assert resident_blocks(limits, shared_bytes) == blocks
@@ -56,7 +56,7 @@ def test_pipeline_depth_leaves_room_for_the_second_block(limits, stages, blocks)
 
 
 def test_pipeline_depth_is_two_where_three_stages_do_not_fit_a_block():
-    assert launch_config.gemm_stages(DeviceLimits(80, 1, 98 * 1024, 100 * 1024)) == 2
+    assert gemm_config.gemm_stages(DeviceLimits(80, 1, 98 * 1024, 100 * 1024)) == 2
 
 
 @pytest.mark.parametrize("dtype", loader.ELEMENTS)
@@ -64,7 +64,7 @@ def test_pipeline_depth_is_two_where_three_stages_do_not_fit_a_block():
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("limits", DEVICES, ids=lambda limits: f"sm_{limits.compute_capability}")
 def test_gemm_configuration(limits, split, aligned, dtype):
-    config = launch_config.gemm(dtype, aligned, split, limits)
+    config = gemm_config.gemm(dtype, aligned, split, limits)
     on_hopper = limits is H200 and aligned and dtype != "float32"
     assert config.tier == ("sm90" if on_hopper else "sm80")
     assert config.threads == (384 if on_hopper else 128)
@@ -81,7 +81,7 @@ def test_gemm_configuration(limits, split, aligned, dtype):
 
 def test_forcing_the_portable_tier_takes_its_configuration_on_hopper():
     limits = dataclasses.replace(H200, tier=launch_config.tier(90, "sm80"))
-    config = launch_config.gemm("bfloat16", True, False, limits)
+    config = gemm_config.gemm("bfloat16", True, False, limits)
     assert (config.tier, config.stages, config.shared_bytes) == ("sm80", 3, 3 * launch_config.STAGE_BYTES)
 
 
@@ -105,7 +105,7 @@ def test_some_routing_reaches_the_bound_on_row_tiles(slots, experts):
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @given(columns=st.integers(1, 20000), slots=st.one_of(st.integers(1, 5000), st.integers(1, launch_config.MAX_SLOTS)))
 def test_panels_tile_the_columns(tier, columns, slots):
-    panels = launch_config.panels(columns, slots, tier)
+    panels = gemm_config.panels(columns, slots, tier)
     assert [c for first, width in panels for c in range(first, first + width)] == list(range(columns))
     for first, width in panels:
         assert 1 <= width <= panels[0][1]
@@ -131,8 +131,8 @@ def test_panels_tile_the_columns(tier, columns, slots):
     ],
 )
 def test_hoppers_panels(columns, widths):
-    assert [width for _, width in launch_config.panels(columns, 2**20, "sm90")] == widths
-    assert launch_config.panels(columns, 2**24 // columns, "sm90") == ((0, columns),)
+    assert [width for _, width in gemm_config.panels(columns, 2**20, "sm90")] == widths
+    assert gemm_config.panels(columns, 2**24 // columns, "sm90") == ((0, columns),)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_hoppers_panels(columns, widths):
     ],
 )
 def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
-    assert launch_config.panel_takes_left_operands_rows(columns, spare, tier) == in_place
+    assert gemm_config.panel_takes_left_operands_rows(columns, spare, tier) == in_place
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
     ],
 )
 def test_weight_gradients_of_few_tiles_take_split_k(tiles, rows, splits):
-    assert launch_config.split_k(tiles, 3 * rows, 3, H200) == splits
+    assert gemm_config.split_k(tiles, 3 * rows, 3, H200) == splits
 
 
 @given(
@@ -175,19 +175,19 @@ def test_weight_gradients_of_few_tiles_take_split_k(tiles, rows, splits):
 )
 def test_splits_of_weight_gradients_are_bounded(tiles, slots, experts):
     """By four tiles per multiprocessor, and by the steps of 64 rows that a mean expert has."""
-    splits, rows = launch_config.split_k(tiles, slots, experts, H200), slots // experts
+    splits, rows = gemm_config.split_k(tiles, slots, experts, H200), slots // experts
     assert splits == 1 or (splits * tiles <= 528 and rows > 1024 and splits <= -(-rows // 64))
 
 
 def test_tiles_of_weight_gradients():
     tiles = {(1, 1): 3, (128, 256): 3, (129, 256): 6, (128, 257): 6, (192, 192): 3, (2880, 2880): 3 * 15 * 15}
-    assert {s: launch_config.wgrad_tiles(*s, 3, launch_config.square_wgrad(*s)) for s in tiles} == tiles
+    assert {s: gemm_config.wgrad_tiles(*s, 3, gemm_config.square_wgrad(*s)) for s in tiles} == tiles
 
 
 @given(rows=st.integers(1, 2000).map(lambda n: 8 * n), columns=st.integers(1, 2000).map(lambda n: 8 * n))
 def test_tiles_of_weight_gradients_are_those_with_fewer_elements_past_the_edges(rows, columns):
-    square = launch_config.square_wgrad(rows, columns)
-    config = launch_config.wgrad("bfloat16", True, square, H200)
+    square = gemm_config.square_wgrad(rows, columns)
+    config = gemm_config.wgrad("bfloat16", True, square, H200)
     tile = config.tile_rows, config.tile_columns
     assert tile == ((192, 192) if square else (128, 256))
 
@@ -195,11 +195,11 @@ def test_tiles_of_weight_gradients_are_those_with_fewer_elements_past_the_edges(
         return -(-rows // m) * m * -(-columns // n) * n
 
     assert square == (computed(192, 192) < computed(128, 256))
-    assert launch_config.wgrad_tiles(rows, columns, 2, square) == 2 * computed(*tile) // math.prod(tile)
+    assert gemm_config.wgrad_tiles(rows, columns, 2, square) == 2 * computed(*tile) // math.prod(tile)
     assert config.threads == (512 if square else 384)
     assert config.shared_bytes <= H200.shared_bytes_per_block
     constants = launch_config.kernel_constants("grouped_wgrad_sm90.cu")
-    constants |= launch_config.square_constants() if square else {}
+    constants |= gemm_config.square_constants() if square else {}
     assert tile == (constants["BM"], constants["BN"]) and config.threads == constants["THREADS"]
     spare = constants["STAGES"] * constants["STAGE_BYTES"] + constants["TILE_BYTES"]
     assert config.shared_bytes == spare + constants["SPARE_BYTES"]
@@ -208,7 +208,7 @@ def test_tiles_of_weight_gradients_are_those_with_fewer_elements_past_the_edges(
 @pytest.mark.parametrize("limits", [A100, H200], ids=["sm_80", "sm_90"])
 def test_weight_gradients_of_the_portable_tier_have_its_tiles(limits):
     dtype = "float32" if limits is H200 else "bfloat16"
-    assert launch_config.wgrad(dtype, True, True, limits) == launch_config.gemm(dtype, True, False, limits)
+    assert gemm_config.wgrad(dtype, True, True, limits) == gemm_config.gemm(dtype, True, False, limits)
 
 
 @given(tokens=st.integers(0, 10**6), k=st.integers(1, 64), experts=st.integers(1, 4096))
@@ -230,8 +230,8 @@ def test_ceil_div(a, b):
 
 
 def test_column_tiles():
-    assert [launch_config.column_tiles(n) for n in (1, 128, 129)] == [1, 1, 2]
-    assert [launch_config.column_tiles(n, 64) for n in (1, 64, 65)] == [1, 1, 2]
+    assert [gemm_config.column_tiles(n) for n in (1, 128, 129)] == [1, 1, 2]
+    assert [gemm_config.column_tiles(n, 64) for n in (1, 64, 65)] == [1, 1, 2]
 
 
 def check_dispatch(num_slots, num_experts, limits):
@@ -320,7 +320,7 @@ def test_every_kernel_source_has_constants(source):
 def test_gemms_are_compiled_for_the_tiles_of_the_launches(tier):
     limits = H200 if tier == "sm90" else A100
     for entry, split in (("up_fwd", True), ("down_fwd", False)):
-        config = launch_config.gemm("bfloat16", True, split, limits)
+        config = gemm_config.gemm("bfloat16", True, split, limits)
         options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True}
         variant = loader.gemm_variant(entry, **options, tier=config.tier, stages=config.stages)
         given = launch_config.kernel_constants(variant.source) | dict(variant.macros)

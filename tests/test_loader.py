@@ -17,7 +17,7 @@ import pytest
 from cases import ORDERS
 from fakes import Layer, launches, use
 
-from moeblaze_cupy import arrays, launch_config, loader, runtime
+from moeblaze_cupy import arrays, gemm_config, launch_config, loader, runtime
 from moeblaze_cupy.loader import Variant, gemm_variant
 from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, SlotOptions
 
@@ -201,9 +201,9 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     for weights_dtype, k, save, clusters in itertools.product(
         (np.float32, element), (1, 2, 9), ("minimal", "paper"), (False, True)
     ):
-        monkeypatch.setattr(launch_config, "uses_clusters", lambda *_, made=clusters: made)
-        monkeypatch.setattr(launch_config, "split_k", lambda *_, made=1 + 2 * clusters: made)
-        monkeypatch.setattr(launch_config, "square_wgrad", lambda *_, made=k == 2: made)
+        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_, made=clusters: made)
+        monkeypatch.setattr(gemm_config, "split_k", lambda *_, made=1 + 2 * clusters: made)
+        monkeypatch.setattr(gemm_config, "square_wgrad", lambda *_, made=k == 2: made)
         runtime.forget()
         layer = Layer(5, k, 9, d, h, order, activation, save, element, weights=weights_dtype, keep_saved=True)
         device.restart()
@@ -228,7 +228,7 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
 def test_variants_of_slot_options(monkeypatch, k, limits):
     """Weights on the input have variants of their own, but not of what is computed again; others those of slots.cu."""
     device = use(monkeypatch, limits)
-    monkeypatch.setattr(launch_config, "uses_clusters", lambda *_: False)
+    monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: False)
     for options, ragged in itertools.product(
         ({"weights_on": "input"}, {"unreduced": True}, {"identity_experts": 2}, {}), (False, True)
     ):

@@ -8,7 +8,7 @@ import pytest
 from fakes import Layer, launches, limits_of, use
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import launch_config, memory, runtime
+from moeblaze_cupy import gemm_config, launch_config, memory, runtime
 from moeblaze_cupy.cli import explain
 from moeblaze_cupy.structures import ACTIVATIONS, SlotOptions
 
@@ -308,7 +308,7 @@ def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, hopper):
     launched = launches(hopper)
     products = [values for variant, _, values in launched if variant.entry == "down_fwd"]
     sums = [values for variant, _, values in launched if variant.entry.startswith("aggregate")]
-    panels, in_place = launch_config.panels(d, L * k, "sm90"), d <= h
+    panels, in_place = gemm_config.panels(d, L * k, "sm90"), d <= h
     names = [variant.entry.split("_")[0] for variant, *_ in launched]
     assert names[-2 * len(panels) :] == ["down", "aggregate"] * len(panels)
     _, first_a, _ = products[0]["a"]
@@ -335,7 +335,7 @@ def test_hoppers_panels_follow_one_another_through_one_buffer(d, order, hopper):
 @pytest.mark.parametrize("long", [False, True])
 def test_one_expert_per_token_needs_no_panel_on_hopper(long, hopper, monkeypatch):
     """Nor do its CTAs then form clusters, however long the product is."""
-    monkeypatch.setattr(launch_config, "uses_clusters", lambda *_: long)
+    monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: long)
     L, d, h, E = 40, 600, 64, 5
     Layer(L, 1, E, d, h, save=None, dtype=np.float16).forward(hopper)
     variant, _, values = launches(hopper)[-1]
@@ -347,7 +347,7 @@ def test_one_expert_per_token_needs_no_panel_on_hopper(long, hopper, monkeypatch
 
 
 def test_tile_counters_start_as_zeros(monkeypatch, hopper):
-    monkeypatch.setattr(launch_config, "dynamic_schedule", lambda *_: True)
+    monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: True)
     Layer(40, 3, 5, 600, 64, save=None, dtype=np.float16).forward(hopper)
     counters = {variant.entry: values.get("tile_counter") for variant, _, values in launches(hopper)}
     cleared = [entry[1:] for entry in hopper.log if entry[0] == "clear"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from emulator import COMPILER, KERNELS
 
-from moeblaze_cupy import launch_config
+from moeblaze_cupy import gemm_config, launch_config
 
 if COMPILER is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -136,18 +136,18 @@ def test_tiles_of_the_same_rows_run_side_by_side_in_panels(kernels, counts, n_ti
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_clusters_where_products_are_long(gathers):
-    assert launch_config.uses_clusters(gathers, 8, 7168, 16384 * 8, 256)  # DeepSeek-V3
-    assert launch_config.uses_clusters(gathers, 8, 4096, 512, 2)
-    assert not launch_config.uses_clusters(gathers, 8, 4096, 511, 2)  # hardly two tiles of an expert's rows
-    assert not launch_config.uses_clusters(gathers, 8, 4088, 16384 * 8, 256)
-    assert not launch_config.uses_clusters(gathers, 8, 7168, 0, 256)
-    assert launch_config.uses_clusters(gathers, 8, 28672, 8192 * 2, 8) == gathers  # Mixtral's rows are many
-    assert launch_config.uses_clusters(gathers, 7, 7168, 16384 * 8, 256) == gathers  # see test_every_tile_once
+    assert gemm_config.uses_clusters(gathers, 8, 7168, 16384 * 8, 256)  # DeepSeek-V3
+    assert gemm_config.uses_clusters(gathers, 8, 4096, 512, 2)
+    assert not gemm_config.uses_clusters(gathers, 8, 4096, 511, 2)  # hardly two tiles of an expert's rows
+    assert not gemm_config.uses_clusters(gathers, 8, 4088, 16384 * 8, 256)
+    assert not gemm_config.uses_clusters(gathers, 8, 7168, 0, 256)
+    assert gemm_config.uses_clusters(gathers, 8, 28672, 8192 * 2, 8) == gathers  # Mixtral's rows are many
+    assert gemm_config.uses_clusters(gathers, 7, 7168, 16384 * 8, 256) == gathers  # see test_every_tile_once
 
 
 def test_the_schedule_is_dynamic_where_ctas_share_weights():
     def dynamic(entry, L, k, E, d, h):
-        return launch_config.dynamic_schedule(
+        return gemm_config.dynamic_schedule(
             entry, h // (128 if entry == "up_fwd" else 256), d, L * k, E, launch_config.H200
         )
 

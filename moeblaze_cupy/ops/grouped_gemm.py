@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moeblaze_cupy import checks, launch_config, loader, reasons
+from moeblaze_cupy import checks, gemm_config, launch_config, loader, reasons
 from moeblaze_cupy.arrays import ALIGNMENT, ITEMSIZE, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import split_tiles
@@ -152,21 +152,21 @@ def config_of(
     activation: str | Activation,
     limits: DeviceLimits,
     bias: Bias | None = None,
-) -> tuple[launch_config.GemmConfig, bool]:
+) -> tuple[gemm_config.GemmConfig, bool]:
     """The kernel's geometry, and whether 16-byte accesses are possible."""
     sizes = (N, K, a.ld, weight.ld, weight.expert_stride, bias.stride if bias else 0)
     starts = a.misalignment, weight.misalignment, bias.misalignment if bias else 0
     # a weight may have its experts in reverse or all in one place, which a tensor map cannot say
     aligned = is_aligned(starts, sizes) and min(weight.ld, weight.expert_stride) > 0
     split = loader.is_split(entry, is_gated(activation))
-    return launch_config.gemm(a.result_dtype, aligned, split, limits), aligned
+    return gemm_config.gemm(a.result_dtype, aligned, split, limits), aligned
 
 
 def _variant(
     entry: str,
     dtype: str,
     weight: Weight,
-    config: launch_config.GemmConfig,
+    config: gemm_config.GemmConfig,
     aligned: bool,
     activation: str | Activation,
     **options: Any,
@@ -238,7 +238,7 @@ def configure(
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_rows, False, False
     why = (*why_panels, *reasons.tier(config, a.result_dtype, aligned, slots, limits))
-    column_tiles = launch_config.column_tiles(N, config.tile_columns)
+    column_tiles = gemm_config.column_tiles(N, config.tile_columns)
     num_slots = index.num_slots if to_tokens else slots
     sizes: dict[str, float] = {"columns": N, "depth": K, "num_slots": num_slots, "lda": a.ld}
     sizes |= {f"constant{i}": value for i, value in enumerate(activation_of(activation).constants.values())}
@@ -259,9 +259,9 @@ def configure(
         gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation), interleaved)
         depth = segments * K // (2 if a.is_fp8 else 1)  # of as many k-steps
         rule = column_tiles, depth, slots, index.num_experts
-        clusters = not to_tokens and launch_config.uses_clusters(gathers, *rule, a.is_fp8)
+        clusters = not to_tokens and gemm_config.uses_clusters(gathers, *rule, a.is_fp8)
         if gathers:
-            dynamic = launch_config.dynamic_schedule(entry, column_tiles, depth, slots, index.num_experts, limits)
+            dynamic = gemm_config.dynamic_schedule(entry, column_tiles, depth, slots, index.num_experts, limits)
         else:
             maps["a"] = _rows_map(a, slots, launch_config.TILE_ROWS)
         pairs = interleaved and entry == "up_fwd"
@@ -383,12 +383,12 @@ def configure_wgrad(
     sizes = (M, N, p.ld, q.ld, p_half, q_half, gradient.ld, gradient.expert_stride)
     aligned = is_aligned((p.misalignment, q.misalignment, gradient.misalignment), sizes) and index.num_rows > 0
     E, dtype = index.num_experts, gradient.dtype
-    square = launch_config.square_wgrad(M, N)
-    tiles = launch_config.wgrad_tiles(M, N, E * halves, square)
-    splits = launch_config.split_k(tiles, index.num_rows, E, limits)
+    square = gemm_config.square_wgrad(M, N)
+    tiles = gemm_config.wgrad_tiles(M, N, E * halves, square)
+    splits = gemm_config.split_k(tiles, index.num_rows, E, limits)
     if square and accumulate and splits == 1:
-        square, tiles = False, launch_config.wgrad_tiles(M, N, E * halves, False)
-    config = launch_config.wgrad(p.dtype, aligned, square, limits)
+        square, tiles = False, gemm_config.wgrad_tiles(M, N, E * halves, False)
+    config = gemm_config.wgrad(p.dtype, aligned, square, limits)
     added_to = dtype if accumulate else None
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
@@ -406,7 +406,7 @@ def configure_wgrad(
         return Launch(variant, grid, config.threads, WGRAD_ADDRESSES, scalars, config.shared_bytes, maps, why, shape)
 
     if config.tier == "sm80":
-        tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * launch_config.column_tiles(N)
+        tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * gemm_config.column_tiles(N)
         number = tiles * E * halves
         product = launch((tiles, E, halves), {**operands, **result}, {}, why, accumulate=added_to)
         return Wgrad(product, swapped, True, None, None)

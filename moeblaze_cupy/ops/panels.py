@@ -5,7 +5,7 @@ kernels_cu/grouped_gemm_*.cu and aggregation.cu in turn.
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_cupy import launch_config, reasons
+from moeblaze_cupy import gemm_config, reasons
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import grouped_gemm
 from moeblaze_cupy.ops.aggregation import Source, aggregate
@@ -55,14 +55,14 @@ def configure(
     call = entry, index, a, weight
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits, bias)[0].tier
     shared: dict[str, Any] = {"interleaved": interleaved, "bias": bias}
-    if launch_config.rows_go_to_tokens(index.k, tier) and source is None:
+    if gemm_config.rows_go_to_tokens(index.k, tier) and source is None:
         options: dict[str, Any] = {**shared, "result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
         why = (reasons.panels((), d, index.num_rows, tier, False),)
         product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
         return Panels((product,), (), None, a.result_dtype)
-    panels = launch_config.panels(d, index.num_rows, tier)
+    panels = gemm_config.panels(d, index.num_rows, tier)
     spare = a.ld if overwrites and not a.is_fp8 else 0
-    in_place = launch_config.panel_takes_left_operands_rows(d, spare, tier)
+    in_place = gemm_config.panel_takes_left_operands_rows(d, spare, tier)
     why = (reasons.panels(tuple(width for _, width in panels), d, index.num_rows, tier, in_place),)
     products, sums = [], []
     for first_column, width in panels:

@@ -1,0 +1,234 @@
+"""Launch geometry of the grouped GEMMs: tiles, stages, panels, clusters, schedules and splits; see `launch_config`."""
+
+import functools
+from dataclasses import dataclass
+
+from moeblaze_cupy.launch_config import (
+    ADDITION_ROWS,
+    ADDITION_ROWS_PER_SPLIT,
+    GEMM_BLOCKS,
+    GEMM_THREADS,
+    HOPPER_SPARE_BYTES,
+    HOPPER_STAGE_BYTES,
+    HOPPER_STAGES,
+    HOPPER_THREADS,
+    HOPPER_TILE_BYTES,
+    MAX_PANEL_COLUMNS,
+    MAX_WAVES,
+    ONE_PANEL_ELEMENTS,
+    PANEL_COLUMNS,
+    RESERVED_BYTES,
+    SPLIT_ROWS,
+    STAGE_BYTES,
+    STATIC_BYTES,
+    STEP_BYTES,
+    STEP_ROWS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    WGRAD_SPARE_BYTES,
+    WGRAD_SQUARE,
+    DeviceLimits,
+    ceil_div,
+)
+
+
+def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
+    """What differs from `kernel_constants` in a Hopper product of e4m3: a stage of as many bytes is twice as deep.
+
+    The products that promote hold 64 more accumulators, and their producer is one thread. With rows that go to tokens
+    another warp of the producer writes zeros.
+    """
+    producer, consumer = (72, 216) if gathers else (56, 224) if to_tokens else (40, 232)
+    return {"BK": STEP_BYTES, "PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
+
+
+def square_constants() -> dict[str, int]:
+    """What differs from `kernel_constants` in a Hopper weight gradient of square tiles: three warpgroups of consumers.
+
+    A stage has as many bytes: 192 and 192 columns are 128 and 256.
+    """
+    return {
+        "BM": WGRAD_SQUARE,
+        "BN": WGRAD_SQUARE,
+        "THREADS": (1 + WGRAD_SQUARE // 64) * 128,
+        "TILE_BYTES": 2 * WGRAD_SQUARE**2,
+        "CONSUMER_REGISTERS": 152,
+    }
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Geometry of one grouped GEMM launch."""
+
+    tier: str
+    tile_columns: int  # of the result; a gated up projection's tile holds as many of gate and of up
+    threads: int
+    shared_bytes: int
+    stages: int
+    tile_rows: int = TILE_ROWS
+
+    def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits, clusters: bool = False) -> int:
+        """One CTA per tile; on Hopper at most one per multiprocessor, in clusters an even number."""
+        tiles = column_tiles(columns, self.tile_columns) * max_row_tiles
+        if clusters:
+            return 2 * min(ceil_div(tiles, 2), limits.multiprocessors // 2)
+        return tiles if self.tier == "sm80" else min(tiles, limits.multiprocessors)
+
+
+@functools.lru_cache(maxsize=256)
+def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmConfig:
+    """The grouped GEMM kernel for a call: Hopper's for 16-bit elements and sizes that are multiples of 8.
+
+    split: a gated up projection, half of whose tile is gate.
+    """
+    if limits.tier == "sm90" and aligned and dtype in ("bfloat16", "float16"):
+        shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + HOPPER_TILE_BYTES + HOPPER_SPARE_BYTES
+        return GemmConfig("sm90", tile_columns("sm90", split), HOPPER_THREADS, shared_bytes, HOPPER_STAGES)
+    stages = gemm_stages(limits)
+    return GemmConfig("sm80", tile_columns("sm80", split), GEMM_THREADS, stages * STAGE_BYTES, stages)
+
+
+def tile_columns(tier: str, split: bool) -> int:
+    """Columns of the result in a tile; a gated up projection's (`split`) has as many of gate beside as many of up."""
+    columns = PANEL_COLUMNS if tier == "sm90" else TILE_COLUMNS
+    return columns // 2 if split else columns
+
+
+def gemm_stages(limits: DeviceLimits) -> int:
+    """Pipeline depth of the portable GEMMs.
+
+    Two CTAs per multiprocessor hide each other's epilogue, so depth yields to the second CTA: 3
+    stages where 2 CTAs of 96 KiB fit (sm_90, sm_100), 2 on sm_80's 164 KiB, and 3 with one CTA where
+    even 2 x 64 KiB do not fit (sm_86, sm_89, sm_120).
+    """
+    static_and_reserved = STATIC_BYTES + RESERVED_BYTES
+    for stages in (3, 2):
+        if GEMM_BLOCKS * (stages * STAGE_BYTES + static_and_reserved) <= limits.shared_bytes_per_multiprocessor:
+            return stages
+    return 3 if 3 * STAGE_BYTES + static_and_reserved <= limits.shared_bytes_per_block else 2
+
+
+def _share_weights(num_slots: int, num_experts: int) -> bool:
+    """Whether experts have two row tiles or more on average, so that CTAs read the same weights."""
+    return num_slots // num_experts >= 2 * TILE_ROWS
+
+
+@functools.lru_cache(maxsize=1024)
+def dynamic_schedule(
+    entry: str, column_tiles: int, K: int, num_slots: int, num_experts: int, limits: DeviceLimits
+) -> bool:
+    """Whether CTAs of up_fwd and down_bwd on Hopper take their tiles from a counter, in place of every n-th tile.
+
+    With the static schedule CTAs drift apart by whole tiles, and the L2 cache loses what others have read before they
+    need it. The dynamic schedule keeps CTAs together that read the same weights. It also makes CTAs finish their tiles
+    at one time, which slows up_fwd where its tiles are short and many to an expert. Figures: docs/decisions/003.
+    """
+    if not _share_weights(num_slots, num_experts):
+        return False
+    tiles = num_slots // num_experts // TILE_ROWS * column_tiles
+    return entry == "down_bwd" or K >= 2048 or tiles <= 2 * limits.multiprocessors
+
+
+def uses_clusters(
+    gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int, fp8: bool = False
+) -> bool:
+    """Whether a product on Hopper runs in 2-CTA clusters, where each CTA fetches half of the weight's tile for both.
+
+    depth: what an element of the result sums over. gathers: up_fwd and down_bwd. TMA multicast takes a third off what
+    the L2 cache gives, and with it some of the power that limits long products. But a CTA then waits for the consumers
+    of the other CTA too, at every k-step. So clusters pay where the sum is long and experts have two row tiles or more.
+    Of the products that are summed over slots only those of experts with few rows gain, whose weights are most of what
+    is read. There an odd number of column tiles would give half of the clusters tiles of different columns, as row
+    tiles come in twos. Figures: docs/decisions/004. Products of e4m3 need what the L2 cache gives in half the time, and
+    gain wherever an expert has two row tiles.
+    """
+    if fp8:
+        return _share_weights(num_slots, num_experts) and (gathers or column_tiles % 2 == 0)
+    long = depth >= 4096 and _share_weights(num_slots, num_experts)
+    return long and (gathers or (num_slots <= 1024 * num_experts and column_tiles % 2 == 0))
+
+
+def square_wgrad(rows: int, columns: int) -> bool:
+    """Whether Hopper's tiles of a weight gradient, (rows, columns) in memory, are square.
+
+    They are where fewer elements lie past its edges then: of 2880 x 2880 none, and 9% with 128 x 256. A product that is
+    added to sums (`accumulate` without split-K) has no square tiles.
+    """
+    wide = ceil_div(rows, TILE_ROWS) * ceil_div(columns, PANEL_COLUMNS) * TILE_ROWS * PANEL_COLUMNS
+    return ceil_div(rows, WGRAD_SQUARE) * ceil_div(columns, WGRAD_SQUARE) * WGRAD_SQUARE**2 < wide
+
+
+def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> GemmConfig:
+    """The kernel of a weight gradient, in square tiles if it is Hopper's; as of `gemm`."""
+    config = gemm(dtype, aligned, False, limits)
+    if config.tier == "sm80":
+        return config
+    tile, tile_bytes, threads = (TILE_ROWS, PANEL_COLUMNS), HOPPER_TILE_BYTES, HOPPER_THREADS
+    if square:
+        constants = square_constants()
+        tile, tile_bytes, threads = (WGRAD_SQUARE, WGRAD_SQUARE), constants["TILE_BYTES"], constants["THREADS"]
+    shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + tile_bytes + WGRAD_SPARE_BYTES
+    return GemmConfig("sm90", tile[1], threads, shared_bytes, HOPPER_STAGES, tile_rows=tile[0])
+
+
+def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool) -> int:
+    """Of Hopper's weight gradients, one per expert and half, each (rows, columns) in memory."""
+    height, width = (WGRAD_SQUARE, WGRAD_SQUARE) if square else (TILE_ROWS, PANEL_COLUMNS)
+    return gradients * ceil_div(rows, height) * ceil_div(columns, width)
+
+
+@functools.lru_cache(maxsize=1024)
+def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> int:
+    """Into how many splits a weight gradient on Hopper divides each expert's rows: 1 but for few tiles of many rows.
+
+    A tile takes one CTA. So fewer tiles than multiprocessors leave some idle, and so do a few more. Splits fill them.
+    But each split ends with a tile of float32 sums, 128 KiB or 144, to be written and read again, and adding them is
+    one more launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds the memory of the sums: 66 MiB
+    on an H200, 75 with square tiles. Figures: docs/decisions/008.
+    """
+    steps = ceil_div(num_slots // num_experts, STEP_ROWS)
+    full_waves = (waves * limits.multiprocessors // tiles for waves in range(1, MAX_WAVES + 1))
+    candidates = {1, *(min(splits, steps) for splits in full_waves if splits > 1)} - {0}
+
+    def time(splits: int) -> int:  # in rows of a tile
+        rows_per_split = ceil_div(steps, splits) * STEP_ROWS + (SPLIT_ROWS if splits > 1 else 0)
+        addition = ADDITION_ROWS + ADDITION_ROWS_PER_SPLIT * splits if splits > 1 else 0
+        return ceil_div(tiles * splits, limits.multiprocessors) * rows_per_split + addition
+
+    return min(sorted(candidates), key=time)
+
+
+def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:
+    return ceil_div(columns, width)
+
+
+@functools.lru_cache(maxsize=256)
+def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[int, int], ...]:
+    """(first column, width) of each panel of a product that is summed over slots.
+
+    On Hopper the left operand comes from memory once per panel, so that wide panels are faster. Up to 512 columns are
+    one panel, as are few rows, for which the last wave of a launch's CTAs counts. Others are two or more panels, of
+    half the columns in whole tiles, 2048 columns at most. Figures: docs/decisions/006.
+    """
+    widest = PANEL_COLUMNS
+    if tier == "sm90" and (columns <= 2 * PANEL_COLUMNS or num_slots * columns <= ONE_PANEL_ELEMENTS):
+        widest = columns
+    elif tier == "sm90":
+        widest = min(ceil_div(columns, 2 * PANEL_COLUMNS) * PANEL_COLUMNS, MAX_PANEL_COLUMNS)
+    return tuple((c, min(widest, columns - c)) for c in range(0, columns, widest))
+
+
+def rows_go_to_tokens(k: int | None, tier: str) -> bool:
+    """Whether a product needs no panel: with one slot per token a row is the token's sum.
+
+    k is None where tokens have any number of slots.
+    """
+    return tier == "sm90" and k == 1
+
+
+def panel_takes_left_operands_rows(columns: int, spare_columns: int, tier: str) -> bool:
+    """Whether the one panel may lie in the left operand's rows, which have `spare_columns` if they may be overwritten.
+
+    A tile of all columns is the last reader of its rows.
+    """
+    return tier == "sm90" and columns <= min(PANEL_COLUMNS, spare_columns)
