@@ -111,7 +111,7 @@ def router_forward(
     if sums:
         words += (E + 2) | 1 if lanes == 1 else (E + 5) // 4 * 4
     threads = 128 if lanes == 1 else 256
-    while threads > 32 and 4 * words * (threads // lanes) > DEFAULT_SHARED_BYTES:
+    while threads > 32 and 4 * words * (threads // lanes) + 16 > DEFAULT_SHARED_BYTES:
         threads //= 2
     tokens = threads // lanes
     per_block = tokens * ceil_div(ceil_div(max(L, 1), tokens), ROUTER_SUM_BLOCKS) if sums else tokens
