@@ -293,6 +293,21 @@ def test_many_experts_are_counted_in_parts_of_the_slots():
     assert "leave room for" in launch_of(passes, "dispatch_count")[0].why[0]
 
 
+@pytest.mark.parametrize(
+    ("d", "options", "tile", "why"),
+    [
+        (2880, {}, (192, 192), "fewer elements lie past"),
+        (2880, {"accumulate": ("w1", "w2")}, (128, 256), "it is added to sums"),
+        (2048, {}, (128, 256), "no more elements lie past"),
+    ],
+)
+def test_tiles_of_weight_gradients_and_why(d, options, tile, why):
+    passes = rehearsed(memory.LayerShape(L=16384, d=d, h=d, E=32, k=4), limits=H200, **options)
+    for entry in ("down_wgrad", "up_wgrad"):
+        launch = launch_of(passes, entry)[0]
+        assert launch.tiles[:2] == tile and any(f"{tile[0]} x {tile[1]}: {why}" in line for line in launch.why)
+
+
 def test_tiles_cover_what_a_launch_computes():
     """As many as the routing can need for products, exactly as many for weight gradients."""
     s = memory.LayerShape(L=1000, d=520, h=264, E=7, k=3)

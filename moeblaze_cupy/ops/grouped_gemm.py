@@ -383,7 +383,7 @@ def configure_wgrad(
     sizes = (M, N, p.ld, q.ld, p_half, q_half, gradient.ld, gradient.expert_stride)
     aligned = is_aligned((p.misalignment, q.misalignment, gradient.misalignment), sizes) and index.num_rows > 0
     E, dtype = index.num_experts, gradient.dtype
-    square = gemm_config.square_wgrad(M, N)
+    square = fits_better = gemm_config.square_wgrad(M, N)
     tiles = gemm_config.wgrad_tiles(M, N, E * halves, square)
     splits = gemm_config.split_k(tiles, index.num_rows, E, limits)
     if square and accumulate and splits == 1:
@@ -415,7 +415,7 @@ def configure_wgrad(
     maps = {"routed": _rows_map(q if routed_is_q else p, index.num_rows, launch_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "splits": splits}
     number = tiles * splits
-    why += (reasons.wgrad_tile(square), reasons.split_k(splits, tiles, index.num_rows, E, limits))
+    why += (reasons.wgrad_tile(square, fits_better), reasons.split_k(splits, tiles, index.num_rows, E, limits))
     if splits == 1:
         product = launch(grid, {**operands, **result, **schedule}, maps, why, accumulate=added_to)
         return Wgrad(product, swapped, routed_is_q, None, None)
