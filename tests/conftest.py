@@ -7,8 +7,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: each with one thr
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from moeblaze_cupy import arrays, loader
+
+# How long an example takes says nothing on a machine that has other work.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def missing_gpu() -> str | None:

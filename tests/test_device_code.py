@@ -725,7 +725,7 @@ def test_dispatch_of_ids_outside_int32(device):
     assert_dispatch_matches_reference(device, ids, 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_dispatch_of_any_ids(data):
     L, k, E = (data.draw(st.integers(low, high)) for low, high in ((0, 900), (1, 9), (1, 40)))

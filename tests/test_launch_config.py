@@ -264,7 +264,7 @@ def check_dispatch(num_slots, num_experts, limits):
     return config
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     num_slots=st.one_of(st.integers(0, 5000), st.integers(0, launch_config.MAX_SLOTS)),
     num_experts=st.one_of(st.integers(1, 300), st.integers(1, launch_config.MAX_EXPERTS)),
@@ -274,7 +274,7 @@ def test_dispatch_of_any_size(num_slots, num_experts, limits):
     check_dispatch(num_slots, num_experts, limits)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     num_slots=st.one_of(st.integers(0, 5000), st.integers(0, launch_config.MAX_SLOTS)),
     num_experts=st.integers(1, 2750),  # more do not fit

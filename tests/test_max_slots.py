@@ -28,7 +28,7 @@ def slots_that_fit(ids, num_experts, max_slots):
     return kept, max(len(present) - max_slots, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_slots_past_the_bound_are_absent(data):
     L, k, E = (data.draw(st.integers(1, most)) for most in (40, 5, 9))

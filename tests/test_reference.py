@@ -247,7 +247,7 @@ def test_dispatch_equals_stable_sort(case, dtype):
     assert_dispatch_equals_sort(ids.astype(dtype), case.E)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_dispatch_equals_stable_sort_for_any_ids(data):
     L, k, num_experts = (data.draw(st.integers(low, high)) for low, high in ((0, 20), (1, 5), (1, 9)))

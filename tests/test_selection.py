@@ -46,7 +46,7 @@ def kept_by_definition(ids, E, capacity, order, values, length):
     return kept
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_limit_capacity_keeps_the_first_of_each_expert(data):
     L, k, E = (data.draw(st.integers(1, n)) for n in (24, 4, 6))
@@ -115,7 +115,7 @@ def choice_by_definition(scores, capacity, length):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 25), st.integers(0, 99), st.sampled_from([1, 2, 4]))
 def test_expert_choice_takes_the_largest_scores(L, E, capacity, seed, S):
     L *= S
@@ -144,7 +144,7 @@ def target_by_definition(frequencies, L, tile, rounding):
     return targets
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(1, 30), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.sampled_from(ROUNDINGS),
     st.integers(0, 99),

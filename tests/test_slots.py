@@ -208,7 +208,7 @@ def clean_offsets(offsets, num_pairs):
     return np.asarray(mb.build_dispatch(np.zeros(num_pairs, np.int32), 1, offsets).token_offsets)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     offsets=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-4, 24), min_size=1, max_size=20),
     num_pairs=st.integers(0, 20),
