@@ -37,7 +37,7 @@
 #endif
 static_assert(GATHER_P != GATHER_Q, "one operand is gathered, the other comes through a tensor map");
 static_assert(!(ACCUMULATE && SPLIT_K), "wgrad_parts.cu adds the sums of split-K");
-static_assert(!ACCUMULATE || BN == 256, "lanes of a square tile have no registers for the 16 rows that a tile is added to");
+static_assert(BN == 256 || !(ACCUMULATE || SPLIT_K), "UnroundedTile is for a warp that has 128 columns at a time");
 
 struct GroupedWgradParams {
     TensorMap routed;                 // the operand that is not gathered, (columns, R, 1) element, in, boxes of 64 x 64 x 1
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_four(Half* p, float4 v) {
 
 // Stores a tile's fp32 sums (SPLIT_K), or adds them to what is there (ACCUMULATE), at once: a tile of fp32 does not fit beside
 // the stages, and 16-bit elements would be rounded before they are added. The columns go through shared memory by halves,
-// 16-byte chunk c of row r at c ^ 2 (r & 3), so that a warp reads and writes half a row at a time. From the
+// 16-byte chunk c of row r at c ^ 2 (r & 3), so that a warp reads and writes 128 columns of a row at a time. From the
 // accumulators it would touch 32 bytes of 8 rows at a time (docs/decisions/008). The producer fills the stages meanwhile.
 struct UnroundedTile : EpilogueBase {
     static constexpr int HALF = BN / 2;
@@ -135,7 +135,6 @@ struct UnroundedTile : EpilogueBase {
           staged(reinterpret_cast<float*>(dynamic_shared + FINISHED_TILE) + consumer_warp() * WARP_ROWS * HALF) {}
     __device__ __forceinline__ void finish(const float (&acc)[FRAGMENTS][4], OUT* expert, int m, int n0) const {
         const int lane = threadIdx.x & 31, valid = min(WARP_ROWS, M - m), n = n0 + lane * 4;
-        const bool inside = valid > 0 && lane < HALF / 4;
         float* pairs[4];  // where this lane's two columns of tile j of mma.m16n8k16 go, by j % 4
 #pragma unroll
         for (int j = 0; j < 4; ++j) pairs[j] = staged + lane / 4 * HALF + (j ^ (lane / 4 & 3)) * 8 + (lane & 3) * 2;
@@ -143,13 +142,13 @@ struct UnroundedTile : EpilogueBase {
         for (int half = 0; half < 2; ++half) {
             __syncwarp();
 #pragma unroll
-            for (int j = 0; j < FRAGMENTS / 2; ++j)
+            for (int j = 0; j < 16; ++j)
 #pragma unroll
                 for (int s = 0; s < 2; ++s)
                     *reinterpret_cast<float2*>(pairs[j % 4] + j / 4 * 32 + s * 8 * HALF) =
-                        make_float2(acc[FRAGMENTS / 2 * half + j][2 * s], acc[FRAGMENTS / 2 * half + j][2 * s + 1]);
+                        make_float2(acc[16 * half + j][2 * s], acc[16 * half + j][2 * s + 1]);
             __syncwarp();
-            if (!inside || n + half * HALF >= N) continue;
+            if (valid <= 0 || n + half * HALF >= N) continue;
             OUT* to = expert + m * ldo + n + half * HALF;
             const OUT* from = to;
             float4 before[WARP_ROWS];  // loaded together; past the last row that one again

@@ -151,8 +151,8 @@ def uses_clusters(
 def square_wgrad(rows: int, columns: int) -> bool:
     """Whether Hopper's tiles of a weight gradient, (rows, columns) in memory, are square.
 
-    They are where fewer elements lie past its edges then: of 2880 x 2880 none, and 9% with 128 x 256. A product that is
-    added to sums (`accumulate` without split-K) has no square tiles.
+    They are where fewer elements lie past its edges then: of 2880 x 2880 none, and 9% with 128 x 256. Products that
+    are added to sums, and those of split-K, have no square tiles.
     """
     wide = ceil_div(rows, TILE_ROWS) * ceil_div(columns, PANEL_COLUMNS) * TILE_ROWS * PANEL_COLUMNS
     return ceil_div(rows, WGRAD_SQUARE) * ceil_div(columns, WGRAD_SQUARE) * WGRAD_SQUARE**2 < wide
@@ -171,7 +171,7 @@ def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> Gemm
     return GemmConfig("sm90", tile[1], threads, shared_bytes, HOPPER_STAGES, tile_rows=tile[0])
 
 
-def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool) -> int:
+def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool = False) -> int:
     """Of Hopper's weight gradients, one per expert and half, each (rows, columns) in memory."""
     height, width = (WGRAD_SQUARE, WGRAD_SQUARE) if square else (TILE_ROWS, PANEL_COLUMNS)
     return gradients * ceil_div(rows, height) * ceil_div(columns, width)
@@ -182,9 +182,9 @@ def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) 
     """Into how many splits a weight gradient on Hopper divides each expert's rows: 1 but for few tiles of many rows.
 
     A tile takes one CTA. So fewer tiles than multiprocessors leave some idle, and so do a few more. Splits fill them.
-    But each split ends with a tile of float32 sums, 128 KiB or 144, to be written and read again, and adding them is
-    one more launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds the memory of the sums: 66 MiB
-    on an H200, 75 with square tiles. Figures: docs/decisions/008.
+    But each split ends with a tile of float32 sums, 128 KiB, to be written and read again, and adding them is one more
+    launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds the memory of the sums: 66 MiB on an
+    H200. Figures: docs/decisions/008.
     """
     steps = ceil_div(num_slots // num_experts, STEP_ROWS)
     full_waves = (waves * limits.multiprocessors // tiles for waves in range(1, MAX_WAVES + 1))

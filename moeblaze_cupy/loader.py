@@ -118,7 +118,7 @@ def gemm_variant(
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
     fp8: the operands of a grouped GEMM on Hopper are e4m3, the weight contiguous along what is summed over.
     fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
-    square: tiles of a weight gradient on Hopper are square, unless it accumulates.
+    square: tiles of a weight gradient on Hopper are square, without split-K and where nothing is accumulated.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -137,7 +137,7 @@ def gemm_variant(
             accumulate = None if split_k else accumulate
             macros |= {
                 "SPLIT_K": int(split_k),
-                **(gemm_config.square_constants() if square and accumulate is None else {}),
+                **(gemm_config.square_constants() if square and not split_k and accumulate is None else {}),
             }
         out = "float32" if macros.get("SPLIT_K") else accumulate or dtype
         macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[out]}

@@ -180,7 +180,7 @@ def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int
     if not s.on_hopper or s.slots == 0:
         return ()
     M, N = (columns, rows) if s.transposed else (rows, columns)
-    tiles = gemm_config.wgrad_tiles(M, N, s.E * halves, gemm_config.square_wgrad(M, N))
+    tiles = gemm_config.wgrad_tiles(M, N, s.E * halves)
     splits = gemm_config.split_k(tiles, s.R, s.E, launch_config.H200)
     formula = f"4*{splits}*{'g*' if halves * rows * columns == 2 * s.d * s.h else ''}E*d*h"
     sums = Term(f"split-K sums of {name}", formula, 4 * splits * s.E * halves * M * N)

@@ -140,7 +140,7 @@ def panels(widths: tuple[int, ...], d: int, num_slots: int, tier: str, in_place:
 def wgrad_tile(square: bool, fits_better: bool) -> str:
     """Of a weight gradient on Hopper. fits_better: square tiles would leave fewer elements past the edges."""
     if fits_better and not square:
-        return "tiles of 128 x 256: it is added to sums, for which lanes of 192 x 192 have no registers"
+        return "tiles of 128 x 256: it is added to sums, or takes split-K, for which there are none of 192 x 192"
     if square:
         return "tiles of 192 x 192: fewer elements lie past the gradient's edges than with 128 x 256"
     return "tiles of 128 x 256: no more elements lie past the gradient's edges than with 192 x 192"

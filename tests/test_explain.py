@@ -297,7 +297,7 @@ def test_many_experts_are_counted_in_parts_of_the_slots():
     ("d", "options", "tile", "why"),
     [
         (2880, {}, (192, 192), "fewer elements lie past"),
-        (2880, {"accumulate": ("w1", "w2")}, (128, 256), "it is added to sums"),
+        (2880, {"accumulate": ("w1", "w2")}, (128, 256), "it is added to sums, or takes split-K"),
         (2048, {}, (128, 256), "no more elements lie past"),
     ],
 )

@@ -383,11 +383,12 @@ def configure_wgrad(
     sizes = (M, N, p.ld, q.ld, p_half, q_half, gradient.ld, gradient.expert_stride)
     aligned = is_aligned((p.misalignment, q.misalignment, gradient.misalignment), sizes) and index.num_rows > 0
     E, dtype = index.num_experts, gradient.dtype
-    square = fits_better = gemm_config.square_wgrad(M, N)
-    tiles = gemm_config.wgrad_tiles(M, N, E * halves, square)
+    tiles = gemm_config.wgrad_tiles(M, N, E * halves)
     splits = gemm_config.split_k(tiles, index.num_rows, E, limits)
-    if square and accumulate and splits == 1:
-        square, tiles = False, gemm_config.wgrad_tiles(M, N, E * halves, False)
+    fits_better = gemm_config.square_wgrad(M, N)
+    square = fits_better and splits == 1 and not accumulate
+    if square:
+        tiles = gemm_config.wgrad_tiles(M, N, E * halves, square)
     config = gemm_config.wgrad(p.dtype, aligned, square, limits)
     added_to = dtype if accumulate else None
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
