@@ -37,6 +37,24 @@ struct ActivateBwdRows : EpilogueBase {
         scales = rows[threadIdx.x & 15] * of_weight;
     }
 #endif
+#ifdef OPERAND
+    // Gradients of a and b of row done - 1, which become e4m3 while the row after it waits for its activations.
+    using Shared = SharedScaling<1 + GATED>;
+    float held[1 + GATED][8];
+    float* quantised_scale;  // of row 0 and of the half that the lane has the scale of
+    bool group_inside;       // the group of the lane's columns has columns inside
+    __device__ __forceinline__ void begin_quantised() {
+        const int groups = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, group = column / GROUP_COLUMNS;
+        quantised_scale = params.quantised_scales + (group + Shared::vector() * groups) * params.scales_ld + row0;
+        group_inside = group * GROUP_COLUMNS < params.columns;
+    }
+    __device__ __forceinline__ void store_held() const {
+        const bool stores = params.quantised && done > 0;
+        operand* const to = at<1 + GATED>(params.quantised, done - 1);
+        const float scale = store_quantised(to, params.columns, held, [&](int) { return stores && inside(); });
+        if (Shared::stores() && group_inside && stores) quantised_scale[done - 1] = scale;
+    }
+#endif
     Row8<element> a_row;  // of row `done`, with INTERLEAVED pairs
 
     __device__ __forceinline__ explicit ActivateBwdRows(const GroupedGemmParams& params)
@@ -135,6 +153,9 @@ struct ActivateBwdRows : EpilogueBase {
         rows = count, done = 0;
         row0 = static_cast<unsigned>(first_row), column = n0 + lane * (INTERLEAVED ? LANE_COLUMNS / 2 : LANE_COLUMNS);
         weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
+#ifdef OPERAND
+        begin_quantised();
+#endif
         fetch(0);
         fetch(1);
     }
@@ -155,6 +176,9 @@ struct ActivateBwdRows : EpilogueBase {
         unpack_saved(a, b);
         grad_row(done).unpack(grad);
         fetch(done + SLOTS);
+#ifdef OPERAND
+        store_held();
+#endif
         if (STORED_Y_SWI) load_y_swi(y_swi, done);
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -190,17 +214,8 @@ struct ActivateBwdRows : EpilogueBase {
             if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
         }
 #ifdef OPERAND
-        if (params.quantised) {
-            operand* to = at<1 + GATED>(params.quantised, done);
-            float* to_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + (row0 + done);
-            const int64 up_scales = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * params.scales_ld;
-            const bool any_inside = int(column) / GROUP_COLUMNS * GROUP_COLUMNS < params.columns;
-            float halves[1 + GATED][8];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) halves[0][c] = a[c], halves[GATED][c] = GATED ? b[c] : a[c];
-            auto stores = [&](int) { return inside(); };
-            store_quantised(to, params.columns, to_scale, up_scales, halves, stores, [&](int) { return any_inside; });
-        }
+        for (int c = 0; c < 8; ++c) held[0][c] = a[c], held[GATED][c] = GATED ? b[c] : a[c];
 #endif
         __syncwarp();                       // all lanes have read the row
         const float sum = dot[0] + dot[1];  // of rows without their scales, unless these are on the input
@@ -210,6 +225,9 @@ struct ActivateBwdRows : EpilogueBase {
 
     // The partial sums: two lanes per row add 16 of its 32 parts each.
     __device__ __forceinline__ void end() const {
+#ifdef OPERAND
+        store_held();
+#endif
         const int row = threadIdx.x & 15, half = (threadIdx.x & 31) / 16;
         cp_async_wait<0>();  // the next tile's first rows go to the slots that this tile's last, unused copies fill
         __syncwarp();

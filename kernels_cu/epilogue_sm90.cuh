@@ -93,8 +93,9 @@ struct ActivateRows : EpilogueBase {
     bool group_inside;  // the group of the lane's columns has columns inside
 #endif
 #ifdef OPERAND
+    using SharedY = SharedScaling<LANE_ROWS>;
     operand* quantised;      // as y_swi
-    float* quantised_scale;  // of the lane's columns
+    float* quantised_scale;  // of the row that the lane has the scale of
 #endif
 
     __device__ __forceinline__ explicit ActivateRows(const GroupedGemmParams& params) : params(params) {}
@@ -107,7 +108,7 @@ struct ActivateRows : EpilogueBase {
         y_swi = params.result + r * params.columns + column;
 #ifdef OPERAND
         quantised = params.quantised + r * params.columns + column;
-        quantised_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + r;
+        quantised_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + r + SharedY::vector() * STEP;
 #endif
 #if FP8_SAVED || defined(OPERAND)
         const int first_column = column - lane % GROUP_LANES * LANE_COLUMNS;
@@ -147,9 +148,8 @@ struct ActivateRows : EpilogueBase {
         }
 #ifdef OPERAND
         if (params.quantised) {
-            auto stores_scale = [&](int i) { return group_inside && row + i * STEP < rows; };
-            auto stores = [&](int i) { return valid[i]; };
-            store_quantised(quantised, STEP * params.columns, quantised_scale, STEP, y, stores, stores_scale);
+            const float scale = store_quantised(quantised, STEP * params.columns, y, [&](int i) { return valid[i]; });
+            if (SharedY::stores() && group_inside && row + SharedY::vector() * STEP < rows) *quantised_scale = scale;
         }
         quantised += ROWS * params.columns, quantised_scale += ROWS;
 #endif

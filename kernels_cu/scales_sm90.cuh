@@ -45,20 +45,18 @@ struct SharedScaling {
 };
 
 // Stores N vectors of 8 columns per lane, each with the scale of its group. All lanes of the warp take part; those past the last
-// column have zeros. to, scale: of the first vector and of its group; the others follow at equal distances. stores,
-// stores_scale: whether vector i is stored, and its scale.
-template <int N, class Stores, class StoresScale>
-__device__ __forceinline__ void store_quantised(e4m3* to, int64 to_step, float* scale, int64 scale_step, const float (&v)[N][8],
-                                                Stores stores, StoresScale stores_scale) {
-    using Shared = SharedScaling<N>;
+// column have zeros. to: of the first vector; the others follow at equal distances. stores: whether vector i is stored. Returns
+// the scale of vector SharedScaling<N>::vector().
+template <int N, class Stores>
+__device__ __forceinline__ float store_quantised(e4m3* to, int64 step, const float (&v)[N][8], Stores stores) {
     float amax[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) amax[i] = amax_of(v[i]);
     const Scaling mine = scaling_of(largest<GROUP_LANES>(amax));
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const float factor = Shared::factor(mine, i);
-        store_global_8_if(stores(i), to + i * to_step, pack_e4m3(v[i], factor, factor));
+        const float factor = SharedScaling<N>::factor(mine, i);
+        store_global_8_if(stores(i), to + i * step, pack_e4m3(v[i], factor, factor));
     }
-    if (Shared::stores() && stores_scale(Shared::vector())) scale[Shared::vector() * scale_step] = mine.scale;
+    return mine.scale;
 }
