@@ -21,7 +21,7 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import checks, fp8_checks
 from moeblaze_cupy.interop import torch_autograd, torch_fp8
 from moeblaze_cupy.interop.torch import moe
-from moeblaze_cupy.structures import ACTIVATIONS, Fp8Weights, is_gated
+from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, Fp8Weights, is_gated
 
 Constants = tuple[tuple[tuple[str, ...], float | str], ...]
 
@@ -340,31 +340,45 @@ class Patched(NamedTuple):
     refused: dict[str, str]
 
 
-def patch(model: torch.nn.Module, *, fallback: bool | None = None) -> Patched:
+def patch(
+    model: torch.nn.Module, *, save: str = "minimal", precision: str | None = None, fallback: bool | None = None
+) -> Patched:
     """Serves modules that transformers does not dispatch, and finds the formulas of those that it does.
 
     The forward of every DbrxExperts, Llama4TextMoe, JetMoeMoE, LongcatFlashExperts and Step3p7Experts within the model
-    is replaced on the instance. Weights stay where they are. A second call changes nothing.
+    is replaced on the instance. Weights stay where they are. Another call changes nothing but `save` and `precision`.
     Modules with "moeblaze" as their experts implementation are probed, so that parts of a model that are compiled one
     by one share their graphs.
+    save, precision: as of `register`, which decides for modules that transformers dispatches. With "fp8" every forward
+    quantises the weights.
     fallback: as of `register`. A module that cannot be served keeps its forward, with a warning.
-    Raises NotImplementedError for such a module if `fallback` is False.
+    Raises ValueError for another `save` or `precision`, and NotImplementedError for a module that cannot be served if
+    `fallback` is False, or if `precision` is given and the module is of these classes.
     """
+    checks.one_of("patch", "save", save, SAVE_POLICIES)
+    checks.one_of("patch", "precision", precision, fp8_checks.PRECISIONS)
     served, refused, falls_back = [], {}, _falls_back(fallback)
+    options: dict[str, Any] = {"save": save}
+    if precision is not None:
+        options |= {"precision": precision, "keep_fp8_weights": save != "recompute"}
     for name, module in model.named_modules():
-        reason = _served(_name_of(type(module)), module)
+        kind = _name_of(type(module))
+        reason = _served(kind, module, options)
         if reason:
             refused[name] = reason
-            _refuse(type(module), reason, "before", falls_back)
+            _refuse(type(module), reason, "before", falls_back and (precision is None or kind not in _PATCHES))
         elif reason is not None:
             served.append(name)
     return Patched(tuple(served), refused)
 
 
-def _served(kind: str, module: Any) -> str | None:
-    """Patches where that is possible: "" for a module that the layer serves, else a reason. None for other modules."""
+def _served(kind: str, module: Any, options: dict[str, Any]) -> str | None:
+    """Patches where that is possible: "" for a module that the layer serves, else a reason. None for other modules.
+
+    options: of `moe`, for modules that are patched.
+    """
     if kind in _PATCHES:
-        return _patch_one(kind, module)
+        return _patch_one(kind, module, options)
     if kind in _OUT_OF_REACH:
         return _OUT_OF_REACH[kind]
     if not _is_dispatched(module):
@@ -380,16 +394,17 @@ def _is_dispatched(module: Any) -> bool:
     return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
-def _patch_one(kind: str, module: Any) -> str:
-    """Binds the forward, unless a reason comes back. Graphs are guarded by the attribute with the activation."""
+def _patch_one(kind: str, module: Any, options: dict[str, Any]) -> str:
+    """Binds the forward, unless a reason comes back. Graphs are guarded by the attribute with the options."""
     found = _PATCHES[kind]
     if getattr(vars(module).get("forward"), "__func__", None) is found.forward:
+        module.moeblaze_options = {"activation": module.moeblaze_options["activation"], **options}
         return ""
     if kind == "LongcatFlashExperts" and module.gate_up_proj is None:
         return "it has no experts with weights"
     activation, _, reason = recognise(found.gate(module), True, _constants(module))
     if not reason:
-        module.moeblaze_activation = activation
+        module.moeblaze_options = {"activation": activation, **options}
         module.forward = types.MethodType(found.forward, module)
     return reason
 
@@ -410,7 +425,7 @@ def _dbrx(
     batch, stored = hidden_states.shape[0], (-1, self.ffn_hidden_size, self.hidden_size)
     gate, up, w2 = (weight.view(stored) for weight in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
     x, w1 = hidden_states.reshape(-1, self.hidden_size), (gate.transpose(1, 2), up.transpose(1, 2))
-    out = _layer(x, top_k_index, top_k_weights, w1, w2, activation=self.moeblaze_activation)
+    out = _layer(x, top_k_index, top_k_weights, w1, w2, **self.moeblaze_options)
     return out.view(batch, -1, self.hidden_size)
 
 
@@ -419,8 +434,8 @@ def _llama4(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
     scores, logits = self.router(x)  # scores (L, E) are 0 for experts that were not chosen
     ids = logits.topk(self.top_k, dim=1).indices
     w1, w2 = self.experts.gate_up_proj, self.experts.down_proj
-    options = {"activation": self.moeblaze_activation, "weights_on": "input"}
-    return self.shared_expert(x) + _layer(x, ids, scores.gather(1, ids), w1, w2, **options), logits
+    out = _layer(x, ids, scores.gather(1, ids), w1, w2, weights_on="input", **self.moeblaze_options)
+    return self.shared_expert(x) + out, logits
 
 
 def _jetmoe(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
@@ -429,7 +444,7 @@ def _jetmoe(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
     chosen, ids = logits.topk(self.router.top_k, dim=1)
     weights = chosen.softmax(1).to(x.dtype)
     w1, w2 = self.input_linear.weight.transpose(1, 2), self.output_linear.weight.transpose(1, 2)
-    out = _layer(x, ids, weights, w1, w2, activation=self.moeblaze_activation)
+    out = _layer(x, ids, weights, w1, w2, **self.moeblaze_options)
     biased: torch.Tensor = out.view_as(layer_input) + self.bias
     return biased
 
@@ -439,7 +454,7 @@ def _longcat(
 ) -> torch.Tensor:
     """gate_up_proj has rows for the identity experts too, which nothing reads."""
     w1, w2 = self.gate_up_proj[: self.num_routed_experts].transpose(1, 2), self.down_proj.transpose(1, 2)
-    options = {"activation": self.moeblaze_activation, "identity_experts": self.zero_expert_num}
+    options = {"identity_experts": self.zero_expert_num, **self.moeblaze_options}
     return _layer(hidden_states, top_k_index, top_k_weights, w1, w2, **options)
 
 
@@ -447,7 +462,7 @@ def _step(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     w1, w2 = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-    return _layer(hidden_states, top_k_index, top_k_weights, w1, w2, activation=self.moeblaze_activation)
+    return _layer(hidden_states, top_k_index, top_k_weights, w1, w2, **self.moeblaze_options)
 
 
 class _Patch(NamedTuple):

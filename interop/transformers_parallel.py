@@ -12,9 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from moeblaze_cupy import checks, fp8_checks
 from moeblaze_cupy.interop import transformers as served
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.structures import SAVE_POLICIES
 
 Tensor = torch.Tensor
 
@@ -25,6 +27,7 @@ def parallelize_experts(
     *,
     group: Callable[[DeviceMesh, int], ExpertGroup] = ExpertGroup,
     save: str = "minimal",
+    precision: str | None = None,
 ) -> tuple[str, ...]:
     """Spreads the experts of every layer over the ranks of a mesh; returns the names of their modules.
 
@@ -35,12 +38,17 @@ def parallelize_experts(
     group: makes the ExpertGroup of all layers with E experts from the mesh and E, such as
     `functools.partial(ExpertGroup, slots=65536)`.
     save: a save policy of `moeblaze_cupy.moe_forward`.
+    precision: as of `moeblaze_cupy.interop.transformers.register`: with "fp8" every forward quantises this rank's
+    weights. They are kept for backward, or with save="recompute" quantised again. What cannot be computed in e4m3
+    raises the errors of `expert_parallel_moe` and `moe` in forward.
     Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
     are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
-    Nothing is changed if an error is raised: TypeError, ValueError for a mesh or a model that does not fit,
+    Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
     NotImplementedError for experts that the layer cannot compute. What is raised by `group` is raised on all ranks.
     """
     function = "parallelize_experts"
+    checks.one_of(function, "save", save, SAVE_POLICIES)
+    checks.one_of(function, "precision", precision, fp8_checks.PRECISIONS)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{function}: mesh: expected a DeviceMesh of one dimension, got {type(mesh)}")
     found = {name: module for name, module in model.named_modules() if _has_experts(name, module)}
@@ -56,7 +64,7 @@ def parallelize_experts(
     for module in found.values():
         experts = groups[_first_weight(module).shape[0]]
         _keep_part(module, mesh, experts)
-        module.forward = types.MethodType(_forward_over(experts, save), module)
+        module.forward = types.MethodType(_forward_over(experts, save, precision), module)
     return tuple(found)
 
 
@@ -93,9 +101,9 @@ def _keep_part(module: torch.nn.Module, mesh: DeviceMesh, experts: ExpertGroup) 
         setattr(module, name, torch.nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
 
-def _forward_over(experts: ExpertGroup, save: str) -> Callable[..., Tensor]:
+def _forward_over(experts: ExpertGroup, save: str, precision: str | None) -> Callable[..., Tensor]:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return _over_ranks(self, hidden_states, top_k_index, top_k_weights, experts, save)
+        return _over_ranks(self, hidden_states, top_k_index, top_k_weights, experts, save, precision)
 
     return forward
 
@@ -104,7 +112,15 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _over_ranks(module: Any, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup, save: str) -> Tensor:
+def _over_ranks(
+    module: Any,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertGroup,
+    save: str,
+    precision: str | None = None,
+) -> Tensor:
     """(L, d) of this rank's tokens x (L, d), whose ids (L, k) are of all E experts; module has this rank's."""
     formula = served._formula_of(module)
     if formula.activation is None:
@@ -114,10 +130,12 @@ def _over_ranks(module: Any, x: Tensor, ids: Tensor, weights: Tensor, experts: E
     if plain and not torch.is_autocast_enabled(x.device.type):
         rows = x.to(w2.dtype)
         wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
-        out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, activation=formula.activation, save=save)
+        options: dict[str, Any] = {"activation": formula.activation, "save": save, "precision": precision}
+        options["keep_fp8_weights"] = save != "recompute"
+        out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, **options)
     else:
         rows, local_ids, got, route = exchange(x, ids, weights, experts)
-        out = collect(served._experts(module, formula, rows, local_ids, got, save, _local), route)
+        out = collect(served._experts(module, formula, rows, local_ids, got, save, _local, precision), route)
     return out.to(x.dtype)
 
 

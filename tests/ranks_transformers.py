@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-import moeblaze_cupy.interop.transformers  # noqa: F401
 from moeblaze_cupy.interop.exchange import ExpertGroup
+from moeblaze_cupy.interop.transformers import register
 from moeblaze_cupy.interop.transformers_parallel import parallelize_experts
 
 MODEL_CASES = {}
@@ -164,6 +164,41 @@ def autocast_is_followed(rank, size, group):
     assert difference(out, want) <= 1e-4
     out.sum().backward()
     assert x.grad.norm() > 0 and all(parameter.grad is not None for parameter in experts.parameters())
+
+
+@case
+def experts_in_fp8(rank, size, group):
+    """One expert per token, whose numbers then are those of one process, and errors on all ranks."""
+    register("moeblaze_fp8", precision="fp8")
+    mesh, rng = DeviceMesh.from_group(group, "cpu"), torch.Generator().manual_seed(rank)
+    x = torch.randn(12, 32, generator=rng).bfloat16().requires_grad_()
+    inputs = x, torch.randint(8, (12, 1), generator=rng), torch.rand(12, 1, generator=rng)
+
+    def experts_of(kind="Qwen3Moe", **options):
+        return model_of(kind, "moeblaze_fp8", **options).bfloat16().model.layers[0].mlp.experts
+
+    want = experts_of(moe_intermediate_size=32)(*inputs)
+    (grad,) = torch.autograd.grad(want.sum(), x)
+    for save in ("minimal", "fp8", "recompute"):
+        experts = experts_of(moe_intermediate_size=32)
+        parallelize_experts(experts, mesh, save=save, precision="fp8")
+        out = experts(*inputs)
+        assert torch.equal(out, want)
+        x.grad = None
+        out.sum().backward()
+        assert save == "fp8" or torch.equal(x.grad, grad)
+        assert all(parameter.grad is not None for parameter in experts.parameters())
+    interleaved = experts_of("GptOss", intermediate_size=32)
+    for error, text, experts, given in (
+        (ValueError, "for 'fp8', got (d, h) = (32, 24)", experts_of(), inputs),
+        (TypeError, "x: expected bfloat16 with precision='fp8'", experts_of().float(), (x.float(), *inputs[1:])),
+        (ValueError, "gate_up: expected 'halves' with precision='fp8'", interleaved, inputs),
+    ):
+        parallelize_experts(experts, mesh, precision="fp8")
+        expect(error, text, experts, *given)
+    for name, value in (("precision", "fp4"), ("save", "some")):
+        spread = functools.partial(parallelize_experts, experts_of(), mesh, **{name: value})
+        expect(ValueError, f"parallelize_experts: {name}: expected one of", spread)
 
 
 @case

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
 
-from test_transformers import step, tiny, tokens  # noqa: E402
+from test_transformers import PATCHED, step, text_model, tiny, tokens  # noqa: E402
 
 import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy.interop import torch_fp8  # noqa: E402
@@ -185,3 +185,50 @@ def test_after_a_capture_nothing_is_taken_for_current(monkeypatch, quantised):
     for parameter in model.parameters():
         parameter.data.mul_(1.25)  # as a replay, uncounted
     assert torch.equal(logits(model), logits(moved(model)))
+
+
+@pytest.mark.parametrize("name", ["DbrxExperts", "Llama4TextMoe"])
+def test_patched_models(name):
+    """Beside bf16, with one layer, so that no token goes to another expert for it; "recompute" has the same bits, and
+    the last call of `patch` decides."""
+    *family, sizes = PATCHED[name]
+    one = (
+        {"n_layers": 1, "num_hidden_layers": 1}
+        if name == "DbrxExperts"
+        else {"num_hidden_layers": 1, "moe_layers": [0], "intermediate_size": 16}
+    )
+    model = text_model(*family, **(sizes | one)).bfloat16()
+    results = []
+    for options in ({}, {"precision": "fp8"}, {"precision": "fp8", "save": "recompute"}, {"save": "fp8"}, {}):
+        assert len(backend.patch(model, **options).served) == 1
+        results.append(step(model))
+    bf16, fp8, again, saved, last = results
+    experts = [key for key in bf16 if "experts" in key and bf16[key].abs().max() > 0]
+    assert experts and all(torch.equal(bf16[key], last[key]) and torch.equal(fp8[key], again[key]) for key in bf16)
+    assert torch.equal(bf16["logits"], saved["logits"])
+    for got, least in ((fp8, 0.02), (saved, 0.003)):
+        errors = {key: ((got[key] - bf16[key]).float().norm() / bf16[key].float().norm()).item() for key in experts}
+        assert least < max(errors.values()) < 0.1, errors
+
+
+def test_what_patched_models_do_not_take_is_named():
+    *family, sizes = PATCHED["DbrxExperts"]
+    model = text_model(*family, **sizes)
+    for options, text in (
+        ({"precision": "fp4"}, "patch: precision: expected one of"),
+        ({"save": "some"}, "patch: save: "),
+    ):
+        with pytest.raises(ValueError, match=text):
+            backend.patch(model, **options)
+    backend.patch(model, precision="fp8")
+    with pytest.raises(TypeError, match="expected bfloat16 with precision='fp8', got float"):
+        logits(model.float())
+    wrong = {**sizes, "ffn_config": {**sizes["ffn_config"], "ffn_hidden_size": 24}}
+    model = text_model(*family, **wrong).bfloat16()
+    backend.patch(model, precision="fp8")
+    with pytest.raises(ValueError, match=r"for 'fp8', got \(d, h\) = \(32, 24\)"):
+        logits(model)
+    fresh = text_model(*family, **sizes)
+    fresh.transformer.blocks[0].ffn.experts.mlp.activation_fn = torch.nn.Tanh()
+    with pytest.raises(NotImplementedError, match="moeblaze: DbrxExperts: its activation is none of"):
+        backend.patch(fresh, precision="fp8")
