@@ -3,8 +3,10 @@
 #pragma once
 #include "activation.cuh"
 #include "gemm_core_sm90.cuh"
-#include "scales_sm90.cuh"
 #include "tile_bias_sm90.cuh"
+#if FP8_SAVED || defined(OPERAND)
+#include "scales_sm90.cuh"
+#endif
 
 constexpr int LANE_COLUMNS = 8;
 
@@ -86,15 +88,16 @@ struct ActivateRows : EpilogueBase {
     static constexpr int ROWS = LANE_ROWS * STEP;  // per call of next()
     const GroupedGemmParams& params;
     saved_t* first_layer;
-    element* y_swi;
     bool inside;
     float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
 #if FP8_SAVED || defined(OPERAND)
     bool group_inside;  // the group of the lane's columns has columns inside
 #endif
-#ifdef OPERAND
+#ifndef OPERAND
+    element* y_swi;
+#else
     using SharedY = SharedScaling<LANE_ROWS>;
-    operand* quantised;      // as y_swi
+    operand* quantised;      // of y_swi
     float* quantised_scale;  // of the row that the lane has the scale of
 #endif
 
@@ -105,8 +108,9 @@ struct ActivateRows : EpilogueBase {
         rows = count, done = 0, inside = column < params.columns;
         const int64 r = row0 + lane / LANES;
         first_layer = params.first_layer + r * first_layer_ld() + column;
+#ifndef OPERAND
         y_swi = params.result + r * params.columns + column;
-#ifdef OPERAND
+#else
         quantised = params.quantised + r * params.columns + column;
         quantised_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + r + SharedY::vector() * STEP;
 #endif
@@ -151,20 +155,32 @@ struct ActivateRows : EpilogueBase {
             const float scale = store_quantised(quantised, STEP * params.columns, y, [&](int i) { return valid[i]; });
             if (SharedY::stores() && group_inside && row + SharedY::vector() * STEP < rows) *quantised_scale = scale;
         }
+        if (params.result) {
+            element* const y_swi = params.result + (quantised - params.quantised);
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; ++i)
+                if (valid[i]) store_vector8(y_swi + i * STEP * params.columns, y[i]);
+        }
         quantised += ROWS * params.columns, quantised_scale += ROWS;
 #endif
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; ++i) {
+#ifndef OPERAND
             const uint4 packed = pack8(element(), y[i]);
+#endif
 #if !FP8_SAVED
             element* const to = first_layer + i * STEP * first_layer_ld();
             if (valid[i] && params.first_layer) gate[i].store(to);
             if (SPLIT && valid[i] && params.first_layer) up[i].store(to + params.columns);
 #endif
+#ifndef OPERAND
             if (valid[i] && params.result) store_global_16(y_swi + i * STEP * params.columns, packed);
+#endif
         }
         first_layer += ROWS * first_layer_ld();
+#ifndef OPERAND
         y_swi += ROWS * params.columns;
+#endif
         done += ROWS;
     }
 
