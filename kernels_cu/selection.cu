@@ -35,6 +35,7 @@
 #endif
 static_assert(4 * MAX_EXPERTS <= DEFAULT_SHARED_BYTES, "launches ask for no more shared memory");
 constexpr int SPLIT_TOKENS = 2048;   // of a block of columns_split between two times that it passes its candidates on
+constexpr int BINS_AT_ONCE = 8;      // of a warp of columns_count that adds them to global memory
 constexpr int FINISH_LOADS = 8;      // tokens of a thread of columns_finish on their way from global memory
 constexpr unsigned LOST = 1u << 31;  // in the number of a column's candidates: they are not all in the list
 
@@ -113,7 +114,8 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     T next[LOADS];
     unsigned next_chosen[LOADS];
     if (rows.number > 0) rows.load(next, next_chosen, 0);
-    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) counters[i] = 0;
+    int4* fours = reinterpret_cast<int4*>(counters);
+    for (int i = threadIdx.x; i < num_counters / 4; i += SELECT_THREADS) fours[i] = make_int4(0, 0, 0, 0);
     const Members members(CHOSEN && place.exists && p.columns[place.column(p)].among_chosen, place.exists);
     // By the leading bits of the float itself, which takes two instructions less. Lanes past the last column count for nobody.
     const auto add = [&](T score, unsigned chosen) {
@@ -140,10 +142,22 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     __syncthreads();
     int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts;
     const int bins = 1 << p.width, positive = bins / 2;
-    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) {
-        const int digit = i / 32 & positive ? bins - 1 - i / 32 : i / 32 + positive;  // of the key, see sort_key
-        if (place.exists && counters[i])
-            atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts + place.expert, counters[i]);
+    // Most counters are 0, so a warp looks at several bins at one time.
+    const int at_once = min(max(bins / WARPS, 1), BINS_AT_ONCE);
+    for (int first = threadIdx.x / 32; first < bins; first += BINS_AT_ONCE * WARPS) {
+        int found[BINS_AT_ONCE], any = 0;
+#pragma unroll
+        for (int b = 0; b < BINS_AT_ONCE; ++b) {
+            found[b] = b < at_once ? counters[(first + b * WARPS) * 32 + lane] : 0;
+            any |= found[b];
+        }
+        if (!any || !place.exists) continue;
+#pragma unroll
+        for (int b = 0; b < BINS_AT_ONCE; ++b) {
+            const int bin = first + b * WARPS;
+            const int digit = bin & positive ? bins - 1 - bin : bin + positive;  // of the key, see sort_key
+            if (found[b]) atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts + place.expert, found[b]);
+        }
     }
     if (!comes_last(p.done + place.sequence * place.num_words + place.word, p.parts, counters)) return;
     Column* columns = p.columns + static_cast<int64>(place.sequence) * p.num_experts;
