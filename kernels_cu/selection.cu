@@ -112,7 +112,7 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     const Place<ColumnsCountParams<T>> place(p);
     const Rows<T, CHOSEN> rows(p, place, place.tokens);
     T next[LOADS];
-    unsigned next_chosen[LOADS];
+    unsigned next_chosen = 0;  // words of the lanes
     if (rows.number > 0) rows.load(next, next_chosen, 0);
     int4* fours = reinterpret_cast<int4*>(counters);
     for (int i = threadIdx.x; i < num_counters / 4; i += SELECT_THREADS) fours[i] = make_int4(0, 0, 0, 0);
@@ -125,18 +125,18 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     __syncthreads();
     for (int first = 0; first < rows.number; first += LOADS) {
         T loaded[LOADS];
-        unsigned chosen[LOADS];
+        const unsigned chosen = next_chosen;
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) loaded[l] = next[l], chosen[l] = next_chosen[l];
+        for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
         rows.load(next, next_chosen, first + LOADS);
         __syncwarp();  // keeps the compiler from putting the loads off until their use
         if (first + LOADS <= rows.number) {
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) add(loaded[l], chosen[l]);
+            for (int l = 0; l < LOADS; ++l) add(loaded[l], rows.chosen_of(chosen, l));
         } else {
 #pragma unroll
             for (int l = 0; l < LOADS; ++l)
-                if (first + l < rows.number) add(loaded[l], chosen[l]);
+                if (first + l < rows.number) add(loaded[l], rows.chosen_of(chosen, l));
         }
     }
     __syncthreads();
@@ -209,22 +209,22 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
         const unsigned index = static_cast<unsigned>(begin - place.all.begin);
         const int last = (rows.number - 1) / LOADS * LOADS;
         T next[LOADS];
-        unsigned next_chosen[LOADS];
+        unsigned next_chosen = 0;  // words of the lanes
         if (rows.number > 0) rows.load(next, next_chosen, last);
         for (int first = rows.number > 0 ? last : -1; first >= 0; first -= LOADS) {
             T loaded[LOADS];
-            unsigned chosen[LOADS];
+            const unsigned chosen = next_chosen;
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) loaded[l] = next[l], chosen[l] = next_chosen[l];
+            for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
             rows.load(next, next_chosen, first - LOADS);
             __syncwarp();  // keeps the compiler from putting the loads off until their use
             unsigned of_taken = 0, of_candidates = 0, found = 0;
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
-                const unsigned key = key_of(loaded[l]);
-                const bool is_member = CHOSEN ? members.has(chosen[l]) : place.exists;
+                const unsigned key = key_of(loaded[l]), of_token = rows.chosen_of(chosen, l);
+                const bool is_member = CHOSEN ? members.has(of_token) : place.exists;
                 const bool takes = is_member && key > highest, maybe = is_member && key > below && key <= highest;
-                const unsigned all_taken = __ballot_sync(0xffffffffu, takes || (CHOSEN && (chosen[l] & always)));
+                const unsigned all_taken = __ballot_sync(0xffffffffu, takes || (CHOSEN && (of_token & always)));
                 const unsigned all_maybe = __ballot_sync(0xffffffffu, maybe);
                 if (lane == l) of_taken = all_taken, of_candidates = all_maybe;
                 if (maybe) found |= 1u << l;
