@@ -1,6 +1,6 @@
 """Two checkouts side by side on one GPU, in turn: layers, their single kernels and host times, as ratios.
 
-python -m bench.compare BEFORE [--case CASES] [--kernels CASES] [--host] [--window SECONDS] --out FILE.json
+python -m bench.compare BEFORE [--case CASES] [--kernels CASES] [--fp8 CASES] [--host] [--window S] --out FILE.json
 
 BEFORE is the folder of another checkout; the other side is this one. Each side runs in a process of its own that holds
 the inputs of one case, and both make the same bits. Windows of calls back to back follow one another in random order,
@@ -83,6 +83,25 @@ class Worker:
         self.calls = dict(kernels.Kernels(case, inputs.layer_inputs(case, order)).calls)
         return list(self.calls)
 
+    def fp8(self, name: str, order: str) -> list[str]:
+        """Loads the products whose epilogues make e4m3, beside up_fwd in bf16; returns their names."""
+        from bench import cases, fp8, inputs, kernels
+        from moeblaze_cupy.arrays import Torch
+
+        self.free()
+        case = cases.LAYERS[name]
+        made = inputs.layer_inputs(case, order)
+        kernel = kernels.Kernels(case, made)
+        checked = fp8.Checked(case, kernel)
+        w1 = Torch.describe(made["w1"])
+        arguments = Torch, kernel.run, kernel.addresses, kernel.index_layout, kernel.limits, case
+        saved = saved_up_fwd(*arguments, made["x"], w1.layout, w1.ptr, kernel.y_swi)
+        self.calls = {"up_fwd": kernel.calls["up_fwd"], "up_fwd, save fp8": saved}
+        for entry in ("up_fwd", "down_bwd"):
+            checked.calls[entry]()  # down_bwd reads what up_fwd writes
+            self.calls[f"{entry}, e4m3"] = checked.calls[entry]
+        return list(self.calls)
+
     def host(self) -> list[str]:
         """Loads the small calls of bench.host_time; returns their names."""
         from bench import host_time
@@ -126,6 +145,29 @@ class Worker:
     def free(self) -> None:
         self.calls, self.once = {}, {}
         self.measure.release()
+
+
+def saved_up_fwd(framework, run, lists, index, limits, case, x, layout, w1: int, y, saved=None):
+    """A call of the bf16 product that keeps the first layer as save="fp8" does.
+
+    layout, w1: the weight's, and its address. y: (R, h), written. saved: bytes for the first layer, made if None.
+    """
+    from moeblaze_cupy import launch_config
+    from moeblaze_cupy.ops.grouped_gemm import Operand, Weight, configure, gemm
+
+    halves = case.first_columns // case.h
+    weight = Weight.of((layout,), case.h if halves == 2 else None)
+    rows = Operand("bfloat16", case.d)
+    step = configure("up_fwd", index, rows, weight, case.h, case.d, case.activation, limits, fp8_saved=True)
+    if saved is None:
+        saved = run.empty((launch_config.saved_fp8(case.slots, case.h, halves).nbytes,), "uint8").array
+    from_x, to, result = (framework.describe(array).ptr for array in (x, saved, y))
+
+    def call():
+        gemm(run, step, lists, from_x, weight.halves(w1), first_layer=to, result=result)
+        return saved, y  # which the call keeps
+
+    return call
 
 
 def _tensors(results) -> tuple:
@@ -185,6 +227,7 @@ def main(*argv: str) -> None:
     parser.add_argument("before", help="the folder of another checkout")
     parser.add_argument("--case", default="", help="layers to compare, cases or groups of bench/cases.py")
     parser.add_argument("--kernels", default="", help="cases whose single kernels are compared")
+    parser.add_argument("--fp8", default="", help="cases whose products with epilogues that make e4m3 are compared")
     parser.add_argument("--host", action="store_true", help="host time of small calls too")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -194,7 +237,7 @@ def main(*argv: str) -> None:
     from bench import cases
 
     loads: list[tuple[tuple, str, int]] = [(("host",), "host_window", 3 * args.rounds)] if args.host else []
-    for what, names in (("layer", args.case), ("kernels", args.kernels)):
+    for what, names in (("layer", args.case), ("kernels", args.kernels), ("fp8", args.fp8)):
         chosen = cases.select(names, "") if names else []
         loads += [((what, name, args.order), "window", args.rounds) for name in chosen]
     sides = {"before": Side(Path(args.before).resolve()), "after": Side(ROOT)}

@@ -6,7 +6,7 @@ All three are timed in turn, in windows of calls back to back, as the power limi
 torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
 down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. The
 layer follows, in bf16 and fp8, with how far its results are from bf16's, and its forward by torch's own products in
-e4m3 (bench/fp8_torch.py).
+e4m3 (bench/fp8_torch.py). Last come the kernels that make x and the weights e4m3, beside copies of as many bytes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import moeblaze_cupy as mb
-from bench import cases, fp8_torch, inputs, kernels, measure, table, verify
+from bench import cases, fp8_quantize, fp8_torch, inputs, kernels, measure, table, verify
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Torch
@@ -218,6 +218,7 @@ def run(names: list[str], window: float, rounds: int, order: str) -> list[dict]:
         kernel = checked = None
         measure.release()
         rows += layer_rows(name, made, window, rounds)
+        rows += quantize_rows(name, made, window, rounds)
         made = None
         measure.release()
         times.append(time.perf_counter())
@@ -284,6 +285,26 @@ def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: 
     return rows
 
 
+def quantize_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: int) -> list[dict]:
+    """What makes x and the weights e4m3, beside a copy. Raises RuntimeError where rows are not those of `quantised`."""
+    of_x, out, scales = fp8_quantize.of_rows(made["x"])
+    of_x.call()
+    numbers, expected = quantised(made["x"], (1,))
+    others = float((out != numbers.view(torch.uint8)).float().mean())
+    if others > OTHERS or not torch.allclose(scales, expected.flatten(), rtol=1e-6, atol=0):
+        raise RuntimeError(f"bench.fp8: {name}: quantize_rows: expected torch's e4m3 and scales, got {others} others")
+    del out, scales, numbers, expected
+    rows = []
+    for kernel, found in zip(
+        fp8_quantize.KERNELS, (of_x, fp8_quantize.of_weights(made["w1"], made["w2"])), strict=True
+    ):
+        copy, times = fp8_quantize.copy_of(found.nbytes, made["x"].device)
+        seconds = in_turn({"e4m3": found.call, "copy": copy}, window, rounds)
+        seconds["copy"] *= times
+        rows.append({"case": name, "kernel": kernel, "bytes": found.nbytes, "errors": {}, "seconds": seconds})
+    return rows
+
+
 def torchs_forward(name: str, made: dict, arrays: list[torch.Tensor]) -> tuple[dict[str, Callable], dict[str, float]]:
     """torch's way by its name, and how far its result is from bf16's; nothing but a note where it cannot run."""
     if not fp8_torch.available():
@@ -301,13 +322,22 @@ def torchs_forward(name: str, made: dict, arrays: list[torch.Tensor]) -> tuple[d
 
 
 def text(rows: list[dict]) -> list[str]:
-    """Of products: times, ratio, TFLOP/s of each way, relative errors. Of layers: ms, and bf16's over each way's."""
+    """Of products: times, ratio, TFLOP/s of each way, relative errors. Of layers: ms, and bf16's over each way's.
+
+    Of what makes e4m3: times, bytes per second, and a copy's time over it.
+    """
     lines = [["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", "sums us", "error"]]
     kinds = [*list(LAYERS)[1:], *([PEER] if any(PEER in row["seconds"] for row in rows) else [])]
     layers = [["case", "pass", "bf16 ms", *(f"bf16 / {kind}" for kind in kinds)]]
+    copies = [["case", "kernel", "us", "TB/s", "copy / e4m3"]]
     errors = []
     for row in rows:
         seconds = row["seconds"]
+        if "bytes" in row:
+            us, rate = seconds["e4m3"] * 1e6, row["bytes"] / seconds["e4m3"] / 1e12
+            ratio = f"{seconds['copy'] / seconds['e4m3']:.2f}"
+            copies.append([row["case"], row["kernel"], table.number(us, 4), table.number(rate), ratio])
+            continue
         if "flops" not in row:
             ratios = (f"{seconds['bf16'] / seconds[kind]:.2f}" if kind in seconds else "-" for kind in kinds)
             layers.append([row["case"], row["kernel"], table.number(seconds["bf16"] * 1e3, 4), *ratios])
@@ -327,7 +357,7 @@ def text(rows: list[dict]) -> list[str]:
                 " ".join(f"{error:.1e}" for error in row["errors"].values()),
             ]
         )
-    tables = (part for part, left in ((lines, 2), (layers, 2)) if len(part) > 1)
+    tables = (part for part in (lines, layers, copies) if len(part) > 1)
     return [*(line for part in tables for line in table.aligned(part, 2)), *errors]
 
 

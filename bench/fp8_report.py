@@ -12,6 +12,7 @@ from moeblaze_cupy import memory
 RECORD = RECORDS / "fp8" / "h200.json"
 PASSES = ("forward", "forward + backward")
 PEER = "torch, fp8"
+QUANTIZED = ("quantize_rows", "quantize_weights")
 ABOUT = """`python -m bench.fp8` times `precision="fp8"` and `save="fp8"` beside bf16, calls back to back in turn,
 weights as transformers stores them. These are quantised before the calls, unless a column says that the call does."""
 OF_PRODUCTS = "Products: bf16's time over e4m3's, sums over a token's slots included."
@@ -21,6 +22,8 @@ no experts and no sums."""
 OF_PEER = """The last column is the time of a forward of torch's own products in fp8 over this one's: rows sorted,
 gathered and quantised, `torch._scaled_grouped_mm` twice, a weighted sum."""
 OF_SAVED = """Time with `save="minimal"` over that with `save="fp8"`, and MiB of a and b that each keeps, by formula."""
+OF_QUANTIZED = """What makes x and the weights e4m3: the time of a copy of as many bytes over its own, and TB/s. x is
+read once; weights are read twice and written in both orientations."""
 OF_ERRORS = """Differences from bf16's results over their norms, in thousandths: out and each gradient with
 `precision="fp8"`, then each gradient with `save="fp8"` alone, whose out is that of bf16."""
 
@@ -73,6 +76,17 @@ def saved_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
     return lines
 
 
+def quantized_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
+    """Cells: case, a copy's time over that of x, TB/s, both of the weights. None of records without these kernels."""
+    lines = []
+    for case, rows in found.items():
+        these = [rows[kernel] for kernel in QUANTIZED if kernel in rows]
+        cells = [(speed(row, "e4m3", "copy"), number(row["bytes"] / row["seconds"]["e4m3"] / 1e12)) for row in these]
+        if cells:
+            lines.append([case, *(cell for pair in cells for cell in pair)])
+    return lines
+
+
 def error_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
     lines = []
     for case, rows in found.items():
@@ -109,6 +123,8 @@ def section(table) -> list[str]:
     has_peer = len(layers[0]) > 6
     head = ["case", "forward", "with backward", "forward that quantises", "with backward", "over `_scaled_mm`"]
     gradients = ["x", "weights", "w1", "w2"]
+    quantized = quantized_rows(found)
+    head_quantized = ["case", "x, of a copy", "TB/s", "weights, of a copy", "TB/s"]
     return [
         *("", "## Products in e4m3", "", ABOUT, ""),
         f"{record['machine_info']['gpu']}, commit `{record['commit_info']['id']}`.",
@@ -120,6 +136,7 @@ def section(table) -> list[str]:
             ["case", "bf16 forward", "with backward", "fp8 forward", "with backward", "minimal, MiB", "fp8, MiB"],
             saved_rows(found),
         ),
+        *(("", OF_QUANTIZED, *table(head_quantized, quantized)) if quantized else ()),
         *("", OF_ERRORS),
         *table(["case", "out", *gradients, *(f"save: {name}" for name in gradients)], error_rows(found)),
     ]

@@ -24,7 +24,7 @@ __device__ __forceinline__ Scaling scaling_of(float amax) {
     if (finite) scale = fmaf(fmaf(-E4M3_MAX, scale, divisor), RECIPROCAL, scale);
     float factor = reciprocal(scale);
     if (finite) factor = fmaf(fmaf(-factor, divisor, E4M3_MAX) * RECIPROCAL, factor, factor);
-    return {amax < MIN_NORMAL ? 1.f : scale, factor};
+    return {amax >= MIN_NORMAL ? scale : 1.f, factor};  // 1 of a NaN too
 }
 
 // fmaxf drops a NaN.
@@ -36,26 +36,31 @@ __device__ __forceinline__ float amax_of(const float (&v)[N]) {
     return amax;
 }
 
-// The largest of each of N numbers over groups of LANES lanes: lane l of a group has that of number l / (LANES / N).
-template <int LANES, int N>
-__device__ __forceinline__ float largest(const float (&v)[N]) {
+// The largest, by `larger` of two, of each of N values over groups of LANES lanes: lane l of a group has that of value
+// l / (LANES / N).
+template <int LANES, class T, int N, class Larger>
+__device__ __forceinline__ T largest(const T (&v)[N], Larger larger) {
     constexpr int STEP = LANES / 2;
     constexpr unsigned ALL = 0xffffffffu;
     if constexpr (N == 1) {
-        float found = v[0];
+        T found = v[0];
 #pragma unroll
-        for (int step = STEP; step > 0; step >>= 1) found = fmaxf(found, __shfl_xor_sync(ALL, found, step));
+        for (int step = STEP; step > 0; step >>= 1) found = larger(found, __shfl_xor_sync(ALL, found, step));
         return found;
     } else {
         const bool second = threadIdx.x & STEP;
-        float kept[N / 2];
+        T kept[N / 2];
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
-            const float own = second ? v[i + N / 2] : v[i], other = second ? v[i] : v[i + N / 2];
-            kept[i] = fmaxf(own, __shfl_xor_sync(ALL, other, STEP));
+            const T own = second ? v[i + N / 2] : v[i], other = second ? v[i] : v[i + N / 2];
+            kept[i] = larger(own, __shfl_xor_sync(ALL, other, STEP));
         }
-        return largest<STEP>(kept);
+        return largest<STEP>(kept, larger);
     }
+}
+template <int LANES, int N>
+__device__ __forceinline__ float largest(const float (&v)[N]) {
+    return largest<LANES>(v, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // Numbers with even index times the first factor, with odd index times the second, as e4m3.
@@ -74,27 +79,6 @@ __device__ __forceinline__ void unpack_e4m3(float (&v)[8], unsigned low, unsigne
         const float2 pair = cvt_f32x2_from_e4m3x2(static_cast<unsigned short>(word >> i % 2 * 16));
         v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
     }
-}
-
-// Stores 8 columns of each half of a row per lane, where 16 lanes have the columns that share a scale. All lanes of the warp take
-// part; those past the last column have zeros. to, scale: of the lane's columns and of its group, in the first half; the second
-// lies so much further. stores, stores_scale: whether the lane, and whether its group, has columns to store.
-template <int HALVES>
-__device__ __forceinline__ void store_quantised(e4m3* to, int64 to_half, float* scale, int64 scale_half, const float (&first)[8],
-                                                [[maybe_unused]] const float (&second)[8], bool stores, bool stores_scale) {
-    constexpr int LANES = 16, SCALE_LANES = LANES / HALVES;
-    float amax[HALVES] = {amax_of(first)};
-    if constexpr (HALVES == 2) amax[1] = amax_of(second);
-    const Scaling mine = scaling_of(largest<LANES>(amax));  // of the first half in half of the lanes
-    auto store = [&](const float (&v)[8], int half) {
-        const int lane = (threadIdx.x & LANES) + half * SCALE_LANES;
-        const float factor = HALVES == 1 ? mine.factor : __shfl_sync(0xffffffffu, mine.factor, lane);
-        const uint2 packed = pack_e4m3(v, factor, factor);
-        if (stores) *reinterpret_cast<uint2*>(to + half * to_half) = packed;
-    };
-    store(first, 0);
-    if constexpr (HALVES == 2) store(second, 1);
-    if (stores_scale && threadIdx.x % SCALE_LANES == 0) scale[threadIdx.x % LANES / SCALE_LANES * scale_half] = mine.scale;
 }
 
 // The first layer as save="fp8" keeps it: (R, HALVES * columns) e4m3 in the order of w1's columns, and from the next multiple of 16

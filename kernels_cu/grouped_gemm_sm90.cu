@@ -118,7 +118,7 @@ struct GroupedGemmParams {
     ACTIVATION_CONSTANTS  // of the activations' epilogues
 };
 
-#include "epilogue_sm90.cuh"  // works on the parameters
+#include "epilogue_bwd_sm90.cuh"  // works on the parameters
 #ifdef OPERAND
 #include "scaled_products_sm90.cuh"
 #endif

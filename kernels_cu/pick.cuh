@@ -23,12 +23,16 @@ __device__ __forceinline__ void pick(const int* histogram, Column* columns, unsi
     const int bins = 1 << width, of_warp = max(bins / PICK_WARPS, 1), highest = bins - 1 - warp * of_warp, shift = 32 - width;
     const int number = expert < num_experts && highest >= 0 ? of_warp : 0;
     int counts[MOST], sum = 0;
+    // All lanes of all warps load, those past the last column or bin a count that they do not use. So few instructions are
+    // between two loads: a step to the next address, and a comparison that is the same for all lanes.
+    const int* at = histogram + static_cast<int64>(max(highest, 0)) * num_experts + min(expert, num_experts - 1);
 #pragma unroll
-    for (int i = 0; i < MOST; ++i) counts[i] = i < number ? histogram[static_cast<int64>(highest - i) * num_experts + expert] : 0;
+    for (int i = 0; i < MOST; ++i, at -= num_experts) counts[i] = i < of_warp ? *at : 0;
     Column column = {0, wanted, 0, -1};
     if (expert < num_experts && wanted < 0) column = columns[expert];
 #pragma unroll
     for (int i = 0; i < MOST; ++i) sum += counts[i];
+    sum = number ? sum : 0;
     of_warps[32 * warp + lane] = sum;
     __syncthreads();  // all have read the column, of which one thread writes another
     int before = 0, total = 0;

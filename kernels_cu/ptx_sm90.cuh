@@ -128,6 +128,25 @@ __device__ __forceinline__ void store_global_vector(void* p, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 
+// Under a predicate, without a branch, which would keep instructions before and after it from overlapping.
+__device__ __forceinline__ void store_global_8_if(bool condition, void* p, uint2 v) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v2.u32 [%1], {%2, %3};\n}\n" ::"r"(int(condition)),
+                 "l"(p), "r"(v.x), "r"(v.y));
+}
+
+// In each half the larger magnitude, with the product of both signs. Of a number and a NaN it is the number's.
+__device__ __forceinline__ unsigned max_xorsign_abs_bf16x2(unsigned a, unsigned b) {
+    unsigned r;
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+__device__ __forceinline__ unsigned max_xorsign_abs_fp16x2(unsigned a, unsigned b) {
+    unsigned r;
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
 // p plus a * b bytes, a product of 64 bits.
 template <class T>
 __device__ __forceinline__ T* add_product(T* p, unsigned a, unsigned b) {

@@ -7,6 +7,7 @@
 #endif
 constexpr int WARPS = SELECT_THREADS / 32;
 constexpr int LOADS = 8;  // scores of a thread on their way from global memory, beside as many that it works on
+static_assert(32 % LOADS == 0, "lanes that have a word of chosen pairs each");
 
 // A block's place: its sequence, its part of that, and its lane's column.
 template <class Params>
@@ -55,15 +56,21 @@ struct Rows {
     __device__ __forceinline__ T score(unsigned i) const {
         return *reinterpret_cast<const T*>(scores + static_cast<unsigned long long>(i) * row_bytes);
     }
-    __device__ __forceinline__ unsigned chosen(unsigned i) const {
-        return CHOSEN ? *reinterpret_cast<const unsigned*>(words + static_cast<unsigned long long>(i) * row_word_bytes) : 0;
-    }
-    // LOADS tokens from `first` on. Those before the first and past the last are the first and the last.
-    __device__ __forceinline__ void load(T (&of_scores)[LOADS], unsigned (&of_chosen)[LOADS], int first) const {
+    // LOADS tokens from `first` on. Those before the first and past the last are the first and the last. A token's word of
+    // chosen pairs is in one lane of LOADS, the same for all columns: see chosen_of.
+    __device__ __forceinline__ void load(T (&of_scores)[LOADS], unsigned& words_of_lanes, int first) const {
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) {
-            const unsigned i = max(min(first + l, number - 1), 0);
-            of_scores[l] = score(i), of_chosen[l] = chosen(i);
+        for (int l = 0; l < LOADS; ++l) of_scores[l] = score(clamped_token(first + l));
+        if (CHOSEN) {
+            const unsigned i = clamped_token(first + static_cast<int>(threadIdx.x % LOADS));
+            words_of_lanes = *reinterpret_cast<const unsigned*>(words + static_cast<unsigned long long>(i) * row_word_bytes);
         }
     }
+    // The word of chosen pairs of token l of those that were loaded. All lanes call it.
+    __device__ __forceinline__ static unsigned chosen_of(unsigned words_of_lanes, int l) {
+        return CHOSEN ? __shfl_sync(0xffffffffu, words_of_lanes, l) : 0;
+    }
+
+private:
+    __device__ __forceinline__ unsigned clamped_token(int i) const { return max(min(i, number - 1), 0); }
 };

@@ -35,6 +35,7 @@
 #endif
 static_assert(4 * MAX_EXPERTS <= DEFAULT_SHARED_BYTES, "launches ask for no more shared memory");
 constexpr int SPLIT_TOKENS = 2048;   // of a block of columns_split between two times that it passes its candidates on
+constexpr int BINS_AT_ONCE = 8;      // of a warp of columns_count that adds them to global memory
 constexpr int FINISH_LOADS = 8;      // tokens of a thread of columns_finish on their way from global memory
 constexpr unsigned LOST = 1u << 31;  // in the number of a column's candidates: they are not all in the list
 
@@ -111,9 +112,10 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     const Place<ColumnsCountParams<T>> place(p);
     const Rows<T, CHOSEN> rows(p, place, place.tokens);
     T next[LOADS];
-    unsigned next_chosen[LOADS];
+    unsigned next_chosen = 0;  // words of the lanes
     if (rows.number > 0) rows.load(next, next_chosen, 0);
-    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) counters[i] = 0;
+    int4* fours = reinterpret_cast<int4*>(counters);
+    for (int i = threadIdx.x; i < num_counters / 4; i += SELECT_THREADS) fours[i] = make_int4(0, 0, 0, 0);
     const Members members(CHOSEN && place.exists && p.columns[place.column(p)].among_chosen, place.exists);
     // By the leading bits of the float itself, which takes two instructions less. Lanes past the last column count for nobody.
     const auto add = [&](T score, unsigned chosen) {
@@ -123,27 +125,39 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     __syncthreads();
     for (int first = 0; first < rows.number; first += LOADS) {
         T loaded[LOADS];
-        unsigned chosen[LOADS];
+        const unsigned chosen = next_chosen;
 #pragma unroll
-        for (int l = 0; l < LOADS; ++l) loaded[l] = next[l], chosen[l] = next_chosen[l];
+        for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
         rows.load(next, next_chosen, first + LOADS);
         __syncwarp();  // keeps the compiler from putting the loads off until their use
         if (first + LOADS <= rows.number) {
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) add(loaded[l], chosen[l]);
+            for (int l = 0; l < LOADS; ++l) add(loaded[l], rows.chosen_of(chosen, l));
         } else {
 #pragma unroll
             for (int l = 0; l < LOADS; ++l)
-                if (first + l < rows.number) add(loaded[l], chosen[l]);
+                if (first + l < rows.number) add(loaded[l], rows.chosen_of(chosen, l));
         }
     }
     __syncthreads();
     int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts;
     const int bins = 1 << p.width, positive = bins / 2;
-    for (int i = threadIdx.x; i < num_counters; i += SELECT_THREADS) {
-        const int digit = i / 32 & positive ? bins - 1 - i / 32 : i / 32 + positive;  // of the key, see sort_key
-        if (place.exists && counters[i])
-            atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts + place.expert, counters[i]);
+    // Most counters are 0, so a warp looks at several bins at one time.
+    const int at_once = min(max(bins / WARPS, 1), BINS_AT_ONCE);
+    for (int first = threadIdx.x / 32; first < bins; first += BINS_AT_ONCE * WARPS) {
+        int found[BINS_AT_ONCE], any = 0;
+#pragma unroll
+        for (int b = 0; b < BINS_AT_ONCE; ++b) {
+            found[b] = b < at_once ? counters[(first + b * WARPS) * 32 + lane] : 0;
+            any |= found[b];
+        }
+        if (!any || !place.exists) continue;
+#pragma unroll
+        for (int b = 0; b < BINS_AT_ONCE; ++b) {
+            const int bin = first + b * WARPS;
+            const int digit = bin & positive ? bins - 1 - bin : bin + positive;  // of the key, see sort_key
+            if (found[b]) atomicAdd(histogram + static_cast<int64>(digit) * p.num_experts + place.expert, found[b]);
+        }
     }
     if (!comes_last(p.done + place.sequence * place.num_words + place.word, p.parts, counters)) return;
     Column* columns = p.columns + static_cast<int64>(place.sequence) * p.num_experts;
@@ -195,22 +209,22 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
         const unsigned index = static_cast<unsigned>(begin - place.all.begin);
         const int last = (rows.number - 1) / LOADS * LOADS;
         T next[LOADS];
-        unsigned next_chosen[LOADS];
+        unsigned next_chosen = 0;  // words of the lanes
         if (rows.number > 0) rows.load(next, next_chosen, last);
         for (int first = rows.number > 0 ? last : -1; first >= 0; first -= LOADS) {
             T loaded[LOADS];
-            unsigned chosen[LOADS];
+            const unsigned chosen = next_chosen;
 #pragma unroll
-            for (int l = 0; l < LOADS; ++l) loaded[l] = next[l], chosen[l] = next_chosen[l];
+            for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
             rows.load(next, next_chosen, first - LOADS);
             __syncwarp();  // keeps the compiler from putting the loads off until their use
             unsigned of_taken = 0, of_candidates = 0, found = 0;
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
-                const unsigned key = key_of(loaded[l]);
-                const bool is_member = CHOSEN ? members.has(chosen[l]) : place.exists;
+                const unsigned key = key_of(loaded[l]), of_token = rows.chosen_of(chosen, l);
+                const bool is_member = CHOSEN ? members.has(of_token) : place.exists;
                 const bool takes = is_member && key > highest, maybe = is_member && key > below && key <= highest;
-                const unsigned all_taken = __ballot_sync(0xffffffffu, takes || (CHOSEN && (chosen[l] & always)));
+                const unsigned all_taken = __ballot_sync(0xffffffffu, takes || (CHOSEN && (of_token & always)));
                 const unsigned all_maybe = __ballot_sync(0xffffffffu, maybe);
                 if (lane == l) of_taken = all_taken, of_candidates = all_maybe;
                 if (maybe) found |= 1u << l;

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, fp8, fp8_report, fp8_torch, inputs, verify  # noqa: E402
+from bench import cases, fp8, fp8_quantize, fp8_report, fp8_torch, inputs, verify  # noqa: E402
 
 CASE = cases.LayerCase("tiny", 60, 48, 32, 5, 2, "test")
 
@@ -60,3 +60,24 @@ def test_the_report_has_torchs_forward_where_it_has_run(tmp_path, monkeypatch):
     first, *others = fp8_report.layer_rows(fp8_report.by_case(path))
     assert first[0] == case and first[-1] == "2.50" and all(row[-1] == "-" for row in others)
     assert fp8_report.PEER == fp8.PEER
+
+
+def test_the_report_has_the_kernels_that_make_e4m3_where_they_were_timed():
+    found = {"first": {}, "second": {}}
+    assert fp8_report.quantized_rows(found) == []
+    times = (3e9, {"e4m3": 1e-3, "copy": 0.9e-3}), (6e9, {"e4m3": 2e-3, "copy": 1.5e-3})
+    rows = [
+        {"case": "second", "kernel": kernel, "bytes": nbytes, "errors": {}, "seconds": seconds}
+        for kernel, (nbytes, seconds) in zip(fp8_report.QUANTIZED, times, strict=True)
+    ]
+    found["second"] = {row["kernel"]: row for row in rows}
+    assert fp8_report.quantized_rows(found) == [["second", "0.900", "3.00", "0.750", "3.00"]]
+    assert fp8_report.QUANTIZED == fp8_quantize.KERNELS
+    assert [line.split()[-1] for line in fp8.text(rows)[-2:]] == ["0.90", "0.75"]
+
+
+def test_a_copy_of_many_bytes_is_one_of_fewer(monkeypatch):
+    monkeypatch.setattr(fp8_quantize, "MOST_COPIED", 64)
+    for nbytes, copied, times in ((64, 32, 1), (160, 32, 2.5), (48, 24, 1)):
+        call, factor = fp8_quantize.copy_of(nbytes, torch.device("cpu"))
+        assert call().numel() == copied and factor == times

@@ -125,7 +125,7 @@ def test_weight_gradients_by_split_k_and_accumulated(choose, monkeypatch, seed, 
 
 
 PIPELINE, CORE = "pipeline_sm90.cuh", "gemm_core_sm90.cuh"
-GEMM, WGRAD, EPILOGUE = "grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "epilogue_sm90.cuh"
+GEMM, WGRAD, EPILOGUE = "grouped_gemm_sm90.cu", "grouped_wgrad_sm90.cu", "epilogue_bwd_sm90.cuh"
 
 
 class Mutation(NamedTuple):

@@ -20,6 +20,7 @@ import moeblaze_cupy as mb
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
 from moeblaze_cupy import gemm_config, launch_config, loader, reference, runtime
 from moeblaze_cupy.arrays import CuPy, Torch
+from moeblaze_cupy.ops import dispatch
 from moeblaze_cupy.reference.activations import activate
 from moeblaze_cupy.structures import activation_of, is_gated, pair
 
@@ -371,3 +372,25 @@ def test_the_checks_of_the_bench():
     for scales in ("w1_scales", "w2_scales"):
         checked.arrays[scales] = checked.arrays[scales] * 1.05
     assert all(checked.errors(name)["sums"] > fp8.TOLERANCE for name in PRODUCTS)
+
+
+def test_the_product_that_the_comparison_times():
+    """bench.compare's call keeps what the layer keeps."""
+    pytest.importorskip("torch")
+    from bench import cases, compare
+
+    shape = Shape(L=30, k=2, E=2, d=48, h=136)
+    inputs = make_layer_inputs(Case(shape.L, shape.k, shape.E, shape.d, shape.h), 0, BF16)
+    case = cases.LayerCase("tiny", shape.L, shape.d, shape.h, shape.E, shape.k, "test")
+    with emulated(ONE_CLUSTER, tier="sm90") as device:
+        x, ids, weights, w1, w2 = (device.put(array) for array in inputs[:5])
+        _, kept = mb.moe_forward(x, ids, weights, w1, w2, save="fp8")
+        framework, limits = CuPy(), loader.device_limits(0)
+        of_ids, of_w1 = framework.describe(ids), framework.describe(w1)
+        run, steps = runtime.Runtime.current(framework, 0), dispatch.configure(of_ids.layout, shape.E, limits)
+        _lists, _, addresses = dispatch.dispatch(run, steps, of_ids.ptr)
+        y = device.allocate((shape.L * shape.k, shape.h), BF16, MARGIN)
+        given = framework, run, addresses, steps.index, limits, case, x, of_w1.layout, of_w1.ptr, y
+        saved, _ = compare.saved_up_fwd(*given)()
+        device.synchronize()
+        np.testing.assert_array_equal(np.array(saved), np.array(kept.first_layer))

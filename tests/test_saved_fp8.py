@@ -18,6 +18,7 @@ from test_layer import on_gpu, to_float64
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, reference, runtime
+from moeblaze_cupy.reference import fp8
 from moeblaze_cupy.structures import GRADIENTS, pair
 
 # Activation, memory order, order of gate and up, h: groups of 128 columns that are full, and last ones that are not. No
@@ -111,6 +112,36 @@ def test_layer(name, order, gate_up, h, tier):
         for a, b in zip(*((v if isinstance(v, tuple) else (v,)) for v in (got, want[key])), strict=True):
             a, b = np.asarray(a).astype(np.float64), b.astype(np.float64)
             assert np.linalg.norm(a - b) <= 1.5 * 2**-8 * np.linalg.norm(b), key
+
+
+SPECIAL = [
+    ("swiglu", "halves", "bfloat16"),
+    ("swiglu_softcap", "interleaved", "bfloat16"),
+    ("gelu", "halves", "float16"),
+]
+
+
+@pytest.mark.parametrize(("name", "gate_up", "dtype"), SPECIAL)
+def test_hopper_keeps_the_recipe_of_the_numbers_that_minimal_keeps(name, gate_up, dtype):
+    """Bit for bit, with zeros, infinities and NaNs in all columns of a row or in single ones."""
+    problem = make_problem(name, DTYPES[dtype], sizes=(20, 2, 2, 40, 136), gate_up=gate_up, bias=None)
+    x, w1 = problem.x, problem.w1
+    x[0], x[1], x[2, 5], x[3] = 0, np.nan, np.nan, np.asarray(x[3], np.float32) * 2.0**-20
+    x[4:10, 7], w1[0, 7, 30] = 8, 3e38 if dtype == "bfloat16" else 6e4  # products that are infinite
+    w1[0, :, 3], w1[0, :, 9] = np.nan, -np.nan
+    with on("sm90", seed=1) as device:
+        arrays = {key: device.put(value) for key, value in problem.arrays().items()}
+        saved = [mb.moe_forward(**arrays, **problem.options, save=save)[1] for save in ("minimal", "fp8")]
+        device.synchronize()
+        rows = int(saved[0].index.expert_token_offsets[-1])
+        plain, kept = (np.array(s.first_layer) for s in saved)
+    h, halves = 136, plain.shape[1] // 136
+    of_all, of_rows = (launch_config.saved_fp8(n, h, halves) for n in (len(plain), rows))
+    want = fp8.save_first_layer(plain[:rows], h, gate_up == "interleaved")
+    np.testing.assert_array_equal(kept[: plain[:rows].size], want[: plain[:rows].size])
+    scales = kept[of_all.scales :].view(np.float32)[: rows * of_rows.groups * halves]
+    np.testing.assert_array_equal(scales, want[of_rows.scales :].view(np.float32))
+    assert np.isinf(scales).any() and (scales == 1).any()
 
 
 @pytest.mark.gpu

@@ -126,6 +126,35 @@ __device__ __forceinline__ void store_shared_4(unsigned address, float v) {
     memcpy(cuemu::shared_at(address, 4, "store_shared_4"), &v, 4);
 }
 __device__ __forceinline__ void store_global_vector(void* p, uint4 v) { store_global_16(p, v); }
+__device__ __forceinline__ void store_global_8_if(bool condition, void* p, uint2 v) {
+    if (!condition) return;
+    cuemu::check_global(p, 8, 8, "store_global_8_if");
+    memcpy(p, &v, 8);
+}
+
+namespace cuemu {
+// to_float: of 16 bits. Two NaNs are the one without a sign.
+template <class ToFloat>
+static inline unsigned max_xorsign_abs(unsigned a, unsigned b, ToFloat to_float) {
+    unsigned found = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const unsigned short x = a >> shift, y = b >> shift, of_x = x & 0x7fff, of_y = y & 0x7fff;
+        const float value_x = to_float(of_x), value_y = to_float(of_y);
+        const bool nan_x = value_x != value_x, nan_y = value_y != value_y;
+        unsigned bits = (nan_x || value_y > value_x ? of_y : of_x) | ((x ^ y) & 0x8000u);
+        if (nan_x && nan_y) bits = 0x7fff;
+        if (nan_y && !nan_x) bits = of_x | ((x ^ y) & 0x8000u);
+        found |= bits << shift;
+    }
+    return found;
+}
+}  // namespace cuemu
+__device__ __forceinline__ unsigned max_xorsign_abs_bf16x2(unsigned a, unsigned b) {
+    return cuemu::max_xorsign_abs(a, b, cvt_f32_from_bf16);
+}
+__device__ __forceinline__ unsigned max_xorsign_abs_fp16x2(unsigned a, unsigned b) {
+    return cuemu::max_xorsign_abs(a, b, cvt_f32_from_fp16);
+}
 
 template <class T>
 __device__ __forceinline__ T* add_product(T* p, unsigned a, unsigned b) {
