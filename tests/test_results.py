@@ -80,7 +80,7 @@ def measured(case: str) -> set[float]:
 
 
 def of_fp8(case: str) -> set[float]:
-    """Ratios of times of one row of bench.fp8's record, errors, and MiB of the first layer."""
+    """Ratios of times of one row of bench.fp8's record, errors, rates, and MiB of the first layer."""
     values: set[float] = set()
     rows = [r for r in json.loads((RECORDS / "fp8" / "h200.json").read_text())["rows"] if r["case"] == case]
     for row in rows:
@@ -89,6 +89,12 @@ def of_fp8(case: str) -> set[float]:
             seconds[base] / s for base in ("bf16", "fp8", "torch, fp8") if base in seconds for s in seconds.values()
         }
         values |= {1e3 * error for error in row["errors"].values()}
+        if row["kernel"].startswith("quantize_"):
+            shape = cases.LAYERS[case]
+            nbytes = shape.L * (3 * shape.d + 4)  # bf16 in, e4m3 and a scale out
+            if row["kernel"] == "quantize_weights":  # read twice, written twice
+                nbytes = 6 * shape.E * shape.h * shape.d * (3 if shape.first_columns == 2 * shape.h else 2)
+            values |= {seconds["copy"] / seconds["e4m3"], nbytes / seconds["e4m3"] / 1e12}
         if row["kernel"] == "forward":
             values.add(seconds["fp8"] / sum(r["seconds"]["_scaled_mm"] for r in rows if r["kernel"].endswith("_fwd")))
             numbers, scales = cases.LAYERS[case].slots * cases.LAYERS[case].h, -(-cases.LAYERS[case].h // 128)
