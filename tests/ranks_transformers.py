@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from moeblaze_cupy.interop.exchange import ExpertGroup
 from moeblaze_cupy.interop import transformers_parallel
+from moeblaze_cupy.interop.exchange import ExpertGroup
 from moeblaze_cupy.interop.transformers import register
 from moeblaze_cupy.interop.transformers_parallel import parallelize_experts
 
