@@ -140,7 +140,7 @@ def headline(records: Iterable[dict]) -> list[str]:
     if not ratios:
         return []
     spans = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return [f"Errors of its output and gradients against float64 are {spans} times those of bf16 torch."]
+    return [f"Accuracy: errors of output and gradients against float64 are {spans} times those of bf16 torch."]
 
 
 def section(records: Iterable[dict]) -> list[str]:

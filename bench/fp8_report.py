@@ -108,8 +108,8 @@ def headline() -> list[str]:
         for of_pass, kind in ((forward, "fp8"), (both, "fp8"), (both, "fp8, quantises"))
     )
     return [
-        f"With products in fp8 a forward pass is {of_forward} times as fast as in bf16, with backward {of_both} times,",
-        f"and {of_quantising} times where each pass quantises the weights ({len(found)} layers).",
+        f"Products in fp8: compared with bf16, a forward pass is {of_forward} times as fast and a training pass",
+        f"{of_both} times, or {of_quantising} times if each pass quantises the weights ({len(found)} layers).",
     ]
 
 

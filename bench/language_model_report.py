@@ -81,7 +81,7 @@ def headline() -> list[str]:
     losses = [mean(r["held_out_loss"] for r in results) for results in (ours, base)]
     seeds = f"means of {len(ours)} seeds" if len(ours) > 1 else "one seed"
     lines = [
-        f"A language model of {ours[0]['parameters'] / 1e6:.0f} million parameters ends at a held-out loss of "
+        f"Language models: one of {ours[0]['parameters'] / 1e6:.0f} million parameters ends at a held-out loss of "
         f"{losses[0]:.3f} nats per byte,",
         f"with torch's `grouped_mm` at {losses[1]:.3f} ({seeds}).",
     ]
