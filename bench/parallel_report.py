@@ -101,8 +101,8 @@ def headline(route: str = "pull") -> list[str]:
         return []
     percent = [f"{100 * ours['efficiency']:.0f}" for ours, _ in sorted(pairs, key=lambda pair: pair[0]["efficiency"])]
     return [
-        f"Experts spread over {gpus} GPUs: a training pass is {span(p['ms'] / o['ms'] for o, p in pairs)} times as fast",
-        "as torch's own functions in torchtitan's order, in "
+        f"Experts spread over {gpus} GPUs: a training pass is {span(p['ms'] / o['ms'] for o, p in pairs)} times as",
+        "fast as torch's own functions in torchtitan's order, in "
         f"{span(o['peak_mib'] / p['peak_mib'] for o, p in pairs)} of their peak memory.",
         f"Each GPU reaches {percent[0]} to {percent[-1]}% of its speed alone ({len(pairs)} layers).",
     ]

@@ -53,8 +53,8 @@ def readme(records: Records) -> str:
         peer = [
             f"**A training pass needs {statistics.median(peaks):.2f} of SonicMoE's peak memory and is "
             f"{statistics.median(times):.2f} times as fast**:",
-            f"medians over {len(beside)} layers in bf16 on one {gpu}, calls back to back, weights in the memory order of",
-            f"transformers (memory {span(peaks)}, speed {span(times)}).",
+            f"medians over {len(beside)} layers in bf16 on one {gpu}, calls back to back, weights in the memory order",
+            f"of transformers (memory {span(peaks)}, speed {span(times)}).",
         ]
     bound = span(ratio for ratios in _ratios(records, "moeblaze", BACK_TO_BACK[1]).values() for ratio in ratios)
     points = [

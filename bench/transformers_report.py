@@ -53,7 +53,7 @@ def headline(records: list[dict]) -> list[str]:
         f"{ours['peak_mib'] / base['peak_mib']:.2f} of the memory"
         for case, ours, base in pairs
     ]
-    return ["Hugging Face transformers: compared with its `grouped_mm`, a training step on layers of these models is:"] + [
+    return ["transformers: compared with its `grouped_mm`, a training step on layers of these models is:"] + [
         f"{part}{end}" for part, end in zip(parts, [*(len(parts) - 1) * [","], "."], strict=True)
     ]
 
