@@ -47,12 +47,13 @@ constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
 // One lane chooses, and experts rank by their logits: sums follow the listing of a token's keys, which logits are then read
 // off again, so that registers hold either.
 constexpr bool SUMS_LAST = SUMS && LANE_K > 0 && LANES > 1 && BIAS == 0;
-constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;               // in registers
-constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                             // shares at a time
-constexpr int TOKENS = THREADS / LANES;                                                 // of a block at a time
-constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;              // blocks that registers leave room for
-constexpr int IN_LANE_THREADS = SUMS_LAST && __CUDA_ARCH__ != 900 ? 768 : 1024;         // others would spill
-constexpr int IN_LANE = (VALUES <= 16 || LANES > 1 ? IN_LANE_THREADS : 512) / THREADS;  // by a lane, of LANE_K slots
+constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;   // in registers
+constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                 // shares at a time
+constexpr int TOKENS = THREADS / LANES;                                     // of a block at a time
+constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;  // blocks that registers leave room for
+constexpr bool MORE_REGISTERS = (SUMS_LAST && __CUDA_ARCH__ != 900) || (SUMS && LANES == 32);  // else they spill
+constexpr int IN_LANE_THREADS = SUMS_LAST && !FULL ? 512 : MORE_REGISTERS ? 768 : 1024;        // of a multiprocessor
+constexpr int IN_LANE = (VALUES <= 16 || LANES > 1 ? IN_LANE_THREADS : 512) / THREADS;         // by a lane, of LANE_K slots
 constexpr int IN_LANES = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;
 constexpr int RESIDENT = LANE_K > 0 ? IN_LANE : IN_LANES;  // blocks per multiprocessor at least
 
@@ -169,9 +170,9 @@ __device__ __forceinline__ LogSumExp read_token(const RouterForwardParams& p, in
     return lse;
 }
 
-// With SUMS_LAST: adds a token's sums. largest: of its logits.
-__device__ __forceinline__ void add_sums_of_keys(const unsigned (&keys)[VALUES], float largest, int E, float* row, bool counts,
-                                                 Held& held) {
+// With SUMS_LAST: adds a token's sums. largest: of its logits. Returns what all logits together give.
+__device__ __forceinline__ LogSumExp add_sums_of_keys(const unsigned (&keys)[VALUES], float largest, int E, float* row,
+                                                      bool counts, Held& held) {
     float x[VALUES], values[VALUES];
     LogSumExp lse = {0.f, 1.f, 0.f};
 #pragma unroll
@@ -180,6 +181,7 @@ __device__ __forceinline__ void add_sums_of_keys(const unsigned (&keys)[VALUES],
 #pragma unroll
     for (int i = 0; i < VALUES && SCORE_SHARES; ++i) values[i] = quick_score_of<SHARES>(x[i]);
     add_sums(values, lse, E, row, counts, held);
+    return lse;
 }
 
 // What an expert ranks by, but for groups. score: as of `ranked_score`.

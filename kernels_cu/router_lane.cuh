@@ -12,11 +12,13 @@ constexpr int CHUNK = next_power_of_two(LANE_K);
 constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // of a lane's values, each with its maximum
 static_assert(LANE_K <= PARTS * LANES && PARTS <= (LANES > 1 ? VALUES : PARTS), "their maxima bound the last chosen key");
 
+constexpr bool WEIGHS_BY_ROW = SCORE == SOFTMAX && !RENORMALIZE;
+
 struct ListedRow {
     static constexpr int MOST = 24;
     Entry entries[MOST];
-    int number, token;  // token: -1 where there is none
-    int unused[2];      // rows begin in other banks
+    int number, token;   // token: -1 where there is none
+    float largest, sum;  // of LogSumExp, where weights are shares of a sum over the whole row
 };
 static_assert(sizeof(ListedRow) % 32 == 16, "lanes load 16 bytes of their rows without conflicts");
 static_assert(sizeof(ListedRow) == LISTED_ROW_BYTES, "launch_config.py");
@@ -249,7 +251,7 @@ struct ListedTokens {
         // Places from `stop` on take another token's row, if sums do not ask: nobody asks for the results.
         const bool is_there = !SUMS || SUMS_LAST || token_again() < stop;
         const int read = min(token_again(), p.L - 1);
-        const LogSumExp lse = read_token(p, read, is_there, in_sums, SUMS_LAST ? sums : row_of_sums(), held, x, scores);
+        LogSumExp lse = read_token(p, read, is_there, in_sums, SUMS_LAST ? sums : row_of_sums(), held, x, scores);
         rank_experts(p, read, is_there, x, scores, lse, nullptr, 0, keys);
         for (int i = lane_of_token(); i < ListedRow::MOST / 2; i += LANES)
             reinterpret_cast<uint4*>(row_of(place_again()).entries)[i] = make_uint4(0, 0, 0, 0);
@@ -262,15 +264,16 @@ struct ListedTokens {
         // Columns from an index that is read again: in a loop over tokens those of all values would be kept in registers.
         const int first = (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) % LANES * WIDTH;
         list(keys, shared_address(row_of(place_again()).entries), share.begin, first, marks);
+        if (SUMS_LAST && (in_sums || WEIGHS_BY_ROW)) {
+            const int token = token_again();
+            const bool counts = in_sums && counts_in_sums(p, token, token < stop);
+            lse = add_sums_of_keys(keys, from_sort_key(found.largest), experts_of(p), row_of_sums(), counts, held);
+        }
         if (lane_of_token() == 0) {
             ListedRow& listed = row_of(place_again());
             const int token = token_again();
             listed.number = fits ? share.total : LANE_K, listed.token = token < stop ? token : -1;
-        }
-        if (SUMS_LAST && in_sums) {
-            const int token = token_again();
-            const bool counts = counts_in_sums(p, token, token < stop);
-            add_sums_of_keys(keys, from_sort_key(found.largest), experts_of(p), row_of_sums(), counts, held);
+            if (WEIGHS_BY_ROW) listed.largest = lse.largest, listed.sum = lse.sum;
         }
         for (unsigned left = __ballot_sync(WARP, !fits && lane_of_token() == 0); left != 0; left &= left - 1) {
             const int lane = __ffs(left) - 1, place = place_again() / (32 / LANES) * (32 / LANES) + lane / LANES;
@@ -303,7 +306,8 @@ struct ListedTokens {
             sort(others);
             merge(best, others);
         }
-        if (is_filled && row.token >= 0) store_token(p, row.token, best, {0.f, 1.f, 0.f});
+        if (is_filled && row.token >= 0)
+            store_token(p, row.token, best, {WEIGHS_BY_ROW ? row.largest : 0.f, WEIGHS_BY_ROW ? row.sum : 1.f, 0.f});
     }
 };
 

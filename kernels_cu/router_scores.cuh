@@ -141,18 +141,36 @@ struct LogSumExp {
 // An expert without probability adds nothing to an entropy, even at -infinity.
 __device__ __forceinline__ float logit_or_zero(float x, float p) { return p == 0.f ? 0.f : x; }
 
+// A sum over a row whose bits do not depend on LANES, if that is above 1: a lane adds up apart what each of 32 lanes would have.
+struct RowSum {
+    static constexpr int APART = LANES > 1 ? 32 / LANES : 1;
+    static constexpr int PARTS = APART < VECTORS ? APART : VECTORS;
+    float parts[PARTS];
+    __device__ __forceinline__ void add(int i, float v) {  // of the lane's i-th value, i rising from 0
+        float& part = parts[i / WIDTH % APART];
+        part = i / WIDTH < APART && i % WIDTH == 0 ? v : part + v;
+    }
+    __device__ __forceinline__ float of_lanes() {
+#pragma unroll
+        for (int half = APART / 2; half > 0; half /= 2)
+#pragma unroll
+            for (int j = 0; j < half; ++j)
+                if (j + half < PARTS) parts[j] += parts[j + half];
+        return sum_of_lanes(parts[0]);
+    }
+};
+
 // terms: exp(x - largest), so that what needs probabilities of all experts has no exponentials left to compute.
 __device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float largest, float (&terms)[VALUES]) {
-    LogSumExp found = {largest, 0.f, 0.f};
+    RowSum sum;
+    float weighted = 0.f;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        const float value = x[i];  // terms may be x
-        terms[i] = quick_exp(value - largest);
-        found.sum += terms[i];
-        found.weighted += terms[i] * logit_or_zero(value, terms[i]);
+        terms[i] = quick_exp(x[i] - largest);
+        sum.add(i, terms[i]);
+        weighted += terms[i] * logit_or_zero(x[i], terms[i]);
     }
-    found.sum = sum_of_lanes(found.sum);
-    return found;
+    return {largest, sum.of_lanes(), weighted};
 }
 __device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float (&terms)[VALUES]) {
     float largest = x[0];

@@ -50,7 +50,7 @@ def _sum_row_words(E: int, lanes: int) -> int:
     return (columns + 15) // 32 * 32 + 16 if lanes == 4 else (columns + 3) // 4 * 4
 
 
-def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sums: bool, biased: bool) -> RouterConfig:
+def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sums: bool, narrow: bool) -> RouterConfig:
     """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed.
 
     Blocks list 32 tokens at a time. With fewer experts, small blocks spread over more multiprocessors.
@@ -60,7 +60,7 @@ def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sum
         return RouterConfig(
             1, values, threads, aligned, values == E, threads, max(1, ceil_div(L, threads)), 0, lane_k=k
         )
-    most = 16 if biased else 32  # values of a lane; biases take as many registers again
+    most = 16 if narrow else 32  # values of a lane
     lanes = 4
     while lanes * most < E:
         lanes *= 2
@@ -88,19 +88,21 @@ def router_forward(
     biased: bool = False,
     cut: bool = False,
     over_row: bool = False,
+    narrow: bool = False,
 ) -> RouterConfig:
     """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
-    cut: slots may stay empty. over_row: weights are shares of a sum over all experts, so that as many lanes hold a
-    token as if its ids were given.
+    cut: slots may stay empty. over_row: weights are shares of a sum over all experts. narrow: sums need more registers
+    than those of softmax and z do.
 
     A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
     these bounds the k-th key of all.
     """
     plain = not (biased or groups or sums)
-    in_lane = plain if E <= 32 else E <= 512 and not (over_row or groups)  # groups leave the lanes of a block waiting
+    in_lane = plain if E <= 32 else E <= 512 and not groups  # groups leave the lanes of a block waiting
     if selects and k and k <= ROUTER_LANE_K and not cut and in_lane:
         vectors = aligned and E % (16 // itemsize) == 0
-        found = _router_in_lane(L, E, k, itemsize=itemsize, aligned=vectors, sums=sums, biased=biased)
+        narrow |= biased or (E > 256 and (sums or over_row))  # 32 values of a lane would leave too few registers
+        found = _router_in_lane(L, E, k, itemsize=itemsize, aligned=vectors, sums=sums, narrow=narrow)
         if found.shared_bytes <= DEFAULT_SHARED_BYTES:
             return found
     if E <= 32:

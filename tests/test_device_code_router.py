@@ -201,7 +201,13 @@ def test_given_ids(device, score, dtype, E):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("E", "options"),
-    [(16, {}), (100, {"renormalize": False}), (16, {"score": "sigmoid"}), (600, {}), (100, {"score": "sigmoid"})],
+    [
+        (16, {}),
+        *((E, {"renormalize": False}) for E in (40, 64, 100, 160, 256, 300)),
+        (16, {"score": "sigmoid"}),
+        (600, {}),
+        (100, {"score": "sigmoid"}),
+    ],
     ids=str,
 )
 def test_given_ids_weigh_as_if_they_had_been_chosen(device, options, E):  # noqa: F811
@@ -210,6 +216,8 @@ def test_given_ids_weigh_as_if_they_had_been_chosen(device, options, E):  # noqa
     first = run_router(device, logits, grad_weights, 5, **options)
     again = run_router(device, logits, grad_weights, None, np.asarray(first["ids"]), **options)
     assert not differences(first, again)
+    with_sums = run_router(device, logits, grad_weights, 5, sums=("softmax", "z"), **options)
+    assert all(np.array_equal(first[name], with_sums[name]) for name in ("weights", "ids"))
     offsets = np.arange(0, 19 * 5 + 1, 5, dtype=np.int32)
     flat = {"ids": np.asarray(first["ids"]).ravel(), "token_offsets": offsets}
     pairs = run_router(device, logits, grad_weights.ravel(), **flat, **options)

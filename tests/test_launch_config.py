@@ -336,7 +336,9 @@ def test_gemms_are_compiled_for_the_tiles_of_the_launches(tier):
     st.integers(1, launch_config.MAX_ROUTER_EXPERTS),
     st.integers(1, launch_config.MAX_ROUTER_K),
     st.sampled_from([2, 4]),
-    st.fixed_dictionaries(dict.fromkeys(("aligned", "selects", "sums", "biased", "cut", "over_row"), st.booleans())),
+    st.fixed_dictionaries(
+        dict.fromkeys(("aligned", "selects", "sums", "biased", "cut", "over_row", "narrow"), st.booleans())
+    ),
     st.sampled_from([(0, 1), (2, 1), (4, 2), (8, 2), (8, 3)]),
 )
 def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups):
@@ -350,27 +352,30 @@ def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups)
     if config.lane_k:
         assert config.lane_k == k <= launch_config.ROUTER_LANE_K and options["selects"] and not options["cut"]
         assert config.values <= 32 and number == 0
-        if config.lanes > 1:  # rows of 32 tokens, a warp's share; weights of given ids are those of as many lanes
+        if config.lanes > 1:  # rows of 32 tokens, a warp's share
             assert config.tokens_per_block % 32 == 0 and config.threads // config.lanes <= 32
-            assert config.shared_bytes >= 32 * launch_config.ROUTER_LISTED_ROW and not options["over_row"]
+            assert config.shared_bytes >= 32 * launch_config.ROUTER_LISTED_ROW
 
 
 @pytest.mark.parametrize(
     ("E", "k", "options", "lanes"),
     [
         (16, 4, {}, 1),
-        (16, 4, {"over_row": True}, 1),
         (16, 4, {"biased": True}, None),
         (32, 9, {}, None),
         (128, 8, {}, 4),
         (256, 8, {}, 8),
         (256, 8, {"sums": True}, 8),
+        (256, 8, {"sums": True, "narrow": True}, 16),
+        (512, 8, {"sums": True}, 32),
+        (256, 8, {"over_row": True}, 8),
+        (512, 8, {"over_row": True}, 32),
         (256, 8, {"biased": True}, 16),
         (256, 8, {"biased": True, "groups": 8, "top": 2}, None),
         (60, 4, {"groups": 5, "top": 3}, None),
         (512, 8, {}, 16),
         (513, 8, {}, None),
-        (64, 8, {"over_row": True}, None),
+        (64, 8, {}, 4),
         (256, 8, {"selects": False}, None),
     ],
 )

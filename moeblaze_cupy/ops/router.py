@@ -82,6 +82,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         biased=biased,
         cut=cut,
         over_row=options.score == "softmax" and not options.renormalize,
+        narrow=options.shares not in (None, "softmax") or "entropy" in options.sums,
     )
     variant = loader.router_variant(
         "router_forward",
