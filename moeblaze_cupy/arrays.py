@@ -133,6 +133,8 @@ class NumPy:
     def describe(array: Any) -> Array:
         if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"moeblaze_cupy: mask: expected an array without one, got {type(array)}")
+        if not array.dtype.isnative:  # its dtype has the name of the native one, but does not compare equal
+            raise TypeError(f"moeblaze_cupy: byte order: expected the machine's own, got dtype {array.dtype.str}")
         return _describe_strided(array, array.ctypes.data, CPU)
 
 
