@@ -296,8 +296,14 @@ def test_transforms_without_a_rule_are_refused():
         torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x)
     with pytest.raises(RuntimeError):
         torch.func.jvp(loss, (x,), (x,))
-    with pytest.raises(ValueError, match=r"^moe_backward: saved.lists: expected shape"):
-        torch.vmap(torch.func.grad(loss))(torch.stack([x, x]))
+    of_router = torch.func.grad(lambda logits: route(logits, 2)[0].square().sum())
+    for name, per_sample in (("moe", torch.func.grad(loss)), ("route", of_router)):
+        for batch in (1, 2):
+            with pytest.raises(RuntimeError, match=rf"^{name}: gradient: expected no vmap over its backward"):
+                torch.vmap(per_sample)(torch.stack([x] * batch))
+    _, pull_back = torch.func.vjp(lambda x: moe(x, ids, weights, w1, w2), x)
+    with pytest.raises(RuntimeError, match=r"^moe: gradient: expected no vmap over its backward"):
+        torch.vmap(pull_back)(torch.stack([x, x]))
 
 
 def test_make_fx_holds_the_operators():
