@@ -196,6 +196,15 @@ def test_meta_tensors_have_shapes():
     assert [(g.shape, g.stride()) for g in grads] == [(leaf.shape, leaf.stride()) for leaf in leaves]
 
 
+def test_a_module_on_meta_has_shapes():
+    layer, x = MoE(8, 6, 4, 2, bias=True, device="meta"), torch.zeros(3, 5, 8, device="meta", requires_grad=True)
+    with Recorder():
+        layer(x).sum().backward()
+    assert x.grad.shape == x.shape and all(p.grad.shape == p.shape for p in layer.parameters())
+    with pytest.raises(TypeError, match=r"^route: logits: device: expected a tensor on cpu or cuda, got meta"):
+        layer(x)
+
+
 @pytest.mark.parametrize("save", POLICIES)
 def test_second_backward_by_operators(save, overwriting):
     x, ids, weights, w1, w2, grad_out = tensors()
