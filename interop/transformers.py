@@ -58,6 +58,7 @@ def register(
     reason; False raises NotImplementedError. None takes the environment variable MOEBLAZE_FALLBACK, of which "0" means
     False.
     """
+    checks.one_of("register", "save", save, SAVE_POLICIES)
     checks.one_of("register", "precision", precision, fp8_checks.PRECISIONS)
     falls_back = _falls_back(fallback) and precision is None
 
