@@ -1263,7 +1263,7 @@ def test_weight_order(shape, strides, is_transposed):
     assert checks.weight_order("moe_forward", "w1", described) == is_transposed
 
 
-@pytest.mark.parametrize("strides", [(6, 2**29, 1), (6, 1, 2**29)], ids=str)
+@pytest.mark.parametrize("strides", [(6, 2**29, 1), (6, 1, 2**29), (6, -(2**29), 1), (6, 1, -(2**29))], ids=str)
 def test_rows_of_a_weight_lie_less_than_2_gib_apart(strides):
     described = arrays.Array(None, 0, (3, 4, 6), strides, "float32", 0)
     with pytest.raises(ValueError, match=r"moe_forward: w1: expected rows less than 2 GiB apart, got strides \(6, "):
