@@ -18,17 +18,18 @@ TITLES = {
     "sonicmoe": "SonicMoE",
 }
 HEADING = "### Errors against float64, plain and trained-like data"
-INTRODUCTION = """Out and every gradient beside the layer in float64 from the same bf16 inputs and float32 logits, all
-tokens and experts. `gaussian`: unit scale. `trained`: some channels of x are 20 to 60 times larger, gate inputs follow
-Student's t, gradients of tokens have log-normal scales, and experts are drawn by Zipf's law, one of them never."""
-RATIOS = """The largest error among this package's policies and tiers over that of plain bf16 torch as transformers'
-experts have it (a loop over the experts, results added in bf16), each the mean over the seeds. Norm: of the difference
-over the norm of the reference. Largest row: the largest such quotient of a row (a token, an input channel of w1, a
-hidden unit of w2) whose reference is not zero; gradients of router weights and logits have rows that nearly cancel, of
-which the largest quotient says little and the one that 99.9% of rows stay below says more. An error counts as larger
-where its mean is above the largest of torch's over the seeds."""
-ERRORS = """Thousandths: the norm's mean over the seeds, and after ± half of its range over them; then the largest row's
-mean. Providers with the same numbers share a row."""
+INTRODUCTION = """Out and every gradient, compared with the layer in float64 from the same bf16 inputs and float32
+logits, with all tokens and experts. `gaussian` data have unit scale. In `trained` data some channels of x are 20 to 60
+times larger, gate inputs follow Student's t, gradients of tokens have log-normal scales, and experts follow Zipf's law,
+with one expert that gets no token."""
+RATIOS = """The largest error among this package's policies and tiers over that of plain bf16 torch as in transformers'
+experts (a loop over the experts that adds results in bf16). Both errors are means over the seeds. Norm: the norm of
+the difference over the norm of the reference. Largest row: the largest such quotient of a row (a token, an input
+channel of w1, a hidden unit of w2) whose reference is not zero. Gradients of router weights and logits have rows that
+nearly cancel. There the largest quotient says little, and the quotient that 99.9% of rows stay below says more. An
+error counts as larger if its mean is above the largest of torch's over the seeds."""
+ERRORS = """In thousandths: the mean of the norm over the seeds, ± half of its range, then the mean of the largest row.
+Providers with the same numbers share a row."""
 
 Errors = dict[str, dict[str, list[float]]]  # by tensor and measure, a value per seed
 
@@ -128,7 +129,7 @@ def beside_others(found: dict[tuple[str, str], dict[str, Errors]]) -> list[str]:
         ratios = [each[0] for each in compared if each is not None and isfinite(each[0])]
         if ratios:
             spans = f"{min(ratios):.3f} to {max(ratios):.3f}"
-            lines.append(f"Ratio of norms beside {TITLES[name]}: {spans} over all cases, data and tensors.")
+            lines.append(f"Ratio of norms to {TITLES[name]}: {spans} over all cases, data and tensors.")
     return lines
 
 
@@ -140,7 +141,7 @@ def headline(records: Iterable[dict]) -> list[str]:
     if not ratios:
         return []
     spans = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return [f"Errors of its output and gradients against float64 are {spans} times those of bf16 torch."]
+    return [f"Accuracy: errors of output and gradients against float64 are {spans} times those of bf16 torch."]
 
 
 def section(records: Iterable[dict]) -> list[str]:

@@ -221,6 +221,8 @@ def _layers() -> dict[str, LayerCase]:
     by_name = {case.name: case for case in cases}
     for L in _SMALL:
         by_name[f"qwen30b_{L}"] = replace(by_name["qwen30b"], name=f"qwen30b_{L}", L=L, source="small batches")
+    even = replace(by_name["gptoss"], name="gptoss_balanced", source="equal loads", routing="balanced")
+    by_name[even.name] = even
     many = replace(by_name["qwen30b"], name="qwen30b_65536", L=65536, source="selections of many tokens")
     by_name[many.name] = many
     for name in ("conf3", "readme", "qwen30b"):
@@ -335,7 +337,7 @@ GROUPS = {
     "small": _named("small batches"),
     "shapes": ("readme", "sonic7b", "tab2_32k"),  # beside the tables', so that small h and small d are among them
     "peers": ("conf3", "conf5", "qwen30b", "tab2_128k"),
-    "experts": (GPT_OSS_20B.name, "gptoss"),
+    "experts": (GPT_OSS_20B.name, "gptoss", "gptoss_balanced"),
     "accuracy": ("conf5", "qwen30b", "olmoe", "readme", GPT_OSS_20B.name),
 }
 

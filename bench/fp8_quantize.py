@@ -46,5 +46,5 @@ def of_weights(w1: torch.Tensor, w2: torch.Tensor) -> Quantization:
 def copy_of(nbytes: int, device: torch.device) -> tuple[Callable[[], object], float]:
     """A copy that reads and writes `nbytes` in all, and what its time is to be multiplied with."""
     copied = min(nbytes, MOST_COPIED)
-    source, to = (torch.zeros(copied // 2, device=device, dtype=torch.uint8) for _ in range(2))
+    source, to = (torch.randint(256, (copied // 2,), device=device, dtype=torch.uint8) for _ in range(2))
     return lambda: to.copy_(source), nbytes / copied

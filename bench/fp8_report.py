@@ -13,19 +13,21 @@ RECORD = RECORDS / "fp8" / "h200.json"
 PASSES = ("forward", "forward + backward")
 PEER = "torch, fp8"
 QUANTIZED = ("quantize_rows", "quantize_weights")
-ABOUT = """`python -m bench.fp8` times `precision="fp8"` and `save="fp8"` beside bf16, calls back to back in turn,
-weights as transformers stores them. These are quantised before the calls, unless a column says that the call does."""
-OF_PRODUCTS = "Products: bf16's time over e4m3's, sums over a token's slots included."
-OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`" is
-the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, which have no gather,
-no experts and no sums."""
-OF_PEER = """The last column is the time of a forward of torch's own products in fp8 over this one's: rows sorted,
-gathered and quantised, `torch._scaled_grouped_mm` twice, a weighted sum."""
-OF_SAVED = """Time with `save="minimal"` over that with `save="fp8"`, and MiB of a and b that each keeps, by formula."""
-OF_QUANTIZED = """What makes x and the weights e4m3: the time of a copy of as many bytes over its own, and TB/s. x is
-read once; weights are read twice and written in both orientations."""
-OF_ERRORS = """Differences from bf16's results over their norms, in thousandths: out and each gradient with
-`precision="fp8"`, then each gradient with `save="fp8"` alone, whose out is that of bf16."""
+ABOUT = """`python -m bench.fp8` compares `precision="fp8"` and `save="fp8"` with bf16, in alternating calls back to
+back. Weights are in transformers' memory order. They are quantised before the calls, unless a column says that the call
+quantises them."""
+OF_PRODUCTS = "Products: bf16's time over e4m3's, including the sums over a token's slots."
+OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`"
+is the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, without gather,
+experts and sums."""
+OF_PEER = """The last column is the time of a forward of torch's own products in fp8 over this package's. torch's
+forward sorts, gathers and quantises rows, calls `torch._scaled_grouped_mm` twice, and computes a weighted sum."""
+OF_SAVED = """Time with `save="minimal"` over that with `save="fp8"`, and the MiB of a and b that each keeps, by
+formula."""
+OF_QUANTIZED = """Quantisation of x and of the weights: the time of a copy of as many bytes over the kernel's time,
+and TB/s. x is read once. Weights are read twice and written in both orientations."""
+OF_ERRORS = """The norm of the difference from bf16's results over the norm of these, in thousandths: out and each
+gradient with `precision="fp8"`, then each gradient with only `save="fp8"`, whose out is that of bf16."""
 
 
 def by_case(path: Path = RECORD) -> dict[str, dict[str, dict]]:
@@ -108,8 +110,8 @@ def headline() -> list[str]:
         for of_pass, kind in ((forward, "fp8"), (both, "fp8"), (both, "fp8, quantises"))
     )
     return [
-        f"With products in fp8 a forward pass is {of_forward} times as fast as in bf16, with backward {of_both} times,",
-        f"and {of_quantising} times where each pass quantises the weights ({len(found)} layers).",
+        f"Products in fp8: compared with bf16, a forward pass is {of_forward} times as fast and a training pass",
+        f"{of_both} times, or {of_quantising} times if each pass quantises the weights ({len(found)} layers).",
     ]
 
 

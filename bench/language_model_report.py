@@ -22,12 +22,12 @@ ARMS = {
     "fp8": "moeblaze-cupy, products in fp8",
 }
 ABOUT = """A decoder-only model on bytes (`examples/language_model.py`), trained on sources and documentation of Python
-and its packages; whole files are held out. Arms see the same initial weights and batches of a seed, and differ in the
-experts alone. `fp32` has TF32 off. A seed changes both weights and batches, so compare arms of one seed: the last
-columns are differences from torch's `grouped_mm` on the same seeds. Runs of several arms shared a GPU."""
+and its packages. Whole files are held out. Arms of one seed start from the same weights, see the same batches, and
+differ only in the experts. `fp32` has TF32 off. A seed changes both weights and batches, so compare arms of one seed:
+the last columns are differences from torch's `grouped_mm` on the same seeds. Runs of several arms shared a GPU."""
 STEPS = """Forward, loss, backward and AdamW with float32 main weights, one arm after another in one process. Peak
-memory has weights and optimizer in it. The largest batch is of sequences of 1,024 bytes. Speed is the median of windows
-of steps back to back, whose order changes from round to round."""
+memory includes weights and optimizer. The largest batch counts sequences of 1,024 bytes. Speed is the median of windows
+of steps back to back. The order of the arms changes from round to round."""
 
 
 def runs(size: str) -> dict[str, list[dict]]:
@@ -81,7 +81,7 @@ def headline() -> list[str]:
     losses = [mean(r["held_out_loss"] for r in results) for results in (ours, base)]
     seeds = f"means of {len(ours)} seeds" if len(ours) > 1 else "one seed"
     lines = [
-        f"A language model of {ours[0]['parameters'] / 1e6:.0f} million parameters ends at a held-out loss of "
+        f"Language models: one of {ours[0]['parameters'] / 1e6:.0f} million parameters ends at a held-out loss of "
         f"{losses[0]:.3f} nats per byte,",
         f"with torch's `grouped_mm` at {losses[1]:.3f} ({seeds}).",
     ]
@@ -103,7 +103,7 @@ def _losses(size: str, found: dict[str, list[dict]], table) -> list[str]:
     shape = f"{s['layers']} layers, d={s['d']}, E={s['E']}, h={s['h']}, k={s['k']}"
     words = f"{size}: {first['parameters'] / 1e6:.0f} million parameters ({shape}), {s['steps']:,} steps of "
     words += f"{s['B'] * s['T']:,} bytes. A unigram model's loss is {first['unigram_loss']:.2f} nats per byte."
-    head = ["experts", "seeds", "held-out loss, mean", "range", "beside grouped_mm, mean", "range"]
+    head = ["experts", "seeds", "held-out loss, mean", "range", "minus grouped_mm, mean", "range"]
     return ["", words, *table(head, loss_rows(found))]
 
 
@@ -132,8 +132,8 @@ def section(table) -> list[str]:
         lines += [
             "",
             f"{repeated['equal']:,} of {repeated['repeats']:,} repeats of one training step gave the same bits.",
-            f"In a run of {collapsing['steps']:,} steps, in whose middle fifth all tokens go to one expert, the bytes",
-            f"that torch's and CuPy's allocators hold after a step {level} over {len(history)} readings. Its held-out",
+            f"In the middle fifth of a run of {collapsing['steps']:,} steps all tokens go to one expert. The bytes",
+            f"that torch's and CuPy's allocators hold after a step {level} over {len(history)} readings. The held-out",
             f"loss ends at {collapsing['held_out_loss']:.3f}.",
         ]
     return lines

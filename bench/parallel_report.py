@@ -19,12 +19,12 @@ FSDP_TITLES = {
     "copies": "copy engines, float32",
     "copies-bf16": "copy engines, bfloat16",
 }
-ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens, and P GPUs share its experts, or
-under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P; the
-time on one GPU was taken on all at once. The peer is a layer in the order of torchtitan's default dispatcher, in public
-torch calls. Speed is its time over this package's, share is this package's peak memory over its, in the same run.
-Collectives of FSDP2 are NCCL's, or those of `interop.fsdp.CopyEngines`; gradients travel in float32 or bfloat16. The
-paper's Figure 7 shows FSDP alone and prints no numbers."""
+ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens. P GPUs share the experts, or
+under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P.
+The time on one GPU was measured on all GPUs at once. The peer is a layer in the order of torchtitan's default
+dispatcher, written in public torch calls. Speed is the peer's time over this package's. Share is this package's peak
+memory over the peer's in the same run. FSDP2 uses NCCL's collectives or those of `interop.fsdp.CopyEngines`. Gradients
+travel in float32 or bfloat16. The paper's Figure 7 shows only FSDP and prints no numbers."""
 
 
 def rows() -> list[dict]:
@@ -101,10 +101,10 @@ def headline(route: str = "pull") -> list[str]:
         return []
     percent = [f"{100 * ours['efficiency']:.0f}" for ours, _ in sorted(pairs, key=lambda pair: pair[0]["efficiency"])]
     return [
-        f"With experts spread over {gpus} GPUs a training pass is {span(p['ms'] / o['ms'] for o, p in pairs)} times as",
-        "fast as torch's own functions in torchtitan's order, with "
-        f"{span(o['peak_mib'] / p['peak_mib'] for o, p in pairs)} of their peak memory,",
-        f"and each GPU has {percent[0]} to {percent[-1]}% of its speed alone ({len(pairs)} layers).",
+        f"Experts spread over {gpus} GPUs: a training pass is {span(p['ms'] / o['ms'] for o, p in pairs)} times as",
+        "fast as torch's own functions in torchtitan's order, in "
+        f"{span(o['peak_mib'] / p['peak_mib'] for o, p in pairs)} of their peak memory.",
+        f"Each GPU reaches {percent[0]} to {percent[-1]}% of its speed alone ({len(pairs)} layers).",
     ]
 
 

@@ -278,7 +278,7 @@ def small_section(records: Records, group: str) -> list[str]:
 
 
 def router_section(records: Records) -> list[str]:
-    return ["", "torch's backward is autograd's forward and backward together.", *small_section(records, "router")]
+    return ["", "torch's backward is the time of forward and backward together.", *small_section(records, "router")]
 
 
 def selection_section(records: Records) -> list[str]:
@@ -301,7 +301,7 @@ def experts_section(records: Records) -> list[str]:
         lines.append(
             [row["case"], title(row["provider"]), row["pass"].replace("_", " + "), ms(row["seconds"]), *ratios]
         )
-    about = "The base of a kind is swiglu, of relu2 relu. gpt_oss has swiglu_oai, biases and interleaved columns."
+    about = "The base is the layer with swiglu, for relu2 with relu. gpt_oss: swiglu_oai, biases, interleaved columns."
     return ["", about, *table(["case", "layer", "pass", "ms", "times bound", "times base"], lines)]
 
 
@@ -319,41 +319,41 @@ def ablation_section(records: Records) -> list[str]:
 
 INTRODUCTION = """# Results
 
-Written by `python -m bench.report` from the records in `bench/records/`; do not edit. How they were measured is in
-`bench/README.md`.
+`python -m bench.report` writes this page from the records in `bench/records/`. Do not edit it. `bench/README.md` says
+how the figures were measured.
 
 How to read the tables:
 
-- The bound is the time of the layer's matrix products alone through cuBLAS, with equal tokens per expert, no routing
-  and no activation. It is no hard bound, as a fused layer reads and writes less.
-- "cuBLAS and copies" is the bound's products while another stream copies what a layer reads and writes beyond them.
+- The bound is the time of the layer's matrix products alone in cuBLAS, with equal tokens per expert, no routing and no
+  activation. A fused layer can beat it, because it reads and writes less.
+- "cuBLAS and copies" runs the bound's products while another stream copies what a layer reads and writes beyond them.
 - `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`).
-- Weights lie in memory as transformers stores them, unless a column says row-major.
-- Times are medians of device time. Ratios are of rows of one run. The bound shown is that of moeblaze's run.
-- A layer's single call is timed between two events and waited for, so the host's share of the call is in it. "Back to
-  back" is the mean of calls that are enqueued without waiting.
-- The column warm-up says what ran before a row was timed: 3 calls, or the timed call itself until the GPU had been busy
-  for so long. A busy card runs at the clock of its power limit, as in training. One that was idle runs faster for a
-  while.
-- A dash means: not run. torch's layer fails where its first product has more than 2^31 elements.
+- Weights are in transformers' memory order, unless a column says row-major.
+- Times are medians of device time. Ratios compare rows of one run. The bound shown is that of moeblaze's run.
+- For a single call of a layer, the benchmark records two events and waits, so the time includes the host's share.
+  "Back to back" is the mean of calls that are enqueued without waiting.
+- The column warm-up says what ran before a row was timed: 3 calls, or the timed call itself until the GPU had been
+  busy for that time. A busy card runs at the clock of its power limit, as in training. A card that was idle runs
+  faster for a while.
+- A dash means: not run. torch's layer fails if its first product has more than 2^31 elements.
 
-The paper's numbers are from an H100 with torch 2.0.1 and are printed for what they are: its GPU has two thirds of this
-one's memory bandwidth, its baselines are three years older, and its times and memory cannot be had again from the
-sources. So compare each system with the bound of its own run, and the paper's columns with one another. Its Tables 4
-and 5 print ten times the time of its Table 2 for the same shape."""
+The paper's numbers are from an H100 with torch 2.0.1. That GPU has two thirds of the memory bandwidth of this one, the
+baselines are three years older, and the paper's times and memory cannot be reproduced from the sources. So compare
+each system with the bound of its own run, and the paper's columns with one another. The paper's Tables 4 and 5 print
+ten times the time of its Table 2 for the same shape."""
 
 
-ERRORS = f"""Norm of the difference over the norm of the reference: the layer in float64 from the same bf16 inputs, all
-tokens and experts (above {cases.SAMPLED_ABOVE:,} tokens, samples of both). Beside it the composition of bf16 torch
-operations over a routed buffer."""
-PEERS = """Each other layer's time over moeblaze's, both timed in one run on the same weights as transformers stores
-them, so above 1 moeblaze is faster; and moeblaze's peak memory over the other's."""
-POWER = """NVML's mean over the second of calls. Where two rows draw the card's limit, the ratio of their times is
-that of their energies."""
-SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all get as many. Beside it the same layer
-with random routing, in the same record. The ratio is of the times."""
-SMALL = """`save=None`, replays of a CUDA graph over token sets in turn, which leave the L2 cache cold. The bound is to
-read the weights of the touched experts once, at the GB/s of a copy."""
+ERRORS = f"""The norm of the difference over the norm of the reference. The reference is the layer in float64 from the
+same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tokens, samples of both). It is compared
+with the composition of bf16 torch operations over a routed buffer."""
+PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
+other's. Both were measured in one run on the same weights in transformers' memory order."""
+POWER = """NVML's mean over the second of calls. If two rows draw the card's limit, the ratio of their times is the
+ratio of their energies."""
+SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all experts get equally many slots. Both
+are compared with the same layer with random routing in the same record. The ratio is of the times."""
+SMALL = """`save=None`, replays of a CUDA graph that rotate over token sets, which leave the L2 cache cold. The bound is
+the time to read the weights of the touched experts once, at the GB/s of a copy."""
 
 
 def results(records: Records) -> str:
@@ -366,7 +366,7 @@ def results(records: Records) -> str:
     lines += layer_section(records, "forward_backward_back_to_back", "Forward and backward, calls back to back")
     lines += ["", "Figures 4 and 6 of the paper give speed-ups over MegaBlocks: " + speedups()]
     lines += ["", "![Saved for backward](memory.svg)", *layer_memory(records)]
-    lines += ["Parameters and x are excluded; the last column is by formula, nothing recomputed."]
+    lines += ["Parameters and x are excluded. The last column is by formula, for a layer that recomputes nothing."]
     if "memory" in groups:
         lines += ["", "### Figures 3 and 5, Table 2: memory per save policy, MiB", *memory_section(records)]
     if table2 := table2_section(records):

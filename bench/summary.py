@@ -53,19 +53,26 @@ def readme(records: Records) -> str:
         peer = [
             f"**A training pass needs {statistics.median(peaks):.2f} of SonicMoE's peak memory and is "
             f"{statistics.median(times):.2f} times as fast**:",
-            f"medians over {len(beside)} layers in bf16 on one {gpu}, calls back to back, weights as transformers",
-            f"stores them (memory {span(peaks)}, speed {span(times)}).",
+            f"medians over {len(beside)} layers in bf16 on one {gpu}, calls back to back, weights in the memory order",
+            f"of transformers (memory {span(peaks)}, speed {span(times)}).",
         ]
     bound = span(ratio for ratios in _ratios(records, "moeblaze", BACK_TO_BACK[1]).values() for ratio in ratios)
+    points = [
+        [
+            f"Bound: a training pass takes {bound} times as long as the layer's matrix products alone in cuBLAS,",
+            "in either memory order of the weights.",
+        ],
+        transformers_report.headline(list(records.by_name.values())),
+        accuracy_report.headline(records.by_name.values()),
+        language_model_report.headline(),
+        fp8_report.headline(),
+        parallel_report.headline(),
+    ]
     return block(
         [
             *peer,
-            f"In either memory order it takes {bound} times as long as the layer's matrix products alone in cuBLAS.",
-            *transformers_report.headline(list(records.by_name.values())),
-            *accuracy_report.headline(records.by_name.values()),
-            *language_model_report.headline(),
-            *fp8_report.headline(),
-            *parallel_report.headline(),
+            "",
+            *("- " + "\n  ".join(lines) for lines in points if lines),
             "",
             "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
             "",

@@ -4,10 +4,10 @@ from bench.table import number
 
 WHATS = ("step", "step_compiled")
 MODELS = {"qwen3_30b_a3b": "Qwen3-30B-A3B", "olmoe_1b_7b": "OLMoE-1B-7B", "gpt_oss_20b": "gpt-oss-20b"}
-ABOUT = """Models of transformers with random weights at the sizes of their names, 4 layers, a vocabulary of 8,192,
-bf16. A step is forward, loss, backward and AdamW. Generation is of one token for each sequence. Ratios are of
-"grouped_mm" in the same record; above 1 is faster. Peak memory is of the whole step, weights and optimizer included.
-Compiled steps have attention that is causal without a mask."""
+ABOUT = """Models of transformers with random weights at the sizes of the named models, but with 4 layers and a
+vocabulary of 8,192, in bf16. A step is forward, loss, backward and AdamW. Generation makes one token for each sequence.
+Ratios are relative to "grouped_mm" in the same record, and above 1 is faster. Peak memory is that of the whole step,
+including weights and optimizer. Compiled steps use attention that is causal without a mask."""
 
 
 def _newest(records: list[dict]) -> dict[tuple[str, str, str], dict]:
@@ -53,7 +53,7 @@ def headline(records: list[dict]) -> list[str]:
         f"{ours['peak_mib'] / base['peak_mib']:.2f} of the memory"
         for case, ours, base in pairs
     ]
-    return ["A training step in Hugging Face transformers, beside its `grouped_mm`, layers of these models:"] + [
+    return ["transformers: compared with its `grouped_mm`, a training step on layers of these models is:"] + [
         f"{part}{end}" for part, end in zip(parts, [*(len(parts) - 1) * [","], "."], strict=True)
     ]
 

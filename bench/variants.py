@@ -84,12 +84,15 @@ def in_turn(calls: dict[str, Callable]) -> dict[str, float]:
     return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
-def run(rules: list[str], names: list[str], order: str) -> list[dict]:
-    """A row for each rule, case, kernel and variant. Results are not compared: the suites and tests do that."""
+def run(rules: list[str], names: list[str], order: str, accumulate: bool = False) -> list[dict]:
+    """A row for each rule, case, kernel and variant. Results are not compared: the suites and tests do that.
+
+    accumulate: weight gradients are added to float32 sums.
+    """
     rows = []
     for name in names:
         case = cases.LAYERS[name]
-        kernel = kernels.Kernels(case, inputs.layer_inputs(case, order))
+        kernel = kernels.Kernels(case, inputs.layer_inputs(case, order), accumulate=accumulate)
         for rule in rules:
             for entry in RULES[rule]:
                 if rule == "clusters" and case.k == 1 and entry in kernels.SUMMED:  # never in clusters
@@ -120,9 +123,10 @@ def main(*argv: str) -> None:
     parser.add_argument("--rule", action="append", choices=RULES, help="repeatable (default: all)")
     parser.add_argument("--case", default="one_expert", help="cases or groups of bench/cases.py (%(default)s)")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="(%(default)s)")
+    parser.add_argument("--accumulate", action="store_true", help="weight gradients are added to float32 sums")
     parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
-    rows = run(args.rule or list(RULES), cases.select(args.case, "one_expert"), args.order)
+    rows = run(args.rule or list(RULES), cases.select(args.case, "one_expert"), args.order, args.accumulate)
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")

@@ -13,6 +13,7 @@ from moeblaze_cupy import fp8_checks
 from moeblaze_cupy.structures import Fp8Weights
 
 Tensor = torch.Tensor
+Weight = Tensor | tuple[Tensor, Tensor]  # w1 may be a pair (gate, up)
 
 
 # What backward has used since it was written: optimizers may change weights in ways that torch does not count.
@@ -39,6 +40,7 @@ class Copies:
         self.held = False  #: `weights` are used as they are
         self._held_in_capture = False  # by what a graph captures after them
         self.captured = False  #: a CUDA graph writes `weights`, and its replays may change w1 and w2 uncounted
+        self._shapes: tuple[tuple[torch.Size, torch.device], ...] = ()  # of w1, or its parts, and w2 when written
         self._storages: tuple[StorageWeakRef, ...] = ()  # of w1 and w2 as they were; () if they are to be read anew
         self._versions: tuple[int, ...] = ()
         self._parameters: tuple[weakref.ref[Tensor], ...] = ()
@@ -58,44 +60,51 @@ class Copies:
     def assign(self, *parameters: Tensor) -> None:
         self._parameters = tuple(map(weakref.ref, parameters))
 
-    def current(self, w1: Tensor, w2: Tensor, gate_up: str) -> Fp8Weights:
+    def current(self, w1: Weight, w2: Tensor, gate_up: str) -> Fp8Weights:
         """As of w1 and w2 now. In a capture they are written in the graph, and from then on in every call."""
-        capturing = _capturing(w1)
-        fresh = self._held_in_capture if capturing else not self.captured and self._are_of((w1, w2))
+        capturing = _capturing(w2)
+        fresh = self._held_in_capture if capturing else not self.captured and self._are_of((*parts_of(w1), w2))
         if self.weights is None or not fresh:
             self.quantize(w1, w2, gate_up)
         assert self.weights is not None
         return self.weights
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it none
-    def quantize(self, w1: Tensor, w2: Tensor, gate_up: str, hold: bool = False) -> Fp8Weights:
-        """w1 (E, d, 2h) or (E, d, h), w2 (E, h, d); hold: until the next call, or `forget`.
+    def quantize(self, w1: Weight, w2: Tensor, gate_up: str, hold: bool = False) -> Fp8Weights:
+        """w1 (E, d, 2h), a pair of (E, d, h), or (E, d, h); w2 (E, h, d); hold: until the next call, or `forget`.
 
         What a graph captured is not written yet, so a hold in a capture is one for captured forwards.
         """
-        old, shapes = self.weights, ((w1.shape, w1.device), (w2.shape, w2.device))
-        into = old if old is not None and shapes == tuple((w.shape, w.device) for w in (old.w1, old.w2)) else None
+        tensors = (*parts_of(w1), w2)
+        shapes = tuple((tensor.shape, tensor.device) for tensor in tensors)
+        into = self.weights if shapes == self._shapes else None
         # Backward keeps no tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.weights = mb.quantize_weights(w1, w2, into, gate_up=gate_up)
+        self._shapes = shapes
         _used_in_backward.discard(self.weights)
-        capturing = _capturing(w1)
+        capturing = _capturing(w2)
         self.held, self._held_in_capture = hold and not capturing, hold and capturing
         if hold:  # graphs of compiled code need no copies of them
             for tensor in (getattr(self.weights, field) for field in fp8_checks.FIELDS):
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.captured |= capturing
-        counted = not (w1.is_inference() or w2.is_inference())
-        self._storages = tuple(map(_identity, (w1, w2))) if counted else ()
-        self._versions = _versions((w1, w2)) if counted else ()
+        counted = not any(tensor.is_inference() for tensor in tensors)
+        self._storages = tuple(map(_identity, tensors)) if counted else ()
+        self._versions = _versions(tensors) if counted else ()
         return self.weights
 
     def _are_of(self, tensors: Sequence[Tensor]) -> bool:
         uncounted = self.weights in _used_in_backward or any(tensor.is_inference() for tensor in tensors)
-        if not self._storages or uncounted:
+        if len(self._storages) != len(tensors) or uncounted:
             return False
         same = zip(self._storages, tensors, strict=True)
         return all(ref.cdata == t.untyped_storage()._cdata for ref, t in same) and self._versions == _versions(tensors)
+
+
+def parts_of(w1: Weight) -> tuple[Tensor, ...]:
+    """The arrays of w1: one, or gate and up."""
+    return w1 if isinstance(w1, tuple) else (w1,)
 
 
 def _identity(tensor: Tensor) -> StorageWeakRef:

@@ -12,10 +12,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import moeblaze_cupy.interop.transformers  # noqa: F401  # registers "moeblaze"
 from moeblaze_cupy import checks, fp8_checks
-from moeblaze_cupy.interop import transformers as served
+from moeblaze_cupy.interop import transformers_experts
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.interop.transformers_formula import formula_of, is_dispatched, name_of
+from moeblaze_cupy.interop.transformers_patches import OUT_OF_REACH, PATCHES
 from moeblaze_cupy.structures import SAVE_POLICIES
 
 Tensor = torch.Tensor
@@ -58,11 +61,11 @@ def parallelize_experts(
         )
     groups: dict[int, ExpertGroup] = {}
     for module in found.values():
-        number = _first_weight(module).shape[0]
+        number = transformers_experts.weights_of(module)[0].shape[0]
         if number not in groups:
             groups[number] = group(mesh, number)
     for module in found.values():
-        experts = groups[_first_weight(module).shape[0]]
+        experts = groups[transformers_experts.weights_of(module)[0].shape[0]]
         _keep_part(module, mesh, experts)
         module.forward = types.MethodType(_forward_over(experts, save, precision), module)
     return tuple(found)
@@ -70,25 +73,20 @@ def parallelize_experts(
 
 def _has_experts(name: str, module: Any) -> bool:
     """Raises for experts that cannot be spread."""
-    kind = served._name_of(type(module))
-    if kind in served._PATCHES or kind in served._OUT_OF_REACH:
+    kind = name_of(type(module))
+    if kind in PATCHES or kind in OUT_OF_REACH:
         raise NotImplementedError(
             f"parallelize_experts: {name}: {kind}: its experts are not dispatched by transformers"
         )
-    if not served._is_dispatched(module):
+    if not is_dispatched(module):
         return False
-    reason = served._formula_of(module).reason
+    reason = formula_of(module).reason
     if reason:
         raise NotImplementedError(f"parallelize_experts: {name}: {kind}: {reason}")
-    if isinstance(_first_weight(module), DTensor):
+    if isinstance(transformers_experts.weights_of(module)[0], DTensor):
         expected = "whole experts, before FSDP2 and any other plan"
         raise ValueError(f"parallelize_experts: model: expected {expected}, got DTensors in {name}")
     return True
-
-
-def _first_weight(module: Any) -> Tensor:
-    weight: Tensor = module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj
-    return weight
 
 
 def _keep_part(module: torch.nn.Module, mesh: DeviceMesh, experts: ExpertGroup) -> None:
@@ -122,20 +120,21 @@ def _over_ranks(
     precision: str | None = None,
 ) -> Tensor:
     """(L, d) of this rank's tokens x (L, d), whose ids (L, k) are of all E experts; module has this rank's."""
-    formula = served._formula_of(module)
+    formula = formula_of(module)
     if formula.activation is None:
-        raise NotImplementedError(f"moeblaze: {served._name_of(type(module))}: {formula.reason}")
-    w1, w2, biases = served._parameters_of(module, _local)
+        raise NotImplementedError(f"moeblaze: {name_of(type(module))}: {formula.reason}")
+    w1, w2, biases = transformers_experts.arguments_of(module, _local)
     plain = not biases and formula.gate_up == "halves" and not getattr(module, "has_post_expert_norm", False)
     if plain and not torch.is_autocast_enabled(x.device.type):
         rows = x.to(w2.dtype)
         wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
-        options: dict[str, Any] = {"activation": formula.activation, "save": save, "precision": precision}
-        options["keep_fp8_weights"] = save != "recompute"
-        out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, **options)
+        options = transformers_experts.layer_options(save, precision)
+        out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, activation=formula.activation, **options)
     else:
         rows, local_ids, got, route = exchange(x, ids, weights, experts)
-        out = collect(served._experts(module, formula, rows, local_ids, got, save, _local, precision), route)
+        out = collect(
+            transformers_experts.experts(module, formula, rows, local_ids, got, save, _local, precision), route
+        )
     return out.to(x.dtype)
 
 
@@ -148,8 +147,12 @@ else:
     class ExpertParallel(EPImplementation):
         """`DistributedConfig(ep_implementation="moeblaze")`: a row travels once to each rank with an expert of it.
 
-        Ranks of a tensor parallel group have the same tokens, of which each sends its part.
+        The ranks of a tensor parallel group have the same tokens. Each rank sends its part of them.
+        A subclass sets `save` and `precision`, of `parallelize_experts`, and is registered under its own name.
         """
+
+        save: str = "minimal"
+        precision: str | None = None
 
         def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
@@ -166,7 +169,7 @@ else:
                     .to_local()
                     for tensor in (x, ids, weights)
                 )
-            out = _over_ranks(self.experts, x, ids, weights, self.group, "minimal")
+            out = _over_ranks(self.experts, x, ids, weights, self.group, self.save, self.precision)
             if self.tp_mesh.size() == 1:
                 return out
             shape = hidden_states.shape

@@ -173,5 +173,5 @@ __device__ __forceinline__ unsigned sort_key_of_canonical(float v) {
 }
 __device__ __forceinline__ unsigned sort_key(float v) { return sort_key_of_canonical(canonical(v)); }
 __device__ __forceinline__ float from_sort_key(unsigned key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // the key of NaN gives a NaN
+    return __uint_as_float(key ^ (~static_cast<unsigned>(static_cast<int>(key) >> 31) | 0x80000000u));  // of NaN's a NaN
 }

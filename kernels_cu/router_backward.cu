@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
     __syncwarp();
     const float dot = scatter(p, pairs_of(p.token_offsets, token, p.k, p.num_pairs, there), logits, row);
 
-    LogSumExp lse = {0.f, 1.f};
+    LogSumExp lse = {0.f, 1.f, 0.f};
     float probabilities[VALUES];
     if (PROBABILITIES) {
         lse = log_sum_exp(x, probabilities);

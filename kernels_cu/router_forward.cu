@@ -44,13 +44,19 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;    // in registers
-constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                  // shares at a time
-constexpr int TOKENS = THREADS / LANES;                                      // of a block at a time
-constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;   // blocks that registers leave room for
-constexpr int IN_LANE = (VALUES <= 16 || LANES > 1 ? 1024 : 512) / THREADS;  // by a lane, of LANE_K slots
+// One lane chooses, and experts rank by their logits: sums follow the listing of a token's keys, which logits are then read
+// off again, so that registers hold either.
+constexpr bool SUMS_LAST = SUMS && LANE_K > 0 && LANES > 1 && BIAS == 0;
+constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;               // in registers
+constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                             // shares at a time
+constexpr int TOKENS = THREADS / LANES;                                                 // of a block at a time
+constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;              // blocks that registers leave room for
+constexpr int IN_LANE_THREADS = SUMS_LAST && __CUDA_ARCH__ != 900 ? 768 : 1024;         // others would spill
+constexpr int IN_LANE = (VALUES <= 16 || LANES > 1 ? IN_LANE_THREADS : 512) / THREADS;  // by a lane, of LANE_K slots
 constexpr int IN_LANES = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;
 constexpr int RESIDENT = LANE_K > 0 ? IN_LANE : IN_LANES;  // blocks per multiprocessor at least
+
+__device__ __forceinline__ int experts_of(const RouterForwardParams& p) { return FULL ? VALUES * LANES : p.num_experts; }
 
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
@@ -82,43 +88,49 @@ __device__ __forceinline__ void store_stored(float* at, const float (&v)[4]) {
     *reinterpret_cast<float4*>(at) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// Adds a token's shares, z and entropy if it `counts`. A row that `is_new` holds nothing yet: all of it is written.
-__device__ __forceinline__ void add_sums(const float (&x)[VALUES], const float (&terms)[VALUES], const float (&scores)[VALUES],
-                                         const LogSumExp& lse, int E, float* row, bool counts, bool is_new, Held& held) {
-    float q[VALUES], sum = 0.f, entropy = 0.f;
+// Adds a token's shares, z and entropy to its place's row, if it `counts`. values: scores with SCORE_SHARES, else terms of
+// `lse`. All lanes of the warp take part.
+__device__ __forceinline__ void add_sums(const float (&values)[VALUES], const LogSumExp& lse, int E, float* row, bool counts,
+                                         Held& held) {
     const float of_term = reciprocal(lse.sum);
+    float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        q[i] = SCORE_SHARES ? scores[i] : terms[i];
-        sum += q[i];
-        const float p = terms[i] * of_term;
-        if (SUM_ENTROPY) entropy += p * logit_or_zero(x[i], p);
-    }
+    for (int i = 0; i < VALUES; ++i) sum += values[i];
     const float share = SHARES == SOFTMAX ? of_term : reciprocal(sum_of_lanes(sum) + NORMALIZER);
-    if (SUM_ENTROPY) entropy = sum_of_lanes(entropy);
-    if (lane_of_token() == 0 && (counts || is_new)) {
-        const float old_z = is_new ? 0.f : row[E], old_entropy = is_new ? 0.f : row[E + 1];
-        row[E] = SUM_Z && counts ? old_z + lse.value() * lse.value() : old_z;
-        row[E + 1] = SUM_ENTROPY && counts ? old_entropy + (lse.value() - entropy) : old_entropy;
+    const float mean = SUM_ENTROPY ? sum_of_lanes(lse.weighted) * of_term : 0.f;
+    if (!counts) return;
+    if (lane_of_token() == 0) {
+        if (SUM_Z) row[E] += lse.value() * lse.value();
+        if (SUM_ENTROPY) row[E + 1] += lse.value() - mean;
     }
     if (HOLDS_SHARES) {
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i)
-            if (counts) held.shares[i] += q[i] * share;
+        for (int i = 0; i < VALUES; ++i) held.shares[i] += values[i] * share;
     } else if (SHARES) {
 #pragma unroll
         for (int i = 0; i < VALUES; i += STORED) {
-            if (!(counts || is_new) || !is_expert(column_of(i), E)) continue;
-            float* const at = row + column_of(i);
-            float values[STORED];
-            load_stored(at, values);
+            if (!is_expert(column_of(i), E)) continue;
+            float stored[STORED];
+            load_stored(row + column_of(i), stored);
 #pragma unroll
-            for (int j = 0; j < STORED; ++j) {
-                const float old = is_new ? 0.f : values[j];
-                values[j] = counts ? old + q[i + j] * share : old;
-            }
-            store_stored(at, values);
+            for (int j = 0; j < STORED; ++j) stored[j] += values[i + j] * share;
+            store_stored(row + column_of(i), stored);
         }
+    }
+}
+
+// From a place's row of sums to the next: whole vectors, in other banks where a quarter of a warp has two tokens or more.
+__device__ __forceinline__ int sum_row_words(int columns) {
+    return LANES == 1 ? columns | 1 : LANES == 4 ? (columns + 15) / 32 * 32 + 16 : (columns + 3) / 4 * 4;
+}
+
+// Clears what this lane adds to in its place's row.
+__device__ __forceinline__ void clear_sums(int E, float* row) {
+    if (lane_of_token() == 0) row[E] = row[E + 1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < VALUES && SHARES && !HOLDS_SHARES; i += STORED) {
+        const float zeros[STORED] = {};
+        if (is_expert(column_of(i), E)) store_stored(row + column_of(i), zeros);
     }
 }
 
@@ -139,34 +151,53 @@ __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) 
 // This thread's place. Sums leave few registers, so that its index is read again rather than kept.
 __device__ __forceinline__ int place_again() { return (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) / LANES; }
 
-// A token's logits, the scores of SCORE_SHARES, and what all logits together give. Adds its sums.
+__device__ __forceinline__ bool counts_in_sums(const RouterForwardParams& p, int token, bool there) {
+    return there && !(p.token_mask != nullptr && !p.token_mask[token]);
+}
+
+// A token's logits, the scores of SCORE_SHARES, and what all logits together give. Adds its sums, but with SUMS_LAST.
 __device__ __forceinline__ LogSumExp read_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
-                                                bool is_new, Held& held, float (&x)[VALUES], float (&scores)[VALUES]) {
-    const bool counts = there && !(p.token_mask != nullptr && !p.token_mask[token]);
+                                                Held& held, float (&x)[VALUES], float (&scores)[VALUES]) {
     float terms[VALUES];
-    LogSumExp lse = {0.f, 1.f};
-    if (NEEDS_ROW) load_row(p.logits + static_cast<int64>(there ? token : 0) * p.num_experts, there, p.num_experts, x);
+    LogSumExp lse = {0.f, 1.f, 0.f};
+    if (NEEDS_ROW) load_row(p.logits + static_cast<int64>(there ? token : 0) * experts_of(p), there, experts_of(p), x);
+    if (SUMS_LAST) return lse;
     if (NEEDS_LSE) lse = log_sum_exp(x, terms);
 #pragma unroll
     for (int i = 0; i < VALUES && SCORE_SHARES; ++i) scores[i] = quick_score_of<SHARES>(x[i]);
-    if (SUMS && in_sums) add_sums(x, terms, scores, lse, p.num_experts, row, counts, is_new, held);
+    if (SUMS && in_sums) add_sums(SCORE_SHARES ? scores : terms, lse, experts_of(p), row, counts_in_sums(p, token, there), held);
     return lse;
+}
+
+// With SUMS_LAST: adds a token's sums. largest: of its logits.
+__device__ __forceinline__ void add_sums_of_keys(const unsigned (&keys)[VALUES], float largest, int E, float* row, bool counts,
+                                                 Held& held) {
+    float x[VALUES], values[VALUES];
+    LogSumExp lse = {0.f, 1.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) x[i] = from_sort_key(keys[i]);
+    if (NEEDS_LSE) lse = log_sum_exp(x, largest, values);
+#pragma unroll
+    for (int i = 0; i < VALUES && SCORE_SHARES; ++i) values[i] = quick_score_of<SHARES>(x[i]);
+    add_sums(values, lse, E, row, counts, held);
+}
+
+// What an expert ranks by, but for groups. score: as of `ranked_score`.
+__device__ __forceinline__ unsigned rank_key(float x, float score, float bias, const LogSumExp& lse) {
+    if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
+        return sort_key_of_canonical(canonical_sum(ranked_score(x, score, lse), bias));
+    return sort_key(BIAS == 1 ? ranked_score(x, score, lse) + bias : BIAS ? x + bias : x);
 }
 
 // What a token's experts rank by. `groups`: shared memory of all places for the choice of groups.
 __device__ __forceinline__ void rank_experts(const RouterForwardParams& p, int token, bool there, const float (&x)[VALUES],
                                              const float (&scores)[VALUES], const LogSumExp& lse, unsigned* groups,
                                              int group_words, unsigned (&keys)[VALUES]) {
-    const int E = p.num_experts;
+    const int E = experts_of(p);
     float bias[VALUES];
     if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, FULL || there, E, minus_infinity(), bias);
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-        if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
-            keys[i] = sort_key_of_canonical(canonical_sum(ranked_score(x[i], scores[i], lse), bias[i]));
-        else
-            keys[i] = sort_key(BIAS == 1 ? ranked_score(x[i], scores[i], lse) + bias[i] : BIAS ? x[i] + bias[i] : x[i]);
-    }
+    for (int i = 0; i < VALUES; ++i) keys[i] = rank_key(x[i], scores[i], bias[i], lse);
     if (GROUP_TOP) {
         unsigned ranked_by[VALUES];
 #pragma unroll
@@ -235,13 +266,13 @@ struct PlaceMemory {
 // One token, or none where `token` is no token of this block. `row` is its place's row of sums, `in_sums` says whether it has a
 // share in them.
 __device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
-                                            bool is_new, Held& held, const PlaceMemory& memory) {
-    const int E = p.num_experts, lane = lane_of_token();
+                                            Held& held, const PlaceMemory& memory) {
+    const int E = experts_of(p), lane = lane_of_token();
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     const bool masked = there && p.token_mask != nullptr && !p.token_mask[token];
     const float scale = __int_as_float(p.scale), eps = __int_as_float(p.eps);
     float x[VALUES], scores[VALUES];
-    const LogSumExp lse = read_token(p, token, there, in_sums, row, is_new, held, x, scores);
+    const LogSumExp lse = read_token(p, token, there, in_sums, row, held, x, scores);
     if (GIVEN) {
         const Pairs pairs = pairs_of(p.token_offsets, token, p.k, p.num_pairs, there);
         const int longest = __reduce_max_sync(WARP, pairs.number);
@@ -314,8 +345,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
 #if LANE_K > 0 && LANES == 1
     route_by_lane(p);
 #else
-    const int E = p.num_experts, place = threadIdx.x / LANES;
-    const int columns = E + 2, stride = LANES == 1 ? columns | 1 : (columns + 3) / 4 * 4;
+    const int E = experts_of(p);
+    const int columns = E + 2, stride = sum_row_words(columns);
 #if LANE_K > 0
     ListedTokens listed = {reinterpret_cast<ListedRow*>(dynamic_shared), 0, 0};
     float* const all_sums = reinterpret_cast<float*>(listed.rows + 32 * LISTED_BUFFERS);
@@ -331,8 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
     if (!SUMS) {  // 32 tokens in all
         Held none;
 #pragma unroll 1
-        for (int base = 0; base < 32; base += TOKENS)
-            listed.take(p, first + base + place, first + base + place < end, false, nullptr, false, none);
+        for (int base = 0; base < 32; base += TOKENS) listed.take(p, first + base, end, false, nullptr, 0, none);
         listed.choose(p, false);
         return;
     }
@@ -349,24 +379,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
             sequence = sequence_of(p.sequences, p.num_sequences, begin, p.L);
             __syncthreads();  // the last sequence's rows have been read
         }
-        const bool counts = sequence.index >= 0 && sequence.index < p.num_sequences;
-        const int stop = min(end, sequence.end);
+        const int index = __reduce_max_sync(WARP, sequence.index), stop = __reduce_max_sync(WARP, min(end, sequence.end));
+        const bool counts = index >= 0 && index < p.num_sequences;
         Held held = {};
+        if (SUMS) clear_sums(E, all_sums + place_again() * stride);
         for (int base = begin; base < stop; base += TOKENS) {
-            const int token = base + place;
-            float* const row = all_sums + place_again() * stride;
 #if LANE_K > 0
-            listed.take(p, token, token < stop, counts, row, base == begin, held);
+            listed.take(p, base, stop, counts, all_sums, stride, held);
             listed.choose(p, stop < end || base + TOKENS < stop);
 #else
-            route_token(p, token, token < stop, counts, row, base == begin, held,
-                        {all_slots, all_listed, all_groups, group_words});
+            const int token = base + threadIdx.x / LANES;
+            float* const row = all_sums + place_again() * stride;
+            route_token(p, token, token < stop, counts, row, held, {all_slots, all_listed, all_groups, group_words});
 #endif
         }
         if (SUMS && counts) {
             store_sums(held, E, all_sums + place_again() * stride);
-            __syncthreads();
-            float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + sequence.index) * columns;
+#if LANE_K > 0
+            if (listed.filled() != 0)  // else all threads have met to choose
+#endif
+                __syncthreads();
+            float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + index) * columns;
 #pragma unroll 1
             for (int i = threadIdx.x; i < columns; i += THREADS) {
                 float sum = 0.f;

@@ -87,11 +87,11 @@ __device__ __forceinline__ void store_token(const RouterForwardParams& p, int to
                                             const LogSumExp& lse) {
     const float scale = __int_as_float(p.scale);
     const bool masked = p.token_mask != nullptr && !p.token_mask[token];
-    const ELEMENT* const logits = p.logits + static_cast<int64>(token) * p.num_experts;
+    const ELEMENT* const logits = p.logits + static_cast<int64>(token) * experts_of(p);
     float values[LANE_K], largest = minus_infinity(), total = 0.f;
 #pragma unroll
     for (int j = 0; j < LANE_K; ++j) {
-        values[j] = BIAS ? to_float(logits[min(column_of_entry(best[j]), p.num_experts - 1)]) : from_sort_key(key_of(best[j]));
+        values[j] = BIAS ? to_float(logits[min(column_of_entry(best[j]), experts_of(p) - 1)]) : from_sort_key(key_of(best[j]));
         if (BIAS || j == 0) largest = fmaxf(largest, values[j]);
     }
 #pragma unroll
@@ -115,12 +115,12 @@ __device__ __forceinline__ void store_token(const RouterForwardParams& p, int to
 
 // Chosen from the lane's own row.
 __device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
-    const int E = FULL ? VALUES : p.num_experts, token = blockIdx.x * TOKENS + threadIdx.x;
+    const int E = experts_of(p), token = blockIdx.x * TOKENS + threadIdx.x;
     if (token >= p.L) return;
     constexpr int CHUNKS = (VALUES + CHUNK - 1) / CHUNK;
     float x[VALUES], terms[VALUES];
     load_row(p.logits + static_cast<int64>(token) * E, true, E, x);
-    LogSumExp lse = {0.f, 1.f};
+    LogSumExp lse = {0.f, 1.f, 0.f};
     if (NEEDS_LSE) lse = log_sum_exp(x, terms);
     Entry chunks[CHUNKS][CHUNK];
 #pragma unroll
@@ -141,9 +141,14 @@ __device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
 
 #else
 
+// Of a token's keys: one that LANE_K of them or more reach, and the largest.
+struct RowKeys {
+    unsigned bound, largest;
+};
+
 // The LANE_K-th largest of sorted lists, one of each lane of the token. Lanes STEP apart and more have not met yet.
 template <int STEP, int N>
-__device__ __forceinline__ unsigned bound_of_lists(unsigned (&list)[N]) {
+__device__ __forceinline__ RowKeys keys_of_lists(unsigned (&list)[N]) {
     unsigned others[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) others[i] = __shfl_xor_sync(WARP, list[i], STEP);
@@ -159,21 +164,20 @@ __device__ __forceinline__ unsigned bound_of_lists(unsigned (&list)[N]) {
             else if (other < N)
                 bound = min(bound, others[other]);
         }
-        return bound;
+        return {bound, max(list[0], others[0])};
     } else if constexpr (2 * N <= CHUNK) {
         unsigned both[2 * N];
 #pragma unroll
         for (int i = 0; i < N; ++i) both[i] = list[i], both[2 * N - 1 - i] = others[i];
         sort_bitonic(both);
-        return bound_of_lists<2 * STEP>(both);
+        return keys_of_lists<2 * STEP>(both);
     } else {
         merge(list, others);
-        return bound_of_lists<2 * STEP>(list);
+        return keys_of_lists<2 * STEP>(list);
     }
 }
 
-// A key that LANE_K of the token's keys or more reach.
-__device__ __forceinline__ unsigned bound_of_row(const unsigned (&keys)[VALUES]) {
+__device__ __forceinline__ RowKeys keys_of_row(const unsigned (&keys)[VALUES]) {
     unsigned largest[PARTS];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
@@ -182,45 +186,108 @@ __device__ __forceinline__ unsigned bound_of_row(const unsigned (&keys)[VALUES])
         for (int i = part; i < VALUES; i += PARTS) largest[part] = max(largest[part], keys[i]);
     }
     sort(largest);
-    return bound_of_lists<1>(largest);
+    return keys_of_lists<1>(largest);
 }
 
 constexpr int LISTED_BUFFERS = SUMS ? 2 : 1;  // without sums a block has 32 tokens in all
 static_assert(32 % TOKENS == 0, "rows are filled in whole turns");
 
+// The first LANE_K entries of a row, in order, by all lanes of a warp: of a row of which more keys reach the bound than are listed.
+__device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int token, const LogSumExp& lse, Entry* entries) {
+    constexpr int PER_LANE = (VALUES * LANES + 31) / 32;
+    const int E = experts_of(p), lane = threadIdx.x % 32;
+    const ELEMENT* const logits = p.logits + static_cast<int64>(token) * E;
+    unsigned keys[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        const int column = i * 32 + lane;
+        keys[i] = 0;  // of no expert: it ranks behind all
+        if (column >= E) continue;
+        const float x = to_float(logits[column]);
+        keys[i] =
+            rank_key(x, SCORE_SHARES ? quick_score_of<SHARES>(x) : 0.f, BIAS ? p.bias[token * p.bias_stride + column] : 0.f, lse);
+    }
+#pragma unroll 1
+    for (int j = 0; j < LANE_K; ++j) {
+        unsigned best = keys[0];
+#pragma unroll
+        for (int i = 1; i < PER_LANE; ++i) best = max(best, keys[i]);
+        best = __reduce_max_sync(WARP, best);
+        int column = 32 * PER_LANE;
+#pragma unroll
+        for (int i = PER_LANE - 1; i >= 0; --i)
+            if (keys[i] == best) column = i * 32 + lane;
+        column = __reduce_min_sync(WARP, column);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i)
+            if (i * 32 + lane == column) keys[i] = 0;
+        if (lane == 0) entries[j] = entry_of(best, column);
+    }
+}
+
 // Chosen from what LANES lanes have listed, as soon as they have for 32 tokens. Warps take turns at it, and while one does, the
 // others list tokens in the other buffer.
 struct ListedTokens {
-    ListedRow* rows;    // (LISTED_BUFFERS, 32)
-    int filled, turns;  // rows of this turn; turns before it
+    ListedRow* rows;           // (LISTED_BUFFERS, 32)
+    int places_filled, turns;  // rows of this turn before this step; turns before it
 
     __device__ __forceinline__ ListedRow* rows_of_turn() const { return rows + turns % LISTED_BUFFERS * 32; }
 
-    // A token of each place, or none where it is not `there`. `row` is the place's row of sums, `in_sums` says whether the
-    // token has a share in them.
-    __device__ __forceinline__ void take(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
-                                         bool is_new, Held& held) {
+    __device__ __forceinline__ int filled() const { return TOKENS == 32 ? 0 : places_filled; }
+
+    __device__ __forceinline__ ListedRow& row_of(int place) const { return rows_of_turn()[filled() + place]; }
+
+    // The token of each place from `base` on, or none from `stop` on. Those `in_sums` have a share in the places' rows of
+    // sums, `stride` apart. The token is computed again after the listing, which leaves few registers.
+    __device__ __forceinline__ void take(const RouterForwardParams& p, int base, int stop, bool in_sums, float* sums, int stride,
+                                         Held& held) {
         float x[VALUES], scores[VALUES];
         unsigned keys[VALUES];
-        const LogSumExp lse = read_token(p, token, there, in_sums, row, is_new, held, x, scores);
-        rank_experts(p, token, there, x, scores, lse, nullptr, 0, keys);
-        ListedRow& listed = rows_of_turn()[filled + place_again()];
+        if (TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // as good as a count, without a register
+        const auto token_again = [&] { return base + place_again(); };
+        const auto row_of_sums = [&] { return sums + place_again() * stride; };
+        // Places from `stop` on take another token's row, if sums do not ask: nobody asks for the results.
+        const bool is_there = !SUMS || SUMS_LAST || token_again() < stop;
+        const int read = min(token_again(), p.L - 1);
+        const LogSumExp lse = read_token(p, read, is_there, in_sums, SUMS_LAST ? sums : row_of_sums(), held, x, scores);
+        rank_experts(p, read, is_there, x, scores, lse, nullptr, 0, keys);
         for (int i = lane_of_token(); i < ListedRow::MOST / 2; i += LANES)
-            reinterpret_cast<uint4*>(listed.entries)[i] = make_uint4(0, 0, 0, 0);
+            reinterpret_cast<uint4*>(row_of(place_again()).entries)[i] = make_uint4(0, 0, 0, 0);
         __syncwarp();
-        const int number = list_from<ListedRow::MOST>(bound_of_row(keys), keys, LANE_K, listed.entries);
-        if (lane_of_token() == 0) listed.number = number, listed.token = there ? token : -1;
-        filled += TOKENS;
+        const RowKeys found = keys_of_row(keys);
+        Marks marks([&](int i) { return keys[i] >= found.bound; });
+        const Share share = share_of(marks.number());
+        const bool fits = share.total <= ListedRow::MOST;
+        if (!fits) marks = Marks([](int) { return false; });
+        // Columns from an index that is read again: in a loop over tokens those of all values would be kept in registers.
+        const int first = (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) % LANES * WIDTH;
+        list(keys, shared_address(row_of(place_again()).entries), share.begin, first, marks);
+        if (lane_of_token() == 0) {
+            ListedRow& listed = row_of(place_again());
+            const int token = token_again();
+            listed.number = fits ? share.total : LANE_K, listed.token = token < stop ? token : -1;
+        }
+        if (SUMS_LAST && in_sums) {
+            const int token = token_again();
+            const bool counts = counts_in_sums(p, token, token < stop);
+            add_sums_of_keys(keys, from_sort_key(found.largest), experts_of(p), row_of_sums(), counts, held);
+        }
+        for (unsigned left = __ballot_sync(WARP, !fits && lane_of_token() == 0); left != 0; left &= left - 1) {
+            const int lane = __ffs(left) - 1, place = place_again() / (32 / LANES) * (32 / LANES) + lane / LANES;
+            const LogSumExp its = {__shfl_sync(WARP, lse.largest, lane), __shfl_sync(WARP, lse.sum, lane), 0.f};
+            pick_by_warp(p, min(base + place, p.L - 1), its, row_of(place).entries);
+        }
+        if (TOKENS < 32) places_filled += TOKENS;
     }
 
-    // Chooses if all rows of a turn are filled, or some and none `follow`.
+    // Chooses if all rows of a turn are filled, or some and none `follow`. All threads have met then.
     __device__ __forceinline__ void choose(const RouterForwardParams& p, bool follow) {
-        if (filled < 32 && follow) return;
+        if (TOKENS < 32 && places_filled < 32 && follow) return;
         __syncthreads();
         if (threadIdx.x / 32 == turns % (THREADS / 32))
-            choose_from(p, rows_of_turn()[threadIdx.x % 32], threadIdx.x % 32 < filled);
-        filled = 0;
-        ++turns;
+            choose_from(p, rows_of_turn()[threadIdx.x % 32], TOKENS == 32 || threadIdx.x % 32 < places_filled);
+        places_filled = 0;
+        if (TOKENS < 32) ++turns;
     }
 
     __device__ __forceinline__ void choose_from(const RouterForwardParams& p, const ListedRow& row, bool is_filled) const {
@@ -236,7 +303,7 @@ struct ListedTokens {
             sort(others);
             merge(best, others);
         }
-        if (is_filled && row.token >= 0) store_token(p, row.token, best, {0.f, 1.f});
+        if (is_filled && row.token >= 0) store_token(p, row.token, best, {0.f, 1.f, 0.f});
     }
 };
 

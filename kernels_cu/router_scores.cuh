@@ -132,28 +132,34 @@ __device__ __forceinline__ void load_floats(const float* row, int first, bool th
 
 struct LogSumExp {
     float largest, sum;  // of the row, and of exp(x - largest)
+    float weighted;      // of this lane: sum of x exp(x - largest), for entropies
     __device__ __forceinline__ float probability(float x) const { return expf(x - largest) * reciprocal(sum); }
     __device__ __forceinline__ float quick_probability(float x) const { return quick_exp(x - largest) * reciprocal(sum); }
     __device__ __forceinline__ float value() const { return largest + 0.693147181f * binary_logarithm(sum); }
 };
 
+// An expert without probability adds nothing to an entropy, even at -infinity.
+__device__ __forceinline__ float logit_or_zero(float x, float p) { return p == 0.f ? 0.f : x; }
+
 // terms: exp(x - largest), so that what needs probabilities of all experts has no exponentials left to compute.
-__device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float (&terms)[VALUES]) {
-    LogSumExp found = {x[0], 0.f};
-#pragma unroll
-    for (int i = 1; i < VALUES; ++i) found.largest = fmaxf(found.largest, x[i]);
-    found.largest = max_of_lanes(found.largest);
+__device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float largest, float (&terms)[VALUES]) {
+    LogSumExp found = {largest, 0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        terms[i] = quick_exp(x[i] - found.largest);
+        const float value = x[i];  // terms may be x
+        terms[i] = quick_exp(value - largest);
         found.sum += terms[i];
+        found.weighted += terms[i] * logit_or_zero(value, terms[i]);
     }
     found.sum = sum_of_lanes(found.sum);
     return found;
 }
-
-// An expert without probability adds nothing to an entropy, even at -infinity.
-__device__ __forceinline__ float logit_or_zero(float x, float p) { return p == 0.f ? 0.f : x; }
+__device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float (&terms)[VALUES]) {
+    float largest = x[0];
+#pragma unroll
+    for (int i = 1; i < VALUES; ++i) largest = fmaxf(largest, x[i]);
+    return log_sum_exp(x, max_of_lanes(largest), terms);
+}
 
 __device__ __forceinline__ int clamped(int v, int most) { return min(max(v, 0), most); }
 

@@ -122,13 +122,14 @@ __device__ __forceinline__ Share share_of(int mine) {
 }
 
 // Writes the marked keys one behind the other from `listed`, an address in shared memory. An address out of a shuffle is kept
-// in a register; the compiler would compute that of `dynamic_shared` again for every key.
-__device__ __forceinline__ void list(const unsigned (&keys)[VALUES], unsigned listed, int begin, const Marks& marks) {
+// in a register; the compiler would compute that of `dynamic_shared` again for every key. first_column: of this lane.
+__device__ __forceinline__ void list(const unsigned (&keys)[VALUES], unsigned listed, int begin, int first_column,
+                                     const Marks& marks) {
     unsigned at = from_lane(listed, 0) + begin * static_cast<int>(sizeof(Entry));
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (marks.has(i)) {
-            store_shared_4_4(at, ~static_cast<unsigned>(column_of(i)), keys[i]);
+            store_shared_4_4(at, ~static_cast<unsigned>(first_column + columns_after_first(i)), keys[i]);
             at += sizeof(Entry);
         }
 }
@@ -144,7 +145,7 @@ __device__ __forceinline__ int list_from(unsigned key, const unsigned (&keys)[VA
             Marks([&](int i) { return keys[i] > bound.key || (keys[i] == bound.key && columns_after_first(i) <= bound.column); });
         share = share_of(marks.number());
     }
-    list(keys, shared_address(listed), share.begin, marks);
+    list(keys, shared_address(listed), share.begin, first_column(), marks);
     return share.total;
 }
 

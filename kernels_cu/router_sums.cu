@@ -1,13 +1,13 @@
 // Adds the partial sums of router_forward.cu: what each block has of each sequence.
 //
-// Launch: a block of 32 columns and one sequence, ROWS_AT_ONCE warps, each of which takes every ROWS_AT_ONCE-th of the
-// sequence's rows. The order of the additions is fixed.
+// Launch: a block of 32 columns and one sequence, ROWS_AT_ONCE = 32 warps, each of which takes every 32nd of the sequence's
+// rows. Then warp i adds the warps' sums of column i. The order of the additions is fixed.
 #include "common.cuh"
 
 #if !defined(ROWS_AT_ONCE)
 #error "ROWS_AT_ONCE is given by launch_config.py"
 #endif
-static_assert(32 * ROWS_AT_ONCE <= 1024, "threads of a block");
+static_assert(ROWS_AT_ONCE == 32, "a lane for each warp's sum, and a warp for each column");
 
 struct RouterSumsParams {
     const float* partial_sums;  // (blocks + num_sequences, E + 2) fp32, in
@@ -19,7 +19,7 @@ struct RouterSumsParams {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * ROWS_AT_ONCE) router_sums(const RouterSumsParams p) {
-    __shared__ float sums[ROWS_AT_ONCE][32];
+    __shared__ float sums[ROWS_AT_ONCE][33];  // a column's are in different banks
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, E = p.num_experts, columns = E + 2;
     const int column = blockIdx.x * 32 + lane, sequence = blockIdx.y;
     int begin = sequence * (p.L / p.num_sequences), end = begin + p.L / p.num_sequences;
@@ -35,12 +35,14 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_AT_ONCE) router_sums(cons
             sum += p.partial_sums[static_cast<int64>(block + sequence) * columns + column];
     sums[warp][lane] = sum;
     __syncthreads();
-    if (warp > 0 || column >= columns) return;
-    sum = 0.f;
-    for (int i = 0; i < ROWS_AT_ONCE; ++i) sum += sums[i][lane];
-    if (column < E) {
-        if (p.score_sums != nullptr) p.score_sums[static_cast<int64>(sequence) * E + column] = sum;
-    } else if (column == E) {
+    sum = sums[lane][warp];
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    const int added = blockIdx.x * 32 + warp;
+    if (lane > 0 || added >= columns) return;
+    if (added < E) {
+        if (p.score_sums != nullptr) p.score_sums[static_cast<int64>(sequence) * E + added] = sum;
+    } else if (added == E) {
         if (p.z_sums != nullptr) p.z_sums[sequence] = sum;
     } else if (p.entropy_sums != nullptr) {
         p.entropy_sums[sequence] = sum;

@@ -42,7 +42,15 @@ def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) ->
     return found if top <= 2 and power_of_two and values // width <= found <= lanes else 0
 
 
-def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sums: bool, plain: bool) -> RouterConfig:
+def _sum_row_words(E: int, lanes: int) -> int:
+    """From a token's row of sums in shared memory to the next: E + 2 columns, rounded up as router_forward.cu does."""
+    columns = E + 2
+    if lanes == 1:
+        return columns | 1
+    return (columns + 15) // 32 * 32 + 16 if lanes == 4 else (columns + 3) // 4 * 4
+
+
+def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sums: bool, biased: bool) -> RouterConfig:
     """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed.
 
     Blocks list 32 tokens at a time. With fewer experts, small blocks spread over more multiprocessors.
@@ -52,7 +60,7 @@ def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sum
         return RouterConfig(
             1, values, threads, aligned, values == E, threads, max(1, ceil_div(L, threads)), 0, lane_k=k
         )
-    most = 32 if plain else 16  # values of a lane; biases and sums take as many registers again
+    most = 16 if biased else 32  # values of a lane; biases take as many registers again
     lanes = 4
     while lanes * most < E:
         lanes *= 2
@@ -61,7 +69,7 @@ def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sum
     per_block, shared_bytes = 32, 32 * ROUTER_LISTED_ROW
     if sums:
         per_block *= ceil_div(ceil_div(max(L, 1), per_block), ROUTER_SUM_BLOCKS)
-        shared_bytes += 32 * ROUTER_LISTED_ROW + 4 * tokens * ((E + 5) // 4 * 4)
+        shared_bytes += 32 * ROUTER_LISTED_ROW + 4 * tokens * _sum_row_words(E, lanes)
     blocks, full = max(1, ceil_div(L, per_block)), lanes * values == E
     return RouterConfig(lanes, values, threads, aligned, full, per_block, blocks, shared_bytes, lane_k=k)
 
@@ -92,7 +100,7 @@ def router_forward(
     in_lane = plain if E <= 32 else E <= 512 and not (over_row or groups)  # groups leave the lanes of a block waiting
     if selects and k and k <= ROUTER_LANE_K and not cut and in_lane:
         vectors = aligned and E % (16 // itemsize) == 0
-        found = _router_in_lane(L, E, k, itemsize=itemsize, aligned=vectors, sums=sums, plain=plain)
+        found = _router_in_lane(L, E, k, itemsize=itemsize, aligned=vectors, sums=sums, biased=biased)
         if found.shared_bytes <= DEFAULT_SHARED_BYTES:
             return found
     if E <= 32:
@@ -109,7 +117,7 @@ def router_forward(
     group_lanes = _group_lanes(E // groups, top, lanes, values, itemsize) if groups and aligned else 0
     words += (E + 2 * groups + 3) // 4 * 4 if groups and not group_lanes else 0
     if sums:
-        words += (E + 2) | 1 if lanes == 1 else (E + 5) // 4 * 4
+        words += _sum_row_words(E, lanes)
     threads = 128 if lanes == 1 else 256
     while threads > 32 and 4 * words * (threads // lanes) + 16 > DEFAULT_SHARED_BYTES:
         threads //= 2

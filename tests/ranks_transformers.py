@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+from moeblaze_cupy.interop import transformers_parallel
 from moeblaze_cupy.interop.exchange import ExpertGroup
 from moeblaze_cupy.interop.transformers import register
 from moeblaze_cupy.interop.transformers_parallel import parallelize_experts
@@ -188,6 +189,17 @@ def experts_in_fp8(rank, size, group):
         out.sum().backward()
         assert save == "fp8" or torch.equal(x.grad, grad)
         assert all(parameter.grad is not None for parameter in experts.parameters())
+    if hasattr(DistributedConfig, "ep_implementation"):
+
+        class InFp8(transformers_parallel.ExpertParallel):
+            precision = "fp8"
+
+        experts = experts_of(moe_intermediate_size=32)
+        experts.num_experts = 4
+        for name, whole in list(experts.named_parameters()):
+            setattr(experts, name, torch.nn.Parameter(whole.detach()[rank * 4 : rank * 4 + 4]))
+        both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+        assert torch.equal(InFp8(experts, both["ep"], both["tp"])(*inputs), want)
     interleaved = experts_of("GptOss", intermediate_size=32)
     for error, text, experts, given in (
         (ValueError, "for 'fp8', got (d, h) = (32, 24)", experts_of(), inputs),

@@ -399,7 +399,7 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     by_load, seen = torch.tensor([2, 0, 1], dtype=torch.int32), {}
 
     class Kernels:
-        def __init__(self, case, made):
+        def __init__(self, case, made, accumulate):
             self.case, self.index = case, types.SimpleNamespace(experts_by_load=by_load)
             self.calls = self.configured()
 

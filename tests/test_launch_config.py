@@ -364,7 +364,7 @@ def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups)
         (32, 9, {}, None),
         (128, 8, {}, 4),
         (256, 8, {}, 8),
-        (256, 8, {"sums": True}, 16),
+        (256, 8, {"sums": True}, 8),
         (256, 8, {"biased": True}, 16),
         (256, 8, {"biased": True, "groups": 8, "top": 2}, None),
         (60, 4, {"groups": 5, "top": 3}, None),

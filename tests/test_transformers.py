@@ -17,6 +17,8 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="needs
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from moeblaze_cupy.interop import transformers as backend  # noqa: E402
+from moeblaze_cupy.interop import transformers_experts as layers  # noqa: E402
+from moeblaze_cupy.interop import transformers_formula as formulas  # noqa: E402
 
 # Every class that transformers dispatches, without "Experts" at its end, by the activation it is served with. A class
 # that is found and not listed fails: look at its layout and its formula, then list it.
@@ -131,11 +133,11 @@ def calls(monkeypatch):
     """Options of every call of the layer."""
     seen = []
 
-    def spying(*args, real=backend.moe, **options):
+    def spying(*args, real=layers.moe, **options):
         seen.append(options)
         return real(*args, **options)
 
-    monkeypatch.setattr(backend, "moe", spying)
+    monkeypatch.setattr(layers, "moe", spying)
     return seen
 
 
@@ -191,7 +193,7 @@ def test_a_replaced_activation_is_seen_at_the_next_call(calls):
 
 @pytest.mark.parametrize("act", [torch.nn.PReLU(init=0.0), torch.nn.Tanh(), torch.nn.Softmax(-1)], ids=str)
 def test_what_the_layer_cannot_compute_falls_back_or_raises(act, calls, monkeypatch):
-    monkeypatch.setattr(backend, "_WARNED", set())
+    monkeypatch.setattr(formulas, "_WARNED", set())
     experts = made(*QWEN, "moeblaze").float()
     experts.act_fn = act
     x, ids, weights, _ = (t.float() if t.is_floating_point() else t for t in inputs())
@@ -226,9 +228,9 @@ def test_columns_that_lie_otherwise_are_refused():
     def alternating(columns):
         return torch.nn.functional.silu(columns[:, ::2]) * columns[:, 1::2]
 
-    assert backend.recognise(swapped, True, ())[0] is None
-    assert backend.recognise(turned, True, ())[2] == "its gate and up columns neither lie in halves nor alternate"
-    assert backend.recognise(alternating, True, ()) == ("swiglu", "interleaved", "")
+    assert formulas.recognise(swapped, True, ())[0] is None
+    assert formulas.recognise(turned, True, ())[2] == "its gate and up columns neither lie in halves nor alternate"
+    assert formulas.recognise(alternating, True, ()) == ("swiglu", "interleaved", "")
 
 
 SIZES = {
@@ -362,7 +364,7 @@ def test_layers_compiled_one_by_one_share_their_graphs(first):
         experts_implementation="moeblaze",
     )
     if first == "patch":
-        backend._FOUND.clear()
+        formulas._FOUND.clear()
         backend.patch(model)
     with torch.no_grad():
         if first == "eager":
@@ -481,7 +483,7 @@ class Holder(torch.nn.Module):
 
 @pytest.mark.parametrize("name", PATCHED)
 def test_patch_serves_models_that_are_not_dispatched(name, calls, monkeypatch):
-    monkeypatch.setattr(backend, "_WARNED", set())
+    monkeypatch.setattr(formulas, "_WARNED", set())
     *family, sizes = PATCHED[name]
     model = text_model(*family, **sizes)
     modules = [path for path, module in model.named_modules() if type(module).__name__ == name]
@@ -500,7 +502,7 @@ def test_patch_serves_models_that_are_not_dispatched(name, calls, monkeypatch):
 @pytest.mark.parametrize("limit", [None, 0.3])
 def test_patch_step(limit, calls, monkeypatch):
     """Its experts clamp after the activation; a limit of its own for each layer."""
-    monkeypatch.setattr(backend, "_WARNED", set())
+    monkeypatch.setattr(formulas, "_WARNED", set())
     family = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
     if not hasattr(family, "Step3p7Experts"):
         pytest.skip("this transformers has no Step3p7Experts")
@@ -516,7 +518,7 @@ def test_patch_step(limit, calls, monkeypatch):
 
 @pytest.mark.parametrize("identities", [0, 3])
 def test_patch_longcat(identities, calls, monkeypatch):
-    monkeypatch.setattr(backend, "_WARNED", set())
+    monkeypatch.setattr(formulas, "_WARNED", set())
     family = importlib.import_module("transformers.models.longcat_flash.modeling_longcat_flash")
     config = experts_config()
     config.expert_ffn_hidden_size, config.zero_expert_num = H, identities
@@ -533,7 +535,7 @@ def test_patch_longcat(identities, calls, monkeypatch):
 
 
 def test_patch_tells_of_implementations_that_are_not_the_layers(monkeypatch):
-    monkeypatch.setattr(backend, "_WARNED", set())
+    monkeypatch.setattr(formulas, "_WARNED", set())
     model = tiny("mixtral", "grouped_mm")
     with pytest.warns(UserWarning, match="MixtralExperts runs as before: its experts implementation is 'grouped_mm'"):
         refused = backend.patch(model).refused

@@ -13,6 +13,7 @@ from test_transformers import PATCHED, step, text_model, tiny, tokens  # noqa: E
 import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy.interop import torch_fp8  # noqa: E402
 from moeblaze_cupy.interop import transformers as backend  # noqa: E402
+from moeblaze_cupy.interop.transformers_patches import PATCHES  # noqa: E402
 
 NAME, NAMES = "moeblaze_fp8", ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 
@@ -209,6 +210,34 @@ def test_patched_models(name):
     for got, least in ((fp8, 0.02), (saved, 0.003)):
         errors = {key: ((got[key] - bf16[key]).float().norm() / bf16[key].float().norm()).item() for key in experts}
         assert least < max(errors.values()) < 0.1, errors
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_weights_of_patched_models(name, quantised):
+    """Once for all forwards, until a parameter changes. Modules in bf16 get none."""
+    *family, sizes = PATCHED[name]
+    model = text_model(*family, **sizes).bfloat16()
+    backend.patch(model)
+    assert backend.quantize_weights(model) == ()
+    served = backend.patch(model, precision="fp8").served
+    quantises = copy.deepcopy(model)
+    assert backend.patch(quantises, precision="fp8").served == served
+    assert backend.quantize_weights(model) == served
+    for times in (1, 2):
+        want = logits(quantises)
+        assert torch.equal(logits(model), want) and torch.equal(logits(model), want)
+        assert len(quantised) == times * len(served)
+        change(model), change(quantises)
+    backend.quantize_weights(model, hold=True)
+    want = logits(model)
+    for module in map(model.get_submodule, served):
+        module.moeblaze_fp8.weights.w2_scales.mul_(2)
+        torch.nn.init.zeros_(PATCHES[name].weights(module).w2)
+    assert not torch.equal(logits(model), want) and len(quantised) == 3 * len(served)
+    with torch.no_grad():
+        for module in map(model.get_submodule, served):
+            module.moeblaze_fp8.weights.w2_scales.div_(2)
+    assert torch.equal(logits(model), want)
 
 
 def test_what_patched_models_do_not_take_is_named():

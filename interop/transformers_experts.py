@@ -1,0 +1,108 @@
+"""An experts module of transformers computed by the layer, and the e4m3 copies of its weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moeblaze_cupy.interop import torch_autograd, torch_fp8
+from moeblaze_cupy.interop.torch import moe
+from moeblaze_cupy.interop.transformers_formula import Formula
+from moeblaze_cupy.structures import Fp8Weights
+
+Tensor = torch.Tensor
+Weight = torch_fp8.Weight
+
+
+def experts(
+    module: Any,
+    formula: Formula,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    save: str,
+    of: Callable[[Any], Any] = lambda parameter: parameter,
+    precision: str | None = None,
+) -> Tensor:
+    """The output (L, d) of a module that transformers dispatches. An id from E on is an empty slot: its expert is on
+    another rank."""
+    w1, w2, biases = arguments_of(module, of)
+    options = biases | {"activation": formula.activation, "gate_up": formula.gate_up}
+    options |= layer_options(save, precision) | fp8_options(
+        module, weights_of(module), w1, w2, formula.gate_up, precision
+    )
+    if not getattr(module, "has_post_expert_norm", False):
+        return layer(x, ids, weights, w1, w2, **options)
+    slots = module.post_expert_norm(layer(x, ids, None, w1, w2, unreduced=True, **options))
+    out: Tensor = (slots * weights[:, :, None]).sum(1).to(x.dtype)
+    return out
+
+
+def weights_of(module: Any) -> tuple[Tensor, Tensor]:
+    """The parameters with the weights of both products, in the module's own layout."""
+    return module.gate_up_proj if getattr(module, "has_gate", True) else module.up_proj, module.down_proj
+
+
+def arguments_of(
+    module: Any, of: Callable[[Any], Any] = lambda parameter: parameter
+) -> tuple[Any, Any, dict[str, Any]]:
+    """w1, w2 and the biases by name, in the layer's order. `of` is applied to each parameter first."""
+    gated = getattr(module, "has_gate", True)
+    w1, w2 = map(of, weights_of(module))
+    if not getattr(module, "is_transposed", False):
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    if not getattr(module, "has_bias", False):
+        return w1, w2, {}
+    b1 = module.gate_up_proj_bias if gated else module.up_proj_bias
+    return w1, w2, {"b1": of(b1), "b2": of(module.down_proj_bias)}
+
+
+def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Weight, w2: Tensor, **options: Any) -> Tensor:
+    """`moe` in the dtype of the weights, or in autocast's. The result has the dtype of x."""
+    rows = x if torch.is_autocast_enabled(x.device.type) else x.to(w2.dtype)
+    if weights is not None:
+        weights = (weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()).contiguous()
+    out = moe(rows.contiguous(), ids.contiguous(), weights, w1, w2, **options)
+    return out.to(x.dtype)
+
+
+def layer_options(save: str, precision: str | None) -> dict[str, Any]:
+    """The options of `moe` for a save policy and a precision."""
+    if precision is None:
+        return {"save": save}
+    return {"save": save, "precision": precision, "keep_fp8_weights": save != "recompute"}
+
+
+def fp8_options(
+    module: Any, parameters: tuple[Tensor, ...], w1: Weight, w2: Tensor, gate_up: str, precision: str | None
+) -> dict[str, Any]:
+    """The option `fp8_weights` of `moe`: the module's copies if they are those of w1 and w2, else None.
+
+    parameters: those that w1 and w2 are views of.
+    """
+    return {} if precision is None else {"fp8_weights": _current_copies(module, parameters, w1, w2, gate_up)}
+
+
+def _current_copies(
+    module: Any, parameters: tuple[Tensor, ...], w1: Weight, w2: Tensor, gate_up: str
+) -> Fp8Weights | None:
+    """None has `moe` quantise."""
+    copies: torch_fp8.Copies | None = getattr(module, "moeblaze_fp8", None)
+    if copies is None:
+        return None
+    if copies.held:
+        return copies.weights
+    if torch_autograd.wanted((*torch_fp8.parts_of(w1), w2)) or not copies.belong_to(*parameters):
+        return None
+    return copies.current(w1, w2, gate_up)
+
+
+def quantize(
+    name: str, module: Any, parameters: tuple[Tensor, ...], w1: Weight, w2: Tensor, gate_up: str, hold: bool
+) -> None:
+    """Gives a module copies in e4m3 of its weights, or writes those that it has. Arguments as of `fp8_options`."""
+    torch_fp8.refuse_parts(f"quantize_weights: {name}", parameters)
+    copies = getattr(module, "moeblaze_fp8", None) or torch_fp8.Copies()
+    copies.quantize(w1, w2, gate_up, hold)
+    copies.assign(*parameters)
+    module.moeblaze_fp8 = copies
