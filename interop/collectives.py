@@ -38,9 +38,9 @@ class Pending:
         return self._result
 
 
-def _bytes(rows: Tensor) -> Tensor:
+def in_bytes(rows: Tensor) -> Tensor:
     """(n, columns) as (n, bytes): gloo has no bf16."""
-    if not rows.numel():  # NumPy's empty arrays have strides that torch takes no view of
+    if not rows.numel():  # those of NumPy and of torch's elementwise functions have strides that torch takes no view of
         return rows.new_empty((len(rows), rows.shape[1] * rows.itemsize), dtype=torch.uint8)
     return rows.view(torch.uint8)
 
@@ -51,7 +51,7 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], room:
     result, total = rows.new_empty((room, rows.shape[1])), sum(received)
     with named(what, group):
         work = dist.all_to_all_single(
-            _bytes(result[:total]), _bytes(rows), list(received), list(sent), group=group, async_op=True
+            in_bytes(result[:total]), in_bytes(rows), list(received), list(sent), group=group, async_op=True
         )
     return Pending(result, work, what, group, rows)
 
@@ -62,7 +62,7 @@ def all_gather(rows: Tensor, what: str, group: Any) -> Pending:
     result = rows.new_empty((size * len(rows), *rows.shape[1:]))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     with named(what, group):
-        work = gather(_bytes(result), _bytes(rows), group=group, async_op=True)
+        work = gather(in_bytes(result), in_bytes(rows), group=group, async_op=True)
     return Pending(result, work, what, group, rows)
 
 

@@ -144,7 +144,7 @@ class SentRoute(Route):
         experts, k = self.experts, self.k
         if ids.dtype == torch.int64:  # some would be ids of experts in 32 bits
             ids = torch.where((ids >= 0) & (ids < experts.num_experts), ids, -1).to(torch.int32)
-        packed = torch.cat([ids.view(torch.uint8), weights.view(torch.uint8)], 1)
+        packed = torch.cat([collectives.in_bytes(ids), collectives.in_bytes(weights)], 1)
         if self.tokens is not None and experts.route == "static" and self.num_tokens:
             chosen = torch.zeros(len(self.tokens) + 1, dtype=torch.bool, device=ids.device)
             last = len(self.tokens)

@@ -440,6 +440,8 @@ class MoE(torch.nn.Module):
     ) -> Any:
         """out, or (out, Routed) with `return_routing`. token_mask, sequences: as of `route`, of x's tokens in order."""
         d = self.router.shape[1]
+        if not isinstance(x, torch.Tensor):
+            raise checks.bad_type("MoE", "x", "a torch tensor", type(x))
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, d).contiguous()

@@ -50,6 +50,16 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError(f"{ctx.function}: no second derivatives")
 
 
+def _is_batched(tensor: Tensor | None) -> bool:
+    """Whether a transform of vmap, at any level of torch.func's transforms, has made one tensor of many."""
+    functorch = torch._C._functorch
+    while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[Backward], Backward]:
     """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
 
@@ -60,6 +70,9 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 
     def decorate(backward: Backward) -> Backward:
         def eager(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+            if transformed() and any(map(_is_batched, (*grad_outputs, *ctx.saved_tensors))):
+                expected = "no vmap over its backward, as per-sample gradients have"
+                raise RuntimeError(f"{function}: gradient: expected {expected}, got tensors batched by vmap")
             if not torch.is_grad_enabled():
                 return backward(ctx, *grad_outputs)
             with torch.no_grad():

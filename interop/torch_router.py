@@ -1,5 +1,6 @@
 """The router for autograd: over plain calls, over operators, and its logits."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,7 +127,9 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     16-bit tensors are not cast where a product of theirs can have a float32 result. A product in float32 would take far
     longer, and its inputs have no more digits.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    # torch.autocast refuses meta tensors, which operators give shapes to.
+    plain = contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    with plain:
         halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
         if halves and x.is_cuda and _MM_HAS_OUT_DTYPE:
             logits: Tensor = _RouterLogits.apply(x, weight)  # type: ignore[no-untyped-call]  # torch gives `apply` no types

@@ -31,6 +31,7 @@ def register(
     the reason. False raises NotImplementedError. None reads the environment variable MOEBLAZE_FALLBACK: "0" means
     False.
     """
+    checks.one_of("register", "save", save, SAVE_POLICIES)
     checks.one_of("register", "precision", precision, fp8_checks.PRECISIONS)
     falls_back = _falls_back(fallback) and precision is None
 

@@ -133,6 +133,8 @@ class NumPy:
     def describe(array: Any) -> Array:
         if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
             raise TypeError(f"moeblaze_cupy: mask: expected an array without one, got {type(array)}")
+        if not array.dtype.isnative:  # its dtype has the name of the native one, but does not compare equal
+            raise TypeError(f"moeblaze_cupy: byte order: expected the machine's own, got dtype {array.dtype.str}")
         return _describe_strided(array, array.ctypes.data, CPU)
 
 
@@ -219,6 +221,7 @@ class Torch:
     def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
         """As of `DeviceFramework`, with what `checks.untracked` looks at: a call that has a record passes it.
 
+        A tensor without memory of its own, such as a DTensor, has the address 0, and shares no record with others.
         Raises RuntimeError where a transform of torch would have to follow the call.
         """
         if Torch.transformed(given) is not None:
@@ -229,7 +232,14 @@ class Torch:
         layouts = [
             None
             if a is None
-            else (a.shape, a.stride(), a.dtype, a.device, pointer % ALIGNMENT, tracked and a.requires_grad)
+            else (
+                a.shape,
+                a.stride(),
+                a.dtype,
+                a.device,
+                pointer % ALIGNMENT if pointer else None,
+                tracked and a.requires_grad,
+            )
             for a, pointer in zip(given, pointers, strict=True)
         ]
         return tuple(layouts), pointers

@@ -215,7 +215,7 @@ def weight_order(function: str, argument: str, array: Array) -> bool:
     _, rows, columns = array.shape
     _, row_stride, column_stride = array.strides
     far = 2**31 // array.itemsize  # the kernels' row pitch is 32 bits of bytes
-    if (row_stride >= far and rows > 1) or (column_stride >= far and columns > 1):
+    if (abs(row_stride) >= far and rows > 1) or (abs(column_stride) >= far and columns > 1):
         raise bad_value(function, argument, "rows less than 2 GiB apart", f"strides {array.strides}")
     if column_stride == 1 or columns == 1:
         return False

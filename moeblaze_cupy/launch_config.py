@@ -42,6 +42,7 @@ HELD_PIECES = 5  # 16-byte pieces of dispatch_route's matrix per thread, which k
 DISPATCH_THREADS = (512, 1024)  # per block of both kernels of dispatch.cu
 EXPERT_LISTS = 5  # lists of dispatch_route in shared memory, of E + 1 int32 on average
 MIN_GROUPS = 3  # groups of threads that sum the counts over blocks; fewer work as one group, without scratch memory
+MAX_GRID_Y = 65535  # blocks along a grid's y and z, by CUDA
 MAX_ROUTER_EXPERTS = 4096
 MAX_ROUTER_K = 64
 ROUTER_SUM_BLOCKS = 528  # at most, that add up for losses: what an H200 holds at one time; fixed, for sums that repeat

@@ -95,6 +95,7 @@ def clusters(
     return f"no 2-CTA clusters: {why}"
 
 
+NO_ROOM = "no 2-CTA clusters: one multiprocessor is left to the products"
 E4M3 = "e4m3 operands: two count as one of what an element sums over, as a k-step has twice as many"
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moeblaze_cupy import checks, launch_config
-from moeblaze_cupy.arrays import Array
+from moeblaze_cupy.arrays import CPU, Array
 from moeblaze_cupy.structures import SCORES, SHARES, SUMS
 
 
@@ -153,8 +153,8 @@ def group_sizes(function: str, options: RouterOptions, k: int | None, E: int) ->
         raise checks.bad_value(function, "k", expected, k)
 
 
-def _common(function: str, given: Mapping[str, Array], options: RouterOptions) -> None:
-    """Of the arrays that say which tokens belong together, or count."""
+def _common(function: str, given: Mapping[str, Array], options: RouterOptions) -> int:
+    """Of the arrays that say which tokens belong together, or count. Returns the number of sequences."""
     L, E = given["logits"].shape
     checks.slots(function, "logits", L)
     if (mask := given.get("token_mask")) is not None:
@@ -164,7 +164,7 @@ def _common(function: str, given: Mapping[str, Array], options: RouterOptions) -
         checks.shape(function, "token_offsets", offsets, "L+1", (L + 1,))
         _array(function, "token_offsets", offsets, ("int32",))
     columns = E if options.shares else 1  # of the largest of the sums
-    checks.sequences(function, options.sequences, given.get("sequences"), L, columns)
+    return checks.sequences(function, options.sequences, given.get("sequences"), L, columns)
 
 
 def forward(function: str, given: Mapping[str, Array], k: int | None, options: RouterOptions) -> None:
@@ -172,7 +172,9 @@ def forward(function: str, given: Mapping[str, Array], k: int | None, options: R
     logits = given["logits"]
     _logits(function, logits)
     L, E = logits.shape
-    _common(function, given, options)
+    number, most = _common(function, given, options), launch_config.MAX_GRID_Y
+    if options.sums and logits.device != CPU and number > most:  # router_sums.cu has them along the grid's y
+        raise checks.bad_value(function, "sequences", f"at most {most} with sums on CUDA", number)
     ids = given.get("ids")
     if ids is not None:
         ragged = "token_offsets" in given

@@ -65,7 +65,7 @@ def route(
     sums: any of "z", "entropy" and one of "softmax", "sigmoid", "sqrt_softplus": what RouterSums is to hold. Of the
     latter, softmax(x), or the scores over their sum + 1e-20, is added to score_sums.
     sequences: S equal runs of consecutive tokens, or offsets (S+1,) int32 of S runs, to add up apart. S E, or S without
-    score_sums, is at most 2^31 - 128.
+    score_sums, is at most 2^31 - 128. With sums on CUDA S is at most 65,535.
 
     Returns weights (L, k) float32 (float64 of such logits) and ids (L, k) int32, largest key first, ties to the lower
     id, or (P,) each; with `sums` also a RouterSums. An empty slot has the id -1 and the weight 0. Arithmetic is fp32.

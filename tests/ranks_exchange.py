@@ -42,6 +42,18 @@ def parity(rank, size, group):
 
 
 @case
+def one_choice(rank, size, group):
+    """Of ranks without tokens, elementwise functions of torch make (0, 1) with strides that no view takes."""
+    for route in ("exact", "gather"):
+        experts = ExpertGroup(group, E, route=route)
+        for kind in ("none_here", "one_token", "none") if route == "exact" else ("none",):
+            inputs = Inputs(rank, counts_of(size, kind), k=1)
+            inputs.ids = inputs.ids.long()
+            inputs.weights = inputs.weights * 1
+            compare(inputs, results_of(inputs, experts), 1e-14)
+
+
+@case
 def parity_of_routes(rank, size, group):
     for route in ("gather", "static"):
         experts = ExpertGroup(group, E, route=route)

@@ -899,6 +899,17 @@ def test_sums_of_too_many_sequences():
     assert str(caught.value) == f"route: sequences: expected S * E of at most {2**31 - 128}, got {2**31}"
 
 
+def test_sums_of_more_sequences_than_a_grid_has_rows():
+    """Only a launch of `route` has a row of blocks for each. Without sums there is no such launch."""
+    logits, most = Tensor((2**16, 8), "float32"), 2**16 - 1
+    for sequences in (2**16, Tensor((2**16 + 1,), "int32")):
+        with pytest.raises(ValueError) as caught:
+            mb.route(logits, 2, sums=("z",), sequences=sequences)
+        assert str(caught.value) == f"route: sequences: expected at most {most} with sums on CUDA, got {2**16}"
+    on_cpu = np.zeros((2**16, 8), np.float32)
+    assert mb.route(on_cpu, 2, sums=("z",), sequences=2**16)[2].z_sums.shape == (2**16,)
+
+
 def test_half_of_a_pair_on_another_device():
     with pytest.raises(TypeError) as caught:
         call("moe_forward", as_cuda, {"w1": (as_cuda(PAIR[0]), as_cuda(PAIR[1], device=1))})
@@ -975,6 +986,20 @@ def test_masked_arrays_are_refused():
     )
     with pytest.raises(TypeError, match=r"^moe_forward: weights: mask: expected"):
         call("moe_forward", BACKENDS["numpy"], {"weights": np.ma.array(zeros(L, K))})
+
+
+@pytest.mark.parametrize("argument", ["x", "weights", "w1", "w2"])
+def test_arrays_of_another_byte_order_are_refused(argument):
+    """NumPy gives them the name of the machine's dtype. Those of float64 would be computed in float32."""
+    swapped = np.dtype(np.float64).newbyteorder()
+    given = {name: np.zeros(shape) for name, shape in (("x", (L, D)), ("w1", (E, D, 2 * H)), ("w2", (E, H, D)))}
+    given |= {"ids": ids(L, K), "weights": np.zeros((L, K))}
+    given[argument] = given[argument].astype(swapped)
+    with pytest.raises(TypeError) as caught:
+        mb.moe_forward(**given)
+    assert str(caught.value) == (
+        f"moe_forward: {argument}: byte order: expected the machine's own, got dtype {swapped.str}"
+    )
 
 
 class Index:
@@ -1238,7 +1263,7 @@ def test_weight_order(shape, strides, is_transposed):
     assert checks.weight_order("moe_forward", "w1", described) == is_transposed
 
 
-@pytest.mark.parametrize("strides", [(6, 2**29, 1), (6, 1, 2**29)], ids=str)
+@pytest.mark.parametrize("strides", [(6, 2**29, 1), (6, 1, 2**29), (6, -(2**29), 1), (6, 1, -(2**29))], ids=str)
 def test_rows_of_a_weight_lie_less_than_2_gib_apart(strides):
     described = arrays.Array(None, 0, (3, 4, 6), strides, "float32", 0)
     with pytest.raises(ValueError, match=r"moe_forward: w1: expected rows less than 2 GiB apart, got strides \(6, "):

@@ -165,6 +165,16 @@ def test_grids_leave_multiprocessors_alone(hopper):
         mb.moe_forward(*layer.arguments(hopper), spare_multiprocessors=132)
 
 
+@pytest.mark.parametrize(("spare", "blocks", "ctas"), [(130, 2, "2"), (131, 1, "1")])
+def test_one_multiprocessor_has_no_room_for_clusters(hopper, spare, blocks, ctas):
+    layer, d = Layer(2048, 2, 2, 4096, 64), 4096  # up_fwd sums over enough for 2-CTA clusters
+    _, saved = mb.moe_forward(*layer.arguments(hopper), spare_multiprocessors=spare)
+    mb.moe_backward(hopper.array(("grad_out",), (2048, d), layer.dtype), saved, spare_multiprocessors=spare)
+    products = {v.entry: (grid[0], dict(v.macros)) for v, grid, _ in launches(hopper) if v.source.endswith("_sm90.cu")}
+    assert products["up_fwd"][0] == blocks and products["up_fwd"][1]["CLUSTER_CTAS"] == ctas
+    assert {entry for entry, (grid, _) in products.items() if not 1 <= grid <= blocks} == set()
+
+
 def test_the_first_half_launches_no_weight_gradient(hopper):
     layer = Layer(300, 2, 8, 64, 32)
     _, saved = layer.forward(hopper)

@@ -511,6 +511,24 @@ def test_new_memory_of_torch(torch, monkeypatch, current, shape, dtype, transpos
     assert made.ptr == made.array.data_ptr() and made.array._base is None
 
 
+def test_a_tensor_without_memory_finds_no_record(torch, device, monkeypatch):
+    """Its address is 0, which a kernel must not get. DTensors are of this kind too."""
+    describe = arrays.Torch.describe
+    replaced = {"describe": lambda a: dataclasses.replace(describe(a), device=0), "stream": lambda device: STREAM}
+    replaced["empty"] = lambda shape, *_: arrays.Buffer(torch.zeros(shape), 1 << 20)
+    for name, function in replaced.items():
+        monkeypatch.setattr(arrays.Torch, name, staticmethod(function))
+    monkeypatch.setattr(device, "where", lambda address: ("address",))
+    plain, without = torch.zeros(40, 8), torch._efficientzerotensor((40, 8))
+    for _ in range(2):
+        mb.route(plain, 2)
+        assert [entry for entry in device.log if entry[0] == "launch"]
+        device.log.clear()
+        with pytest.raises(TypeError, match=r"^route: logits: memory: expected a tensor with memory of its own"):
+            mb.route(without, 2)
+        assert not device.log
+
+
 def test_torch_finds_records(torch, device, configured, monkeypatch):
     """CPU tensors that the layer takes for a GPU's, through autograd; their addresses are real ones."""
     moe = sys.modules["moeblaze_cupy.interop.torch"].moe

@@ -800,6 +800,13 @@ def test_module_in_bfloat16():
         assert relative_error(got.detach().float().numpy(), expected.detach().numpy()) <= 1.5 * 2**-8
 
 
+@pytest.mark.parametrize("x", [np.zeros((3, 8), np.float32), None], ids=["numpy", "None"])
+def test_the_module_takes_tensors_alone(x):
+    with pytest.raises(TypeError) as caught:
+        MoE(8, 4, 4, 2)(x)
+    assert str(caught.value) == f"MoE: x: expected a torch tensor, got {type(x)}"
+
+
 def test_module_takes_any_leading_shape():
     layer = MoE(8, 6, 5, 2)
     x = torch.randn(6, 8)

@@ -196,6 +196,15 @@ def test_meta_tensors_have_shapes():
     assert [(g.shape, g.stride()) for g in grads] == [(leaf.shape, leaf.stride()) for leaf in leaves]
 
 
+def test_a_module_on_meta_has_shapes():
+    layer, x = MoE(8, 6, 4, 2, bias=True, device="meta"), torch.zeros(3, 5, 8, device="meta", requires_grad=True)
+    with Recorder():
+        layer(x).sum().backward()
+    assert x.grad.shape == x.shape and all(p.grad.shape == p.shape for p in layer.parameters())
+    with pytest.raises(TypeError, match=r"^route: logits: device: expected a tensor on cpu or cuda, got meta"):
+        layer(x)
+
+
 @pytest.mark.parametrize("save", POLICIES)
 def test_second_backward_by_operators(save, overwriting):
     x, ids, weights, w1, w2, grad_out = tensors()
@@ -296,8 +305,14 @@ def test_transforms_without_a_rule_are_refused():
         torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x)
     with pytest.raises(RuntimeError):
         torch.func.jvp(loss, (x,), (x,))
-    with pytest.raises(ValueError, match=r"^moe_backward: saved.lists: expected shape"):
-        torch.vmap(torch.func.grad(loss))(torch.stack([x, x]))
+    of_router = torch.func.grad(lambda logits: route(logits, 2)[0].square().sum())
+    for name, per_sample in (("moe", torch.func.grad(loss)), ("route", of_router)):
+        for batch in (1, 2):
+            with pytest.raises(RuntimeError, match=rf"^{name}: gradient: expected no vmap over its backward"):
+                torch.vmap(per_sample)(torch.stack([x] * batch))
+    _, pull_back = torch.func.vjp(lambda x: moe(x, ids, weights, w1, w2), x)
+    with pytest.raises(RuntimeError, match=r"^moe: gradient: expected no vmap over its backward"):
+        torch.vmap(pull_back)(torch.stack([x, x]))
 
 
 def test_make_fx_holds_the_operators():

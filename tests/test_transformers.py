@@ -554,6 +554,13 @@ def test_a_model_can_be_pickled_and_patched_again(calls):
     assert torch.equal(step(again)["logits"], step(model)["logits"]) and math.prod(tokens().shape)
 
 
+def test_a_save_policy_is_checked_where_it_is_registered():
+    """Inference looks at none, so that the first training step would raise."""
+    with pytest.raises(ValueError) as caught:
+        backend.register("other", save="minimum")
+    assert str(caught.value).startswith("register: save: expected one of 'minimal', ")
+
+
 def test_the_name_is_checked_where_a_model_is_built():
     with pytest.raises(ValueError, match="is not supported"):
         tiny("mixtral", "moeblase")
