@@ -245,7 +245,7 @@ struct ListedTokens {
                                          Held& held) {
         float x[VALUES], scores[VALUES];
         unsigned keys[VALUES];
-        if (TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // as good as a count, without a register
+        if (SUMS && TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // as good as a count, without a register
         const auto token_again = [&] { return base + place_again(); };
         const auto row_of_sums = [&] { return sums + place_again() * stride; };
         // Places from `stop` on take another token's row, if sums do not ask: nobody asks for the results.
