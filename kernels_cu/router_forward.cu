@@ -9,8 +9,8 @@
 // partial sums. Each row has one writer, as tokens and sequences rise together. router_sums.cu adds the rows.
 //
 // Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
-// E + 2 * groups for the choice of groups without GROUP_LANES, E + 2 rounded up to 4, or odd where LANES = 1, for sums. With
-// LANE_K, in place of the first two, LISTED_ROW_BYTES for each of 32 tokens, twice with sums; none with LANES = 1.
+// E + 2 * groups for the choice of groups without GROUP_LANES, sum_row_words(E + 2) for sums. With LANE_K, instead of the first
+// two, LISTED_ROW_BYTES for each of 32 tokens, twice with sums; none with LANES = 1.
 #include "router_select.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
@@ -44,8 +44,8 @@ constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  //
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-// One lane chooses, and experts rank by their logits: sums follow the listing of a token's keys, which logits are then read
-// off again, so that registers hold either.
+// One lane chooses, and experts rank by their logits. A lane then lists a token's keys first, and computes its logits from them
+// for the sums, as registers hold one of both.
 constexpr bool SUMS_LAST = SUMS && LANE_K > 0 && LANES > 1 && BIAS == 0;
 constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;   // in registers
 constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                 // shares at a time

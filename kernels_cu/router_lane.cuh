@@ -194,7 +194,7 @@ __device__ __forceinline__ RowKeys keys_of_row(const unsigned (&keys)[VALUES]) {
 constexpr int LISTED_BUFFERS = SUMS ? 2 : 1;  // without sums a block has 32 tokens in all
 static_assert(32 % TOKENS == 0, "rows are filled in whole turns");
 
-// The first LANE_K entries of a row, in order, by all lanes of a warp: of a row of which more keys reach the bound than are listed.
+// The first LANE_K entries of a row, in order, by all lanes of a warp, if more keys reach the bound than a row has room for.
 __device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int token, const LogSumExp& lse, Entry* entries) {
     constexpr int PER_LANE = (VALUES * LANES + 31) / 32;
     const int E = experts_of(p), lane = threadIdx.x % 32;
@@ -248,7 +248,7 @@ struct ListedTokens {
         if (SUMS && TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // as good as a count, without a register
         const auto token_again = [&] { return base + place_again(); };
         const auto row_of_sums = [&] { return sums + place_again() * stride; };
-        // Places from `stop` on take another token's row, if sums do not ask: nobody asks for the results.
+        // Places from `stop` on read another token's row, unless sums would add it: their results are not stored.
         const bool is_there = !SUMS || SUMS_LAST || token_again() < stop;
         const int read = min(token_again(), p.L - 1);
         LogSumExp lse = read_token(p, read, is_there, in_sums, SUMS_LAST ? sums : row_of_sums(), held, x, scores);
@@ -261,7 +261,7 @@ struct ListedTokens {
         const Share share = share_of(marks.number());
         const bool fits = share.total <= ListedRow::MOST;
         if (!fits) marks = Marks([](int) { return false; });
-        // Columns from an index that is read again: in a loop over tokens those of all values would be kept in registers.
+        // The thread's index is read again: else a loop over tokens keeps the columns of all values in registers.
         const int first = (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) % LANES * WIDTH;
         list(keys, shared_address(row_of(place_again()).entries), share.begin, first, marks);
         if (SUMS_LAST && (in_sums || WEIGHS_BY_ROW)) {
