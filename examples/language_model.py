@@ -336,7 +336,11 @@ def choices(allowed, kind=str):
 
 def main(*argv: str) -> int:
     """0 if every run ended, 3 if the time was up before: the same command goes on."""
-    parser = argparse.ArgumentParser(prog="python examples/language_model.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python examples/language_model.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--arm", type=choices(ARMS), default=list(ARMS), metavar="A,B", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--seed", type=choices((), int), default=[0], metavar="0,1", help="(0)")
     parser.add_argument("--size", choices=SIZES, default="base", help="(%(default)s)")

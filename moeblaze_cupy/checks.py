@@ -272,7 +272,8 @@ def layer(
     one_of(function, "save", save, SAVE_POLICIES)
     gate_up(function, columns_order, act)
     names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")
-    shape(function, "x", x, "L, d", (None, None))
+    hint = f"; x.reshape(-1, {x.shape[-1]}) has this form" if len(x.shape) > 2 else ""
+    shape(function, "x", x, "L, d", (None, None), hint)
     dtype(function, "x", x, floats(x))
     contiguous(function, "x", x)
     L, d = x.shape
@@ -292,7 +293,8 @@ def layer(
         letters, columns = ("E, d, 2h", 2 * h) if len(w1) == 1 and is_gated(act) else ("E, d, h", h)
         shape(function, name, array, letters, (E, d, columns), in_storage_order(array, d, columns))
     for name, array in (*zip(names, w1, strict=True), ("w2", w2)):
-        dtype(function, name, array, (x.dtype,))
+        if array.dtype != x.dtype:
+            raise bad_type(function, name, f"dtype {x.dtype}, that of x", array.dtype)
         weight_order(function, name, array)
     if len(w1) == 2 and strides_that_matter(w1[0]) != strides_that_matter(w1[1]):
         raise bad_value(function, "w1", "gate and up with equal strides", f"{w1[0].strides} and {w1[1].strides}")

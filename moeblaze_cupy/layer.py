@@ -204,7 +204,7 @@ def moe_forward(
     b1. b2 is not weighted then.
     unreduced: True returns the experts' outputs of each slot, (L, k, d), or (P, d) with token_offsets, in the order of
     the slots and 0 without an expert: neither weighted nor summed. weights are then None, unless they are on the input.
-    This is the one option with a buffer of L*k rows of d.
+    This result has L*k rows of d.
     identity_experts: number Z of experts without weights and biases, ids E to E+Z-1, that return their input, as in
     LongCat-Flash; not with unreduced.
     max_slots: None, or a bound of the slots that are present, from 1 to L*k (to P); those of identity experts count

@@ -181,7 +181,11 @@ BAD = [
     route_backward(TypeError, f"weights: {ANY_ARRAY}, got <class 'NoneType'>", weights=None),
     dispatch(TypeError, f"ids: {ANY_ARRAY}, got <class 'range'>", ids=range(3)),
     # shapes of the layer
-    forward(ValueError, "x: expected shape (L, d) = (any, any), got (1, 5, 4)", x=zeros(1, L, D)),
+    forward(
+        ValueError,
+        "x: expected shape (L, d) = (any, any), got (1, 5, 4); x.reshape(-1, 4) has this form",
+        x=zeros(1, L, D),
+    ),
     forward(ValueError, "x: expected shape (L, d) = (any, any), got (4,)", x=zeros(D)),
     forward(ValueError, "x: expected shape (L, d) = (any, any), got ()", x=zeros()),
     forward(ValueError, "x: expected shape (L, d) with d >= 1, got (5, 0)", x=zeros(L, 0)),
@@ -259,10 +263,14 @@ BAD = [
         w2=zeros(E, H, D, dtype=BF16),
         weights=zeros(L, K, dtype=np.float16),
     ),
-    forward(TypeError, "w1: expected dtype float16, got float32", x=zeros(L, D, dtype=np.float16)),
-    forward(TypeError, "w1: expected dtype float32, got bfloat16", w1=zeros(E, D, 2 * H, dtype=BF16)),
-    forward(TypeError, "w1[1]: expected dtype float32, got float16", w1=(PAIR[0], zeros(E, D, H, dtype=np.float16))),
-    forward(TypeError, "w2: expected dtype float32, got float16", w2=zeros(E, H, D, dtype=np.float16)),
+    forward(TypeError, "w1: expected dtype float16, that of x, got float32", x=zeros(L, D, dtype=np.float16)),
+    forward(TypeError, "w1: expected dtype float32, that of x, got bfloat16", w1=zeros(E, D, 2 * H, dtype=BF16)),
+    forward(
+        TypeError,
+        "w1[1]: expected dtype float32, that of x, got float16",
+        w1=(PAIR[0], zeros(E, D, H, dtype=np.float16)),
+    ),
+    forward(TypeError, "w2: expected dtype float32, that of x, got float16", w2=zeros(E, H, D, dtype=np.float16)),
     # memory order
     forward(
         ValueError,
@@ -831,8 +839,8 @@ def test_good_cuda_arrays_pass_the_checks_and_need_cupy(function, no_cupy):
     [
         ("moe_forward", "x", "bfloat16 or float16 or float32"),
         ("moe_forward", "weights", "float32"),
-        ("moe_forward", "w1", "float32"),
-        ("moe_forward", "w2", "float32"),
+        ("moe_forward", "w1", "float32, that of x"),
+        ("moe_forward", "w2", "float32, that of x"),
         ("route", "logits", "bfloat16 or float16 or float32"),
         ("route_backward", "grad_weights", "float32"),
         ("moe_backward", "grad_out", "float32"),

@@ -689,7 +689,7 @@ def test_autocast_follows_a_linear_layer():
         out.sum().backward()
         assert layer.double()(torch.randn(3, 8, dtype=torch.float64)).dtype == torch.float64
     assert all(p.grad.dtype == torch.float32 for p in linear.parameters())
-    with pytest.raises(TypeError, match=r"^moe_forward: w1: expected dtype bfloat16, got float32"):
+    with pytest.raises(TypeError, match=r"^moe_forward: w1: expected dtype bfloat16, that of x, got float32"):
         MoE(8, 6, 5, 2)(torch.randn(3, 8).bfloat16())
 
 
