@@ -2,8 +2,8 @@
 
 Each kind is timed on gpt-oss-20b's shape and, as `times_base`, compared with swiglu's time, relu2 with relu's. All of
 it at once, as gpt-oss has it, is timed on the shapes of its two models beside their cuBLAS products, which are also
-timed with copies of as many bytes as a layer moves besides. With equal loads the experts of the larger model have 512
-rows each, four full tiles: what partly filled tiles cost shows.
+timed with copies of as many bytes as a layer moves besides. Calls are timed singly and back to back. With equal loads
+the experts of the larger model have 512 rows each, four full tiles: what partly filled tiles cost shows.
 """
 
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def errors_of(made: dict, kind: Kind, layer: _Experts) -> dict[str, float]:
     return {name: (error / norm) ** 0.5 if norm else error**0.5 for name, (error, norm) in sums.items()}
 
 
-_TIMES: dict[tuple, float] = {}  # seconds of the kinds that others are compared with
+_TIMES: dict[tuple, dict[str, float]] = {}  # of the kinds that others are compared with, single and back to back
 
 
 def pytest_generate_tests(metafunc):
@@ -153,12 +153,13 @@ def test_experts(spec, current, time_device, benchmark):
             wrong = verify.problems(errors, made["x"].dtype)
             assert wrong is None, f"{kind.name} on {case.name}: {wrong}; a wrong result gets no time"
             info["errors"] = {name: float(f"{error:.3g}") for name, error in errors.items()}
-    seconds = time_device(
-        getattr(layer, what), bound=bound, is_bound=kind is BOUND, flops=of_inputs.flops(what), **info
-    )
+    run, flops, extra = getattr(layer, what), of_inputs.flops(what), benchmark.extra_info
+    seconds = time_device(run, bound=bound, is_bound=kind is BOUND, flops=flops, back_to_back=True, **info)
     if seconds is None:
         return
-    _TIMES[case.name, order, kind.name, what] = seconds
-    base = _TIMES.get((case.name, order, kind.base, what))
-    if base:
-        benchmark.extra_info["times_base"] = seconds / base
+    own = {"": seconds, "back_to_back_": extra["back_to_back_ms"]}
+    _TIMES[(*bound, kind.name)] = own
+    for ratio, other in (("times_bound", BOUND.name), ("times_base", kind.base)):
+        found = _TIMES.get((*bound, other))
+        if found and kind is not BOUND:
+            extra |= {f"{how}{ratio}": own[how] / found[how] for how in own}

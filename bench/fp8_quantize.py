@@ -27,14 +27,17 @@ class Quantization(NamedTuple):
 
 
 def of_rows(x: torch.Tensor) -> tuple[Quantization, torch.Tensor, torch.Tensor]:
-    """Of x (L, d): the call, and where it writes e4m3 and scales."""
+    """Of x (L, d): the call, and where it writes e4m3 and scales, which are to outlive it."""
     (L, d), described = x.shape, Torch.describe(x)
     out = torch.empty(L, d, device=x.device, dtype=torch.uint8)
     scales = torch.empty(L, device=x.device)
-    run, launch = Runtime.current(Torch, x.device.index or 0), quantize.rows(described.layout)
+    launch = quantize.rows(described.layout)
     addresses = described.ptr, Torch.describe(out).ptr, Torch.describe(scales).ptr
-    nbytes = x.nbytes + out.nbytes + scales.nbytes
-    return Quantization(lambda: run.launch(launch, *addresses), nbytes), out, scales
+
+    def call() -> None:
+        Runtime.current(Torch, x.device.index or 0).launch(launch, *addresses)
+
+    return Quantization(call, x.nbytes + out.nbytes + scales.nbytes), out, scales
 
 
 def of_weights(w1: torch.Tensor, w2: torch.Tensor) -> Quantization:

@@ -297,12 +297,16 @@ def experts_section(records: Records) -> list[str]:
     """What activations, biases and interleaved columns cost beside the layer without them."""
     lines = []
     for row in records.rows("experts"):
-        ratios = (ratio(row.get(name)) for name in ("times_bound", "times_base"))
-        lines.append(
-            [row["case"], title(row["provider"]), row["pass"].replace("_", " + "), ms(row["seconds"]), *ratios]
-        )
+        names = ("times_bound", "times_base", "back_to_back_times_bound", "back_to_back_times_base")
+        found = [ratio(row.get(name)) for name in names]
+        back_to_back = ms(row["back_to_back_ms"] / 1e3) if "back_to_back_ms" in row else "-"
+        what = row["pass"].replace("_", " + ")
+        line = [row["case"], title(row["provider"]), what, ms(row["seconds"]), *found[:2], back_to_back, *found[2:]]
+        lines.append(line)
     about = "The base is the layer with swiglu, for relu2 with relu. gpt_oss: swiglu_oai, biases, interleaved columns."
-    return ["", about, *table(["case", "layer", "pass", "ms", "times bound", "times base"], lines)]
+    ratios = ["times bound", "times base"]
+    header = ["case", "layer", "pass", "ms", *ratios, "back to back, ms", *ratios]
+    return ["", about, *table(header, lines)]
 
 
 def ablation_section(records: Records) -> list[str]:

@@ -72,6 +72,7 @@ __device__ __forceinline__ void count_tokens(const TokensPerExpertParams<Id>& p)
         if (id >= 0 && id < p.num_experts) atomicAdd(counts + static_cast<int>(id), 1);
     }
     __syncthreads();
+    wait_for_last_launch();  // which clears the counts
     int* total = p.counts + static_cast<int64>(sequence) * p.num_experts;
     for (int e = threadIdx.x; e < p.num_experts; e += COUNT_THREADS)
         if (counts[e]) atomicAdd(total + e, counts[e]);
@@ -104,6 +105,7 @@ template <class T, class Id>
 __device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) {
     const int lane = threadIdx.x & 31;
     const int64 token = blockIdx.x * int64(COUNT_THREADS / 32) + threadIdx.x / 32;
+    let_next_launch_start();
     if (token >= p.L) return;
     const T* logits = p.logits + token * p.num_experts;
     const Id* ids = p.ids + token * p.k;
@@ -143,6 +145,7 @@ __device__ __forceinline__ void count_lines(const QuantileCountsParams<T>& p) {
     const int size = p.columns * p.bins;
     for (int i = threadIdx.x; i < size; i += COUNT_THREADS) counts[i] = 0;
     __syncthreads();
+    wait_for_last_launch();  // of quantile_lines
     const float low = p.bounds[0], scale = static_cast<float>(p.bins) / (p.bounds[1] - low);
     const int column = threadIdx.x & (p.columns - 1), rows = COUNT_THREADS / p.columns;
     const int expert = blockIdx.y * p.columns + column;

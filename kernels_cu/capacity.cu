@@ -210,6 +210,7 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
     const Slots<CapacityCountParams<Id>> slots(p);
     const int num_counters = p.num_experts << p.width;
     const Digits digits = {p.width, p.order};
+    let_next_launch_start();
     for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) counters[i] = 0;
     __syncthreads();
     for (int slot = threadIdx.x; slot < slots.number; slot += LOADS * SELECT_THREADS) {
@@ -225,6 +226,7 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
         }
     }
     __syncthreads();
+    wait_for_last_launch();  // which clears the histogram
     int* histogram = p.histogram + (static_cast<int64>(slots.sequence) * p.num_experts << p.width);
     for (int i = threadIdx.x; i < (num_counters + 1) / 2; i += SELECT_THREADS) {
         const unsigned both = counters[i];
@@ -246,6 +248,15 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
     const Slots<CapacityListParams<Id>> slots(p);
     const Column* columns = p.columns + static_cast<int64>(slots.sequence) * E;
     unsigned* listed = p.listed + static_cast<int64>(slots.sequence) * E;
+    int ids[LOADS];
+    unsigned keys[LOADS];
+    const auto load = [&](int slot) {
+        slots.load_ids(ids, slot, SELECT_THREADS, slots.number);
+        slots.load_keys(keys, slot, SELECT_THREADS, slots.number);
+    };
+    let_next_launch_start();
+    load(threadIdx.x);
+    wait_for_last_launch();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
         const Column column = columns[e];
         least[e] = (column.key >> shift) + (column.wanted == ALL ? 0 : 1);
@@ -253,10 +264,7 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
     }
     for (int round = 0; round < slots.number; round += LOADS * SELECT_THREADS) {
         const int slot = round + threadIdx.x;
-        int ids[LOADS], ranks[LOADS];
-        unsigned keys[LOADS];
-        slots.load_ids(ids, slot, SELECT_THREADS, slots.number);
-        slots.load_keys(keys, slot, SELECT_THREADS, slots.number);
+        int ranks[LOADS];
         for (int e = threadIdx.x; e < E; e += SELECT_THREADS) numbers[e] = 0;
         __syncthreads();
 #pragma unroll
@@ -274,6 +282,7 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
 #pragma unroll
         for (int l = 0; l < LOADS; ++l)
             if (ranks[l] >= 0) p.list[places[ids[l]] + ranks[l]] = candidate(keys[l], index + l * SELECT_THREADS);
+        load(slot + LOADS * SELECT_THREADS);
     }
     slots.drop_others();
 }
@@ -281,6 +290,7 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
 __device__ __forceinline__ void finish(const CapacityFinishParams& p) {
     Candidate* shared = reinterpret_cast<Candidate*>(dynamic_shared);  // (MAX_LISTED,)
     Search& search = *reinterpret_cast<Search*>(shared + MAX_LISTED);
+    wait_for_last_launch();
     const Column column = p.columns[blockIdx.x];
     const int number = static_cast<int>(p.listed[blockIdx.x]);
     if (!has_candidates(column) || column.first < 0) return;
@@ -309,12 +319,14 @@ __device__ __forceinline__ void count_parts(const CapacityPartsParams<Id>& p) {
     int* numbers = reinterpret_cast<int*>(dynamic_shared);  // (choices, E)
     const Slots<CapacityPartsParams<Id>> slots(p);
     const int size = p.choices * p.num_experts;
+    let_next_launch_start();
     for (int i = threadIdx.x; i < size; i += SELECT_THREADS) numbers[i] = 0;
     __syncthreads();
     slots.for_each(0, slots.number, threadIdx.x, SELECT_THREADS, [&](int slot, int id) {
         if (id >= 0) atomicAdd(numbers + choice_of(slot, p.choices) * p.num_experts + id, 1);
     });
     __syncthreads();
+    wait_for_last_launch();  // which clears the totals
     int* counts = p.counts + static_cast<int64>(blockIdx.x) * size;
     int* totals = p.totals + static_cast<int64>(slots.sequence) * size;
     for (int i = threadIdx.x; i < size; i += SELECT_THREADS) {
@@ -362,6 +374,7 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     const Slots<CapacityMarkParams<Id>> slots(p);
     const int64 of_part = static_cast<int64>(p.choices) * E;  // counts
     if (threadIdx.x == 0) some = 0;
+    wait_for_last_launch();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
         int left = p.capacity;
         last[e] = p.choices > 1 ? last_choice(p.totals + slots.sequence * of_part + e, p.choices, E, left) : 0;
@@ -445,6 +458,8 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) capacity_pick(const
     const int* histogram = p.histogram + (static_cast<int64>(blockIdx.x) << p.width) * p.num_experts;
     Column* columns = p.columns + static_cast<int64>(blockIdx.x) * p.num_experts;
     int* of_warps = reinterpret_cast<int*>(dynamic_shared);
+    let_next_launch_start();
+    wait_for_last_launch();
     pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.capacity, blockIdx.y, of_warps);
 }
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) capacity_finish(const CapacityFinishParams p) { finish(p); }

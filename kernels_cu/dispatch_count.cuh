@@ -40,6 +40,7 @@ __device__ __forceinline__ void write_block_counts(int* block_counts, const unsi
 template <class Id>
 __device__ __forceinline__ void count(const DispatchCountParams<Id>& p) {
     constexpr int LOADS = COUNT_LOADS<Id>;
+    let_next_launch_start();
     const int num_experts = p.num_experts, columns = p.columns, counted_together = p.counted_together;
     const int64 num_slots = p.num_slots, block_slots = p.block_slots;
     unsigned* matrix = reinterpret_cast<unsigned*>(dynamic_shared);  // (G, E+1, C)

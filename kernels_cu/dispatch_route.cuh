@@ -173,6 +173,7 @@ __device__ __forceinline__ void rank_run(const Column& column, int half_columns)
 // A thread takes four experts of every groups-th row. One group writes counts and to_position, several write scratch.
 __device__ __forceinline__ void sum_blocks(const int* block_counts, const RouteViews& views, int num_experts,
                                            int counted_together, int groups, int thread, int threads) {
+    wait_for_last_launch();  // of dispatch_count
     const int fours = stride_of(num_experts) / 4;
     const int rows = (gridDim.x + counted_together - 1) / counted_together, this_row = blockIdx.x / counted_together;
     for (int i = thread; i < groups * fours; i += threads) {

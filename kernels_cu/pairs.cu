@@ -50,6 +50,7 @@ __device__ __forceinline__ Tokens words_of_block(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) mask_bits(const MaskBitsParams p) {
+    let_next_launch_start();
     const int lane = threadIdx.x & 31, row_words = (p.num_experts + 31) / 32;
     const int64 num_words = p.L * row_words;
     for (int64 i = blockIdx.x * int64(WARPS) + threadIdx.x / 32; i < num_words; i += gridDim.x * int64(WARPS)) {
@@ -62,9 +63,11 @@ extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) mask_bits(const Mask
 }
 
 extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_count(const PairsCountParams p) {
+    let_next_launch_start();
     int* total = reinterpret_cast<int*>(dynamic_shared);
     if (threadIdx.x == 0) *total = 0;
     __syncthreads();
+    wait_for_last_launch();
     const Tokens words = words_of_block(p);
     int count = 0;
     for (int64 i = words.begin + threadIdx.x; i < words.end; i += PAIRS_THREADS) count += __popc(p.taken[i]);
@@ -106,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_write(const Pa
     int64* sums = reinterpret_cast<int64*>(dynamic_shared);  // (2, WARPS): of blocks before, and of all
     int* of_warps = reinterpret_cast<int*>(sums + 2 * WARPS);
     int64 before = 0, all = 0;
+    wait_for_last_launch();
     for (unsigned b = threadIdx.x; b < gridDim.x; b += PAIRS_THREADS) {
         const int count = p.block_counts[b];
         if (b < blockIdx.x) before += count;

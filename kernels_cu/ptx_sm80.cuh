@@ -16,6 +16,23 @@ __device__ __forceinline__ void store_shared_4_4(unsigned address, unsigned firs
     asm volatile("st.shared.u32 [%0], %1;\n st.shared.u32 [%0+4], %2;" ::"r"(address), "r"(first), "r"(second) : "memory");
 }
 
+// Programmatic dependent launch, of sm_90 and later; a launch that does not overlap, and older GPUs, skip both. A kernel whose
+// `Launch` overlaps may start once every CTA of the launch before it has called let_next_launch_start or has ended. Until
+// wait_for_last_launch it must leave alone what that launch writes, and write nothing that it reads; nor may it touch what
+// launches before that one write, if these overlap with each other. The wait ends when the launch before has ended and its
+// writes are visible. A CTA of every such kernel must call it, so that launches end in their order.
+__device__ __forceinline__ void let_next_launch_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_last_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Copies 16 bytes from global to shared memory, asynchronously. Only the first src_bytes are read; the rest becomes zeros.
 __device__ __forceinline__ void cp_async_16(unsigned dst_shared, const void* src, unsigned src_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_shared), "l"(src), "r"(src_bytes) : "memory");

@@ -126,6 +126,7 @@ __device__ void weights_amax(const QuantizeWeightsParams<T>& p) {
     __shared__ float amax_of_warp[THREADS / 32];
     const WeightTile tile(p);
     Row8<T> held[BLOCKS][BLOCK_LINES];
+    let_next_launch_start();
     tile.template load<ALIGNED>(held, p);
     float amax[1] = {0.f};
 #pragma unroll
@@ -137,6 +138,7 @@ __device__ void weights_amax(const QuantizeWeightsParams<T>& p) {
     const float of_warp = largest<32>(amax);
     if (threadIdx.x % 32 == 0) amax_of_warp[threadIdx.x / 32] = of_warp;
     __syncthreads();
+    wait_for_last_launch();
     if (threadIdx.x >= THREADS / 32) return;
     atomicMax(p.amax + tile.expert * p.amax_ld + tile.half, __float_as_uint(amax_of_warp[threadIdx.x]));
 }
@@ -156,7 +158,9 @@ __device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
     auto word = [](int column, int w) { return column * (TILE / 4) + (w ^ (column / 8 * 2)); };
     const WeightTile tile(p);
     Row8<T> held[BLOCKS][BLOCK_LINES];
+    let_next_launch_start();
     tile.template load<ALIGNED>(held, p);
+    wait_for_last_launch();
     const Scaling scaling = scaling_of(__uint_as_float(p.amax[tile.expert * p.amax_ld + tile.half]));
     if (blockIdx.x == 0 && threadIdx.x < p.scales_ld / p.halves)
         p.scales[tile.expert * p.scales_ld + tile.half + threadIdx.x] = scaling.scale;

@@ -344,6 +344,7 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(const RouterForwardParams p) {
+    if (SUMS) let_next_launch_start();
 #if LANE_K > 0 && LANES == 1
     route_by_lane(p);
 #else

@@ -29,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_AT_ONCE) router_sums(cons
     }
     const int first = begin / p.tokens_per_block, stop = begin < end ? (end - 1) / p.tokens_per_block + 1 : first;
     float sum = 0.f;
+    wait_for_last_launch();
     if (column < columns)
 #pragma unroll 16  // loads of as many rows are under way: at most 528 blocks are 17 rows of a warp
         for (int block = first + warp; block < stop; block += ROWS_AT_ONCE)

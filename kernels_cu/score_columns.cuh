@@ -56,15 +56,22 @@ struct Rows {
     __device__ __forceinline__ T score(unsigned i) const {
         return *reinterpret_cast<const T*>(scores + static_cast<unsigned long long>(i) * row_bytes);
     }
-    // LOADS tokens from `first` on. Those before the first and past the last are the first and the last. A token's word of
-    // chosen pairs is in one lane of LOADS, the same for all columns: see chosen_of.
-    __device__ __forceinline__ void load(T (&of_scores)[LOADS], unsigned& words_of_lanes, int first) const {
+    __device__ __forceinline__ int last() const { return (number - 1) / LOADS * LOADS; }  // of the first tokens of all loads
+    // The scores of LOADS tokens from `first` on. Those before the first and past the last are the first and the last.
+    __device__ __forceinline__ void load_scores(T (&of_scores)[LOADS], int first) const {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) of_scores[l] = score(clamped_token(first + l));
+    }
+    // The words of chosen pairs of these tokens. A token's word is in one lane of LOADS, the same for all columns: see chosen_of.
+    __device__ __forceinline__ void load_words(unsigned& words_of_lanes, int first) const {
         if (CHOSEN) {
             const unsigned i = clamped_token(first + static_cast<int>(threadIdx.x % LOADS));
             words_of_lanes = *reinterpret_cast<const unsigned*>(words + static_cast<unsigned long long>(i) * row_word_bytes);
         }
+    }
+    __device__ __forceinline__ void load(T (&of_scores)[LOADS], unsigned& words_of_lanes, int first) const {
+        load_scores(of_scores, first);
+        load_words(words_of_lanes, first);
     }
     // The word of chosen pairs of token l of those that were loaded. All lanes call it.
     __device__ __forceinline__ static unsigned chosen_of(unsigned words_of_lanes, int l) {

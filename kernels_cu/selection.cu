@@ -113,9 +113,14 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     const Rows<T, CHOSEN> rows(p, place, place.tokens);
     T next[LOADS];
     unsigned next_chosen = 0;  // words of the lanes
-    if (rows.number > 0) rows.load(next, next_chosen, 0);
+    let_next_launch_start();
+    if (rows.number > 0) rows.load_scores(next, 0);
     int4* fours = reinterpret_cast<int4*>(counters);
     for (int i = threadIdx.x; i < num_counters / 4; i += SELECT_THREADS) fours[i] = make_int4(0, 0, 0, 0);
+    if (CHOSEN) {
+        wait_for_last_launch();  // of chosen_bits
+        if (rows.number > 0) rows.load_words(next_chosen, 0);
+    }
     const Members members(CHOSEN && place.exists && p.columns[place.column(p)].among_chosen, place.exists);
     // By the leading bits of the float itself, which takes two instructions less. Lanes past the last column count for nobody.
     const auto add = [&](T score, unsigned chosen) {
@@ -140,6 +145,7 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
         }
     }
     __syncthreads();
+    if (!CHOSEN) wait_for_last_launch();  // which clears the histogram
     int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts;
     const int bins = 1 << p.width, positive = bins / 2;
     // Most counters are 0, so a warp looks at several bins at one time.
@@ -183,6 +189,9 @@ __device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitSha
     for (int i = lane; i < fit; i += 32) p.list[first + static_cast<int64>(place) + i] = shared.list[warp][i];
 }
 
+// The tokens before `end` that a block of columns_split works on until it passes their candidates on.
+__device__ __forceinline__ Tokens split_tokens(const Tokens& all, int64 end) { return {max(end - SPLIT_TOKENS, all.begin), end}; }
+
 // Tokens run downwards: the L2 cache has those that columns_count read last.
 template <class T, bool CHOSEN>
 __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
@@ -190,6 +199,15 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     const int lane = threadIdx.x & 31, shift = 32 - p.width;
     const Place<ColumnsSplitParams<T>> place(p);
     Column column = {0, 0, 0, -1};
+    let_next_launch_start();
+    int64 end = place.tokens.end;
+    Rows<T, CHOSEN> rows(p, place, split_tokens(place.tokens, end));
+    T next[LOADS];
+    unsigned next_chosen = 0;  // words of the lanes
+    if (rows.number > 0) rows.load_scores(next, rows.last());
+    if (threadIdx.x < 32) shared.numbers[threadIdx.x] = 0;
+    wait_for_last_launch();
+    if (rows.number > 0) rows.load_words(next_chosen, rows.last());
     if (place.exists) column = p.columns[place.column(p)];
     const Members members(column.among_chosen != 0, place.exists);
     const unsigned digit = column.key >> shift, least = column.wanted == ALL ? digit : digit + 1;
@@ -198,20 +216,13 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     const unsigned below = !has_candidates(column) ? 0xffffffffu : digit ? (digit << shift) - 1 : 0;
     const unsigned always = column.among_chosen ? 0 : members.mask;  // of the chosen pairs
     int block = 0, sum = 0;                                          // of the lane's last taken pairs
-    if (threadIdx.x < 32) shared.numbers[threadIdx.x] = 0;
     __syncthreads();
-    for (int64 end = place.tokens.end; end > place.tokens.begin; end -= SPLIT_TOKENS) {
-        const Tokens tokens = {max(end - SPLIT_TOKENS, place.tokens.begin), end};
-        const Rows<T, CHOSEN> rows(p, place, tokens);
-        const int64 begin = tokens.begin + rows.begin;
+    while (end > place.tokens.begin) {
+        const int64 begin = split_tokens(place.tokens, end).begin + rows.begin;
         unsigned* taken = p.taken + begin * place.num_words + place.word;
         unsigned* candidates = p.candidates + place.word * p.L + begin;
         const unsigned index = static_cast<unsigned>(begin - place.all.begin);
-        const int last = (rows.number - 1) / LOADS * LOADS;
-        T next[LOADS];
-        unsigned next_chosen = 0;  // words of the lanes
-        if (rows.number > 0) rows.load(next, next_chosen, last);
-        for (int first = rows.number > 0 ? last : -1; first >= 0; first -= LOADS) {
+        for (int first = rows.number > 0 ? rows.last() : -1; first >= 0; first -= LOADS) {
             T loaded[LOADS];
             const unsigned chosen = next_chosen;
 #pragma unroll
@@ -249,6 +260,10 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
         const int64 first_column = place.column(p) - lane;
         if (32 * blockIdx.y + threadIdx.x / 32 < p.num_experts) pass_on(p, shared, first_column);
         __syncthreads();
+        end -= SPLIT_TOKENS;
+        if (end <= place.tokens.begin) break;
+        rows = Rows<T, CHOSEN>(p, place, split_tokens(place.tokens, end));
+        if (rows.number > 0) rows.load(next, next_chosen, rows.last());
     }
     if (sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
 }
@@ -315,6 +330,8 @@ __device__ __forceinline__ void finish(const ColumnsFinishParams<T>& p) {
     Candidate* shared = reinterpret_cast<Candidate*>(dynamic_shared);  // (MAX_LISTED,)
     Search& search = *reinterpret_cast<Search*>(shared + MAX_LISTED);
     int* sums = reinterpret_cast<int*>(dynamic_shared + FINISH_SHARED_BYTES);  // (PAIRS_BLOCKS,): pairs that are taken here
+    let_next_launch_start();
+    wait_for_last_launch();
     const Column column = p.columns[blockIdx.x];
     const unsigned number = p.listed[blockIdx.x];
     if (!has_candidates(column)) return;
@@ -379,6 +396,7 @@ __device__ __forceinline__ void round_frequencies(const Params& p, int* change) 
 template <class Id>
 __device__ __forceinline__ void mark_chosen(const ChosenBitsParams<Id>& p) {
     int* frequencies = reinterpret_cast<int*>(dynamic_shared);
+    let_next_launch_start();
     for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) frequencies[e] = 0;
     __syncthreads();
     const int num_words = (p.num_experts + 31) / 32;
@@ -396,6 +414,7 @@ __device__ __forceinline__ void mark_chosen(const ChosenBitsParams<Id>& p) {
         for (; bits; bits &= bits - 1) atomicAdd(frequencies + first + __ffs(static_cast<int>(bits)) - 1, 1);
     }
     __syncthreads();
+    wait_for_last_launch();  // which clears the frequencies
     for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS)
         if (frequencies[e]) atomicAdd(p.frequencies + e, frequencies[e]);
     if (comes_last(p.done, p.parts, frequencies)) round_frequencies(p, frequencies);

@@ -76,6 +76,8 @@ SELECT_SHARED_BYTES = 128 * 1024  # of counters per block, where a block may hav
 SELECT_HISTOGRAM_BYTES = 64 * 1024 * 1024  # of a digit's counters of all columns
 PART_COUNTS = 2**16 - 1  # of what a block counts in 16 bits
 COUNT_THREADS = 512  # per block of tokens_per_expert and quantile_histogram
+CLEAR_THREADS = 256
+CLEAR_BLOCKS = 528  # four per multiprocessor of an H200
 PAIRS_THREADS = 512  # per block of the lists of pairs, a word of 32 pairs each
 PAIRS_BLOCKS = 1024
 MAX_TILE = 2**30  # of token rounding
@@ -171,6 +173,7 @@ def kernel_constants(source: str) -> dict[str, int]:
             "FINISH_SHARED_BYTES": FINISH_SHARED_BYTES,
         },
         "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
+        "clear.cu": {"CLEAR_THREADS": CLEAR_THREADS},
         "router_forward.cu": {
             "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
             "MAX_LISTED": ROUTER_LISTED,

@@ -12,16 +12,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from moeblaze_cupy import gemm_config, launch_config, params, router_config
+from moeblaze_cupy import gemm_config, launch_config, overlapping_launch, params, router_config
 from moeblaze_cupy.structures import FORMS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
-SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu")
+SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu", "clear.cu")
 SHAPE_INDEPENDENT = (
     *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
     *("quantize.cu", "saved_fp8.cu", "split_tiles.cu"),
@@ -404,15 +404,24 @@ class _Kernel:
     """A compiled entry on one device, and the dynamic shared memory it may be launched with."""
 
     def __init__(self, device: int, variant: Variant) -> None:
-        device_limits(device)  # raises for a GPU that is too old
+        self.compute_capability = device_limits(device).compute_capability  # raises for a GPU that is too old
         self.name = variant.name
         self.function = _module(variant.source, variant.macros).get_function(variant.entry)
         self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
         self.pointer = self.loaded.ptr
         self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
-        # CuPy's binding of the driver, to be called in a thread with the device's context. A call of CuPy's RawKernel
-        # would make a NumPy scalar of every argument.
-        self.driver_launch = sys.modules["cupy"].cuda.driver.launchKernel
+
+    def launcher(self, geometry: tuple[int, ...], overlaps: bool) -> Callable[[int, int, int], None]:
+        """A function of a stream, a pointer to the list of arguments, and 0, for threads with the device's context.
+
+        geometry: grid and block, three numbers each, and bytes of shared memory. overlaps: with the launch before it,
+        where device and driver can.
+        """
+        cuda = sys.modules["cupy"].cuda
+        if overlaps and overlapping_launch.supported(self.compute_capability, cuda.runtime.driverGetVersion()):
+            return overlapping_launch.launcher(self.pointer, geometry)
+        # CuPy's binding of the driver: a call of CuPy's RawKernel would make a NumPy scalar of every argument.
+        return functools.partial(cuda.driver.launchKernel, self.pointer, *geometry)
 
     def refused(self, geometry: tuple[int, ...], error: RuntimeError) -> RuntimeError:
         """The driver's error with the kernel's name. geometry: grid, block and bytes of shared memory."""

@@ -427,6 +427,7 @@ _TABLES = {
             int32=("num_experts", "score", "bins", "columns"),
         ),
     },
+    "clear.cu": {"clear": Params("ClearParams", pointers=("memory",), int64=("number",))},
     "bias_bwd.cu": {
         "": Params(
             "BiasBwdParams",

@@ -39,7 +39,8 @@ class Launch:
 
     addresses: the names, in the kernel's struct, of what `Runtime.launch` is given, in that order. Names that the
     struct does not have are left out, as the tiers' kernels differ in a few. scalars: the struct's numbers. maps: its
-    tensor maps, without their addresses. why: what decided for this variant and grid, for `explain`.
+    tensor maps, without their addresses. why: what decided for this variant and grid, for `explain`. overlaps: it may
+    start while the launch before it in the stream ends; see wait_for_last_launch in kernels_cu/ptx_sm80.cuh.
     """
 
     variant: Variant
@@ -51,6 +52,7 @@ class Launch:
     maps: Mapping[str, TensorMap] = field(default_factory=dict)
     why: tuple[str, ...] = ()
     tiles: Tiles | None = None
+    overlaps: bool = False
     bound: dict[int, "_Bound"] = field(default_factory=dict, repr=False)  # by device
 
     @property
@@ -73,6 +75,8 @@ class Launch:
         if self.tiles:
             rows, columns, number, at_most = self.tiles
             found.append(f"tiles: {rows} rows x {columns} columns, {'at most ' if at_most else ''}{number:,}")
+        if self.overlaps:
+            found.append("from sm_90 on it may start while the launch before it ends")
         return (*found, *self.why)
 
 
@@ -112,9 +116,11 @@ class _Bound:
         place = {name: i for i, name in enumerate(launch.addresses)}  # among the values of a launch
         self.kernel = loader.kernel(device, launch.variant, launch.shared_bytes)
         self.geometry = (*launch.blocks, launch.threads, 1, 1, launch.shared_bytes)
-        self.driver_launch = functools.partial(self.kernel.driver_launch, self.kernel.pointer, *self.geometry)
+        self.driver_launch = self.kernel.launcher(self.geometry, launch.overlaps)
         self.maps = [(i, 128 * i, place[name], launch.maps[name]) for i, name in enumerate(params.maps)]
-        self.pointers: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*(place[n] for n in params.pointers))
+        first, *others = (place[name] for name in params.pointers)
+        picks = (first, *others) if others else (slice(first, first + 1),)  # a tuple in both cases
+        self.pointers: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*picks)
         self.free: list[_Arguments] = []
         if os.environ.get("MOEBLAZE_LOG", "0") not in ("", "0"):
             print(

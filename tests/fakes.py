@@ -156,10 +156,12 @@ class Kernel:
     def allow(self, shared_bytes):
         self.shared_bytes = shared_bytes
 
-    def driver_launch(self, pointer, *launch):
-        *geometry, stream, arguments, extra = launch
-        assert pointer == self.pointer and geometry[6] <= self.shared_bytes and extra == 0
-        self.device.launched(self.variant, tuple(geometry), arguments, stream)
+    def launcher(self, geometry, overlaps):
+        def launch(stream, arguments, extra):
+            assert geometry[6] <= self.shared_bytes and extra == 0
+            self.device.launched(self.variant, geometry, arguments, stream)
+
+        return launch
 
 
 def use(monkeypatch, limits=launch_config.H200) -> Device:

@@ -50,6 +50,7 @@ REGISTER_CAPS = {
     "pairs.cu": 48,
     "capacity.cu": 64,
     "balance.cu": 64,
+    "clear.cu": 32,
     "bias_bwd.cu": 80,
     "bound_slots.cu": 48,
     "split_tiles.cu": 48,
@@ -161,6 +162,7 @@ def entry_names(variant) -> set[str]:
         "balance.cu": {f"tokens_per_expert_{ids}" for ids in ids_dtypes}
         | {f"quantile_counts_{dtype}" for dtype in dtypes}
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},
+        "clear.cu": {"clear"},
         "bound_slots.cu": {"bound_slots"},
         "split_tiles.cu": {"split_tiles"},
         "pull.cu": {"pull_rows"}

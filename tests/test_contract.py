@@ -19,7 +19,7 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 
 # Imports go down only: from a line to lines above it. A name stands for the module and all within it.
 LEVELS = [
-    ["launch_config", "params", "structures"],
+    ["launch_config", "overlapping_launch", "params", "structures"],
     ["arrays", "dispatch_config", "gemm_config", "router_config", "selection_config", "tensor_map"],
     ["loader"],
     ["interop.dlpack", "checks", "memory", "reasons", "runtime"],
@@ -27,7 +27,8 @@ LEVELS = [
     ["reference.activations", "reference.dispatch", "reference.fp8", "reference.router"],
     ["reference.products", "reference.selection"],
     ["reference.experts"],
-    ["reference", "rehearsal", "ops.dispatch", "ops.router", "ops.selection"],
+    ["reference", "rehearsal", "ops.clear", "ops.dispatch", "ops.router"],
+    ["ops.selection"],
     ["ops.aggregation", "ops.balance", "ops.biases", "ops.pull", "ops.saved_fp8", "ops.split_tiles"],
     ["ops.grouped_gemm"],
     ["ops.panels", "ops.quantize"],

@@ -204,6 +204,7 @@ class Device:
                 setDevice=lambda number: None,
                 memGetInfo=lambda: None,
                 getDeviceCount=lambda: 1,
+                driverGetVersion=lambda: 0,  # whose launches do not overlap
                 deviceGetAttribute=lambda number, device: attributes[number],
                 memsetAsync=lambda pointer, value, nbytes, stream: ctypes.memset(pointer, value, nbytes),  # new memory
             ),

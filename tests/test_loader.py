@@ -367,6 +367,7 @@ def cupy(monkeypatch):
     bound = []  # (thread, device) whose context was asked for
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 2,
+        driverGetVersion=lambda: 13000,
         getDevice=lambda: fake.device,
         setDevice=lambda device: bound.append((threading.get_ident(), device)),
         memGetInfo=lambda: None,

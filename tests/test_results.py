@@ -51,6 +51,8 @@ def measured(case: str) -> set[float]:
                 base = "relu" if extra["provider"] == "relu2" else "swiglu"
                 if same and row["group"] == "experts" and about["provider"] == base:
                     values.add(median / bound)
+                    if "back_to_back_ms" in extra and "back_to_back_ms" in about:
+                        values.add(extra["back_to_back_ms"] / about["back_to_back_ms"])
                 if same and about["provider"] == "moeblaze" and row["group"] == "layer":
                     values.add(median / bound)
                     if "back_to_back_ms" in extra and "back_to_back_ms" in about:

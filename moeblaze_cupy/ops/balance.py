@@ -5,21 +5,30 @@ from dataclasses import dataclass
 from moeblaze_cupy import launch_config, loader, selection_config
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.ops import clear
 from moeblaze_cupy.ops.selection import Sequences
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import SCORES
 
 
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """What tokens_per_expert launches."""
+
+    clear: Launch
+    count: Launch
+
+
 @cached
-def configure_counts(ids: Layout, num_experts: int, sequences: Sequences, limits: DeviceLimits) -> Launch | None:
-    """The launch for ids (L, k), whose rows may lie apart; None where there are no tokens."""
+def configure_counts(ids: Layout, num_experts: int, sequences: Sequences, limits: DeviceLimits) -> Counts | None:
+    """The launches for ids (L, k), whose rows may lie apart; None where there are no tokens."""
     L, k = ids.shape
     if L == 0:
         return None
     fewest, threads = launch_config.ceil_div(4096, k), launch_config.COUNT_THREADS
     blocks, longest = 4 * limits.multiprocessors, sequences.longest(L)
     parts = selection_config.parts_of_sequence(sequences.number, longest, blocks, fewest, longest)
-    return Launch(
+    count = Launch(
         loader.entry("balance.cu", f"tokens_per_expert_{ids.dtype}"),
         (sequences.number * parts,),
         threads,
@@ -33,16 +42,19 @@ def configure_counts(ids: Layout, num_experts: int, sequences: Sequences, limits
             "parts": parts,
         },
         4 * num_experts,
+        overlaps=True,
     )
+    return Counts(clear.configure(sequences.number * num_experts), count)
 
 
-def tokens_per_expert(run: Runtime, step: Launch | None, ids: int, offsets: int, shape: tuple[int, int]) -> Buffer:
+def tokens_per_expert(run: Runtime, steps: Counts | None, ids: int, offsets: int, shape: tuple[int, int]) -> Buffer:
     """Slots of each expert in each sequence, int32 of `shape` (S, E)."""
     counts = run.empty(shape, "int32")
-    if shape[0]:
+    if steps:
+        run.launch(steps.clear, counts.ptr)
+        run.launch(steps.count, ids, offsets, counts.ptr)
+    elif shape[0]:
         run.clear(counts.ptr, 4 * shape[0] * shape[1])
-    if step:
-        run.launch(step, ids, offsets, counts.ptr)
     return counts
 
 
@@ -78,6 +90,7 @@ def configure_quantiles(logits: Layout, ids: Layout, bins: int, score: str, limi
         ("logits", "lines", "bounds", "histogram"),
         {"L": L, "num_experts": E, "score": kind, "bins": bins, "columns": columns},
         4 * columns * bins,
+        overlaps=True,
     )
     return Quantiles(L, lines, counts)
 

@@ -153,6 +153,8 @@ def configure(
         },
         config.route_shared_bytes,
         why=why[-1:],
+        # What a launch reads before it waits must have been there before the last launch, which copies int64 ids.
+        overlaps=count is not None and (ragged or not copies_ids),
     )
     counts = config.workspace_bytes(num_experts) // 4 if config.counts else 0
     list_tokens = rows_to_tokens = mark_identity = None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Layout
+from moeblaze_cupy.ops import clear
 from moeblaze_cupy.ops.grouped_gemm import Weight, is_aligned
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 
@@ -46,7 +47,7 @@ class Quantize:
     down: Weight
     up_launches: tuple[Launch, Launch]
     down_launches: tuple[Launch, Launch]
-    amax_bytes: int
+    clear: Launch  # of amax
     halves: int
 
 
@@ -58,7 +59,8 @@ def configure(w1: tuple[Layout, ...], w2: Layout, interleaved: bool) -> Quantize
     split = halves == 2 and not interleaved
     up, down = Weight.of(w1, h if split and len(w1) == 1 else None), Weight.of((w2,))
     up_launches = _launches(up, d, h if split else columns, 1 + split, columns, halves + 1, halves)
-    return Quantize(up, down, up_launches, _launches(down, h, d, 1, d, halves + 1, 1), 4 * E * (halves + 1), halves)
+    down_launches = _launches(down, h, d, 1, d, halves + 1, 1)
+    return Quantize(up, down, up_launches, down_launches, clear.configure(E * (halves + 1)), halves)
 
 
 def _launches(
@@ -91,7 +93,8 @@ def _launches(
 
     def launch(step: str, why: str) -> Launch:
         variant = loader.entry("quantize.cu", f"{step}_{suffix}")
-        return Launch(variant, grid, launch_config.QUANTIZE_THREADS, HALVES_ADDRESSES, sizes, why=(why,))
+        threads = launch_config.QUANTIZE_THREADS
+        return Launch(variant, grid, threads, HALVES_ADDRESSES, sizes, why=(why,), overlaps=True)
 
     return (
         launch("weights_amax", "the largest magnitude of each expert's half, by integer atomics"),
@@ -108,7 +111,7 @@ def weights(
 ) -> None:
     """w1: addresses of its one or two arrays. made: addresses of Fp8Weights' arrays, amax last."""
     *of_weights, amax = made
-    run.clear(amax, steps.amax_bytes)
+    run.launch(steps.clear, amax)
     of_up = steps.up, steps.up_launches, steps.up.halves(*w1), amax, of_weights[:3]
     of_down = steps.down, steps.down_launches, (w2, w2), amax + 4 * steps.halves, of_weights[3:]
     for weight, launches, halves, largest, (in_rows, transposed, scales) in (of_up, of_down):

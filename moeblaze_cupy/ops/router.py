@@ -126,6 +126,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         32 * launch_config.ROUTER_SUM_ROWS,
         ADDED,
         {name: scalars[name] for name in ("L", "num_experts", "tokens_per_block", "num_sequences")},
+        overlaps=not idle,
     )
     shapes = (
         (number, E) if options.shares else None,

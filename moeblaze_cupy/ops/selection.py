@@ -1,12 +1,12 @@
 """Pairs of tokens and experts that stay or are taken: kernels_cu/selection.cu, pairs.cu, capacity.cu."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 from moeblaze_cupy import launch_config, loader, selection_config
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.loader import Variant
+from moeblaze_cupy.ops.clear import Zeros
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import CAPACITY_ORDERS, ROUNDINGS
 
@@ -64,6 +64,7 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
         ("taken", "block_counts"),
         of_blocks,
         4,
+        overlaps=True,
     )
     write = Launch(
         loader.entry("pairs.cu", "pairs_write"),
@@ -72,6 +73,7 @@ def configure_pairs(num_tokens: int, num_experts: int, num_pairs: int, from_mask
         ("taken", "block_counts", "token_offsets", "ids"),
         of_blocks | {"num_pairs": num_pairs},
         16 * (threads // 32) + 4 * (threads // 32 + 1),
+        overlaps=True,
     )
     bits = (num_tokens, row_words)
     return ListPairs(bits, num_tokens, num_pairs, blocks, shift, pack if from_mask else None, count, write)
@@ -97,21 +99,12 @@ def _listed(run: Runtime, steps: ListPairs, taken: Buffer, counts: int) -> Pairs
     return token_offsets, ids
 
 
-def _zeros(run: Runtime, *sizes: int) -> tuple[Buffer, list[int]]:
-    """One buffer of int32 zeros for arrays of these sizes, and the address of each."""
-    *starts, size = accumulate(sizes, initial=0)
-    buffer = run.empty((size,), "int32")
-    run.clear(buffer.ptr, 4 * size)
-    return buffer, [buffer.ptr + 4 * start for start in starts]
-
-
 @dataclass(frozen=True, eq=False)
 class Select:
     """The tokens with the largest scores of each expert: what is launched and allocated."""
 
     num_columns: int
-    histogram: int  # int32 elements
-    groups: int  # of 32 columns
+    zeros: Zeros  # reserved, histogram, done, listed, block counts; of token rounding done and frequencies
     room: int  # candidates that the list may have
     count: Launch
     split: Launch
@@ -153,19 +146,20 @@ def _configure(
         (*inputs, "histogram", "done", "reserved"),
         sizes | counted,
         4 * max(32 << width, threads),
+        overlaps=True,
     )
+    of_choice = (1, S * E) if choose else (0, 0)
     bits = (*inputs, "taken", "candidates", "list", "listed", "block_counts")
     split_bytes = launch_config.SPLIT_SHARED_BYTES
     finish_threads = launch_config.FINISH_THREADS
     finish_bytes = launch_config.FINISH_SHARED_BYTES + 4 * launch_config.PAIRS_BLOCKS
     return Select(
         num_columns=S * E,
-        histogram=S * E << width,
-        groups=S * groups,
+        zeros=Zeros.of(RESERVED, S * E << width, S * groups, S * E, pairs.blocks, *of_choice),
         room=room,
         count=count,
-        split=Launch(entry("split"), grid, threads, bits, sizes, split_bytes),
-        finish=Launch(entry("finish"), (S * E,), finish_threads, bits, sizes, finish_bytes),
+        split=Launch(entry("split"), grid, threads, bits, sizes, split_bytes, overlaps=not sequences.by_offsets),
+        finish=Launch(entry("finish"), (S * E,), finish_threads, bits, sizes, finish_bytes, overlaps=True),
         pairs=pairs,
         choose=choose,
         by_offsets=sequences.by_offsets,
@@ -194,6 +188,7 @@ def configure_round_tokens(
         ("ids", "chosen", "frequencies", "done", "columns"),
         {"L": L, "k": k, "num_experts": E, "parts": parts, "tile": tile, "rounding": ROUNDINGS.index(rounding)},
         4 * E,
+        overlaps=True,
     )
     return _configure(scores, -1, Sequences(1, False), num_pairs, limits, bits)
 
@@ -201,9 +196,7 @@ def configure_round_tokens(
 def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int = 0) -> Pairs:
     """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
     chosen, columns = None, run.empty((steps.num_columns, COLUMN), "int32")
-    sizes = (steps.histogram, steps.groups, steps.num_columns, steps.pairs.blocks)
-    of_choice = (1, steps.num_columns) if steps.choose else (0, 0)
-    _memory, addresses = _zeros(run, RESERVED, *sizes, *of_choice)
+    _memory, addresses = steps.zeros.make(run)
     reserved, histogram, counted, listed, counts, chose, frequencies = addresses
     if steps.choose:
         chosen = run.empty(steps.pairs.words, "int32")
@@ -234,7 +227,7 @@ class CapacityByKey:
     """What limit_capacity launches and allocates where slots differ in their keys."""
 
     num_columns: int
-    histogram: int  # int32 elements
+    zeros: Zeros  # reserved, histogram, listed
     room: int  # candidates that the list may have
     count: Launch
     pick: Launch
@@ -247,7 +240,7 @@ class CapacityByCounts:
     """The same where they do not, or have few keys."""
 
     counts: int  # int32 elements
-    totals: int  # likewise
+    totals: Zeros | None
     count: Launch
     mark: Launch
 
@@ -275,9 +268,11 @@ def configure_capacity(
     sizes = {"L": L, "k": k, "num_experts": E, "num_sequences": S, "parts": parts}
     capacity = min(capacity, launch_config.MAX_SLOTS)
 
-    def launch(step: str, addresses: tuple[str, ...], scalars: dict[str, int], shared_bytes: int) -> Launch:
-        entry = loader.entry("capacity.cu", f"capacity_{step}_{ids.dtype}")
-        return Launch(entry, (S * parts,), threads, ("ids", *addresses), sizes | scalars, shared_bytes)
+    def launch(
+        step: str, addresses: tuple[str, ...], scalars: dict[str, int], shared_bytes: int, *, overlaps: bool = True
+    ) -> Launch:
+        entry, names = loader.entry("capacity.cu", f"capacity_{step}_{ids.dtype}"), ("ids", *addresses)
+        return Launch(entry, (S * parts,), threads, names, sizes | scalars, shared_bytes, overlaps=overlaps)
 
     choices = {"position": 1, "choice": k}.get(order)
     if choices == 1 or (choices and selection_config.counts_choices(choices * E, S * parts, limits)):
@@ -285,8 +280,8 @@ def configure_capacity(
         marked = {"choices": choices, "capacity": capacity, "walkers": ranking}
         return CapacityByCounts(
             counts=S * parts * choices * E,
-            totals=S * choices * E if choices > 1 else 0,
-            count=launch("parts", counts, {"choices": choices}, 4 * choices * E),
+            totals=Zeros.of(S * choices * E) if choices > 1 else None,
+            count=launch("parts", counts, {"choices": choices}, 4 * choices * E, overlaps=choices > 1),
             mark=launch("mark", (*counts, "kept"), marked, 4 * (E * (2 + ranking) + 1)),
         )
     width = selection_config.digit_bits(2 * E, S * E, limits)
@@ -302,7 +297,7 @@ def configure_capacity(
     outputs = ("columns", "sequences", "list", "listed", "kept")
     return CapacityByKey(
         num_columns=S * E,
-        histogram=S * E << width,
+        zeros=Zeros.of(RESERVED, S * E << width, S * E),
         room=L * k,
         count=count,
         pick=Launch(
@@ -312,6 +307,7 @@ def configure_capacity(
             ("histogram", "columns", "reserved"),
             {"room": L * k, "num_experts": E, "width": width, "capacity": capacity},
             4 * threads,
+            overlaps=True,
         ),
         select=launch("list", ("values", *outputs), keys, 16 * E),
         finish=Launch(
@@ -321,6 +317,7 @@ def configure_capacity(
             outputs,
             {"L": L, "k": k, "num_experts": E, "num_sequences": S, "order": keys["order"], "width": width},
             launch_config.FINISH_SHARED_BYTES,
+            overlaps=True,
         ),
     )
 
@@ -332,12 +329,12 @@ def limit_capacity(
     kept = run.empty(shape, "int32")
     if isinstance(steps, CapacityByCounts):
         counts = run.empty((steps.counts,), "int32")
-        _memory, (totals,) = _zeros(run, steps.totals) if steps.totals else (None, [0])
+        _memory, (totals,) = steps.totals.make(run) if steps.totals else (None, [0])
         run.launch(steps.count, ids, offsets, counts.ptr, totals)
         run.launch(steps.mark, ids, offsets, counts.ptr, totals, kept.ptr)
     elif steps:
         columns, found = run.empty((steps.num_columns, COLUMN), "int32"), run.empty((steps.room, CANDIDATE), "int32")
-        _memory, (reserved, histogram, listed) = _zeros(run, RESERVED, steps.histogram, steps.num_columns)
+        _memory, (reserved, histogram, listed) = steps.zeros.make(run)
         run.launch(steps.count, ids, values, offsets, histogram)
         run.launch(steps.pick, histogram, columns.ptr, reserved)
         outputs = (columns.ptr, offsets, found.ptr, listed, kept.ptr)

@@ -41,6 +41,10 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
 
 __device__ __forceinline__ int read_thread_index() { return threadIdx.x; }
 
+// Launches follow each other.
+__device__ __forceinline__ void let_next_launch_start() {}
+__device__ __forceinline__ void wait_for_last_launch() {}
+
 __device__ __forceinline__ void store_shared_4_4(unsigned address, unsigned first, unsigned second) {
     const unsigned words[2] = {first, second};
     memcpy(cuemu::shared_at(address, 8, "store_shared_4_4"), words, 8);
