@@ -248,14 +248,7 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
     const Slots<CapacityListParams<Id>> slots(p);
     const Column* columns = p.columns + static_cast<int64>(slots.sequence) * E;
     unsigned* listed = p.listed + static_cast<int64>(slots.sequence) * E;
-    int ids[LOADS];
-    unsigned keys[LOADS];
-    const auto load = [&](int slot) {
-        slots.load_ids(ids, slot, SELECT_THREADS, slots.number);
-        slots.load_keys(keys, slot, SELECT_THREADS, slots.number);
-    };
     let_next_launch_start();
-    load(threadIdx.x);
     wait_for_last_launch();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
         const Column column = columns[e];
@@ -264,7 +257,10 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
     }
     for (int round = 0; round < slots.number; round += LOADS * SELECT_THREADS) {
         const int slot = round + threadIdx.x;
-        int ranks[LOADS];
+        int ids[LOADS], ranks[LOADS];
+        unsigned keys[LOADS];
+        slots.load_ids(ids, slot, SELECT_THREADS, slots.number);
+        slots.load_keys(keys, slot, SELECT_THREADS, slots.number);
         for (int e = threadIdx.x; e < E; e += SELECT_THREADS) numbers[e] = 0;
         __syncthreads();
 #pragma unroll
@@ -282,7 +278,6 @@ __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p)
 #pragma unroll
         for (int l = 0; l < LOADS; ++l)
             if (ranks[l] >= 0) p.list[places[ids[l]] + ranks[l]] = candidate(keys[l], index + l * SELECT_THREADS);
-        load(slot + LOADS * SELECT_THREADS);
     }
     slots.drop_others();
 }
