@@ -1,6 +1,6 @@
 """The e4m3 products of a layer, each checked against torch and then timed beside the bf16 product and torch._scaled_mm.
 
-python -m bench.fp8 [--case CASES] [--window SECONDS] [--rounds N] --out FILE.json
+python -m bench.fp8 [--case CASES] [--part PARTS] [--window SECONDS] [--rounds N] --out FILE.json
 
 All three are timed in turn, in windows of calls back to back, as the power limit lets the clock swing.
 torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
@@ -15,7 +15,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -190,41 +190,32 @@ def precompile(names: list[str]) -> None:
         list(pool.map(loader.precompile, found))
 
 
-def run(names: list[str], window: float, rounds: int, order: str) -> list[dict]:
-    """A row for each case and product. Raises RuntimeError where a product is wrong: there is no time for it."""
-    rows = []
-    for name in names:
-        times, case = [time.perf_counter()], cases.LAYERS[name]
-        made = inputs.layer_inputs(case, order)
-        kernel = kernels.Kernels(case, made)
-        checked = Checked(case, kernel)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        for entry in PRODUCTS:
-            checked.calls[entry]()
-            errors = checked.errors(entry)
-            if not errors["sums"] <= TOLERANCE or not errors.get("others", 0) <= OTHERS:
-                raise RuntimeError(f"bench.fp8: {name}: {entry}: expected errors of at most {TOLERANCE}, got {errors}")
-            flops = kernels.gemm_work(case, entry).flops
-            rows.append({"case": name, "kernel": entry, "flops": flops, "errors": errors})
-        times.append(time.perf_counter())
-        for row in rows[-len(PRODUCTS) :]:
-            entry = row["kernel"]
-            calls = {"bf16": kernel.calls[entry], "e4m3": checked.calls[entry], "_scaled_mm": dense(case, entry)}
-            if entry in SUMS:
-                calls["sums"] = kernel.calls[SUMS[entry]]
-            row["seconds"] = in_turn(calls, window, rounds)
-            calls = None
-        times.append(time.perf_counter())
-        kernel = checked = None
+def run(name: str, parts: Sequence[str], window: float, rounds: int, order: str) -> list[dict]:
+    """The rows of one case. Raises RuntimeError where a result is wrong: there is no time for it."""
+    made, rows = inputs.layer_inputs(cases.LAYERS[name], order), []
+    for part in parts:
+        start = time.perf_counter()
+        rows += PARTS[part](name, made, window, rounds)
         measure.release()
-        rows += layer_rows(name, made, window, rounds)
-        rows += quantize_rows(name, made, window, rounds)
-        made = None
-        measure.release()
-        times.append(time.perf_counter())
-        parts = zip(("inputs", "checks", "products", "layers"), itertools.pairwise(times), strict=True)
-        print(f"{name}: {', '.join(f'{part} {end - start:.1f} s' for part, (start, end) in parts)}", flush=True)
+        print(f"{name}: {part} {time.perf_counter() - start:.1f} s", flush=True)
+    return rows
+
+
+def product_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: int) -> list[dict]:
+    """Each product in bf16 and e4m3, and a dense one of the same size."""
+    case, rows = cases.LAYERS[name], []
+    kernel = kernels.Kernels(case, made)
+    checked = Checked(case, kernel)
+    for entry in PRODUCTS:
+        checked.calls[entry]()
+        errors = checked.errors(entry)
+        if not errors["sums"] <= TOLERANCE or not errors.get("others", 0) <= OTHERS:
+            raise RuntimeError(f"bench.fp8: {name}: {entry}: expected errors of at most {TOLERANCE}, got {errors}")
+        calls = {"bf16": kernel.calls[entry], "e4m3": checked.calls[entry], "_scaled_mm": dense(case, entry)}
+        if entry in SUMS:
+            calls["sums"] = kernel.calls[SUMS[entry]]
+        about = {"case": name, "kernel": entry, "flops": kernels.gemm_work(case, entry).flops, "errors": errors}
+        rows.append({**about, "seconds": in_turn(calls, window, rounds)})
     return rows
 
 
@@ -300,12 +291,14 @@ def quantize_rows(name: str, made: dict[str, torch.Tensor], window: float, round
         fp8_quantize.KERNELS, (of_x, fp8_quantize.of_weights(made["w1"], made["w2"])), strict=True
     ):
         copy, times = fp8_quantize.copy_of(found.nbytes, made["x"].device)
-        calls = {"e4m3": found.call, "copy": copy}
-        graphs = {kind: measure.in_graph([call] * IN_GRAPH) for kind, call in calls.items()}
-        seconds = {kind: total / IN_GRAPH for kind, total in in_turn(graphs, window, rounds).items()}
+        seconds = in_turn({"e4m3": measure.in_graph([found.call] * IN_GRAPH), "copy": copy}, window, rounds)
+        seconds["e4m3"] /= IN_GRAPH
         seconds["copy"] *= times
         rows.append({"case": name, "kernel": kernel, "bytes": found.nbytes, "errors": {}, "seconds": seconds})
     return rows
+
+
+PARTS = {"products": product_rows, "layers": layer_rows, "quantize": quantize_rows}
 
 
 def torchs_forward(name: str, made: dict, arrays: list[torch.Tensor]) -> tuple[dict[str, Callable], dict[str, float]]:
@@ -369,6 +362,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--case", default=CASES, help="cases or groups of bench/cases.py (%(default)s)")
     parser.add_argument("--window", type=float, default=0.05, metavar="SECONDS", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="(%(default)s)")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="of the rows (all)")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="of bf16's weights")
     parser.add_argument("--commit", help="to write into the record where there is no git")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record of the rows")
@@ -384,7 +378,7 @@ def main(*argv: str) -> None:
         "rows": rows,
     }
     for name in names:
-        rows += run([name], args.window, args.rounds, args.order)
+        rows += run(name, args.part, args.window, args.rounds, args.order)
         if args.out:  # after each case, as a run may be cut
             args.out.write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(text(rows)))

@@ -32,6 +32,7 @@ ROUND_SECONDS = 0.4  # of rounds, or as many as asked for if those take longer: 
 # Of calls back to back. The driver holds an average of the power to its limit: a quarter of a second into a load the
 # clock falls for as long, and again a second later, by 10% in cuBLAS and by 20% in these kernels.
 SWING_SECONDS = 1.0
+LONG_BYTES = 2**28  # of a copy, read and written
 QUARTILES = ("q1", "median", "q3")
 
 
@@ -135,6 +136,16 @@ def host_microseconds(
             found[name].append((time.perf_counter() - start) / calls * 1e6)
     wait()
     return {name: dict(zip(QUARTILES, statistics.quantiles(us, n=4), strict=True)) for name, us in found.items()}
+
+
+def in_a_row(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """All `calls` by the host, for copies of so many bytes (`LONG_BYTES`) that it is far ahead of the GPU."""
+
+    def run_all():
+        for call in calls:
+            call()
+
+    return run_all
 
 
 def in_graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
