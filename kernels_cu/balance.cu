@@ -1,24 +1,24 @@
 // Counts for balancing the load of experts: tokens per expert, and the histogram of quantile balancing.
 //
 //   tokens_per_expert  slots of each expert in each sequence
-//   quantile_lines     per token, what its scores are compared with: the largest biased score that is not chosen
-//   quantile_counts    per expert, a histogram over tokens of that line less the expert's score
+//   quantile_lines     a line for each token: the largest biased score among the experts that the token did not choose
+//   quantile_counts    a histogram for each expert: over all tokens, the token's line minus the expert's score
 //
-// Atomics are sums of integers in shared and global memory, the same in any order.
+// Atomics add integers in shared and global memory. Their results are the same in any order.
 //
 // Launch: COUNT_THREADS threads.
-//   tokens_per_expert  grid S * parts, each one part of a sequence's tokens. Dynamic shared memory (E,) int32
-//   quantile_lines     a warp per token. No dynamic shared memory
-//   quantile_counts    grid (parts, ceil(E / columns)), each one part of the tokens and `columns` experts, a power of two up
-//                      to 32. Dynamic shared memory (columns, bins) int32
+//   tokens_per_expert  grid S * parts; a block takes one part of a sequence's tokens. Dynamic shared memory (E,) int32
+//   quantile_lines     a warp for each token. No dynamic shared memory
+//   quantile_counts    grid (parts, ceil(E / columns)); a block takes one part of the tokens and `columns` experts, a power of
+//                      two up to 32. Dynamic shared memory (columns, bins) int32
 #include "token_parts.cuh"
 
 #if !defined(COUNT_THREADS)
 #error "COUNT_THREADS is given by launch_config.py"
 #endif
 static_assert(COUNT_THREADS % 32 == 0 && COUNT_THREADS <= 1024, "threads of a block");
-constexpr int LOADS = 8;       // scores of a thread of quantile_counts on their way from global memory
-constexpr int LINE_LOADS = 4;  // of quantile_lines
+constexpr int LOADS = 8;       // scores that a thread of quantile_counts loads at once
+constexpr int LINE_LOADS = 4;  // the same of quantile_lines
 
 template <class Id>
 struct TokensPerExpertParams {
@@ -31,7 +31,7 @@ struct TokensPerExpertParams {
 
 enum Score { SOFTMAX, SIGMOID, SQRT_SOFTPLUS, IDENTITY, RELU };
 
-// What a token's scores need, and its line. A token without a line is not counted.
+// A token's line, and what its scores need. A token without a line is not counted.
 struct __align__(8) Line {
     float line;     // the largest biased score that is not chosen; NaN: none
     float log_sum;  // of exp(logits), for SOFTMAX
@@ -85,8 +85,8 @@ __device__ __forceinline__ float score_of(float x, int score, float log_sum) {
     return score == RELU && x < 0.f ? 0.f : x;
 }
 
-// Calls f(first, logit of expert first + lane) for every 32 experts. All lanes call it as often: past the last expert they get
-// that one's logit.
+// Calls f(first, logit of expert first + lane) for every 32 experts. All lanes make equally many calls. A lane past the last
+// expert gets the last expert's logit.
 template <class T, class F>
 __device__ __forceinline__ void for_experts(const T* logits, int num_experts, const F& f) {
     const int lane = threadIdx.x & 31;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) 
     if (token >= p.L) return;
     const T* logits = p.logits + token * p.num_experts;
     const Id* ids = p.ids + token * p.k;
-    const Id own = lane < p.k ? ids[lane] : static_cast<Id>(-1);  // of slot `lane`, on its way together with the logits
+    const Id own = lane < p.k ? ids[lane] : static_cast<Id>(-1);  // of slot `lane`, loaded together with the logits
     float log_sum = 0.f;
     if (p.score == SOFTMAX) {
         float largest = __uint_as_float(0xff800000u), sum = 0.f;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void find_lines(const QuantileLinesParams<T, Id>& p) 
     }
 }
 
-// Threads take `columns` neighbouring experts of a row, and as many rows as there are threads for.
+// Neighbouring threads take the `columns` neighbouring experts of a row. A block takes COUNT_THREADS / columns rows at once.
 template <class T>
 __device__ __forceinline__ void count_lines(const QuantileCountsParams<T>& p) {
     int* counts = reinterpret_cast<int*>(dynamic_shared);

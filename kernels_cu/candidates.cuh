@@ -19,7 +19,7 @@ constexpr int FINISH_DIGIT = 8, FINISH_BINS = 1 << FINISH_DIGIT;
 
 struct Search {
     int histogram[FINISH_BINS];
-    int digit, here, left;  // where the selection goes on: candidates there, and how many of these are taken
+    int digit, here, left;  // the digit at which the selection ends, its candidates, and how many of these are taken
 };
 constexpr int MAX_LISTED = (FINISH_SHARED_BYTES - sizeof(Search)) / sizeof(Candidate);  // in shared memory
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy_candidates(Candidate* to, const Candidate* 
         const int i = c * FINISH_THREADS + threadIdx.x;
         if (i < number) loaded[c] = from[i];
     }
-    __syncwarp();  // keeps the compiler from waiting for each before it loads the next
+    __syncwarp();  // without it the compiler waits for each load before it issues the next
 #pragma unroll
     for (int c = 0; c < COPIES; ++c) {
         const int i = c * FINISH_THREADS + threadIdx.x;
@@ -40,13 +40,14 @@ __device__ __forceinline__ void copy_candidates(Candidate* to, const Candidate* 
     }
 }
 
-// The largest `wanted` candidates are those from the result on. All have the `width` leading bits of `key`. for_each calls a
-// function with each candidate, in any order, some in each thread. Fewer than wanted are all taken.
+// Returns the smallest candidate that is taken: the `wanted` largest candidates are those from the result on. If there are fewer
+// than wanted, all are taken. All candidates share the `width` leading bits of `key`. for_each calls a function with each
+// candidate, in any order, and each thread with some of them.
 template <class ForEach>
 __device__ __forceinline__ Candidate find_last(Search& search, unsigned key, int width, int wanted, const ForEach& for_each) {
     const int lane = threadIdx.x & 31;
-    Candidate known = static_cast<Candidate>(key) << 32;  // leading bits of the last that is taken
-    int shift = 64 - width;                               // of these
+    Candidate known = static_cast<Candidate>(key) << 32;  // the result's bits from `shift` on
+    int shift = 64 - width;
     do {
         const int of_digit = min(FINISH_DIGIT, shift);
         shift -= of_digit;

@@ -1,39 +1,41 @@
-// Slots that stay where an expert takes at most `capacity` of them per sequence: ids (L, k) with dropped slots -1.
+// Capacity: an expert keeps at most `capacity` slots of each sequence. From ids (L, k) to ids with -1 in the dropped slots.
 //
-// Slots of an expert stay by falling key, equal ones by rising token, then slot. A key falls with the slot's number in its token
-// (order "choice"), or orders the slot's weight ("weights") or the token's priority ("priority"):
+// An expert keeps the slots with the largest keys, and of equal keys the lowest tokens, then the lowest slots. The order says
+// what the key is: a number that falls with the slot's position in its token ("choice"), the slot's weight ("weights"), or the
+// token's priority ("priority"). These kernels select by keys:
 //
-//   capacity_count   histogram of a digit of the keys, see Digits
-//   capacity_pick    the digit of the last key that stays, and room in the list for the candidates: slots with this digit where
-//                    not all stay
-//   capacity_list    the ids, without the candidates, and the list of these
-//   capacity_finish  the ids of the candidates that stay
+//   capacity_count   makes a histogram of a digit of the keys, see Digits
+//   capacity_pick    finds the digit at which an expert's selection ends. Slots with this digit are candidates if only some of
+//                    them stay. Reserves room for them in a list
+//   capacity_list    writes the ids, -1 for candidates, and lists the candidates
+//   capacity_finish  writes the ids of the candidates that stay
 //
-// For "position" all keys are equal, and for "choice" there are few, unless tokens have very many slots. Then slots are counted
-// instead, apart for each of `choices`, which is 1 or k:
+// With "position" all keys are equal, and with "choice" there are only k keys. Then these kernels count slots instead, unless k
+// is very large. They count the slots of each of `choices` positions separately; `choices` is k for "choice" and 1 for
+// "position":
 //
-//   capacity_parts   slots of each choice and expert in each part, and in all
-//   capacity_mark    the ids. A block finds the choice of which not all slots stay, and sums the slots of the parts before it.
-//                    In most blocks all slots of this choice stay or none does. Where some do, warps take consecutive slots
-//                    and rank them.
+//   capacity_parts   counts the slots of each choice and expert in each part, and in the whole sequence
+//   capacity_mark    writes the ids. A block finds each expert's choice of which only some slots stay, and adds up the slots of
+//                    this choice in the parts before its own. In most blocks either all of these slots stay or none. In the
+//                    others each of `walkers` warps takes consecutive slots and ranks them.
 //
-// The order within the list of candidates varies, the selection among them does not. Other atomics are sums of integers, the
-// same in any order.
+// The order of the candidates in the list varies, but the selection among them does not. Other atomics add integers, and their
+// results are the same in any order.
 //
-// Launch: SELECT_THREADS threads, grid S * parts, but for capacity_pick and capacity_finish. A block takes one part of a
+// Launch: SELECT_THREADS threads and a grid of S * parts, except where the table says otherwise. A block takes one part of a
 // sequence's tokens. Dynamic shared memory:
-//   capacity_count   16-bit counters (2^width, E). So a part has fewer than 65536 slots.
+//   capacity_count   (2^width, E) 16-bit counters. Therefore a part has fewer than 65536 slots
 //   capacity_pick    (32, 32) int32; grid (S, ceil(E / 32)), a block for 32 experts
-//   capacity_list    (4, E) int32: first digit that stays, first place in the list, slots and place of a round
-//   capacity_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block per column
+//   capacity_list    (4, E) int32: least, first, numbers and places, see list_candidates
+//   capacity_finish  FINISH_SHARED_BYTES; FINISH_THREADS threads, grid S * E, a block for each column
 //   capacity_parts   (choices, E) int32
-//   capacity_mark    (2 + walkers, E) int32 and one more: room, last choice, slots of each warp that ranks them
+//   capacity_mark    (2 + walkers, E) int32 and one more: room, last, of_warp and some, see mark
 #include "candidates.cuh"
 #include "pick.cuh"
 
-constexpr int LOADS = 4;        // slots of a thread with keys on their way from global memory
-constexpr int COUNT_LOADS = 8;  // without keys
-constexpr int SUM_LOADS = 16;   // counts, likewise
+constexpr int LOADS = 4;        // slots whose ids and keys a thread loads at once
+constexpr int COUNT_LOADS = 8;  // slots whose ids alone a thread loads at once
+constexpr int SUM_LOADS = 16;   // counts that a thread loads at once
 enum Order { POSITION, CHOICE, WEIGHTS, PRIORITY };
 enum ValueType { FLOAT32, BFLOAT16, FLOAT16 };
 
@@ -50,8 +52,8 @@ struct CapacityCountParams {
 struct CapacityPickParams {
     const int* histogram;          // (S, 2^width, E) int32, in
     Column* columns;               // (S, E) of 16 bytes, out
-    unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
-    int64 room;                    // candidates that the list may have
+    unsigned long long* reserved;  // uint64, in and out: 0 at first; number of the list's places that are reserved
+    int64 room;                    // the list's places
     int num_experts, width, capacity;
 };
 
@@ -62,7 +64,7 @@ struct CapacityListParams {
     const Column* columns;  // (S, E) of 16 bytes, in
     const int* sequences;   // (S+1,) int32 offsets, in; null for equal lengths
     Candidate* list;        // (L * k,) of 8 bytes, out
-    unsigned* listed;       // (S, E) uint32, in and out: zeros at first; numbers of candidates
+    unsigned* listed;       // (S, E) uint32, in and out: zeros at first; number of candidates
     int* kept;              // (L, k) int32, out: the ids that stay, -1 for other slots and for candidates
     int64 L;
     int k, num_experts, num_sequences, parts, order, value_type, width;
@@ -99,15 +101,15 @@ struct CapacityMarkParams {
     int k, num_experts, num_sequences, parts, choices, capacity, walkers;
 };
 
-// The digit of a key that is counted: its leading bits, but for PRIORITY one of 2^width steps that rise with the key. Half of
-// them are for positive floats. Priorities are largest weights of tokens, with few exponents, so the steps lie between 2^-14 and
-// 4: their sizes follow the leading bits of the mantissa. Floats that are nearer to 0 or farther away are in the first and the
-// last step.
+// The digit of a key: its `width` leading bits, or for PRIORITY the number of a step, one of 2^width that rise with the key.
+// Priorities are the largest weights of tokens and have few different exponents, so that their leading bits differ little. Half
+// of the steps are for positive floats. Steps divide the floats between 2^-14 and 4 by exponent and leading bits of the
+// mantissa. Smaller floats are in the first of them, larger ones in the last.
 struct Digits {
-    static constexpr unsigned LEAST = 0x38800000u;  // bits of 2^-14, 16 exponents below those of 4
+    static constexpr unsigned LEAST = 0x38800000u;  // the bits of 2^-14, 16 exponents below 4
     int width, order;
     __device__ __forceinline__ unsigned half() const { return 1u << width >> 1; }
-    __device__ __forceinline__ int step_bits() const { return 28 - width; }  // 27 bits have 16 exponents
+    __device__ __forceinline__ int step_bits() const { return 28 - width; }  // 16 exponents and the mantissa are 27 bits
     __device__ __forceinline__ unsigned of(unsigned key) const {
         if (order != PRIORITY) return key >> (32 - width);
         const bool positive = key >> 31;
@@ -115,7 +117,7 @@ struct Digits {
         const unsigned step = size < LEAST ? 0 : min((size - LEAST) >> step_bits(), half() - 1);
         return positive ? half() + step : half() - 1 - step;
     }
-    // The leading bits that all keys with a digit share, others 0. Returns how many these are.
+    // key: the leading bits that all keys with this digit share, and zeros. Returns the number of these bits.
     __device__ __forceinline__ int prefix(unsigned digit, unsigned& key) const {
         key = digit << (32 - width);
         if (order != PRIORITY) return width;
@@ -143,7 +145,7 @@ struct Slots {
         begin = tokens.begin * p.k;
         number = static_cast<int>((tokens.end - tokens.begin) * p.k);
     }
-    // The ids of N slots from `slot` on, `step` apart; -1 for empty slots and from `end` on.
+    // The ids of N slots from `slot` on, `step` apart. -1 for empty slots and for slots from `end` on.
     template <int N>
     __device__ __forceinline__ void load_ids(int (&ids)[N], int slot, int step, int end) const {
 #pragma unroll
@@ -156,7 +158,7 @@ struct Slots {
             }
         }
     }
-    // The keys of LOADS slots; 0 from `end` on.
+    // The keys of LOADS slots. 0 for slots from `end` on.
     __device__ __forceinline__ void load_keys(unsigned (&keys)[LOADS], int slot, int step, int end) const {
         if (p.order == CHOICE) {
 #pragma unroll
@@ -182,8 +184,8 @@ struct Slots {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) keys[l] = slot + l * step < end ? sort_key(to_float(loaded[l])) : 0;
     }
-    // Calls f(slot, id) for slots first + offset, then every `step`-th, with COUNT_LOADS of them on their way at one time.
-    // Threads with the same first and end call f as often, past the end with id -1, as for empty slots.
+    // Calls f(slot, id) for slot first + offset and then every step-th, and loads COUNT_LOADS ids at once. Threads with the same
+    // first and end make equally many calls. Empty slots and slots from `end` on have id -1.
     template <class F>
     __device__ __forceinline__ void for_each(int first, int end, int offset, int step, const F& f) const {
         for (int base = first + offset; base - offset < end; base += COUNT_LOADS * step) {
@@ -193,7 +195,7 @@ struct Slots {
             for (int l = 0; l < COUNT_LOADS; ++l) f(base + l * step, ids[l]);
         }
     }
-    // Drops the slots of tokens that are in no sequence.
+    // Writes -1 to the slots of tokens that are in no sequence.
     __device__ __forceinline__ void drop_others() const {
         if (!p.sequences || (blockIdx.x > 0 && blockIdx.x < gridDim.x - 1)) return;
         const int64 before = clamped(p.sequences[0], p.L) * p.k, after = clamped(p.sequences[p.num_sequences], p.L) * p.k;
@@ -206,7 +208,7 @@ struct Slots {
 
 template <class Id>
 __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
-    unsigned* counters = reinterpret_cast<unsigned*>(dynamic_shared);  // (2^width, E) of 16 bits, in pairs
+    unsigned* counters = reinterpret_cast<unsigned*>(dynamic_shared);  // (2^width, E) 16-bit counters, two in a word
     const Slots<CapacityCountParams<Id>> slots(p);
     const int num_counters = p.num_experts << p.width;
     const Digits digits = {p.width, p.order};
@@ -236,15 +238,15 @@ __device__ __forceinline__ void count(const CapacityCountParams<Id>& p) {
     }
 }
 
-// Slots with the digit before the least are candidates, if their expert has a place in the list.
+// Slots with the digit least - 1 are candidates if their expert has a place in the list.
 template <class Id>
 __device__ __forceinline__ void list_candidates(const CapacityListParams<Id>& p) {
     const int E = p.num_experts, shift = 32 - p.width;
     const Digits digits = {p.width, p.order};
-    unsigned* least = reinterpret_cast<unsigned*>(dynamic_shared);  // the first digit of which all slots stay
-    int* first = reinterpret_cast<int*>(least + E);                 // place in the list; -1: no candidates
-    int* numbers = first + E;                                       // of candidates in a round
-    int* places = numbers + E;                                      // of a round's candidates in the list
+    unsigned* least = reinterpret_cast<unsigned*>(dynamic_shared);  // (E,): all slots from this digit on stay
+    int* first = reinterpret_cast<int*>(least + E);  // (E,): where the expert's part of the list begins; -1: no candidates
+    int* numbers = first + E;                        // (E,): candidates in this round of the loop
+    int* places = numbers + E;                       // (E,): where these go in the list
     const Slots<CapacityListParams<Id>> slots(p);
     const Column* columns = p.columns + static_cast<int64>(slots.sequence) * E;
     unsigned* listed = p.listed + static_cast<int64>(slots.sequence) * E;
@@ -306,7 +308,7 @@ __device__ __forceinline__ void finish(const CapacityFinishParams& p) {
     });
 }
 
-// The number of a slot in its token, of `choices` that are told apart. A block begins with a token.
+// The position of a slot in its token if positions are counted separately, else 0. A block's first slot is a token's first.
 __device__ __forceinline__ int choice_of(int slot, int choices) { return choices > 1 ? slot % choices : 0; }
 
 template <class Id>
@@ -330,7 +332,7 @@ __device__ __forceinline__ void count_parts(const CapacityPartsParams<Id>& p) {
     }
 }
 
-// The sum of values first, first + step, ... before `end`, `stride` elements apart.
+// The sum of the values number first, first + step, ... below `end`. Value i is at values[i * stride].
 __device__ __forceinline__ int sum_of(const int* values, int first, int end, int step, int64 stride) {
     int sum = 0;
     for (int i = first; i < end; i += SUM_LOADS * step) {
@@ -343,7 +345,8 @@ __device__ __forceinline__ int sum_of(const int* values, int first, int end, int
     return sum;
 }
 
-// The choice of which not all slots of an expert stay: earlier ones stay, later ones do not. `left` becomes how many stay.
+// The choice of which only some of an expert's slots stay. All slots of earlier choices stay, none of later ones. left: the
+// capacity; becomes the number of this choice's slots that stay.
 __device__ __forceinline__ int last_choice(const int* totals, int choices, int64 stride, int& left) {
     for (int first = 0; first < choices; first += SUM_LOADS) {
         int loaded[SUM_LOADS];
@@ -358,16 +361,16 @@ __device__ __forceinline__ int last_choice(const int* totals, int choices, int64
     return 0;
 }
 
-// `room` of an expert: how many of its slots of the last choice stay in this block, the first ones; ALL where all do.
+// room[e]: of the slots of choice last[e] in this block, the first room[e] stay, or all if it is ALL.
 template <class Id>
 __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, E = p.num_experts;
     int* room = reinterpret_cast<int*>(dynamic_shared);
-    int* last = room + E;                // the choice of which not all slots stay
-    int* of_warp = last + E;             // (walkers, E)
-    int& some = of_warp[p.walkers * E];  // whether of some expert only the first slots stay
+    int* last = room + E;     // (E,): see last_choice
+    int* of_warp = last + E;  // (walkers, E): slots of choice last[e] in each warp's share, then in the shares before it
+    int& some = of_warp[p.walkers * E];  // whether an expert's room is neither 0 nor ALL
     const Slots<CapacityMarkParams<Id>> slots(p);
-    const int64 of_part = static_cast<int64>(p.choices) * E;  // counts
+    const int64 of_part = static_cast<int64>(p.choices) * E;  // counts of one part
     if (threadIdx.x == 0) some = 0;
     wait_for_last_launch();
     for (int e = threadIdx.x; e < E; e += SELECT_THREADS) {
@@ -376,7 +379,7 @@ __device__ __forceinline__ void mark(const CapacityMarkParams<Id>& p) {
         room[e] = left;
     }
     __syncthreads();
-    // As many threads per expert as there are share the parts before this one.
+    // `share` threads divide the parts before this one among them, for each expert.
     const int* counts = p.counts + (static_cast<int64>(blockIdx.x) - slots.part) * of_part;
     const int share = max(SELECT_THREADS / E, 1);
     for (int i = threadIdx.x; i < share * E; i += SELECT_THREADS) {

@@ -1,13 +1,13 @@
 // Pairs of a token and an expert, listed from one bit per pair: token_offsets (L+1,) and ids, by token, then expert.
 //
-//   mask_bits    bits from a mask with a byte per pair
-//   pairs_count  number of bits in each block's words. columns_split and columns_finish of selection.cu count along, but for
-//                offsets of sequences
-//   pairs_write  token_offsets and ids. Pairs past the last that there is room for are left out, ids past the last pair
-//                are -1.
+//   mask_bits    makes the bits from a mask with a byte for each pair
+//   pairs_count  counts the bits in each block's words. It is left out where columns_split and columns_finish of selection.cu
+//                have counted them, which is unless sequences are given by offsets
+//   pairs_write  writes token_offsets and ids. It leaves out the pairs for which ids has no room. ids past the last pair are -1
 //
-// Launch: PAIRS_THREADS threads. mask_bits: any grid, a warp per word. The other two: at most PAIRS_BLOCKS blocks, each with
-// the words of 2^block_shift tokens. Dynamic shared memory: pairs_count one int32; pairs_write (2, WARPS) int64 and (WARPS + 1,) int32.
+// Launch: PAIRS_THREADS threads. mask_bits: any grid; a warp makes one word at a time. The others: at most PAIRS_BLOCKS blocks,
+// each with the words of 2^block_shift tokens. Dynamic shared memory: one int32 for pairs_count, (2, WARPS) int64 and
+// (WARPS + 1,) int32 for pairs_write.
 #include "token_parts.cuh"
 
 #if !defined(PAIRS_THREADS) || !defined(PAIRS_BLOCKS)
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_count(const Pa
     if (threadIdx.x == 0) p.block_counts[blockIdx.x] = *total;
 }
 
-// The sum over all threads of a block before this one. `of_warps` is shared memory of WARPS + 1 elements, of which the last
-// receives the sum of all.
+// The sum of v over the block's threads before this one. of_warps: shared memory of WARPS + 1 elements. The last of them becomes
+// the sum over all threads.
 __device__ __forceinline__ int sum_before(int v, int* of_warps) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     int upto = v;
@@ -87,7 +87,7 @@ __device__ __forceinline__ int sum_before(int v, int* of_warps) {
         const int other = __shfl_up_sync(0xffffffffu, upto, step);
         if (lane >= step) upto += other;
     }
-    __syncthreads();  // all have read what an earlier call left
+    __syncthreads();  // all threads have read what an earlier call wrote
     if (lane == 31) of_warps[warp] = upto;
     __syncthreads();
     if (warp == 0) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ int sum_before(int v, int* of_warps) {
 }
 
 extern "C" __global__ void __launch_bounds__(PAIRS_THREADS) pairs_write(const PairsWriteParams p) {
-    int64* sums = reinterpret_cast<int64*>(dynamic_shared);  // (2, WARPS): of blocks before, and of all
+    int64* sums = reinterpret_cast<int64*>(dynamic_shared);  // (2, WARPS): pairs of the blocks before, and of all blocks
     int* of_warps = reinterpret_cast<int*>(sums + 2 * WARPS);
     int64 before = 0, all = 0;
     wait_for_last_launch();

@@ -1,11 +1,12 @@
 // Rows and weights as e4m3 with fp32 scales (fp8.cuh), for products that multiply e4m3.
 //
-// quantize_rows: a scale per row. THREADS threads per block, or as many as a row has; a row is read once and stays in registers,
-// if it has at most ROW_VECTORS * 8 elements for each of its threads. Others are read twice.
+// quantize_rows: a scale for each row. A row has threads_per_row threads. A block has THREADS threads, or threads_per_row if
+// these are more. A thread keeps up to ROW_VECTORS * 8 elements of its row in registers. What a longer row has beyond that is
+// read twice.
 //
-// weights_amax, then quantize_weights: a scale per expert and half, e4m3 in both orientations. THREADS threads per block, a grid
-// of (tiles of TILE x TILE elements of a half, E * halves). The maxima of the first launch go by integer atomics, which give the
-// same bits in any order, to memory that holds zeros at launch.
+// weights_amax, then quantize_weights: a scale for each expert and half of its weight, and e4m3 in both orientations. Blocks have
+// THREADS threads, one block for each tile of TILE x TILE elements. Grid: (tiles of a half, E * halves). weights_amax finds the
+// largest magnitudes with integer atomics, whose result has the same bits in any order. Their memory holds zeros at launch.
 #if !defined(THREADS) || !defined(ROW_VECTORS) || !defined(TILE) || !defined(GROUP_COLUMNS)
 #error "THREADS, ROW_VECTORS, TILE and GROUP_COLUMNS are given by launch_config.py"
 #endif
@@ -87,24 +88,25 @@ __device__ void quantize_rows(const QuantizeRowsParams<T>& p) {
 template <class T>
 struct QuantizeWeightsParams {
     const T *first, *second;    // the halves, T, in: line o of expert e at e * expert_stride + o * ld
-    unsigned* amax;             // (E, amax_ld) bits of fp32: in and out of weights_amax, zero at launch; into quantize_weights
+    unsigned* amax;             // (E, amax_ld) bits of fp32: in and out, zero at first, in weights_amax; in, in quantize_weights
     unsigned char* same;        // (E, size) e4m3, out: element (o, i) of half s at s * same_half + o * same_ld + i
     unsigned char* transposed;  // (E, size) e4m3, out: at s * transposed_half + i * transposed_ld + o
-    float* scales;              // (E, scales_ld) fp32, out: of half s, or with one half the same for all
+    float* scales;  // (E, scales_ld) fp32, out: a scale for each half; the same one scales_ld times if there is one half
     int64 expert_stride, ld, size, same_half, transposed_half;
     int outer, inner, halves, amax_ld, scales_ld, same_ld, transposed_ld;
 };
 
-constexpr int BLOCK_LINES = 4, BLOCKS = TILE * TILE / (8 * BLOCK_LINES) / THREADS;  // a thread's: four lines of eight elements
+// A thread holds BLOCKS blocks of BLOCK_LINES lines of eight elements.
+constexpr int BLOCK_LINES = 4, BLOCKS = TILE * TILE / (8 * BLOCK_LINES) / THREADS;
 
 struct WeightTile {
-    int expert, half, outer, inner;  // the first line and element
+    int expert, half, outer, inner;  // outer, inner: the tile's first line and first element
 
     template <class T>
     __device__ __forceinline__ explicit WeightTile(const QuantizeWeightsParams<T>& p)
         : expert(blockIdx.y / p.halves), half(blockIdx.y % p.halves), outer(blockIdx.x / ((p.inner + TILE - 1) / TILE) * TILE),
           inner(blockIdx.x % ((p.inner + TILE - 1) / TILE) * TILE) {}
-    // Of a thread's i-th block, in the tile.
+    // Where a thread's i-th block begins in the tile.
     static __device__ __forceinline__ int line(int i) { return (i * THREADS + threadIdx.x) / 16 * BLOCK_LINES; }
     static __device__ __forceinline__ int column() { return threadIdx.x % 16 * 8; }
 
@@ -143,7 +145,7 @@ __device__ void weights_amax(const QuantizeWeightsParams<T>& p) {
     atomicMax(p.amax + tile.expert * p.amax_ld + tile.half, __float_as_uint(amax_of_warp[threadIdx.x]));
 }
 
-// Byte i of each of four words, as word i.
+// Transposes four words of four bytes: word i becomes byte i of each word.
 __device__ __forceinline__ void transpose_bytes(unsigned (&v)[4]) {
     const unsigned a = __byte_perm(v[0], v[1], 0x5140), b = __byte_perm(v[0], v[1], 0x7362);
     const unsigned c = __byte_perm(v[2], v[3], 0x5140), d = __byte_perm(v[2], v[3], 0x7362);
@@ -153,7 +155,8 @@ __device__ __forceinline__ void transpose_bytes(unsigned (&v)[4]) {
 
 template <bool ALIGNED, class T>
 __device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
-    // The tile transposed, four bytes a word. Words of a column are swizzled, so that neither accesses conflict.
+    // The transposed tile, four bytes in a word. The swizzle of a column's words keeps both the stores and the loads free of bank
+    // conflicts.
     __shared__ __align__(16) unsigned words[TILE * TILE / 4];
     auto word = [](int column, int w) { return column * (TILE / 4) + (w ^ (column / 8 * 2)); };
     const WeightTile tile(p);

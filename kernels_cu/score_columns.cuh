@@ -1,4 +1,4 @@
-// How the kernels of selections read scores (L, E): a block takes a part of a sequence's tokens and 32 columns, a lane each.
+// How the selections read scores (L, E): a block takes a part of a sequence's tokens and 32 columns, one for each lane.
 #pragma once
 #include "token_parts.cuh"
 
@@ -6,14 +6,14 @@
 #error "SELECT_THREADS is given by launch_config.py"
 #endif
 constexpr int WARPS = SELECT_THREADS / 32;
-constexpr int LOADS = 8;  // scores of a thread on their way from global memory, beside as many that it works on
+constexpr int LOADS = 8;  // scores that a thread loads at once, while it works on as many
 static_assert(32 % LOADS == 0, "lanes that have a word of chosen pairs each");
 
-// A block's place: its sequence, its part of that, and its lane's column.
+// What a thread works on: its block's sequence and part, and its lane's column.
 template <class Params>
 struct Place {
     int sequence, part, expert, word, num_words;
-    bool exists;  // the column
+    bool exists;  // whether the column is one of the E
     Tokens all, tokens;
     __device__ __forceinline__ explicit Place(const Params& p)
         : sequence(blockIdx.x / p.parts), part(blockIdx.x % p.parts), expert(32 * blockIdx.y + (threadIdx.x & 31)),
@@ -28,7 +28,7 @@ __device__ __forceinline__ unsigned key_of(float v) { return sort_key(v); }
 __device__ __forceinline__ unsigned key_of(bf16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 __device__ __forceinline__ unsigned key_of(fp16 v) { return sort_key(to_float(v)) & ~0x3ffu; }
 
-// Which pairs of a lane's column the selection is among, by the word of chosen pairs; of a column past the last none.
+// Which pairs of a lane's column take part in the selection: the chosen ones or the others. In a column past the last, none do.
 struct Members {
     unsigned flip, mask;
     __device__ __forceinline__ Members(bool among_chosen, bool exists)
@@ -36,13 +36,13 @@ struct Members {
     __device__ __forceinline__ bool has(unsigned chosen) const { return ((chosen ^ flip) & mask) != 0; }
 };
 
-// A warp's share of tokens, which follow each other, at the lane's column. Lanes past the last column see that one's keys.
-// Offsets from row to row have 32 bits, so that an address takes one instruction.
+// A warp's share of the tokens, which are consecutive, at the lane's column. Lanes past the last column read the last one's
+// scores. Offsets between rows have 32 bits, so that an address takes one instruction.
 template <class T, bool CHOSEN>
 struct Rows {
-    const char *scores, *words;  // of the first token; words of chosen pairs
+    const char *scores, *words;  // of the first token; words: of chosen pairs, a bit for each column
     unsigned row_bytes, row_word_bytes;
-    int begin, number;  // tokens, from the first of `tokens` on
+    int begin, number;  // the share's first token, counted from tokens.begin, and its number of tokens
     template <class Params>
     __device__ __forceinline__ Rows(const Params& p, const Place<Params>& place, const Tokens& tokens)
         : row_bytes(p.num_experts * sizeof(T)), row_word_bytes(4 * place.num_words) {
@@ -56,13 +56,13 @@ struct Rows {
     __device__ __forceinline__ T score(unsigned i) const {
         return *reinterpret_cast<const T*>(scores + static_cast<unsigned long long>(i) * row_bytes);
     }
-    __device__ __forceinline__ int last() const { return (number - 1) / LOADS * LOADS; }  // of the first tokens of all loads
-    // The scores of LOADS tokens from `first` on. Those before the first and past the last are the first and the last.
+    __device__ __forceinline__ int last() const { return (number - 1) / LOADS * LOADS; }  // where the last load begins
+    // The scores of LOADS tokens from `first` on. For tokens outside of the share it loads the share's first or last token.
     __device__ __forceinline__ void load_scores(T (&of_scores)[LOADS], int first) const {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) of_scores[l] = score(clamped_token(first + l));
     }
-    // The words of chosen pairs of these tokens. A token's word is in one lane of LOADS, the same for all columns: see chosen_of.
+    // The words of chosen pairs of these tokens. Lane l of every LOADS lanes gets the word of token l, see chosen_of.
     __device__ __forceinline__ void load_words(unsigned& words_of_lanes, int first) const {
         if (CHOSEN) {
             const unsigned i = clamped_token(first + static_cast<int>(threadIdx.x % LOADS));
@@ -73,7 +73,7 @@ struct Rows {
         load_scores(of_scores, first);
         load_words(words_of_lanes, first);
     }
-    // The word of chosen pairs of token l of those that were loaded. All lanes call it.
+    // The word of chosen pairs of the l-th token that was loaded. All lanes call it.
     __device__ __forceinline__ static unsigned chosen_of(unsigned words_of_lanes, int l) {
         return CHOSEN ? __shfl_sync(0xffffffffu, words_of_lanes, l) : 0;
     }

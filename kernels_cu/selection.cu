@@ -1,25 +1,28 @@
 // The tokens with the largest keys of each expert: a radix select over the columns of scores (L, E), without a sort.
 //
-// Of each column it takes a given number of tokens: the largest scores, equal ones by rising token. NaN ranks first, -0 equals
-// +0. A column is one expert's in one sequence. Keys have 32 bits. Of scores with 16 bits the last 10 tell nothing and are 0.
+// A column holds the scores of one expert for the tokens of one sequence. The kernels take a given number of tokens from each
+// column: those with the largest scores, and of equal scores the lowest tokens. NaN ranks first, and -0 equals +0. A key is a
+// score as a 32-bit integer in the same order. The last 10 bits of a 16-bit score's key are 0. The first `width` bits are the
+// key's digit.
 //
-//   columns_count   histogram of the leading digit of the keys. A column's last block then finds the digit of the last key that
-//                   is taken, how many are still wanted there, and room in the list for these candidates
-//   columns_split   one bit per token and expert: taken, as the digit is higher; and another: a candidate, whose digit is that.
-//                   Lists the candidates
-//   columns_finish  takes the candidates that are still wanted, of those that are equal the lowest tokens
-//   chosen_bits     for token rounding: a bit per chosen pair, and the number of tokens that chose each expert. The last block
-//                   then decides how many tokens of each expert are taken
+//   columns_count   makes a histogram of the digits. The last block of a column finds the digit at which the selection ends:
+//                   keys with a higher digit are all taken, and the keys with this digit are the candidates. It reserves room
+//                   for the candidates in a list
+//   columns_split   writes two bits for each token and expert: taken, because its digit is higher; and candidate. It lists the
+//                   candidates
+//   columns_finish  takes as many candidates as are still wanted
+//   chosen_bits     for token rounding: writes a bit for each chosen pair and counts the tokens that chose each expert. The
+//                   last block decides how many tokens each expert takes
 //
-// In token rounding a chosen pair ranks before all that are not chosen. If no more than the chosen ones are wanted, the
-// selection is among these; else all of them are taken, and the selection is among the others.
+// In token rounding the pairs that the router chose rank before all others. If an expert takes no more tokens than chose it, the
+// selection is among these. Otherwise all of these are taken, and the selection is among the other tokens.
 //
-// The order within the list of candidates varies, the selection among them does not. Other atomics are sums of integers and
-// bits that are set, the same in any order.
+// The order of the candidates in the list varies, but the selection among them does not. Other atomics add integers or set
+// bits, and their results are the same in any order.
 //
-// Launch: SELECT_THREADS threads; grid (S * parts, ceil(E / 32)) but for the kernels named below. A block takes one part of a
-// sequence's tokens and 32 columns, a lane each. Dynamic shared memory:
-//   columns_count   (2^width, 32) int32: each lane has a bank to itself; (32, 32) int32 at least
+// Launch: SELECT_THREADS threads and a grid of (S * parts, ceil(E / 32)), except where the table says otherwise. A block takes
+// one part of a sequence's tokens and 32 columns, one for each lane. Dynamic shared memory:
+//   columns_count   (2^width, 32) int32, where each lane has a bank to itself; at least (32, 32) int32
 //   columns_split   SPLIT_SHARED_BYTES
 //   columns_finish  FINISH_SHARED_BYTES and (PAIRS_BLOCKS,) int32; FINISH_THREADS threads, grid S * E, a block per column
 //   chosen_bits     (E,) int32; grid (parts, 1)
@@ -34,13 +37,13 @@
 #error "PAIRS_BLOCKS, MAX_EXPERTS and DEFAULT_SHARED_BYTES are given by launch_config.py"
 #endif
 static_assert(4 * MAX_EXPERTS <= DEFAULT_SHARED_BYTES, "launches ask for no more shared memory");
-constexpr int SPLIT_TOKENS = 2048;   // of a block of columns_split between two times that it passes its candidates on
-constexpr int BINS_AT_ONCE = 8;      // of a warp of columns_count that adds them to global memory
-constexpr int FINISH_LOADS = 8;      // tokens of a thread of columns_finish on their way from global memory
-constexpr unsigned LOST = 1u << 31;  // in the number of a column's candidates: they are not all in the list
+constexpr int SPLIT_TOKENS = 2048;   // after so many tokens a block of columns_split copies its candidates to the list
+constexpr int BINS_AT_ONCE = 8;      // bins that a warp of columns_count adds to global memory together
+constexpr int FINISH_LOADS = 8;      // loads that a thread of columns_finish has in flight
+constexpr unsigned LOST = 1u << 31;  // this bit in a column's number of candidates: some of them are not in the list
 
 struct SplitShared {
-    static constexpr int MOST = (SPLIT_SHARED_BYTES / 32 - 4) / sizeof(Candidate);  // candidates of a column
+    static constexpr int MOST = (SPLIT_SHARED_BYTES / 32 - 4) / sizeof(Candidate);  // a column's candidates that fit
     Candidate list[32][MOST];
     int numbers[32];
 };
@@ -53,12 +56,12 @@ struct ColumnsCountParams {
     const int* sequences;          // (S+1,) int32 offsets, in; null for equal lengths
     Column* columns;               // (S, E) of 16 bytes, out; in and out if `wanted` is -1
     int* histogram;                // (S, 2^width, E) int32, in and out: zeros at first
-    int* done;                     // (S, ceil(E/32)) int32, in and out: zeros at first; blocks that have counted
-    unsigned long long* reserved;  // how much of the list is given away, in and out: 0 at first
+    int* done;                     // (S, ceil(E/32)) int32, in and out: zeros at first; number of blocks that have counted
+    unsigned long long* reserved;  // uint64, in and out: 0 at first; number of the list's places that are reserved
     int64 L;
-    int64 room;  // candidates that the list may have
+    int64 room;  // the list's places
     int num_experts, num_sequences, parts, width;
-    int wanted;  // of each column; -1: `columns` says
+    int wanted;  // tokens that each column takes; -1: `columns` has this number
 };
 
 template <class T>
@@ -70,8 +73,8 @@ struct ColumnsSplitParams {
     unsigned* taken;         // (L, ceil(E/32)) uint32, out
     unsigned* candidates;    // (ceil(E/32), L) uint32, out
     Candidate* list;         // (room,) of 8 bytes, out
-    unsigned* listed;        // (S, E) uint32, in and out: zeros at first; numbers of candidates, or'd with LOST
-    int* block_counts;       // of pairs, as pairs_count gives them, in and out: zeros at first; or null
+    unsigned* listed;        // (S, E) uint32, in and out: zeros at first; number of candidates, with the bit LOST
+    int* block_counts;       // (at most PAIRS_BLOCKS,) int32, in and out: zeros at first; what pairs_count counts; or null
     int64 L;
     int num_experts, num_sequences, parts, width;
     int block_shift;  // log2 of the tokens of a block of pairs_write
@@ -97,7 +100,7 @@ struct ChosenBitsParams {
     const Id* ids;     // (L, k) int32 or int64, in; id < 0 or >= E: an empty slot
     unsigned* chosen;  // (L, ceil(E/32)) uint32, out
     int* frequencies;  // (E,) int32, in and out: zeros at first; tokens that chose each expert
-    int* done;         // int32, in and out: 0 at first; blocks that have counted
+    int* done;         // int32, in and out: 0 at first; number of blocks that have counted
     Column* columns;   // (E,) of 16 bytes, out
     int64 L;
     int k, num_experts, parts, tile, rounding;
@@ -122,7 +125,8 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
         if (rows.number > 0) rows.load_words(next_chosen, 0);
     }
     const Members members(CHOSEN && place.exists && p.columns[place.column(p)].among_chosen, place.exists);
-    // By the leading bits of the float itself, which takes two instructions less. Lanes past the last column count for nobody.
+    // The counters are ordered by the leading bits of the float itself, which saves two instructions per score. Nobody reads what
+    // lanes past the last column count.
     const auto add = [&](T score, unsigned chosen) {
         const unsigned bits = __float_as_uint(canonical(to_float(score)));
         atomicAdd(counters + (bits >> shift) * 32 + lane, CHOSEN ? static_cast<int>(members.has(chosen)) : 1);
@@ -148,7 +152,7 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     if (!CHOSEN) wait_for_last_launch();  // which clears the histogram
     int* histogram = p.histogram + (static_cast<int64>(place.sequence) << p.width) * p.num_experts;
     const int bins = 1 << p.width, positive = bins / 2;
-    // Most counters are 0, so a warp looks at several bins at one time.
+    // Most counters are 0. A warp reads several bins at once, and skips them if all are 0.
     const int at_once = min(max(bins / WARPS, 1), BINS_AT_ONCE);
     for (int first = threadIdx.x / 32; first < bins; first += BINS_AT_ONCE * WARPS) {
         int found[BINS_AT_ONCE], any = 0;
@@ -170,7 +174,7 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
     pick(histogram, columns, p.reserved, p.room, p.num_experts, p.width, p.wanted, place.word, counters);
 }
 
-// Passes the candidates of a block's columns on to the list, a column by each warp.
+// Copies the candidates of a block's columns from shared memory to the list. Each warp copies one column.
 template <class T>
 __device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitShared& shared, int64 first_column) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -189,10 +193,10 @@ __device__ __forceinline__ void pass_on(const ColumnsSplitParams<T>& p, SplitSha
     for (int i = lane; i < fit; i += 32) p.list[first + static_cast<int64>(place) + i] = shared.list[warp][i];
 }
 
-// The tokens before `end` that a block of columns_split works on until it passes their candidates on.
+// The tokens before `end` that a block of columns_split works on before it copies their candidates to the list.
 __device__ __forceinline__ Tokens split_tokens(const Tokens& all, int64 end) { return {max(end - SPLIT_TOKENS, all.begin), end}; }
 
-// Tokens run downwards: the L2 cache has those that columns_count read last.
+// The loop runs from the last token to the first, because the L2 cache holds what columns_count read last.
 template <class T, bool CHOSEN>
 __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     SplitShared& shared = *reinterpret_cast<SplitShared*>(dynamic_shared);
@@ -211,11 +215,11 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     if (place.exists) column = p.columns[place.column(p)];
     const Members members(column.among_chosen != 0, place.exists);
     const unsigned digit = column.key >> shift, least = column.wanted == ALL ? digit : digit + 1;
-    // Keys above these are taken and candidates. No key is 0, and none is above 2^32 - 1, which is what 0 - 1 gives.
+    // A key above `highest` is taken, another key above `below` is a candidate. No key is 0 or above 2^32 - 1.
     const unsigned highest = least ? (least << shift) - 1 : 0;
     const unsigned below = !has_candidates(column) ? 0xffffffffu : digit ? (digit << shift) - 1 : 0;
-    const unsigned always = column.among_chosen ? 0 : members.mask;  // of the chosen pairs
-    int block = 0, sum = 0;                                          // of the lane's last taken pairs
+    const unsigned always = column.among_chosen ? 0 : members.mask;  // chosen pairs that are taken whatever their scores are
+    int block = 0, sum = 0;                                          // pairs_write's block of the last token, and its taken pairs
     __syncthreads();
     while (end > place.tokens.begin) {
         const int64 begin = split_tokens(place.tokens, end).begin + rows.begin;
@@ -268,13 +272,14 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
     if (sum && p.block_counts) atomicAdd(p.block_counts + block, sum);
 }
 
-// The candidates of a block's column: in shared memory where they fit, else in the list, else those of the bits.
+// The candidates of a block's column. They are in shared memory if they fit there. Otherwise they are in the list, or, where the
+// list lacks some, the bits say which they are.
 template <class T>
 struct Candidates {
     const ColumnsFinishParams<T>& p;
     const Tokens tokens;
     const int expert;
-    const Candidate* listed;  // null: not all are in the list
+    const Candidate* listed;  // the column's part of the list; null if the list lacks some
     Candidate* shared;
     int number;
 
@@ -301,8 +306,8 @@ struct Candidates {
                 if (found >> l & 1) f(candidate(key_of(loaded[l]), begin + l * FINISH_THREADS));
         }
     }
-    // next: 0 at first, in shared memory. Where sequences overlap, against the rules, the bits of one are another's. So the
-    // number of bits is what counts.
+    // next: a counter in shared memory, 0 at first. If sequences overlap, which callers must not do, a sequence also finds bits
+    // of another one. Therefore the number of bits that are found counts, not the number that was counted before.
     __device__ __forceinline__ void fill(int* next) {
         if (number > MAX_LISTED) return;
         if (listed) {
@@ -329,7 +334,7 @@ template <class T>
 __device__ __forceinline__ void finish(const ColumnsFinishParams<T>& p) {
     Candidate* shared = reinterpret_cast<Candidate*>(dynamic_shared);  // (MAX_LISTED,)
     Search& search = *reinterpret_cast<Search*>(shared + MAX_LISTED);
-    int* sums = reinterpret_cast<int*>(dynamic_shared + FINISH_SHARED_BYTES);  // (PAIRS_BLOCKS,): pairs that are taken here
+    int* sums = reinterpret_cast<int*>(dynamic_shared + FINISH_SHARED_BYTES);  // (PAIRS_BLOCKS,): pairs taken here
     let_next_launch_start();
     wait_for_last_launch();
     const Column column = p.columns[blockIdx.x];
@@ -357,7 +362,7 @@ __device__ __forceinline__ void finish(const ColumnsFinishParams<T>& p) {
         if (sums[i]) atomicAdd(p.block_counts + i, sums[i]);
 }
 
-// Of `frequency` tokens, what is left over a multiple of the tile, and what rounding up adds; there are L tokens at most.
+// over: tokens above the next lower multiple of the tile. missing: tokens up to the next higher one, or up to L if that is less.
 struct Rounded {
     int over, missing;
     __device__ __forceinline__ Rounded(int frequency, int tile, int64 L) : over(frequency % tile), missing(0) {
@@ -365,7 +370,7 @@ struct Rounded {
     }
 };
 
-// change: shared memory (E,), from the frequency to the target.
+// Decides how many tokens each expert takes. change: shared memory (E,), this number less the frequency.
 template <class Params>
 __device__ __forceinline__ void round_frequencies(const Params& p, int* change) {
     for (int e = threadIdx.x; e < p.num_experts; e += SELECT_THREADS) {
@@ -377,7 +382,7 @@ __device__ __forceinline__ void round_frequencies(const Params& p, int* change) 
     }
     __syncthreads();
     if (p.rounding == BALANCE && threadIdx.x == 0) {
-        int sum = 0;  // of the changes so far
+        int sum = 0;  // of the changes of the experts before
         for (int e = 0; e < p.num_experts; ++e) {
             const Rounded rounded(change[e], p.tile, p.L);
             const int up = sum + rounded.missing, down = sum - rounded.over;

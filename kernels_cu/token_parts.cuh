@@ -1,4 +1,4 @@
-// What selections of tokens share: the tokens of a block, what is known of a column's last key, and which block is the last.
+// Shared code of the selections: the tokens of a block, how a column's selection ends, and which block comes last.
 #pragma once
 #include "common.cuh"
 
@@ -8,8 +8,8 @@ struct Tokens {
 
 __device__ __forceinline__ int64 clamped(int offset, int64 L) { return min(max(static_cast<int64>(offset), int64(0)), L); }
 
-// Where a sequence begins and ends. Without offsets all sequences are equally long. Offsets (S+1,) rise, and are clamped to
-// [0, L]. Tokens before the first and from the last on are in no sequence.
+// Where a sequence begins and ends. Without offsets all sequences are equally long. Offsets (S+1,) rise and are clamped to
+// [0, L]. Tokens before the first offset and from the last one on are in no sequence.
 __device__ __forceinline__ Tokens tokens_of_sequence(const int* offsets, int64 L, int num_sequences, int sequence) {
     if (!offsets) {
         const int64 length = L / num_sequences;
@@ -26,21 +26,19 @@ __device__ __forceinline__ Tokens tokens_of_part(const Tokens& sequence, int par
     return {begin, min(begin + length, sequence.end)};
 }
 
-// Of the key that ends a column's selection: its leading digit, the other bits 0; how many are taken of the keys with this
-// digit, ALL or fewer; whether the selection is among the chosen pairs (see round_tokens); and, where not all with this digit
-// are taken, from where on they are in the list of candidates, -1 where it has no room for them.
+// How the selection of a column ends.
 struct __align__(16) Column {
-    unsigned key;
-    int wanted;
-    int among_chosen;
-    int first;
+    unsigned key;      // the digit at which the selection ends, in the leading bits; the other bits are 0
+    int wanted;        // how many of the keys with this digit are taken; ALL: all of them
+    int among_chosen;  // whether the selection is among the pairs that the router chose, see selection.cu
+    int first;         // unless all are taken: where the keys with this digit begin in the list; -1: it has no room for them
 };
 constexpr int ALL = 0x7fffffff;
-// Whether only some of the keys with the digit are taken.
+// Whether only some of the keys with this digit are taken.
 __device__ __forceinline__ bool has_candidates(const Column& column) { return column.wanted > 0 && column.wanted != ALL; }
 
-// Whether of `blocks` blocks this one is the last that comes here. It sees all that the others have written. done: their
-// number so far, 0 at first. `shared`: shared memory that no thread needs any more.
+// Whether this block is the last of `blocks` blocks that call this function. The last one sees what the others wrote before.
+// done: counts the calls, 0 at first. shared: shared memory whose contents no thread needs any more.
 __device__ __forceinline__ bool comes_last(int* done, int blocks, int* shared) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -49,7 +47,7 @@ __device__ __forceinline__ bool comes_last(int* done, int blocks, int* shared) {
     }
     __syncthreads();
     const bool last = *shared != 0;
-    __syncthreads();  // all have read it
+    __syncthreads();  // all threads have read *shared
     if (last) __threadfence();
     return last;
 }
