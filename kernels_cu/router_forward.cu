@@ -1,16 +1,18 @@
 // Router forward: the k experts of each token, their weights, and partial sums for balancing losses (paper section 2.1).
 //
-// All arithmetic is fp32. LANES lanes hold a token's logits in registers, VALUES each. A block has THREADS / LANES tokens at a
-// time and takes `tokens_per_block` consecutive ones in all. With LANE_K one lane chooses and weighs a token's LANE_K experts,
-// see router_lane.cuh; else LANE_K is 0 and all lanes of the token do.
+// All arithmetic is fp32. LANES lanes hold a token's logits in registers, VALUES each. A block has THREADS / LANES places: it
+// works on that many tokens at a time, and on tokens_per_block consecutive tokens in all. With LANE_K > 0 one lane chooses and
+// weighs a token's LANE_K experts, see router_lane.cuh. With LANE_K = 0 all lanes of the token do.
 //
-// Sums: a block's tokens of one sequence are added up in registers or shared memory, for each of its places for tokens, and
-// these sums in the order of the places, from a row of shared memory each. What block b has of sequence s is row b + s of the
-// partial sums. Each row has one writer, as tokens and sequences rise together. router_sums.cu adds the rows.
+// Sums: each place adds up its tokens of one sequence, in registers or in a row of shared memory. Then the block adds the places'
+// rows in the order of the places, and writes what it has of sequence s to row blockIdx.x + s of the partial sums. Tokens and
+// sequences rise together, so no other block writes this row. router_sums.cu adds the rows.
 //
-// Dynamic shared memory, of 4-byte words for each place for a token, in this order: 2 * (k + MAX_LISTED) for the selection,
-// E + 2 * groups for the choice of groups without GROUP_LANES, sum_row_words(E + 2) for sums. With LANE_K, instead of the first
-// two, LISTED_ROW_BYTES for each of 32 tokens, twice with sums; none with LANES = 1.
+// Launch: grid ceil(L / tokens_per_block), THREADS threads. Dynamic shared memory in 4-byte words for each place, in this order:
+//   2 * (k + MAX_LISTED)   the selection, with LANE_K = 0
+//   E + 2 * groups         the choice of groups, with LANE_K = 0 and without GROUP_LANES
+//   sum_row_words(E + 2)   sums
+// With LANE_K > 0 and LANES > 1 the block has LISTED_ROW_BYTES for each of 32 tokens in place of the first two, twice with sums.
 #include "router_select.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
@@ -40,20 +42,20 @@ struct RouterForwardParams {
 
 constexpr bool SUMS = SHARES != 0 || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
-constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  // groups add up scores, not logits
+constexpr bool RANKED_BY_SCORES = BIAS == 1 || (BIAS == 0 && GROUP_TOP > 1);  // a group's sum is one of scores, not of logits
 constexpr bool NEEDS_LSE =
     (SCORE == SOFTMAX && (!RENORMALIZE || RANKED_BY_SCORES || CUT)) || CUT || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool NEEDS_ROW = !GIVEN || NEEDS_LSE || SUMS;
-// One lane chooses, and experts rank by their logits. A lane then lists a token's keys first, and computes its logits from them
-// for the sums, as registers hold one of both.
+// With LANE_K > 0 and experts that rank by their logits, the sums come after the listing: the lane computes the logits again from
+// the keys, because its registers have room for one of both only.
 constexpr bool SUMS_LAST = SUMS && LANE_K > 0 && LANES > 1 && BIAS == 0;
-constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;   // in registers
-constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                 // shares at a time
-constexpr int TOKENS = THREADS / LANES;                                     // of a block at a time
-constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;  // blocks that registers leave room for
-constexpr bool MORE_REGISTERS = (SUMS_LAST && __CUDA_ARCH__ != 900) || (SUMS && LANES == 32);  // else they spill
-constexpr int IN_LANE_THREADS = SUMS_LAST && !FULL ? 512 : MORE_REGISTERS ? 768 : 1024;        // of a multiprocessor
-constexpr int IN_LANE = (VALUES <= 16 || LANES > 1 ? IN_LANE_THREADS : 512) / THREADS;         // by a lane, of LANE_K slots
+constexpr bool HOLDS_SHARES = SHARES != 0 && VALUES <= 32 && LANE_K == 0;   // a lane holds its shares in registers
+constexpr int STORED = LANES > 1 && WIDTH % 4 == 0 ? 4 : 1;                 // shares of an access to shared memory
+constexpr int TOKENS = THREADS / LANES;                                     // places of a block
+constexpr int MANY = SUMS || (GROUP_TOP != 0 && GROUP_LANES == 0) ? 4 : 5;  // blocks of a multiprocessor
+constexpr bool MORE_REGISTERS = (SUMS_LAST && __CUDA_ARCH__ != 900) || (SUMS && LANES == 32);  // others would spill
+constexpr int IN_LANE_THREADS = SUMS_LAST && !FULL ? 512 : MORE_REGISTERS ? 768 : 1024;        // threads of a multiprocessor
+constexpr int IN_LANE = (VALUES <= 16 || LANES > 1 ? IN_LANE_THREADS : 512) / THREADS;
 constexpr int IN_LANES = VALUES <= 8 ? 6 : VALUES <= 16 ? MANY : VALUES <= 32 ? 2 : 1;
 constexpr int RESIDENT = LANE_K > 0 ? IN_LANE : IN_LANES;  // blocks per multiprocessor at least
 
@@ -62,23 +64,23 @@ __device__ __forceinline__ int experts_of(const RouterForwardParams& p) { return
 __device__ __forceinline__ float score_in_row(float x, const LogSumExp& lse) {
     return SCORE == SOFTMAX ? lse.probability(x) : score_of<SCORE>(x);
 }
-// A score's share of the sum of a token's. Scores that may be of any size have one whose reciprocal may be 0.
+// value / total. IDENTITY and RELU scores have any size, so that the reciprocal of their total may be 0.
 __device__ __forceinline__ float share_of_total(float value, float total) {
     return SCORE == IDENTITY || SCORE == RELU ? value / total : value * reciprocal(total);
 }
-// What experts rank by. score: that of SCORE_SHARES.
+// What experts rank by. score: the score of this logit if SCORE_SHARES, else unused.
 __device__ __forceinline__ float ranked_score(float x, float score, const LogSumExp& lse) {
     if (SCORE == SOFTMAX) return lse.quick_probability(x);
     return SCORE_SHARES && SHARES == SCORE ? score : quick_score_of<SCORE>(x);
 }
 
-// The lane's shares of a place's tokens of one sequence, where registers have room. Else they are in the place's row in shared
-// memory, as z and entropy are.
+// The lane's part of its place's sum of shares, if registers have room. Otherwise it is in the place's row in shared memory, where
+// z and entropy always are.
 struct Held {
     float shares[HOLDS_SHARES ? VALUES : 1];
 };
 
-// Shares of a row in shared memory.
+// Accesses to the shares of a row in shared memory.
 __device__ __forceinline__ void load_stored(const float* at, float (&v)[1]) { v[0] = *at; }
 __device__ __forceinline__ void store_stored(float* at, const float (&v)[1]) { *at = v[0]; }
 __device__ __forceinline__ void load_stored(const float* at, float (&v)[4]) {
@@ -89,8 +91,8 @@ __device__ __forceinline__ void store_stored(float* at, const float (&v)[4]) {
     *reinterpret_cast<float4*>(at) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// Adds a token's shares, z and entropy to its place's row, if it `counts`. values: scores with SCORE_SHARES, else terms of
-// `lse`. All lanes of the warp take part.
+// Adds a token's shares, z and entropy to its place's row if the token counts. values: the scores with SCORE_SHARES, else the
+// terms of `lse`. All lanes of the warp take part.
 __device__ __forceinline__ void add_sums(const float (&values)[VALUES], const LogSumExp& lse, int E, float* row, bool counts,
                                          Held& held) {
     const float of_term = reciprocal(lse.sum);
@@ -120,12 +122,13 @@ __device__ __forceinline__ void add_sums(const float (&values)[VALUES], const Lo
     }
 }
 
-// From a place's row of sums to the next: whole vectors, in other banks where a quarter of a warp has two tokens or more.
+// Words from a place's row of sums to the next. Rows begin with whole vectors. If a quarter of a warp holds two tokens or more, their
+// rows begin in different banks.
 __device__ __forceinline__ int sum_row_words(int columns) {
     return LANES == 1 ? columns | 1 : LANES == 4 ? (columns + 15) / 32 * 32 + 16 : (columns + 3) / 4 * 4;
 }
 
-// Clears what this lane adds to in its place's row.
+// Clears the words that this lane adds to.
 __device__ __forceinline__ void clear_sums(int E, float* row) {
     if (lane_of_token() == 0) row[E] = row[E + 1] = 0.f;
 #pragma unroll
@@ -135,7 +138,7 @@ __device__ __forceinline__ void clear_sums(int E, float* row) {
     }
 }
 
-// Writes what is held to the place's row in shared memory.
+// Writes the shares in registers to the place's row.
 __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) {
     if (HOLDS_SHARES) {
 #pragma unroll
@@ -149,14 +152,15 @@ __device__ __forceinline__ void store_sums(const Held& held, int E, float* row) 
     }
 }
 
-// This thread's place. Sums leave few registers, so that its index is read again rather than kept.
+// This thread's place. With sums few registers are left, so the thread's index is read again and not kept.
 __device__ __forceinline__ int place_again() { return (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) / LANES; }
 
 __device__ __forceinline__ bool counts_in_sums(const RouterForwardParams& p, int token, bool there) {
     return there && !(p.token_mask != nullptr && !p.token_mask[token]);
 }
 
-// A token's logits, the scores of SCORE_SHARES, and what all logits together give. Adds its sums, but with SUMS_LAST.
+// Loads a token's logits x, computes the scores of SCORE_SHARES, and returns the LogSumExp of the row if NEEDS_LSE. Adds the
+// token's sums unless SUMS_LAST.
 __device__ __forceinline__ LogSumExp read_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
                                                 Held& held, float (&x)[VALUES], float (&scores)[VALUES]) {
     float terms[VALUES];
@@ -170,7 +174,7 @@ __device__ __forceinline__ LogSumExp read_token(const RouterForwardParams& p, in
     return lse;
 }
 
-// With SUMS_LAST: adds a token's sums. largest: of its logits. Returns what all logits together give.
+// Adds a token's sums if SUMS_LAST. largest: its largest logit. Returns the LogSumExp of the row if NEEDS_LSE.
 __device__ __forceinline__ LogSumExp add_sums_of_keys(const unsigned (&keys)[VALUES], float largest, int E, float* row,
                                                       bool counts, Held& held) {
     float x[VALUES], values[VALUES];
@@ -184,14 +188,14 @@ __device__ __forceinline__ LogSumExp add_sums_of_keys(const unsigned (&keys)[VAL
     return lse;
 }
 
-// What an expert ranks by, but for groups. score: as of `ranked_score`.
+// The key that an expert ranks by, before groups are left out. score: see ranked_score.
 __device__ __forceinline__ unsigned rank_key(float x, float score, float bias, const LogSumExp& lse) {
     if (BIAS == 1 && SCORE != IDENTITY && SCORE != RELU)  // no such score is -0
         return sort_key_of_canonical(canonical_sum(ranked_score(x, score, lse), bias));
     return sort_key(BIAS == 1 ? ranked_score(x, score, lse) + bias : BIAS ? x + bias : x);
 }
 
-// What a token's experts rank by. `groups`: shared memory of all places for the choice of groups.
+// The keys of a token's experts: 0 in groups that are left out. groups: shared memory of all places for the choice of groups.
 __device__ __forceinline__ void rank_experts(const RouterForwardParams& p, int token, bool there, const float (&x)[VALUES],
                                              const float (&scores)[VALUES], const LogSumExp& lse, unsigned* groups,
                                              int group_words, unsigned (&keys)[VALUES]) {
@@ -217,8 +221,8 @@ __device__ __forceinline__ void rank_experts(const RouterForwardParams& p, int t
 #include "router_lane.cuh"
 #else
 
-// Weights of a token's slots 0 .. number - 1, in order: id_of(j) is an expert, or outside of 0 .. E - 1 in an empty slot, and
-// logit_of(j) its logit. `put(j, weight, id)` stores. `longest` is the largest number in the warp.
+// Computes the weights of a token's slots 0 .. number - 1. id_of(j) is the expert of slot j, or outside of 0 .. E - 1 if the slot is
+// empty; logit_of(j) is its logit; put(j, weight, id) stores. longest: the largest number of slots in the warp.
 template <class Id, class Logit, class Put>
 __device__ __forceinline__ void weigh(int number, int longest, int E, const LogSumExp& lse, float scale, float eps, Id id_of,
                                       Logit logit_of, Put put) {
@@ -226,17 +230,17 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     const auto is_present = [&](int j) { return j < number && static_cast<unsigned>(id_of(j)) < static_cast<unsigned>(E); };
     float largest = minus_infinity();
     if (SCORE == SOFTMAX && RENORMALIZE) {
-#pragma unroll 1  // most often one turn
+#pragma unroll 1  // one turn in most cases
         for (int j = lane; j < number; j += LANES)
             if (is_present(j)) largest = fmaxf(largest, logit_of(j));
         largest = max_of_lanes(largest);
     }
-    float value = 0.f;  // of the lane's slot, which most often is its only one
+    float value = 0.f;  // of the lane's slot; in most cases a lane has one
     const auto value_of = [&](int j) {
         return SCORE == SOFTMAX && RENORMALIZE ? expf(logit_of(j) - largest) : score_in_row(logit_of(j), lse);
     };
     float total = 0.f;
-    if (RENORMALIZE) {  // slot after slot: the sum does not depend on the lanes that hold the token
+    if (RENORMALIZE) {  // in the order of slots, so that the sum's bits do not depend on LANES
         for (int base = 0; base < longest; base += LANES) {
             const int j = base + lane;
             value = is_present(j) ? value_of(j) : 0.f;
@@ -244,7 +248,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
             for (int part = 0; part < LANES; part += 8)
                 if (base + part < longest)
 #pragma unroll
-                    for (int i = part; i < min(part + 8, LANES); ++i) total += from_lane(value, i);  // 0 behind the last
+                    for (int i = part; i < min(part + 8, LANES); ++i) total += from_lane(value, i);  // 0 past the last slot
         }
         if (SCORE != SOFTMAX) total += eps;
     }
@@ -257,7 +261,7 @@ __device__ __forceinline__ void weigh(int number, int longest, int E, const LogS
     }
 }
 
-// Shared memory of the block's places.
+// The shared memory of the block's places, with LANE_K = 0.
 struct PlaceMemory {
     Entry* slots;      // (TOKENS, k)
     Entry* listed;     // (TOKENS, MAX_LISTED)
@@ -265,8 +269,8 @@ struct PlaceMemory {
     int group_words;
 };
 
-// One token, or none where `token` is no token of this block. `row` is its place's row of sums, `in_sums` says whether it has a
-// share in them.
+// Routes one token if it is `there`. Other places of the warp call this too, as all lanes take part in shuffles. row: the place's
+// row of sums. in_sums: whether the token's sequence has sums.
 __device__ __forceinline__ void route_token(const RouterForwardParams& p, int token, bool there, bool in_sums, float* row,
                                             Held& held, const PlaceMemory& memory) {
     const int E = experts_of(p), lane = lane_of_token();
@@ -320,14 +324,14 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
         }
         number = over_lanes(first_cut, [](int a, int b) { return min(a, b); });
     }
-    // Each lane reads and writes its own slots; those that are empty come after.
+    // Each lane reads and overwrites its own slots. Empty slots are last.
     weigh(number, k, E, lse, scale, eps, id_of, logit_of, [&](int j, float weight, int id) {
         slots[j] = static_cast<Entry>(__float_as_uint(weight)) << 32 | static_cast<unsigned>(id);
     });
 #pragma unroll 1
     for (int j = number + lane; j < k; j += LANES) slots[j] = 0xffffffffull;
     __syncwarp();
-    // The warp's tokens are consecutive, and so are their slots, here as in the results.
+    // The warp's tokens are consecutive. So are their slots, in shared memory and in the results.
     const int place_in_warp = threadIdx.x % 32 / LANES, first = token - place_in_warp;
     const unsigned there_lanes = __ballot_sync(WARP, there);
     const int written = __popc(there_lanes) / LANES * k;
@@ -362,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
 #endif
     const int first = blockIdx.x * p.tokens_per_block, end = min(p.L, first + p.tokens_per_block);
 #if LANE_K > 0
-    if (!SUMS) {  // 32 tokens in all
+    if (!SUMS) {  // the block has 32 tokens
         Held none;
 #pragma unroll 1
         for (int base = 0; base < 32; base += TOKENS) listed.take(p, first + base, end, false, nullptr, 0, none);
@@ -371,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
     }
 #endif
 
-    if (GIVEN && p.token_offsets != nullptr && blockIdx.x == gridDim.x - 1) {  // pairs of no token
+    if (GIVEN && p.token_offsets != nullptr && blockIdx.x == gridDim.x - 1) {  // pairs that belong to no token
         const int begin = clamped(p.token_offsets[0], p.num_pairs), behind = clamped(p.token_offsets[p.L], p.num_pairs);
         for (int i = threadIdx.x; i < begin; i += THREADS) p.weights[i] = 0.f, p.ids[i] = -1;
         for (int i = behind + threadIdx.x; i < p.num_pairs; i += THREADS) p.weights[i] = 0.f, p.ids[i] = -1;
@@ -380,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         Sequence sequence = {0, end};
         if (SUMS) {
             sequence = sequence_of(p.sequences, p.num_sequences, begin, p.L);
-            __syncthreads();  // the last sequence's rows have been read
+            __syncthreads();  // all threads have read the rows of the sequence before
         }
         const int index = __reduce_max_sync(WARP, sequence.index), stop = __reduce_max_sync(WARP, min(end, sequence.end));
         const bool counts = index >= 0 && index < p.num_sequences;
@@ -399,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
         if (SUMS && counts) {
             store_sums(held, E, all_sums + place_again() * stride);
 #if LANE_K > 0
-            if (listed.filled() != 0)  // else all threads have met to choose
+            if (listed.filled() != 0)  // otherwise `choose` had a barrier
 #endif
                 __syncthreads();
             float* const out = p.partial_sums + static_cast<int64>(blockIdx.x + index) * columns;

@@ -1,15 +1,15 @@
-// A token's LANE_K experts, chosen and weighed by one lane in registers: chunks of entries are sorted by networks and merged
-// into the largest ones. router_forward.cu includes this file.
+// One lane chooses and weighs a token's LANE_K experts, in registers. It sorts chunks of entries with sorting networks and merges
+// them, keeping the largest. router_forward.cu includes this file.
 //
-// With LANES = 1 the chunks are the token's row. Else LANES lanes hold the row and list in shared memory what may be among its
-// largest: keys from a bound on, which is the LANE_K-th largest of the maxima of parts of the row. As soon as that is done for
-// 32 tokens, a warp takes one of these per lane.
+// With LANES = 1 the lane holds the token's row and its chunks are the row. Otherwise LANES lanes hold the row and list in shared
+// memory the entries that may be among the largest: those whose key reaches a bound, which is the LANE_K-th largest of the maxima
+// of parts of the row. When 32 tokens are listed, one warp chooses for all of them, one token in each lane.
 #pragma once
 #include "router_select.cuh"
 
 constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 constexpr int CHUNK = next_power_of_two(LANE_K);
-constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // of a lane's values, each with its maximum
+constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // into which a lane divides its values; each has a maximum
 static_assert(LANE_K <= PARTS * LANES && PARTS <= (LANES > 1 ? VALUES : PARTS), "their maxima bound the last chosen key");
 
 constexpr bool WEIGHS_BY_ROW = SCORE == SOFTMAX && !RENORMALIZE;
@@ -17,8 +17,8 @@ constexpr bool WEIGHS_BY_ROW = SCORE == SOFTMAX && !RENORMALIZE;
 struct ListedRow {
     static constexpr int MOST = 24;
     Entry entries[MOST];
-    int number, token;   // token: -1 where there is none
-    float largest, sum;  // of LogSumExp, where weights are shares of a sum over the whole row
+    int number, token;   // token: -1 if the place has none
+    float largest, sum;  // of LogSumExp, if WEIGHS_BY_ROW
 };
 static_assert(sizeof(ListedRow) % 32 == 16, "lanes load 16 bytes of their rows without conflicts");
 static_assert(sizeof(ListedRow) == LISTED_ROW_BYTES, "launch_config.py");
@@ -31,12 +31,12 @@ __device__ __forceinline__ void put_larger_first(unsigned& a, unsigned& b) {
 __device__ __forceinline__ void put_larger_first(Entry& a, Entry& b) { sort_two(a, b); }
 
 __device__ __forceinline__ void take_larger(unsigned& a, unsigned b) { a = max(a, b); }
-// With LANES = 1 the columns of b come behind those of a, so that a ranks first where keys are equal.
+// With LANES = 1 the columns of b are higher than those of a. So a ranks first if the keys are equal.
 __device__ __forceinline__ void take_larger(Entry& a, Entry b) {
     if (LANES == 1 ? key_of(b) > key_of(a) : b > a) a = b;
 }
 
-// Sorts what falls and then rises.
+// Sorts values that fall and then rise.
 template <class T, int N>
 __device__ __forceinline__ void sort_bitonic(T (&v)[N]) {
 #pragma unroll
@@ -60,7 +60,7 @@ __device__ __forceinline__ void sort(T (&v)[N]) {
                     put_larger_first(v[i], v[i + apart]);
 }
 
-// Of two sorted chunks the larger half, sorted, into the first.
+// The larger half of two sorted chunks, sorted, replaces the first.
 template <class T, int N>
 __device__ __forceinline__ void merge(T (&largest)[N], const T (&others)[N]) {
 #pragma unroll
@@ -143,12 +143,13 @@ __device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
 
 #else
 
-// Of a token's keys: one that LANE_K of them or more reach, and the largest.
+// bound: at least LANE_K of a token's keys reach it. largest: the token's largest key.
 struct RowKeys {
     unsigned bound, largest;
 };
 
-// The LANE_K-th largest of sorted lists, one of each lane of the token. Lanes STEP apart and more have not met yet.
+// From sorted lists, one in each lane of the token, the LANE_K-th largest of all their keys and the largest. Lanes that are less
+// than STEP apart have merged their lists already.
 template <int STEP, int N>
 __device__ __forceinline__ RowKeys keys_of_lists(unsigned (&list)[N]) {
     unsigned others[N];
@@ -191,10 +192,11 @@ __device__ __forceinline__ RowKeys keys_of_row(const unsigned (&keys)[VALUES]) {
     return keys_of_lists<1>(largest);
 }
 
-constexpr int LISTED_BUFFERS = SUMS ? 2 : 1;  // without sums a block has 32 tokens in all
+constexpr int LISTED_BUFFERS = SUMS ? 2 : 1;  // without sums a block has 32 tokens
 static_assert(32 % TOKENS == 0, "rows are filled in whole turns");
 
-// The first LANE_K entries of a row, in order, by all lanes of a warp, if more keys reach the bound than a row has room for.
+// All lanes of a warp find the LANE_K largest entries of one row, in order. Needed if more keys reach the bound than a ListedRow
+// has room for.
 __device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int token, const LogSumExp& lse, Entry* entries) {
     constexpr int PER_LANE = (VALUES * LANES + 31) / 32;
     const int E = experts_of(p), lane = threadIdx.x % 32;
@@ -203,7 +205,7 @@ __device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int t
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int column = i * 32 + lane;
-        keys[i] = 0;  // of no expert: it ranks behind all
+        keys[i] = 0;  // ranks behind all experts
         if (column >= E) continue;
         const float x = to_float(logits[column]);
         keys[i] =
@@ -227,11 +229,11 @@ __device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int t
     }
 }
 
-// Chosen from what LANES lanes have listed, as soon as they have for 32 tokens. Warps take turns at it, and while one does, the
-// others list tokens in the other buffer.
+// The listed rows. When 32 are there, one warp chooses from them. With sums the warps take turns, and while one chooses, the others
+// list tokens in the other buffer.
 struct ListedTokens {
     ListedRow* rows;           // (LISTED_BUFFERS, 32)
-    int places_filled, turns;  // rows of this turn before this step; turns before it
+    int places_filled, turns;  // rows listed in this turn so far; turns before it
 
     __device__ __forceinline__ ListedRow* rows_of_turn() const { return rows + turns % LISTED_BUFFERS * 32; }
 
@@ -239,16 +241,17 @@ struct ListedTokens {
 
     __device__ __forceinline__ ListedRow& row_of(int place) const { return rows_of_turn()[filled() + place]; }
 
-    // The token of each place from `base` on, or none from `stop` on. Those `in_sums` have a share in the places' rows of
-    // sums, `stride` apart. The token is computed again after the listing, which leaves few registers.
+    // Lists tokens base, base + 1, ..., one in each place; tokens from `stop` on are not there. If in_sums, adds their sums to the
+    // places' rows, `stride` words apart. The token is computed again after the listing, because few registers are left.
     __device__ __forceinline__ void take(const RouterForwardParams& p, int base, int stop, bool in_sums, float* sums, int stride,
                                          Held& held) {
         float x[VALUES], scores[VALUES];
         unsigned keys[VALUES];
-        if (SUMS && TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // as good as a count, without a register
+        if (SUMS && TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // saves the register of a count
         const auto token_again = [&] { return base + place_again(); };
         const auto row_of_sums = [&] { return sums + place_again() * stride; };
-        // Places from `stop` on read another token's row, unless sums would add it: their results are not stored.
+        // Places without a token read another token's row, and their results are not stored. Where read_token adds sums, they
+        // read nothing.
         const bool is_there = !SUMS || SUMS_LAST || token_again() < stop;
         const int read = min(token_again(), p.L - 1);
         LogSumExp lse = read_token(p, read, is_there, in_sums, SUMS_LAST ? sums : row_of_sums(), held, x, scores);
@@ -261,7 +264,7 @@ struct ListedTokens {
         const Share share = share_of(marks.number());
         const bool fits = share.total <= ListedRow::MOST;
         if (!fits) marks = Marks([](int) { return false; });
-        // The thread's index is read again: else a loop over tokens keeps the columns of all values in registers.
+        // The thread's index is read again. Otherwise the loop over tokens keeps the columns of all values in registers.
         const int first = (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) % LANES * WIDTH;
         list(keys, shared_address(row_of(place_again()).entries), share.begin, first, marks);
         if (SUMS_LAST && (in_sums || WEIGHS_BY_ROW)) {
@@ -283,7 +286,7 @@ struct ListedTokens {
         if (TOKENS < 32) places_filled += TOKENS;
     }
 
-    // Chooses if all rows of a turn are filled, or some and none `follow`. All threads have met then.
+    // Chooses if 32 rows are listed, or fewer and no more follow. It begins with a barrier of the block in this case.
     __device__ __forceinline__ void choose(const RouterForwardParams& p, bool follow) {
         if (TOKENS < 32 && places_filled < 32 && follow) return;
         __syncthreads();

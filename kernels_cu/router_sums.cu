@@ -1,7 +1,7 @@
-// Adds the partial sums of router_forward.cu: what each block has of each sequence.
+// Adds the partial sums of router_forward.cu, which has a row for each block and sequence.
 //
-// Launch: a block of 32 columns and one sequence, ROWS_AT_ONCE = 32 warps, each of which takes every 32nd of the sequence's
-// rows. Then warp i adds the warps' sums of column i. The order of the additions is fixed.
+// Launch: grid (ceil((E + 2) / 32), num_sequences), ROWS_AT_ONCE = 32 warps. A block adds 32 columns of one sequence. Each warp adds
+// every 32nd row. Then warp i adds the warps' sums of column i. The order of the additions is fixed.
 #include "common.cuh"
 
 #if !defined(ROWS_AT_ONCE)
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS_AT_ONCE) router_sums(cons
     float sum = 0.f;
     wait_for_last_launch();
     if (column < columns)
-#pragma unroll 16  // loads of as many rows are under way: at most 528 blocks are 17 rows of a warp
+#pragma unroll 16  // so many loads are in flight; 528 blocks at most are 17 rows for a warp
         for (int block = first + warp; block < stop; block += ROWS_AT_ONCE)
             sum += p.partial_sums[static_cast<int64>(block + sequence) * columns + column];
     sums[warp][lane] = sum;
