@@ -243,7 +243,7 @@ class _ExpertParallel(torch.autograd.Function):
         return brought.get("x"), brought.get("weights"), *experts_grads, *6 * [None]
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that are DTensors on several meshes; returns the norm of all.
 
     Each mesh's gradients have a norm of their own, whose powers are added. Plain tensors have to be the same on all
@@ -251,7 +251,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     All ranks call it with the same parameters in the same order, so not with a set.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
+    for parameter in (parameters,) if isinstance(parameters, Tensor) else parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = []
