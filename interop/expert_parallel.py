@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader
 from moeblaze_cupy.backward import backward_into
+from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.torch_autograd import MainGrad, main_grads, stand_in
 from moeblaze_cupy.layer import forward_into
@@ -264,6 +265,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     return total
 
 
+@untraced
 def expert_parallel_moe(
     x: Tensor,
     ids: Tensor,
