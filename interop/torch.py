@@ -435,6 +435,11 @@ class MoE(torch.nn.Module):
             self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
         return self
 
+    def _replicate_for_data_parallel(self) -> "MoE":
+        replica: MoE = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]  # torch gives it no types
+        replica._fp8 = torch_fp8.Copies()  # of its own GPU's parameters; replicas run in threads
+        return replica
+
     def forward(
         self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, sequences: int | torch.Tensor = 1
     ) -> Any:
