@@ -217,8 +217,9 @@ class MoE(torch.autograd.Function):
         layer, dims = Layer(*inputs[before:]), dict(zip(Layer._fields, in_dims[before:], strict=True))
         for name, dim in dims.items():
             if dim is not None and name not in ("x", "ids", "weights"):
+                argument = layer.argument(name)
                 raise RuntimeError(
-                    f"moe: {name}: expected one tensor for all of vmap's batch, got one for each element"
+                    f"moe: {argument}: expected one tensor for all of vmap's batch, got one for each element"
                 )
         if layer.token_offsets is not None:
             raise RuntimeError("moe: token_offsets: expected None under vmap, got a tensor")
