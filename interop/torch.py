@@ -367,6 +367,8 @@ class MoE(torch.nn.Module):
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
         self.gate_up, self.weights_on, self.identity_experts = gate_up, weights_on, identity_experts
         checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
+        if precision is not None:
+            fp8_checks.form("MoE", d_model, d_hidden, gate_up)
         self.precision = precision
         self._fp8 = torch_fp8.Copies()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
