@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moeblaze_cupy import checks
+from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import SAME, Header
 from moeblaze_cupy.interop.expert_group import RankGroup
@@ -193,6 +194,7 @@ def required(*tensors: Sequence[Any]) -> int:
     )
 
 
+@untraced
 def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> tuple[Tensor, Tensor, Tensor, Route]:
     """Sends the rows of tokens to the ranks of their experts.
 
@@ -212,6 +214,7 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     return rows, local_ids, got, route
 
 
+@untraced
 def collect(y: Tensor, route: Route) -> Tensor:
     """The results (n, d) of received rows to where these came from: (L, d), sums over ranks in their order.
 

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader
 from moeblaze_cupy.backward import backward_into
+from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.torch_autograd import MainGrad, main_grads, stand_in
 from moeblaze_cupy.layer import forward_into
@@ -23,9 +24,18 @@ Tensor = torch.Tensor
 Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
 
 
-def _check_weights(
-    x: Tensor, gate: Any, up: Any, w2: Any, activation: str | Activation, save: Any, experts: ExpertGroup
+def _check_layer(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Any,
+    up: Any,
+    w2: Any,
+    activation: str | Activation,
+    save: Any,
+    experts: ExpertGroup,
 ) -> None:
+    """The layer's own checks, before any rank waits for another."""
     function = "expert_parallel_moe"
     checks.activation(function, activation)
     checks.one_of(function, "save", save, SAVE_POLICIES)
@@ -45,6 +55,20 @@ def _check_weights(
         if weight.device != x.device or weight.dtype != x.dtype:
             expected = f"x's {x.dtype} on {x.device}"
             raise TypeError(f"{function}: {name}: expected {expected}, got {weight.dtype} on {weight.device}")
+    named = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2}
+    described: dict[str, arrays.Array] = {}
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        try:
+            described[name] = arrays.Torch.describe(tensor)
+        except TypeError as error:
+            raise checks.unreadable(function, name, error) from error
+    for name in ("x", "ids", "weights"):  # which travel packed
+        described[name].strides = (described[name].shape[1], 1)
+    of_w1 = tuple(described[name] for name in ("w1", "w1[1]") if name in described)
+    rows = described["x"], described["ids"], described["weights"]
+    checks.layer(function, *rows, of_w1, described["w2"], activation, save)
 
 
 def _check_fp8(
@@ -243,7 +267,7 @@ class _ExpertParallel(torch.autograd.Function):
         return brought.get("x"), brought.get("weights"), *experts_grads, *6 * [None]
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that are DTensors on several meshes; returns the norm of all.
 
     Each mesh's gradients have a norm of their own, whose powers are added. Plain tensors have to be the same on all
@@ -251,7 +275,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     All ranks call it with the same parameters in the same order, so not with a set.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
+    for parameter in (parameters,) if isinstance(parameters, Tensor) else parameters:
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = []
@@ -264,6 +288,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     return total
 
 
+@untraced
 def expert_parallel_moe(
     x: Tensor,
     ids: Tensor,
@@ -304,7 +329,7 @@ def expert_parallel_moe(
     def check() -> None:
         if len(parts) not in (1, 2):
             raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
-        _check_weights(x, gate, up, w2, activation, save, experts)
+        _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
         _check_fp8(x, gate, up, w2, activation, precision, fp8_weights)
         if accumulate_into_main_grad and torch.is_grad_enabled():
             function = "expert_parallel_moe"

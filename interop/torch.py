@@ -367,6 +367,8 @@ class MoE(torch.nn.Module):
         self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
         self.gate_up, self.weights_on, self.identity_experts = gate_up, weights_on, identity_experts
         checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
+        if precision is not None:
+            fp8_checks.form("MoE", d_model, d_hidden, gate_up)
         self.precision = precision
         self._fp8 = torch_fp8.Copies()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
@@ -434,6 +436,11 @@ class MoE(torch.nn.Module):
         if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
             self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
         return self
+
+    def _replicate_for_data_parallel(self) -> "MoE":
+        replica: MoE = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]  # torch gives it no types
+        replica._fp8 = torch_fp8.Copies()  # of its own GPU's parameters; replicas run in threads
+        return replica
 
     def forward(
         self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, sequences: int | torch.Tensor = 1

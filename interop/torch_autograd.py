@@ -4,12 +4,12 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import fp8_checks, layer
+from moeblaze_cupy import checks, fp8_checks, layer
 from moeblaze_cupy.interop import torch_fp8
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
@@ -217,8 +217,9 @@ class MoE(torch.autograd.Function):
         layer, dims = Layer(*inputs[before:]), dict(zip(Layer._fields, in_dims[before:], strict=True))
         for name, dim in dims.items():
             if dim is not None and name not in ("x", "ids", "weights"):
+                argument = layer.argument(name)
                 raise RuntimeError(
-                    f"moe: {name}: expected one tensor for all of vmap's batch, got one for each element"
+                    f"moe: {argument}: expected one tensor for all of vmap's batch, got one for each element"
                 )
         if layer.token_offsets is not None:
             raise RuntimeError("moe: token_offsets: expected None under vmap, got a tensor")
@@ -246,6 +247,27 @@ def _is_within(part: Tensor, whole: Tensor) -> bool:
     return 0 <= part.data_ptr() - whole.data_ptr() <= whole.nbytes - part.nbytes
 
 
+def _has_order_of(weight: Tensor, parameter: Tensor) -> bool:
+    """Whether two tensors of as many elements, by their strides, can hold them in the same places of memory."""
+    of_both = [
+        sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n != 1)
+        for tensor in (weight, parameter)
+    ]
+    if of_both[0] == of_both[1]:
+        return True
+    ends: list[list[int]] = []
+    for steps in of_both:  # dimensions may be joined, or taken apart, where there are no gaps
+        end, found = 1, []
+        for stride, n in steps:
+            if stride != end:
+                return False
+            end *= n
+            found.append(end)
+        ends.append(found)
+    few, many = sorted(ends, key=len)
+    return all(end in many for end in few)
+
+
 class MainGrad:
     """Where the gradient of a weight is accumulated: main_grad of the parameter that it is, or is a view of."""
 
@@ -256,15 +278,32 @@ class MainGrad:
             self.parameter = parameter
         self.shape, self.strides = weight.shape, weight.stride()
         self.first: Any = 0  # element of the parameter
-        if self.parameter is not None and (whole := _here(self.parameter)).numel() != weight.numel():
-            if torch.compiler.is_compiling():  # which does not know where a view begins
-                expected = "a parameter or a view of a whole one, in what torch.compile compiles"
-                raise TypeError(f"{name}: expected {expected}, got a view of a part")
-            self.first = weight.storage_offset() - whole.storage_offset()
+        if self.parameter is not None:
+            self._place(weight, _here(self.parameter))
         self.buffer()  # raises now what backward would raise
-        whole = _here(cast("Tensor", self.parameter))
-        if not torch.compiler.is_compiling() and weight.dtype == whole.dtype and not _is_within(weight, whole):
-            raise ValueError(f"{name}: expected a view of the parameter, or a copy in another dtype, got other memory")
+
+    def _place(self, weight: Tensor, whole: Tensor) -> None:
+        """Finds the first element, if that and the strides of the weight are of the parameter's memory too."""
+        compiling, is_part = torch.compiler.is_compiling(), whole.numel() != weight.numel()
+        if compiling and is_part:  # where nobody knows at which element a view begins
+            expected = "a parameter or a view of a whole one, in what torch.compile compiles"
+            raise TypeError(f"{self.name}: expected {expected}, got a view of a part")
+        if weight.dtype == whole.dtype and not compiling:
+            if not _is_within(weight, whole):
+                expected = "a view of the parameter, or a copy in another dtype"
+                raise ValueError(f"{self.name}: expected {expected}, got other memory")
+            self.first = weight.storage_offset() - whole.storage_offset() if is_part else 0
+            return
+        copy = weight._base if is_part else weight  # of all of the parameter
+        if copy is None or copy.numel() != whole.numel():
+            expected = "a view of the parameter, or of a copy of all of it in another dtype"
+            raise ValueError(f"{self.name}: expected {expected}, got shape {tuple(weight.shape)} of other memory")
+        if not _has_order_of(copy, whole):
+            shape, strides = tuple(copy.shape), copy.stride()
+            expected = f"the parameter's memory order, strides {whole.stride()} of shape {tuple(whole.shape)}"
+            raise ValueError(f"{self.name}: expected {expected}, got strides {strides} of shape {shape}")
+        if is_part:
+            self.first = weight.storage_offset() - copy.storage_offset()
 
     def buffer(self) -> Tensor:
         parameter, main_grad = self.parameter, getattr(self.parameter, "main_grad", None)
@@ -389,6 +428,15 @@ def main_grads(
     if up is not None and gate.requires_grad != up.requires_grad:
         raise ValueError(f"{function}: w1: expected a pair of which both or none require gradients, got one of each")
     given = {} if isinstance(accumulate, bool) else accumulate
+    if not isinstance(given, Mapping):
+        expected = "True, False or a mapping from 'w1' and 'w2' to parameters"
+        raise checks.bad_type(function, "accumulate_into_main_grad", expected, type(accumulate))
+    for name, value in given.items():
+        checks.one_of(function, "accumulate_into_main_grad", name, ("w1", "w2"))
+        for parameter in pair(value):
+            if parameter is not None and not isinstance(parameter, torch.Tensor):
+                which = f"accumulate_into_main_grad[{name!r}]"
+                raise checks.bad_type(function, which, "a parameter or a pair of them", type(parameter))
     of_gate, of_up = (*pair(given.get("w1")), None)[:2]
     by_name = {
         "gate": ("w1" if up is None else "w1[0]", gate, of_gate),

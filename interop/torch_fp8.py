@@ -32,6 +32,9 @@ class Copies:
     A storage, an address or a version that is another one tells that, and a backward with gradients of weights since
     they were written. Reading these takes no wait for the GPU. A weak reference to a storage keeps a later one from
     having its identity.
+    Other storages than before are those of other parameters, such as averaged ones that are swapped in. A backward that
+    is still to come may need what was written from the first, so theirs are written to new memory. Where a graph may
+    know the address they are not, and such a backward raises RuntimeError.
     A copy of a module, by deepcopy or pickle, begins without any.
     """
 
@@ -41,7 +44,9 @@ class Copies:
         self._held_in_capture = False  # by what a graph captures after them
         self.captured = False  #: a CUDA graph writes `weights`, and its replays may change w1 and w2 uncounted
         self._shapes: tuple[tuple[torch.Size, torch.device], ...] = ()  # of w1, or its parts, and w2 when written
-        self._storages: tuple[StorageWeakRef, ...] = ()  # of w1 and w2 as they were; () if they are to be read anew
+        self._in_graphs = False  # captured and compiled graphs may read `weights`
+        self._storages: tuple[StorageWeakRef, ...] = ()  # of w1 and w2 when written
+        self._fresh = False  # False has w1 and w2 read anew
         self._versions: tuple[int, ...] = ()
         self._parameters: tuple[weakref.ref[Tensor], ...] = ()
 
@@ -50,7 +55,7 @@ class Copies:
 
     def forget(self) -> None:
         """The next use reads w1 and w2 anew."""
-        self._storages, self.held, self._held_in_capture = (), False, False
+        self._fresh = self.held = self._held_in_capture = False
 
     def belong_to(self, *parameters: Tensor) -> bool:
         """Whether these objects are those that `assign` was told."""
@@ -62,9 +67,11 @@ class Copies:
 
     def current(self, w1: Weight, w2: Tensor, gate_up: str) -> Fp8Weights:
         """As of w1 and w2 now. In a capture they are written in the graph, and from then on in every call."""
-        capturing = _capturing(w2)
-        fresh = self._held_in_capture if capturing else not self.captured and self._are_of((*parts_of(w1), w2))
+        capturing, tensors = _capturing(w2), (*parts_of(w1), w2)
+        fresh = self._held_in_capture if capturing else not self.captured and self._are_of(tensors)
         if self.weights is None or not fresh:
+            if not (capturing or self._in_graphs or self._have_storages(tensors)):
+                self.weights = None
             self.quantize(w1, w2, gate_up)
         assert self.weights is not None
         return self.weights
@@ -78,6 +85,9 @@ class Copies:
         tensors = (*parts_of(w1), w2)
         shapes = tuple((tensor.shape, tensor.device) for tensor in tensors)
         into = self.weights if shapes == self._shapes else None
+        if into is not None and not self._have_storages(tensors):
+            for field in fp8_checks.FIELDS:
+                torch.autograd.graph.increment_version(getattr(into, field))
         # Backward keeps no tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.weights = mb.quantize_weights(w1, w2, into, gate_up=gate_up)
@@ -89,17 +99,23 @@ class Copies:
             for tensor in (getattr(self.weights, field) for field in fp8_checks.FIELDS):
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.captured |= capturing
-        counted = not any(tensor.is_inference() for tensor in tensors)
-        self._storages = tuple(map(_identity, tensors)) if counted else ()
-        self._versions = _versions(tensors) if counted else ()
+        self._in_graphs |= capturing or hold
+        self._storages = tuple(map(_identity, tensors))
+        self._fresh = not any(tensor.is_inference() for tensor in tensors)
+        self._versions = _versions(tensors) if self._fresh else ()
         return self.weights
 
     def _are_of(self, tensors: Sequence[Tensor]) -> bool:
         uncounted = self.weights in _used_in_backward or any(tensor.is_inference() for tensor in tensors)
-        if len(self._storages) != len(tensors) or uncounted:
+        if uncounted or not (self._fresh and self._have_storages(tensors)):
+            return False
+        return self._versions == _versions(tensors)
+
+    def _have_storages(self, tensors: Sequence[Tensor]) -> bool:
+        if len(self._storages) != len(tensors):
             return False
         same = zip(self._storages, tensors, strict=True)
-        return all(ref.cdata == t.untyped_storage()._cdata for ref, t in same) and self._versions == _versions(tensors)
+        return all(ref.cdata == tensor.untyped_storage()._cdata for ref, tensor in same)
 
 
 def parts_of(w1: Weight) -> tuple[Tensor, ...]:

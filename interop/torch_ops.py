@@ -71,6 +71,12 @@ class Layer(NamedTuple):
     def b1(self) -> Any:
         return joined(self.b1_gate, self.b1_up)
 
+    def argument(self, name: str) -> str:
+        """What the caller calls the tensor of this name."""
+        w1, b1 = ("w1" if self.up is None else "w1[0]"), ("b1" if self.b1_up is None else "b1[0]")
+        of_parts = {"gate": w1, "up": "w1[1]", "b1_gate": b1, "b1_up": "b1[1]"}
+        return of_parts.get(name) or _IN_WORDS.get(name, name)
+
 
 IN_FP8 = Layer._fields[-len(fp8_checks.FIELDS) :]
 _IN_WORDS = dict(zip(IN_FP8, fp8_checks.NAMES, strict=True))  # what errors call them
@@ -163,10 +169,11 @@ def _sizes(tensors: Mapping[str, Any], slots_shape: Sequence[Any], options: Opti
 
 def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
     given = layer._asdict().items()
-    d = {_IN_WORDS.get(name, name): describe(tensor) for name, tensor in given if tensor is not None}
+    d = {layer.argument(name): describe(tensor) for name, tensor in given if tensor is not None}
     checks.same_device("moe_forward", **d)
     w1, b1, b2 = (
-        tuple(d[name] for name in names if name in d) for names in (("gate", "up"), ("b1_gate", "b1_up"), ("b2",))
+        tuple(d[layer.argument(name)] for name in names if getattr(layer, name) is not None)
+        for names in (("gate", "up"), ("b1_gate", "b1_up"), ("b2",))
     )
     weights, slots = d.get("weights"), options.slots
     checks.slot_options("moe_forward", slots, weights is not None, bool(b1))

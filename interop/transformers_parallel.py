@@ -125,7 +125,7 @@ def _over_ranks(
         raise NotImplementedError(f"moeblaze: {name_of(type(module))}: {formula.reason}")
     w1, w2, biases = transformers_experts.arguments_of(module, _local)
     plain = not biases and formula.gate_up == "halves" and not getattr(module, "has_post_expert_norm", False)
-    if plain and not torch.is_autocast_enabled(x.device.type):
+    if plain and not transformers_experts.has_autocast(x):
         rows = x.to(w2.dtype)
         wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
         options = transformers_experts.layer_options(save, precision)

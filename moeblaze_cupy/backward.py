@@ -5,7 +5,7 @@ from typing import Any
 
 from moeblaze_cupy import arrays, checks, fp8_checks, overlaps, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export, Framework
-from moeblaze_cupy.call import Call, keep
+from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.layer import map_saved, named_pair, spared, w1_b1_b2
 from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
@@ -75,6 +75,7 @@ def _check_apart(
     overlaps.apart(function, described, {name: framework.describe(array) for name, array in buffers.items()})
 
 
+@untraced
 def moe_backward(
     grad_out: Any,
     saved: SavedForBackward,
@@ -105,6 +106,7 @@ def moe_backward(
     return backward_into(None, "moe_backward", grad_out, saved, needs, keep_saved, accumulate, spare_multiprocessors)[0]
 
 
+@untraced
 def moe_backward_data(
     grad_out: Any,
     saved: SavedForBackward,
@@ -131,6 +133,7 @@ def moe_backward_data(
     return grads, pending
 
 
+@untraced
 def moe_backward_weights(
     pending: PendingWeights,
     *,

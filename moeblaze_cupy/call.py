@@ -1,6 +1,10 @@
 """One public call: its arguments in working form, where they are, and the way back to the caller's kind of array."""
 
-from typing import Any, cast
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -10,9 +14,29 @@ from moeblaze_cupy.interop import dlpack
 from moeblaze_cupy.reference import HostArray
 from moeblaze_cupy.runtime import Prepared
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 def keep(array: Any) -> Any:
     return array
+
+
+def untraced(function: Function) -> Function:
+    """A function that torch.compile calls between its graphs, as it cannot follow addresses and NumPy's code."""
+    by_torch: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        nonlocal by_torch
+        if by_torch is None:
+            if "torch._dynamo" not in sys.modules:  # nothing can be compiled, and its import takes seconds
+                return function(*arguments, **options)
+            dynamo = importlib.import_module("torch._dynamo.decorators")
+            dynamo.skip(called)  # this frame alone; what it calls comes under `disable`
+            by_torch = dynamo.disable(function)
+        return by_torch(*arguments, **options)
+
+    return cast("Function", called)
 
 
 class Call:

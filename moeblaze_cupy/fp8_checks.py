@@ -28,6 +28,15 @@ def arrays_of(function: str, precision: Any, fp8_weights: Any) -> tuple[Any, ...
     return tuple(getattr(fp8_weights, field) for field in FIELDS)
 
 
+def form(function: str, d: int, h: int, gate_up: str) -> None:
+    """Of a layer in e4m3, whatever its arrays."""
+    if d % MULTIPLE or h % MULTIPLE:
+        expected = f"d and h that are multiples of {MULTIPLE} for 'fp8'"
+        raise checks.bad_value(function, "precision", expected, f"(d, h) = ({d}, {h})")
+    if gate_up == "interleaved":
+        raise checks.bad_value(function, "gate_up", "'halves' with precision='fp8'", repr(gate_up))
+
+
 def layer(
     function: str,
     x: Array,
@@ -51,11 +60,7 @@ def layer(
         raise RuntimeError(f"{function}: precision: expected {expected}{forced}")
     if x.dtype != "bfloat16":
         raise checks.bad_type(function, "x", "bfloat16 with precision='fp8'", x.dtype)
-    if d % MULTIPLE or h % MULTIPLE:
-        expected = f"d and h that are multiples of {MULTIPLE} for 'fp8'"
-        raise checks.bad_value(function, "precision", expected, f"(d, h) = ({d}, {h})")
-    if gate_up == "interleaved":
-        raise checks.bad_value(function, "gate_up", "'halves' with precision='fp8'", repr(gate_up))
+    form(function, d, h, gate_up)
     for name, bias in biases.items():  # Hopper's kernels read 16 bytes at a time
         past = bias.ptr % arrays.ALIGNMENT
         if limits is not None and (past or bias.strides[0] % 8):

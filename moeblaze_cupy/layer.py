@@ -6,7 +6,7 @@ from typing import Any, overload
 
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export
-from moeblaze_cupy.call import Call, keep
+from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.ops import dispatch, experts, fp8
 from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Runtime, current_device
@@ -67,6 +67,7 @@ def named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
     return {name: parts[0]} if len(parts) == 1 else {f"{name}[0]": parts[0], f"{name}[1]": parts[1]}
 
 
+@untraced
 def build_dispatch(
     ids: Any, num_experts: int, token_offsets: Any = None, *, max_slots: int | None = None
 ) -> DispatchIndices:
@@ -163,6 +164,7 @@ def moe_forward(
 ) -> tuple[Any, None]: ...
 
 
+@untraced
 def moe_forward(
     x: Any,
     ids: Any,

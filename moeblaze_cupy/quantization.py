@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_cupy import arrays, checks, overlaps, reference
-from moeblaze_cupy.call import Call
+from moeblaze_cupy.call import Call, untraced
 from moeblaze_cupy.layer import named_pair
 from moeblaze_cupy.ops import quantize
 from moeblaze_cupy.ops.quantize import E4M3, FIELDS, shapes_of
@@ -16,6 +16,7 @@ NAME = "quantize_weights"
 MULTIPLE = 16  # of d and h: rows of e4m3 then begin at multiples of 16 bytes, as TMA wants
 
 
+@untraced
 def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up: str = "halves") -> Fp8Weights:
     """The weights of a layer as e4m3 in both orientations, with a float32 scale for each expert (and half of w1).
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from moeblaze_cupy import checks, reference, router_options, runtime
 from moeblaze_cupy.arrays import Export
-from moeblaze_cupy.call import Call, keep
+from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.ops import router
 from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import RouterSums
@@ -27,6 +27,7 @@ def _named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Any]:
     return {name: array for name, array in zip(names, given, strict=True) if array is not None}
 
 
+@untraced
 def route(
     logits: Any,
     k: int | None = None,
@@ -114,6 +115,7 @@ def route(
         return export(weights.array), export(chosen.array), totals
 
 
+@untraced
 def route_backward(
     grad_weights: Any,
     logits: Any,

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from moeblaze_cupy import arrays, checks, reference, runtime
-from moeblaze_cupy.call import Call
+from moeblaze_cupy.call import Call, untraced
 from moeblaze_cupy.ops import aggregation, pull
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Launch, Runtime, cached, current_device
 
 
+@untraced
 def sum_rows(rows: Any, positions: Any) -> Any:
     """out[t] = sum over j, in order, of rows[positions[t, j]], in fp32, rounded once.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from moeblaze_cupy import arrays, checks, launch_config, overlaps, reference, runtime, selection_config
 from moeblaze_cupy.arrays import Export
-from moeblaze_cupy.call import Call, keep
+from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.ops import balance, selection
 from moeblaze_cupy.ops.selection import Sequences
 from moeblaze_cupy.runtime import Runtime, current_device
@@ -42,6 +42,7 @@ def _address(offsets: Any, pointers: list[int]) -> int:
     return 0 if offsets is None else pointers[-1]
 
 
+@untraced
 def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
     """How many slots each expert has in each sequence: (S, E) int32.
 
@@ -75,6 +76,7 @@ def tokens_per_expert(ids: Any, num_experts: int, *, sequences: Any = 1) -> Any:
         return export(balance.tokens_per_expert(run, step, pointers[0], _address(offsets, pointers), shape).array)
 
 
+@untraced
 def limit_capacity(
     ids: Any,
     num_experts: int,
@@ -147,6 +149,7 @@ def limit_capacity(
         return export(selection.limit_capacity(run, steps, pointers[0], value_ptr, offsets_ptr, shape).array)
 
 
+@untraced
 def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[Any, Any]:
     """Pairs of each expert with its `capacity` tokens of largest scores in each sequence (arXiv 2202.09368).
 
@@ -194,6 +197,7 @@ def expert_choice(scores: Any, capacity: int, *, sequences: Any = 1) -> tuple[An
         return export(chosen[0].array), export(chosen[1].array)
 
 
+@untraced
 def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nearest") -> tuple[Any, Any]:
     """Pairs in which each expert has a multiple of `tile` tokens: token rounding (SonicMoE, arXiv 2512.14080).
 
@@ -242,6 +246,7 @@ def round_tokens(scores: Any, ids: Any, *, tile: int = 128, rounding: str = "nea
         return export(pairs[0].array), export(pairs[1].array)
 
 
+@untraced
 def list_pairs(mask: Any, num_pairs: int) -> tuple[Any, Any]:
     """The pairs that are set in a mask, by token, then expert; at most num_pairs, the first ones.
 
@@ -273,6 +278,7 @@ def list_pairs(mask: Any, num_pairs: int) -> tuple[Any, Any]:
         return export(pairs[0].array), export(pairs[1].array)
 
 
+@untraced
 def quantile_histogram(
     logits: Any, ids: Any, bias: Any, histogram: Any, bounds: Any, *, score: str = "sigmoid"
 ) -> None:

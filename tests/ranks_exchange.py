@@ -316,6 +316,23 @@ def shared_expert(rank, size, group):
 
 
 @case
+def between_graphs(rank, size, group):
+    """torch.compile calls the exchange as it is, between its graphs."""
+    experts, inputs = ExpertGroup(group, E), Inputs(rank, counts_of(size, "uneven"))
+    x, ids, weights, w1, w2 = inputs.local()
+
+    def layer(x):
+        out = expert_parallel_moe(2 * x, ids, weights, w1, w2, experts)
+        rows, local_ids, _, route = exchange(2 * x, ids, weights, experts)
+        return 3 * out, collect(rows * (local_ids >= 0).sum(1, keepdim=True), route)
+
+    got, want = (call(x) for call in (torch.compile(layer, backend="eager"), layer))
+    assert all(map(torch.equal, got, want))
+    (grad, wanted) = (torch.autograd.grad(out[0].sum() + out[1].sum(), x)[0] for out in (got, want))
+    assert torch.equal(grad, wanted)
+
+
+@case
 def own_experts(rank, size, group):
     """`exchange` and `collect` around experts of the caller's, and what a route tells."""
     inputs = Inputs(rank, counts_of(size, "uneven"), "duplicate")

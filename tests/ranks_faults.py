@@ -68,6 +68,14 @@ def differing(rank, size, group, route):
     first, last = (size - 1) * (E // size), E - 1
     text = f"of this rank's experts {first}..{last}, got" if odd else f"got errors on [{size - 1}]"
     expect(ValueError, text, lambda: attempt(same[5], **wrong))
+    for name, change, what in (
+        ("w1", lambda t: t[:, 1:], "shape (E, d, 2h) = ("),
+        ("w1", lambda t: t[:, :, 2:], "shape (E, d, 2h) = ("),
+        ("w1", lambda t: t.repeat_interleave(2, 2)[:, :, ::2], "the last dimension contiguous, or the transposed view"),
+        ("w2", lambda t: t[:, :, 1:], "shape (E, h, d) = ("),
+    ):
+        text = f"expert_parallel_moe: {name}: expected {what}" if odd else f"got errors on [{size - 1}]"
+        expect(ValueError, text, lambda name=name, change=change: attempt(same[7], **{name: change}))
     everyone: list = [None] * size
     dist.all_gather_object(everyone, texts, group=group)
     assert all(other == texts for other in everyone)

@@ -8,6 +8,7 @@ from test_torch_fp8_operators import block as block_in_fp8
 from test_torch_fp8_operators import gradients as gradients_in_fp8
 from test_torch_ops import POLICIES, leaves_of, overwriting, tensors
 
+import moeblaze_cupy as mb
 from moeblaze_cupy.structures import pair
 
 torch = pytest.importorskip("torch")
@@ -238,6 +239,56 @@ def test_export(strict):
     with torch.no_grad():
         for tokens in (x, torch.randn(30, 8)):
             assert torch.equal(program.module()(tokens), module(tokens))
+
+
+def forward_and_backward(x, ids, weights, w1, w2, grad_out):
+    out, saved = mb.moe_forward(x, ids, weights, w1, w2)
+    data, pending = mb.moe_backward_data(grad_out, saved, keep_saved=True)
+    halves = data.x, data.weights, mb.moe_backward_weights(pending).w1
+    return out, *halves, *mb.moe_backward(grad_out, saved)
+
+
+def routed(logits):
+    weights, ids = mb.route(logits, 2, score="sigmoid")
+    return weights, ids, mb.route_backward(weights.square(), logits, weights, ids, score="sigmoid")
+
+
+def histogram(logits, ids):
+    into = torch.zeros((5, 8), dtype=torch.int32)
+    mb.quantile_histogram(logits, ids, torch.zeros(5), into, torch.tensor([-1.0, 1.0]))
+    return into
+
+
+# Of scores (9, 5) and ids (9, 2).
+BETWEEN_GRAPHS = {
+    "build_dispatch": lambda scores, ids: mb.build_dispatch(ids, 5).lists,
+    "expert_choice": lambda scores, ids: mb.expert_choice(scores, 2),
+    "limit_capacity": lambda scores, ids: mb.limit_capacity(ids, 5, 2),
+    "list_pairs": lambda scores, ids: mb.list_pairs(scores > 0, 20),
+    "quantile_histogram": histogram,
+    "quantize_weights": lambda scores, ids: (
+        mb.quantize_weights(
+            scores[:1, :1, None].expand(1, 16, 32).contiguous(), scores[0, 0].expand(1, 16, 16).contiguous()
+        ).w1_scales
+    ),
+    "round_tokens": lambda scores, ids: mb.round_tokens(scores, ids, tile=2),
+    "route": lambda scores, ids: routed(scores),
+    "sum_rows": lambda scores, ids: mb.sum_rows(scores, ids.int()),
+    "tokens_per_expert": lambda scores, ids: mb.tokens_per_expert(ids, 5),
+    "moe_forward": lambda scores, ids: forward_and_backward(*(t.detach() for t in tensors())),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN_GRAPHS)
+def test_functions_of_arrays_are_called_between_graphs(name):
+    rng = torch.Generator().manual_seed(0)
+    scores, ids = torch.randn(9, 5, generator=rng), torch.randint(5, (9, 2), generator=rng)
+
+    def among_others(scores, ids):
+        return [1 + made for made in torch.utils._pytree.tree_leaves(BETWEEN_GRAPHS[name](2 * scores, ids + 0))]
+
+    got = torch.compile(among_others, backend="aot_eager")(scores, ids)
+    assert all(map(torch.equal, got, among_others(scores, ids))) and got
 
 
 def test_second_derivatives_are_refused():

@@ -68,3 +68,12 @@ def gpu_results(request, tmp_path_factory):
 @pytest.mark.parametrize("name", ranks.GPU_CASES)
 def test_case_on_gpus(gpu_results, name):
     assert_right(gpu_results, name)
+
+
+def test_one_parameter_is_clipped_as_a_list_of_it():
+    from moeblaze_cupy.interop.expert_parallel import clip_grad_norm_
+
+    parameter = ranks.torch.nn.Parameter(ranks.torch.ones(2, 2))
+    parameter.grad = ranks.torch.full((2, 2), 4.0)
+    assert clip_grad_norm_(parameter, 2.0) == 8
+    ranks.torch.testing.assert_close(parameter.grad, ranks.torch.ones(2, 2))

@@ -481,6 +481,72 @@ def test_errors_of_main_grad():
     assert str(caught.value) == "moe: w1: expected a pair of which both or none require gradients, got one of each"
 
 
+def main_grads_of_copies(copy_of):
+    """(main_grad, gradient) of parameters (E, 2h, d) and (E, d, h) whose bf16 copies the layer gets.
+
+    copy_of: makes the layer's weight, or a pair, from a parameter.
+    """
+    x, ids, weights, w1, w2, grad_out = tensors(Case(L=9, k=2, E=3, d=4, h=6, order="transposed"), np.float32)
+    parameters = [torch.nn.Parameter(w.transpose(1, 2)) for w in (w1, w2)]
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros_like(parameter)
+    first, second = copy_of(parameters[0]), parameters[1].to(torch.bfloat16).transpose(1, 2)
+    into = {"w1": (parameters[0],) * len(pair(first)), "w2": parameters[1]}
+    x, grad_out = x.to(torch.bfloat16), grad_out.to(torch.bfloat16)
+    moe(x, ids, weights, first, second, accumulate_into_main_grad=into).backward(grad_out)
+    moe(x, ids, weights, copy_of(parameters[0]), second.detach()).backward(grad_out)
+    return parameters[0].main_grad, parameters[0].grad
+
+
+COPIES = {
+    "cast, then transposed": lambda p: p.to(torch.bfloat16).transpose(1, 2),
+    "transposed, then cast": lambda p: p.transpose(1, 2).to(torch.bfloat16),
+    "halves of a copy": lambda p: p.to(torch.bfloat16).transpose(1, 2).chunk(2, dim=2),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_main_grad_of_a_parameter_that_the_layer_gets_in_another_dtype(copy):
+    into, want = main_grads_of_copies(COPIES[copy])
+    assert want.any() and relative_error(into.numpy(), want.numpy()) <= 2**-7
+
+
+@pytest.mark.parametrize(
+    "copy, message",
+    [
+        (
+            lambda p: p.transpose(1, 2).to(torch.bfloat16).contiguous(),
+            r"moe: w1: expected the parameter's memory order, strides \(48, 4, 1\) of shape \(3, 12, 4\), "
+            r"got strides \(48, 12, 1\) of shape \(3, 4, 12\)",
+        ),
+        (
+            lambda p: tuple(half.to(torch.bfloat16) for half in p.transpose(1, 2).chunk(2, dim=2)),
+            r"moe: w1\[0\]: expected a view of the parameter, or of a copy of all of it in another dtype, "
+            r"got shape \(3, 4, 6\) of other memory",
+        ),
+    ],
+)
+def test_copies_whose_elements_lie_otherwise_have_no_main_grad(copy, message):
+    """Gradients would be added to other elements of main_grad than theirs."""
+    with pytest.raises(ValueError, match=message):
+        main_grads_of_copies(copy)
+
+
+def test_what_names_the_parameters_of_main_grad():
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    w1, w2 = torch.nn.Parameter(w1), torch.nn.Parameter(w2)
+    for weight in (w1, w2):
+        weight.main_grad = torch.zeros_like(weight)
+    for given, error, message in (
+        ([w1, w2], TypeError, "accumulate_into_main_grad: expected True, False or a mapping from 'w1' and 'w2' to"),
+        ({"w_1": w1}, ValueError, "accumulate_into_main_grad: expected one of 'w1', 'w2', got 'w_1'"),
+        ({"w1": "w1"}, TypeError, r"accumulate_into_main_grad\['w1'\]: expected a parameter or a pair of them, got"),
+        ({"w1": w2}, ValueError, "w1: expected a view of the parameter, or a copy in another dtype, got other memory"),
+    ):
+        with pytest.raises(error, match=f"moe: {message}"):
+            moe(x, ids, weights, w1, w2, accumulate_into_main_grad=given)
+
+
 REDUCTIONS = {
     "sum": lambda out: out.sum(),  # an incoming gradient that requires none
     "mean": lambda out: out.mean(),
@@ -734,6 +800,13 @@ def test_autocast_and_main_grad():
         ((8, 6, 4, 2), {"save": "all"}, ValueError, "save: expected one of 'minimal', "),
         ((8, 6, 4, 2), {"score": "tanh"}, ValueError, "score: expected one of 'softmax', "),
         ((8, 6, 4, 2), {"renormalize": "no"}, TypeError, "renormalize: expected True, False or None, got 'no'"),
+        ((16, 8, 4, 2), {"precision": "fp8"}, ValueError, "precision: expected d and h that are multiples of 16"),
+        (
+            (16, 16, 4, 2),
+            {"precision": "fp8", "gate_up": "interleaved"},
+            ValueError,
+            "gate_up: expected 'halves' with precision='fp8', got 'interleaved'",
+        ),
     ],
 )
 def test_errors_of_the_constructor(sizes, options, error, message):

@@ -48,6 +48,60 @@ def test_moe_is_the_layer(save, ready):
     assert 0.02 < (plain.float() - want.float()).norm() / plain.float().norm() < 0.1  # it is in e4m3
 
 
+def by_call(layer, others, x):
+    torch.func.functional_call(layer, dict(others.named_parameters()), (x,))
+
+
+def by_data(layer, others, x):
+    for call in (layer, lambda _: None):
+        for own, other in zip(layer.parameters(), others.parameters(), strict=True):
+            own.data, other.data = other.data, own.data
+        call(x)
+
+
+def by_assignment(layer, others, x):
+    own = layer.w1_storage, layer.w2_storage
+    layer.w1_storage, layer.w2_storage = others.w1_storage, others.w2_storage
+    layer(x)
+    layer.w1_storage, layer.w2_storage = own
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+@pytest.mark.parametrize("swapped", [by_call, by_data, by_assignment])
+def test_other_parameters_between_forward_and_backward(swapped, in_graphs):
+    """As those of an averaged model: backward has the e4m3 weights of its own forward, or says that they are gone."""
+    torch.manual_seed(0)
+    layer = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
+    others = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
+    x = torch.randn(40, 48).bfloat16().requires_grad_()
+    (want,) = torch.autograd.grad(layer(x).sum(), x)
+    if in_graphs:  # which read the weights where they are
+        layer.quantize_weights(hold=True)
+        layer.quantize_weights()
+    out = layer(x)
+    with torch.no_grad():
+        swapped(layer, others, x)
+    if in_graphs:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        return
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad, want)
+    assert torch.equal(layer(x), out)
+
+
+def test_replicas_have_weights_of_their_own():
+    """DataParallel's run at once, in threads, each on another GPU."""
+    layer = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
+    x = torch.randn(40, 48).bfloat16()
+    out, replica = layer(x), layer._replicate_for_data_parallel()
+    for name, parameter in layer.named_parameters():
+        setattr(replica, name, -parameter)  # as DataParallel does with what it sends
+    other = replica(x)
+    assert replica.fp8_weights is not layer.fp8_weights
+    assert torch.equal(layer(x), out) and not torch.equal(other, out)
+
+
 def test_module_quantises_its_weights_when_they_have_changed(monkeypatch):
     calls, plain = [], mb.quantize_weights
 

@@ -1,6 +1,7 @@
 """The torch operators: what they promise torch, and that calls by them are the calls of eager mode."""
 
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -186,6 +187,30 @@ def test_fakes_make_the_checks_of_calls(bad):
     with torch._subclasses.FakeTensorMode() as mode, pytest.raises(type(eager.value)) as fake:
         moe(*map(mode.from_tensor, given))
     assert str(fake.value) == str(eager.value)
+
+
+@pytest.mark.parametrize("argument", ["w1", "w1[0]", "w1[1]", "w2", "b1", "b1[1]"])
+def test_errors_name_the_callers_arguments(argument):
+    """Those of a compiled or transformed call, which gets a pair as two tensors."""
+    x, ids, weights, w1, w2, _ = tensors()
+    (E, _, columns), is_pair = w1.shape, "[" in argument
+    given = {"w1": w1, "w2": w2, "b1": x.new_ones(E, columns)}
+    name, part = argument.removesuffix("[0]").removesuffix("[1]"), int(argument.endswith("[1]"))
+    parts = list(given[name].chunk(2, -1)) if is_pair else [given[name]]
+
+    def call(tensor):
+        whole = [*parts[:part], tensor, *parts[part + 1 :]]
+        both = {"w1": given["w1"].chunk(2, -1)} if is_pair else {}
+        changed = given | both | {name: tuple(whole) if is_pair else tensor}
+        return moe(x, ids, weights, changed["w1"], changed["w2"], b1=changed["b1"])
+
+    escaped = re.escape(argument)
+    with pytest.raises(RuntimeError, match=f"^moe: {escaped}: expected one tensor for all of vmap's batch"):
+        torch.vmap(call)(torch.stack([parts[part]] * 2))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        elsewhere = torch.empty_like(parts[part], device="cuda")
+        with pytest.raises(TypeError, match=f"^moe_forward: {escaped}: expected x's device cpu, got cuda:0"):
+            call(elsewhere)
 
 
 def test_meta_tensors_have_shapes():

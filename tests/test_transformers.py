@@ -326,6 +326,20 @@ def test_autocast_computes_as_linear_does(calls):
         assert (got[name] - value).norm() < 0.03 * value.norm(), name
 
 
+def test_a_model_on_meta_has_shapes():
+    """As counters of operations want it, under a dispatch mode."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"):
+        model = tiny("qwen3_moe", "moeblaze")
+    with FlopCounterMode(display=False):
+        out = model(tokens().to("meta"), labels=tokens().to("meta"))
+        out.loss.backward()
+    assert out.logits.shape == (2, 8, 64) and all(p.grad.shape == p.shape for p in model.parameters())
+    with pytest.raises(TypeError, match=r"^moe_forward: x: device: expected a tensor on cpu or cuda, got meta"):
+        model(tokens().to("meta"))
+
+
 @pytest.mark.parametrize("policy", ["paper", "recompute"])
 def test_save_policies(policy, calls):
     backend.register(f"moeblaze_{policy}", save=policy)
