@@ -32,7 +32,8 @@ ROUND_SECONDS = 0.4  # of rounds, or as many as asked for if those take longer: 
 # Of calls back to back. The driver holds an average of the power to its limit: a quarter of a second into a load the
 # clock falls for as long, and again a second later, by 10% in cuBLAS and by 20% in these kernels.
 SWING_SECONDS = 1.0
-LONG_BYTES = 2**28  # of a copy, read and written
+# Of a copy, read and written. In a graph, copies of 512, 544 and 1024 MiB ran at 2.76 TB/s, outside of one at 4.2.
+LONG_BYTES = 2**28
 QUARTILES = ("q1", "median", "q3")
 
 
