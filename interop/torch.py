@@ -417,7 +417,7 @@ class MoE(torch.nn.Module):
         if self.precision is None:
             return None
         if self._fp8.held:
-            return self._fp8.weights
+            return self._fp8.in_order()
         if self._sharded or torch_autograd.wanted((w1, w2)):
             return None
         return self._fp8.current(w1, w2, self.gate_up)

@@ -35,6 +35,8 @@ class Copies:
     Other storages than before are those of other parameters, such as averaged ones that are swapped in. A backward that
     is still to come may need what was written from the first, so theirs are written to new memory. Where a graph may
     know the address they are not, and such a backward raises RuntimeError.
+    A use on another CUDA stream than the one that wrote them waits for that stream. What another stream has read, or is
+    written on another one, gets new memory, but where a graph may know the address.
     A copy of a module, by deepcopy or pickle, begins without any.
     """
 
@@ -49,6 +51,9 @@ class Copies:
         self._fresh = False  # False has w1 and w2 read anew
         self._versions: tuple[int, ...] = ()
         self._parameters: tuple[weakref.ref[Tensor], ...] = ()
+        self._stream: torch.cuda.Stream | None = None  # that wrote `weights` outside of captures
+        self._written: torch.cuda.Event | None = None
+        self._read_elsewhere = False  # on another stream
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Copies, ()
@@ -73,7 +78,20 @@ class Copies:
             if not (capturing or self._in_graphs or self._have_storages(tensors)):
                 self.weights = None
             self.quantize(w1, w2, gate_up)
-        assert self.weights is not None
+        found = self.in_order()
+        assert found is not None
+        return found
+
+    def in_order(self) -> Fp8Weights | None:
+        """`weights`, to be read on the current stream after they have been written."""
+        if torch.compiler.is_compiling() or self._stream is None or torch.cuda.is_current_stream_capturing():
+            return self.weights  # a capture begins when the GPU is idle
+        stream = torch.cuda.current_stream(self._stream.device)
+        if stream != self._stream and self.weights is not None and self._written is not None:
+            stream.wait_event(self._written)
+            for field in fp8_checks.FIELDS:
+                getattr(self.weights, field).record_stream(stream)
+            self._read_elsewhere = True
         return self.weights
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it none
@@ -85,12 +103,20 @@ class Copies:
         tensors = (*parts_of(w1), w2)
         shapes = tuple((tensor.shape, tensor.device) for tensor in tensors)
         into = self.weights if shapes == self._shapes else None
+        stream = torch.cuda.current_stream(w2.device) if w2.is_cuda and not _capturing(w2) else None
+        if stream is not None and self._stream is not None and (self._read_elsewhere or stream != self._stream):
+            if not self._in_graphs:
+                into = None
+            elif self._written is not None:
+                stream.wait_event(self._written)
         if into is not None and not self._have_storages(tensors):
             for field in fp8_checks.FIELDS:
                 torch.autograd.graph.increment_version(getattr(into, field))
         # Backward keeps no tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.weights = mb.quantize_weights(w1, w2, into, gate_up=gate_up)
+        if stream is not None:
+            self._stream, self._written, self._read_elsewhere = stream, stream.record_event(), False
         self._shapes = shapes
         _used_in_backward.discard(self.weights)
         capturing = _capturing(w2)

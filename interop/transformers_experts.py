@@ -96,7 +96,7 @@ def _current_copies(
     if copies is None:
         return None
     if copies.held:
-        return copies.weights
+        return copies.in_order()
     if torch_autograd.wanted((*torch_fp8.parts_of(w1), w2)) or not copies.belong_to(*parameters):
         return None
     return copies.current(w1, w2, gate_up)

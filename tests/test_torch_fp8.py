@@ -193,3 +193,23 @@ def test_on_the_gpu(k, save, on_hopper):
         exact, got = want[name].astype(np.float64), found[0][name]
         assert np.linalg.norm(got.double().cpu().numpy() - exact) <= 0.02 * np.linalg.norm(exact), name
         assert torch.equal(got, found[1][name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hold", [False, True])
+def test_copies_that_another_stream_writes(hold, on_hopper):
+    """A forward on this stream, while the other one has yet to write what its forward made of new weights."""
+    torch.manual_seed(0)
+    layer = MoE(256, 256, 4, 2, precision="fp8", device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    other = torch.cuda.Stream()
+    with torch.no_grad():
+        before = layer(x)
+        layer.w2_storage.mul_(-1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(500_000_000)
+            layer.quantize_weights(hold=hold)
+        got = layer(x)
+        torch.cuda.synchronize()
+        assert torch.equal(got, -before) and torch.equal(layer(x), got)
