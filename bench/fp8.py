@@ -367,6 +367,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--commit", help="to write into the record where there is no git")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
+    inputs.expect_gpu(parser)
     names = cases.select(args.case, CASES)
     start = time.perf_counter()
     precompile(names)

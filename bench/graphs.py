@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bench import cases, measure, table
+from bench import cases, inputs, measure, table
 from moeblaze_cupy.interop.torch import MoE
 
 ROUNDS = 15
@@ -73,6 +73,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--calls", type=int, default=50, help="per round (%(default)s)")
     parser.add_argument("--out", metavar="FILE.json", help="a record")
     args = parser.parse_args(argv or None)
+    inputs.expect_gpu(parser)
     rows = measured(args.calls)
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "steps": rows}

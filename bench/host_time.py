@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import moeblaze_cupy as mb
-from bench import measure, table
+from bench import inputs, measure, table
 from moeblaze_cupy.interop.torch import MoE, moe
 
 L, K, E, D, H = 64, 2, 8, 256, 256
@@ -77,6 +77,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--calls", type=int, default=100, help="per round (%(default)s)")
     parser.add_argument("--out", metavar="FILE.json", help="a record")
     args = parser.parse_args(argv or None)
+    inputs.expect_gpu(parser)
     rows = measured(args.calls)
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "microseconds": rows}

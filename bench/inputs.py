@@ -1,5 +1,7 @@
 """Random inputs: unit-scale tensors and top-k routings of three kinds, on the CPU or the current CUDA device."""
 
+import argparse
+
 import torch
 
 CHUNK = 2**18  # rows of scores made at once: 2M tokens times 128 experts would be a gigabyte
@@ -7,6 +9,12 @@ CHUNK = 2**18  # rows of scores made at once: 2M tokens times 128 experts would 
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+def expect_gpu(parser: argparse.ArgumentParser) -> None:
+    """Ends a program that cannot run without a GPU, with exit status 2 and a message, where torch finds none."""
+    if not has_gpu():
+        parser.error("expected a CUDA device that torch can use, got none")
 
 
 def device() -> str:

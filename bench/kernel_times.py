@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import bench_selection, cases, table
+from bench import bench_selection, cases, inputs, table
 
 CALLS = {
     "copy": "experts",
@@ -71,6 +71,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--calls", type=int, default=8, help="of which the medians are taken (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=CALLS, default=SHOWN)
     args = parser.parse_args(argv or None)
+    inputs.expect_gpu(parser)
     case = (cases.LAYERS | cases.DISPATCHES)[args.case]
     sets = [bench_selection.Data(case, seed) for seed in range(args.calls)]
     logits = [data.logits() for data in sets]

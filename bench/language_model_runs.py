@@ -1,4 +1,4 @@
-"""Runs of the language model of examples/ at once, several processes per GPU, for bench/records/language_model/:
+"""Runs of the language model of examples/ at once, several processes per GPU, for bench/records/language_model/.
 
 python -m bench.language_model_runs --arm fp8,save_fp8 --seed 0,1,2 --size small --out DIR
 

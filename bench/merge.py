@@ -1,10 +1,10 @@
-"""Records of several runs as one, where one call does not last for all rows:
+"""Joins records of several runs of one commit into one.
 
 python -m bench.merge bench/records/NAME.json "what is said of the runs" FIRST.json SECOND.json ...
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 
@@ -23,10 +23,15 @@ def merge(note: str, records: list[dict]) -> dict:
     return {"note": note, **records[0], "benchmarks": rows}
 
 
-def main(out: str, note: str, *paths: str) -> None:
-    merged = merge(note, [json.loads(Path(path).read_text()) for path in paths])
-    Path(out).write_text(json.dumps(merged, indent=1) + "\n")
+def main(*argv: str) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.merge", description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT.json", help="the joined record")
+    parser.add_argument("note", help="text about the runs, written into it")
+    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.json")
+    args = parser.parse_args(argv or None)
+    merged = merge(args.note, [json.loads(path.read_text()) for path in args.records])
+    args.out.write_text(json.dumps(merged, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,4 +1,4 @@
-"""What the rules of gemm_config choose between, timed in turn in one process, as the clock's swing asks for:
+"""What the rules of gemm_config choose between, timed in turn in one process.
 
 python -m bench.variants --rule clusters --rule split_k --case dsv3,one_expert --order row --out FILE.json
 """
@@ -126,6 +126,7 @@ def main(*argv: str) -> None:
     parser.add_argument("--accumulate", action="store_true", help="weight gradients are added to float32 sums")
     parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
+    inputs.expect_gpu(parser)
     rows = run(args.rule or list(RULES), cases.select(args.case, "one_expert"), args.order, args.accumulate)
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}

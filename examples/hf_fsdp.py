@@ -1,4 +1,4 @@
-"""The model of hf_training.py with its parameters spread over processes by FSDP2 (fully_shard):
+"""The model of hf_training.py with its parameters spread over processes by FSDP2 (fully_shard).
 
 python examples/hf_fsdp.py                     two processes on the CPU, or one for each GPU
 python examples/hf_fsdp.py --processes 4

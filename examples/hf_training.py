@@ -1,11 +1,11 @@
-"""A small Qwen3-MoE of transformers, trained on bytes with this package's experts:
+"""A small Qwen3-MoE of transformers, trained on bytes with this package's experts.
 
 python examples/hf_training.py                     a bare loop with AdamW
 python examples/hf_training.py --how trainer       transformers' Trainer
 python examples/hf_training.py --lora              LoRA on the experts' weights, the rest frozen, in either way
 
-Needs transformers, and accelerate for Trainer, peft for LoRA. A model from a checkpoint is made alike:
-AutoModelForCausalLM.from_pretrained(path, experts_implementation="moeblaze").
+Needs transformers; Trainer needs accelerate (pip install accelerate), LoRA needs peft (pip install peft). To train a
+checkpoint, make the model by AutoModelForCausalLM.from_pretrained(path, experts_implementation="moeblaze").
 """
 
 import argparse

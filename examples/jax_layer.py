@@ -2,8 +2,8 @@
 
 python examples/jax_layer.py
 
-Arrays of JAX come in and go out by DLPack, without copies on a GPU. Under jax.jit there are no arrays to hand over,
-so the layer is called between jitted parts.
+Needs jax (pip install jax). Arrays of JAX come in and go out by DLPack, without copies on a GPU. Under jax.jit there
+are no arrays to hand over, so the layer is called between jitted parts.
 """
 
 import sys

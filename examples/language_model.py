@@ -1,7 +1,9 @@
-"""A decoder-only language model on bytes with MoE layers in every block, trained in torch with one kind of experts:
+"""A decoder-only language model on bytes with MoE layers in every block, trained in torch with one kind of experts.
 
 python examples/language_model.py --arm minimal,grouped_mm --seed 0,1,2 --out runs     train; the same again resumes
 python examples/plot_losses.py runs                                                    the losses, a band per arm
+
+The sizes "base" and "small" are for a GPU. `--size toy` takes seconds on a CPU.
 
 Arms see the same initial weights and the same batches of a seed. `fp32` is the reference: float32 throughout, TF32 off,
 experts in turn. The others have bfloat16 weights and activations: `grouped_mm` torch's grouped products, `minimal` and

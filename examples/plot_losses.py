@@ -1,4 +1,4 @@
-"""Held-out losses of runs of examples/language_model.py, a line per arm with the band of its seeds:
+"""Held-out losses of runs of examples/language_model.py, a line per arm with the band of its seeds.
 
 python examples/plot_losses.py DIR [--plot FILE.svg]
 """

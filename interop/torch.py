@@ -64,10 +64,10 @@ def moe(
     for hooks that wait for one. In what torch.compile compiles a view does not tell its parameter: give the
     parameters, {"w1": parameter or pair, "w2": parameter}, of which w1 and w2 are views as a whole. The attribute is
     then set in forward.
-    There are no second derivatives: a graph made by create_graph=True raises RuntimeError where it is used.
+    There are no second derivatives: a backward through a graph made by create_graph=True raises RuntimeError.
     torch.compile, torch.export, make_fx, dispatch modes, tensor subclasses, and grad, vjp and vmap of torch.func (vmap
     over tokens with the same experts) get operators of the namespace `moeblaze`. Forward-mode differentiation,
-    is_grads_batched and torch.jit.trace are refused.
+    is_grads_batched, torch.jit.trace, and torch.export with gradients are refused.
     Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
     in float32; of another dtype than that and autocast's they come to it.
     precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where `fp8_weights` is
@@ -112,6 +112,8 @@ def moe(
     if save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
     if as_operators:
+        if differentiable:
+            torch_autograd.no_export("moe")
         sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
         # Compiled code changes no attributes in backward, so it is told here.
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
@@ -240,7 +242,10 @@ def route(
     if as_operators:
         options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
         arguments = (logits, *others, k, *RouterOptions(**options))
-        if torch_autograd.transformed() or (torch.is_grad_enabled() and logits.requires_grad):
+        differentiable = torch.is_grad_enabled() and logits.requires_grad
+        if differentiable:
+            torch_autograd.no_export("route")
+        if differentiable or torch_autograd.transformed():
             routed = torch_router.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         else:
             routed = torch_router_ops.route(*arguments)

@@ -121,6 +121,20 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+# Versions of torch that do not know it cannot be asked.
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def no_export(function: str) -> None:
+    """Raises RuntimeError under torch.export, for a call with gradients.
+
+    An exported program has operators in place of autograd Functions, and these have no gradients.
+    """
+    if _is_exporting():
+        expected = "torch.no_grad() around torch.export, as an exported program has no gradients"
+        raise RuntimeError(f"{function}: expected {expected}, got tensors that require a gradient")
+
+
 def stand_in(kind: str | None, weight: Tensor) -> Tensor | None:
     """What autograd gets for a gradient that was added elsewhere: None, or "zeros" or "empty" for its hooks."""
     if kind is None:

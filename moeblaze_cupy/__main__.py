@@ -72,6 +72,13 @@ class _Choices(argparse.Action):
         setattr(namespace, self.dest, tuple(dict.fromkeys((*earlier, *(self.every if value == "all" else (value,))))))
 
 
+def _add_activation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--activation", choices=ACTIVATIONS, default="swiglu", metavar="NAME",
+        help=f"{', '.join(ACTIVATIONS)} (%(default)s)",
+    )  # fmt: skip
+
+
 def _add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """--tokens or --batch, --d-model, --d-hidden, --experts, --k: required where there is no default."""
     for option, letter, meaning, most in (
@@ -91,7 +98,7 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     """A layer and its tokens: sizes, activation, dtype, memory order."""
     parser.add_argument("--tokens", type=integer(1), required=True, metavar="L", help="tokens per step")
     _add_sizes(parser)
-    parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
+    _add_activation(parser)
     parser.add_argument("--gate-up", choices=GATE_UP, default="halves", help="order of w1's columns (%(default)s)")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the products (%(default)s)")
     parser.add_argument("--bias", choices=BIAS_DTYPES, help="biases, in the weights' dtype or float32 (none)")
@@ -123,13 +130,13 @@ def build_parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train a byte-level language model with an MoE hidden layer",
-        description="Trains a byte-level language model with an MoE hidden layer; reports its loss, speed and memory. "
-        "The default run takes two to five minutes on two CPU cores. Its progress line says how long is left.",
+        description="Trains a byte-level language model with an MoE hidden layer. Reports its loss, speed and memory. "
+        "The default run takes a minute or two on two CPU cores. The progress line says how long is left.",
     )
     train.add_argument("--steps", type=integer(1), default=500, metavar="N", help="training steps (%(default)s)")
     train.add_argument("--batch", type=integer(1), default=2048, metavar="L", help="bytes per step (%(default)s)")
     _add_sizes(train, d=256, h=128, E=8, k=2)
-    train.add_argument("--activation", choices=ACTIVATIONS, default="swiglu", help="(%(default)s)")
+    _add_activation(train)
     train.add_argument(
         "--save",
         choices=[policy for policy in SAVE_POLICIES if policy],
@@ -146,25 +153,35 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--text", metavar="FILE", help="train on this file instead of Python's documentation topics")
     train.add_argument("--plot", metavar="FILE.png", help="write the loss curve (needs matplotlib)")
 
-    commands.add_parser("info", help="versions, GPUs and kernel cache: what to put in a bug report")
+    commands.add_parser(
+        "info",
+        help="versions, GPUs and kernel cache: what to put in a bug report",
+        description="Prints versions, GPUs, driver and kernel cache, one fact per line, for a bug report. Works also "
+        "where the installation is broken.",
+    )
 
-    compile_ = commands.add_parser("compile", help="compile kernels into CuPy's cache, before the first use")
+    compile_ = commands.add_parser(
+        "compile",
+        help="compile kernels into CuPy's cache, before the first use",
+        description="Compiles the kernels of layers with these options into CuPy's cache, for sizes that are multiples "
+        "of 8. Needs CuPy and a GPU.",
+    )
     for option, every, default, meaning in (
         ("--dtype", DTYPES, ("bfloat16",), "element type of the layer"),
         ("--order", ORDERS, ORDERS, "memory order of the weights"),
         ("--activation", ACTIVATIONS, ("swiglu",), "activation of the experts"),
         ("--weights-on", WEIGHTS_ON, ("output",), "what the router weights scale"),
         ("--gate-up", GATE_UP, ("halves",), "order of gate and up columns in w1"),
-        ("--bias", ("none", *BIAS_DTYPES), ("none",), "biases: none, in the weights' dtype, or in float32"),
+        ("--bias", ("none", *BIAS_DTYPES), ("none",), "dtype of the biases, weights for that of the weights"),
     ):
         compile_.add_argument(
-            option, action=_Choices, every=every, default=default,
-            help=f"{meaning}; repeatable (default: {' '.join(default)})",
+            option, action=_Choices, every=every, default=default, metavar="NAME",
+            help=f"{meaning}: {', '.join(every)}, all; repeatable (default: {' '.join(default)})",
         )  # fmt: skip
 
     compile_.add_argument(
         "--accumulate", action="store_true",
-        help="also what adds weight gradients to a caller's sums, in float32 or the weights' dtype",
+        help="also the kernels that add weight gradients to a caller's sums, in float32 or the weights' dtype",
     )  # fmt: skip
 
     compile_.add_argument("--save-fp8", action="store_true", help='also the kernels of save="fp8"')
@@ -173,8 +190,8 @@ def build_parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain",
         help="which kernels a layer launches on a GPU, with what geometry and memory, and why",
-        description="Lists the launches of a layer in their order: kernel, constants, grid, tiles, buffers, and what "
-        "decided for them. Arrays are packed, ids int32, router weights float32. No GPU is needed.",
+        description="Lists the launches of a layer in order: kernel, constants, grid, tiles, buffers, and the reasons. "
+        "Arrays are packed, ids int32, router weights float32. No GPU is needed.",
     )
     _add_layer(explain)
     explain.add_argument(
@@ -187,32 +204,57 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--gpu", choices=GPUS, help="a GPU by name (the one here, or h200 where there is none)")
     explain.add_argument("--tier", choices=TIERS, help="force the portable kernels, or Hopper's (what the GPU has)")
 
-    plan = commands.add_parser("plan", help="the memory a layer will use, per save policy, by formula")
+    plan = commands.add_parser(
+        "plan",
+        help="the memory a layer will use, per save policy, by formula",
+        description="Prints the memory of a layer per save policy, by formula. With --ranks it prints the time and "
+        "memory of experts on several GPUs instead. No GPU is needed.",
+    )
     _add_layer(plan)
     plan.add_argument(
         "--tier", choices=TIERS, default="sm90",
         help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",
     )  # fmt: skip
     plan.add_argument(
-        "--ranks", type=integer(1), metavar="N", help="instead: time and memory of experts shared by up to N GPUs"
-    )
-    plan.add_argument("--nodes", type=integer(1), default=1, metavar="M", help="that the GPUs are in (%(default)s)")
-    plan.add_argument("--limit-nodes", type=integer(1), metavar="n", help="a token's experts are on n nodes at most")
-    plan.add_argument(
-        "--nvlink", type=positive_number, default=300, metavar="GB/s", help="out of a GPU in a node (%(default)s)"
+        "--ranks", type=integer(1), metavar="N", help="time and memory of experts that up to N GPUs share"
     )
     plan.add_argument(
-        "--network", type=positive_number, default=45, metavar="GB/s", help="out of a GPU between nodes (%(default)s)"
+        "--nodes", type=integer(1), default=1, metavar="M", help="hosts that the N GPUs are in (%(default)s)"
+    )
+    plan.add_argument("--limit-nodes", type=integer(1), metavar="n", help="a token's experts are on at most n nodes")
+    plan.add_argument(
+        "--nvlink",
+        type=positive_number,
+        default=300,
+        metavar="GB/s",
+        help="bandwidth out of a GPU within a node (%(default)s)",
     )
     plan.add_argument(
-        "--tflops", type=positive_number, default=600, metavar="T", help="of the experts' products (%(default)s)"
+        "--network",
+        type=positive_number,
+        default=45,
+        metavar="GB/s",
+        help="bandwidth out of a GPU between nodes (%(default)s)",
+    )
+    plan.add_argument(
+        "--tflops",
+        type=positive_number,
+        default=600,
+        metavar="T",
+        help="TFLOP/s of the experts' products (%(default)s)",
     )
 
-    bench = commands.add_parser("bench", help="time the layer and its kernels beside their bounds and peers")
-    bench.add_argument("--quick", action="store_true", help="the layer alone, five cases, beside the cuBLAS bound")
+    bench = commands.add_parser(
+        "bench",
+        help="time the layer and its kernels beside their bounds and peers",
+        description="Times the layer and its kernels beside their bounds and other implementations. Runs in a checkout "
+        "and needs torch, pytest and pytest-benchmark. bench/README.md describes suites, cases and providers. Without "
+        "a GPU it runs tiny shapes, to show that the suites work.",
+    )
+    bench.add_argument("--quick", action="store_true", help="the layer on five cases, beside the cuBLAS bound")
     bench.add_argument(
-        "--suite", action="append", choices=(*SUITES, "transformers"),
-        help="repeatable (default: all but transformers, or layer with --case)",
+        "--suite", action="append", choices=(*SUITES, "transformers"), metavar="NAME",
+        help=f"{', '.join(SUITES)}, transformers; repeatable (default: all but transformers, or layer with --case)",
     )  # fmt: skip
     bench.add_argument("--case", metavar="A,B", help="cases or groups of bench/cases.py")
     bench.add_argument("--provider", metavar="A,B", help="providers or groups of bench/providers.py")

@@ -134,7 +134,7 @@ def panels(widths: tuple[int, ...], d: int, num_slots: int, tier: str, in_place:
     elif num_slots * d <= ONE_PANEL_ELEMENTS:
         text = f"{number}: L*k*d = {num_slots * d} elements, at most {ONE_PANEL_ELEMENTS}, stay in the L2 cache"
     else:
-        text = f"{number} of {widths[0]} columns: half of d = {d} in whole 256s, but no wider than {MAX_PANEL_COLUMNS}"
+        text = f"{number} of {widths[0]} columns: half of d = {d} in multiples of 256, at most {MAX_PANEL_COLUMNS}"
     return f"{text}; it lies in the rows of the left operand, which nothing reads again" if in_place else text
 
 

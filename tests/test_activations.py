@@ -15,7 +15,7 @@ from moeblaze_cupy import Activation, reference
 from moeblaze_cupy.structures import ACTIVATIONS, FORMS, SAVE_POLICIES, is_gated
 
 pytest.importorskip("torch")
-from oracle import FORMULAS, LIMITED, expected, make_problem, mismatches
+from oracle import FORMULAS, LIMITED, WITHOUT_CONSTANTS, expected, make_problem, mismatches
 
 ORDERS = ("row", "transposed", "pair", "pair_transposed")
 WITH_LIMIT = tuple(name for name, form in FORMS.items() if any(c.name == "limit" for c in form.constants))
@@ -47,7 +47,15 @@ def test_layer(name, order, gate_up, bias):
     wide = replace(problem, b1=_wide(problem.b1), b2=_wide(problem.b2))
     dtype = np.float32 if bias == np.float32 else np.float64  # the gradients of such biases are rounded
     assert not mismatches(got, expected(wide), dtype)
+
+
+def test_every_activation_has_a_formula_and_a_case_on_gpus():
+    """swiglu, geglu, reglu, silu, gelu and relu are those of test_layer.py."""
     assert set(FORMULAS) == set(ACTIVATIONS)
+    with_constants = {name for name, form in FORMS.items() if form.constants}
+    assert set(LIMITED) == with_constants
+    in_test_layer = {"swiglu", "geglu", "reglu", "silu", "gelu", "relu"}
+    assert set(WITHOUT_CONSTANTS) == set(ACTIVATIONS) - with_constants - in_test_layer
 
 
 def _wide(bias):

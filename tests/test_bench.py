@@ -19,7 +19,9 @@ torch = pytest.importorskip("torch")
 from bench import (  # noqa: E402
     cases,
     compare,
+    fp8,
     graphs,
+    host_time,
     inputs,
     kernel_times,
     kernels,
@@ -414,6 +416,7 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
 
     monkeypatch.setattr(variants.kernels, "Kernels", Kernels)
     monkeypatch.setattr(variants.inputs, "layer_inputs", lambda *_: {})
+    monkeypatch.setattr(variants.inputs, "expect_gpu", lambda _: None)
     monkeypatch.setitem(cases.LAYERS, "tiny", cases.TINY)
     variants.main("--case", "tiny", "--out", str(tmp_path / "record"))
     loaded, by_id = (2, 0, 1), (0, 1, 2)
@@ -454,6 +457,17 @@ def test_two_checkouts_are_compared_in_turn(capsys):
     for side in sides.values():
         assert side.asked == [("kernels", "conf1")] + 3 * [("window", "up_fwd")] + 3 * [("window", "down_fwd")]
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.skipif(inputs.has_gpu(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    "program", [fp8, graphs, host_time, kernel_times, variants], ids=lambda module: module.__name__
+)
+def test_programs_that_need_a_gpu_say_so(program, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main("--out" if program is not kernel_times else "--calls", "1")
+    assert ended.value.code == 2
+    assert f"python -m {program.__name__}: error: expected a CUDA device" in capsys.readouterr().err
 
 
 def test_runs_of_one_commit_are_merged(tmp_path):

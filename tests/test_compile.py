@@ -1,4 +1,4 @@
-"""Every kernel and variant compiles to a cubin with NVRTC, without a GPU, within recorded registers and spills."""
+"""Kernels in variants with every option compile to cubins with NVRTC, without a GPU, within registers and spills."""
 
 import functools
 import inspect

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 )
 
 from moeblaze_cupy.interop import inductor, torch_ops  # noqa: E402
-from moeblaze_cupy.interop.torch import MoE, moe  # noqa: E402
+from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
 
 __all__ = ["overwriting"]  # a fixture
 
@@ -289,6 +289,20 @@ def test_functions_of_arrays_are_called_between_graphs(name):
 
     got = torch.compile(among_others, backend="aot_eager")(scores, ids)
     assert all(map(torch.equal, got, among_others(scores, ids))) and got
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("function", ["moe", "route"])
+def test_export_with_gradients_is_refused(function, strict):
+    """Its operators have none, so that backward would leave out the layer without an error."""
+
+    class Called(torch.nn.Module):
+        def forward(self, tensor, ids, weights, w1, w2):
+            return moe(tensor, ids, weights, w1, w2) if function == "moe" else route(tensor, 2)[0]
+
+    x, *others, _ = tensors()
+    with pytest.raises(Exception, match=rf"{function}: expected torch\.no_grad\(\) around torch\.export"):
+        torch.export.export(Called(), (x.requires_grad_(), *others), strict=strict)
 
 
 def test_second_derivatives_are_refused():

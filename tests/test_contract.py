@@ -262,6 +262,14 @@ def test_architecture_names_files_that_exist():
     assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in on_disk)] == []
 
 
+def test_architecture_names_every_module_and_kernel():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    whole = {"moeblaze_cupy/reference"}  # told by its folder
+    files = [path.relative_to(ROOT) for path in (*MODULES.values(), *KERNELS)]
+    told = [file.name for file in files if file.parent.as_posix() not in whole and not file.stem.startswith("__")]
+    assert [name for name in told if f"`{name}`" not in text] == []
+
+
 def test_limits_are_told_as_they_are():
     assert f"E up to {launch_config.MAX_EXPERTS}." in README
     assert f"E up to {launch_config.MAX_ROUTER_EXPERTS} and k up to {launch_config.MAX_ROUTER_K}" in README

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import test_device_code as portable
 from emulator import KERNELS
-from oracle import LIMITED, Problem, expected, make_problem, mismatches
+from oracle import LIMITED, WITHOUT_CONSTANTS, Problem, expected, make_problem, mismatches
 from test_device_code import DTYPES, MARGIN, emulated
 from test_device_code_sm90 import ONE_CLUSTER
 
@@ -57,6 +57,11 @@ LAYERS = [
     ("gelu_tanh", "row", "halves", np.float32),
     ("relu2", "transposed", "halves", "dtype"),
 ]
+
+
+def test_every_activation_has_a_layer():
+    """Those that test_device_code.py does not have."""
+    assert {name for name, *_ in LAYERS} == {*LIMITED, *WITHOUT_CONSTANTS}
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -1,6 +1,7 @@
 """Examples with other libraries, each as a user runs it, with few steps."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,19 @@ def run(command: str, **environment: str) -> str:
 def test_example_on_the_cpu(command):
     said = run(command, CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
     assert "loss" in said and ("on cpu" in said or "2 processes, 127680 of 255360 parameters" in said)
+
+
+def test_the_program_of_the_page_on_many_gpus(tmp_path):
+    """The first of docs/parallel.md, as the page says that it is run; it prints nothing."""
+    pytest.importorskip("torch")
+    page = (ROOT / "docs" / "parallel.md").read_text()
+    assert "`torchrun --nproc-per-node 2 FILE.py`" in page
+    program = tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0 and not ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.gpu
