@@ -1,19 +1,19 @@
-// The activation of the first layer, forward and backward, in fp32 (paper section 5.1; Algorithm 1, lines 23-28):
-// y_swi = V(a) * M(b) in gated layers, V(a) in others. docs/activations.md gives the formulas of V and M.
+// The activation of the first layer, forward and backward, in fp32 (paper section 5.1; Algorithm 1, lines 23-28). A gated layer
+// computes y_swi = V(a) * M(b), a layer without a gate y_swi = V(a). docs/activations.md gives the formulas of V and M.
 //
-// A kind of activation is a number in the enum, a case of gate_of, and a case of up_of unless M(b) = b. ACTIVATION is the kind
-// that a kernel is compiled for.
+// Each kind of activation has a number in the enum and a case in gate_of, which computes V. Unless M(b) = b, it also has a case
+// in up_of, which computes M. A kernel is compiled for one kind, ACTIVATION, which has CONSTANTS constants.
 #pragma once
 #include "ptx_sm80.cuh"
 
 enum { SILU, GELU, RELU, GELU_TANH, RELU2, SWIGLU_CLAMP, SWIGLU_OAI, SWIGLU_CLAMP_AFTER, SWIGLU_SOFTCAP };
 
-// A launch's constants, in the order of structures.FORMS.
+// The activation's constants, in the order of structures.FORMS. Those that it does not have are 0.
 struct ActivationConstants {
     float first, second;
 };
 
-// The fields of a kernel's parameters that hold them: as many as its activation has.
+// ACTIVATION_CONSTANTS declares a kernel's parameters for the constants. CONSTANTS_OF(p) reads them.
 #if !defined(CONSTANTS)
 #error "CONSTANTS is given by loader.gemm_variant"
 #elif CONSTANTS == 2
@@ -37,7 +37,7 @@ struct Activated {
     float value, derivative;
 };
 
-// A few units in the last place of fp32.
+// The error is a few units in the last place of fp32.
 __device__ __forceinline__ float sigmoid_of(float x) { return reciprocal(1.f + __expf(-x)); }
 
 __device__ __forceinline__ Activated silu(float x) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ Activated silu(float x) {
     return {value, fmaf(value, 1.f - sigmoid, sigmoid)};
 }
 
-// Clamps keep a NaN, which fminf and fmaxf would drop. The derivative is 1 at the limits, as torch.clamp has it.
+// Clamps keep a NaN, which fminf and fmaxf would drop. At the limits the derivative is 1, as in torch.clamp.
 __device__ __forceinline__ float clamp_above(float x, float limit) { return x > limit ? limit : x; }
 __device__ __forceinline__ Activated clamp(float x, float limit) {
     const bool outside = fabsf(x) > limit;
@@ -57,11 +57,12 @@ __device__ __forceinline__ Activated clamp(float x, float limit) {
 template <int KIND>
 __device__ __forceinline__ Activated gate_of(float a, ActivationConstants constants) {
     if (KIND == SILU) return silu(a);
-    if (KIND == GELU) {  // exact: a times the normal distribution function
+    if (KIND == GELU) {  // without approximation: a times the normal distribution function
         const float cdf = 0.5f * (1.f + erff(a * 0.70710678f));
         return {a * cdf, cdf + a * 0.39894228f * expf(-0.5f * a * a)};
     }
-    if (KIND == GELU_TANH) {  // (1 + tanh(u)) / 2 = sigmoid(2 u); beyond 32 it is 0 or 1, and powers might overflow
+    // (1 + tanh(u)) / 2 = sigmoid(2 u). It is 0 or 1 in fp32 long before |a| = 32, and powers of a larger a could overflow.
+    if (KIND == GELU_TANH) {
         const float near = fminf(fmaxf(a, -32.f), 32.f), square = near * near;
         const float sigmoid = sigmoid_of(near * fmaf(0.07135481f, square, 1.59576912f));
         const float value = a * sigmoid, slope = fmaf(0.21406444f, square, 1.59576912f);
@@ -109,7 +110,7 @@ __device__ __forceinline__ Activated up_of(float b, ActivationConstants constant
     return {b, 1.f};
 }
 
-// b: 1 without a gate.
+// Layers without a gate pass b = 1.
 template <int KIND>
 __device__ __forceinline__ float y_swi_of(float a, float b, ActivationConstants constants) {
     return gate_of<KIND>(a, constants).value * up_of<KIND>(b, constants).value;
@@ -119,7 +120,7 @@ struct ActivatedBwd {
     float y_swi, grad_a, grad_b;
 };
 
-// grad: the gradient of y_swi. b: 1 without a gate; grad_b then has no meaning.
+// y_swi, and the gradients of a and b. grad: the gradient of y_swi. Layers without a gate pass b = 1 and ignore grad_b.
 template <int KIND>
 __device__ __forceinline__ ActivatedBwd activate_bwd(float a, float b, float grad, ActivationConstants constants) {
     const Activated gate = gate_of<KIND>(a, constants), up = up_of<KIND>(b, constants);

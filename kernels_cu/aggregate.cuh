@@ -1,4 +1,5 @@
-// Sums over the slots of each token (paper section 2.3, and section 3.2, step 3), shared by aggregation.cu and slots.cu.
+// The sum over the slots of each token, which aggregation.cu and slots.cu launch (paper sections 2.3 and 3.1, and section 3.2,
+// step 3). Each token has one warp. The sum is in fp32 and in the order of slots, so that two runs give the same bits.
 #pragma once
 #include "common.cuh"
 
@@ -8,18 +9,19 @@
 static_assert(PANEL_COLUMNS == 32 * 8, "a warp spans the columns of its grid row, 8 to a lane");
 static_assert(TOKENS_PER_BLOCK * 32 <= 1024 && SLOTS_PER_BLOCK <= 1024, "threads of a block");
 
-enum { NO_EXPERT = -1, IDENTITY_EXPERT = -2 };  // in token_index_map
+enum { NO_EXPERT = -1, IDENTITY_EXPERT = -2 };  // values of token_index_map that are not rows
 
-// The slots of a token: token_offsets tells where they begin, or each token has k if it is null.
+// The slots of a token: those from token_offsets[token] to token_offsets[token + 1], or k slots if token_offsets is null.
 struct TokenSlots {
-    int first, count;  // slots are fewer than 2^31
+    int first, count;  // 32 bits are enough: there are fewer than 2^31 slots
     __device__ __forceinline__ TokenSlots(const int* token_offsets, int64 token, int k) : first(token * k), count(k) {
         if (token_offsets) first = token_offsets[token], count = token_offsets[token + 1] - first;
     }
 };
 
-// A warp sums the slots of its token in their order. SLOTS: tokens may have any number of slots, and slots of identity
-// experts have p.source's row of their token in place of a row of the panel; P is then SlotAggregateParams.
+// Adds weight * row over a token's slots. The row of a slot is the row of the panel that token_index_map names; a slot without
+// an expert adds nothing. P is AggregateParams, or SlotAggregateParams with SLOTS. With SLOTS tokens may have any number of
+// slots, and the row of an identity expert's slot is the token's row of p.source.
 template <bool ALIGNED_ROWS, bool SLOTS, class T, class P>
 __device__ void aggregate(const P& p) {
     const int64 column = blockIdx.y * int64(PANEL_COLUMNS) + (threadIdx.x & 31) * 8, valid = min(p.columns - column, int64(8));
@@ -35,7 +37,7 @@ __device__ void aggregate(const P& p) {
     const T* panel = p.panel + column;
     float sum[8] = {};
     for (int j0 = 0; j0 < k; j0 += 4) {
-        Row8<T> rows[4];  // four loads in flight before the first is used
+        Row8<T> rows[4];  // four rows are loaded before the first is used, to hide the latency
         float scale[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

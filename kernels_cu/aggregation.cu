@@ -1,21 +1,23 @@
-// Output aggregation (paper sections 2.3 and 3.1), token gradient accumulation (section 3.2, step 3), and the router weights
-// of rows and their gradient.
-//   aggregate       each token sums the rows of its k slots, found by token_index_map, over the columns of a panel
-//   weights_bwd     the gradient of each router weight is the sum of its row's partial sums
-//   weights_by_row  router weights in the order of the experts' rows
-// Sums are fp32 and in the order of slots or parts, so two runs give the same bits.
+// Output aggregation (paper sections 2.3 and 3.1), token gradient accumulation (section 3.2, step 3), and two kernels on router
+// weights. A slot is one of a token's k choices of experts. token_index_map names the slot's row among the R rows in expert
+// order. R is L*k, or max_slots if that bounds the rows.
+//   aggregate       sums the rows of each token's k slots, over the columns of a panel
+//   weights_bwd     computes the gradient of each router weight as the sum of its row's partial sums
+//   weights_by_row  copies the router weights of slots to the order of rows
+// Sums are in fp32, in the order of slots or parts, so that two runs give the same bits.
 //
 // Launch:
-//   aggregate       grid (L / TOKENS_PER_BLOCK, columns / PANEL_COLUMNS), rounded up; a warp per token, TOKENS_PER_BLOCK
-//                   warps per block. Lane c takes columns 8c to 8c+7 of the PANEL_COLUMNS, a 16-byte load per row.
-//   the others      a thread per slot, SLOTS_PER_BLOCK threads per block
+//   aggregate       grid (L / TOKENS_PER_BLOCK, columns / PANEL_COLUMNS), rounded up; one warp per token, TOKENS_PER_BLOCK
+//                   warps per block. Lane c has columns 8c to 8c+7 of the block's PANEL_COLUMNS. Entries without `_unaligned`
+//                   make 16-byte accesses: they need d and first_column in multiples of 8, and addresses in multiples of 16.
+//   the others      grid num_slots / SLOTS_PER_BLOCK, rounded up; one thread per slot, SLOTS_PER_BLOCK threads per block
 #include "aggregate.cuh"
 
 template <class T, class W>
 struct AggregateParams {
-    const T* panel;              // (L*k, panel_ld) element, in: expert outputs, or input gradients
-    const int* token_index_map;  // (L, k) int32, in; below 0: no expert in this slot
-    const W* weights;            // (L, k) fp32 or element, in; null for the input gradient
+    const T* panel;              // (R, panel_ld) element, in: the experts' outputs, or the gradients of their inputs
+    const int* token_index_map;  // (L, k) int32, in: the row of each slot; below 0: the slot has no expert
+    const W* weights;            // (L, k) fp32 or element, in: factors of the rows; null: 1
     T* out;                      // (L, d) element, out: columns first_column .. + columns
     int64 panel_ld;              // elements from row to row of the panel
     int L, k, d;
@@ -24,10 +26,10 @@ struct AggregateParams {
 
 template <class W>
 struct WeightsBwdParams {
-    const float* partial_sums;   // (parts, num_rows) fp32, in: <dA, A> of each row over the columns of each part
+    const float* partial_sums;   // (parts, num_rows) fp32, in: each part sums some columns, in down_bwd or bias_bwd.cu
     const int* token_index_map;  // (num_slots,) int32, in
-    W* grad_weights;             // (num_slots,) as weights, out
-    int num_slots, num_rows;     // L*k slots, and rows in the order of experts, fewer if max_slots bounds them
+    W* grad_weights;             // (num_slots,) fp32 or element, out: 0 for slots without a row
+    int num_slots, num_rows;     // L*k (or the number of pairs), R
     int parts;
 };
 
@@ -35,8 +37,8 @@ template <class W>
 struct WeightsByRowParams {
     const W* weights;            // (num_slots,) fp32 or element, in
     const int* token_index_map;  // (num_slots,) int32, in
-    float* row_weights;          // (num_slots,) fp32, out: weights in the order of the experts' rows
-    int num_slots;               // L*k
+    float* row_weights;          // (R,) fp32, out: the weight of each row; rows past the last routed one are not written
+    int num_slots;               // L*k, or the number of pairs
 };
 
 template <class W>

@@ -1,13 +1,14 @@
-// Gradients of the biases: sums over the rows of each expert, and what a bias adds to the gradient of the router weights.
+// The gradients of the biases b1 and b2, and the term of b2 in the gradient of the router weights. The paper's layers have no
+// biases. A bias gradient is a sum over the R routed rows of each expert:
 //
-//   of b1   rows = first_layer_grad, the experts' own     out = sum of rows
-//   of b2   rows = grad_out, gathered by token            out = sum of weight * row; partial_sums = <row, b2>
+//   of b1   rows = first_layer_grad, in expert order      out = sum of rows
+//   of b2   rows = grad_out, gathered by token            out = sum of weight * row; partial_sums = <row, b2> for each row
 //
-// A block (CTA) has COLUMNS columns of one expert. 8 threads span them, 16 or 32 bytes each, and ROWS of these groups take
-// every ROWS-th row of the expert. The groups' fp32 sums are added in a fixed order, so that two runs give the same bits.
+// A block (CTA) sums COLUMNS columns of one expert's rows. A group of 8 threads spans these columns, 8 columns per thread. ROWS
+// groups take the expert's rows in turn. Their fp32 sums are added in a fixed order, so that two runs give the same bits.
 //
-// Launch: grid (columns / COLUMNS, rounded up; E), 8 * ROWS threads per block. Blocks that run at one time have neighbouring
-// columns of one expert, and experts come by falling number of rows.
+// Launch: grid (columns / COLUMNS, rounded up; E), 8 * ROWS threads per block. Blocks that run at one time read neighbouring
+// columns of the same rows. Experts with many rows come first, so that the last blocks are short.
 #include "common.cuh"
 
 #if !defined(ENTRY) || !defined(ELEMENT) || !defined(BIAS) || !defined(OUT) || !defined(ALIGNED)
@@ -20,28 +21,29 @@
 typedef ELEMENT element;
 
 constexpr int GROUP = 8;           // threads that span a row's columns
-constexpr int ROWS_IN_FLIGHT = 4;  // of a thread: loads before the first is used
+constexpr int ROWS_IN_FLIGHT = 4;  // rows that a thread loads before it uses the first
 static_assert(COLUMNS == GROUP * 8, "a thread has 8 columns");
-static_assert(GROUP * ROWS <= 1024 && GROUP * ROWS >= COLUMNS, "threads of a block; the first store a column each");
+static_assert(GROUP * ROWS <= 1024 && GROUP * ROWS >= COLUMNS, "at most 1024 threads; a thread per column stores");
 
 struct BiasBwdParams {
-    const element* rows;              // (L or R, ld) element, in
-    const int* expert_token_indices;  // (num_slots,) int32, in: rows are gathered by token; null: row r is slot r's
+    const element* rows;              // (L, ld) element, in, if gathered by token; else (R, ld)
+    const int* expert_token_indices;  // (num_slots,) int32, in: the token of each routed row; null: rows are not gathered
     const int* expert_token_offsets;  // (E+1,) int32, in
-    const int* experts_by_load;       // (E,) int32, in
-    const float* row_weights;         // (num_slots,) fp32, in: the router weight of each slot's row; null: 1
-    const BIAS* bias;                 // (E, columns) BIAS, in; read for partial_sums
-    float* partial_sums;              // (column blocks, num_slots) fp32, out: <row, bias> over each block's columns; null: not
-                                      // wanted
-    OUT *out0, *out1;                 // (E, half) each, OUT, out: of the first `half` columns and of the others; null: not wanted
-    int64 ld, bias_stride, out_stride;  // elements from row to row, and from expert to expert
+    const int* experts_by_load;       // (E,) int32, in: experts by falling number of rows
+    const float* row_weights;         // (num_slots,) fp32, in: the router weight of each routed row; null: 1
+    const BIAS* bias;                 // (E, columns) BIAS, in; only read for partial_sums
+    float* partial_sums;              // (grid.x, num_slots) fp32, out: <row, bias> over each block's columns; null: not wanted
+    OUT *out0, *out1;                 // (E, half) and (E, columns - half) OUT, out, with accumulate also in: the first `half`
+                                      // columns and the others; null: not wanted
+    int64 ld;                         // elements from row to row
+    int64 bias_stride, out_stride;    // elements from expert to expert
     int columns, half;
-    int num_slots;   // L*k, or max_slots if that bounds the rows
-    int accumulate;  // not 0: adds to what out0 and out1 hold, in fp32, rounded once; leaves an expert without rows alone
+    int num_slots;   // rows in expert order: L*k, or max_slots if that bounds them
+    int accumulate;  // not 0: adds to the values of out0 and out1 in fp32, rounds once, and leaves experts without rows alone
 };
 
 extern "C" __global__ void __launch_bounds__(GROUP* ROWS) ENTRY(const BiasBwdParams p) {
-    __shared__ float sums[ROWS][COLUMNS + 4];  // + 4: rows begin in other banks
+    __shared__ float sums[ROWS][COLUMNS + 4];  // + 4: neighbouring rows begin in different banks
     const int expert = p.experts_by_load[blockIdx.y], first = p.expert_token_offsets[expert],
               last = p.expert_token_offsets[expert + 1];
     if (first == last && (p.accumulate || !p.out0)) return;
@@ -54,15 +56,15 @@ extern "C" __global__ void __launch_bounds__(GROUP* ROWS) ENTRY(const BiasBwdPar
         loaded.unpack(bias);
     }
     float* partial_sums = p.partial_sums + int64(blockIdx.x) * p.num_slots;
-    for (int row0 = first; row0 < last; row0 += ROWS * ROWS_IN_FLIGHT) {  // the same in all threads
+    for (int row0 = first; row0 < last; row0 += ROWS * ROWS_IN_FLIGHT) {  // all threads take part in the shuffles
         Row8<element> loaded[ROWS_IN_FLIGHT];
         float weights[ROWS_IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < ROWS_IN_FLIGHT; ++i) {
-            const int slot = row0 + i * ROWS + group;
-            const bool exists = slot < last;
-            const int64 row = !exists ? 0 : p.expert_token_indices ? p.expert_token_indices[slot] : slot;
-            weights[i] = exists && p.row_weights ? p.row_weights[slot] : 1.f;
+            const int routed_row = row0 + i * ROWS + group;
+            const bool exists = routed_row < last;
+            const int64 row = !exists ? 0 : p.expert_token_indices ? p.expert_token_indices[routed_row] : routed_row;
+            weights[i] = exists && p.row_weights ? p.row_weights[routed_row] : 1.f;
             loaded[i].template load<ALIGNED>(p.rows + row * p.ld + column, exists ? valid : 0);
         }
 #pragma unroll
@@ -77,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(GROUP* ROWS) ENTRY(const BiasBwdPar
             if (p.partial_sums) {
 #pragma unroll
                 for (int step = 1; step < GROUP; step <<= 1) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-                const int slot = row0 + i * ROWS + group;
-                if (threadIdx.x % GROUP == 0 && slot < last) partial_sums[slot] = dot;
+                const int routed_row = row0 + i * ROWS + group;
+                if (threadIdx.x % GROUP == 0 && routed_row < last) partial_sums[routed_row] = dot;
             }
         }
     }

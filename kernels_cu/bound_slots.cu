@@ -1,8 +1,10 @@
-// The bound of slots: dispatch's lists, cut off at max_slots positions, so that buffers in expert order need no more rows.
-// Positions are in expert order, so the slots that are cut off are the last of the last experts. They count as absent.
+// Cuts dispatch's index lists off at max_slots rows, so that buffers in expert order need no more rows than that. The paper has
+// no such bound. Rows are in expert order, so the slots that lose their rows are the last ones of the last experts. Such a slot
+// counts as one without an expert.
 //
-// Launch: BOUND_THREADS threads per block, grid 1 + num_slots / BOUND_THREADS, rounded up. The first block cuts off the
-// lists of experts, and leaves them alone if all slots have a place. The other blocks have a thread per slot.
+// Launch: grid 1 + num_slots / BOUND_THREADS, rounded up, BOUND_THREADS threads per block. Block 0 cuts off the lists of
+// experts and of tiles, and leaves them alone if at most max_slots slots are routed. In the other blocks each thread has a
+// slot.
 #include "common.cuh"
 
 #ifndef BOUND_THREADS
@@ -11,25 +13,26 @@
 static_assert(BOUND_THREADS <= 1024 && BOUND_THREADS % 32 == 0, "threads of a block");
 
 struct BoundSlotsParams {
-    int* token_index_map;       // (num_slots,) int32, in and out: a position from max_slots on becomes -1
-    int* expert_token_indices;  // (num_slots,) int32, out: -1 from max_slots on
-    int* row_tiles;             // (T+1, 2) int32, in and out: the count leaves out tiles whose first row is cut off
+    int* token_index_map;       // (num_slots,) int32, in and out: the row of each slot; a row from max_slots on becomes -1
+    int* expert_token_indices;  // (num_slots,) int32, out: -1 from row max_slots on; others stay
+    int* row_tiles;             // (T+1, 2) int32, in and out: [0][0], the number of tiles, becomes that of tiles that begin
+                                // before max_slots
     int* expert_token_offsets;  // (E+1,) int32, in and out: at most max_slots
-    int* experts_by_load;       // (E,) int32, out: by the slots that are left
-    int* dropped;               // (1,) int32, out: slots that are cut off
+    int* experts_by_load;       // (E,) int32, out: experts by falling number of the rows that are left; stays if all are left
+    int* dropped;               // (1,) int32, out: the number of routed slots that are cut off
     int num_slots, num_experts, max_slots;
 };
 
 __device__ __forceinline__ void bound_experts(const BoundSlotsParams& p) {
     __shared__ int tiles;
     const int num_experts = p.num_experts, routed = p.expert_token_offsets[num_experts];
-    __syncthreads();  // all have read what the last thread is about to change
+    __syncthreads();  // all threads have read expert_token_offsets[E], which the loop below overwrites
     if (threadIdx.x == 0) p.dropped[0] = max(routed - p.max_slots, 0), tiles = 0;
     if (routed <= p.max_slots) return;
     for (int e = threadIdx.x; e <= num_experts; e += BOUND_THREADS)
         p.expert_token_offsets[e] = min(p.expert_token_offsets[e], p.max_slots);
     __syncthreads();
-    // First rows rise from tile to tile, so the tiles that are left come first.
+    // The first rows of tiles rise from tile to tile, so the tiles that are left are the first ones of the list.
     const int all_tiles = p.row_tiles[0];
     int left = 0;
     for (int tile = threadIdx.x; tile < all_tiles; tile += BOUND_THREADS) left += p.row_tiles[2ll * (tile + 1) + 1] < p.max_slots;

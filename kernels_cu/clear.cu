@@ -1,6 +1,8 @@
-// Zeros for counters in global memory, as a kernel: the launch after it overlaps with it, which it could not with a memset.
+// Writes zeros to counters in global memory. This is a kernel rather than a memset, so that the next launch may overlap with
+// it; see let_next_launch_start.
 //
-// Launch: CLEAR_THREADS threads, each 16 bytes of every gridDim.x * CLEAR_THREADS * 16.
+// Launch: a grid of any size, CLEAR_THREADS threads per block. Threads write 16 bytes at a time. The launch must not overlap
+// with the launch before it.
 #include "common.cuh"
 
 #if !defined(CLEAR_THREADS)
@@ -8,7 +10,7 @@
 #endif
 
 struct ClearParams {
-    int* memory;  // (number,) int32, out, at a multiple of 16 bytes
+    int* memory;  // (number,) int32, out; its address is a multiple of 16 bytes
     int64 number;
 };
 

@@ -1,6 +1,7 @@
-// E4m3 with fp32 scales: a number is its e4m3 number times the scale of its group. scale = amax / 448, amax being the largest
-// magnitude of the group, and e4m3 = v * (448 / amax), rounded to nearest even. A group of zeros or denormals
-// has the scale 1. An infinity makes all of its group NaN. A NaN stays where it is.
+// E4m3 with fp32 scales (an addition to the paper). A group of numbers shares a scale, and each number is approximately its
+// e4m3 value times the scale. With amax the largest magnitude of the group, scale = amax / 448, and a number v becomes the e4m3
+// value nearest to v * (448 / amax), ties to even. A group of zeros or denormals has the scale 1. An infinity turns all of its
+// group into NaN. A NaN affects no other number.
 #pragma once
 #include "common.cuh"
 
@@ -8,14 +9,15 @@ struct e4m3 {
     unsigned char bits;
 };
 constexpr float E4M3_MAX = 448.f;
-constexpr float LARGEST = 3.40282347e38f;  // finite fp32
-constexpr float MIN_AMAX = 0x1p-100f;      // below it 448 / amax would overflow
-constexpr float MIN_NORMAL = 0x1p-126f;    // below it are denormals, which instructions that flush them take for zeros
+constexpr float LARGEST = 3.40282347e38f;  // the largest finite fp32
+constexpr float MIN_AMAX = 0x1p-100f;      // amax is raised to this, so that 448 / amax does not overflow
+constexpr float MIN_NORMAL = 0x1p-126f;    // smaller magnitudes are denormals, which some instructions flush to zero
 
 struct Scaling {
-    float scale, factor;  // to multiply e4m3 numbers with, and numbers before they become e4m3
+    float scale, factor;  // amax / 448, which e4m3 values are multiplied by to read them; 448 / amax, to write them
 };
-// Quotients by products: a step of Newton's method rounds them as a division does. An infinity has no such step.
+// Computes the quotients without a division. One step of Newton's method gives them the rounding of a division. Infinities go
+// without this step, which would make a NaN of them.
 __device__ __forceinline__ Scaling scaling_of(float amax) {
     constexpr float RECIPROCAL = 1.f / E4M3_MAX;
     const float divisor = fmaxf(amax, MIN_AMAX);
@@ -24,10 +26,10 @@ __device__ __forceinline__ Scaling scaling_of(float amax) {
     if (finite) scale = fmaf(fmaf(-E4M3_MAX, scale, divisor), RECIPROCAL, scale);
     float factor = reciprocal(scale);
     if (finite) factor = fmaf(fmaf(-factor, divisor, E4M3_MAX) * RECIPROCAL, factor, factor);
-    return {amax >= MIN_NORMAL ? scale : 1.f, factor};  // 1 of a NaN too
+    return {amax >= MIN_NORMAL ? scale : 1.f, factor};  // the scale is 1 for a NaN too
 }
 
-// fmaxf drops a NaN.
+// The largest magnitude. It ignores NaNs, as fmaxf does.
 template <int N>
 __device__ __forceinline__ float amax_of(const float (&v)[N]) {
     float amax = 0.f;
@@ -36,8 +38,8 @@ __device__ __forceinline__ float amax_of(const float (&v)[N]) {
     return amax;
 }
 
-// The largest, by `larger` of two, of each of N values over groups of LANES lanes: lane l of a group has that of value
-// l / (LANES / N).
+// Maxima over groups of LANES lanes of N values per lane, value by value. Lane l of a group returns the maximum of value
+// l / (LANES / N). larger(a, b) returns the larger of two.
 template <int LANES, class T, int N, class Larger>
 __device__ __forceinline__ T largest(const T (&v)[N], Larger larger) {
     constexpr int STEP = LANES / 2;
@@ -63,7 +65,7 @@ __device__ __forceinline__ float largest(const float (&v)[N]) {
     return largest<LANES>(v, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// Numbers with even index times the first factor, with odd index times the second, as e4m3.
+// Eight numbers as e4m3. Those with an even index are multiplied by `even`, the others by `odd`.
 __device__ __forceinline__ uint2 pack_e4m3(const float (&v)[8], float even, float odd) {
     unsigned words[2];
 #pragma unroll
@@ -81,8 +83,9 @@ __device__ __forceinline__ void unpack_e4m3(float (&v)[8], unsigned low, unsigne
     }
 }
 
-// The first layer as save="fp8" keeps it: (R, HALVES * columns) e4m3 in the order of w1's columns, and from the next multiple of 16
-// bytes on (R, groups, HALVES) fp32, the scales of each row and GROUP_COLUMNS columns of a half. R is num_rows.
+// The layout of the first layer as save="fp8" keeps it. The buffer begins with (num_rows, HALVES * columns) e4m3 in the order
+// of w1's columns. From the next multiple of 16 bytes on it has (num_rows, groups, HALVES) fp32: a scale for each row and
+// GROUP_COLUMNS columns of a half. HALVES is 2 (gate and up) in gated layers, else 1.
 template <int HALVES>
 struct SavedScales {
     float* const first;
@@ -91,7 +94,7 @@ struct SavedScales {
     __device__ __forceinline__ SavedScales(unsigned char* saved, int num_rows, int columns)
         : first(reinterpret_cast<float*>(saved + (int64(num_rows) * (HALVES * columns) + 15) / 16 * 16)),
           groups((columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS) {}
-    // column: of a half.
+    // The address of the scales of a row's group that has this column of a half: gate's, then up's.
     __device__ __forceinline__ float* at(unsigned row, unsigned column) const {
         return first + (static_cast<unsigned long long>(row) * groups + column / GROUP_COLUMNS) * HALVES;
     }

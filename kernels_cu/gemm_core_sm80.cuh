@@ -41,13 +41,13 @@ static_assert(FP32 || BK / 16 == COPY_QUARTERS, "a quarter of the copies per k16
 static_assert(THREADS / 32 * STAGED_FLOATS * sizeof(float) <= STAGES * STAGE_BYTES,
               "the epilogue stages rows where the stages were");
 
-// Copies this thread's chunk of its line i. src is the chunk's address in global memory. Its first `valid` elements exist,
-// and the rest is filled with zeros.
+// Copies this thread's chunk of its line i from src in global memory. Only the first `valid` elements exist there; the others
+// become zeros.
 __device__ __forceinline__ void copy_chunk(int operand_offset, int i, const char* src, int valid) {
     const int line = threadIdx.x / 8 + 16 * i, chunk = threadIdx.x & 7;
     const int offset = operand_offset + line * 128 + ((chunk ^ (line & 7)) * 16);
     if (ALIGNED) {
-        cp_async_16(shared_address(dynamic_shared) + offset, src, valid > 0 ? 16u : 0u);  // of 0 bytes nothing is read
+        cp_async_16(shared_address(dynamic_shared) + offset, src, valid > 0 ? 16u : 0u);
     } else {
         element* dst = reinterpret_cast<element*>(dynamic_shared + offset);
         const element* from = reinterpret_cast<const element*>(src);
@@ -71,9 +71,9 @@ struct Rows {
 
 __device__ __forceinline__ int chunk_column() { return (threadIdx.x & 7) * VECTOR; }
 
-// First column of the tile of this warp's pair p (of four) of 8-column accumulators. In a gated up projection (SPLIT)
-// columns 0..63 of the tile are gate and 64..127 are up. A warp takes 32 of each, so that one thread has a and b of the
-// same element for the activation.
+// The column of the tile at which this warp's pair p of accumulators begins. A warp has four pairs, of 2 x 8 columns each. In a
+// gated up projection (SPLIT) columns 0..63 of the tile are gate and 64..127 are up. A warp has 32 columns of each, so that a
+// thread has a and b of the same element for the activation.
 template <bool SPLIT>
 __device__ __forceinline__ int pair_column(int warp_n, int p) {
     return SPLIT ? warp_n * 32 + (p & 1) * 16 + (p >> 1) * 64 : warp_n * 64 + p * 16;
@@ -91,17 +91,18 @@ struct Accumulators {
     }
 };
 
-// Shared address of a lane's row for ldmatrix, of one operand at column `mn` of M or N and k16 step kk. `first` is the
-// lane's address at mn = 0 and kk = 0. In a K-contiguous tile a step along K stays within the 128-byte line, where the
-// swizzle makes it an exclusive or, and a step along M or N moves by whole lines. In an MN-contiguous tile it is the other
-// way round.
+// The shared address that a lane passes to ldmatrix for one operand, at index `mn` along M or N and k16 step kk. `first` is the
+// lane's address at mn = 0 and kk = 0. In a K-contiguous tile a step along K stays within the 128-byte line, where the swizzle
+// turns the addition into an exclusive or, and a step along M or N moves by whole lines. In an MN-contiguous tile it is the
+// other way round.
 template <bool K_CONTIGUOUS>
 __device__ __forceinline__ unsigned fragment_address(unsigned first, unsigned mn, unsigned kk) {
     if (K_CONTIGUOUS) return (first ^ (kk * 32)) + mn * 128;
     return (first ^ ((mn % LINE) * 2)) + (mn / LINE) * BK * 128 + kk * 2048;
 }
 
-// The products of one stage. copy_quarter(kk) issues a quarter of the copies of a later stage between them.
+// Adds the products of one stage. Before the products of k16 step kk, copy_quarter(kk) issues a quarter of a later stage's
+// copies.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT, class Copy>
 __device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage, int warp_m, int warp_n, Copy copy_quarter) {
     const int lane = threadIdx.x & 31, r = lane & 7, low = (lane >> 3) & 1, high = lane >> 4;
@@ -110,7 +111,7 @@ __device__ __forceinline__ void multiply_stage_mma(Accumulators& acc, int stage,
                              warp_m * 64 * 128;
     const unsigned b_first = shared_address(dynamic_shared) + stage + OPERAND_BYTES +
                              (B_K_CONTIGUOUS_ ? (high * 8 + r) * 128 + (low ^ r) * 16 : (low * 8 + r) * 128 + (high ^ r) * 16);
-    unsigned a[2][4][4], b[2][4][4];  // the fragments of this k16 step and of the next
+    unsigned a[2][4][4], b[2][4][4];  // fragments of this k16 step and of the next
     auto load = [&](int kk) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -174,9 +175,10 @@ __device__ __forceinline__ void multiply_stage_fma(Accumulators& acc, int a_offs
     }
 }
 
-// acc = sum of the products of `steps` stages. copy(stage_offset, step, quarter) issues a quarter of the copies of a
-// stage. It is called for steps and quarters in order. It is also called for steps past the last, where it must fill in
-// zeros: a branch around it would keep the compiler from scheduling the copies among the products.
+// Computes acc as the sum of the products of `steps` stages. copy(stage_offset, step, quarter) issues a quarter of the copies
+// of a k-step to the stage at stage_offset. It is called for k-steps and quarters in order, and also for k-steps past the last.
+// There it must read nothing and fill in zeros. A branch around it would keep the compiler from scheduling the copies among the
+// products.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, bool SPLIT, class Copy>
 __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy copy) {
     const int warp_m = (threadIdx.x / 32) & 1, warp_n = threadIdx.x / 64;
@@ -208,14 +210,15 @@ __device__ __forceinline__ void main_loop(Accumulators& acc, int steps, Copy cop
     __syncthreads();  // the epilogue reuses the stages
 }
 
-// Where a warp stages 16 rows of its accumulators: in the memory of the pipeline stages, which is free after the main loop.
+// The memory in which a warp stages 16 rows of its accumulators. It is that of the pipeline stages, free after the main loop.
 __device__ __forceinline__ float* warp_staging() {
     return reinterpret_cast<float*>(dynamic_shared) + threadIdx.x / 32 * STAGED_FLOATS;
 }
-// The first row of this warp's accumulators acc.v[i] in the tile.
+// The tile's row at which this warp's accumulators acc.v[i] begin.
 __device__ __forceinline__ int warp_row(int i) { return (threadIdx.x / 32 & 1) * 64 + i * 16; }
 
-// Calls consume(row, v) for every row of the tile. v[g] holds the lane's 8 columns of group g, see RowStaging.
+// Calls consume(row, v) for each row of the tile that the lane has columns of. v[g] holds its 8 columns of group g; see
+// RowStaging.
 template <int GROUPS, class Consume>
 __device__ __forceinline__ void for_each_row(const Accumulators& acc, Consume consume) {
     using Staging = RowStaging<GROUPS>;

@@ -8,19 +8,21 @@
 //                                                                 grad_y_swi * y_swi for the router weights' gradient
 //   up_bwd      first_layer_grad        w1 transposed 2 if gated  STORE: a column panel of the slots' input gradients
 //
-// With BIASED up_fwd and down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of
-// first_layer are gate 0, up 0, gate 1, up 1, ...; up_bwd then has one K segment.
+// up_bwd of a gated layer sums over gate's columns, then over up's: these are its two K segments. With BIASED up_fwd and
+// down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of first_layer are gate 0,
+// up 0, gate 1, up 1, ...; up_bwd then has one K segment.
 //
-// With WEIGHTS_ON_INPUT experts are given w * x, w the router weight of the row. As (w * x) w1 = w * (x w1), first_layer stays
-// unscaled: y_swi = V(w * a) * M(w * b), and first_layer_grad is w times the gradients of w * a and w * b. The row sums are
-// then these gradients times a and b, and weighted_y_swi is y_swi. up_fwd then adds no bias.
+// With WEIGHTS_ON_INPUT the input of an expert is w * x, where w is the row's router weight. As (w * x) w1 = w * (x w1),
+// first_layer stays unscaled, and y_swi = V(w * a) * M(w * b). With g and u the gradients of w * a and w * b, first_layer_grad
+// is w * g and w * u, the row sums are of g * a + u * b, and weighted_y_swi is y_swi. up_fwd adds no bias in this case.
 //
-// R = expert_token_offsets[E] is the number of routed rows, at most num_slots = L*k. N is the number of columns, of h or of
-// the panel. K is the depth of one segment. A block (CTA) computes one tile of BM rows of one expert.
+// R = expert_token_offsets[E] is the number of routed rows, at most num_slots. They are in expert order. A column panel is a
+// buffer (R, N) for some of the d columns. N is the number of columns of the result, h or the panel's. K is the depth of one
+// segment. A block (CTA) computes one tile, BM rows of one expert by TILE_COLUMNS columns.
 //
-// Launch: THREADS threads per block, STAGES * STAGE_BYTES bytes of dynamic shared memory. The grid has a block per column
-// tile (N / TILE_COLUMNS, rounded up) and row tile. The number of row tiles is known on the device only, so the grid is
-// made for an upper bound, num_slots / BM + min(E, num_slots), and surplus blocks return at once.
+// Launch: THREADS threads per block, STAGES * STAGE_BYTES bytes of dynamic shared memory. The grid has a block for each pair of
+// a row tile and a column tile (N / TILE_COLUMNS, rounded up). Only the device knows the number of row tiles. So the grid is
+// sized for an upper bound, num_slots / BM + min(E, num_slots), and surplus blocks return at once.
 #include "gemm_core_sm80.cuh"
 #include "activation.cuh"
 
@@ -33,47 +35,51 @@ WEIGHTS_ON_INPUT are given by loader.gemm_variant"
 #endif
 
 struct GroupedGemmParams {
-    const element* a;                 // (L or R, lda) element, in; row of slot r: token r's with GATHER, r otherwise
-    const element *b0, *b1;           // per expert K x N, element, in; element (k, n) of expert e at e * expert_stride +
-                                      // k * ldb + n, or n * ldb + k with B_K_CONTIGUOUS; ACTIVATE of a gated layer: gate and
+    const element* a;                 // (L, lda) element, in, with GATHER: row r of the product is the row of r's token; else
+                                      // (R, lda)
+    const element *b0, *b1;           // per expert K x N, element, in. Element (k, n) of expert e is at e * expert_stride +
+                                      // k * ldb + n, or n * ldb + k with B_K_CONTIGUOUS. ACTIVATE of a gated layer: gate and
                                       // up; STORE: K segments 0 and 1
-    const int* expert_token_indices;  // (num_slots,) int32, in
-    const int* expert_token_offsets;  // (E+1,) int32, in
-    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
+    const int* expert_token_indices;  // (num_slots,) int32, in: the token of each row
+    const int* expert_token_offsets;  // (E+1,) int32, in: the first row of each expert, then R
+    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (number of row tiles, BM), then (expert, first row) of each
     element* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED: out of ACTIVATE
                                       // (null: not kept), into ACTIVATE_BWD
-    element* first_layer_grad;        // as first_layer, out; may be first_layer itself; null: not wanted
-    element* result;                  // (R, N) element, out. ACTIVATE: y_swi, null: not wanted; ACTIVATE_BWD: weighted_y_swi =
-                                      // weight * y_swi, null: not wanted, may be y_swi itself; STORE: the panel
-    const element* y_swi;             // (R, N) element, in: ACTIVATE_BWD with save="paper", else null
-    const float* row_weights;         // (R,) fp32, in: the router weight of each row; ACTIVATE_BWD, and all WEIGHTS_ON_INPUT
-    float* partial_sums;              // (column tiles, num_slots) fp32, out: the row sums over each BN columns;
-                                      // null: not wanted
+    element* first_layer_grad;        // shape of first_layer, element, out; may be first_layer itself; null: not wanted
+    element* result;                  // (R, N) element, out. ACTIVATE: y_swi, null: not wanted. ACTIVATE_BWD: weighted_y_swi =
+                                      // weight * y_swi, may be y_swi itself, null: not wanted. STORE: the panel
+    const element* y_swi;             // (R, N) element, in: ACTIVATE_BWD with save="paper"; null: computed from a and b
+    const float* row_weights;         // (R,) fp32, in: the router weight of each row; read by ACTIVATE_BWD, and by ACTIVATE
+                                      // with WEIGHTS_ON_INPUT
+    float* partial_sums;              // (column tiles, num_slots) fp32, out of ACTIVATE_BWD: the row sums over each tile's
+                                      // columns; null: not wanted
 #if BIASED
-    const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
+    const BIAS *bias0, *bias1;  // (E, N) BIAS, in. ACTIVATE of a gated layer: gate's and up's, or with INTERLEAVED bias0 alone,
+                                // (E, 2N). STORE: bias0 alone
 #endif
     int64 lda, expert_stride, ldb;  // in elements
 #if BIASED
     int64 bias_stride;  // elements of a bias from expert to expert
 #endif
-    int columns, depth;   // N, and K of one segment
+    int columns, depth;   // N, K
     int num_slots;        // L*k, or max_slots if that bounds the rows
-    ACTIVATION_CONSTANTS  // of ACTIVATE and ACTIVATE_BWD
+    ACTIVATION_CONSTANTS  // for ACTIVATE and ACTIVATE_BWD
 };
 
 enum { STORE = 0, ACTIVATE = 1, ACTIVATE_BWD = 2 };
 
-constexpr bool PAIRS = EPILOGUE == ACTIVATE && INTERLEAVED;      // the column tile is 64 pairs of gate and up
-constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED && !PAIRS;  // the column tile is 64 of gate beside 64 of up
+constexpr bool PAIRS = EPILOGUE == ACTIVATE && INTERLEAVED;      // a tile has 64 pairs of columns, gate and up
+constexpr bool SPLIT = EPILOGUE == ACTIVATE && GATED && !PAIRS;  // a tile has 64 columns of gate, then 64 of up
 constexpr int GROUPS = SPLIT ? 2 : 1;
-constexpr int B_PER_COLUMN = PAIRS ? 2 : 1;  // columns of B for one of the result
+constexpr int B_PER_COLUMN = PAIRS ? 2 : 1;  // columns of B for each column of the result
 static_assert(TILE_COLUMNS == (SPLIT || PAIRS ? BN / 2 : BN), "columns of the result in a tile");
 static_assert(GATED || !INTERLEAVED, "gate and up alternate");
 static_assert(EPILOGUE == STORE || !WEIGHTS_ON_INPUT || !BIASED, "weights would scale the bias too");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && EPILOGUE == STORE && !GATHER), "b1 is up, or the second K segment");
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR) ENTRY(const GroupedGemmParams p) {
-    __shared__ int tile_rows[BM];  // row of A of each tile row; past the expert's last row that row again, which is never stored
+    // The row of A for each row of the tile. Rows past the expert's last one repeat it, and their results are not stored.
+    __shared__ int tile_rows[BM];
     __shared__ float tile_weights[BM];
     __shared__ float row_sums[2][BM];
     static_assert(sizeof tile_rows + sizeof tile_weights + sizeof row_sums <= STATIC_BYTES, "shared memory beside the stages");
@@ -174,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             store_row8<ALIGNED>(p.result + r * N + n, y_swi, N - n);
         });
     } else {
-        // a and b of the next 16 rows are loaded while these are worked on. In fp32 there are no registers for that. With
-        // INTERLEAVED these are the first and the last four pairs of a row, one behind the other.
+        // a and b of the next 16 rows are loaded while the epilogue works on these 16 rows. fp32 has no registers for that.
+        // With INTERLEAVED a_loaded and b_loaded hold the first and the last four of the lane's eight pairs.
         constexpr int BUFFERS = FP32 ? 1 : 2;
         const int b_offset = INTERLEAVED ? 8 : N;
         Row8<element> a_loaded[BUFFERS][Staging::PASSES], b_loaded[BUFFERS][Staging::PASSES];
@@ -184,8 +190,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
             for (int pass = 0; pass < Staging::PASSES; ++pass) {
                 const int row = warp_row(i) + Staging::row(pass);
                 const element* from = p.first_layer + (row0 + min(row, rows - 1)) * first_layer_ld + (1 + INTERLEAVED) * n;
-                const int64 valid =
-                    row < rows ? N - n : 0;  // first_layer_grad may be first_layer: another warp may overwrite the last row
+                // Nothing is loaded past the last row: first_layer_grad may be first_layer, and another warp overwrite the last
+                // row.
+                const int64 valid = row < rows ? N - n : 0;
                 a_loaded[i % BUFFERS][pass].template load<ALIGNED>(from, (1 + INTERLEAVED) * valid);
                 if (GATED)
                     b_loaded[i % BUFFERS][pass].template load<ALIGNED>(from + b_offset, INTERLEAVED ? 2 * valid - 8 : valid);

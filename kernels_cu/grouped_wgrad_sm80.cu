@@ -7,11 +7,12 @@
 //   up_wgrad    x, gathered by token        first_layer_grad              dW1 (d, h) per half: gate, up
 // Where the weight is stored transposed, P and Q are exchanged, so that rows of dW are always contiguous.
 //
-// With ACCUMULATE dW is added in fp32 to what out0 and out1 hold, and the sum is rounded to OUT once. Without it OUT is
-// element. An expert without tokens gets exact zeros, and with ACCUMULATE it is left alone. One block (CTA) sums a tile
-// over all rows of its expert, in their order, so two runs give the same bits.
+// With ACCUMULATE the kernel adds dW in fp32 to the values of out0 and out1 and rounds the sum to OUT once. Without it OUT is
+// element. The gradient of an expert without tokens becomes zeros, or with ACCUMULATE stays as it is. One block (CTA) sums a
+// tile over all rows of its expert, in their order, so that two runs give the same bits.
 //
 // Launch: grid (tiles of M x N, E, halves), THREADS threads per block, STAGES * STAGE_BYTES bytes of dynamic shared memory.
+// halves is 2 (gate and up) for up_wgrad of gated layers, else 1. A tile is BM x BN.
 #include "gemm_core_sm80.cuh"
 
 #if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT)
@@ -19,20 +20,22 @@
 #endif
 
 struct GroupedWgradParams {
-    const element *p, *q;             // (L or R, ldp / ldq) element, in; gathered by token with GATHER_P / GATHER_Q, else by row
-    const int* expert_token_indices;  // (L*k,) int32, in
+    const element *p, *q;             // (L, ldp) and (L, ldq) element, in; R rows in place of L in the one that is not gathered
+                                      // by token (GATHER_P, GATHER_Q)
+    const int* expert_token_indices;  // (num_slots,) int32, in: the token of each routed row
     const int* expert_token_offsets;  // (E+1,) int32, in
-    OUT *out0, *out1;                 // (M, N) of each expert, OUT, out: gate's, and up's if gated
+    OUT *out0, *out1;                 // (M, N) of each expert, OUT, out, with ACCUMULATE also in: the gradients of gate and up,
+                                      // or out0 alone
     int64 ldp, ldq;                   // elements from row to row
     int64 expert_stride, ldo;         // elements of out0 and out1 from expert to expert, and from row to row
-    int p_half, q_half;               // elements from the gate's columns to the up's in P or Q, 0 in the other operand
+    int p_half, q_half;               // elements from gate's columns to up's in P or Q; 0 in the operand that both share
     int rows, columns;                // M, N
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     ENTRY(const __grid_constant__ GroupedWgradParams params) {
-    const GroupedWgradParams p = params;  // a copy: fields that are read in the main loop cost registers there
-    constexpr int ROWS = BK / 16;  // token rows that a thread copies per stage; its other lines are other slabs of the same rows
+    const GroupedWgradParams p = params;  // a copy: fields of params that the main loop reads would cost registers
+    constexpr int ROWS = BK / 16;         // rows that a thread copies per stage; its lines are slabs of these rows
     const int M = p.rows, N = p.columns, expert = blockIdx.y;
     const Tile tile = raster(blockIdx.x, (M + BM - 1) / BM, (N + BN - 1) / BN);
     const int m0 = tile.m * BM, n0 = tile.n * BN;
@@ -40,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     if (ACCUMULATE && first == last) return;
     const Rows p_matrix(p.p + blockIdx.z * p.p_half, p.ldp), q_matrix(p.q + blockIdx.z * p.q_half, p.ldq);
 
-    // Tokens are loaded one stage before they are used as addresses.
+    // Token indices are loaded one stage before the rows that they address.
     int tokens[ROWS];
     auto load_tokens = [&](int step) {
 #pragma unroll

@@ -1,26 +1,28 @@
-// PTX of sm_80 and later, one instruction per function. The CPU emulator of the tests replaces this file by plain C++.
-// Therefore no other file holds inline assembly of the portable tier.
+// PTX instructions of sm_80 and later, one per function. All inline assembly of the portable tier is here, because the CPU
+// emulator of the tests replaces this file by plain C++.
 #pragma once
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// threadIdx.x, from its special register and at this point of the program.
+// threadIdx.x, read from its special register here, so that the compiler keeps no earlier value of it in a register.
 __device__ __forceinline__ int read_thread_index() {
     int r;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(r));
     return r;
 }
 
-// Two words, one behind the other. One store of both would need registers side by side, and spill others.
+// Stores two neighbouring words with two instructions. One vector store would need adjacent registers, and the compiler would
+// spill others.
 __device__ __forceinline__ void store_shared_4_4(unsigned address, unsigned first, unsigned second) {
     asm volatile("st.shared.u32 [%0], %1;\n st.shared.u32 [%0+4], %2;" ::"r"(address), "r"(first), "r"(second) : "memory");
 }
 
-// Programmatic dependent launch, of sm_90 and later; a launch that does not overlap, and older GPUs, skip both. A kernel whose
-// `Launch` overlaps may start once every CTA of the launch before it has called let_next_launch_start or has ended. Until
-// wait_for_last_launch it must leave alone what that launch writes, and write nothing that it reads; nor may it touch what
-// launches before that one write, if these overlap with each other. The wait ends when the launch before has ended and its
-// writes are visible. A CTA of every such kernel must call it, so that launches end in their order.
+// Programmatic dependent launch (sm_90 and later). On older GPUs, and in a launch that does not overlap, both functions do
+// nothing. A kernel whose `Launch` overlaps may start once every CTA of the launch before it has called let_next_launch_start
+// or has ended. Until it has called wait_for_last_launch, it must not read or write memory that the launch before it writes,
+// and must not write memory that this launch reads. If the launches before overlap with each other, the same holds for what
+// they write. The wait ends when the launch before has ended and its writes are visible. At least one CTA of each such kernel
+// must wait, so that launches end in their order.
 __device__ __forceinline__ void let_next_launch_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -33,12 +35,13 @@ __device__ __forceinline__ void wait_for_last_launch() {
 #endif
 }
 
-// Copies 16 bytes from global to shared memory, asynchronously. Only the first src_bytes are read; the rest becomes zeros.
+// Copies 16 bytes from global to shared memory, asynchronously. It reads only the first src_bytes and fills the rest with
+// zeros.
 __device__ __forceinline__ void cp_async_16(unsigned dst_shared, const void* src, unsigned src_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_shared), "l"(src), "r"(src_bytes) : "memory");
 }
 
-// As above for BYTES = 4 or 8.
+// The same for BYTES = 4 or 8.
 template <int BYTES>
 __device__ __forceinline__ void cp_async_small(unsigned dst_shared, const void* src, unsigned src_bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst_shared), "l"(src), "n"(BYTES), "r"(src_bytes)
@@ -47,7 +50,7 @@ __device__ __forceinline__ void cp_async_small(unsigned dst_shared, const void* 
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most N of this thread's groups are in flight, the newest.
+// Waits until at most the newest N of this thread's groups of copies are in flight.
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
@@ -68,7 +71,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned add
                  : "memory");
 }
 
-// d (16x8, fp32) += a (16x16, row-major) * b (16x8, column-major), by the warp.
+// The warp computes d (16x8, fp32) += a (16x16, row-major) * b (16x8, column-major).
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -81,7 +84,7 @@ __device__ __forceinline__ void mma_fp16(float (&d)[4], const unsigned (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats, rounded to nearest even, `low` in the low half.
+// Two floats rounded to nearest even, with `low` in the low half.
 __device__ __forceinline__ unsigned cvt_bf16x2(float low, float high) {
     unsigned r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -104,8 +107,8 @@ __device__ __forceinline__ float cvt_f32_from_fp16(unsigned short bits) {
     return r;
 }
 
-// Two floats as e4m3, rounded to nearest even, beyond 448 to 448, `low` in the low byte. A NaN is 0x7f. Instructions for it came
-// with sm_89.
+// Two floats rounded to e4m3, nearest even, with `low` in the low byte. Magnitudes above 448 become 448, a NaN becomes 0x7f.
+// sm_89 and later have instructions for it.
 #if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ unsigned short cvt_e4m3x2(float low, float high) {
     unsigned short r;
@@ -140,20 +143,20 @@ __device__ __forceinline__ float2 cvt_f32x2_from_e4m3x2(unsigned short bits) {
 }
 #endif
 
-// v, but -0 as +0 and every NaN as the one without a sign.
+// v, with -0 turned into +0 and every NaN into the canonical NaN, which has no sign.
 __device__ __forceinline__ float canonical(float v) {
     float r;
     asm("add.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(v));
     return r;
 }
-// a + b, of which a is not -0, as `canonical` gives it: addition does that by itself.
+// canonical(a + b) for an a that is not -0: the addition alone gives it.
 __device__ __forceinline__ float canonical_sum(float a, float b) {
     float r;
     asm("add.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
 }
 
-// Puts the larger one first. The compiler would compare them twice, for a maximum and a minimum.
+// Puts the larger of the two first, with one comparison. The compiler would compare twice, for a maximum and a minimum.
 __device__ __forceinline__ void sort_two(unsigned long long& a, unsigned long long& b) {
     const unsigned long long x = a, y = b;
     asm("{ .reg .pred p;\n setp.gt.u64 p, %2, %3;\n selp.b64 %0, %2, %3, p;\n selp.b64 %1, %3, %2, p; }"
@@ -161,14 +164,14 @@ __device__ __forceinline__ void sort_two(unsigned long long& a, unsigned long lo
         : "l"(x), "l"(y));
 }
 
-// 1 / v to one unit in the last place; 0 for infinity.
+// 1 / v, with an error of one unit in the last place at most. It is 0 for an infinity.
 __device__ __forceinline__ float reciprocal(float v) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
 
-// log2(v), to 2^-22 between 1/2 and 2, else to two units in the last place.
+// log2(v), with an error of 2^-22 at most between 1/2 and 2, and of two units in the last place elsewhere.
 __device__ __forceinline__ float binary_logarithm(float v) {
     float r;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));

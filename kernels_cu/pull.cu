@@ -1,18 +1,19 @@
-// Memory of the other GPUs of a host, which NVLink makes addressable, read where it lies. Every rank has its rows_per_peer
-// tokens' rows, expert ids and router weights in a buffer that all ranks map, and later its results. Nothing is packed,
-// and no row is read that has no expert here.
-//   pull_slots   the ids and router weights of all ranks' slots, and which rows have an expert here
-//   pull_rows    these rows
-//   pull_sum     each token here sums its row of every rank that has an expert of it, in the order of ranks, in fp32
-//   pull_values  each slot here takes its value of the rank that has its expert
-// Rank r has experts r * experts_per_peer and on. An id below 0, or from num_experts on, is no expert.
-// Who launches them sees to it that the peers have written what is read: a barrier among the GPUs comes before.
+// Exchange of tokens between the P GPUs (ranks) of a host by loads from the others' memory, which NVLink makes addressable. The
+// paper has one GPU. Each rank has a buffer that all ranks map. It holds the rows, expert ids and router weights of the rank's
+// rows_per_peer tokens, and later the results of its experts. No rank packs rows to send, and a rank loads only the rows that
+// have one of its experts.
+//   pull_slots   loads the ids and router weights of all ranks' slots, and finds the rows that have an expert of this rank
+//   pull_rows    loads these rows
+//   pull_sum     sums each token of this rank over the ranks that have one of its experts, in the order of ranks, in fp32
+//   pull_values  loads each slot's value, such as the gradient of its router weight, from the rank that has its expert
+// Rank r has the experts from r * experts_per_peer to (r + 1) * experts_per_peer. An id below 0, or from P * experts_per_peer
+// on, stands for no expert. Before a launch the caller needs a barrier among the GPUs, after which the peers' data are written.
 //
 // Launch:
-//   pull_slots   grid (num_rows / SLOT_ROWS), rounded up, PULL_THREADS threads per block, a slot each in turn
-//   pull_rows    PULL_THREADS threads per block, a warp per row in turn; few blocks, as NVLink needs few loads to be full
-//   pull_sum     as aggregate of aggregation.cu: grid (L / TOKENS_PER_BLOCK, d / PANEL_COLUMNS), rounded up; a warp per token
-//   pull_values  grid (num_slots / PULL_THREADS), rounded up, PULL_THREADS threads per block, a slot each
+//   pull_slots   grid num_rows / SLOT_ROWS, rounded up; PULL_THREADS threads per block, which take the block's slots in turn
+//   pull_rows    any grid, PULL_THREADS threads per block; warps take rows in turn. Few blocks are enough to fill NVLink.
+//   pull_sum     grid (L / TOKENS_PER_BLOCK, d / PANEL_COLUMNS), rounded up; a warp per token, TOKENS_PER_BLOCK warps per block
+//   pull_values  grid num_slots / PULL_THREADS, rounded up; one thread per slot, PULL_THREADS threads per block
 #include "common.cuh"
 
 #if !defined(PULL_THREADS) || !defined(SLOT_ROWS) || !defined(TOKENS_PER_BLOCK) || !defined(PANEL_COLUMNS)
@@ -22,48 +23,48 @@ static_assert(PULL_THREADS % 32 == 0 && PULL_THREADS <= 1024, "threads of a bloc
 static_assert(SLOT_ROWS <= PULL_THREADS, "a thread per row tells whether it is needed");
 static_assert(PANEL_COLUMNS == 32 * 8 && TOKENS_PER_BLOCK * 32 <= 1024, "a warp spans the columns of its grid row");
 
-constexpr int PULLED_PIECES = 8;  // 16-byte pieces of a lane on their way from a peer
+constexpr int PULLED_PIECES = 8;  // 16-byte pieces that a lane loads before it stores the first
 constexpr unsigned WARP = 0xffffffffu;
 
-// I: int or long long, of ids. W: unsigned or unsigned short, the bits of a router weight.
+// I: the type of ids, int or long long. W: the bits of a router weight, unsigned or unsigned short.
 template <class I, class W>
 struct PullSlotsParams {
-    const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
-    int* local_ids;                   // (num_rows, k) int32, out: from 0 to experts_per_peer - 1; -1: no expert here
-    W* weights;                       // (num_rows, k), out
-    unsigned char* needed;            // (num_rows,) bool, out: whether a slot of the row has an expert here
-    int64 ids_offset;                 // bytes from a peer's address to its (rows_per_peer, k) ids, in
-    int64 weights_offset;             // likewise to its (rows_per_peer, k) weights, in
-    int num_rows, rows_per_peer, k;   // num_rows: P * rows_per_peer
-    int first_expert, experts_per_peer;
+    const unsigned long long* peers;     // (P,) addresses of the peers' buffers, in
+    int* local_ids;                      // (num_rows, k) int32, out: ids less first_expert; -1: not an expert of this rank
+    W* weights;                          // (num_rows, k) W, out
+    unsigned char* needed;               // (num_rows,) bool, out: whether a slot of the row has an expert of this rank
+    int64 ids_offset;                    // bytes from a peer's address to its (rows_per_peer, k) I, ids, in
+    int64 weights_offset;                // bytes from a peer's address to its (rows_per_peer, k) W, router weights, in
+    int num_rows, rows_per_peer, k;      // num_rows: P * rows_per_peer
+    int first_expert, experts_per_peer;  // first_expert: of this rank
 };
 
 struct PullRowsParams {
     const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
     const unsigned char* needed;      // (num_rows,) bool, in
-    uint4* out;                       // (num_rows, pieces), out: rows that are not needed stay as they are
+    uint4* out;                       // (num_rows, pieces) uint4, out: rows that are not needed stay as they are
     int64 offset;                     // bytes from a peer's address to its (rows_per_peer, pieces) uint4, in
-    int P, rows_per_peer, pieces;     // num_rows: P * rows_per_peer
+    int P, rows_per_peer, pieces;     // num_rows is P * rows_per_peer; pieces: of 16 bytes of a row
 };
 
 template <class T, class I>
 struct PullSumParams {
     const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
-    const I* ids;                     // (L, k), in
+    const I* ids;                     // (L, k) I, in
     T* out;                           // (L, d) element, out
-    int64 offset;                     // bytes from a peer's address to its (P * L, d) element, in
-    int64 first_row;                  // of this rank's tokens among them
+    int64 offset;                     // bytes from a peer's address to its (P * L, d) element, results of all ranks' tokens, in
+    int64 first_row;                  // row of this rank's first token in these results
     int L, P, k, d, experts_per_peer;
 };
 
 template <class I, class W>
 struct PullValuesParams {
     const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
-    const I* ids;                     // (num_slots,), in
-    W* out;                           // (num_slots,), out: 0 for slots without an expert
-    int64 offset;                     // bytes from a peer's address to its values of all ranks' slots, in
-    int64 first_slot;                 // of this rank's slots among them
-    int num_slots, num_experts, experts_per_peer;
+    const I* ids;                     // (num_slots,) I, in
+    W* out;                           // (num_slots,) W, out: 0 for slots without an expert
+    int64 offset;                     // bytes from a peer's address to its (P * num_slots,) W, values of all ranks' slots, in
+    int64 first_slot;                 // index of this rank's first slot in these values
+    int num_slots, num_experts, experts_per_peer;  // num_slots: of this rank; num_experts: P * experts_per_peer
 };
 
 template <class T>
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_rows(const PullR
     const int64 num_rows = p.P * int64(p.rows_per_peer);
     const int lane = threadIdx.x & 31;
     for (int64 i = warp; i < num_rows; i += warps) {
-        const int peer = i % p.P, row_of_peer = i / p.P;  // in turn, so that all links and the own memory are busy at once
+        const int peer = i % p.P, row_of_peer = i / p.P;  // peers take turns, so that all links and this GPU's memory are busy
         const int64 row = peer * int64(p.rows_per_peer) + row_of_peer;
         if (!p.needed[row]) continue;
         const uint4* from = at_peer<uint4>(p.peers, peer, p.offset) + row_of_peer * int64(p.pieces);
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_rows(const PullR
     }
 }
 
-// 8 elements of a peer by plain loads: the read-only cache is for memory that no one writes while a kernel runs.
+// 8 elements of a peer, by plain loads: the read-only cache is only for memory that no GPU writes while the kernel runs.
 template <class T>
 __device__ __forceinline__ Row8<T> load_peer(const T* p) {
     Row8<T> row;
@@ -132,7 +133,7 @@ __device__ void pull_sum(const PullSumParams<T, I>& p) {
     const int lane = threadIdx.x & 31;
     const int64 column = blockIdx.y * int64(PANEL_COLUMNS) + lane * 8;
     const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + threadIdx.x / 32;
-    if (token >= p.L) return;  // a whole warp
+    if (token >= p.L) return;  // the same in all lanes of a warp
     const I* ids = p.ids + token * p.k;
     const int64 element = (p.first_row + token) * p.d + column;
     float sum[8] = {};
@@ -145,7 +146,7 @@ __device__ void pull_sum(const PullSumParams<T, I>& p) {
         }
         peers = __reduce_or_sync(WARP, peers);
         while (peers) {
-            Row8<T> rows[4];  // four loads in flight before the first is used
+            Row8<T> rows[4];  // four rows are loaded before the first is used, to hide the latency
             bool present[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {

@@ -1,20 +1,20 @@
-// Epilogues of the portable products: accumulators of mma.m16n8k16 become rows of 8 consecutive columns, through shared
-// memory. Global accesses are then 16 bytes per lane.
+// Row staging for the epilogues of the portable products. A lane's accumulators of mma.m16n8k16 are pairs of columns. Through
+// shared memory a lane gets 8 consecutive columns of a row instead, so that its global accesses have 16 bytes.
 #pragma once
 #include "common.cuh"
 
-constexpr int STAGED_FLOATS = 16 * 64;  // of shared memory per warp: 16 rows of 64 columns
+constexpr int STAGED_FLOATS = 16 * 64;  // per warp: 16 rows of 64 accumulator columns
 
-// 16 rows of 64 accumulator columns of one warp. They are read in PASSES passes. In pass p a lane reads row
-// p * ROWS + lane / LANES. The 64 columns are GROUPS groups of 64 / GROUPS columns, and the lane reads 8 columns of
-// each group, from column 8 * (lane % LANES) of the group on. With GROUPS = 2 the groups are gate and up, so that a lane
-// has both values of an element.
+// put() writes 16 rows of a warp's 64 accumulator columns. get() reads them in PASSES passes. In pass p a lane reads row p *
+// ROWS + lane / LANES. The 64 columns are GROUPS groups of 64 / GROUPS columns. The lane reads 8 columns of each group, from
+// column 8 * (lane % LANES) of the group on. With GROUPS = 2 the groups are gate and up, so that a lane has a and b of the same
+// element.
 template <int GROUPS>
 struct RowStaging {
     static constexpr int LANES = 8 / GROUPS, ROWS = 32 / LANES, PASSES = 16 / ROWS;
 
-    // Index of an element in the staged floats, with a swizzle against bank conflicts: four neighbouring rows, and the two
-    // halves of a row (or its gate and up), lie in different banks. Neither writes nor reads conflict.
+    // The index of an element in the staged floats. The swizzle puts four neighbouring rows into different banks, and the two
+    // halves of a row (or its gate and up) too. Neither writes nor reads have bank conflicts.
     static __device__ __forceinline__ int index_of(int row, int column) {
         return row * 64 + (column ^ (row & 3) * 8 ^ (4 * (GROUPS == 2 ? row & 1 : column >> 5)));
     }

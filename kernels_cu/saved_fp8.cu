@@ -1,7 +1,10 @@
-// The first layer between its own dtype and what save="fp8" keeps of it (fp8.cuh), for the portable GEMMs. Hopper's write and
-// read e4m3 themselves.
+// Conversions of the first layer for save="fp8", an addition to the paper: the layer keeps e4m3 with scales for backward.
+// SavedScales in fp8.cuh describes the layout. These kernels serve the portable GEMMs. Hopper's GEMMs write and read e4m3
+// themselves.
+//   quantize_saved    first_layer to saved
+//   dequantize_saved  saved to first_layer
 //
-// Launch: grids of any size, WARPS warps per block. A warp takes GROUP_COLUMNS columns of a row at a time, of all halves.
+// Launch: a grid of any size, WARPS warps per block. A warp converts GROUP_COLUMNS columns of each half of one row at a time.
 #if !defined(WARPS) || !defined(GROUP_COLUMNS)
 #error "WARPS and GROUP_COLUMNS are given by launch_config.py"
 #endif
@@ -11,17 +14,19 @@ static_assert(WARPS <= 32 && GROUP_COLUMNS % 32 == 0, "threads of a block, and c
 
 template <class T>
 struct SavedFp8Params {
-    T* first_layer;                   // (R, halves * columns) T, into quantize_saved, out of dequantize_saved
-    const int* expert_token_offsets;  // (E+1,) int32, in: the last says how many rows there are
-    unsigned char* saved;             // see fp8.cuh; out of quantize_saved, into dequantize_saved
-    int num_rows, num_experts, columns;
-    int halves;       // 2 if gated
-    int interleaved;  // not 0: columns of both halves alternate
+    T* first_layer;                   // (num_rows, halves * columns) T, into quantize_saved, out of dequantize_saved
+    const int* expert_token_offsets;  // (E+1,) int32, in: the last one is the number of routed rows, which are converted
+    unsigned char* saved;             // SavedScales of fp8.cuh, out of quantize_saved, into dequantize_saved
+    int num_rows, num_experts;        // rows of both buffers, E
+    int columns;                      // of a half: h
+    int halves;                       // 2 (gate and up) if gated, else 1
+    int interleaved;                  // not 0: the columns of gate and up alternate
 };
 
-constexpr int LANE_VALUES = GROUP_COLUMNS / 32;
+constexpr int LANE_VALUES = GROUP_COLUMNS / 32;  // of a group
 
-// use(element, valid, scale): the indices of a lane's elements in a group, and where the group's scale is.
+// Calls use(first, step, valid, scale) for each group of the warp. The lane's elements of the group are at first + j * step,
+// for j below valid and LANE_VALUES. scale: the address of the group's scale.
 template <class T, class Use>
 __device__ void for_each_group(const SavedFp8Params<T>& p, Use use) {
     const int64 rows = p.expert_token_offsets[p.num_experts], ld = int64(p.halves) * p.columns;

@@ -1,67 +1,72 @@
-// Kernels of layers whose slots are more than k choices per token: pairs of tokens with any number of experts each, identity
-// experts, outputs per slot. P slots in all. Pairs are in the order of tokens; token t has those from token_offsets[t] on.
-//   list_tokens       of pairs: the token of each, ids without those of no token, and token_offsets made fit for use
-//   rows_to_tokens    expert_token_indices from slots, which dispatch writes for k = 1, to the tokens of these slots
-//   mark_identity     token_index_map of the slots of identity experts becomes IDENTITY_EXPERT
-//   slots_by_row      the slot of each of the experts' rows, for outputs and gradients that have a row per slot
-//   aggregate_slots   aggregate of aggregation.cu, for pairs and identity experts
-//   identity_weights  the gradient of the router weights of identity experts, <grad_out, x> of their token
+// Kernels of the options of slots, which the paper does not have: tokens with any number of experts, identity experts, and
+// outputs with a row per slot. A layer has P slots. With token_offsets a slot is a pair of a token and an expert. Pairs are in
+// the order of tokens, and token t has pairs token_offsets[t] to token_offsets[t + 1]. Without token_offsets each token has k
+// slots.
+//   list_tokens       finds the token of each pair, masks the ids of pairs that belong to no token, and mends token_offsets
+//   rows_to_tokens    replaces the slots in expert_token_indices, as dispatch writes them with k = 1, by their tokens
+//   mark_identity     sets token_index_map of the slots of identity experts to IDENTITY_EXPERT
+//   slots_by_row      lists the slot of each row in expert order, for outputs and gradients that have a row per slot
+//   aggregate_slots   is aggregate of aggregation.cu, for pairs and identity experts
+//   identity_weights  computes the gradient of the router weights of identity experts, <grad_out, x> of their token
 //
-// The given offsets may hold anything. A pair's token is found by a search that halves the offsets, always at the same
-// places. A larger pair takes the same way or one to the right of it, so tokens have consecutive pairs whatever the offsets
-// are. Every pair has at most one token, and its offsets enclose the pair. list_tokens also writes where each token's pairs
-// begin by that search. These are the given offsets, if they lie in 0 .. P and do not fall.
+// The caller's token_offsets may hold any numbers. list_tokens finds a pair's token by a binary search, which compares the same
+// offsets in the same order for every pair. So a larger pair never ends at a smaller token, and each token's pairs are
+// consecutive whatever the offsets are. A pair belongs to one token at most, whose given offsets enclose the pair. list_tokens
+// also writes mended offsets, which say where each token's pairs begin by this search. They equal the given offsets if these
+// lie in 0 .. P and never decrease.
 //
 // Launch:
-//   aggregate_slots   as aggregate
-//   identity_weights  a warp per token, TOKENS_PER_BLOCK warps per block
-//   the others        a thread per slot, SLOTS_PER_BLOCK threads per block; list_tokens: per slot or offset, which are more
+//   aggregate_slots   as aggregate of aggregation.cu
+//   identity_weights  grid L / TOKENS_PER_BLOCK, rounded up; one warp per token, TOKENS_PER_BLOCK warps per block
+//   list_tokens       grid max(P, L + 1) / SLOTS_PER_BLOCK, rounded up; one thread per pair and per offset, SLOTS_PER_BLOCK
+//                     threads per block
+//   the others        grid P / SLOTS_PER_BLOCK, rounded up; one thread per slot, SLOTS_PER_BLOCK threads per block
 #include "aggregate.cuh"
 
 template <class Id>
 struct ListTokensParams {
     const Id* ids;       // (P,) int32 or int64, in
-    const int* offsets;  // (L+1,) int32, in: as given
-    int* masked_ids;     // (P,) int32, out: ids; -1 for pairs of no token, and for int64 ids < 0 or >= E
-    int* tokens;         // (P,) int32, out: -1 for pairs of no token
-    int* token_offsets;  // (L+1,) int32, out: rising, within 0 .. P
-    int num_slots, num_tokens, num_experts;
+    const int* offsets;  // (L+1,) int32, in: the caller's token_offsets
+    int* masked_ids;     // (P,) int32, out: ids; -1 for pairs that belong to no token, and for int64 ids < 0 or >= E
+    int* tokens;         // (P,) int32, out: the token of each pair, -1 if it belongs to none
+    int* token_offsets;  // (L+1,) int32, out: never decreasing, within 0 .. P
+    int num_slots, num_tokens, num_experts;  // P, L, E
 };
 
 struct RowsToTokensParams {
     const int* tokens;          // (P,) int32, in
-    int* expert_token_indices;  // (P,) int32, in: slots; out: their tokens; -1 past the last row stays
-    int num_slots;
+    int* expert_token_indices;  // (P,) int32, in: the slot of each row; out: its token; -1 past the last row stays
+    int num_slots;              // P
 };
 
 template <class Id>
 struct MarkIdentityParams {
-    const Id* ids;         // (P,) int32 or int64, in; num_experts .. + identity_experts are identity experts
-    const int* tokens;     // (P,) int32, in: -1 for pairs of no token; null where each slot has one
-    int* token_index_map;  // (P,) int32, in and out
-    int num_slots, num_experts, identity_experts;
+    const Id* ids;                                 // (P,) int32 or int64, in; identity experts have ids from num_experts on
+    const int* tokens;                             // (P,) int32, in: of list_tokens; null if each token has k slots
+    int* token_index_map;                          // (P,) int32, out; other slots stay
+    int num_slots, num_experts, identity_experts;  // P, E, and the number of identity experts
 };
 
 struct SlotsByRowParams {
-    const int* token_index_map;       // (P,) int32, in
-    const int* expert_token_offsets;  // (E+1,) int32, in
-    int* slots;                       // (P,) int32, out: -1 past the last row
-    float* row_weights;               // (P,) fp32, out: 1 for each row; null: not wanted
-    int num_slots, num_experts;
+    const int* token_index_map;       // (P,) int32, in: the row of each slot; below 0: none
+    const int* expert_token_offsets;  // (E+1,) int32, in: the last one is the number of routed rows
+    int* slots;                       // (P,) int32, out: the slot of each row, -1 past the last routed row
+    float* row_weights;               // (R,) fp32, out: 1 for each routed row; null: not wanted
+    int num_slots, num_experts;       // P, E
 };
 
 template <class T, class W>
 struct SlotAggregateParams {
-    const T* panel;              // (P, panel_ld) element, in: expert outputs, or input gradients
-    const int* token_index_map;  // (P,) int32, in; below 0: no row of the panel
-    const int* token_offsets;    // (L+1,) int32, in, of list_tokens; null where each token has k slots
-    const W* weights;            // (P,) fp32 or element, in; null where no slot is scaled
-    const T* source;             // (L, d) element, in: the rows of identity experts, x or grad_out; null without these experts
+    const T* panel;              // (R, panel_ld) element, in: the experts' outputs, or the gradients of their inputs
+    const int* token_index_map;  // (P,) int32, in: the row of each slot in the panel, or IDENTITY_EXPERT, or -1
+    const int* token_offsets;    // (L+1,) int32, in: of list_tokens; null if each token has k slots
+    const W* weights;            // (P,) fp32 or element, in; null if no slot is scaled
+    const T* source;             // (L, d) element, in: x or grad_out, whose rows identity experts add; null: no such experts
     T* out;                      // (L, d) element, out: columns first_column .. + columns
     int64 panel_ld;              // elements from row to row of the panel
     int L, k, d;
     int first_column, columns;
-    int scales_rows;  // not 0: weights scale the rows of the panel as well as those of source
+    int scales_rows;  // not 0: weights scale the rows of the panel too; they always scale those of source
 };
 
 template <class T, class W>
@@ -69,12 +74,13 @@ struct IdentityWeightsParams {
     const T* x;                  // (L, d) element, in
     const T* grad_out;           // (L, d) element, in
     const int* token_index_map;  // (P,) int32, in
-    const int* token_offsets;    // (L+1,) int32, in, of list_tokens; null where each token has k slots
-    W* grad_weights;             // (P,) fp32 or element, out: of slots of identity experts alone
+    const int* token_offsets;    // (L+1,) int32, in: of list_tokens; null if each token has k slots
+    W* grad_weights;             // (P,) fp32 or element, out; slots of other experts stay
     int L, k, d;
 };
 
-// The number of offsets up to `slot` by the search: less 1 the slot's token, or -1 or L for none.
+// The number of offsets that are no larger than `slot`, by binary search. If it is n, the pair's token is n - 1, and there is
+// none if this is -1 or L. top: the largest power of two up to number, which is L + 1.
 __device__ __forceinline__ int count_offsets(const int* offsets, unsigned number, unsigned top, int slot) {
     unsigned found = 0;
     for (unsigned step = top; step > 0; step >>= 1)
@@ -82,9 +88,9 @@ __device__ __forceinline__ int count_offsets(const int* offsets, unsigned number
     return static_cast<int>(found);
 }
 
-// The first slot for which count_offsets gives `found` or more. The search for such a slot visits these offsets, from the
-// last to the first: where it goes to the right the slot is not below the offset, and where it could go to the right but
-// goes to the left a slot from the offset on has more than `found` anyway.
+// The first slot for which count_offsets returns `found` or more. The loop visits the offsets that a search with the result
+// `found` compares, from the last to the first. Where this search goes to the right, the slot is at least the offset. Where it
+// goes to the left, a slot from the offset on would go to the right, to a larger result.
 __device__ __forceinline__ int first_slot_of(const int* offsets, unsigned number, unsigned top, unsigned found) {
     int first = 0;
     for (unsigned step = 1; step <= top; step <<= 1) {
@@ -174,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(SLOTS_PER_BLOCK) slots_by_row(const
 IDS_ENTRIES(int32, int)
 IDS_ENTRIES(int64, long long)
 
-// At least 3 blocks per multiprocessor: for more the compiler would spill.
+// aggregate_slots has 3 blocks per multiprocessor at least. With more the compiler would spill registers.
 #define ROWS_ENTRY(SUFFIX, ALIGNED_ROWS, T, W)                             \
     extern "C" __global__ void __launch_bounds__(32 * TOKENS_PER_BLOCK, 3) \
         aggregate_slots_##SUFFIX(const SlotAggregateParams<T, W> p) {      \

@@ -1,12 +1,17 @@
-// The row tiles of dispatch in three lists, by whether a range of tokens has all of a tile's rows. A product of the tiles within
-// the range can then run while the other tokens' rows are on their way from other GPUs.
+// Splits dispatch's list of row tiles into three lists, by the tokens of a tile's rows: before, within and after a range of
+// tokens, first_token .. end_token. The rows of tokens within the range are on this GPU, and those of others are on their way
+// from other GPUs. So a product over the second list can run before the others arrive. The paper has one GPU.
 //
-// The rows of an expert are in the order of tokens. Its tiles with a row of a token before the range come first, then those
-// within it, then the others. A tile with tokens before the range and after it is of the first list.
-// Each list has the form of dispatch's, so that the products take it as it is, but for experts: 2 e stands for expert e, as
-// ranges[2 e] and ranges[2 e + 1] say where its rows in the list begin and end. Tile by tile the rows are those of dispatch.
+// The rows of an expert are in the order of tokens. The first list has its tiles with a token before the range, even if they
+// also have tokens within it or after it. The second list has the tiles of which all tokens are within the range. The third
+// list has the rest. Each tile has the same rows as in dispatch's list.
 //
-// Launch: one block of SPLIT_THREADS threads. A warp takes an expert at a time; then a thread does, to count tiles.
+// A list has the form of dispatch's row_tiles, and the products read it in the same way. But the number that stands for expert
+// e is 2 e, because the products find the rows of an expert at two consecutive offsets: here ranges[2 e] and ranges[2 e + 1],
+// which say where the list's rows of expert e begin and end.
+//
+// Launch: one block of SPLIT_THREADS threads. First each warp computes the ranges of one expert at a time. Then each thread
+// counts the tiles of one expert at a time, and each warp writes them.
 #include "common.cuh"
 
 #ifndef SPLIT_THREADS
@@ -15,18 +20,19 @@
 #ifndef TILE_ROWS
 #error "TILE_ROWS is given by launch_config.py"
 #endif
-constexpr int LISTS = 3, WARPS = SPLIT_THREADS / 32;  // before the range, within it, after it
+constexpr int LISTS = 3, WARPS = SPLIT_THREADS / 32;
 static_assert(SPLIT_THREADS <= 1024 && SPLIT_THREADS % 32 == 0, "threads of a block");
 
 struct SplitTilesParams {
-    const int* expert_token_indices;  // (R,) int32, in
+    const int* expert_token_indices;  // (R,) int32, in: the token of each row
     const int* expert_token_offsets;  // (E+1,) int32, in
-    int* row_tiles;                   // (LISTS, T+1, 2) int32, out: [:, 0] = (count, TILE_ROWS), then (2 e, first row)
-    int* ranges;                      // (LISTS, 2E) int32, out
-    int first_token, end_token, num_experts, max_row_tiles;
+    int* row_tiles;                   // (LISTS, T+1, 2) int32, out: [:, 0] = (tile count, TILE_ROWS), then (2 e, first row)
+    int* ranges;                      // (LISTS, 2E) int32, out: first row and end of each expert
+    int first_token, end_token, num_experts, max_row_tiles;  // max_row_tiles: T
 };
 
-// How many of n rising values are below a bound, for a whole warp: in each round its lanes look at 32 places.
+// The number of values below a bound among n rising values, found by a whole warp. In each round the lanes read 32 values,
+// evenly spaced over those that are left.
 __device__ __forceinline__ int values_below(const int* values, int n, int bound) {
     int low = 0, high = n;
     while (low < high) {
@@ -38,7 +44,7 @@ __device__ __forceinline__ int values_below(const int* values, int n, int bound)
     return low;
 }
 
-// The sum of the values of all threads before this one; `sum` of all.
+// Returns the sum of the values of all threads before this one. `sum` becomes that of all threads' values.
 __device__ __forceinline__ int sum_before(int value, int& sum) {
     __shared__ int of_warps[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -47,7 +53,7 @@ __device__ __forceinline__ int sum_before(int value, int& sum) {
         const int other = __shfl_up_sync(~0u, sums, distance);
         if (lane >= distance) sums += other;
     }
-    __syncthreads();  // the last call's sums have been read
+    __syncthreads();  // all threads have read of_warps in the call before
     if (lane == 31) of_warps[warp] = sums;
     __syncthreads();
     sum = 0;

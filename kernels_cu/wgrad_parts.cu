@@ -1,10 +1,9 @@
 // Second step of split-K for the weight gradients of few large experts (paper section 3.2, Algorithm 1 lines 18 and 29).
-// grouped_wgrad_sm90.cu divides the rows of each expert (the K dimension) into parts and writes an fp32 sum of each. Here
-// the sums are added in the order of the parts, so two runs give the same bits.
+// grouped_wgrad_sm90.cu divides the rows of each expert (the K dimension) into splits and writes an fp32 sum of each. This
+// kernel adds the sums in the order of the splits, so that two runs give the same bits.
 //
-// Launch: a thread per 8 columns of a row, GROUPS_PER_BLOCK threads per block; grid (rows * columns / 8 / GROUPS_PER_BLOCK,
-// rounded up; E; halves). As in grouped_wgrad_sm90.cu, sizes and strides are multiples of 8 elements and pointers of 16
-// bytes.
+// Launch: grid (rows * columns / 8 / GROUPS_PER_BLOCK, rounded up; E; halves), GROUPS_PER_BLOCK threads per block. A thread has
+// 8 columns of a row. As in grouped_wgrad_sm90.cu, sizes and strides are multiples of 8 elements and addresses of 16 bytes.
 #include "common.cuh"
 
 #ifndef GROUPS_PER_BLOCK
@@ -16,10 +15,11 @@ template <class OUT>
 struct WgradPartsParams {
     const float* sums;                // (E, splits, halves, rows, columns) fp32, in
     const int* expert_token_offsets;  // (E+1,) int32, in
-    OUT *out0, *out1;                 // (rows, columns) of each expert, element or fp32, out: gate's, and up's if gated
+    OUT *out0, *out1;                 // (rows, columns) of each expert, element or fp32, out, with accumulate also in: the
+                                      // gradients of gate and up, or out0 alone
     int64 expert_stride, ldo;         // elements of out0 and out1 from expert to expert, and from row to row
     int rows, columns, halves, splits;
-    int accumulate;  // not 0: adds to what out0 and out1 hold, in fp32, rounded once; leaves an expert without rows alone
+    int accumulate;  // not 0: adds to the values of out0 and out1 in fp32, rounds once, and leaves experts without rows alone
 };
 
 template <class OUT>
