@@ -87,7 +87,7 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
                 with torch.no_grad():
                     grads = backward(ctx, *grad_outputs)
                 # torch.autograd.grad runs no node without a path to what it differentiates by.
-                read = [t for t in ctx.inputs_read if t is not None and t.requires_grad]
+                read = [t for t in (*ctx.inputs_read, *grad_outputs) if t is not None and t.requires_grad]
             finally:
                 del ctx.inputs_read
             present = [grad for grad in grads if grad is not None]
