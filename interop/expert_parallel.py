@@ -9,14 +9,13 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader
 from moeblaze_cupy.backward import backward_into
 from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
-from moeblaze_cupy.interop.torch_autograd import MainGrad, main_grads, stand_in
+from moeblaze_cupy.interop.torch_autograd import MainGrad, first_derivatives_only, main_grads, stand_in, tell_inputs
 from moeblaze_cupy.layer import forward_into
 from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Weights, SavedForBackward, is_gated, pair
 
@@ -191,11 +190,12 @@ class _ExpertParallel(torch.autograd.Function):
         return route.bring_back(y)()
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("expert_parallel_moe")
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
         route: Route = ctx.route
         experts = route.experts
         kept_rows, got, gate, up, w2, _, *tensors = ctx.saved_tensors
+        tell_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
         in_fp8: InFp8 = ctx.in_fp8
         if grad_out is None:  # other ranks may wait for this one
             grad_out = gate.new_zeros((route.num_tokens, w2.shape[2]))

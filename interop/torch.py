@@ -64,7 +64,7 @@ def moe(
     for hooks that wait for one. In what torch.compile compiles a view does not tell its parameter: give the
     parameters, {"w1": parameter or pair, "w2": parameter}, of which w1 and w2 are views as a whole. The attribute is
     then set in forward.
-    There are no second derivatives: a backward through a graph made by create_graph=True raises RuntimeError.
+    There are no second derivatives: a graph made by create_graph=True raises RuntimeError where it is used.
     torch.compile, torch.export, make_fx, dispatch modes, tensor subclasses, and grad, vjp and vmap of torch.func (vmap
     over tokens with the same experts) get operators of the namespace `moeblaze`. Forward-mode differentiation,
     is_grads_batched, torch.jit.trace, and torch.export with gradients are refused.

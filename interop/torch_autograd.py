@@ -60,10 +60,17 @@ def _is_batched(tensor: Tensor | None) -> bool:
     return False
 
 
+def tell_inputs(ctx: Any, *tensors: Tensor | None) -> None:
+    """Of a backward in eager mode. They are kept only while a graph is made, as they would outlive their memory."""
+    if hasattr(ctx, "inputs_read"):
+        ctx.inputs_read = tensors
+
+
 def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[Backward], Backward]:
     """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
 
     torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
+    With the inputs that a backward tells by `tell_inputs`, torch.autograd.grad by one of these raises, too.
     traceable: compilers may trace into it, as it calls operators. What they compile has no second derivatives in torch,
     which says so itself. Compiled autograd leaves other backwards outside of its graphs.
     """
@@ -75,15 +82,21 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
                 raise RuntimeError(f"{function}: gradient: expected {expected}, got tensors batched by vmap")
             if not torch.is_grad_enabled():
                 return backward(ctx, *grad_outputs)
-            with torch.no_grad():
-                grads = backward(ctx, *grad_outputs)
+            ctx.inputs_read = ()
+            try:
+                with torch.no_grad():
+                    grads = backward(ctx, *grad_outputs)
+                # torch.autograd.grad runs no node without a path to what it differentiates by.
+                read = [t for t in (*ctx.inputs_read, *grad_outputs) if t is not None and t.requires_grad]
+            finally:
+                del ctx.inputs_read
             present = [grad for grad in grads if grad is not None]
             if not present:
                 return grads
             if transformed():  # where tensors cannot be told to require gradients
                 tracked = [*present, *(t for t in ctx.saved_tensors if t is not None and t.requires_grad)]
             else:
-                tracked = [grad.requires_grad_() for grad in present]
+                tracked = [*(grad.requires_grad_() for grad in present), *read]
             raising = iter(_NoSecondDerivative.apply(function, len(present), *tracked))  # type: ignore[no-untyped-call]  # torch gives `apply` no types
             return tuple(None if grad is None else next(raising) for grad in grads)
 
@@ -393,6 +406,7 @@ class EagerMoE(torch.autograd.Function):
             fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)), gate_up=gate_up)
             unpacked = unpacked[len(fields) :]
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = unpacked
+        tell_inputs(ctx, x, weights, gate, up, w2, *biases)
         if ctx.precision is not None and fp8_weights is None:
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=gate_up)
         b1 = b2 = None

@@ -54,6 +54,21 @@ def one_choice(rank, size, group):
 
 
 @case
+def second_derivatives(rank, size, group):
+    """They raise also where the loss is a sum, whose gradient requires none."""
+    experts = ExpertGroup(group, E)
+    for reduce in (torch.sum, lambda out: out.square().sum()):
+        x, ids, weights, w1, w2 = Inputs(rank, counts_of(size, "equal")).local()
+        loss = reduce(expert_parallel_moe(x, ids, weights, w1, w2, experts)) + sum(t.pow(3).sum() for t in (x, w1, w2))
+        of_x, of_w1 = torch.autograd.grad(loss, (x, w1), create_graph=True)
+        for again in (
+            lambda g=of_x: g.sum().backward(retain_graph=True),
+            lambda g=of_w1, w=w2: torch.autograd.grad(g.sum(), w),
+        ):
+            expect(RuntimeError, "expert_parallel_moe: no second derivatives", again)
+
+
+@case
 def parity_of_routes(rank, size, group):
     for route in ("gather", "static"):
         experts = ExpertGroup(group, E, route=route)

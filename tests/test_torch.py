@@ -581,6 +581,27 @@ def test_no_second_derivative_with_other_leaves(reduction):
     assert w1.grad is None
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("of", ["x", "weights", "w1", "w2"])
+def test_no_second_derivative_by_an_input_beside_other_terms(of, bias):
+    """torch.autograd.grad must not return the other terms' part alone."""
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    leaves = leaves_of(x, weights, w1, w2)
+    b2 = torch.randn(w2.shape[0], w2.shape[2], dtype=w2.dtype) if bias else None
+    loss = moe(x, ids, weights, w1, w2, b2=b2).sum() + sum(leaf.pow(3).sum() for leaf in leaves.values())
+    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^moe: no second derivatives$"):
+        torch.autograd.grad(grads[0].sum() + grads[-1].sum(), leaves[of])
+
+
+def test_no_second_derivative_of_the_router_beside_other_terms():
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss = route(logits, 2)[0].square().sum() + logits.pow(3).sum()
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^route: no second derivatives$"):
+        torch.autograd.grad(grad.sum(), logits)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_no_second_derivative_of_the_router(reduction):
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
