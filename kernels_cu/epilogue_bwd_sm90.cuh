@@ -3,13 +3,12 @@
 #pragma once
 #include "epilogue_sm90.cuh"
 
-// The accumulators are grad_y_swi = grad_out w2^T, the gradient of w * y_swi, where w is the row's router weight. The epilogue
-// writes
+// The accumulators are grad_y_swi = grad_out w2^T, the gradient of w * y_swi. w is the row's router weight. The results are
 //   first_layer_grad = the gradients of a and b: w * grad_y_swi times the derivatives of y_swi
 //   result           = weighted_y_swi = w * y_swi
 //   partial_sums     = <grad_y_swi, y_swi> of each row over the tile's columns
-// With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b) and grad_y_swi is its gradient. With g and u the gradients of w * a and w *
-// b,
+// With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b), and grad_y_swi is its gradient. g and u are the gradients of w * a and
+// w * b. The results are
 //   first_layer_grad = w * g and w * u
 //   result           = y_swi
 //   partial_sums     = <g, a> + <u, b> of each row over the tile's columns

@@ -1,6 +1,6 @@
-// Epilogues of grouped_gemm_sm90.cu but for down_bwd's: what a consumer warp does with its 16 rows of a finished tile (paper
-// sections 3.1 and 5.2). EpilogueBase in gemm_core_sm90.cuh describes begin() and next(). A lane has 8 columns, 16 bytes, of a
-// row.
+// Epilogues of grouped_gemm_sm90.cu, except that of down_bwd (paper sections 3.1 and 5.2). An epilogue is what a consumer warp
+// does with its 16 rows of a finished tile; EpilogueBase in gemm_core_sm90.cuh describes begin() and next(). A lane has 8
+// columns of a row, 16 bytes.
 #pragma once
 #include "activation.cuh"
 #include "gemm_core_sm90.cuh"
@@ -75,10 +75,10 @@ struct StoreTokenRows : EpilogueBase {
 };
 
 // up_fwd: stores a and b to first_layer, and y_swi to `result`. A gated tile has 128 columns of gate, then 128 of up, so that
-// half a warp spans a row of the result. ActivatePairs is for interleaved columns. With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w
-// * b), where w is the row's router weight. With e4m3 operands y_swi is also stored as e4m3 with scales. If any scales are
-// stored, each call of next() takes two rows per lane: the lanes share the work of their scales, and the shuffles of one row
-// overlap with the activations of the other.
+// half a warp spans a row of the result. ActivatePairs is for interleaved columns. With WEIGHTS_ON_INPUT
+// y_swi = V(w * a) * M(w * b), where w is the row's router weight. With e4m3 operands y_swi is also stored as e4m3 with scales.
+// If any scales are stored, a lane works on two rows per call of next(): lanes share the work of the scales, and the shuffles
+// of one row overlap with the activations of the other.
 struct ActivateRows : EpilogueBase {
     static constexpr bool SPLIT = GATED;
     static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // that span a row of the result
