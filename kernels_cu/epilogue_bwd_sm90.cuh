@@ -1,48 +1,52 @@
-// down_bwd's epilogue (grouped_gemm_sm90.cu), of the same kind as those of epilogue_sm90.cuh.
+// The epilogue of down_bwd in grouped_gemm_sm90.cu (paper sections 3.2 and 5.2). EpilogueBase in gemm_core_sm90.cuh describes
+// begin() and next().
 #pragma once
 #include "epilogue_sm90.cuh"
 
-// The accumulators are grad_y_swi; w is the row's weight.
-//   first_layer_grad = gradients of a and b of w * y_swi, given grad_y_swi
+// The accumulators are grad_y_swi = grad_out w2^T, the gradient of w * y_swi. w is the row's router weight. The results are
+//   first_layer_grad = the gradients of a and b: w * grad_y_swi times the derivatives of y_swi
 //   result           = weighted_y_swi = w * y_swi
-//   partial_sums     = <grad_y_swi, y_swi> over the tile's columns
-// With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b), and
-//   first_layer_grad = w times the gradients of w * a and w * b
+//   partial_sums     = <grad_y_swi, y_swi> of each row over the tile's columns
+// With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b), and grad_y_swi is its gradient. g and u are the gradients of w * a and
+// w * b. The results are
+//   first_layer_grad = w * g and w * u
 //   result           = y_swi
-//   partial_sums     = these gradients times a and b, over the tile's columns
-// a and b come two rows ahead, by cp.async into two slots of each warp; a goes on to registers when the row before it is done.
-// A lane leaves its part of <grad_y_swi, y_swi> in the finished tile, in the row that it has read. Pointers to the row are
-// computed anew for each row: kept in registers they would take those that let eight activations overlap.
+//   partial_sums     = <g, a> + <u, b> of each row over the tile's columns
+// cp.async fetches a and b two rows ahead, into two slots of shared memory per warp. When a row is done, the a of the next row
+// is loaded to registers. Each lane stores its part of a row's partial sum over the row of the finished tile that the warp has
+// just read, and end() adds the parts. Addresses are computed again for each row: in registers they would take the place that
+// lets eight activations overlap.
 //
-// With INTERLEAVED a lane has columns 4 lane .. + 3 of each half of the tile, so that the warp's accesses to pairs of a and b are
-// contiguous. The slots then hold four pairs of the tile's first half and four of the second, in place of a and b.
+// With INTERLEAVED a lane has columns 4 lane to 4 lane + 3 of each half of the tile, so that the warp's accesses to pairs of a
+// and b are contiguous. A slot then holds pairs of the tile's first half and pairs of the second, in place of a and b.
 //
-// With FP8_SAVED a lane's 16 bytes of the first half of a slot are eight e4m3 of a and eight of b, or of the first four pairs and
-// of the second, and those of the second half are their scales: of a and b of each group that the lane has columns of.
+// With FP8_SAVED a lane has 16 bytes in the first half of a slot: eight e4m3 of a, then of b, or four pairs of the tile's first
+// half, then of the second. It has the scales of these in the second half of the slot: of a and of b, or of both for each half.
 //
-// Spare shared memory: (8 warps, 2 slots, a and b, BN) element, the bytes of a lane's 8 columns read by that lane alone.
+// Spare shared memory: (8 warps, 2 slots, 2, BN) element. A lane reads only what it has fetched itself.
 struct ActivateBwdRows : EpilogueBase {
     static constexpr int SLOTS = 2, SLOT_BYTES = 2 * ROW_BYTES;
     static_assert(CONSUMER_WARPS * SLOTS * SLOT_BYTES <= SPARE_BYTES, "two slots for each consumer warp");
     static constexpr bool LONG_ROWS = true;
     static constexpr int HALF_COLUMNS = BN / 2;  // of the tile, with INTERLEAVED
     const GroupedGemmParams& params;
-    const unsigned slots;
-    unsigned row0, column;
-    float weights;  // of the warp's row lane % 16
+    const unsigned slots;   // shared address of the lane's part of the warp's first slot
+    unsigned row0, column;  // the warp's first row, and the lane's first column
+    float weights;          // the router weight of the warp's row lane % 16
 #ifdef OPERAND
     static constexpr bool SCALES_ROWS = true;
-    float scales;  // likewise: the accumulators are grad_y_swi over this
+    float scales;  // the scale of this row: grad_y_swi is the accumulator times it
     __device__ __forceinline__ void take_scales(const float* rows, float of_weight) {
         scales = rows[threadIdx.x & 15] * of_weight;
     }
 #endif
 #ifdef OPERAND
-    // Gradients of a and b of row done - 1, which become e4m3 while the row after it waits for its activations.
+    // The gradients of a and b of row done - 1. The next call of next() stores them as e4m3, which overlaps with its
+    // activations.
     using Shared = SharedScaling<1 + GATED>;
     float held[1 + GATED][8];
-    float* quantised_scale;  // of row 0 and of the half that the lane has the scale of
-    bool group_inside;       // the group of the lane's columns has columns inside
+    float* quantised_scale;  // the scale that this lane stores, for the warp's first row
+    bool group_inside;       // the group of the lane's columns begins before the last column
     __device__ __forceinline__ void begin_quantised() {
         const int groups = (params.columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS, group = column / GROUP_COLUMNS;
         quantised_scale = params.quantised_scales + (group + Shared::vector() * groups) * params.scales_ld + row0;
@@ -55,13 +59,14 @@ struct ActivateBwdRows : EpilogueBase {
         if (Shared::stores() && group_inside && stores) quantised_scale[done - 1] = scale;
     }
 #endif
-    Row8<element> a_row;  // of row `done`, with INTERLEAVED pairs
+    Row8<element> a_row;  // a of row `done`, or with INTERLEAVED its first pairs; with FP8_SAVED all e4m3 of the lane
 
     __device__ __forceinline__ explicit ActivateBwdRows(const GroupedGemmParams& params)
         : params(params),
           slots(shared_address(dynamic_shared) + SPARE + consumer_warp() * SLOTS * SLOT_BYTES + (threadIdx.x & 31) * 16) {}
 
-    // This lane's columns of the tile's row `row` in a matrix of HALVES * N columns. pairs_at: in one of N pairs.
+    // The address of the lane's columns in the warp's row `row`: at() in a matrix of HALVES * N columns, pairs_at() in one of N
+    // pairs.
     template <int HALVES, class T>
     __device__ __forceinline__ T* at(T* matrix, int row) const {
         return matrix + (uint64(row0 + row) * unsigned(HALVES * params.columns) + column);
@@ -76,7 +81,7 @@ struct ActivateBwdRows : EpilogueBase {
 
 #if FP8_SAVED
     static constexpr int HALVES = 1 + GATED, SCALES_BYTES = HALVES * sizeof(float);
-    // Of a row's columns from `first` on.
+    // The scales of the group of column `first` in the warp's row `row`.
     __device__ __forceinline__ const float* scales_at(int row, unsigned first) const {
         return SavedScales<HALVES>(params.first_layer, params.num_slots, params.columns).at(row0 + row, first);
     }
@@ -123,7 +128,7 @@ struct ActivateBwdRows : EpilogueBase {
         if (INTERLEAVED) take_pairs_apart(a, b);
     }
 #endif
-    // Of the lane's columns of row `row`, from the finished tile.
+    // grad_y_swi of the lane's columns of row `row`, from the finished tile.
     __device__ __forceinline__ Row8<element> grad_row(int row) const {
         const int lane = threadIdx.x & 31;
         if constexpr (!INTERLEAVED) return finished.get(row, lane);
@@ -152,7 +157,7 @@ struct ActivateBwdRows : EpilogueBase {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0;
         row0 = static_cast<unsigned>(first_row), column = n0 + lane * (INTERLEAVED ? LANE_COLUMNS / 2 : LANE_COLUMNS);
-        weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
+        weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows <= 0: that of the tile's last row
 #ifdef OPERAND
         begin_quantised();
 #endif
@@ -217,23 +222,24 @@ struct ActivateBwdRows : EpilogueBase {
 #pragma unroll
         for (int c = 0; c < 8; ++c) held[0][c] = a[c], held[GATED][c] = GATED ? b[c] : a[c];
 #endif
-        __syncwarp();                       // all lanes have read the row
-        const float sum = dot[0] + dot[1];  // of rows without their scales, unless these are on the input
+        __syncwarp();  // all lanes have read the row
+        // Without WEIGHTS_ON_INPUT the products lack the row's scale.
+        const float sum = dot[0] + dot[1];
         store_shared_4(finished.base + done * ROW_BYTES + lane * 4, WEIGHTS_ON_INPUT ? sum : scaled(sum));
         load_a(++done);
     }
 
-    // The partial sums: two lanes per row add 16 of its 32 parts each.
+    // Stores the partial sums. A row has 32 parts, of which two lanes add 16 each.
     __device__ __forceinline__ void end() const {
 #ifdef OPERAND
         store_held();
 #endif
         const int row = threadIdx.x & 15, half = (threadIdx.x & 31) / 16;
-        cp_async_wait<0>();  // the next tile's first rows go to the slots that this tile's last, unused copies fill
+        cp_async_wait<0>();  // fetch() ran past the last row: its copies must end before begin() fills these slots again
         __syncwarp();
         float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // rows start at different quarters, to spread over the banks
+        for (int i = 0; i < 4; ++i) {  // lanes start at different 16 bytes, which spreads their reads over the banks
             const uint4 v = load_shared_16(finished.base + row * ROW_BYTES + half * 64 + (i + row) % 4 * 16);
             sum += __uint_as_float(v.x) + __uint_as_float(v.y) + __uint_as_float(v.z) + __uint_as_float(v.w);
         }

@@ -1,5 +1,6 @@
-// Epilogues of grouped_gemm_sm90.cu: what a consumer warp does with its 16 rows of a finished tile. begin() takes a tile over,
-// next() works on one row, or on two where half a warp spans a row; see EpilogueBase. A lane has 8 columns, 16 bytes, of a row.
+// Epilogues of grouped_gemm_sm90.cu, except that of down_bwd (paper sections 3.1 and 5.2). An epilogue is what a consumer warp
+// does with its 16 rows of a finished tile; EpilogueBase in gemm_core_sm90.cuh describes begin() and next(). A lane has 8
+// columns of a row, 16 bytes.
 #pragma once
 #include "activation.cuh"
 #include "gemm_core_sm90.cuh"
@@ -10,7 +11,7 @@
 
 constexpr int LANE_COLUMNS = 8;
 
-// result (a panel) = the rows as they are.
+// down_fwd and up_bwd: stores the rows to the panel `result`.
 struct StoreRows : EpilogueBase {
     static constexpr int SPREAD_STEPS = 8;
     const GroupedGemmParams& params;
@@ -31,19 +32,20 @@ struct StoreRows : EpilogueBase {
     }
 };
 
-// k = 1: result of a row's token = the row, times the token's weight.
+// down_fwd and up_bwd with k = 1: stores each row, times its token's weight, to the token's row of `result`. No panel is
+// needed.
 struct StoreTokenRows : EpilogueBase {
     static constexpr int SPREAD_STEPS = 8;
     const GroupedGemmParams& params;
-    int column;    // of the lane
-    int token;     // of the warp's row lane % 16
-    float weight;  // of that token
+    int column;    // the lane's first column
+    int token;     // token of the warp's row lane % 16
+    float weight;  // its router weight
 
     __device__ __forceinline__ explicit StoreTokenRows(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0, column = n0 + lane * LANE_COLUMNS;
-        token = params.expert_token_indices[row0 + min(lane & 15, rows - 1)];  // rows = 0: the token before row0
+        token = params.expert_token_indices[row0 + min(lane & 15, rows - 1)];  // rows <= 0: that of the tile's last row
         weight = params.weights ? to_float(params.weights[token]) : 1.f;
     }
     __device__ __forceinline__ void next() {
@@ -57,7 +59,7 @@ struct StoreTokenRows : EpilogueBase {
         ++done;
     }
 
-    // Zeros for the tokens without an expert.
+    // Writes zeros to the rows of tokens without an expert. All CTAs share this work, 32 tokens at a time.
     static __device__ __forceinline__ void idle_producer_warp(const GroupedGemmParams& params) {
         const int lane = threadIdx.x & 31;
         const int64 L = params.num_slots;
@@ -72,33 +74,34 @@ struct StoreTokenRows : EpilogueBase {
     }
 };
 
-// first_layer = a and b, result = y_swi. A gated tile has 128 columns of gate beside 128 of up, and half a warp spans one of
-// its rows. ActivatePairs is for interleaved columns. With WEIGHTS_ON_INPUT y_swi = V(w * a) * M(w * b), w being the row's weight.
-// Of e4m3 products it stores y_swi with its scales too. Where scales are stored a lane has two rows at a time: the lanes share the
-// work of their scales, and shuffles of the one overlap with activations of the other.
+// up_fwd: stores a and b to first_layer, and y_swi to `result`. A gated tile has 128 columns of gate, then 128 of up, so that
+// half a warp spans a row of the result. ActivatePairs is for interleaved columns. With WEIGHTS_ON_INPUT
+// y_swi = V(w * a) * M(w * b), where w is the row's router weight. With e4m3 operands y_swi is also stored as e4m3 with scales.
+// If any scales are stored, a lane works on two rows per call of next(): lanes share the work of the scales, and the shuffles
+// of one row overlap with the activations of the other.
 struct ActivateRows : EpilogueBase {
     static constexpr bool SPLIT = GATED;
-    static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // of a row of the result
+    static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // that span a row of the result
 #if FP8_SAVED || defined(OPERAND)
-    static constexpr int LANE_ROWS = 2;  // per call of next()
+    static constexpr int LANE_ROWS = 2;  // rows of a lane per call of next()
 #else
     static constexpr int LANE_ROWS = 1;
 #endif
-    static constexpr int STEP = 32 / LANES;        // from a lane's row to its next
-    static constexpr int ROWS = LANE_ROWS * STEP;  // per call of next()
+    static constexpr int STEP = 32 / LANES;        // rows from one of a lane's rows to its next
+    static constexpr int ROWS = LANE_ROWS * STEP;  // rows of the warp per call of next()
     const GroupedGemmParams& params;
     saved_t* first_layer;
     bool inside;
-    float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
+    float weights;  // WEIGHTS_ON_INPUT: the router weight of the warp's row lane % 16
 #if FP8_SAVED || defined(OPERAND)
-    bool group_inside;  // the group of the lane's columns has columns inside
+    bool group_inside;  // the group of the lane's columns begins before the last column
 #endif
 #ifndef OPERAND
     element* y_swi;
 #else
     using SharedY = SharedScaling<LANE_ROWS>;
-    operand* quantised;      // of y_swi
-    float* quantised_scale;  // of the row that the lane has the scale of
+    operand* quantised;      // y_swi as e4m3, at the lane's first row and column
+    float* quantised_scale;  // the scale that this lane stores
 #endif
 
     __device__ __forceinline__ explicit ActivateRows(const GroupedGemmParams& params) : params(params) {}
@@ -124,7 +127,7 @@ struct ActivateRows : EpilogueBase {
         scale_ld = scales.groups * (1 + GATED);
 #endif
         if (WEIGHTS_ON_INPUT)
-            weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows = 0: the row before row0
+            weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows <= 0: that of the tile's last row
     }
     __device__ __forceinline__ void next() {
         const int lane = threadIdx.x & 31, row = done + lane / LANES, chunk = lane % LANES;
@@ -185,11 +188,13 @@ struct ActivateRows : EpilogueBase {
     }
 
 #if FP8_SAVED
-    static constexpr int VECTORS = LANE_ROWS * (1 + SPLIT);  // gate of the lane's first row, up of it, then of the second
+    // Stores a and b as e4m3 with scales. A lane's vectors are gate and up of its first row, then of its second.
+    static constexpr int VECTORS = LANE_ROWS * (1 + SPLIT);
     using Shared = SharedScaling<VECTORS>;
-    float* scale;       // of the lane's row and half
+    float* scale;       // the scale that this lane stores
     unsigned scale_ld;  // floats from row to row
 
+    // The row of the scale that this lane stores, from the lane's first row on.
     static __device__ __forceinline__ int scale_row() { return Shared::vector() / (1 + SPLIT) * STEP; }
     __device__ __forceinline__ void keep(const Row8<element> (&gate)[LANE_ROWS], const Row8<element> (&up)[LANE_ROWS],
                                          const bool (&valid)[LANE_ROWS]) {
@@ -214,15 +219,16 @@ struct ActivateRows : EpilogueBase {
 #endif
 };
 
-// The same for a tile of 128 pairs of gate and up, of which a lane has four. Two rows at a time, so that eight activations overlap.
+// ActivateRows for interleaved columns: a tile has 128 pairs of gate and up, of which a lane has four. Each call of next()
+// takes two rows, so that eight activations overlap.
 struct ActivatePairs : EpilogueBase {
     static constexpr bool PAIRS = true;
-    static constexpr int ROWS = 2;  // per call of next()
+    static constexpr int ROWS = 2;  // of the warp per call of next()
     const GroupedGemmParams& params;
     saved_t* first_layer;
     element* y_swi;
     bool inside;
-    float weights;  // WEIGHTS_ON_INPUT: of the warp's row lane % 16
+    float weights;  // WEIGHTS_ON_INPUT: the router weight of the warp's row lane % 16
 
     __device__ __forceinline__ explicit ActivatePairs(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
@@ -242,13 +248,13 @@ struct ActivatePairs : EpilogueBase {
         Row8<element> pairs[ROWS];
         float y[LANE_COLUMNS / 2 * ROWS];
 #if FP8_SAVED
-        unsigned amax[ROWS];  // of gate and up
+        unsigned amax[ROWS];  // largest magnitudes of gate, in the low half, and of up
 #endif
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             float ab[LANE_COLUMNS];
             const float w = WEIGHTS_ON_INPUT ? __shfl_sync(0xffffffffu, weights, (done + i) & 15) : 1.f;
-            pairs[i] = finished.get(done + i, threadIdx.x & 31);  // past the last row there is one more in the tile
+            pairs[i] = finished.get(done + i, threadIdx.x & 31);  // row done + 1 may be past the last; it is not stored
             pairs[i].unpack(ab);
 #if FP8_SAVED
             amax[i] = amax_of_pairs(pairs[i]);
@@ -276,11 +282,14 @@ struct ActivatePairs : EpilogueBase {
     }
 
 #if FP8_SAVED
+    // Stores a and b as e4m3 with scales: SCALE_LANES lanes have the scale of gate of the first row, as many that of up, then
+    // the same for the second row.
     static_assert(BN / 2 == GROUP_COLUMNS, "a warp has one group of gate and one of up");
-    static constexpr int SCALE_LANES = 32 / (2 * ROWS);  // gate of the first row, up of it, gate of the second, up of it
-    float* scale;                                        // of the lane's row and half
-    unsigned scale_ld;                                   // floats from row to row
+    static constexpr int SCALE_LANES = 32 / (2 * ROWS);
+    float* scale;       // the scale that this lane stores
+    unsigned scale_ld;  // floats from row to row
 
+    // The row of the scale that this lane stores, from `done` on.
     static __device__ __forceinline__ int lane_row() { return (threadIdx.x & 31) / (2 * SCALE_LANES); }
     __device__ __forceinline__ void keep(const Row8<element> (&pairs)[ROWS], const unsigned (&amax)[ROWS]) {
         const Scaling mine = scaling_of_pairs<32, element>(amax);

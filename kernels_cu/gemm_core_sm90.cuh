@@ -1,23 +1,24 @@
-// Main loop of the Hopper GEMMs: a tile of BM = 128 x BN = 256 per CTA, K in steps of BK = 64, of e4m3 128, through the stages
-// of pipeline_sm90.cuh. Consumer warpgroups 1 and 2 have 64 rows of the tile each and issue 4 wgmma m64n256k16, of e4m3
-// m64n256k32, per k-step, one group in flight.
+// Main loop of the Hopper GEMMs. A CTA computes a tile of BM x BN in k-steps of BK, through the stages of pipeline_sm90.cuh.
+// The tile is 128 x 256, or 192 x 192 in some weight gradients. BK is 64, or 128 with e4m3. Each consumer warpgroup has 64 rows
+// of the tile. For each k-step it issues a group of 4 wgmma, m64nBNk16 or m64n256k32 with e4m3. One group is in flight at a
+// time.
 //
-// An epilogue runs behind the next tile's wgmma (docs/decisions/002). A warp writes its 16 rows of a finished tile to shared
-// memory as 16-bit elements and works through them between the k-steps of the next tile.
+// The epilogue of a tile overlaps with the next tile's wgmma (docs/decisions/002). A warp writes its 16 rows of a finished tile
+// to shared memory as 16-bit elements, and works on them between the k-steps of the next tile.
 #pragma once
 #include "pipeline_sm90.cuh"
 #include "tile_raster.cuh"
 
-constexpr int FRAGMENTS = BN / 8;                // of a lane's accumulators, 4 floats each
-constexpr int ROW_BYTES = BN * sizeof(element);  // of a finished tile
+constexpr int FRAGMENTS = BN / 8;                // of a warp's accumulators: 16 x 8 each, of which a lane has 4 floats
+constexpr int ROW_BYTES = BN * sizeof(element);  // a row of a finished tile
 constexpr int WARP_TILE_BYTES = WARP_ROWS * ROW_BYTES;
 constexpr int WGMMA_K = 32 / sizeof(operand);
-// From one wgmma's operand to the next, by what is contiguous.
+// Bytes from one wgmma's operand to the next one's in a stage, for operands that are contiguous along K, and along M or N.
 constexpr int K_STEP_BYTES = WGMMA_K * sizeof(operand), MN_STEP_BYTES = WGMMA_K * LINE_BYTES;
 
-// wgmma's descriptor of an operand in the 128-byte swizzle, in units of 16 bytes: bits 0 to 13 address, 16 to 29 distance of
-// blocks of (BK, 64) of an MN-contiguous operand, 32 to 45 distance of groups of 8 lines, 62 and 63 swizzle. Only the low word
-// depends on the address.
+// wgmma's descriptor of an operand in the 128-byte swizzle. In units of 16 bytes, bits 0 to 13 are the address, bits 16 to 29
+// the distance between blocks of (BK, 64) of an MN-contiguous operand, and bits 32 to 45 the distance between groups of 8
+// lines. Bits 62 and 63 select the swizzle. Only the low word depends on the address.
 constexpr unsigned SWIZZLE_128B = 1u << 30;  // in the high word
 __device__ __forceinline__ unsigned descriptor_low(unsigned address) {
     return (address & 0x3ffff) >> 4 | (LINES_64_BYTES >> 4) << 16;
@@ -30,7 +31,7 @@ struct FinishedRows {
     __device__ __forceinline__ FinishedRows()
         : base(shared_address(dynamic_shared) + FINISHED_TILE + consumer_warp() * WARP_TILE_BYTES) {}
 
-    // acc[j] is a tile of mma.m16n8k16: rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
+    // acc[j] is a fragment of mma.m16n8k16: the lane has rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
     __device__ __forceinline__ void put(const float (&acc)[FRAGMENTS][4]) const {
         const unsigned lane = threadIdx.x & 31, row = lane & 15, chunk = lane >> 4 ^ (row & 7);
         __syncwarp();
@@ -46,33 +47,35 @@ struct FinishedRows {
     }
 };
 
-// What a warp does with its rows of a finished tile. begin(), of the derived struct, takes a tile over. Each call of next() works
-// on one row or more and moves `done` on. end() follows the last row. All of this happens before the next tile is finished.
+// An epilogue: what a warp does with its rows of a finished tile. The derived struct has begin(), which starts with a new tile,
+// and next(), which works on one row or more and adds them to `done`. end() is called after the last row. All of this happens
+// before the next tile is finished.
 struct EpilogueBase {
-    static constexpr int SPREAD_STEPS = 1 << 20;  // k-steps over which the rows are spread, if a tile has so many
-    static constexpr bool SPLIT = false;          // half of the tile's columns are gate and half are up
+    static constexpr int SPREAD_STEPS = 1 << 20;  // the rows are spread over the next tile's first k-steps, so many at most
+    static constexpr bool SPLIT = false;          // half of the tile's columns are gate, then half are up
     static constexpr bool PAIRS = false;          // gate and up alternate among the tile's columns
-    static constexpr bool LONG_ROWS = false;      // a row takes longer than a k-step's wgmma, so that the warp waits for these
+    static constexpr bool LONG_ROWS = false;      // a row takes longer than a k-step's wgmma; see main_loop
     const FinishedRows finished;
-    int rows = 0, done = 0;  // of this warp
+    int rows = 0, done = 0;  // of this warp's rows: how many the tile has, and how many are done
     __device__ __forceinline__ void end() {}
 #ifdef OPERAND
-    static constexpr bool SCALES_ROWS = false;  // it puts scales on the rows of a product of e4m3 by itself
+    static constexpr bool SCALES_ROWS = false;  // the epilogue itself multiplies rows by their scales; else scale_rows does
     __device__ __forceinline__ void take_scales(const float*, float) {}
 #endif
-    // Work for a producer warp that has nothing else to do.
+    // Work of the epilogue for a producer warp that loads nothing.
     template <class Params>
     static __device__ __forceinline__ void idle_producer_warp(const Params&) {}
 };
 
-// acc = this warpgroup's 64 x 256 over `steps` stages; acc[j] is a tile of mma.m16n8k16 of the warp's 16 rows. Unless `active`
-// the stages are only released. Before each k-step a share of step / steps of the epilogue's rows is worked on; whether the
-// stage is full is tested ahead of them, so that they hide the latency. `steps` and `active` come from uniform(), which keeps the
-// loop in uniform registers.
+// Computes acc, the sum of the products of `steps` stages for the warpgroup's 64 x BN of the tile. acc[j] is a fragment of
+// mma.m16n8k16 of the warp's 16 rows. If not `active`, the warpgroup has no rows of the tile, and only releases the stages.
+// Before each k-step but the first the warp works on its epilogue rows that are due by then: they are spread evenly over the
+// k-steps. It tests before these rows whether the stage is full, so that they hide the latency of the test. `steps` and
+// `active` come from uniform(), which keeps the loop in uniform registers.
 template <bool A_K_CONTIGUOUS, bool B_K_CONTIGUOUS_, int CTAS, class Epilogue>
 __device__ __forceinline__ void main_loop(float (&acc)[FRAGMENTS][4], int steps, bool active, PipelineState& state,
                                           const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue) {
-    // Fixed point: a step is due `share` rows, in units of 1 / ONE_ROW. Of more than FEW_STEPS steps most have no row.
+    // `share` rows become due with each k-step, in units of 1 / ONE_ROW. With more than FEW_STEPS k-steps most have no row.
     constexpr int ONE_ROW = 1 << 16;
     constexpr int FEW_STEPS = 64;
     constexpr int A_STEP = A_K_CONTIGUOUS ? K_STEP_BYTES : MN_STEP_BYTES;
@@ -97,17 +100,17 @@ __device__ __forceinline__ void main_loop(float (&acc)[FRAGMENTS][4], int steps,
         if (active) multiply(true);
         state.advance();
     }
-    unsigned credit = share;  // what is due and not yet in `due`
-    int due = 0;              // rows
+    unsigned credit = share;  // due, but not yet counted in `due`, in units of 1 / ONE_ROW
+    int due = 0;              // whole rows
     for (int step = 1; step < steps; ++step, credit += share) {
         const bool full = barriers.is_full(state);
-        const bool more_due = credit / ONE_ROW;  // the same in all warps of a warpgroup, of which some have fewer rows
+        const bool more_due = credit / ONE_ROW;  // the same in all warps of a warpgroup, also in those with fewer rows
         if (more_due) {
             due += credit / ONE_ROW, credit %= ONE_ROW;
             while (epilogue.done < min(due, epilogue.rows)) epilogue.next();
         }
         const bool drain = Epilogue::LONG_ROWS && (steps <= FEW_STEPS || more_due);
-        if (drain) {  // wgmma has finished by now: the producer gets the stage before the next wgmma is issued
+        if (drain) {  // the rows have taken longer than the wgmma in flight, so its stage is released first
             wgmma_wait<0>();
             release(previous);
         }

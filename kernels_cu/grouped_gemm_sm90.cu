@@ -1,30 +1,38 @@
-// Grouped GEMMs over the rows of each expert, Hopper tier: sm_90a, bf16 and fp16, sizes that are multiples of 8
-// (paper sections 3.1, 3.2, 5.2). One source, compiled once per step of the layer; ENTRY is the step's name:
+// Grouped GEMMs over the rows of each expert, Hopper tier: sm_90a, operands in bf16, fp16 or e4m3, sizes that are multiples of
+// 8 (paper sections 3.1, 3.2 and 5.2). The source is compiled once per step of the layer. ENTRY is the step's name:
 //
 //   ENTRY       A (rows)                    B              K segments   EPILOGUE
-//   up_fwd      x, gathered by token        w1             1            ActivateRows: first_layer (a, b), y_swi = V(a) * M(b);
-//                                                              ActivatePairs if interleaved
+//   up_fwd      x, gathered by token        w1             1            ActivateRows, or ActivatePairs with INTERLEAVED:
+//                                                                       first_layer (a, b), y_swi = V(a) * M(b)
 //   down_fwd    y_swi                       w2             1            StoreRows: a column panel; StoreTokenRows if k = 1
-//   down_bwd    grad_out, gathered          w2 transposed  1            ActivateBwdRows: first_layer_grad, weighted_y_swi, sums
+//   down_bwd    grad_out, gathered          w2 transposed  1            ActivateBwdRows: first_layer_grad, weighted_y_swi,
+//                                                                       row sums for the router weights' gradient
 //   up_bwd      first_layer_grad            w1 transposed  2 if gated   StoreRows: a column panel; StoreTokenRows if k = 1
 //
-// With BIASED up_fwd and down_fwd add a bias to the products, in fp32. With INTERLEAVED the columns of w1, of its bias and of
-// first_layer are gate 0, up 0, gate 1, up 1, ...; up_bwd then has one K segment. With WEIGHTS_ON_INPUT up_fwd adds no bias.
-// With FP8_SAVED, which only they may have, up_fwd and down_bwd keep and read first_layer as e4m3 with scales (fp8.cuh).
-// A layer whose output has a row per slot is one of k = 1 to down_fwd and down_bwd: expert_token_indices are slots there.
+// Options, each a macro:
+//   BIASED            up_fwd and down_fwd add a bias to the products, in fp32.
+//   INTERLEAVED       The columns of w1, of its bias and of first_layer are gate 0, up 0, gate 1, up 1, ... up_bwd then has one
+//                     K segment.
+//   WEIGHTS_ON_INPUT  The input of an expert is w * x, where w is the row's router weight; see grouped_gemm_sm80.cu.
+//   FP8_SAVED         up_fwd writes and down_bwd reads first_layer as e4m3 with scales (fp8.cuh).
+//   OPERAND           A and B are e4m3 with scales (scaled_products_sm90.cuh). up_fwd also writes y_swi as e4m3, and down_bwd
+//                     first_layer_grad.
+// If the layer's output has a row per slot, slots take the place of tokens in down_fwd and down_bwd: expert_token_indices are
+// slots.
 //
-// R = expert_token_offsets[E] routed rows of num_slots = L*k, N columns (of h, of the panel or of d), K depth of one segment.
+// R = expert_token_offsets[E] is the number of routed rows, at most num_slots. They are in expert order. N is the number of
+// columns of the result: h, those of a column panel (see grouped_gemm_sm80.cu), or d. K is the depth of one segment.
 //
-// Launch: a persistent grid of at most one CTA per multiprocessor; THREADS threads; dynamic shared memory
-// SPARE + SPARE_BYTES. With CLUSTER_CTAS = 2 clusters of 2 CTAs, and an even number of CTAs.
-// A tile has BM = 128 rows and BN = 256 columns, in gated layers' up_fwd 128 of gate beside 128 of up, or 128 pairs.
+// Launch: a persistent grid of at most one CTA per multiprocessor, THREADS threads, SPARE + SPARE_BYTES bytes of dynamic shared
+// memory. With CLUSTER_CTAS = 2 an even number of CTAs, in clusters of 2. A tile has BM = 128 rows and BN = 256 columns of the
+// products. In up_fwd of gated layers these are 128 columns of gate, then 128 of up, or 128 pairs.
 //
-// Warp roles               registers per thread       work
-//   warpgroup 0, producer  PRODUCER_REGISTERS = 72    thread 0: TMA of B, and of A where rows are not gathered; tile scheduler.
-//                                                     With GATHER all 128 threads: cp.async of A's rows, 16 bytes each.
-//                                                     StoreTokenRows: warp 1 writes zeros for tokens without an expert.
-//   warpgroups 1 and 2,    CONSUMER_REGISTERS = 216   wgmma of 64 rows of the tile each; between k-steps the epilogue of the
-//   consumers                                         previous tile, 16 rows per warp
+// Warp roles               registers per thread   work
+//   warpgroup 0, producer  PRODUCER_REGISTERS     Thread 0: TMA of B, and of A if rows are not gathered; tile scheduler.
+//                                                 With GATHER all 128 threads: cp.async of A's rows, 16 bytes each; tile
+//                                                 scheduler. StoreTokenRows: warp 1 writes zeros for tokens without an expert.
+//   warpgroups 1 and 2,    CONSUMER_REGISTERS     wgmma of 64 rows of the tile each. Between k-steps the epilogue of the
+//   consumers                                     previous tile, 16 rows per warp.
 //
 // Barriers                 arrivals per phase                                      waited on by
 //   full[stage]            thread 0, with the bytes of TMA; with GATHER also       consumers, every k-step
@@ -33,12 +41,12 @@
 //   taken[entry]           thread 0; in a 2-CTA cluster with 4 bytes of st.async   producer threads, every tile
 //   PRODUCER_BARRIER       128 producer threads, with GATHER                       the same, every QUEUE tiles
 //
-// Dynamic shared memory: see pipeline_sm90.cuh. A is (BM, BK) element. B is (BN, BK) with B_K_CONTIGUOUS, else 4 blocks of
-// (BK, 64). The spare bytes are ActivateBwdRows' or TileBias'.
+// Dynamic shared memory: see pipeline_sm90.cuh. A is (BM, BK) operand. B is (BN, BK) with B_K_CONTIGUOUS, else 4 blocks of
+// (BK, 64). ActivateBwdRows or TileBias use the spare bytes.
 //
-// TMA multicast: the two CTAs of a cluster have neighbouring tiles. If these have the same expert and columns, as most have, each
-// CTA fetches half of B for both. Else each fetches its own B. In both cases a stage is filled again when the consumers of both
-// CTAs have released it (docs/decisions/004).
+// TMA multicast: the two CTAs of a cluster have neighbouring tiles. If both tiles have the same expert and columns, as most
+// have, each CTA fetches half of B for both. Otherwise each fetches its own B. In both cases a stage is filled again only after
+// the consumers of both CTAs have released it (docs/decisions/004).
 #include "gemm_core_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
 
@@ -53,7 +61,7 @@ CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SC
 #ifndef GROUP_COLUMNS
 #error "GROUP_COLUMNS is given by launch_config.py"
 #endif
-#include "activation.cuh"  // has the fields of its constants
+#include "activation.cuh"  // defines ACTIVATION_CONSTANTS
 
 typedef WEIGHT weight_t;
 #if FP8_SAVED
@@ -70,89 +78,93 @@ struct GroupedGemmParams {
     TensorMap b0, b1;  // operand, in: (k, n, expert) with B_K_CONTIGUOUS in boxes of BK x 128 x 1, else
                        // (n, k, expert) in boxes of 64 x 64 x 1; gate and up, or K segments 0 and 1
 #if GATHER
-    const operand* a;  // (L, lda) operand, in: the rows of tokens
+    const operand* a;  // (L, lda) operand, in: rows of tokens
 #endif
-    const int* expert_token_indices;  // (num_slots,) int32, in
-    const int* expert_token_offsets;  // (E+1,) int32, in
-    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (count, BM), then (expert, first row)
-    saved_t* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED: out of
-                                      // ActivateRows (null: not kept), into ActivateBwdRows; SavedScales with FP8_SAVED
-    element* first_layer_grad;        // (R, 2N) or (R, N) element, out; without FP8_SAVED it may be first_layer itself; null: not
-                                      // wanted
-    element* result;                  // element, out.
-                                      // ActivateRows: (R, N) y_swi, null: not wanted
-                                      // ActivateBwdRows: (R, N) weighted_y_swi, may be y_swi itself, null: not wanted
-                                      // StoreRows: the panel (R, result_ld); may be A's memory if N <= BN: the tile that is
-                                      // stored was the last reader of its rows
-                                      // StoreTokenRows: (L, result_ld), zeros for tokens without an expert
-    const element* y_swi;             // (R, N) element, in: ActivateBwdRows with STORED_Y_SWI, act(a) * b of forward
-    const weight_t* weights;          // in: ActivateBwdRows, and ActivateRows WEIGHTS_ON_INPUT: (R,) fp32, the router weight of
-                                      // each row; StoreTokenRows: (L,) weight_t, of each token, or null
-    float* partial_sums;              // (column tiles, num_slots) fp32, out of ActivateBwdRows: its sums over each BN columns;
+    const int* expert_token_indices;  // (num_slots,) int32, in: the token of each row
+    const int* expert_token_offsets;  // (E+1,) int32, in: the first row of each expert, then R
+    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (row tile count, BM), then (expert, first row). With a list
+                                      // of split_tiles.cu expert e is 2 e, and the list's ranges take the place of offsets
+    saved_t* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED; out of up_fwd
+                                      // (null: not kept), into down_bwd; in the layout of SavedScales with FP8_SAVED
+    element* first_layer_grad;        // (R, 2N) or (R, N) element, out of down_bwd; without FP8_SAVED it may be first_layer;
                                       // null: not wanted
-    const int* token_index_map;       // (L,) int32, in: StoreTokenRows, below 0 for tokens without an expert
-    int* tile_counter;                // (1,) int32, in and out, zero at launch: of the dynamic schedule; null: static schedule
+    element* result;                  // element, out.
+                                      // ActivateRows, ActivatePairs: (R, N) y_swi, null: not wanted
+                                      // ActivateBwdRows: (R, N) weighted_y_swi, may be y_swi itself, null: not wanted
+                                      // StoreRows: the panel, (R, result_ld). It may be A's memory if N <= BN: then no other
+                                      // tile needs the rows of A that a tile overwrites
+                                      // StoreTokenRows: (L, result_ld), zeros for tokens without an expert
+    const element* y_swi;             // (R, N) element, in: the result of up_fwd; read by down_bwd with STORED_Y_SWI
+    const weight_t* weights;          // in. ActivateBwdRows, and others with WEIGHTS_ON_INPUT: (R,) fp32, the router weight of
+                                      // each row. StoreTokenRows: (L,) weight_t, that of each token; null: 1
+    float* partial_sums;              // (column tiles, num_slots) fp32, out of down_bwd: row sums over each tile's columns;
+                                      // null: not wanted
+    const int* token_index_map;       // (L,) int32, in: read by StoreTokenRows, below 0 for tokens without an expert
+    int* tile_counter;                // (1,) int32, in and out: of the dynamic schedule, 0 at launch; null: static schedule
 #ifdef OPERAND
-    const float* a_scales;    // fp32, in. GATHER: (L,), of tokens. Else (k-steps, scales_ld): of each row and BK columns of a K
-                              // segment
-    const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: of the expert's weight, or of its gate and its up
-    operand* quantised;       // operand, out, or null: not wanted. ActivateRows: (R, N) y_swi; ActivateBwdRows: (R, 2N) or (R, N)
+    const float* a_scales;    // fp32, in. GATHER: (L,), one per token. Else (k-steps, scales_ld), one per row and k-step
+    const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: one for the expert's weight, or one for gate and one for up
+    operand* quantised;       // e4m3, out; null: not wanted. ActivateRows: (R, N) y_swi. ActivateBwdRows: (R, 2N) or (R, N)
                               // first_layer_grad
-    float* quantised_scales;  // (groups, scales_ld) fp32, out: of each row and GROUP_COLUMNS columns of each half of quantised
+    float* quantised_scales;  // (groups, scales_ld) fp32, out: one per row and GROUP_COLUMNS columns of each half of quantised
 #endif
 #if BIASED
-    const BIAS *bias0, *bias1;  // per expert as many as B has columns, BIAS, in: SPLIT: gate's and up's; else bias0 alone
+    const BIAS *bias0, *bias1;  // (E, columns of B) BIAS, in. SPLIT: gate's and up's, (E, N) each; else bias0 alone
 #endif
 #if GATHER
     int64 lda;  // elements from row to row of a
 #endif
-    int64 result_ld;  // elements from row to row of result, StoreRows and StoreTokenRows only
+    int64 result_ld;  // elements from row to row of result; only read by StoreRows and StoreTokenRows
 #ifdef OPERAND
-    int64 scales_ld;  // elements from one group of columns to the next, of scales of rows; at least R
+    int64 scales_ld;  // elements of a_scales and quantised_scales from one group of columns to the next; at least R
 #endif
 #if BIASED
     int64 bias_stride;  // elements of a bias from expert to expert
 #endif
-    int columns, depth;   // N, and K of one segment
-    int num_slots;        // L*k, or max_slots if that bounds the rows, but of rows that go to tokens L
-    ACTIVATION_CONSTANTS  // of the activations' epilogues
+    int columns, depth;   // N, K
+    int num_slots;        // L*k, or max_slots if that bounds the rows. StoreTokenRows: L
+    ACTIVATION_CONSTANTS  // for the epilogues of up_fwd and down_bwd
 };
 
-#include "epilogue_bwd_sm90.cuh"  // works on the parameters
+#include "epilogue_bwd_sm90.cuh"  // needs GroupedGemmParams
 #ifdef OPERAND
 #include "scaled_products_sm90.cuh"
 #endif
 
 typedef EPILOGUE Epilogue;
-constexpr bool SPLIT = Epilogue::SPLIT;                // gate beside up
-constexpr int B_PER_COLUMN = Epilogue::PAIRS ? 2 : 1;  // columns of B for one of the result
+constexpr bool SPLIT = Epilogue::SPLIT;
+constexpr int B_PER_COLUMN = Epilogue::PAIRS ? 2 : 1;  // columns of B for each column of the result
 static_assert(TILE_COLUMNS == (SPLIT ? BN / 2 : BN / B_PER_COLUMN), "columns of the result in a tile");
 static_assert(GATED || !INTERLEAVED, "gate and up alternate");
 static_assert(!WEIGHTS_ON_INPUT || !BIASED, "weights would scale the bias too");
 static_assert(!(SPLIT && INTERLEAVED), "interleaved columns have ActivatePairs");
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
-static_assert(sizeof(operand) == 2 || (!INTERLEAVED && !STORED_Y_SWI), "e4m3 products know halves, and compute y_swi again");
+static_assert(sizeof(operand) == 2 || (!INTERLEAVED && !STORED_Y_SWI),
+              "e4m3: no interleaved columns, and y_swi is computed again");
 static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");
 
 typedef TileScheduler<TileOrder<GATHER>, CLUSTER_CTAS> Scheduler;
 
-// Entry i % QUEUE is of the CTA's i-th tile.
+// The CTA's i-th tile has entry i % QUEUE of `queue` and `taken`.
 constexpr int QUEUE = 8;
 static_assert(QUEUE > STAGES + 1, "an entry is read before it is written again");
 __shared__ uint64 barrier_storage[2 * STAGES];
-// Tiles for the consumers. Thread 0 writes the next tile before it announces the last stage of a tile. Consumers read it when
-// that stage is full. They are at most STAGES tiles behind.
+// Tiles, from the producer to the consumers. Thread 0 writes the next tile before it arrives at the full barrier of a tile's
+// last stage, and consumers read it when that stage is full. They are at most STAGES tiles behind the producer.
 __shared__ WorkTile queue[QUEUE];
-// Indices that thread 0, of a cluster's first CTA, has taken for all producer threads while it fills the tile's stages.
+// Indices of tiles, from thread 0 to all producer threads; in a cluster from thread 0 of the first CTA to both CTAs. Thread 0
+// takes an index while it fills a tile's stages.
 __shared__ int taken[QUEUE];
 __shared__ uint64 taken_storage[QUEUE];
 
-// K-steps of a tile, or its last one if it has fewer: the producer finds the next tile, and thread 0 passes on the index that it
-// has taken from the counter. By then the loads that were issued at the tile's start have arrived.
+// At k-step NEXT_TILE_STEP of a tile the producer finds the next tile, and at TAKEN_INDEX_STEP thread 0 passes on the index
+// that it has taken; both at the last k-step of a tile with fewer. By then the loads that were issued at the tile's start have
+// arrived.
 constexpr int NEXT_TILE_STEP = 2, TAKEN_INDEX_STEP = 3;
 
-// How A's rows come to a stage. FULL_ARRIVALS: of the stage's full barrier. TMA_BYTES: that it expects of A. prepare() is given a
-// tile early; begin() makes it the current one; load() fills a stage, or in GatheredRows this thread's part of it.
+// GatheredRows and ContiguousRows copy A's rows to a stage. FULL_ARRIVALS: arrivals per phase of a full barrier. TMA_BYTES:
+// bytes of A per stage that come by TMA. prepare() loads what a later tile needs, begin() starts this tile, and load() fills
+// the A part of a stage. In GatheredRows each producer thread calls load() for its part.
 struct GatheredRows {
     // Thread t copies 16-byte chunk t % 8 of lines t / 8 + 16 i.
     static constexpr int FULL_ARRIVALS = WARPGROUP + 1, TMA_BYTES = 0, LINES = 8, LINE_STEP = WARPGROUP / 8;
@@ -165,7 +177,7 @@ struct GatheredRows {
     int tokens[LINES], count;
     const operand* rows[LINES];
 
-    __device__ __forceinline__ void prepare(const WorkTile& tile) {  // past the expert's end its last row again
+    __device__ __forceinline__ void prepare(const WorkTile& tile) {  // lines past the expert's end repeat its last row
 #pragma unroll
         for (int i = 0; i < LINES; ++i)
             tokens[i] = expert_token_indices[tile.row + min(line + LINE_STEP * i, max(tile.rows - 1, 0))];
@@ -175,8 +187,8 @@ struct GatheredRows {
 #pragma unroll
         for (int i = 0; i < LINES; ++i) rows[i] = a + static_cast<int64>(tokens[i]) * lda + chunk * (16 / int(sizeof(operand)));
     }
-    // A k-step's columns, `ahead` elements after the pointers. Lines past the expert's end are never stored, so most of them are
-    // not fetched; a nearly full tile takes all lines, without predicates.
+    // Copies the thread's chunks of one k-step, `ahead` elements after the row pointers. The results of lines past the expert's
+    // end are never stored, so most of these lines are not copied. A nearly full tile copies all lines, without predicates.
     __device__ __forceinline__ void copy(unsigned to, int ahead, unsigned bytes) const {
         if (count > BM - LINE_STEP) {
 #pragma unroll
@@ -187,7 +199,7 @@ struct GatheredRows {
                 if (i * LINE_STEP < count) cp_async_16(to + i * LINE_STEP * LINE_BYTES, rows[i] + ahead, bytes);
         }
     }
-    // Scales of the tile's lines, at its first k-step.
+    // Copies the scales of the tile's lines. Called at its first k-step.
     __device__ __forceinline__ void load_scales(unsigned to, const float* scales) const {
         if (chunk > 0) return;
 #pragma unroll
@@ -196,12 +208,12 @@ struct GatheredRows {
     __device__ __forceinline__ void load(unsigned to, int k0, int K, unsigned full) {
         to += line * LINE_BYTES + (chunk ^ (line & 7)) * 16;
         const unsigned bytes = k0 + chunk * (16 / int(sizeof(operand))) < K ? 16 : 0;
-        const bool odd = k0 & BK;  // the pointers move every other step
+        const bool odd = k0 & BK;  // the pointers move after every second k-step
         odd ? copy(to, BK, bytes) : copy(to, 0, bytes);
         cp_async_mbarrier_arrive(full);
         if (odd)
 #pragma unroll
-            for (int i = 0; i < LINES; ++i) rows[i] += 2 * BK;  // after the copies, for which the consumers wait
+            for (int i = 0; i < LINES; ++i) rows[i] += 2 * BK;  // after the copies are issued, because consumers wait for these
     }
 };
 struct ContiguousRows {
@@ -211,8 +223,8 @@ struct ContiguousRows {
 
     __device__ __forceinline__ void prepare(const WorkTile&) {}
     __device__ __forceinline__ void begin(const WorkTile& tile) { row = tile.row; }
-    __device__ __forceinline__ void load(unsigned to, int k, int, unsigned full) {  // rows past the expert's end are never stored
-        tma_load_3d(to, &a, k, row, 0, full);
+    __device__ __forceinline__ void load(unsigned to, int k, int, unsigned full) {
+        tma_load_3d(to, &a, k, row, 0, full);  // also rows past the expert's end, whose results are never stored
     }
 };
 
@@ -229,8 +241,8 @@ typedef ContiguousRows Rows;
 #define CLUSTERS
 #endif
 
-// Thread 0 asks TMA for a stage's B, all of it or with multicast this CTA's half of it. b_to: shared address; n0: of B's columns;
-// k0: of the segment.
+// Thread 0 issues the TMA loads of a stage's B: all of B, or with multicast this CTA's half of it for both CTAs. b_to: the
+// shared address of the stage's B. n0: the tile's first column of B. k0: the k-step's first index within the segment.
 __device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to, int segment, int expert, int n0, int k0,
                                        unsigned full, bool multicast, int rank) {
     constexpr int BOX_COLUMNS = B_K_CONTIGUOUS ? 128 : 64, HALF = BN / 2;
@@ -253,8 +265,8 @@ __device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to
     }
 }
 
-// The producer's threads that have something to load. rank: of the CTA in its cluster. shared: the address of the stages.
-// K: of a segment. steps: of a tile, over all segments.
+// Runs in the producer's threads that load: all 128 with GATHER, else thread 0. rank: of the CTA in its cluster. shared: the
+// shared address of the stages. K: depth of a segment. steps: k-steps of a tile, over all segments.
 __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& scheduler,
                                         const PipelineBarriers<CLUSTER_CTAS>& barriers, int rank, unsigned shared, int K,
                                         int steps_per_segment, int steps, PipelineState& state) {
@@ -278,7 +290,7 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
             if (threadIdx.x == 0) {
                 if (step == steps - 1) queue[(number + 1) % QUEUE] = next;
                 mbarrier_arrive_expect_tx(full, B_BYTES + Rows::TMA_BYTES);
-                if (!GATHER) rows.load(stage, segment * K + k0, K, full);  // A first: its rows come from farther than B
+                if (!GATHER) rows.load(stage, segment * K + k0, K, full);  // A first: B is more often in the L2 cache
                 load_b(p, stage + A_BYTES, segment, expert, n0, k0, full, scheduler.multicast, rank);
                 if (step == min(TAKEN_INDEX_STEP, steps - 1) && takes) {
                     if constexpr (CLUSTER_CTAS == 1) {
@@ -300,13 +312,14 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
         }
         wait(taken_full, number / QUEUE & 1);
         scheduler.advance(next, taken[number % QUEUE]);
-        // All threads have read the entries before thread 0 writes them again.
+        // Thread 0 must not write the entries again before all threads have read them.
         if (GATHER && number % QUEUE == QUEUE - 1) named_barrier(PRODUCER_BARRIER, WARPGROUP);
     }
 }
 
-// A tile of the queue, read by lane 0 alone. When the producer finds a stage empty, lane 0 of each consumer warp has read the
-// entry, and lane 1, which arrives in the other CTA of the cluster, has its value.
+// A tile of the queue. Only lane 0 reads it, and passes it on to the other lanes. This makes it safe for the producer to
+// overwrite the entry after the warp has released the stage: lane 0 has read the entry when it arrives at the empty barrier,
+// and lane 1, which arrives in the other CTA of a cluster, has got the value from lane 0.
 __device__ __forceinline__ WorkTile read_by_lane_0(const WorkTile& tile) {
     int4 v = {};
     if (threadIdx.x % 32 == 0) v = reinterpret_cast<const int4&>(tile);
@@ -344,14 +357,15 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();
 
-    // Consumers. As a function this part has more instructions: the compiler places the loop's exit differently.
+    // The consumers. This part is no function of its own: then the compiler places the loop's exit differently, which takes
+    // more instructions.
     const int warp_row = static_cast<int>(uniform(consumer_warp())) * WARP_ROWS;
     PipelineState state;
     Epilogue epilogue(p);
     for (int number = 0;; ++number) {
         const WorkTile now = read_by_lane_0(queue[number % QUEUE]);
         const int rows = now.rows;
-        const bool last = rows == NO_TILE, active = warp_row / 64 * 64 < rows;  // of the warpgroup
+        const bool last = rows == NO_TILE, active = warp_row / 64 * 64 < rows;  // active: the warpgroup has rows of the tile
         float acc[32][4];
 #if BIASED
         const TileBias bias;

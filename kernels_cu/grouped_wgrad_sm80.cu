@@ -5,7 +5,8 @@
 //   ENTRY       P (columns M)               Q (columns N)
 //   down_wgrad  weighted_y_swi              grad_out, gathered by token   dW2 (h, d)
 //   up_wgrad    x, gathered by token        first_layer_grad              dW1 (d, h) per half: gate, up
-// Where the weight is stored transposed, P and Q are exchanged, so that rows of dW are always contiguous.
+// If the weight is stored transposed, P and Q are exchanged, so that rows of dW are always contiguous. One operand is gathered
+// by token. The other one has R rows in expert order.
 //
 // With ACCUMULATE the kernel adds dW in fp32 to the values of out0 and out1 and rounds the sum to OUT once. Without it OUT is
 // element. The gradient of an expert without tokens becomes zeros, or with ACCUMULATE stays as it is. One block (CTA) sums a
@@ -22,7 +23,7 @@
 struct GroupedWgradParams {
     const element *p, *q;             // (L, ldp) and (L, ldq) element, in; R rows in place of L in the one that is not gathered
                                       // by token (GATHER_P, GATHER_Q)
-    const int* expert_token_indices;  // (num_slots,) int32, in: the token of each routed row
+    const int* expert_token_indices;  // (R,) int32, in: the token of each row
     const int* expert_token_offsets;  // (E+1,) int32, in
     OUT *out0, *out1;                 // (M, N) of each expert, OUT, out, with ACCUMULATE also in: the gradients of gate and up,
                                       // or out0 alone

@@ -1,23 +1,25 @@
 // Weight gradients, Hopper tier: sm_90a, bf16 and fp16, sizes that are multiples of 8 (paper section 3.2, Algorithm 1 lines 18
-// and 29). For each expert, dW = P^T Q summed over the expert's routed rows; ENTRY is the step's name:
+// and 29). For each expert dW = P^T Q, summed over the expert's routed rows. The source is compiled once per step of the layer.
+// ENTRY is the step's name:
 //
 //   ENTRY       P (columns M)               Q (columns N)
 //   down_wgrad  weighted_y_swi              grad_out, gathered by token   dW2 (h, d)
 //   up_wgrad    x, gathered by token        first_layer_grad              dW1 (d, h) per half: gate, up
 //
-// and with P and Q exchanged where the weight is stored transposed. One operand is gathered by token, the other ("routed") is
-// not. An expert without tokens gets exact zeros, or with ACCUMULATE is left alone. With SPLIT_K a tile sums a part of an
-// expert's rows in fp32, and wgrad_parts.cu adds the sums. The order of all sums is fixed, so that results are deterministic.
+// If the weight is stored transposed, P and Q are exchanged. One operand is gathered by token. The other one, "routed", has R
+// rows in expert order. The gradient of an expert without tokens becomes zeros, or with ACCUMULATE stays as it is. With SPLIT_K
+// a tile sums a part of an expert's rows in fp32, and wgrad_parts.cu adds these sums. The order of all sums is fixed, so that
+// two runs give the same bits.
 //
-// Launch: a persistent grid of at most one CTA per multiprocessor; THREADS threads; dynamic shared memory
-// SPARE + SPARE_BYTES. The tile scheduler is static: CTA i has every gridDim.x-th tile from i on.
-// Tile: BM (M) x BN (N) of one expert's gradient, 128 x 256 or 192 x 192; K is the expert's rows, in steps of BK = 64.
+// Launch: a persistent grid of at most one CTA per multiprocessor, THREADS threads, SPARE + SPARE_BYTES bytes of dynamic shared
+// memory. The tile scheduler is static: CTA i computes tile i and every gridDim.x-th tile after it.
+// Tile: BM (M) x BN (N) of one expert's gradient, 128 x 256 or 192 x 192. K is the expert's rows, in k-steps of BK = 64.
 //
-// Warp roles               registers per thread      work
-//   warpgroup 0, producer  PRODUCER_REGISTERS        128 threads: cp.async of 64 gathered rows per stage, 16 bytes each; the
-//                                                    indices of their tokens. Thread 0: TMA of the routed operand.
-//   warpgroups 1 to        CONSUMER_REGISTERS, 224   wgmma of 64 rows of the tile each, both operands MN-contiguous; between
-//   BM / 64, consumers     or 152                    k-steps the stores of the previous tile, 16 rows per warp
+// Warp roles               registers per thread   work
+//   warpgroup 0, producer  PRODUCER_REGISTERS     All 128 threads: cp.async of the gathered operand's 64 rows per stage, 16
+//                                                 bytes each, and loads of token indices. Thread 0: TMA of the routed operand.
+//   warpgroups 1 to        CONSUMER_REGISTERS     wgmma of 64 rows of the tile each, both operands MN-contiguous. Between
+//   BM / 64, consumers                            k-steps the stores of the previous tile, 16 rows per warp.
 //
 // Barriers                 arrivals per phase                                      waited on by
 //   full[stage]            the cp.async copies of 128 threads; thread 0 with the   consumers, every k-step
@@ -25,11 +27,11 @@
 //   empty[stage]           the consumer warps, 8 or 12                             producer threads, every k-step
 //   PRODUCER_BARRIER       128 producer threads                                    the same, every TOKENS rows
 //
-// Dynamic shared memory: see pipeline_sm90.cuh. A is BM / 64 and B BN / 64 blocks of (BK, 64) element. The spare bytes
-// hold (2, TOKENS) int32: token indices of the rows at hand and of the next ones.
+// Dynamic shared memory: see pipeline_sm90.cuh. A is BM / 64 blocks of (BK, 64) element, B is BN / 64 such blocks. The spare
+// bytes are two buffers of TOKENS int32, token indices of the rows that are being copied and of the rows after them.
 //
-// An expert's last stage, if it has fewer than 64 rows, takes both operands by cp.async, with zeros for rows of other experts:
-// these may hold anything.
+// If an expert's last stage has fewer than 64 rows, cp.async copies both operands, and writes zeros in place of rows that are
+// not the expert's: these may hold any numbers, NaN among them.
 #include "gemm_core_sm90.cuh"
 
 #if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT) || !defined(SPLIT_K)
@@ -37,29 +39,31 @@
 #endif
 static_assert(GATHER_P != GATHER_Q, "one operand is gathered, the other comes through a tensor map");
 static_assert(!(ACCUMULATE && SPLIT_K), "wgrad_parts.cu adds the sums of split-K");
-static_assert(BN == 256 || !(ACCUMULATE || SPLIT_K), "UnroundedTile is for a warp that has 128 columns at a time");
+static_assert(BN == 256 || !(ACCUMULATE || SPLIT_K), "UnroundedTile stores halves of 128 columns");
 
 struct GroupedWgradParams {
     TensorMap routed;                 // the operand that is not gathered, (columns, R, 1) element, in, boxes of 64 x 64 x 1
-    const element *p, *q;             // (L or R, ldp / ldq) element, in; gathered by token with GATHER_P / GATHER_Q, else by row
-    const int* expert_token_indices;  // (L*k,) int32, in
+    const element *p, *q;             // (L, ldp) and (L, ldq) element, in; R rows in place of L in the one that is not gathered
+                                      // by token (GATHER_P, GATHER_Q)
+    const int* expert_token_indices;  // (R,) int32, in: the token of each row
     const int* expert_token_offsets;  // (E+1,) int32, in
-    OUT *out0, *out1;                 // (M, N) of each expert, OUT, out; also in with ACCUMULATE: gate's, and up's if gated. With
-                                      // SPLIT_K fp32 sums: split j of expert e at (e * splits + j) * expert_stride
-    const int* experts_by_load;       // (E,) int32, in: the order in which experts are worked on, by falling number of rows, so
-                                      // that the last tiles are short
+    OUT *out0, *out1;                 // (M, N) of each expert, OUT, out, with ACCUMULATE also in: the gradients of gate and up,
+                                      // or out0 alone. With SPLIT_K (M, N) fp32 of each split: split j of expert e is at
+                                      // (e * splits + j) * expert_stride
+    const int* experts_by_load;       // (E,) int32, in: experts by falling number of rows. Tiles follow this order, so that the
+                                      // last ones are short
     int64 ldp, ldq;                   // elements from row to row
-    int64 expert_stride, ldo;         // elements of out0 and out1 from expert to expert, and from row to row
-    int p_half, q_half;               // elements from the gate's columns to the up's in P or Q, 0 in the other operand
+    int64 expert_stride, ldo;         // elements of out0 and out1 from expert (or split) to the next, and from row to row
+    int p_half, q_half;               // elements from gate's columns to up's in P or Q; 0 in the operand that both share
     int rows, columns;                // M, N
-    int num_experts, halves;          // E; 2 if gated, else 1
+    int num_experts, halves;          // E; 2 (gate and up) or 1
     int splits;                       // with SPLIT_K: parts of an expert's rows, one per tile; else 1
 };
 
 struct WgradTile {
-    int slice;               // of out0 and out1, in units of expert_stride: the expert, or the split of an expert
-    int half, m0, n0;        // gate or up; the tile's first row and column
-    int first_row, end_row;  // routed rows that it sums over
+    int slice;               // index of the (M, N) array in out0 or out1: the expert, or the split of an expert
+    int half, m0, n0;        // 0 (gate) or 1 (up); the tile's first row and column
+    int first_row, end_row;  // the routed rows that the tile sums over
 };
 
 struct WgradTileOrder {
@@ -83,14 +87,14 @@ struct WgradTileOrder {
     }
 };
 
-// Stores a tile as OUT = element: a warp's 16 rows, between the k-steps of the next tile.
+// Stores a tile if OUT is element: each warp its 16 rows, between the k-steps of the next tile.
 struct RoundedTile : EpilogueBase {
     const int M, N;
     const int64 ldo;
     element* out;
     bool inside;
     __device__ __forceinline__ RoundedTile(int M, int N, int64 ldo) : M(M), N(N), ldo(ldo) {}
-    // slice: its (M, N) of out0 or out1. m: the warp's first row.
+    // slice: the tile's (M, N) array in out0 or out1. m: the warp's first row.
     __device__ __forceinline__ void finish(const float (&acc)[FRAGMENTS][4], element* slice, int m, int n0) {
         finished.put(acc);
         const int lane = threadIdx.x & 31, n = n0 + lane * 8;
@@ -120,22 +124,24 @@ __device__ __forceinline__ void store_four(Half* p, float4 v) {
     *reinterpret_cast<uint2*>(p) = make_uint2(pack2(Half(), v.x, v.y), pack2(Half(), v.z, v.w));
 }
 
-// Stores a tile's fp32 sums (SPLIT_K), or adds them to what is there (ACCUMULATE), at once: a tile of fp32 does not fit beside
-// the stages, and 16-bit elements would be rounded before they are added. The columns go through shared memory by halves,
-// 16-byte chunk c of row r at c ^ 2 (r & 3), so that a warp reads and writes 128 columns of a row at a time. From the
-// accumulators it would touch 32 bytes of 8 rows at a time (docs/decisions/008). The producer fills the stages meanwhile.
+// Stores a tile's fp32 sums (SPLIT_K), or adds them to the values in memory (ACCUMULATE). It does so before the next tile
+// begins: a tile of fp32 does not fit into shared memory beside the stages, and 16-bit elements would be rounded before the
+// addition. Meanwhile the producer fills the stages. The columns go through shared memory in two halves, 16-byte chunk c of row
+// r at c ^ 2 (r & 3), so that a warp accesses 128 columns of a row at a time. Straight from the accumulators it would access 32
+// bytes of 8 rows at a time (docs/decisions/008).
 struct UnroundedTile : EpilogueBase {
     static constexpr int HALF = BN / 2;
-    static_assert(CONSUMER_WARPS * WARP_ROWS * HALF * sizeof(float) <= TILE_BYTES, "16 rows per warp, where finished tiles lie");
+    static_assert(CONSUMER_WARPS * WARP_ROWS * HALF * sizeof(float) <= TILE_BYTES,
+                  "a warp's 16 rows fit where a finished tile lies");
     const int M, N;
     const int64 ldo;
     float* const staged;  // (16, HALF) fp32
     __device__ __forceinline__ UnroundedTile(int M, int N, int64 ldo)
         : M(M), N(N), ldo(ldo),
           staged(reinterpret_cast<float*>(dynamic_shared + FINISHED_TILE) + consumer_warp() * WARP_ROWS * HALF) {}
-    __device__ __forceinline__ void finish(const float (&acc)[FRAGMENTS][4], OUT* expert, int m, int n0) const {
+    __device__ __forceinline__ void finish(const float (&acc)[FRAGMENTS][4], OUT* slice, int m, int n0) const {
         const int lane = threadIdx.x & 31, valid = min(WARP_ROWS, M - m), n = n0 + lane * 4;
-        float* pairs[4];  // where this lane's two columns of tile j of mma.m16n8k16 go, by j % 4
+        float* pairs[4];  // addresses of the lane's two columns of fragment j of mma.m16n8k16, by j % 4
 #pragma unroll
         for (int j = 0; j < 4; ++j) pairs[j] = staged + lane / 4 * HALF + (j ^ (lane / 4 & 3)) * 8 + (lane & 3) * 2;
 #pragma unroll
@@ -149,9 +155,9 @@ struct UnroundedTile : EpilogueBase {
                         make_float2(acc[16 * half + j][2 * s], acc[16 * half + j][2 * s + 1]);
             __syncwarp();
             if (valid <= 0 || n + half * HALF >= N) continue;
-            OUT* to = expert + m * ldo + n + half * HALF;
+            OUT* to = slice + m * ldo + n + half * HALF;
             const OUT* from = to;
-            float4 before[WARP_ROWS];  // loaded together; past the last row that one again
+            float4 before[WARP_ROWS];  // all loads are issued before the first is used; past the last row it is loaded again
 #pragma unroll
             for (int r = 0; ACCUMULATE && r < WARP_ROWS; ++r) {
                 before[r] = load_four(from);
@@ -174,11 +180,11 @@ typedef UnroundedTile Epilogue;
 typedef RoundedTile Epilogue;
 #endif
 
-// The producer warpgroup. Thread t copies 16-byte chunk t % 8 of lines t / 8 + 16 i of each block of 64 columns.
+// Runs in the producer warpgroup. Thread t copies 16-byte chunk t % 8 of lines t / 8 + 16 i of each block of 64 columns.
 //
-// Token indices come to shared memory TOKENS at a time, one such buffer ahead. Loaded by each thread for itself, even stages
-// ahead, they would keep the producer waiting. In a buffer the index of row line + 16 i of 64 is at 4 line + i, so that a
-// thread's four of a stage are one int4.
+// The threads load token indices to shared memory, TOKENS at a time, one buffer ahead of their use. If each thread loaded its
+// own indices, even some stages ahead, the producer would wait for them. In a buffer the index of row line + 16 i of a stage's
+// 64 is at 4 line + i, so that a thread's four indices of a stage are one int4.
 __device__ __forceinline__ void produce(const GroupedWgradParams& p, const WgradTileOrder& order, int tiles,
                                         const PipelineBarriers<1>& barriers, unsigned shared) {
     constexpr int LINE_STEP = WARPGROUP / 8, LINES = BK / LINE_STEP, TOKENS = 512, PER_THREAD = TOKENS / WARPGROUP;
@@ -216,7 +222,7 @@ __device__ __forceinline__ void produce(const GroupedWgradParams& p, const Wgrad
         auto fill = [&](const int4 of_lines, int first_row) {
             const int tokens[LINES] = {of_lines.x, of_lines.y, of_lines.z, of_lines.w};
             const unsigned stage = state.stage * STAGE_BYTES, full = barriers.full_of(state.stage);
-            const char* token_rows[LINES];  // before the wait: consumers wait for the copies that follow it
+            const char* token_rows[LINES];  // computed before the wait, because consumers wait for the copies that follow it
 #pragma unroll
             for (int i = 0; i < LINES; ++i)
                 token_rows[i] = add_product(reinterpret_cast<const char*>(gathered), tokens[i], ld_bytes);
@@ -273,7 +279,7 @@ __device__ __forceinline__ void produce(const GroupedWgradParams& p, const Wgrad
     }
 }
 
-// The consumer warpgroups.
+// Runs in the consumer warpgroups.
 __device__ __forceinline__ void consume(const GroupedWgradParams& p, const WgradTileOrder& order, int tiles,
                                         const PipelineBarriers<1>& barriers) {
     const int M = p.rows, N = p.columns;

@@ -1,17 +1,19 @@
-// Pipeline of the Hopper GEMMs: a ring of STAGES buffers in shared memory, which the producer warpgroup fills and the consumer
-// warps read, one stage per k-step. Each stage has two mbarriers, one phase of each per use of the stage.
+// Pipeline of the Hopper GEMMs: a ring of STAGES stages in shared memory. The producer warpgroup fills a stage for each k-step,
+// and the consumer warps read it. Each stage has two mbarriers. Each use of the stage is one phase of both.
 //
 //   mbarrier      arrivals per phase                                     waited on by
 //   full[stage]   full_arrivals, and the bytes of TMA                    consumers, before they read the stage
 //   empty[stage]  CONSUMER_WARPS, of each CTA in the cluster             producer, before it fills the stage again
 //
-// Dynamic shared memory. (R, C): R rows of C elements, of operands 16-bit ones or e4m3.
+// Dynamic shared memory. (R, C) stands for R rows of C elements. Elements of A and B have 16 bits or are e4m3. Those of a
+// finished tile have 16 bits.
 //
 //   offset in bytes                   size               contents
 //   stage * STAGE_BYTES               A_BYTES            A: (BM, BK) if K-contiguous, else BM / 64 blocks of (BK, 64)
 //   stage * STAGE_BYTES + A_BYTES     B_BYTES            B: (BN, BK) if K-contiguous, else BN / 64 blocks of (BK, 64)
 //   FINISHED_TILE                     TILE_BYTES         a finished tile: (BM, BN), 16 rows of each consumer warp
-//   SPARE                             SPARE_BYTES        what an epilogue reads ahead, or tokens of a weight gradient
+//   SPARE                             SPARE_BYTES        rows that an epilogue prefetches, a tile's bias, or the token indices
+//                                                        of a weight gradient
 //
 // Rows of A and B are lines of 128 bytes in the 128-byte swizzle of wgmma: 16-byte chunk c of line l is at chunk c ^ (l & 7).
 #pragma once
@@ -31,25 +33,24 @@ given by launch_config.py"
 typedef ELEMENT element;
 #ifdef OPERAND
 #include "fp8.cuh"
-typedef OPERAND operand;  // of A and B, where these are e4m3
+typedef OPERAND operand;  // e4m3: the type of A and B
 #else
 typedef element operand;
 #endif
 
 constexpr int WARPGROUP = 128, WARPGROUP_WARPS = 4;  // threads, warps
 constexpr int PRODUCER_WARPS = WARPGROUP_WARPS;      // warpgroup 0
-constexpr int WARP_ROWS = 16;                        // of a tile, of each consumer warp
-constexpr int CONSUMER_WARPS = BM / WARP_ROWS;       // warpgroups 1 and on
-constexpr int PRODUCER_BARRIER = 1;                  // named barrier of the producer's threads; 0 is __syncthreads'
+constexpr int WARP_ROWS = 16;                        // rows of a tile per consumer warp
+constexpr int CONSUMER_WARPS = BM / WARP_ROWS;       // all other warpgroups
+constexpr int PRODUCER_BARRIER = 1;                  // named barrier of the producer's threads; __syncthreads uses 0
 constexpr unsigned short BOTH_CTAS = 3;              // mask of multicast: a bit per CTA of the cluster
-constexpr int LINE_BYTES = 128;                      // of the swizzle: BK elements of a row, or 64 columns of a k
-constexpr int SWIZZLE_ATOM_BYTES = 8 * LINE_BYTES;   // after which the swizzle repeats
+constexpr int LINE_BYTES = 128;                      // a line of the swizzle: BK elements of a row, or 64 columns at one k
+constexpr int SWIZZLE_ATOM_BYTES = 8 * LINE_BYTES;   // the swizzle repeats after these
 constexpr int LINES_64_BYTES = 64 * LINE_BYTES;      // 64 rows of a K-contiguous operand, or a block of (BK, 64)
 constexpr int A_BYTES = BM * BK * sizeof(operand), B_BYTES = BN * BK * sizeof(operand);
 constexpr int FINISHED_TILE = STAGES * STAGE_BYTES, SPARE = FINISHED_TILE + TILE_BYTES;
-constexpr int MAX_SHARED_BYTES = 227 * 1024;  // that a CTA may have
-// Per thread: a multiple of 8.
-constexpr int REGISTERS_AT_ENTRY = 65536 / THREADS / 8 * 8;
+constexpr int MAX_SHARED_BYTES = 227 * 1024;                 // per CTA
+constexpr int REGISTERS_AT_ENTRY = 65536 / THREADS / 8 * 8;  // per thread, in multiples of 8
 
 static_assert(BK * sizeof(operand) == LINE_BYTES, "a line of the 128-byte swizzle is a row's part of a stage");
 static_assert(sizeof(element) == 2, "results of 16 bits");
@@ -66,9 +67,10 @@ static_assert(WARPGROUP * (PRODUCER_REGISTERS + BM / 64 * CONSUMER_REGISTERS) <=
 
 __device__ __forceinline__ int consumer_warp() { return threadIdx.x / 32 - PRODUCER_WARPS; }
 
-// The OR over the warp. Where all lanes have v, or one lane has it and the others have zeros, this is v in a uniform register.
-// The compiler then keeps what depends on it in uniform registers too. It takes the result of a shuffle for different in every
-// lane. At the power limit vector instructions cost time even where they hide behind wgmma (docs/decisions/010).
+// The bitwise OR of v over the warp, in a uniform register. It is v if all lanes have v, or if one lane has v and the others 0.
+// The compiler then keeps values that depend on it in uniform registers too. It would not do so after a shuffle, whose result
+// may differ between lanes. At the power limit vector instructions cost time even where they hide behind wgmma
+// (docs/decisions/010).
 __device__ __forceinline__ unsigned uniform(unsigned v) { return __reduce_or_sync(0xffffffffu, v); }
 
 // Waits until the barrier's phase of this parity has completed.
@@ -77,7 +79,7 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
     }
 }
 
-// A position in the pipeline: the stage, and the parity of its current phase, which changes when the ring wraps.
+// A position in the pipeline: a stage, and the parity of its phase. The parity changes each time the ring wraps.
 struct PipelineState {
     int stage = 0;
     unsigned phase = 0;
@@ -86,7 +88,8 @@ struct PipelineState {
     }
 };
 
-// The barriers of all stages, as shared addresses. CTAS: CTAs of the cluster; with 2 they fill each other's stages.
+// The barriers of all stages, as shared addresses. CTAS is the number of CTAs in the cluster. Two CTAs fill each other's
+// stages.
 template <int CTAS>
 struct PipelineBarriers {
     unsigned full, empty;
@@ -111,11 +114,12 @@ struct PipelineBarriers {
         return mbarrier_test_wait(full_of(state.stage), state.phase);
     }
     __device__ __forceinline__ void wait_full(const PipelineState& state) const { wait(full_of(state.stage), state.phase); }
-    // The first phase of a stage is empty without a wait: the parity of the phase before it counts as completed.
+    // The first wait for a stage returns at once: a new barrier counts the phase before its first one as completed.
     __device__ __forceinline__ void wait_empty(const PipelineState& state) const { wait(empty_of(state.stage), state.phase ^ 1); }
 };
 
-// The arrival of a consumer warp at empty[stage], in each CTA whose producer fills the stage: lane i arrives in CTA i.
+// Releases a stage: a consumer warp arrives at empty[stage] of each CTA whose producer fills the stage. Lane i arrives in CTA
+// i.
 template <int CTAS>
 struct StageRelease {
     const unsigned empty;

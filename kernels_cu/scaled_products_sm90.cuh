@@ -1,9 +1,10 @@
-// Products of e4m3 on Hopper: the scales of A and B, and the main loop that promotes.
+// Products of e4m3 on Hopper, an addition to the paper: the scales of A and B, and a main loop with promotion.
 //
-// Gathered products (up_fwd, down_bwd) have one scale per row of A over all of K. Their wgmma accumulate over all k-steps, and a
-// row's scale is put on the result. Of the others (down_fwd, up_bwd) a row has one scale per k-step, of BK = 128 columns. Each
-// k-step's wgmma start from zero, and their results are added to the accumulators times the row's scale: they are promoted. 64 x
-// 256 accumulators leave registers for 64 x 128 more, so that a k-step has two halves of 128 columns.
+// In gathered products (up_fwd, down_bwd) a row of A has one scale for all of K. Their wgmma accumulate over all k-steps, and
+// the result is multiplied by the row's scale. In the others (down_fwd, up_bwd) a row has one scale per k-step, that is per
+// BK = 128 columns. The wgmma of each k-step then start from zero, and the accumulators add their sums times the row's scale.
+// This is promotion. Beside 64 x 256 accumulators there are registers for 64 x 128 sums, so a k-step computes two halves of 128
+// columns one after the other.
 #pragma once
 #include "gemm_core_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
@@ -11,21 +12,22 @@
 static_assert(sizeof(operand) == 1 && B_K_CONTIGUOUS, "e4m3 operands are contiguous along K");
 static_assert(BK == GROUP_COLUMNS, "a k-step has one scale of each row");
 
-// Experts have a scale of their weight, or one for gate and one for up.
+// Scales of an expert's weight: one, or one for gate and one for up.
 constexpr int B_SCALES = EXPERT_SCALES;
 
 // Scales of the tokens that a tile gathers. The producer copies them while it fills the tile's first stage. Consumers read them
-// after the tile's products, when they have not released the first stage of the tile after it.
+// after the tile's products, before they release the first stage of the next tile. So SCALE_TILES buffers are enough.
 constexpr int SCALE_TILES = STAGES + 1;
 __shared__ float gathered_scales[SCALE_TILES][BM];
 
 struct ExpertScales {
-    float first, last;  // of gate and up, or the same
+    float first, last;  // the scales of gate and of up, or twice that of the weight
     __device__ __forceinline__ ExpertScales(const float* b_scales, int expert, bool active)
         : first(active ? b_scales[expert * B_SCALES] : 0.f), last(active ? b_scales[expert * B_SCALES + B_SCALES - 1] : 0.f) {}
 };
 
-// acc times its rows' scales and the expert's. rows: the warp's 16. acc[j] is a tile of mma.m16n8k16: rows lane / 4 and + 8.
+// Multiplies acc by the scales of its rows and of the expert. rows: scales of the warp's 16 rows. acc[j] is a fragment of
+// mma.m16n8k16: the lane has rows lane / 4 and + 8.
 __device__ __forceinline__ void scale_rows(float (&acc)[32][4], const float* rows, const ExpertScales& expert) {
     const float low = rows[threadIdx.x % 32 / 4], high = rows[threadIdx.x % 32 / 4 + 8];
 #pragma unroll
@@ -36,16 +38,16 @@ __device__ __forceinline__ void scale_rows(float (&acc)[32][4], const float* row
     }
 }
 
-// The scales of rows lane / 4 and + 8 of the warp's 16, loaded one k-step ahead. a_scales: (k-steps, ld) fp32.
+// The scales of the lane's rows, lane / 4 and + 8 of the warp's 16, loaded one k-step ahead. a_scales: (k-steps, ld) fp32.
 struct RowScales {
-    const float* low;
+    const float* low;  // of row lane / 4
     const int64 ld;
-    const int apart;          // from the one row to the other
-    const int segment_steps;  // k-steps of the first K segment, whose part of the weight has a scale of its own
+    const int apart;          // elements from this row's scale to the other's
+    const int segment_steps;  // k-steps of a K segment; each segment's part of the weight has its own scale
     const ExpertScales expert;
     float next_low, next_high;
 
-    // warp_row: the warp's first row in the tile. Past the tile's rows the last one is read again.
+    // warp_row: the warp's first row in the tile. Rows past the tile's last one read the scale of this one.
     __device__ __forceinline__ RowScales(const float* a_scales, int64 ld, const WorkTile& tile, int warp_row, int segment_steps,
                                          const ExpertScales& expert)
         : low(a_scales + tile.row + min(line(warp_row), tile.rows - 1)), ld(ld),
@@ -61,7 +63,7 @@ struct RowScales {
     }
 };
 
-// Half of the accumulators' columns += a k-step's sums, times the rows' scales.
+// Adds a k-step's sums, times the scales of the rows, to half of the accumulators' columns.
 template <int FIRST>
 __device__ __forceinline__ void promote(float (&acc)[32][4], const float (&sums)[16][4], float2 scales) {
 #pragma unroll
@@ -73,7 +75,7 @@ __device__ __forceinline__ void promote(float (&acc)[32][4], const float (&sums)
     }
 }
 
-// As main_loop, of A's rows and B's columns with their scales. The epilogue's rows are worked on behind the first half's wgmma.
+// main_loop with promotion. The warp works on its epilogue rows behind the wgmma of the first half of the columns.
 template <int CTAS, class Epilogue>
 __device__ __forceinline__ void promoting_main_loop(float (&acc)[32][4], int steps, bool active, PipelineState& state,
                                                     const PipelineBarriers<CTAS>& barriers, Epilogue& epilogue,
@@ -98,7 +100,7 @@ __device__ __forceinline__ void promoting_main_loop(float (&acc)[32][4], int ste
     for (int j = 0; j < 32; ++j) acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.f;
     if (active && steps > 0) scales.load();
     unsigned credit = 0;
-    int due = 0;  // rows
+    int due = 0;  // epilogue rows
     auto work = [&] {
         while (epilogue.done < min(due, epilogue.rows)) epilogue.next();
     };

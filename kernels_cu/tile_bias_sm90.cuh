@@ -1,16 +1,17 @@
-// The biases of grouped_gemm_sm90.cu's products, in kernels that are compiled with BIASED.
+// Adds a bias to the products of grouped_gemm_sm90.cu, in kernels compiled with BIASED. The paper's layers have no biases.
 #pragma once
 #include "gemm_core_sm90.cuh"
 
 #if BIASED
-// The bias of a tile's columns. Each consumer warp copies it to its own part of the spare shared memory while the tile's products
-// are computed, and adds it to the accumulators before they are rounded.
+// The bias of a tile's columns. Each consumer warp fetches it to its own part of the spare shared memory while the tile's
+// products are computed, and then adds it to the fp32 accumulators.
 struct TileBias {
     static constexpr int BYTES = BN * sizeof(BIAS), CHUNK_COLUMNS = 16 / sizeof(BIAS);
     static_assert(CONSUMER_WARPS * BYTES <= SPARE_BYTES, "a tile's bias for each consumer warp");
     unsigned char* const staged = dynamic_shared + SPARE + consumer_warp() * BYTES;
 
-    // SPLIT: the tile has BN / 2 columns of gate beside as many of up. n0, columns: of B. Columns past the last get zeros.
+    // SPLIT: the tile has BN / 2 columns of gate, then as many of up. n0: the tile's first column of B. columns: those of B.
+    // Columns past the last get zeros.
     template <bool SPLIT>
     __device__ __forceinline__ void fetch(const GroupedGemmParams& p, int expert, int n0, int columns) const {
 #pragma unroll
@@ -21,7 +22,7 @@ struct TileBias {
         }
         cp_async_commit();
     }
-    // acc[j] is a tile of mma.m16n8k16: rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
+    // acc[j] is a fragment of mma.m16n8k16: the lane has rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
     __device__ __forceinline__ void add_to(float (&acc)[32][4]) const {
         cp_async_wait<0>();
         __syncwarp();  // all lanes' copies have arrived
