@@ -30,7 +30,7 @@ constexpr int BK = LINE;
 constexpr int VECTOR = 16 / sizeof(element);  // elements of a chunk
 constexpr int OPERAND_BYTES = 128 * 128;
 constexpr int LINES_PER_THREAD = 8;  // per operand and stage: thread t copies chunk t % 8 of lines t / 8 + 16 i
-constexpr int COPY_QUARTERS = 4;     // a stage is copied in quarters, each between the products of one k16 step
+constexpr int COPY_QUARTERS = 4;     // the copies of a stage are issued in quarters, one before the products of each k16 step
 constexpr int QUARTER_LINES = LINES_PER_THREAD / COPY_QUARTERS;
 constexpr bool FP32 = sizeof(element) == 4;
 

@@ -16,9 +16,9 @@
 // first_layer stays unscaled, and y_swi = V(w * a) * M(w * b). With g and u the gradients of w * a and w * b, first_layer_grad
 // is w * g and w * u, the row sums are of g * a + u * b, and weighted_y_swi is y_swi. up_fwd adds no bias in this case.
 //
-// R = expert_token_offsets[E] is the number of routed rows, at most num_slots. They are in expert order. A column panel is a
-// buffer (R, N) for some of the d columns. N is the number of columns of the result, h or the panel's. K is the depth of one
-// segment. A block (CTA) computes one tile, BM rows of one expert by TILE_COLUMNS columns.
+// R = expert_token_offsets[E] is the number of routed rows. They are in expert order, in arrays that have room for num_slots
+// rows. A column panel is such an array (R, N) for some of the d columns. N is the number of columns of the result, h or the
+// panel's. K is the depth of one segment. A block (CTA) computes one tile, BM rows of one expert by TILE_COLUMNS columns.
 //
 // Launch: THREADS threads per block, STAGES * STAGE_BYTES bytes of dynamic shared memory. The grid has a block for each pair of
 // a row tile and a column tile (N / TILE_COLUMNS, rounded up). Only the device knows the number of row tiles. So the grid is

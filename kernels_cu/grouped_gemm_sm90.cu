@@ -20,8 +20,9 @@
 // If the layer's output has a row per slot, slots take the place of tokens in down_fwd and down_bwd: expert_token_indices are
 // slots.
 //
-// R = expert_token_offsets[E] is the number of routed rows, at most num_slots. They are in expert order. N is the number of
-// columns of the result: h, those of a column panel (see grouped_gemm_sm80.cu), or d. K is the depth of one segment.
+// R = expert_token_offsets[E] is the number of routed rows. They are in expert order, in arrays that have room for num_slots
+// rows. N is the number of columns of the result: h, those of a column panel (see grouped_gemm_sm80.cu), or d. K is the depth
+// of one segment.
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor, THREADS threads, SPARE + SPARE_BYTES bytes of dynamic shared
 // memory. With CLUSTER_CTAS = 2 an even number of CTAs, in clusters of 2. A tile has BM = 128 rows and BN = 256 columns of the
@@ -323,15 +324,15 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
 __device__ __forceinline__ WorkTile read_by_lane_0(const WorkTile& tile) {
     int4 v = {};
     if (threadIdx.x % 32 == 0) v = reinterpret_cast<const int4&>(tile);
-    auto to_all = [](int v) { return static_cast<int>(uniform(v)); };  // zeros in the other lanes
+    auto to_all = [](int v) { return static_cast<int>(uniform(v)); };  // v is 0 in other lanes
     return {to_all(v.x), to_all(v.y), to_all(v.z), to_all(v.w)};
 }
 
 extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __grid_constant__ GroupedGemmParams p) {
-    const int rank = CLUSTER_CTAS == 2 ? blockIdx.x & 1 : 0;  // in the cluster
+    const int rank = CLUSTER_CTAS == 2 ? blockIdx.x & 1 : 0;  // of the CTA in its cluster
     const unsigned taken_barriers = shared_address(taken_storage);
     const int column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = p.row_tiles[0] * column_tiles;
-    Scheduler scheduler({unsigned(column_tiles)}, p.row_tiles, p.expert_token_offsets, tiles);  // the producer's
+    Scheduler scheduler({unsigned(column_tiles)}, p.row_tiles, p.expert_token_offsets, tiles);  // used by the producer
     if (threadIdx.x == 0) {
         queue[0] = scheduler.current;
         for (int i = 0; i < QUEUE; ++i) mbarrier_init(taken_barriers + 8 * i, 1);

@@ -29,7 +29,7 @@ struct GroupedWgradParams {
                                       // or out0 alone
     int64 ldp, ldq;                   // elements from row to row
     int64 expert_stride, ldo;         // elements of out0 and out1 from expert to expert, and from row to row
-    int p_half, q_half;               // elements from gate's columns to up's in P or Q; 0 in the operand that both share
+    int p_half, q_half;               // elements from gate's columns to up's in P or Q; 0 in the operand that both halves share
     int rows, columns;                // M, N
 };
 

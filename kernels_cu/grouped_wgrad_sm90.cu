@@ -54,7 +54,7 @@ struct GroupedWgradParams {
                                       // last ones are short
     int64 ldp, ldq;                   // elements from row to row
     int64 expert_stride, ldo;         // elements of out0 and out1 from expert (or split) to the next, and from row to row
-    int p_half, q_half;               // elements from gate's columns to up's in P or Q; 0 in the operand that both share
+    int p_half, q_half;               // elements from gate's columns to up's in P or Q; 0 in the operand that both halves share
     int rows, columns;                // M, N
     int num_experts, halves;          // E; 2 (gate and up) or 1
     int splits;                       // with SPLIT_K: parts of an expert's rows, one per tile; else 1
@@ -87,7 +87,7 @@ struct WgradTileOrder {
     }
 };
 
-// Stores a tile if OUT is element: each warp its 16 rows, between the k-steps of the next tile.
+// Without ACCUMULATE and SPLIT_K: each warp stores its 16 rows of a tile as elements, between the k-steps of the next tile.
 struct RoundedTile : EpilogueBase {
     const int M, N;
     const int64 ldo;

@@ -1,11 +1,19 @@
-// Router backward: the gradient of the logits from those of the weights and of the sums.
+// Router backward (paper section 2.1): the gradient of the logits, from the gradients of the router weights and of the sums for
+// balancing losses. Per token, x are the logits, s the scores, p the softmax of x, w the weights of its slots, and g the
+// gradient of w. dot is the sum of g w over the slots. v is the gradient of one of the sums. The gradient of a logit adds up
+// these terms:
 //
-// With g the gradient of the weights w and dot = sum of g w over a token's slots, a chosen logit gets w (g - dot / scale) if
-// weights are renormalised, else w g, times d log s / dx but for softmax. The other terms are one vector for the whole row:
-// softmax over all experts adds -p dot, and with v the gradient of a sum, shares q add q (v - <q, v>) d log s / dx, z adds
-// 2 v lse p, and entropy -v p (x - <p, x>).
+//   chosen experts                w (g - dot / scale) if weights are renormalised, else w g; times d log s / dx, except with
+//                                 softmax. With s = x or s = relu(x) it is (scale g - dot) / total if weights are
+//                                 renormalised, where total is the sum of the chosen scores and eps, else scale g. Where relu
+//                                 is 0 the term is 0.
+//   softmax, not renormalised     -p dot
+//   sum of shares q               q (v - <q, v>); times d log s / dx if q are shares of sigmoid or sqrt(softplus) scores
+//   sum of z = lse^2              2 v lse p
+//   sum of entropies              -v p (x - <p, x>)
 //
-// LANES lanes hold a token, THREADS / LANES tokens a block. Dynamic shared memory: E floats, rounded up to 4, for each.
+// Launch: grid L / TOKENS, rounded up, THREADS threads. LANES lanes hold a token's row, so a block has TOKENS = THREADS / LANES
+// tokens. Dynamic shared memory: for each of them E floats, rounded up to a multiple of 4.
 #include "router_scores.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY)
@@ -14,18 +22,18 @@
 
 struct RouterBackwardParams {
     const float* grad_weights;        // (L, k) or (P,) fp32, in
-    const ELEMENT* logits;            // (L, E), in
-    const float* weights;             // (L, k) or (P,) fp32, in
-    const int* ids;                   // (L, k) or (P,) int32, in
-    const int* token_offsets;         // (L + 1,) int32, in, or absent
-    const unsigned char* token_mask;  // (L,) bool, in, or absent
-    const int* sequences;             // (num_sequences + 1,) int32, in, or absent
-    const float* grad_score_sums;     // (num_sequences, E) fp32, in; absent without SHARES
-    const float* grad_z_sums;         // (num_sequences,) fp32, in; absent without SUM_Z
-    const float* grad_entropy_sums;   // (num_sequences,) fp32, in; absent without SUM_ENTROPY
-    ELEMENT* grad_logits;             // (L, E), out
-    int L, num_experts, k, num_pairs, num_sequences;
-    int scale, eps;  // bits of floats
+    const ELEMENT* logits;            // (L, E) ELEMENT, in
+    const float* weights;             // (L, k) or (P,) fp32, in: of forward
+    const int* ids;                   // (L, k) or (P,) int32, in: of forward; outside of 0 .. E - 1 for empty slots
+    const int* token_offsets;         // (L + 1,) int32, in: where each token's pairs begin; null: each token has k slots
+    const unsigned char* token_mask;  // (L,) bool, in: tokens that count in the sums; null: all
+    const int* sequences;             // (num_sequences + 1,) int32, in: where each sequence begins; null: all are equally long
+    const float* grad_score_sums;     // (num_sequences, E) fp32, in; null without SHARES
+    const float* grad_z_sums;         // (num_sequences,) fp32, in; null without SUM_Z
+    const float* grad_entropy_sums;   // (num_sequences,) fp32, in; null without SUM_ENTROPY
+    ELEMENT* grad_logits;             // (L, E) ELEMENT, out
+    int L, num_experts, k, num_pairs, num_sequences;  // num_pairs: P
+    int scale, eps;                                   // the bits of floats
 };
 
 constexpr bool LINEAR = SCORE == IDENTITY || SCORE == RELU;
@@ -35,8 +43,8 @@ constexpr bool DENSE = OVER_ALL || SUMS;
 constexpr bool PROBABILITIES = OVER_ALL || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
 constexpr int TOKENS = THREADS / LANES;
-// Blocks of a multiprocessor at least. More of them hide more of the memory's latency. The gradients of shares are read twice,
-// from the L1 cache, as registers that hold them would leave room for fewer blocks.
+// RESIDENT blocks per multiprocessor at least: more blocks hide more of the memory's latency. The gradients of shares are read
+// twice, the second time from the L1 cache, because registers to hold them would leave room for fewer blocks.
 constexpr bool MANY_REGISTERS = VALUES > 16 || SUM_ENTROPY != 0 || (SCORE_SHARES && (PROBABILITIES || SHARES != SIGMOID));
 constexpr int RESIDENT = MANY_REGISTERS ? 1 : SCORE_SHARES || !ALIGNED ? 4 : 6;
 
@@ -45,7 +53,7 @@ struct Slot {
     float weight, grad;
 };
 
-// Adds the chosen logits' gradients to the row; returns dot.
+// Adds the terms of the chosen experts to the token's row in shared memory. Returns dot.
 __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pairs& pairs, const ELEMENT* logits, float* row) {
     const int lane = lane_of_token(), E = p.num_experts;
     const float scale = __int_as_float(p.scale);
@@ -60,7 +68,7 @@ __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pa
         if (LINEAR && RENORMALIZE && static_cast<unsigned>(slot.id) < static_cast<unsigned>(E))
             total += score_of<SCORE>(to_float(logits[slot.id]));
     };
-    Slot slot = slot_of(lane);  // most often the lane's only one: it stays in registers until it is scattered
+    Slot slot = slot_of(lane);  // in most cases the lane's only slot, so it stays in registers for the loop below
     add(slot);
 #pragma unroll 1
     for (int j = lane + LANES; j < pairs.number; j += LANES) add(slot_of(j));
@@ -84,7 +92,7 @@ __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pa
                 if (SCORE != SOFTMAX) h *= log_slope<SCORE>(to_float(logits[id]));
             }
         }
-        // An expert that a token has twice gets both gradients, in the order of the slots.
+        // If a token has an expert twice, both gradients are added, in the order of slots.
         const int place = threadIdx.x % 32 / LANES;
         const unsigned same = __match_any_sync(WARP, present ? place << 16 | id : -1 - static_cast<int>(threadIdx.x % 32));
         if (__any_sync(WARP, (same & (same - 1)) != 0)) {
@@ -116,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
     const bool there = token < p.L;
     const ELEMENT* logits = p.logits + static_cast<int64>(there ? token : 0) * E;
     float* const row = reinterpret_cast<float*>(dynamic_shared) + place * ((E + 3) / 4 * 4);
-    float x[VALUES], v[WIDTH];  // v: the gradient of the sequence's shares, 0 where there is none
+    float x[VALUES], v[WIDTH];  // v: the gradient of the sequence's sum of shares; 0 if the token or the column has none
     if (DENSE) load_row(logits, there, E, x);
     const float* v_row = p.grad_score_sums;
     int sequence = 0;
@@ -148,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) probabilities[i] *= of_term;
     }
-    float falls[VALUES];  // exp(-x), of which a sigmoid and its slope take no further exponential
+    float falls[VALUES];  // exp(-x), from which a sigmoid and its slope are computed without another exponential
     float v_entropy = 0.f, of_all = OVER_ALL ? -dot : 0.f, mean_v = 0.f, share = 0.f;
     if (SUMS) {
         if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence] * lse.value();
@@ -193,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
             }
             if (SHARES == SIGMOID && counts) {
                 const float fall = falls[i * WIDTH + c], q = reciprocal(1.f + fall);
-                grad[c] += q * share * (v_c - mean_v) * (q * fminf(fall, 1e38f));  // no infinity times the score 0
+                grad[c] += q * share * (v_c - mean_v) * (q * fminf(fall, 1e38f));  // fminf: 0 * infinity is NaN
             }
             if (SHARES == SQRT_SOFTPLUS && counts)
                 grad[c] += quick_score_of<SHARES>(x_c) * share * (v_c - mean_v) * log_slope<SHARES>(x_c);

@@ -1,9 +1,9 @@
-// One lane chooses and weighs a token's LANE_K experts, in registers. It sorts chunks of entries with sorting networks and merges
-// them, keeping the largest. router_forward.cu includes this file.
+// One lane chooses and weighs a token's LANE_K experts, in registers. It sorts chunks of entries with sorting networks and
+// merges them, keeping the largest. router_forward.cu includes this file.
 //
-// With LANES = 1 the lane holds the token's row and its chunks are the row. Otherwise LANES lanes hold the row and list in shared
-// memory the entries that may be among the largest: those whose key reaches a bound, which is the LANE_K-th largest of the maxima
-// of parts of the row. When 32 tokens are listed, one warp chooses for all of them, one token in each lane.
+// With LANES = 1 the lane holds the token's row and its chunks are the row. Otherwise LANES lanes hold the row and list in
+// shared memory the entries that may be among the largest: those whose key reaches a bound, which is the LANE_K-th largest of
+// the maxima of parts of the row. When 32 tokens are listed, one warp chooses for all of them, one token in each lane.
 #pragma once
 #include "router_select.cuh"
 
@@ -84,7 +84,8 @@ __device__ __forceinline__ void store_slots(T* to, const unsigned (&words)[LANE_
     }
 }
 
-// Weights of the experts of the first LANE_K entries, as `weigh` in router_forward.cu gives them.
+// Stores a token's ids and weights, from the first LANE_K entries. The weights equal those of `weigh` in router_forward.cu.
+// lse: of the token's row, only read if WEIGHS_BY_ROW.
 __device__ __forceinline__ void store_token(const RouterForwardParams& p, int token, const Entry (&best)[CHUNK],
                                             const LogSumExp& lse) {
     const float scale = __int_as_float(p.scale);
@@ -115,7 +116,7 @@ __device__ __forceinline__ void store_token(const RouterForwardParams& p, int to
 
 #if LANES == 1
 
-// Chosen from the lane's own row.
+// Chooses and weighs the experts of the token whose row the lane holds.
 __device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
     const int E = experts_of(p), token = blockIdx.x * TOKENS + threadIdx.x;
     if (token >= p.L) return;
@@ -148,8 +149,8 @@ struct RowKeys {
     unsigned bound, largest;
 };
 
-// From sorted lists, one in each lane of the token, the LANE_K-th largest of all their keys and the largest. Lanes that are less
-// than STEP apart have merged their lists already.
+// From sorted lists, one in each lane of the token, the LANE_K-th largest of all their keys and the largest. Lanes that are
+// less than STEP apart have merged their lists already.
 template <int STEP, int N>
 __device__ __forceinline__ RowKeys keys_of_lists(unsigned (&list)[N]) {
     unsigned others[N];
@@ -180,6 +181,7 @@ __device__ __forceinline__ RowKeys keys_of_lists(unsigned (&list)[N]) {
     }
 }
 
+// The LANE_K-th largest and the largest of the maxima of a token's parts. Each lane has PARTS of them.
 __device__ __forceinline__ RowKeys keys_of_row(const unsigned (&keys)[VALUES]) {
     unsigned largest[PARTS];
 #pragma unroll
@@ -195,8 +197,8 @@ __device__ __forceinline__ RowKeys keys_of_row(const unsigned (&keys)[VALUES]) {
 constexpr int LISTED_BUFFERS = SUMS ? 2 : 1;  // without sums a block has 32 tokens
 static_assert(32 % TOKENS == 0, "rows are filled in whole turns");
 
-// All lanes of a warp find the LANE_K largest entries of one row, in order. Needed if more keys reach the bound than a ListedRow
-// has room for.
+// All lanes of a warp find the LANE_K largest entries of one row, in order. Needed if more keys reach the bound than a
+// ListedRow has room for.
 __device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int token, const LogSumExp& lse, Entry* entries) {
     constexpr int PER_LANE = (VALUES * LANES + 31) / 32;
     const int E = experts_of(p), lane = threadIdx.x % 32;
@@ -229,8 +231,8 @@ __device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int t
     }
 }
 
-// The listed rows. When 32 are there, one warp chooses from them. With sums the warps take turns, and while one chooses, the others
-// list tokens in the other buffer.
+// The listed rows. When 32 are there, one warp chooses from them. With sums the warps take turns, and while one chooses, the
+// others list tokens in the other buffer.
 struct ListedTokens {
     ListedRow* rows;           // (LISTED_BUFFERS, 32)
     int places_filled, turns;  // rows listed in this turn so far; turns before it
@@ -241,8 +243,8 @@ struct ListedTokens {
 
     __device__ __forceinline__ ListedRow& row_of(int place) const { return rows_of_turn()[filled() + place]; }
 
-    // Lists tokens base, base + 1, ..., one in each place; tokens from `stop` on are not there. If in_sums, adds their sums to the
-    // places' rows, `stride` words apart. The token is computed again after the listing, because few registers are left.
+    // Lists tokens base, base + 1, ..., one in each place; tokens from `stop` on are not there. If in_sums, adds their sums to
+    // the places' rows, `stride` words apart. The token is computed again after the listing, because few registers are left.
     __device__ __forceinline__ void take(const RouterForwardParams& p, int base, int stop, bool in_sums, float* sums, int stride,
                                          Held& held) {
         float x[VALUES], scores[VALUES];

@@ -1,6 +1,8 @@
-// What the router's kernels share: scores of logits, keys to sort by, reductions over the LANES lanes that hold one token.
+// Shared code of the router's kernels: scores of logits, loads of rows, and reductions over the LANES lanes that hold one
+// token.
 //
-// Lane l of a token holds its logits in vectors of WIDTH: the columns (v * LANES + l) * WIDTH and those that follow.
+// Lane l of a token holds VALUES logits, in vectors of WIDTH. Its vector v has the WIDTH columns from (v * LANES + l) * WIDTH
+// on.
 #pragma once
 #include "common.cuh"
 
@@ -15,41 +17,42 @@
 #define IDENTITY 4
 #define RELU 5
 
-constexpr int WIDTH = ALIGNED ? 16 / sizeof(ELEMENT) : 1;  // of a load; rows that are not ALIGNED are read one by one
+constexpr int WIDTH = ALIGNED ? 16 / sizeof(ELEMENT) : 1;  // logits per load: 16 bytes, or one logit if rows are not ALIGNED
 constexpr int VECTORS = VALUES / WIDTH;
-constexpr int COLUMN_BITS = 13;  // of a column, also of those that fill the last vectors of a row up
+constexpr int COLUMN_BITS = 13;  // bits of a column's number; the lanes' last vectors may have columns past E
 constexpr unsigned WARP = 0xffffffffu;
-constexpr float NORMALIZER = 1e-20f;  // added to the sum of a token's scores where these are made shares of it
+constexpr float NORMALIZER = 1e-20f;  // added to the sum of a token's scores before they are divided by it
 static_assert(VALUES % WIDTH == 0, "a lane holds whole vectors");
-static_assert(LANES >= 1 && LANES <= 32 && (LANES & (LANES - 1)) == 0, "tokens are held by aligned parts of a warp");
-static_assert(2 * MAX_ROUTER_EXPERTS <= 1 << COLUMN_BITS, "columns of a row, and as many that fill its vectors up");
+static_assert(LANES >= 1 && LANES <= 32 && (LANES & (LANES - 1)) == 0, "an aligned part of a warp holds a token");
+static_assert(2 * MAX_ROUTER_EXPERTS <= 1 << COLUMN_BITS, "the columns past E are no more than E");
 static_assert(THREADS % 32 == 0 && THREADS <= 1024, "threads of a block");
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 __device__ __forceinline__ float sigmoid(float x) {
-    const float small = expf(-fabsf(x));  // does not overflow, and keeps the digits of scores near 0
+    const float small = expf(-fabsf(x));  // at most 1, and precise for scores near 0
     return (x < 0.f ? small : 1.f) * reciprocal(1.f + small);
 }
 __device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
 
-// The score of a logit, but for softmax, whose scores need the whole row.
+// The score of a logit. Not for SOFTMAX, whose scores depend on the whole row.
 template <int SCORE_OF>
 __device__ __forceinline__ float score_of(float x) {
     if (SCORE_OF == SIGMOID) return sigmoid(x);
-    if (SCORE_OF == SQRT_SOFTPLUS)  // softplus(x) is exp(x) to the last digit below -40, and would underflow
+    if (SCORE_OF == SQRT_SOFTPLUS)  // below -40 softplus(x) equals exp(x) in fp32, and would underflow before its root does
         return x < -40.f ? expf(0.5f * x) : sqrtf(softplus(x));
     if (SCORE_OF == RELU) return x > 0.f || x != x ? x : 0.f;
     return x;
 }
-// exp(x) and scores for what is ranked or added up. expf takes ten instructions, quick_exp two: its relative error is 2 + |x|
-// units of 2^-23, and it keeps the order of its arguments. Weights come from the functions above.
+// Faster exp(x) and scores, for ranking and for sums. Router weights come from the functions above. expf takes ten
+// instructions, quick_exp takes two. The relative error of quick_exp is (2 + |x|) * 2^-23, and it keeps the order of its
+// arguments.
 __device__ __forceinline__ float quick_exp(float x) { return exp2f(x * 1.44269504f); }
 template <int SCORE_OF>
 __device__ __forceinline__ float quick_score_of(float x) {
     return SCORE_OF == SIGMOID ? reciprocal(1.f + quick_exp(-x)) : score_of<SCORE_OF>(x);
 }
-// d log s / dx.
+// d log s / dx of a score s, SIGMOID or SQRT_SOFTPLUS.
 template <int SCORE_OF>
 __device__ __forceinline__ float log_slope(float x) {
     if (SCORE_OF == SIGMOID) return sigmoid(-x);
@@ -88,11 +91,12 @@ __device__ __forceinline__ float element_of(const unsigned (&words)[4], int i, H
     return to_float(half);
 }
 
-// Whether a lane's column is an expert's. With FULL all are, and instructions that ask are left out.
+// Whether a column is an expert's. With FULL each lane has columns of experts only, and the comparison is compiled out.
 __device__ __forceinline__ bool is_expert(int column, int E) { return FULL || column < E; }
 
-// The row's values of this lane. Columns from E on are -infinity: no real column ranks behind them, and their probability is 0.
-// So are rows that are not there, but with FULL: then `row` is another token's, and nobody asks for the results.
+// Loads this lane's values of a row. Columns from E on become -infinity: no expert ranks behind them, and their probability is
+// 0. If the token is not `there`, all columns do, except with FULL. Then the lane reads `row` all the same, which is another
+// token's, and the results are not used.
 __device__ __forceinline__ void load_row(const ELEMENT* row, bool there, int E, float (&x)[VALUES]) {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -110,7 +114,8 @@ __device__ __forceinline__ void load_row(const ELEMENT* row, bool there, int E, 
     }
 }
 
-// The floats of `row` in the columns of this lane's N values from the `first` on, and `otherwise` where there are none.
+// Loads the floats of `row` in the columns of this lane's values first .. first + N - 1. Columns from E on, and all if not
+// `there`, become `otherwise`.
 template <int N>
 __device__ __forceinline__ void load_floats(const float* row, int first, bool there, int E, float otherwise, float (&x)[N]) {
     constexpr int PART = WIDTH % 4 == 0 ? 4 : 1;
@@ -131,22 +136,24 @@ __device__ __forceinline__ void load_floats(const float* row, int first, bool th
 }
 
 struct LogSumExp {
-    float largest, sum;  // of the row, and of exp(x - largest)
-    float weighted;      // of this lane: sum of x exp(x - largest), for entropies
+    float largest, sum;  // the row's largest x, and its sum of exp(x - largest)
+    float weighted;      // this lane's part of the sum of x exp(x - largest), for entropies
     __device__ __forceinline__ float probability(float x) const { return expf(x - largest) * reciprocal(sum); }
     __device__ __forceinline__ float quick_probability(float x) const { return quick_exp(x - largest) * reciprocal(sum); }
     __device__ __forceinline__ float value() const { return largest + 0.693147181f * binary_logarithm(sum); }
 };
 
-// An expert without probability adds nothing to an entropy, even at -infinity.
+// x, or 0 if the probability p is 0: such an expert adds nothing to an entropy, even if x is -infinity.
 __device__ __forceinline__ float logit_or_zero(float x, float p) { return p == 0.f ? 0.f : x; }
 
-// A sum over a row whose bits do not depend on LANES, if that is above 1: a lane adds up apart what each of 32 lanes would have.
+// A sum over a row whose bits are the same for all LANES > 1. A lane keeps separate sums of the values that each of 32 lanes
+// would have, and adds these sums at the end.
 struct RowSum {
     static constexpr int APART = LANES > 1 ? 32 / LANES : 1;
     static constexpr int PARTS = APART < VECTORS ? APART : VECTORS;
     float parts[PARTS];
-    __device__ __forceinline__ void add(int i, float v) {  // of the lane's i-th value, i rising from 0
+    // Adds v, which belongs to the lane's i-th value. It must be called for i = 0, 1, 2, ...
+    __device__ __forceinline__ void add(int i, float v) {
         float& part = parts[i / WIDTH % APART];
         part = i / WIDTH < APART && i % WIDTH == 0 ? v : part + v;
     }
@@ -160,7 +167,7 @@ struct RowSum {
     }
 };
 
-// terms: exp(x - largest), so that what needs probabilities of all experts has no exponentials left to compute.
+// terms become exp(x - largest), from which probabilities of all experts are computed without further exponentials.
 __device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float largest, float (&terms)[VALUES]) {
     RowSum sum;
     float weighted = 0.f;
@@ -181,7 +188,8 @@ __device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float
 
 __device__ __forceinline__ int clamped(int v, int most) { return min(max(v, 0), most); }
 
-// The pairs of a token: its k slots, or those that the offsets give it, whatever these contain.
+// The pairs of a token: its k slots, or those that token_offsets gives it. Offsets may hold any numbers; they are clamped to
+// 0 .. num_pairs.
 struct Pairs {
     int first, number;
 };
@@ -192,7 +200,8 @@ __device__ __forceinline__ Pairs pairs_of(const int* token_offsets, int token, i
     return {first, max(clamped(token_offsets[token + 1], num_pairs) - first, 0)};
 }
 
-// The sequence that a token is in, or one outside of 0 .. number - 1. `end` is where the next one begins.
+// The sequence that a token is in. `index` is outside of 0 .. number - 1 if it is in none. `end` is where the next sequence
+// begins.
 struct Sequence {
     int index, end;
 };

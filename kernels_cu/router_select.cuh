@@ -1,19 +1,19 @@
-// The k largest of a token's keys in order, each key in a register of the LANES lanes that hold the token. Equal keys rank by
-// rising column.
+// The k largest of a token's keys, in order (part of paper section 2.1). The LANES lanes that hold the token have the keys in
+// their registers. Of equal keys the one in the lower column ranks first.
 //
-// One lane picks k times. Several lanes sort their largest keys; the k-th of these is no larger than the token's k-th key, so
-// that few keys reach it. Those are listed and ranked by pairs. Where too many reach it, or k > LANES, the k-th key is found
-// bit by bit.
+// A single lane picks the largest key k times. Several lanes find the k-th largest of their maxima. At least k keys of the
+// token reach it, and in most cases few do. They are listed in shared memory as entries, and an entry's rank is the number of
+// larger ones. If more than MAX_LISTED keys reach the bound, the k-th key is found bit by bit. For k > LANES all keys reach it.
 #pragma once
 #include "router_scores.cuh"
 
-typedef unsigned long long Entry;  // key, then the complement of its column: larger entries rank first
+typedef unsigned long long Entry;  // key, then the complement of its column; larger entries rank first
 
 #if !defined(MAX_LISTED) || !defined(GROUP_LANES)
-#error "MAX_LISTED keys are ranked by pairs, GROUP_LANES lanes hold a group: both are given by launch_config.py"
+#error "MAX_LISTED (keys that are listed) and GROUP_LANES (lanes that hold a group) are given by launch_config.py"
 #endif
-static_assert(MAX_LISTED >= 64 && MAX_LISTED % 4 == 0, "k keys fit, fours of them, and what follows is aligned");
-static_assert(LANES == 1 || LANES >= 4, "a lane for each entry that makes the last four whole");
+static_assert(MAX_LISTED >= 64 && MAX_LISTED % 4 == 0, "k keys fit, in groups of four, and what follows is aligned");
+static_assert(LANES == 1 || LANES >= 4, "up to 3 lanes fill the last group of four entries");
 
 __device__ __forceinline__ Entry entry_of(unsigned key, int column) {
     return static_cast<Entry>(key) << 32 | ~static_cast<unsigned>(column);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void pick(unsigned (&keys)[VALUES], int k, Entry* slo
     }
 }
 
-// The k-th largest of the lanes' values, each lane giving one.
+// The k-th largest of the values that the token's lanes give, one each. They are sorted by a bitonic network.
 __device__ __forceinline__ unsigned kth_of_lanes(unsigned v, int k) {
     const int lane = lane_of_token();
 #pragma unroll
@@ -52,7 +52,8 @@ __device__ __forceinline__ unsigned kth_of_lanes(unsigned v, int k) {
     return from_lane(v, k - 1);
 }
 
-// What is listed: keys above `key`, and those that equal it up to `column`, counted from the lane's first.
+// The bound of a list: it has the keys above `key`, and those equal to `key` in columns up to `column`, counted from the lane's
+// first column.
 struct Bound {
     unsigned key;
     int column;
@@ -66,7 +67,7 @@ __device__ __forceinline__ int count(F is_counted) {
     return found;
 }
 
-// Exactly k keys pass. All lanes of the warp take part.
+// The bound that exactly k keys pass, found bit by bit. All lanes of the warp call it.
 __device__ __forceinline__ Bound exact_bound(const unsigned (&keys)[VALUES], int k) {
     unsigned key = 0;
 #pragma unroll 1
@@ -107,7 +108,7 @@ struct Marks {
     }
 };
 
-// Where this lane's part of what all lanes of the token list begins, and how much that is.
+// Where this lane's entries begin in the list of the token, and how many entries all its lanes have. mine: this lane's entries.
 struct Share {
     int begin, total;
 };
@@ -121,8 +122,9 @@ __device__ __forceinline__ Share share_of(int mine) {
     return {before - mine, from_lane(before, LANES - 1)};
 }
 
-// Writes the marked keys one behind the other from `listed`, an address in shared memory. An address out of a shuffle is kept
-// in a register; the compiler would compute that of `dynamic_shared` again for every key. first_column: of this lane.
+// Writes the entries of the marked keys one after the other, from entry `begin` of the list at shared address `listed` on.
+// first_column: of this lane. The address goes through a shuffle so that the compiler keeps it in a register. It would compute
+// an address in dynamic_shared again for each key.
 __device__ __forceinline__ void list(const unsigned (&keys)[VALUES], unsigned listed, int begin, int first_column,
                                      const Marks& marks) {
     unsigned at = from_lane(listed, 0) + begin * static_cast<int>(sizeof(Entry));
@@ -134,7 +136,8 @@ __device__ __forceinline__ void list(const unsigned (&keys)[VALUES], unsigned li
         }
 }
 
-// Lists the keys from `key` on, which k or more reach, or exactly k keys where more than MOST do. Returns their number.
+// Lists the entries of all keys >= `key`, which are k or more. If a token of the warp has more than MOST of them, it lists
+// exactly the k largest. Returns the number of entries.
 template <int MOST>
 __device__ __forceinline__ int list_from(unsigned key, const unsigned (&keys)[VALUES], int k, Entry* listed) {
     Marks marks([&](int i) { return keys[i] >= key; });
@@ -149,7 +152,8 @@ __device__ __forceinline__ int list_from(unsigned key, const unsigned (&keys)[VA
     return share.total;
 }
 
-// Fills slots[0 .. k) in shared memory, after which the warp must synchronize. `listed` has MAX_LISTED entries.
+// Writes the k largest entries to slots[0 .. k - 1] in shared memory, in order. The warp must synchronize before it reads them.
+// listed: shared memory for MAX_LISTED entries.
 __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* slots, Entry* listed) {
     if (LANES == 1) {
         pick(keys, k, slots);
@@ -163,7 +167,8 @@ __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* s
         key = kth_of_lanes(largest, k);
     }
     const int total = list_from<MAX_LISTED>(key, keys, k, listed);
-    if (lane_of_token() < (-total & 3)) listed[total + lane_of_token()] = 0;  // fours of entries; 0 ranks behind all
+    // Entries are read in groups of four. The entry 0, which ranks behind all others, fills the last group.
+    if (lane_of_token() < (-total & 3)) listed[total + lane_of_token()] = 0;
     __syncwarp();
 #pragma unroll 1
     for (int i = lane_of_token(); i < total; i += LANES) {
@@ -177,19 +182,19 @@ __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* s
     }
 }
 
-// keep_groups where GROUP_LANES lanes hold a group, each of them in one vector. A lane has parts of as many groups as it has
-// vectors. Lanes exchange halves of these, so that all of a group's parts come together in lanes of its own, and nothing goes
-// through shared memory.
+// keep_groups without shared memory, if GROUP_LANES lanes hold a group, each lane one vector of it. A lane has parts of as many
+// groups as it has vectors. In each step a lane gives half of its groups to another lane and gets that lane's parts of the
+// other half, until each group's two largest keys are in lanes of its own.
 template <int TOP>
 __device__ __forceinline__ void keep_groups_in_lanes(unsigned (&keys)[VALUES], const unsigned (&ranked_by)[VALUES], int kept) {
     constexpr int HELD = VECTORS <= 1 ? 1 : VECTORS <= 2 ? 2 : VECTORS <= 4 ? 4 : VECTORS <= 8 ? 8 : VECTORS <= 16 ? 16 : 32;
-    constexpr int APART = GROUP_LANES / HELD;  // lanes from one group to that of the next vector
+    constexpr int APART = GROUP_LANES / HELD;  // lanes that end up with the same group; those of the next vector's group follow
     static_assert(APART > 0 && GROUP_LANES <= LANES && TOP <= 2, "a lane ends up with one group");
     const int lane = lane_of_token();
     unsigned first[HELD], second[HELD];
 #pragma unroll
     for (int v = 0; v < HELD; ++v) {
-        first[v] = second[v] = v < VECTORS ? 0 : sort_key(minus_infinity());  // no group, which ranks behind all that are
+        first[v] = second[v] = v < VECTORS ? 0 : sort_key(minus_infinity());  // past VECTORS there is no group: it ranks last
 #pragma unroll
         for (int i = 0; i < WIDTH && v < VECTORS; ++i) {
             const unsigned key = ranked_by[v * WIDTH + i];
@@ -199,7 +204,7 @@ __device__ __forceinline__ void keep_groups_in_lanes(unsigned (&keys)[VALUES], c
     }
 #pragma unroll
     for (int step = GROUP_LANES / 2; step > 0; step >>= 1) {
-        const int half = step / APART;  // of the groups held; 0 where one is left
+        const int half = step / APART;  // half of the lane's groups; 0 if one is left
         const bool upper = (lane & step) != 0;
 #pragma unroll
         for (int i = 0; i < max(half, 1); ++i) {
@@ -230,9 +235,10 @@ __device__ __forceinline__ void keep_groups_in_lanes(unsigned (&keys)[VALUES], c
             if (!(kept_lanes >> v * APART & 1)) keys[v * WIDTH + i] = 0;
 }
 
-// Gives the keys of experts outside of the `kept` groups the key 0, which is below that of -infinity. A group ranks by the sum
-// of its `top` largest entries, equal ones by rising number. `rows` is shared memory: a key of each column, then two words for
-// each group.
+// Sets the keys of all experts outside of the `kept` best groups to 0, which is below the key of -infinity. A group ranks by
+// the sum of its `top` largest values of ranked_by. Of equal groups the lower one ranks first. rows: shared memory for a word
+// per column, then two words per group. size: experts per group. reciprocal_of_size: 2^32 / size rounded up, 0 for size 1. TOP:
+// 1, 2, or above for any top.
 template <int TOP>
 __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsigned (&ranked_by)[VALUES], unsigned* rows, int E,
                                             int groups, int kept, int top, int size, unsigned reciprocal_of_size) {
@@ -242,7 +248,7 @@ __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsi
     const auto group_of = [&](int column) {
         return reciprocal_of_size == 0 ? column : static_cast<int>(static_cast<Entry>(column) * reciprocal_of_size >> 32);
     };
-    __syncwarp();  // the last token's reads
+    __syncwarp();  // all lanes have read the rows of the token before
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (is_expert(column_of(i), E)) rows[column_of(i)] = ranked_by[i];
@@ -252,7 +258,7 @@ __device__ __forceinline__ void keep_groups(unsigned (&keys)[VALUES], const unsi
         float sum = 0.f;
         if (TOP <= 2) {
             unsigned first = 0, second = 0;
-            for (int i = 0, at = group % size; i < size; ++i) {  // other banks than the lanes beside it
+            for (int i = 0, at = group % size; i < size; ++i) {  // neighbouring lanes begin in different banks
                 const unsigned key = row[at];
                 second = max(second, min(first, key));
                 first = max(first, key);

@@ -21,7 +21,7 @@ constexpr int SCALE_TILES = STAGES + 1;
 __shared__ float gathered_scales[SCALE_TILES][BM];
 
 struct ExpertScales {
-    float first, last;  // the scales of gate and of up, or twice that of the weight
+    float first, last;  // the scales of gate and of up; equal if the weight has one scale
     __device__ __forceinline__ ExpertScales(const float* b_scales, int expert, bool active)
         : first(active ? b_scales[expert * B_SCALES] : 0.f), last(active ? b_scales[expert * B_SCALES + B_SCALES - 1] : 0.f) {}
 };

@@ -1,7 +1,7 @@
 // Kernels of the options of slots, which the paper does not have: tokens with any number of experts, identity experts, and
 // outputs with a row per slot. A layer has P slots. With token_offsets a slot is a pair of a token and an expert. Pairs are in
 // the order of tokens, and token t has pairs token_offsets[t] to token_offsets[t + 1]. Without token_offsets each token has k
-// slots.
+// slots. There are R rows in expert order, P or max_slots.
 //   list_tokens       finds the token of each pair, masks the ids of pairs that belong to no token, and mends token_offsets
 //   rows_to_tokens    replaces the slots in expert_token_indices, as dispatch writes them with k = 1, by their tokens
 //   mark_identity     sets token_index_map of the slots of identity experts to IDENTITY_EXPERT
@@ -9,11 +9,11 @@
 //   aggregate_slots   is aggregate of aggregation.cu, for pairs and identity experts
 //   identity_weights  computes the gradient of the router weights of identity experts, <grad_out, x> of their token
 //
-// The caller's token_offsets may hold any numbers. list_tokens finds a pair's token by a binary search, which compares the same
-// offsets in the same order for every pair. So a larger pair never ends at a smaller token, and each token's pairs are
-// consecutive whatever the offsets are. A pair belongs to one token at most, whose given offsets enclose the pair. list_tokens
-// also writes mended offsets, which say where each token's pairs begin by this search. They equal the given offsets if these
-// lie in 0 .. P and never decrease.
+// The caller's token_offsets may hold any numbers. list_tokens finds a pair's token by a binary search, whose tree of
+// comparisons is the same for all pairs. A larger pair takes the same branches or one further to the right. So it never ends at
+// a smaller token, and each token's pairs are consecutive whatever the offsets are. A pair belongs to one token at most, whose
+// given offsets enclose the pair. list_tokens also writes mended offsets, which say where each token's pairs begin by this
+// search. They equal the given offsets if these lie in 0 .. P and never decrease.
 //
 // Launch:
 //   aggregate_slots   as aggregate of aggregation.cu

@@ -28,8 +28,7 @@ struct TileOrder {
     __device__ __forceinline__ int entry_of(int index) const { return unsigned(index) / column_tiles; }
 
     struct Group {
-        unsigned start, height,
-            within;  // first row tile within the expert, number of row tiles, and the tile's index in the group
+        unsigned start, height, within;  // first row tile in the expert, number of row tiles, the tile's index in the group
     };
     __device__ __forceinline__ Group group_of(int index, int2 entry, int first_row, int end_row) const {
         const unsigned about = GATHERED || column_tiles > PANEL_TILES ? GROUP : PANEL_GROUP;
