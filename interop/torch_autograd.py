@@ -134,8 +134,9 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-# Versions of torch that do not know it cannot be asked.
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+def _is_exporting() -> bool:
+    """Whether torch.export runs. torch.compiler.is_exporting is true in all that torch 2.11 compiles."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def no_export(function: str) -> None:
