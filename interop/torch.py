@@ -177,11 +177,11 @@ def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -
     """
     dtype = torch.get_autocast_dtype(device)
 
-    def cast(tensor: torch.Tensor | None) -> Any:
+    def cast(tensor: Any) -> Any:  # a tensor or None, which torch 2.6 cannot compile as an annotation
         of_autocast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
         return tensor.to(dtype) if tensor is not None and of_autocast else tensor
 
-    def widened(tensor: torch.Tensor | None) -> Any:
+    def widened(tensor: Any) -> Any:
         stays = tensor is None or tensor.dtype in (torch.float32, of_x) or not tensor.is_floating_point()
         return tensor if tensor is None or stays else tensor.float()
 

@@ -222,7 +222,7 @@ class MoE(torch.autograd.Function):
         needs = [any(needed[name] for name, of in DIFFERENTIABLE.items() if of == gradient) for gradient in NEEDS]
         unpacked = _unpacked(ctx)
         saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
-        read = dict(zip(READ_IN_BACKWARD, saved, strict=False))
+        read = dict(zip(READ_IN_BACKWARD, saved[: len(READ_IN_BACKWARD)], strict=True))
         options = Options(*ctx.options)
         if options.precision is not None and read["fp8_w1"] is None:
             quantized = quantize_weights(read["gate"], read["up"], read["w2"], options.gate_up)
