@@ -1,6 +1,7 @@
 """The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
@@ -149,6 +150,18 @@ def no_export(function: str) -> None:
         raise RuntimeError(f"{function}: expected {expected}, got tensors that require a gradient")
 
 
+if not hasattr(torch.compiler, "_is_exporting_flag"):  # torch 2.6, which tells nobody
+
+    def _is_exporting() -> bool:
+        """As above: its dynamo knows, and what runs outside of dynamo finds this flag set by torch.export alone."""
+        dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+        tracing = None if dynamo is None else getattr(dynamo.tls, "current_tx", None)
+        return bool(torch.compiler._is_compiling_flag if tracing is None else getattr(tracing, "export", False))
+
+    # Dynamo calls such a function rather than trace it, and keeps the message of what it raises.
+    no_export = torch.compiler.assume_constant_result(no_export)  # type: ignore[no-untyped-call]  # torch gives no types
+
+
 def stand_in(kind: str | None, weight: Tensor) -> Tensor | None:
     """What autograd gets for a gradient that was added elsewhere: None, or "zeros" or "empty" for its hooks."""
     if kind is None:
@@ -195,7 +208,7 @@ class MoE(torch.autograd.Function):
         quantized: tuple[Tensor, ...] = ()
         if options.precision is not None and layer.fp8_w1 is None:
             quantized = quantize_weights(layer.gate, layer.up, layer.w2, options.gate_up)
-            layer = layer._replace(**dict(zip(IN_FP8, quantized, strict=True)))
+            layer = layer.with_fp8(quantized)
         made: tuple[Tensor, ...] = moe_fwd(*layer, *options, call.save)
         return (*made, *quantized) if call.keep_fp8_weights else made
 
@@ -206,7 +219,7 @@ class MoE(torch.autograd.Function):
         ctx.options, ctx.accumulates = tuple(options), any(total is not None for total in sums)
         _, lists, first_layer, y_swi, *quantized = output
         if quantized:
-            layer = layer._replace(**dict(zip(IN_FP8, quantized, strict=True)))
+            layer = layer.with_fp8(quantized)
         kept = lists, first_layer if ctx.call.save != "recompute" else None, y_swi if ctx.call.save == "paper" else None
         ctx.save_for_backward(*(getattr(layer, name) for name in READ_IN_BACKWARD), *kept, *sums)
         ctx.mark_non_differentiable(lists, first_layer, y_swi, *quantized)
@@ -226,7 +239,7 @@ class MoE(torch.autograd.Function):
         options = Options(*ctx.options)
         if options.precision is not None and read["fp8_w1"] is None:
             quantized = quantize_weights(read["gate"], read["up"], read["w2"], options.gate_up)
-            read |= dict(zip(IN_FP8, quantized, strict=True))
+            read.update(zip(IN_FP8, quantized, strict=True))
         in_place = not ctx.call.keep_saved and not torch.compiler.is_compiling() and not transformed()
         operator = (moe_bwd_acc_ if in_place else moe_bwd_acc) if ctx.accumulates else moe_bwd_ if in_place else moe_bwd
         totals = sums if ctx.accumulates else ()
