@@ -258,7 +258,7 @@ class Torch:
         if array.dtype == torch.float8_e4m3fn:
             return Torch.to_numpy(array.view(torch.uint8))
         host = np.from_dlpack(array)  # Tensor.numpy would leave the storage unable to be resized, which FSDP does
-        return host if host.flags.writeable else array.numpy()  # DLPack of older versions cannot say "writeable"
+        return host if host.flags.writeable else np.asarray(_Writeable(host))
 
     @staticmethod
     def in_e4m3(array: Any) -> Any:
@@ -271,6 +271,15 @@ class Torch:
         if array.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
+
+
+class _Writeable:
+    """An array whose memory may be written, though DLPack before torch 2.9 cannot say so."""
+
+    def __init__(self, host: "np.ndarray[Any, Any]") -> None:
+        self._host = host  # keeps the memory
+        interface = host.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
 @functools.cache
