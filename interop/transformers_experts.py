@@ -27,10 +27,13 @@ def experts(
     """The output (L, d) of a module that transformers dispatches. An id from E on is an empty slot: its expert is on
     another rank."""
     w1, w2, biases = arguments_of(module, of)
-    options = biases | {"activation": formula.activation, "gate_up": formula.gate_up}
-    options |= layer_options(save, precision) | fp8_options(
-        module, weights_of(module), w1, w2, formula.gate_up, precision
-    )
+    options = {  # `|` of dictionaries would end a graph of torch 2.6
+        **biases,
+        "activation": formula.activation,
+        "gate_up": formula.gate_up,
+        **layer_options(save, precision),
+        **fp8_options(module, weights_of(module), w1, w2, formula.gate_up, precision),
+    }
     if not getattr(module, "has_post_expert_norm", False):
         return layer(x, ids, weights, w1, w2, **options)
     slots = module.post_expert_norm(layer(x, ids, None, w1, w2, unreduced=True, **options))

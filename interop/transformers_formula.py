@@ -4,6 +4,7 @@ The module is asked for the values of a grid, and the activation of the layer th
 the module's own constants. The same test tells whether gate and up columns lie in halves or alternate.
 """
 
+import ctypes
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
@@ -53,10 +54,12 @@ def formula_of(module: Any) -> Formula:
     for formula in _found(*kind):
         if _has(module, formula.constants):
             return formula
-    probed: Formula = _probe(module)
-    if not torch.compiler.is_compiling():
-        _FOUND[kind] = (*_FOUND.get(kind, ()), probed)
-    return probed
+    if torch.compiler.is_compiling():
+        formula = _probe_at(id(module))
+        return formula
+    formula = _probe(module)
+    _FOUND[kind] = (*_FOUND.get(kind, ()), formula)
+    return formula
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
@@ -87,6 +90,12 @@ def _found(*kind: Any) -> tuple[Formula, ...]:
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
+def _probe_at(address: int) -> Formula:
+    """`_probe` of the module with this `id`, which guards the graph. Dynamo of torch 2.11 and older hands over no
+    module itself."""
+    return _probe(ctypes.cast(address, ctypes.py_object).value)
+
+
 def _probe(module: Any) -> Formula:
     """A decorated module's formula by its values on a grid."""
     gated = getattr(module, "has_gate", True)
