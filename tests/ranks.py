@@ -41,6 +41,8 @@ def main():
     written = folder / f"{rank}.json"
     written.write_text("{}")
     for name, function in cases.items():
+        if getattr(function, "missing", None):
+            continue
         group = dist.new_group(timeout=timeout)
         start = time.monotonic()
         try:

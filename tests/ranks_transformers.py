@@ -11,6 +11,7 @@ from ranks_common import expect
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch_versions import NO_EXPERT_PARALLELISM_OF_TRANSFORMERS, NO_SUMS_OF_SHARDING, needs_none
 from transformers.distributed import DistributedConfig
 
 from moeblaze_cupy.interop import transformers_parallel
@@ -104,6 +105,7 @@ def compare_distributed(shares_batch, **config):
 
 
 @case
+@needs_none(NO_EXPERT_PARALLELISM_OF_TRANSFORMERS)
 def plans_of_transformers(rank, size, group):
     """Each expert parallelism of the installed transformers around this layer: its ids are local, or past the last."""
     if hasattr(DistributedConfig, "ep_implementation"):
@@ -115,6 +117,7 @@ def plans_of_transformers(rank, size, group):
 
 
 @case
+@needs_none(NO_EXPERT_PARALLELISM_OF_TRANSFORMERS)
 def implementation_for_transformers(rank, size, group):
     """`ep_implementation="moeblaze"`, for ranks with the same tokens and with other tokens."""
     if not hasattr(DistributedConfig, "ep_implementation"):
@@ -214,6 +217,7 @@ def experts_in_fp8(rank, size, group):
 
 
 @case
+@needs_none(NO_SUMS_OF_SHARDING)
 def sharded_beside(rank, size, group):
     """FSDP2 shards what is not an expert, after the experts are spread."""
     everyone = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))

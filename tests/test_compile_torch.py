@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (  # noqa: E402
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch_versions import CHECKPOINTS_COMPILED_FUNCTIONS, NAMES_EXCEPTIONS_OF_COMPILED_CODE  # noqa: E402
 
 from moeblaze_cupy.interop import inductor, torch_ops  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
@@ -80,7 +81,8 @@ def graphs_of(function, save="minimal"):
 @pytest.mark.parametrize("save", POLICIES)
 def test_one_graph_with_the_bits_of_eager_mode(save, overwriting):
     want = gradients(block, save)
-    for function, in_backward in ((block, ["moe_bwd"]), (recomputed, ["moe_fwd", "moe_bwd"])):
+    again = ["moe_fwd"] * CHECKPOINTS_COMPILED_FUNCTIONS
+    for function, in_backward in ((block, ["moe_bwd"]), (recomputed, [*again, "moe_bwd"])):
         torch._dynamo.reset()
         got, graphs = graphs_of(function, save)
         assert graphs == [["moe_fwd"], in_backward]
@@ -245,7 +247,7 @@ def forward_and_backward(x, ids, weights, w1, w2, grad_out):
     out, saved = mb.moe_forward(x, ids, weights, w1, w2)
     data, pending = mb.moe_backward_data(grad_out, saved, keep_saved=True)
     halves = data.x, data.weights, mb.moe_backward_weights(pending).w1
-    return out, *halves, *mb.moe_backward(grad_out, saved)
+    return out, *halves, *tuple(mb.moe_backward(grad_out, saved))  # a star alone is an internal error of torch 2.11
 
 
 def routed(logits):
@@ -374,7 +376,8 @@ def test_a_part_of_a_parameter_has_no_main_grad_in_a_graph():
     storage = torch.nn.Parameter(torch.cat([w1, w1]))
     storage.main_grad = torch.zeros_like(storage)
     accumulate = {"w1": storage, "w2": w2}
-    with pytest.raises(Exception, match="moe: w1: expected a parameter or a view of a whole one"):
+    expected = "moe: w1: expected a parameter or a view of a whole one"
+    with pytest.raises(Exception, match=expected if NAMES_EXCEPTIONS_OF_COMPILED_CODE else "Observed exception"):
         torch.compile(moe, fullgraph=True, backend="aot_eager")(
             x, ids, weights, storage[:3], w2, accumulate_into_main_grad=accumulate
         )

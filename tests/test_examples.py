@@ -22,6 +22,11 @@ def run(command: str, **environment: str) -> str:
     name, *options = command.split()
     for package in (*NEEDS[name], *(["accelerate", "peft"] if "--lora" in options else ())):
         pytest.importorskip(package)
+    if name == "hf_fsdp.py":
+        from torch_versions import NO_SHARDING_ON_THE_CPU
+
+        if NO_SHARDING_ON_THE_CPU:
+            pytest.skip(NO_SHARDING_ON_THE_CPU)
     words = [sys.executable, str(ROOT / "examples" / name), *options]
     ended = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout + ended.stderr

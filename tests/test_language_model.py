@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch_versions import needs_grouped_mm  # noqa: E402
+
 from bench import language_model_report, language_model_runs, training_step  # noqa: E402
 from examples import corpus, plot_losses  # noqa: E402
 from examples import language_model as lm  # noqa: E402
@@ -74,6 +76,7 @@ def runs(data, tmp_path_factory):
     return out, {arm: lm.train(arm, 0, TOY, data, out) for arm in lm.ARMS}
 
 
+@needs_grouped_mm
 def test_arms_train_alike(runs):
     """The same weights and batches: losses differ by the rounding of bfloat16, and of e4m3 where an arm has it."""
     _, results = runs
@@ -88,6 +91,7 @@ def test_arms_train_alike(runs):
     assert len(set(others)) == len(others)
 
 
+@needs_grouped_mm
 def test_gradients_of_the_arms_agree(data):
     """In float32, where arms differ by the order of sums, and by e4m3 where the first layer is kept in it."""
     windows = lm.batch(data.training, 5, 7, TOY)
@@ -104,6 +108,7 @@ def test_gradients_of_the_arms_agree(data):
             assert error < (0.05 if arm == "save_fp8" else 1e-4), (arm, name)
 
 
+@needs_grouped_mm
 def test_a_run_that_is_cut_goes_on_to_the_same_bits(runs, data, tmp_path):
     _, results = runs
     assert lm.train("minimal", 0, TOY, data, tmp_path, deadline=0.0) is None
@@ -212,6 +217,7 @@ def test_the_largest_batch_is_found_from_any_guess(guess):
         assert len(tried) <= 9 and len(set(tried)) == len(tried)
 
 
+@needs_grouped_mm
 def test_training_steps_of_all_arms_are_timed_and_recorded(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(lm.SIZES, "toy", TOY)
     out = tmp_path / "step.json"

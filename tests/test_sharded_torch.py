@@ -8,6 +8,8 @@ from cases import relative_error
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.fsdp")
 
+from torch_versions import NO_SHARDING_ON_THE_CPU  # noqa: E402
+
 from moeblaze_cupy.interop.torch import MoE  # noqa: E402
 
 STEPS, TOKENS = 2, 32
@@ -142,6 +144,8 @@ def _process(rank, folder):
 def test_sharded_training_equals_that_of_one_process(tmp_path):
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("needs torch with gloo")
+    if NO_SHARDING_ON_THE_CPU:
+        pytest.skip(NO_SHARDING_ON_THE_CPU)
     torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
     for name, options in CASES.items():
         layer = _layer(**options)

@@ -17,4 +17,4 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ranks_transformers.MODEL_CASES)
 def test_case(results, name):
-    assert_right(results, name)
+    assert_right(results, name, ranks_transformers.MODEL_CASES[name])
