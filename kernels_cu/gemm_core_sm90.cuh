@@ -54,6 +54,7 @@ struct EpilogueBase {
     static constexpr int SPREAD_STEPS = 1 << 20;  // the rows are spread over the next tile's first k-steps, so many at most
     static constexpr bool SPLIT = false;          // half of the tile's columns are gate, then half are up
     static constexpr bool PAIRS = false;          // gate and up alternate among the tile's columns
+    static constexpr bool SQUARE = false;         // also works with tiles of 192 x 192
     static constexpr bool LONG_ROWS = false;      // a row takes longer than a k-step's wgmma; see main_loop
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp's rows: how many the tile has, and how many are done
