@@ -169,10 +169,14 @@ def opcodes_of(variant) -> dict[str, str]:
     return {text.split()[0]: text for text in done.split("Function : ")[1:]}
 
 
-def has(launch, opcode) -> bool:
+def code_of(launch) -> str:
     variant = launch.variant
     module = loader.Variant(variant.source, variant.entry if variant.macros else "", variant.macros)
-    return re.search(rf"\b{opcode}\b", opcodes_of(module)[variant.entry]) is not None
+    return opcodes_of(module)[variant.entry]
+
+
+def has(launch, opcode) -> bool:
+    return re.search(rf"\b{opcode}\b", code_of(launch)) is not None
 
 
 @pytest.mark.parametrize("name", chains())
@@ -314,6 +318,55 @@ def test_overlapping_kernels_wait_and_those_before_let_them_start(name):
     for before, launch in itertools.pairwise(launches):
         assert has(launch, "ACQBULK"), launch.lines[0]
         assert has(before, "PREEXIT"), before.lines[0]
+
+
+def before_the_wait(code: str, others_wait: bool) -> set[str]:
+    """Opcodes of accesses to global memory, and EXIT, that a thread may come to before griddepcontrol.wait.
+
+    BSSY says where BSYNC of the same register goes on. others_wait: a thread need not wait itself, but at the next
+    barrier of the block it meets threads that have.
+    """
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;", code)
+    place = {int(address, 16): i for i, (address, _) in enumerate(found)}
+    opcodes, seen, left = set(), set(), [(0, ())]
+    while left:
+        state = left.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        at, joins = state
+        predicate, instruction = re.fullmatch(r"(@\S+\s+)?(.*)", found[at][1]).groups()
+        opcode, following = re.match(r"\w+", instruction)[0], [at + 1]
+        if opcode == "ACQBULK" or (opcode == "BAR" and others_wait):
+            continue
+        if opcode in ("LD", "LDG", "ST", "STG", "RED", "REDG", "ATOM", "ATOMG", "EXIT"):
+            opcodes.add(opcode)
+        if opcode == "BSSY":
+            register, target = re.search(r"\b(B\d+), 0x([0-9a-f]+)", instruction).groups()
+            joins = tuple(sorted((dict(joins) | {register: place[int(target, 16)]}).items()))
+        elif opcode == "BSYNC":
+            following = [dict(joins)[re.search(r"\bB\d+", instruction)[0]]]
+        elif opcode == "BRA":
+            target = place[int(re.search(r"0x([0-9a-f]+)", instruction)[1], 16)]
+            always = not predicate and re.fullmatch(r"BRA(\.U)?\s+0x[0-9a-f]+", instruction)
+            following = [target] if always else [target, at + 1]
+        elif opcode == "EXIT" and not predicate:
+            following = []
+        left += [(step, joins) for step in following]
+    return opcodes
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.INSTALL)
+@pytest.mark.skipif(not DISASSEMBLER, reason='needs cuobjdump and nvdisasm: pip install -e ".[compile]"')
+@pytest.mark.parametrize("name", chains())
+def test_machine_code_does_no_more_before_the_wait_than_the_table_says(name):
+    for launch in chains()[name]:
+        if launch.overlaps:
+            touched = of_entry(BEFORE_THE_WAIT, launch.variant)
+            written = touched & written_by(launch.variant)
+            expected = {"LDG" for _ in touched - written} | {"STG" for _ in written}
+            others_wait = launch.variant.entry.startswith("dispatch_route")
+            assert before_the_wait(code_of(launch), others_wait) == expected, launch.lines[0]
 
 
 def calls():
