@@ -1,6 +1,6 @@
 // Main loop of the Hopper GEMMs. A CTA computes a tile of BM x BN in k-steps of BK, through the stages of pipeline_sm90.cuh.
-// The tile is 128 x 256, or 192 x 192 in some weight gradients. BK is 64, or 128 with e4m3. Each consumer warpgroup has 64 rows
-// of the tile. For each k-step it issues a group of 4 wgmma: m64n256k16, m64n192k16, or m64n256k32 with e4m3. One group is in
+// The tile is 128 x 256, or 192 x 192 where that fits the result better. BK is 64, or 128 with e4m3. Each consumer warpgroup has
+// 64 rows of the tile. For each k-step it issues a group of 4 wgmma: m64n256k16, m64n192k16, or m64n256k32 with e4m3. One group is in
 // flight at a time.
 //
 // The epilogue of a tile overlaps with the next tile's wgmma (docs/decisions/002). A warp writes its 16 rows of a finished tile

@@ -26,7 +26,8 @@
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor, THREADS threads, SPARE + SPARE_BYTES bytes of dynamic shared
 // memory. With CLUSTER_CTAS = 2 an even number of CTAs, in clusters of 2. A tile has BM = 128 rows and BN = 256 columns of the
-// products. In up_fwd of gated layers these are 128 columns of gate, then 128 of up, or 128 pairs.
+// products. In up_fwd of gated layers these are 128 columns of gate, then 128 of up, or 128 pairs. StoreRows and ActivatePairs
+// also work with BM = BN = 192, row_tiles of square_tiles.cu, and warpgroup 3 as a third one of consumers.
 //
 // Warp roles               registers per thread   work
 //   warpgroup 0, producer  PRODUCER_REGISTERS     Thread 0: TMA of B, and of A if rows are not gathered; tile scheduler.
@@ -38,7 +39,7 @@
 // Barriers                 arrivals per phase                                      waited on by
 //   full[stage]            thread 0, with the bytes of TMA; with GATHER also       consumers, every k-step
 //                          the cp.async copies of 128 threads
-//   empty[stage]           8 consumer warps; in a 2-CTA cluster the 16 of both     producer threads, every k-step
+//   empty[stage]           8 or 12 consumer warps; in a 2-CTA cluster 16 of both   producer threads, every k-step
 //   taken[entry]           thread 0; in a 2-CTA cluster with 4 bytes of st.async   producer threads, every tile
 //   PRODUCER_BARRIER       128 producer threads, with GATHER                       the same, every QUEUE tiles
 //
@@ -144,7 +145,8 @@ static_assert(sizeof(operand) == 2 || (!INTERLEAVED && !STORED_Y_SWI),
               "e4m3: no interleaved columns, and y_swi is computed again");
 static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");
 constexpr int B_BOX = BN % 128 ? BN : 128;  // columns of B in a box of the tensor map, with B_K_CONTIGUOUS
-static_assert((BM == 128 && BN == 256) || (BM == 192 && BN == 192 && Epilogue::SQUARE && CLUSTER_CTAS == 1), "tiles");
+static_assert((BM == 128 && BN == 256) || (BM == 192 && BN == 192 && Epilogue::SQUARE && CLUSTER_CTAS == 1),
+              "tiles that the epilogue works with");
 
 typedef TileScheduler<TileOrder<GATHER>, CLUSTER_CTAS> Scheduler;
 
@@ -262,7 +264,8 @@ __device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to
             tma_load_multicast_3d(to, map, c0, c1, expert, full, BOTH_CTAS);
         });
     } else {
-        load_columns(0, BN, [&](unsigned to, const TensorMap* map, int c0, int c1) { tma_load_3d(to, map, c0, c1, expert, full); });
+        load_columns(0, BN,
+                     [&](unsigned to, const TensorMap* map, int c0, int c1) { tma_load_3d(to, map, c0, c1, expert, full); });
     }
 }
 

@@ -32,9 +32,7 @@ __device__ __forceinline__ void write_row_tiles(int2* list, const int* ranges, i
     constexpr int COUNTED = 32 * WARPS;
     __shared__ int places[COUNTED];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    auto tiles_of = [&](int expert) {
-        return (ranges[STEP * expert + 1] - ranges[STEP * expert] + HEIGHT - 1) / HEIGHT;
-    };
+    auto tiles_of = [&](int expert) { return (ranges[STEP * expert + 1] - ranges[STEP * expert] + HEIGHT - 1) / HEIGHT; };
     int total = 0;
     for (int first = 0; first < num_experts; first += COUNTED) {
         int sum;
