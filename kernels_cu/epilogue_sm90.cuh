@@ -10,9 +10,11 @@
 #endif
 
 constexpr int LANE_COLUMNS = 8;
+constexpr int ROW_LANES = BN / LANE_COLUMNS;  // that span a row of a tile: all, or 24 of a tile with 192 columns
 
 // down_fwd and up_bwd: stores the rows to the panel `result`.
 struct StoreRows : EpilogueBase {
+    static constexpr bool SQUARE = true;
     static constexpr int SPREAD_STEPS = 8;
     const GroupedGemmParams& params;
     element* row;
@@ -20,12 +22,12 @@ struct StoreRows : EpilogueBase {
 
     __device__ __forceinline__ explicit StoreRows(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
-        const int column = n0 + (threadIdx.x & 31) * LANE_COLUMNS;
-        rows = count, done = 0, inside = column < params.columns;
+        const int lane = threadIdx.x & 31, column = n0 + lane * LANE_COLUMNS;
+        rows = count, done = 0, inside = lane < ROW_LANES && column < params.columns;
         row = params.result + row0 * params.result_ld + column;
     }
     __device__ __forceinline__ void next() {
-        const Row8<element> v = finished.get(done, threadIdx.x & 31);
+        const Row8<element> v = finished.get(done, min(int(threadIdx.x & 31), ROW_LANES - 1));
         if (inside) v.store(row);
         row += params.result_ld;
         ++done;
@@ -222,7 +224,7 @@ struct ActivateRows : EpilogueBase {
 // ActivateRows for interleaved columns: a tile has 128 pairs of gate and up, of which a lane has four. Each call of next()
 // takes two rows, so that eight activations overlap.
 struct ActivatePairs : EpilogueBase {
-    static constexpr bool PAIRS = true;
+    static constexpr bool PAIRS = true, SQUARE = true;
     static constexpr int ROWS = 2;  // of the warp per call of next()
     const GroupedGemmParams& params;
     saved_t* first_layer;
@@ -232,8 +234,8 @@ struct ActivatePairs : EpilogueBase {
 
     __device__ __forceinline__ explicit ActivatePairs(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
-        const int column = n0 + (threadIdx.x & 31) * (LANE_COLUMNS / 2);
-        rows = count, done = 0, inside = column < params.columns;
+        const int lane = threadIdx.x & 31, column = n0 + lane * (LANE_COLUMNS / 2);
+        rows = count, done = 0, inside = lane < ROW_LANES && column < params.columns;
         first_layer = params.first_layer + 2 * (row0 * params.columns + column);
         y_swi = params.result + row0 * params.columns + column;
 #if FP8_SAVED
@@ -254,7 +256,8 @@ struct ActivatePairs : EpilogueBase {
         for (int i = 0; i < ROWS; ++i) {
             float ab[LANE_COLUMNS];
             const float w = WEIGHTS_ON_INPUT ? __shfl_sync(0xffffffffu, weights, (done + i) & 15) : 1.f;
-            pairs[i] = finished.get(done + i, threadIdx.x & 31);  // row done + 1 may be past the last; it is not stored
+            // row done + 1 may be past the last; it is not stored
+            pairs[i] = finished.get(done + i, min(int(threadIdx.x & 31), ROW_LANES - 1));
             pairs[i].unpack(ab);
 #if FP8_SAVED
             amax[i] = amax_of_pairs(pairs[i]);

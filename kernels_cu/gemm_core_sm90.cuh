@@ -1,6 +1,6 @@
 // Main loop of the Hopper GEMMs. A CTA computes a tile of BM x BN in k-steps of BK, through the stages of pipeline_sm90.cuh.
-// The tile is 128 x 256, or 192 x 192 in some weight gradients. BK is 64, or 128 with e4m3. Each consumer warpgroup has 64 rows
-// of the tile. For each k-step it issues a group of 4 wgmma: m64n256k16, m64n192k16, or m64n256k32 with e4m3. One group is in
+// The tile is 128 x 256, or 192 x 192 where that fits the result better. BK is 64, or 128 with e4m3. Each consumer warpgroup has
+// 64 rows of the tile. For each k-step it issues a group of 4 wgmma: m64n256k16, m64n192k16, or m64n256k32 with e4m3. One group is in
 // flight at a time.
 //
 // The epilogue of a tile overlaps with the next tile's wgmma (docs/decisions/002). A warp writes its 16 rows of a finished tile
@@ -54,6 +54,7 @@ struct EpilogueBase {
     static constexpr int SPREAD_STEPS = 1 << 20;  // the rows are spread over the next tile's first k-steps, so many at most
     static constexpr bool SPLIT = false;          // half of the tile's columns are gate, then half are up
     static constexpr bool PAIRS = false;          // gate and up alternate among the tile's columns
+    static constexpr bool SQUARE = false;         // also works with tiles of 192 x 192
     static constexpr bool LONG_ROWS = false;      // a row takes longer than a k-step's wgmma; see main_loop
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp's rows: how many the tile has, and how many are done

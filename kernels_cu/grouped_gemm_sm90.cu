@@ -26,7 +26,8 @@
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor, THREADS threads, SPARE + SPARE_BYTES bytes of dynamic shared
 // memory. With CLUSTER_CTAS = 2 an even number of CTAs, in clusters of 2. A tile has BM = 128 rows and BN = 256 columns of the
-// products. In up_fwd of gated layers these are 128 columns of gate, then 128 of up, or 128 pairs.
+// products. In up_fwd of gated layers these are 128 columns of gate, then 128 of up, or 128 pairs. StoreRows and ActivatePairs
+// also work with BM = BN = 192, row_tiles of square_tiles.cu, and warpgroup 3 as a third one of consumers.
 //
 // Warp roles               registers per thread   work
 //   warpgroup 0, producer  PRODUCER_REGISTERS     Thread 0: TMA of B, and of A if rows are not gathered; tile scheduler.
@@ -38,7 +39,7 @@
 // Barriers                 arrivals per phase                                      waited on by
 //   full[stage]            thread 0, with the bytes of TMA; with GATHER also       consumers, every k-step
 //                          the cp.async copies of 128 threads
-//   empty[stage]           8 consumer warps; in a 2-CTA cluster the 16 of both     producer threads, every k-step
+//   empty[stage]           8 or 12 consumer warps; in a 2-CTA cluster 16 of both   producer threads, every k-step
 //   taken[entry]           thread 0; in a 2-CTA cluster with 4 bytes of st.async   producer threads, every tile
 //   PRODUCER_BARRIER       128 producer threads, with GATHER                       the same, every QUEUE tiles
 //
@@ -143,6 +144,9 @@ static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the 
 static_assert(sizeof(operand) == 2 || (!INTERLEAVED && !STORED_Y_SWI),
               "e4m3: no interleaved columns, and y_swi is computed again");
 static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");
+constexpr int B_BOX = BN % 128 ? BN : 128;  // columns of B in a box of the tensor map, with B_K_CONTIGUOUS
+static_assert((BM == 128 && BN == 256) || (BM == 192 && BN == 192 && Epilogue::SQUARE && CLUSTER_CTAS == 1),
+              "tiles that the epilogue works with");
 
 typedef TileScheduler<TileOrder<GATHER>, CLUSTER_CTAS> Scheduler;
 
@@ -168,7 +172,7 @@ constexpr int NEXT_TILE_STEP = 2, TAKEN_INDEX_STEP = 3;
 // the A part of a stage. In GatheredRows each producer thread calls load() for its part.
 struct GatheredRows {
     // Thread t copies 16-byte chunk t % 8 of lines t / 8 + 16 i.
-    static constexpr int FULL_ARRIVALS = WARPGROUP + 1, TMA_BYTES = 0, LINES = 8, LINE_STEP = WARPGROUP / 8;
+    static constexpr int FULL_ARRIVALS = WARPGROUP + 1, TMA_BYTES = 0, LINE_STEP = WARPGROUP / 8, LINES = BM / LINE_STEP;
     static_assert(LINES * LINE_STEP == BM, "the producer's threads copy all rows of a tile");
     static_assert(!GATHER || K_SEGMENTS == 1, "load() tells from k0 where the pointers are");
     const operand* const a;
@@ -246,23 +250,22 @@ typedef ContiguousRows Rows;
 // shared address of the stage's B. n0: the tile's first column of B. k0: the k-step's first index within the segment.
 __device__ __forceinline__ void load_b(const GroupedGemmParams& p, unsigned b_to, int segment, int expert, int n0, int k0,
                                        unsigned full, bool multicast, int rank) {
-    constexpr int BOX_COLUMNS = B_K_CONTIGUOUS ? 128 : 64, HALF = BN / 2;
-    auto load_half = [&](int first_column, auto load_box) {
+    constexpr int BOX_COLUMNS = B_K_CONTIGUOUS ? B_BOX : 64, HALF = BN / 2;
+    auto load_columns = [&](int first_column, int columns, auto load_box) {
 #pragma unroll
-        for (int column = first_column; column < first_column + HALF; column += BOX_COLUMNS) {
+        for (int column = first_column; column < first_column + columns; column += BOX_COLUMNS) {
             const TensorMap* map = segment || (SPLIT && column >= HALF) ? &p.b1 : &p.b0;
             const int n = n0 + (SPLIT ? column % HALF : column);
             load_box(b_to + column * LINE_BYTES, map, B_K_CONTIGUOUS ? k0 : n, B_K_CONTIGUOUS ? n : k0);
         }
     };
     if (multicast) {
-        load_half(rank * HALF, [&](unsigned to, const TensorMap* map, int c0, int c1) {
+        load_columns(rank * HALF, HALF, [&](unsigned to, const TensorMap* map, int c0, int c1) {
             tma_load_multicast_3d(to, map, c0, c1, expert, full, BOTH_CTAS);
         });
     } else {
-        auto load_box = [&](unsigned to, const TensorMap* map, int c0, int c1) { tma_load_3d(to, map, c0, c1, expert, full); };
-        load_half(0, load_box);
-        load_half(HALF, load_box);
+        load_columns(0, BN,
+                     [&](unsigned to, const TensorMap* map, int c0, int c1) { tma_load_3d(to, map, c0, c1, expert, full); });
     }
 }
 
@@ -367,7 +370,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
         const WorkTile now = read_by_lane_0(queue[number % QUEUE]);
         const int rows = now.rows;
         const bool last = rows == NO_TILE, active = warp_row / 64 * 64 < rows;  // active: the warpgroup has rows of the tile
-        float acc[32][4];
+        float acc[FRAGMENTS][4];
 #if BIASED
         const TileBias bias;
         const int n0 = now.column_tile * TILE_COLUMNS * B_PER_COLUMN;

@@ -10,9 +10,9 @@
 // e is 2 e, because the products find the rows of an expert at two consecutive offsets: here ranges[2 e] and ranges[2 e + 1],
 // which say where the list's rows of expert e begin and end.
 //
-// Launch: one block of SPLIT_THREADS threads. First each warp computes the ranges of one expert at a time. Then each thread
-// counts the tiles of one expert at a time, and each warp writes them.
-#include "common.cuh"
+// Launch: one block of SPLIT_THREADS threads. First each warp computes the ranges of one expert at a time. Then the block writes
+// the lists (row_tiles.cuh).
+#include "row_tiles.cuh"
 
 #ifndef SPLIT_THREADS
 #error "SPLIT_THREADS is given by launch_config.py"
@@ -44,29 +44,6 @@ __device__ __forceinline__ int values_below(const int* values, int n, int bound)
     return low;
 }
 
-// Returns the sum of the values of all threads before this one. `sum` becomes that of all threads' values.
-__device__ __forceinline__ int sum_before(int value, int& sum) {
-    __shared__ int of_warps[WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int sums = value;
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(~0u, sums, distance);
-        if (lane >= distance) sums += other;
-    }
-    __syncthreads();  // all threads have read of_warps in the call before
-    if (lane == 31) of_warps[warp] = sums;
-    __syncthreads();
-    sum = 0;
-    int before = 0;
-    for (int other = 0; other < WARPS; ++other) {
-        before = other == warp ? sum : before;
-        sum += of_warps[other];
-    }
-    return before + sums - value;
-}
-
-__device__ __forceinline__ int tiles_of(const int* range) { return (range[1] - range[0] + TILE_ROWS - 1) / TILE_ROWS; }
-
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) split_tiles(const SplitTilesParams p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int expert = warp; expert < p.num_experts; expert += WARPS) {
@@ -85,20 +62,6 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS) split_tiles(const Sp
     for (int list = 0; list < LISTS; ++list) {
         int2* const tiles = reinterpret_cast<int2*>(p.row_tiles) + list * (p.max_row_tiles + 1ll);
         const int* const ranges = p.ranges + list * 2 * p.num_experts;
-        int total = 0;
-        for (int first = 0; first < p.num_experts; first += SPLIT_THREADS) {
-            __shared__ int places[SPLIT_THREADS];
-            int sum;
-            const int expert = first + threadIdx.x;
-            const int place = sum_before(expert < p.num_experts ? tiles_of(ranges + 2 * expert) : 0, sum);
-            places[threadIdx.x] = total + place;
-            __syncthreads();
-            for (int other = first + warp; other < min(first + SPLIT_THREADS, p.num_experts); other += WARPS)
-                for (int tile = lane; tile < tiles_of(ranges + 2 * other); tile += 32)
-                    tiles[1 + places[other - first] + tile] = make_int2(2 * other, ranges[2 * other] + tile * TILE_ROWS);
-            __syncthreads();
-            total += sum;
-        }
-        if (threadIdx.x == 0) tiles[0] = make_int2(total, TILE_ROWS);
+        write_row_tiles<WARPS, TILE_ROWS, 2>(tiles, ranges, p.num_experts);
     }
 }

@@ -23,12 +23,12 @@ struct TileBias {
         cp_async_commit();
     }
     // acc[j] is a fragment of mma.m16n8k16: the lane has rows lane / 4 and + 8, columns 8 j + 2 (lane % 4) and + 1.
-    __device__ __forceinline__ void add_to(float (&acc)[32][4]) const {
+    __device__ __forceinline__ void add_to(float (&acc)[FRAGMENTS][4]) const {
         cp_async_wait<0>();
         __syncwarp();  // all lanes' copies have arrived
         const BIAS* pairs = reinterpret_cast<const BIAS*>(staged) + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int j = 0; j < 32; ++j) {
+        for (int j = 0; j < FRAGMENTS; ++j) {
             const float2 bias = load_pair(pairs + 8 * j);
             acc[j][0] += bias.x, acc[j][1] += bias.y, acc[j][2] += bias.x, acc[j][3] += bias.y;
         }

@@ -19,6 +19,9 @@ from moeblaze_cupy.launch_config import (
     PANEL_COLUMNS,
     RESERVED_BYTES,
     SPLIT_ROWS,
+    SQUARE_ROWS,
+    SQUARE_SPARE_BYTES,
+    SQUARE_TILE,
     STAGE_BYTES,
     STATIC_BYTES,
     STEP_BYTES,
@@ -26,7 +29,6 @@ from moeblaze_cupy.launch_config import (
     TILE_COLUMNS,
     TILE_ROWS,
     WGRAD_SPARE_BYTES,
-    WGRAD_SQUARE,
     DeviceLimits,
     ceil_div,
 )
@@ -42,18 +44,27 @@ def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
     return {"BK": STEP_BYTES, "PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 
-def square_constants() -> dict[str, int]:
-    """What differs from `kernel_constants` in a Hopper weight gradient of square tiles: three warpgroups of consumers.
+def square_constants(consumer_registers: int) -> dict[str, int]:
+    """What differs from `kernel_constants` in a Hopper kernel with square tiles: three warpgroups of consumers.
 
-    A stage has as many bytes: 192 and 192 columns are 128 and 256.
+    A stage has as many bytes: 192 and 192 rows or columns are 128 and 256.
     """
     return {
-        "BM": WGRAD_SQUARE,
-        "BN": WGRAD_SQUARE,
-        "THREADS": (1 + WGRAD_SQUARE // 64) * 128,
-        "TILE_BYTES": 2 * WGRAD_SQUARE**2,
-        "CONSUMER_REGISTERS": 152,
+        "BM": SQUARE_TILE,
+        "BN": SQUARE_TILE,
+        "THREADS": (1 + SQUARE_TILE // 64) * 128,
+        "TILE_BYTES": 2 * SQUARE_TILE**2,
+        "CONSUMER_REGISTERS": consumer_registers,
     }
+
+
+def square_product_constants(epilogue: str) -> dict[str, int]:
+    """The same of a product with this epilogue; nothing for one that has no square tiles."""
+    if epilogue not in ("StoreRows", "ActivatePairs"):
+        return {}
+    columns = SQUARE_TILE // 2 if epilogue == "ActivatePairs" else SQUARE_TILE
+    producer = {"TILE_COLUMNS": columns, "SPARE_BYTES": SQUARE_SPARE_BYTES, "PRODUCER_REGISTERS": 80}
+    return square_constants(144) | producer
 
 
 @dataclass(frozen=True)
@@ -79,13 +90,32 @@ class GemmConfig:
 def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmConfig:
     """The grouped GEMM kernel for a call: Hopper's for 16-bit elements and sizes that are multiples of 8.
 
-    split: a gated up projection, half of whose tile is gate.
+    split: a gated up projection, half of whose tile is gate. `square_gemm` has other tiles.
     """
     if limits.tier == "sm90" and aligned and dtype in ("bfloat16", "float16"):
         shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + HOPPER_TILE_BYTES + HOPPER_SPARE_BYTES
         return GemmConfig("sm90", tile_columns("sm90", split), HOPPER_THREADS, shared_bytes, HOPPER_STAGES)
     stages = gemm_stages(limits)
     return GemmConfig("sm80", tile_columns("sm80", split), GEMM_THREADS, stages * STAGE_BYTES, stages)
+
+
+def square_gemm(pairs: bool) -> GemmConfig:
+    """Hopper's kernel with square tiles. pairs: an up projection whose gate and up columns alternate."""
+    constants = square_product_constants("ActivatePairs" if pairs else "StoreRows")
+    shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + constants["TILE_BYTES"] + SQUARE_SPARE_BYTES
+    columns, threads = constants["TILE_COLUMNS"], constants["THREADS"]
+    return GemmConfig("sm90", columns, threads, shared_bytes, HOPPER_STAGES, tile_rows=SQUARE_TILE)
+
+
+def square_product(widths: tuple[int, ...], num_slots: int, num_experts: int) -> bool:
+    """Whether Hopper's tiles of a product that is no gradient of a weight are square.
+
+    widths: of its column panels, or of the one matrix that it is, in columns of the weight. Tiles are square where
+    they compute fewer columns and experts have eight row tiles on average: a last tile that is not full costs nearly as
+    much as a full one. Figures: docs/decisions/018.
+    """
+    wide, narrow = (sum(ceil_div(width, tile) * tile for width in widths) for tile in (PANEL_COLUMNS, SQUARE_TILE))
+    return narrow < wide and num_slots >= SQUARE_ROWS * num_experts
 
 
 def tile_columns(tier: str, split: bool) -> int:
@@ -155,7 +185,7 @@ def square_wgrad(rows: int, columns: int) -> bool:
     are added to sums, and those of split-K, have no square tiles.
     """
     wide = ceil_div(rows, TILE_ROWS) * ceil_div(columns, PANEL_COLUMNS) * TILE_ROWS * PANEL_COLUMNS
-    return ceil_div(rows, WGRAD_SQUARE) * ceil_div(columns, WGRAD_SQUARE) * WGRAD_SQUARE**2 < wide
+    return ceil_div(rows, SQUARE_TILE) * ceil_div(columns, SQUARE_TILE) * SQUARE_TILE**2 < wide
 
 
 def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> GemmConfig:
@@ -165,15 +195,15 @@ def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> Gemm
         return config
     tile, tile_bytes, threads = (TILE_ROWS, PANEL_COLUMNS), HOPPER_TILE_BYTES, HOPPER_THREADS
     if square:
-        constants = square_constants()
-        tile, tile_bytes, threads = (WGRAD_SQUARE, WGRAD_SQUARE), constants["TILE_BYTES"], constants["THREADS"]
+        constants = square_constants(152)
+        tile, tile_bytes, threads = (SQUARE_TILE, SQUARE_TILE), constants["TILE_BYTES"], constants["THREADS"]
     shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + tile_bytes + WGRAD_SPARE_BYTES
     return GemmConfig("sm90", tile[1], threads, shared_bytes, HOPPER_STAGES, tile_rows=tile[0])
 
 
 def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool = False) -> int:
     """Of Hopper's weight gradients, one per expert and half, each (rows, columns) in memory."""
-    height, width = (WGRAD_SQUARE, WGRAD_SQUARE) if square else (TILE_ROWS, PANEL_COLUMNS)
+    height, width = (SQUARE_TILE, SQUARE_TILE) if square else (TILE_ROWS, PANEL_COLUMNS)
     return gradients * ceil_div(rows, height) * ceil_div(columns, width)
 
 

@@ -29,7 +29,9 @@ HOPPER_STAGE_BYTES = 2 * STEP_ROWS * (TILE_ROWS + PANEL_COLUMNS)  # 16-bit eleme
 HOPPER_TILE_BYTES = 2 * TILE_ROWS * PANEL_COLUMNS  # a finished tile of 16-bit elements
 HOPPER_SPARE_BYTES = 16 * 1024  # what an epilogue reads ahead
 WGRAD_SPARE_BYTES = 4 * 1024  # the tokens of a weight gradient
-WGRAD_SQUARE = 192  # rows and columns of a weight gradient's square tile
+SQUARE_TILE = 192  # rows and columns of a square tile on Hopper
+SQUARE_SPARE_BYTES = 9 * 1024  # a bias of a product's square tile for each of 12 warps
+SQUARE_ROWS = 8 * SQUARE_TILE  # of an expert on average, for which products have square tiles
 MAX_WAVES = 4  # of tiles of splits per launch, see split_k
 SPLIT_ROWS = 1024  # what a split's tile of float32 sums costs, in the time of a tile's rows
 ADDITION_ROWS, ADDITION_ROWS_PER_SPLIT = 512, 16  # what adding the sums costs, likewise
@@ -56,6 +58,7 @@ BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows 
 BIAS_THREADS = BIAS_COLUMNS // 8 * BIAS_ROWS  # 8 columns each
 BOUND_THREADS = 256  # per block of bound_slots.cu
 SPLIT_THREADS = 1024  # of split_tiles.cu's one block
+TILES_THREADS = 1024  # of square_tiles.cu's one block
 SPLIT_WAVES = 8  # of a product's tiles, at least, that are worth two launches: each ends with a wave that is not full
 PULL_THREADS = 512  # per block of pull.cu
 PULL_BLOCKS = 64  # of pull_rows at most: NVLink is full with fewer, the memory here not
@@ -147,6 +150,7 @@ def kernel_constants(source: str) -> dict[str, int]:
         "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
         "split_tiles.cu": {"SPLIT_THREADS": SPLIT_THREADS, "TILE_ROWS": TILE_ROWS},
+        "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},
         "pull.cu": {
             "PULL_THREADS": PULL_THREADS,
             "SLOT_ROWS": PULL_SLOT_ROWS,
@@ -241,12 +245,14 @@ def tier(compute_capability: int, forced: str | None = None) -> str:
     return forced or ("sm90" if compute_capability == 90 else "sm80")
 
 
-def max_row_tiles(num_slots: int, num_experts: int, minimum: Callable[[int, int], int] = min) -> int:
+def max_row_tiles(
+    num_slots: int, num_experts: int, minimum: Callable[[int, int], int] = min, height: int = TILE_ROWS
+) -> int:
     """Upper bound of row tiles for any routing: full tiles plus one partial tile per non-empty expert.
 
     minimum: `min`, or what takes its place for symbolic sizes, which `min` would compare.
     """
-    return num_slots // TILE_ROWS + minimum(num_experts, num_slots)
+    return num_slots // height + minimum(num_experts, num_slots)
 
 
 @functools.lru_cache(maxsize=1024)

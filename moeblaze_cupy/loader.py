@@ -24,13 +24,13 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu", "clear.cu")
 SHAPE_INDEPENDENT = (
     *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
-    *("quantize.cu", "saved_fp8.cu", "split_tiles.cu"),
+    *("quantize.cu", "saved_fp8.cu", "split_tiles.cu", "square_tiles.cu"),
     *SELECTIONS,
 )
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
 IMPLIED_MACROS = (
     *("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS", "EXPERT_SCALES"),
-    *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS", "TILE_BYTES"),
+    *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS", "TILE_BYTES", "SPARE_BYTES"),
 )  # by the others
 EPILOGUES_SM90 = {"ACTIVATE": "ActivateRows", "STORE": "StoreRows", "ACTIVATE_BWD": "ActivateBwdRows"}
 
@@ -118,7 +118,8 @@ def gemm_variant(
     weights_on_input: up_fwd and down_bwd scale a and b by the row's router weight; up_fwd then adds no bias.
     fp8: the operands of a grouped GEMM on Hopper are e4m3, the weight contiguous along what is summed over.
     fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
-    square: tiles of a weight gradient on Hopper are square, without split-K and where nothing is accumulated.
+    square: Hopper's tiles are square. Without effect on weight gradients that are accumulated or take split-K, on
+    down_bwd, on up_fwd but for interleaved columns, with fp8, fp8_saved or clusters, and where rows go to tokens.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -137,7 +138,7 @@ def gemm_variant(
             accumulate = None if split_k else accumulate
             macros |= {
                 "SPLIT_K": int(split_k),
-                **(gemm_config.square_constants() if square and not split_k and accumulate is None else {}),
+                **(gemm_config.square_constants(152) if square and not split_k and accumulate is None else {}),
             }
         out = "float32" if macros.get("SPLIT_K") else accumulate or dtype
         macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[out]}
@@ -171,6 +172,8 @@ def gemm_variant(
         }
         if fp8_saved and epilogue != "STORE":
             macros |= {"FP8_SAVED": 1}
+        if square and not (fp8 or "FP8_SAVED" in macros or macros["CLUSTER_CTAS"] == 2):
+            macros |= gemm_config.square_product_constants(name)
     if fp8:
         scales = 2 if gated and entry.startswith("up") else 1
         macros |= {"WGMMA": "wgmma_e4m3", "OPERAND": "e4m3", "B_K_CONTIGUOUS": 1, "EXPERT_SCALES": scales}

@@ -175,6 +175,21 @@ def _panels(s: LayerShape, overwrites: bool, per_slot: bool = False) -> tuple[Te
     return (Term("one panel of the routed rows", f"{s.rows}*{width}*b", s.R * width * s.b),)
 
 
+def _square_tiles(s: LayerShape, up_fwd: bool, per_slot: bool = False) -> tuple[Term, ...]:
+    """The row tiles of products in square tiles: of the one that is summed over slots, of up_fwd if it is launched."""
+    k = 1 if per_slot else None if s.ragged else s.k
+    to_tokens = gemm_config.rows_go_to_tokens(k, "sm90") and not s.options.identity_experts
+    sums = () if to_tokens else (tuple(width for _, width in gemm_config.panels(s.d, s.R, "sm90")),)
+    pairs = ((2 * s.h,),) if up_fwd and s.g == 2 and s.gate_up == "interleaved" else ()
+    if not s.on_hopper or s.precision == "fp8" or s.slots == 0:
+        return ()
+    if not any(gemm_config.square_product(widths, s.R, s.E) for widths in (*sums, *pairs)):
+        return ()
+    height = launch_config.SQUARE_TILE
+    number = launch_config.max_row_tiles(s.R, s.E, height=height) + 1
+    return (Term("square row tiles", f"8*({s.rows}//{height} + min(E, {s.rows}) + 1)", 2 * INDEX_BYTES * number),)
+
+
 def _split_k_sums(s: LayerShape, name: str, rows: int, columns: int, halves: int) -> tuple[Term, ...]:
     """The float32 sums of split-K, by which a weight gradient of few tiles fills Hopper's multiprocessors."""
     if not s.on_hopper or s.slots == 0:
@@ -223,9 +238,11 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     grad_out = (_grad_out_in_fp8(s),) if in_fp8 else ()
     first_layer_grad = (_per_slot_in_fp8(s, "gradient of the first layer in e4m3", s.g),) if in_fp8 else ()
 
+    tiles_of_forward = _square_tiles(s, save != "fp8", s.options.unreduced)
+    tiles_of_backward = _square_tiles(s, not kept_first_layer and save != "fp8")
     if save is None:
         panels = _panels(s, not in_fp8, s.options.unreduced)
-        return Plan(saved=(), forward=((*index, *new_y_swi, *panels),), backward=())
+        return Plan(saved=(), forward=((*index, *tiles_of_forward, *new_y_swi, *panels),), backward=())
     columns = 256 if s.on_hopper else 128
     parts, formula = gemm_config.column_tiles(s.h, columns), f"4*{s.rows}*ceil(h/{columns})"
     if s.bias and not s.options.on_input:
@@ -249,12 +266,12 @@ def layer(s: LayerShape, save: str | None) -> Plan:
         saved=(Term("x", "L*d*b", s.L * s.d * s.b), *index, *kept_first_layer, *kept_y_swi),
         forward=(
             *((unquantized,) if save == "fp8" and not s.on_hopper else ()),
-            (*new_y_swi, *_panels(s, not kept_y_swi and not in_fp8, s.options.unreduced)),
+            (*tiles_of_forward, *new_y_swi, *_panels(s, not kept_y_swi and not in_fp8, s.options.unreduced)),
         ),
         backward=(
-            (*of_down_bwd, *grad_out, row_weights, *by_row, *partial_sums, *dweights, *db2),
-            (*of_down_bwd, *by_row, *dweights, *db2, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
-            (*recomputed, *first_layer_grad, *_panels(s, False), *dweights, *db2, dw2, dx),
+            (*tiles_of_backward, *of_down_bwd, *grad_out, row_weights, *by_row, *partial_sums, *dweights, *db2),
+            (*tiles_of_backward, *of_down_bwd, *by_row, *dweights, *db2, dw2, *_split_k_sums(s, "dw2", s.h, s.d, 1)),
+            (*tiles_of_backward, *recomputed, *first_layer_grad, *_panels(s, False), *dweights, *db2, dw2, dx),
             (*recomputed, *dweights, *db2, dw2, dx, dw1, *_split_k_sums(s, "dw1", s.d, *columns_of_dw1)),
             *(((*recomputed, *dweights, *db2, dw2, dx, dw1, *db1),) if db1 else ()),
         ),

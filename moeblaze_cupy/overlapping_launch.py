@@ -10,6 +10,9 @@ import numpy as np
 _LEAST_DRIVER = 12030  # from CUDA 12.3 on graphs have edges for such launches
 _LEAST_CAPABILITY = 90
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a CUlaunchAttributeID
+# A CUlaunchAttribute of 72 bytes: the id, padding, and 1 in a union of 64 bytes. Launches hold its address, so the
+# module makes it: two threads may enter a cached function together, and one of its results would be freed.
+_ATTRIBUTE = np.array([_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1] + 15 * [0], np.int32)
 
 
 def supported(compute_capability: int, driver_version: int) -> bool:
@@ -25,12 +28,6 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-@functools.cache
-def _attribute() -> np.ndarray:
-    """A CUlaunchAttribute of 72 bytes, which launches refer to: the id, padding, and 1 in a union of 64 bytes."""
-    return np.array([_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1] + 15 * [0], np.int32)
-
-
 def launcher(kernel: int, geometry: tuple[int, ...]) -> Callable[[int, int, int], None]:
     """What launches a kernel (a CUfunction) with arguments: a stream, a pointer to the list of arguments, and 0.
 
@@ -39,7 +36,7 @@ def launcher(kernel: int, geometry: tuple[int, ...]) -> Callable[[int, int, int]
     """
     driver = _driver()
     head = struct.pack("=7I4x", *geometry)  # a CUlaunchConfig is this, the stream, and the tail
-    tail = struct.pack("=QI4x", _attribute().ctypes.data, 1)
+    tail = struct.pack("=QI4x", _ATTRIBUTE.ctypes.data, 1)
     pack_stream, launch = struct.Struct("=Q").pack, driver.cuLaunchKernelEx
 
     def run(stream: int, arguments: int, extra: int) -> None:

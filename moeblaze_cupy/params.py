@@ -190,6 +190,11 @@ _TABLES = {
             int32=("first_token", "end_token", "num_experts", "max_row_tiles"),
         ),
     },
+    "square_tiles.cu": {
+        "square_tiles": Params(
+            "SquareTilesParams", pointers=("expert_token_offsets", "row_tiles"), int32=("num_experts",)
+        ),
+    },
     "dispatch.cu": {
         "dispatch_count": Params(
             "DispatchCountParams<int>",

@@ -13,6 +13,8 @@ from moeblaze_cupy.launch_config import (
     MAX_PANEL_COLUMNS,
     ONE_PANEL_ELEMENTS,
     PANEL_COLUMNS,
+    SQUARE_ROWS,
+    SQUARE_TILE,
     STAGE_BYTES,
     TILE_ROWS,
     DeviceLimits,
@@ -95,6 +97,7 @@ def clusters(
     return f"no 2-CTA clusters: {why}"
 
 
+SINGLE_CTAS = "no 2-CTA clusters: square tiles have none"
 NO_ROOM = "no 2-CTA clusters: one multiprocessor is left to the products"
 E4M3 = "e4m3 operands: two count as one of what an element sums over, as a k-step has twice as many"
 
@@ -136,6 +139,18 @@ def panels(widths: tuple[int, ...], d: int, num_slots: int, tier: str, in_place:
     else:
         text = f"{number} of {widths[0]} columns: half of d = {d} in multiples of 256, at most {MAX_PANEL_COLUMNS}"
     return f"{text}; it lies in the rows of the left operand, which nothing reads again" if in_place else text
+
+
+def product_tile(square: bool, widths: tuple[int, ...], num_slots: int, num_experts: int) -> str:
+    """Of a product on Hopper that is no weight gradient. widths: of its column panels, in columns of the weight."""
+    columns = " + ".join(map(str, widths))
+    wide, narrow = (sum(ceil_div(width, tile) * tile for width in widths) for tile in (PANEL_COLUMNS, SQUARE_TILE))
+    if square:
+        return f"tiles of 192 x 192: these compute {narrow} columns for {columns}, tiles of 128 x 256 {wide}"
+    if narrow < wide:
+        rows = _count(num_slots // num_experts, "row")
+        return f"tiles of 128 x 256: an expert has {rows} on average, fewer than {SQUARE_ROWS}"
+    return f"tiles of 128 x 256: these compute {wide} columns for {columns}, tiles of 192 x 192 {narrow}"
 
 
 def wgrad_tile(square: bool, fits_better: bool) -> str:

@@ -392,7 +392,7 @@ def record(*rows):
     }
 
 
-RULES = ("uses_clusters", "dynamic_schedule", "split_k", "square_wgrad")
+RULES = ("uses_clusters", "dynamic_schedule", "split_k", "square_wgrad", "square_product")
 
 
 def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tmp_path, capsys):
@@ -401,7 +401,7 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     by_load, seen = torch.tensor([2, 0, 1], dtype=torch.int32), {}
 
     class Kernels:
-        def __init__(self, case, made, accumulate):
+        def __init__(self, case, made, accumulate, gate_up):
             self.case, self.index = case, types.SimpleNamespace(experts_by_load=by_load)
             self.calls = self.configured()
 
@@ -420,19 +420,26 @@ def test_variants_are_what_the_kernels_find_while_they_are_timed(monkeypatch, tm
     monkeypatch.setitem(cases.LAYERS, "tiny", cases.TINY)
     variants.main("--case", "tiny", "--out", str(tmp_path / "record"))
     loaded, by_id = (2, 0, 1), (0, 1, 2)
-    clusters = {(answer, None, None, None, *loaded) for answer in (False, True)}
-    schedules = {(None, dynamic, None, None, *loaded) for dynamic in (False, True)}
-    splits = {(None, None, n, None, *loaded) for n in variants.SPLITS}
-    tiles = {(None, None, None, square, *loaded) for square in (False, True)}
-    orders = {(None, None, None, None, *order) for order in (loaded, by_id)}
-    asked = {"up_fwd": clusters | schedules, "down_fwd": clusters, "up_wgrad": splits | tiles | orders}
+    clusters = {(answer, None, None, None, None, *loaded) for answer in (False, True)}
+    schedules = {(None, dynamic, None, None, None, *loaded) for dynamic in (False, True)}
+    splits = {(None, None, n, None, None, *loaded) for n in variants.SPLITS}
+    tiles = {(None, None, None, square, None, *loaded) for square in (False, True)}
+    of_products = {(None, None, None, None, square, *loaded) for square in (False, True)}
+    orders = {(None, None, None, None, None, *order) for order in (loaded, by_id)}
+    gathered, summed = clusters | schedules | of_products, clusters | of_products
+    asked = {
+        "up_fwd": gathered,
+        "down_fwd": summed,
+        "down_bwd": clusters | schedules,
+        "up_wgrad": splits | tiles | orders,
+    }
     for entry, wanted in asked.items():
         assert seen[entry] == wanted
     assert by_load.tolist() == [2, 0, 1]
     assert all(getattr(gemm_config, name) is rule for name, rule in before.items())
     rows = json.loads((tmp_path / "record").read_text())["rows"]
     lines = capsys.readouterr().out.splitlines()
-    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2 + 2) + 2 * len(variants.SPLITS)
+    assert len(rows) == len(lines) - 1 == 2 * (4 + 2 + 2 + 2 + 3) + 2 * len(variants.SPLITS)
     assert {"case": "tiny", "kernel": "up_bwd", "variant": "clusters"}.items() <= rows[7].items()
 
 

@@ -54,6 +54,7 @@ REGISTER_CAPS = {
     "bias_bwd.cu": 80,
     "bound_slots.cu": 48,
     "split_tiles.cu": 48,
+    "square_tiles.cu": 40,
     "pull.cu": 80,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
@@ -165,6 +166,7 @@ def entry_names(variant) -> set[str]:
         "clear.cu": {"clear"},
         "bound_slots.cu": {"bound_slots"},
         "split_tiles.cu": {"split_tiles"},
+        "square_tiles.cu": {"square_tiles"},
         "pull.cu": {"pull_rows"}
         | {f"pull_sum_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes}
         | {f"pull_{what}_{ids}_{size}" for what in ("slots", "values") for ids in ids_dtypes for size in (2, 4)},
@@ -174,10 +176,14 @@ def entry_names(variant) -> set[str]:
 def static_shared_cap(variant, limits) -> int:
     """What launch_config leaves for static arrays beside the dynamic shared memory."""
     if variant.source.endswith("_sm90.cu"):
-        return limits.shared_bytes_per_block - gemm_config.gemm("bfloat16", True, False, limits).shared_bytes
+        config = gemm_config.gemm("bfloat16", True, False, limits)
+        if variant.source == "grouped_gemm_sm90.cu" and ("BM", "192") in variant.macros:
+            config = gemm_config.square_gemm(("EPILOGUE", "ActivatePairs") in variant.macros)
+        return limits.shared_bytes_per_block - config.shared_bytes
     arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 33 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
     arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
     arrays["split_tiles.cu"] = 4 * (launch_config.SPLIT_THREADS + launch_config.SPLIT_THREADS // 32)
+    arrays["square_tiles.cu"] = 4 * (launch_config.TILES_THREADS + launch_config.TILES_THREADS // 32)
     arrays["quantize.cu"] = launch_config.QUANTIZE_TILE**2
     return arrays.get(variant.source, 2048 if variant.entry else 0)
 
@@ -323,6 +329,7 @@ WRONG = [
     ("grouped_wgrad_sm90.cu", "SPARE_BYTES", 2 * 1024),
     ("pull.cu", "PULL_THREADS", 2048),
     ("split_tiles.cu", "SPLIT_THREADS", 2048),
+    ("square_tiles.cu", "TILES_THREADS", 2048),
     ("pull.cu", "SLOT_ROWS", 1024),
     ("pull.cu", "PANEL_COLUMNS", 512),
     ("router_backward.cu", "LANES", 24),

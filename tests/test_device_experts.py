@@ -105,6 +105,34 @@ def test_save_policies_and_seeds(tier):
         assert not mismatches(run(device, problem, save="paper"), expected(problem), problem.x.dtype)
 
 
+@pytest.mark.parametrize(
+    ("order", "bias", "save"),
+    [("row", "dtype", "minimal"), ("transposed", np.float32, "recompute"), ("row", None, "paper")],
+)
+def test_square_tiles_have_the_bits_of_others(order, bias, save):
+    """Of three products; an expert with a full tile of 192 rows and another, one without rows, and one of few."""
+    problem = make_problem(
+        "swiglu_oai", DTYPES["bfloat16"], sizes=(230, 2, 4, 344, 200), order=order, gate_up="interleaved", bias=bias
+    )
+    problem.ids[problem.ids == 2] = 3
+    problem.ids[:3] = 2
+    with pytest.MonkeyPatch.context() as patch:
+        results = {}
+        for square, seed in ((False, 0), (True, 1), (True, 2)):
+            patch.setattr(gemm_config, "square_product", lambda *_, square=square: square)
+            runtime.forget()
+            with on("sm90", seed) as device:
+                results[square, seed] = run(device, problem, save)
+                squares = {v.entry for _, v in loader._kernels if dict(v.macros).get("BM") == "192"}
+                assert {"up_fwd", "down_fwd", "up_bwd"} & squares == (
+                    {"up_fwd", "down_fwd", "up_bwd"} if square else set()
+                )
+        want = results.pop((False, 0))
+    runtime.forget()
+    assert not mismatches(want, expected(problem), problem.x.dtype)
+    assert [portable.differences(want, got) for got in results.values()] == [[], []]
+
+
 @pytest.mark.parametrize("sizes", [(0, 2, 3, 16, 24), (5, 2, 3, 16, 24)], ids=["no_tokens", "no_experts"])
 def test_gradients_of_biases_without_rows_are_zeros(sizes):
     problem = make_problem("swiglu_oai", DTYPES["bfloat16"], sizes=sizes, gate_up="interleaved")

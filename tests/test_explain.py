@@ -29,6 +29,7 @@ SHAPES = (
     memory.LayerShape(L=20000, d=264, h=136, E=2, k=1, activation="silu"),  # split-K
     memory.LayerShape(L=30000, d=136, h=264, E=1, k=1, transposed=True),
     memory.LayerShape(L=512, d=4096, h=2048, E=2, k=2),  # 2-CTA clusters
+    memory.LayerShape(L=4000, d=328, h=72, E=2, k=2),  # square tiles
 )
 TIERS = ("sm80", "sm90")
 
@@ -186,6 +187,8 @@ def decisions(passes):
                 decided[
                     "2-CTA clusters with TMA multicast" if macros["CLUSTER_CTAS"] == "2" else "no 2-CTA clusters"
                 ] = True
+                if macros["EPILOGUE"] in ("StoreRows", "ActivatePairs") and not {"OPERAND", "FP8_SAVED"} & set(macros):
+                    decided["tiles of 192 x 192" if macros.get("BM") == "192" else "tiles of 128 x 256"] = True
                 decided[f"{'dynamic' if 'tile counter' in names else 'static'} tile scheduling"] = True
             if launch.variant.source == "grouped_wgrad_sm90.cu":
                 decided["split-K, " if "split-K sums" in names else "no split-K"] = True
@@ -252,6 +255,8 @@ BOUNDS = [  # entry; a layer; its sentence; a change; its sentence then
     ("down_fwd", {"L": 16384, "d": 512}, "d = 512 is", {"d": 1024, "L": 8192}, "16777216 elements, at most 16777216"),
     ("down_fwd", {"d": 1024, "L": 8192}, "one column panel", {"L": 8193}, "2 column panels of 512 columns: half"),
     ("down_fwd", {"d": 1024, "L": 8192, "k": 2}, "one column panel", {"k": 1}, "no column panel: with k = 1"),
+    ("down_fwd", {"d": 2880, "L": 3072}, "tiles of 192 x 192: these", {"d": 3072}, "these compute 3072 columns"),
+    ("down_fwd", {"d": 2880, "L": 3072}, "no 2-CTA clusters: square", {"L": 3071}, "1535 rows on average, fewer than"),
     ("dispatch", {"L": 1024}, "one CTA takes all 2048 slots (at most 2048)", {"L": 1025}, "two launches: 2050 slots"),
     ("up_wgrad", {"L": 16384, "E": 1, "k": 1, "d": 512, "h": 1024}, "split-K, 4 CTAs", {"L": 512}, "no split-K"),
     ("up_fwd", {"L": 512}, "Hopper's kernels", {"d": 4100}, "multiples of 8; memory is read an element at a time"),

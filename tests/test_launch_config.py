@@ -199,10 +199,30 @@ def test_tiles_of_weight_gradients_are_those_with_fewer_elements_past_the_edges(
     assert config.threads == (512 if square else 384)
     assert config.shared_bytes <= H200.shared_bytes_per_block
     constants = launch_config.kernel_constants("grouped_wgrad_sm90.cu")
-    constants |= gemm_config.square_constants() if square else {}
+    constants |= gemm_config.square_constants(152) if square else {}
     assert tile == (constants["BM"], constants["BN"]) and config.threads == constants["THREADS"]
     spare = constants["STAGES"] * constants["STAGE_BYTES"] + constants["TILE_BYTES"]
     assert config.shared_bytes == spare + constants["SPARE_BYTES"]
+
+
+@given(widths=st.lists(st.integers(1, 500).map(lambda n: 8 * n), min_size=1, max_size=3), rows=st.integers(0, 4000))
+def test_square_tiles_of_products_are_those_that_compute_fewer_columns(widths, rows):
+    def computed(tile):
+        return sum(-(-width // tile) * tile for width in widths)
+
+    square = gemm_config.square_product(tuple(widths), 7 * rows, 7)
+    assert square == (computed(192) < computed(256) and rows >= 8 * 192)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_square_tiles_of_products(pairs):
+    config = gemm_config.square_gemm(pairs)
+    constants = launch_config.kernel_constants("grouped_gemm_sm90.cu")
+    constants |= gemm_config.square_product_constants("ActivatePairs" if pairs else "StoreRows")
+    assert (config.tile_rows, config.tile_columns) == (192, 96 if pairs else 192) and config.threads == 512
+    assert config.tile_columns == constants["TILE_COLUMNS"] and config.threads == constants["THREADS"]
+    spare = constants["STAGES"] * constants["STAGE_BYTES"] + constants["TILE_BYTES"]
+    assert config.shared_bytes == spare + constants["SPARE_BYTES"] <= H200.shared_bytes_per_block - 1024
 
 
 @pytest.mark.parametrize("limits", [A100, H200], ids=["sm_80", "sm_90"])

@@ -3,6 +3,7 @@
 Run once with MOEBLAZE_TIER=sm90 and once with sm80 on a Hopper GPU, as test_layer.py.
 """
 
+import os
 from dataclasses import replace
 
 import ml_dtypes
@@ -15,7 +16,7 @@ from oracle import LIMITED, WITHOUT_CONSTANTS, expected, make_problem, mismatche
 from test_layer import DTYPES, on_gpu, same_bits, to_float64
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import loader
+from moeblaze_cupy import gemm_config, loader, runtime
 from moeblaze_cupy.structures import is_gated
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.gpu
 SIZES = (301, 3, 5, 136, 264)  # L, k, E, d, h: several tiles of rows, of columns and of depth, none of them full
 ODD = (301, 3, 5, 131, 267)
 NAMES = (*LIMITED, *WITHOUT_CONSTANTS)
+GEMM = "grouped_gemm_sm90.cu"
 
 
 def run(problem, save="minimal", xp_name="cupy", **options):
@@ -75,6 +77,26 @@ def test_gpt_oss_in_small(sizes):
     assert same_bits(got, run(problem))
     assert same_bits(got, run(problem, save="recompute"))
     assert_right(problem, save="paper")
+
+
+@pytest.mark.skipif(os.environ.get("MOEBLAZE_TIER") == "sm80", reason="the portable tier has no square tiles")
+@pytest.mark.parametrize(("order", "save"), [("row", "minimal"), ("transposed", "recompute")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_square_tiles_have_the_bits_of_others(monkeypatch, order, save, dtype):
+    """Experts have many tiles of 192 rows, or less than one; a row of the product has ragged tiles in two panels."""
+    sizes = (4100, 4, 40, 2760, 1384)
+    problem = make_problem("swiglu_oai", DTYPES[dtype], sizes=sizes, order=order, gate_up="interleaved")
+    problem.ids[problem.ids > 8] %= 8
+    problem.ids[::900] = 39
+    results = []
+    for square in (False, True):
+        monkeypatch.setattr(gemm_config, "square_product", lambda *_, square=square: square)
+        runtime.forget()
+        results.append(run(problem, save))
+        squares = {v.entry for _, v in loader._kernels if dict(v.macros).get("BM") == "192" and v.source == GEMM}
+        assert not square or squares == {"up_fwd", "down_fwd", "up_bwd"}
+    runtime.forget()
+    assert same_bits(*results)
 
 
 def test_nan_in_an_unused_experts_biases_and_other_constants():

@@ -204,6 +204,7 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
         monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_, made=clusters: made)
         monkeypatch.setattr(gemm_config, "split_k", lambda *_, made=1 + 2 * clusters: made)
         monkeypatch.setattr(gemm_config, "square_wgrad", lambda *_, made=k == 2: made)
+        monkeypatch.setattr(gemm_config, "square_product", lambda *_, made=k == 9: made)
         runtime.forget()
         layer = Layer(5, k, 9, d, h, order, activation, save, element, weights=weights_dtype, keep_saved=True)
         device.restart()

@@ -1,6 +1,7 @@
 """bench/machine_code.py: which variants it calls the same."""
 
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,26 @@ def test_one_changed_instruction_is_seen():
     ]
     assert sections[0] == sections[1] != sections[2]
     assert [len(contents) for contents in sections[0]] == [len(contents) for contents in sections[2]]
+
+
+def elf(**sections: bytes) -> bytes:
+    """An ELF64 file with sections of these contents, whose names have a dot for each underscore."""
+    names = b"".join(b"\0" + name.replace("_", ".").encode() for name in sections) + b"\0"
+    contents = [names, *sections.values()]
+    starts = [64 + sum(map(len, contents[:n])) for n in range(len(contents) + 1)]
+    first = 0
+    headers = struct.pack("<IIQQQQ", 0, 3, 0, 0, starts[0], len(names))
+    for name, start, held in zip(sections, starts[1:], sections.values(), strict=False):
+        headers += struct.pack("<IIQQQQ", first + 1, 1, 0, 0, start, len(held))
+        first += 1 + len(name)
+    head = b"\x7fELF\x02".ljust(40, b"\0") + struct.pack("<Q", starts[-1]) + bytes(10)
+    return head + struct.pack("<HHH", 40, len(contents), 0) + b"".join(contents) + headers
+
+
+def test_sections_of_instructions_and_constants_are_compared():
+    """Not the addresses of the source's variables in .nv.constant4, which are filled in when the code is loaded."""
+    file = elf(_text_kernel=b"code", _nv_constant4=b"addresses", _nv_constant0_kernel=b"constants", _nv_info=b"other")
+    assert list(machine_code.code_sections(file)) == [b"code", b"constants"]
 
 
 def test_renamed_variants_are_paired_by_their_code():

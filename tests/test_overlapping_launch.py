@@ -1,15 +1,23 @@
 """Programmatic dependent launches: how the driver is asked, which kernels wait, and that results do not change."""
 
+import concurrent.futures
 import ctypes
 import functools
+import importlib.util
 import inspect
 import itertools
 import re
 import struct
 import subprocess
 import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import fakes
+import numpy as np
 import pytest
 from test_compile import DISASSEMBLER, LIMITS, compiled
 
@@ -18,7 +26,9 @@ from bench import nvrtc
 from moeblaze_cupy import loader, overlapping_launch, runtime
 from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.ops import balance, dispatch, quantize, router, selection
+from moeblaze_cupy.params import params_of
 from moeblaze_cupy.router_options import RouterOptions
+from moeblaze_cupy.structures import PLAIN_SLOTS
 
 L, E, K = 65536, 128, 8
 
@@ -55,7 +65,26 @@ def test_the_driver_gets_geometry_stream_and_attribute(monkeypatch):
         assert (kernel, arguments, extra) == (77, pointer, 0)
         # CUlaunchAttribute: the id, and at byte 8 a union of 64 bytes.
         assert struct.unpack("i4xi", ctypes.string_at(attributes, 12)) == (6, 1)
-        assert len(ctypes.string_at(attributes, 72)) == overlapping_launch._attribute().nbytes
+        assert len(ctypes.string_at(attributes, 72)) == overlapping_launch._ATTRIBUTE.nbytes
+
+
+def test_threads_that_come_first_together_share_the_attribute():
+    """Launches hold its address alone: an attribute that one thread makes and drops would leave it dangling."""
+    spec = importlib.util.spec_from_file_location("no_launch_yet", overlapping_launch.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    driver, together = Driver(), threading.Barrier(2)
+    module._driver = lambda: driver
+
+    def array(*arguments):
+        together.wait(60)
+        return np.array(*arguments)
+
+    module.np = SimpleNamespace(array=array, int32=np.int32)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda kernel: module.launcher(kernel, (1, 1, 1, 32, 1, 1, 0))(0, 0, 0), (77, 78)))
+    one, other = (struct.unpack_from("Q", config, 40) for config, *_ in driver.calls)
+    assert one == other
 
 
 def test_an_error_of_the_driver_is_raised(monkeypatch):
@@ -140,10 +169,14 @@ def opcodes_of(variant) -> dict[str, str]:
     return {text.split()[0]: text for text in done.split("Function : ")[1:]}
 
 
-def has(launch, opcode) -> bool:
+def code_of(launch) -> str:
     variant = launch.variant
     module = loader.Variant(variant.source, variant.entry if variant.macros else "", variant.macros)
-    return re.search(rf"\b{opcode}\b", opcodes_of(module)[variant.entry]) is not None
+    return opcodes_of(module)[variant.entry]
+
+
+def has(launch, opcode) -> bool:
+    return re.search(rf"\b{opcode}\b", code_of(launch)) is not None
 
 
 @pytest.mark.parametrize("name", chains())
@@ -157,6 +190,125 @@ def test_copied_ids_are_read_after_the_launch_that_copies_them():
     assert listed.count and not listed.route.overlaps
 
 
+# By the start of an entry: what kernels touch before they wait. Other overlapping kernels touch nothing.
+BEFORE_THE_WAIT = {
+    **{"router_sums": {"sequences"}, "dispatch_route": {"ids"}, "tokens_per_expert": {"ids", "sequences"}},
+    **{"chosen_bits": {"ids", "chosen"}, "columns_count": {"scores", "sequences"}},
+    **{"columns_split": {"scores", "sequences"}, "capacity_count": {"ids", "values", "sequences"}},
+    **{"capacity_parts": {"ids", "sequences"}, "capacity_list": {"sequences"}, "capacity_mark": {"sequences"}},
+    **{"weights_amax": {"first", "second"}, "quantize_weights": {"first", "second"}},
+}
+IDS = (np.int32, np.int64)
+
+
+def of_entry(table, variant):
+    return next((names for start, names in table.items() if variant.entry.startswith(start)), set())
+
+
+def public_calls(device) -> dict[str, Callable[[], object]]:
+    """By name: every public function with launches that overlap, in all its forms, on arrays of the fake device."""
+    offsets = device.array(("sequences",), (4,), np.int32)
+    found = {}
+    for dtype, tokens in itertools.product(IDS, (0, 3, 4096, L)):
+        named = f"{tokens} {np.dtype(dtype).name}"
+        scores = device.array(("scores",), (tokens, E), np.float32)
+        ids = device.array(("ids",), (tokens, K), dtype)
+        pairs, of_tokens = device.array(("pairs",), (tokens,), dtype), device.array(("offsets",), (9,), np.int32)
+        values = {"weights": device.array(("weights",), (tokens, K), np.float32)}
+        values["priority"] = device.array(("priority",), (tokens,), np.float32)
+        found[f"dispatch {named}"] = partial(mb.build_dispatch, ids, E)
+        found[f"dispatch ragged {named}"] = partial(mb.build_dispatch, pairs, E, token_offsets=of_tokens)
+        if tokens:
+            found[f"dispatch bounded {named}"] = partial(mb.build_dispatch, ids, E, max_slots=2 * tokens)
+        for sums, sequences in itertools.product(((), ("softmax", "z"), ("entropy",)), (1, offsets)):
+            options = {"sums": sums, "sequences": sequences}
+            by = f"{named} {len(sums)} {sequences is offsets}"
+            found[f"route {by}"] = partial(mb.route, scores, K, **options)
+            found[f"route of ids {by}"] = partial(mb.route, scores, ids=ids, **options)
+        for sequences in (1, offsets):
+            by = f"{named} {sequences is offsets}"
+            for order in ("position", "choice", "weights", "priority"):
+                given = {name: array for name, array in values.items() if name == order}
+                call = partial(mb.limit_capacity, ids, E, 16, order=order, sequences=sequences, **given)
+                found[f"limit_capacity {order} {by}"] = call
+            found[f"tokens_per_expert {by}"] = partial(mb.tokens_per_expert, ids, E, sequences=sequences)
+            found[f"expert_choice {by}"] = partial(mb.expert_choice, scores, 16, sequences=sequences)
+        found[f"round_tokens {named}"] = partial(mb.round_tokens, scores, ids)
+        found[f"list_pairs {named}"] = partial(mb.list_pairs, device.array(("mask",), (tokens, E), bool), 500)
+        histogram = device.array(("histogram",), (E, 100), np.int32)
+        bias, bounds = (device.array((name,), (n,), np.float32) for name, n in (("bias", E), ("bounds", 2)))
+        found[f"quantile_histogram {named}"] = partial(mb.quantile_histogram, scores, ids, bias, histogram, bounds)
+        for slots in (PLAIN_SLOTS, PLAIN_SLOTS._replace(identity_experts=2)):
+            layer = fakes.Layer(tokens, K, E, 64, 64, ids=dtype, slots=slots, save=None)
+            found[f"moe_forward {named} {slots.identity_experts}"] = partial(layer.forward, device)
+    for order, gate_up in (("row", "halves"), ("row", "interleaved"), ("transposed", "halves"), ("pair", "halves")):
+        arguments = fakes.Layer(4, K, 8, 256, 128, order=order).arguments(device)[3:]
+        found[f"quantize_weights {order} {gate_up}"] = partial(mb.quantize_weights, *arguments, gate_up=gate_up)
+    return found
+
+
+SOURCES = "".join(path.read_text() for path in sorted(Path(loader.source_folder()).glob("*.cu*")))
+
+
+@functools.cache
+def written_by(variant) -> set[str]:
+    """The pointers of a kernel's struct that are not to const. Both tiers of a product have a struct of this name."""
+    params = params_of(variant)
+    structs = re.findall(rf"struct {params.struct.partition('<')[0]} {{(.*?)\n}};", SOURCES, re.DOTALL)
+    read = [{name for name in params.pointers if re.search(rf"\bconst [^;/]*\*\s*{name}\b", s)} for s in structs]
+    return set(params.pointers) - set.intersection(*read)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    yield fakes.use(monkeypatch)
+    runtime.forget()  # kernels of this device
+
+
+def test_what_is_touched_before_the_wait_no_launch_uses_that_may_still_run(monkeypatch, device):
+    """A launch that does not overlap starts after all before it have ended; those behind it may run with it."""
+    launcher = loader._Kernel.launcher
+
+    def noted(self, geometry, overlaps):
+        run = launcher(self, geometry, overlaps)
+
+        def launch(*arguments):
+            device.log.append(("overlaps", overlaps))
+            run(*arguments)
+
+        return launch
+
+    monkeypatch.setattr(loader._Kernel, "launcher", noted)
+    seen = set()
+    for name, call in public_calls(device).items():
+        device.restart()
+        results = call()  # so that all that is allocated has an address of its own
+        last, used, written, allocated = None, set(), set(), set()  # since the last launch that does not overlap
+        for what, *entry in device.log:
+            if what == "overlaps":
+                overlaps = entry[0]
+            elif what == "allocate":
+                allocated.add(entry[0])
+            elif what == "clear":
+                last = what
+            elif what == "launch":
+                variant, _, _, values, _ = entry
+                buffers = {pointer: values[pointer][0] for pointer in params_of(variant).pointers if values[pointer]}
+                if overlaps:
+                    assert last == "launch", (name, variant.entry)
+                    seen.add(variant.entry)
+                else:
+                    used, written, allocated = set(), set(), set()
+                for pointer in of_entry(BEFORE_THE_WAIT, variant) & buffers.keys():
+                    barred = used | allocated if pointer in written_by(variant) else written
+                    assert buffers[pointer] not in barred, (name, variant.entry, pointer)
+                used |= set(buffers.values())
+                written |= {buffers[pointer] for pointer in written_by(variant) & buffers.keys()}
+                last = what
+        del results
+    assert seen >= {launch.variant.entry for launches in chains().values() for launch in launches if launch.overlaps}
+
+
 @pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.INSTALL)
 @pytest.mark.skipif(not DISASSEMBLER, reason='needs cuobjdump and nvdisasm: pip install -e ".[compile]"')
 @pytest.mark.parametrize("name", chains())
@@ -166,6 +318,55 @@ def test_overlapping_kernels_wait_and_those_before_let_them_start(name):
     for before, launch in itertools.pairwise(launches):
         assert has(launch, "ACQBULK"), launch.lines[0]
         assert has(before, "PREEXIT"), before.lines[0]
+
+
+def before_the_wait(code: str, others_wait: bool) -> set[str]:
+    """Opcodes of accesses to global memory, and EXIT, that a thread may come to before griddepcontrol.wait.
+
+    BSSY says where BSYNC of the same register goes on. others_wait: a thread need not wait itself, but at the next
+    barrier of the block it meets threads that have.
+    """
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;", code)
+    place = {int(address, 16): i for i, (address, _) in enumerate(found)}
+    opcodes, seen, left = set(), set(), [(0, ())]
+    while left:
+        state = left.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        at, joins = state
+        predicate, instruction = re.fullmatch(r"(@\S+\s+)?(.*)", found[at][1]).groups()
+        opcode, following = re.match(r"\w+", instruction)[0], [at + 1]
+        if opcode == "ACQBULK" or (opcode == "BAR" and others_wait):
+            continue
+        if opcode in ("LD", "LDG", "ST", "STG", "RED", "REDG", "ATOM", "ATOMG", "EXIT"):
+            opcodes.add(opcode)
+        if opcode == "BSSY":
+            register, target = re.search(r"\b(B\d+), 0x([0-9a-f]+)", instruction).groups()
+            joins = tuple(sorted((dict(joins) | {register: place[int(target, 16)]}).items()))
+        elif opcode == "BSYNC":
+            following = [dict(joins)[re.search(r"\bB\d+", instruction)[0]]]
+        elif opcode == "BRA":
+            target = place[int(re.search(r"0x([0-9a-f]+)", instruction)[1], 16)]
+            always = not predicate and re.fullmatch(r"BRA(\.U)?\s+0x[0-9a-f]+", instruction)
+            following = [target] if always else [target, at + 1]
+        elif opcode == "EXIT" and not predicate:
+            following = []
+        left += [(step, joins) for step in following]
+    return opcodes
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason=nvrtc.INSTALL)
+@pytest.mark.skipif(not DISASSEMBLER, reason='needs cuobjdump and nvdisasm: pip install -e ".[compile]"')
+@pytest.mark.parametrize("name", chains())
+def test_machine_code_does_no_more_before_the_wait_than_the_table_says(name):
+    for launch in chains()[name]:
+        if launch.overlaps:
+            touched = of_entry(BEFORE_THE_WAIT, launch.variant)
+            written = touched & written_by(launch.variant)
+            expected = {"LDG" for _ in touched - written} | {"STG" for _ in written}
+            others_wait = launch.variant.entry.startswith("dispatch_route")
+            assert before_the_wait(code_of(launch), others_wait) == expected, launch.lines[0]
 
 
 def calls():

@@ -30,6 +30,7 @@ GPUS = {
 # What an allocation is, by the name of a field in a kernel's struct: the first of its uses that is listed here tells.
 CONTENTS: dict[str, str | dict[str, str]] = {
     "block_counts": "slots per CTA and expert",
+    "row_tiles": {"square_tiles": "square row tiles"},
     "token_index_map": "index lists",
     "tile_counter": "tile counter",
     "result": {"up_fwd": "y_swi", "down_bwd": "weighted y_swi"},

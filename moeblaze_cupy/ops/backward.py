@@ -12,7 +12,7 @@ from typing import Any
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, biases, fp8, grouped_gemm, panels, saved_fp8
+from moeblaze_cupy.ops import aggregation, biases, fp8, grouped_gemm, panels, saved_fp8, square_tiles
 from moeblaze_cupy.ops.biases import Bias, BiasBwd
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout
 from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_of_slots
@@ -72,6 +72,7 @@ class Backward:
     defers_weights: bool
     in_e4m3: fp8.Pass | None  # where up_fwd, down_bwd and up_bwd are in e4m3
     x_in_e4m3: fp8.Pass | None  # likewise, of x for up_fwd
+    square_tiles: Launch | None  # where a product has square tiles
 
     @functools.cached_property
     def cleared_bytes(self) -> tuple[int, int]:
@@ -225,6 +226,7 @@ def configure_backward(
         launches["up_bias_bwd"] = biases.configure(
             index, dtype, first_rows.misalignment, up_bias, up_bias_gradient, False, "b1" in buffers
         )
+    in_tiles = launches.get("up_fwd"), launches.get("up_bwd")
     return Backward(
         index,
         dtype,
@@ -262,6 +264,7 @@ def configure_backward(
         defers_weights,
         in_e4m3,
         x_in_e4m3,
+        square_tiles.configure(index) if any(step and step.square for step in in_tiles) else None,
     )
 
 
@@ -297,6 +300,7 @@ def moe_backward(
     the arrays of first_layer_grad and weighted_y_swi, None where they lie in the memory of what was saved.
     """
     index = steps.index.addresses(lists)
+    squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.index, index)
     token_index_map, w1 = index[TOKEN_INDEX_MAP], steps.up.halves(gate, up)
 
     # Each gradient is allocated when it is due, that of x, whose product needs room, before the largest, that of w1.
@@ -313,8 +317,9 @@ def moe_backward(
                 x_e4m3 = fp8.quantized_rows(run, steps.x_in_e4m3, x)
                 x_read, up_read = x_e4m3[0].ptr, steps.x_in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
                 of_up_fwd = Fp8(x_e4m3[1].ptr, weights_fp8.w1_scales)
+            lists_read = squares if steps.up_fwd.square else index
             grouped_gemm.gemm(
-                run, steps.up_fwd, index, x_read, up_read, first_layer=first_layer, bias=bias, fp8=of_up_fwd
+                run, steps.up_fwd, lists_read, x_read, up_read, first_layer=first_layer, bias=bias, fp8=of_up_fwd
             )
             del x_e4m3
     separate = run.empty(steps.first_layer_grad, steps.dtype) if steps.first_layer_grad else None
@@ -404,11 +409,11 @@ def moe_backward(
     if steps.up_bwd and grad_x:
         weights = weights if steps.scales_slots else 0
         rows = first_layer_grad_e4m3[0].ptr if first_layer_grad_e4m3 else first_layer_grad
-        out = weights, grad_x.ptr
-        panels.sum_of_rows(run, steps.up_bwd, index, rows, up_read, *out, source=grad_out, fp8=of_up_bwd)
+        out, lists_read = (weights, grad_x.ptr), squares if steps.up_bwd.square else index
+        panels.sum_of_rows(run, steps.up_bwd, lists_read, rows, up_read, *out, source=grad_out, fp8=of_up_bwd)
     elif grad_x and cleared_of_x:
         run.clear(grad_x.ptr, cleared_of_x)
-    del first_layer_grad_e4m3
+    del first_layer_grad_e4m3, of_squares
     grad_w1 = None
     if steps.up_wgrad:
         grad_w1, addresses = gradient_memory(run, steps.up, accumulate.get("w1"))

@@ -59,6 +59,10 @@ class IndexLayout:
         return launch_config.max_row_tiles(self.num_rows, self.num_experts)
 
     @property
+    def max_square_tiles(self) -> int:
+        return launch_config.max_row_tiles(self.num_rows, self.num_experts, height=launch_config.SQUARE_TILE)
+
+    @property
     def _lists(self) -> tuple[Mapping[str, tuple[int, tuple[int, ...]]], int]:
         sizes = self.num_tokens, self.k, self.num_experts, self.num_pairs
         return launch_config.index_lists(*sizes, bounded=self.max_slots is not None)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, dispatch, fp8, grouped_gemm, panels, saved_fp8
+from moeblaze_cupy.ops import aggregation, dispatch, fp8, grouped_gemm, panels, saved_fp8, square_tiles
 from moeblaze_cupy.ops.aggregation import Source
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import (
@@ -73,6 +73,7 @@ class Forward:
     quantize_saved: Launch | None = None  # where up_fwd writes a first layer, to be kept in e4m3, in `dtype`
     unquantized: Shape = ()  # of that
     in_e4m3: fp8.Pass | None = None  # where the products are in e4m3
+    square_tiles: Launch | None = None  # where a product has square tiles
     quantize: fp8.WeightsMade | None = None  # where the weights are quantised in the call
 
     @functools.cached_property
@@ -164,8 +165,11 @@ def configure_forward(
     out = (*index.slots_shape, d) if slots.unreduced else (L, d)
     launches = up_fwd, down_fwd, save == "paper", weights_by_row, slots_by_row
     scales_slots = not slots.on_input or slots.identity_experts > 0
+    square = square_tiles.configure(index) if any(step and step.square for step in (up_fwd, down_fwd)) else None
     kept_as, unquantized = "uint8" if in_fp8 else dtype, (R, h * halves)
-    made = Forward(steps, dtype, first_layer, kept_as, (R, h), out, up, down, up_bias, *launches, scales_slots)
+    made = Forward(
+        steps, dtype, first_layer, kept_as, (R, h), out, up, down, up_bias, *launches, scales_slots, square_tiles=square
+    )
     if in_e4m3:
         quantize_weights = fp8.configure_weights(w1, w2, interleaved) if quantizes else None
         made = replace(made, in_e4m3=in_e4m3, quantize=quantize_weights)
@@ -210,6 +214,7 @@ def moe_forward(
     out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3. arrival: of rows of x.
     """
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
+    squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
     row_weights = None
     if steps.weights_by_row:
         row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
@@ -240,7 +245,7 @@ def moe_forward(
         grouped_gemm.gemm(
             run,
             steps.up_fwd,
-            index,
+            squares if steps.up_fwd.square else index,
             rows,
             up_weight,
             first_layer=first_layer_ptr,
@@ -257,7 +262,7 @@ def moe_forward(
     del row_weights, x_e4m3
     out = out or run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
-        rows_index, by_row = rows_of_slots(run, steps.slots_by_row, index)
+        rows_index, by_row = rows_of_slots(run, steps.slots_by_row, squares if steps.down_fwd.square else index)
         weights = weights if steps.scales_slots else 0
         panels.sum_of_rows(
             run,
@@ -271,7 +276,7 @@ def moe_forward(
             source=x,
             fp8=of_down_fwd,
         )
-        del by_row
+        del by_row, of_squares
     elif steps.cleared_bytes:
         run.clear(out.ptr, steps.cleared_bytes)
     return ForwardResult(

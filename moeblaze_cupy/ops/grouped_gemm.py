@@ -131,6 +131,7 @@ class Gemm:
     dynamic_schedule: bool  # CTAs take tiles from a counter
     bias_offset: int  # bytes from the bias's halves to the first column
     partial_sums: tuple[int, int] | None  # shape: column tiles and further parts, R
+    square: bool  # its row tiles are those of square_tiles.cu
     split: Split | None = None  # into launches of tiles whose rows are here and of the others
 
     @property
@@ -190,13 +191,13 @@ def _rows_map(operand: Operand, rows: int, box_rows: int) -> TensorMap:
     return TensorMap(operand.dtype, (ld, rows, 1), (ld, ld * rows), (columns, box_rows, 1))
 
 
-def _weight_map(weight: Weight, entry: str, n: int, k: int, apart: int) -> TensorMap:
+def _weight_map(weight: Weight, entry: str, n: int, k: int, box_columns: int, apart: int) -> TensorMap:
     """n columns of a half as (contiguous, strided, expert): k, n, E where k is contiguous, else n, k, E.
 
-    apart: expert e is at `apart` e. Nothing reads what is between.
+    box_columns: of a box where k is contiguous. apart: expert e is at `apart` e. Nothing reads what is between.
     """
     k_box = launch_config.STEP_BYTES // ITEMSIZE[weight.dtype]
-    shape, box = ((k, n), (k_box, 128, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
+    shape, box = ((k, n), (k_box, box_columns, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
     experts, stride = apart * (weight.num_experts - 1) + 1, weight.expert_stride // apart
     return TensorMap(weight.dtype, (*shape, experts), (weight.ld, stride), box)
 
@@ -221,6 +222,7 @@ def configure(
     to_tokens: bool = False,
     weights_dtype: str | None = None,
     weights_on_input: bool = False,
+    panels: tuple[int, ...] = (),
     why_panels: tuple[str, ...] = (),
     fp8_saved: bool = False,
     here: tuple[int, int] | None = None,
@@ -230,15 +232,17 @@ def configure(
     interleaved: gate and up columns alternate in w1 and the first layer. bias: what is added to the products.
     further_parts: of the partial sums, for others to write. result_ld: elements between the rows of `result`.
     to_tokens: rows go to their tokens, which is Hopper's alone and for k = 1, scaled by weights of `weights_dtype` if
-    that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd.
-    why_panels: sentences for `Launch.why`. fp8_saved: Hopper's kernel keeps or reads the first layer in e4m3; the
-    portable one leaves that to `ops.saved_fp8`. here: tokens whose rows are here while others come (`Arrival`), for the
-    gathering steps; Hopper's kernels then compute these first.
+    that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. panels: the widths
+    of all column panels, of which this launch computes one; they have tiles of one kind. why_panels: sentences for
+    `Launch.why`. fp8_saved: Hopper's kernel keeps or reads the first layer in e4m3; the portable one leaves that to
+    `ops.saved_fp8`. here: tokens whose rows are here while others come (`Arrival`), for the gathering steps; Hopper's
+    kernels then compute these first.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_rows, False, False
     why = (*why_panels, *reasons.tier(config, a.result_dtype, aligned, slots, limits))
-    column_tiles = gemm_config.column_tiles(N, config.tile_columns)
+    pairs, stores_rows = interleaved and entry == "up_fwd", loader.EPILOGUES[entry] == "STORE" and not to_tokens
+    max_row_tiles, square = index.max_row_tiles, False
     num_slots = index.num_slots if to_tokens else slots
     sizes: dict[str, float] = {"columns": N, "depth": K, "num_slots": num_slots, "lda": a.ld}
     sizes |= {f"constant{i}": value for i, value in enumerate(activation_of(activation).constants.values())}
@@ -249,10 +253,17 @@ def configure(
     maps: dict[str, TensorMap] = {}
     split = None
     if config.tier == "sm90" and here is not None and not (bias or a.is_fp8):
-        waves = column_tiles * index.max_row_tiles // limits.multiprocessors
+        waves = gemm_config.column_tiles(N, config.tile_columns) * max_row_tiles // limits.multiprocessors
         # experts are at even places of the weight's tensor map, whose strides are whole 16 bytes
         if waves >= launch_config.SPLIT_WAVES and weight.expert_stride % 16 == 0:
             split = split_tiles.configure(index, here)
+    if config.tier == "sm90" and (stores_rows or (pairs and not fp8_saved)) and not (a.is_fp8 or split):
+        widths = panels or (N * (1 + pairs),)
+        square = gemm_config.square_product(widths, slots, index.num_experts)
+        why += (reasons.product_tile(square, widths, slots, index.num_experts),)
+    if square:
+        config, max_row_tiles = gemm_config.square_gemm(pairs), index.max_square_tiles
+    column_tiles = gemm_config.column_tiles(N, config.tile_columns)
     if config.tier == "sm80":
         sizes |= {"expert_stride": weight.expert_stride, "ldb": weight.ld}
     else:
@@ -260,26 +271,27 @@ def configure(
         depth = segments * K // (2 if a.is_fp8 else 1)  # of as many k-steps
         rule = column_tiles, depth, slots, index.num_experts
         room = limits.multiprocessors > 1  # a cluster's CTAs are on two; spare_multiprocessors may leave one
-        clusters = room and not to_tokens and gemm_config.uses_clusters(gathers, *rule, a.is_fp8)
+        clusters = room and not (to_tokens or square) and gemm_config.uses_clusters(gathers, *rule, a.is_fp8)
         if gathers:
             dynamic = gemm_config.dynamic_schedule(entry, column_tiles, depth, slots, index.num_experts, limits)
         else:
-            maps["a"] = _rows_map(a, slots, launch_config.TILE_ROWS)
-        pairs = interleaved and entry == "up_fwd"
-        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, 2 if split else 1)
+            maps["a"] = _rows_map(a, slots, config.tile_rows)
+        box_columns = launch_config.SQUARE_TILE if square else 128
+        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, box_columns, 2 if split else 1)
         sizes |= {"result_ld": result_ld}
         of_clusters = reasons.clusters(clusters, to_tokens, gathers, *rule, a.is_fp8) if room else reasons.NO_ROOM
+        of_clusters = reasons.SINGLE_CTAS if square else of_clusters
         why += (*((reasons.E4M3,) if a.is_fp8 else ()), of_clusters, reasons.schedule(dynamic, entry, *rule, limits))
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     options["fp8"] = a.is_fp8
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
-    options |= {"fp8_saved": fp8_saved}
+    options |= {"fp8_saved": fp8_saved, "square": square}
     if to_tokens and weights_dtype is not None:
         options["weights_dtype"] = weights_dtype
-    tiles = Tiles(launch_config.TILE_ROWS, config.tile_columns, column_tiles * index.max_row_tiles, at_most=True)
+    tiles = Tiles(config.tile_rows, config.tile_columns, column_tiles * max_row_tiles, at_most=True)
     launch = Launch(
         _variant(entry, a.result_dtype, weight, config, aligned, activation, **options),
-        (config.blocks(N, index.max_row_tiles, limits, clusters),),
+        (config.blocks(N, max_row_tiles, limits, clusters),),
         config.threads,
         GEMM_ADDRESSES,
         sizes,
@@ -291,7 +303,7 @@ def configure(
     offset = first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
     bias_offset = first_column * bias.layouts[0].itemsize if bias else 0
     partial_sums = (column_tiles + further_parts, slots) if wants_partial_sums else None
-    return Gemm(launch, offset, dynamic, bias_offset, partial_sums, split)
+    return Gemm(launch, offset, dynamic, bias_offset, partial_sums, square, split)
 
 
 def gemm(
@@ -312,9 +324,10 @@ def gemm(
 ) -> Buffer | None:
     """One launch, or one more for rows that arrive, on addresses; 0 stands for what is not read or written.
 
-    lists: of the index lists. halves, bias: where the weight's and the bias's gate and up begin. weights: of each row
-    (down_bwd, and up_fwd if they scale a and b), or of each token if rows go to tokens. arrival: of rows of `a`; the
-    step was configured with its tokens. Returns the partial sums of down_bwd (parts, R) float32, if wanted.
+    lists: of the index lists, and those of `square_tiles.listed` if the step has square tiles. halves, bias: where the
+    weight's and the bias's gate and up begin. weights: of each row (down_bwd, and up_fwd if they scale a and b), or of
+    each token if rows go to tokens. arrival: of rows of `a`; the step was configured with its tokens. Returns the
+    partial sums of down_bwd (parts, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
     of_launches, memory = [lists], None

@@ -29,6 +29,11 @@ class Panels:
     panel: tuple[int, int] | None
     dtype: str
 
+    @property
+    def square(self) -> bool:
+        """Whether the products have square tiles, and take the lists of `square_tiles.listed`."""
+        return self.products[0].square
+
 
 def configure(
     entry: str,
@@ -63,11 +68,12 @@ def configure(
     panels = gemm_config.panels(d, index.num_rows, tier)
     spare = a.ld if overwrites and not a.is_fp8 else 0
     in_place = gemm_config.panel_takes_left_operands_rows(d, spare, tier)
-    why = (reasons.panels(tuple(width for _, width in panels), d, index.num_rows, tier, in_place),)
+    widths = tuple(width for _, width in panels)
+    why = (reasons.panels(widths, d, index.num_rows, tier, in_place),)
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
-        options = {**shared, "first_column": first_column, "result_ld": ld}
+        options = {**shared, "first_column": first_column, "result_ld": ld, "panels": widths}
         products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
         sums.append(aggregate(index, a.result_dtype, weights_dtype, d, first_column, width, ld, source))
     panel = None if in_place else (index.num_rows, panels[0][1])

@@ -195,11 +195,12 @@ def configure_round_tokens(
 
 def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int = 0) -> Pairs:
     """token_offsets (L+1,) and ids of the pairs, int32. ids: those that token rounding starts from."""
-    chosen, columns = None, run.empty((steps.num_columns, COLUMN), "int32")
+    columns = run.empty((steps.num_columns, COLUMN), "int32")
+    # Before the first launch, as `choose` writes it before it waits: what is allocated later may still be in use.
+    chosen = run.empty(steps.pairs.words, "int32") if steps.choose else None
     _memory, addresses = steps.zeros.make(run)
     reserved, histogram, counted, listed, counts, chose, frequencies = addresses
-    if steps.choose:
-        chosen = run.empty(steps.pairs.words, "int32")
+    if steps.choose and chosen:
         run.launch(steps.choose, ids, chosen.ptr, frequencies, chose, columns.ptr)
     inputs = (scores, chosen.ptr if chosen else 0, columns.ptr, offsets)
     run.launch(steps.count, *inputs, histogram, counted, reserved)
