@@ -810,11 +810,8 @@ def test_transforms_of_torch_are_refused(followed, function):
             run(first)  # without a tangent
     with pytest.importorskip("torch.utils.flop_counter").FlopCounterMode(display=False):  # which changes nothing
         run(first)
-    torch.set_default_device("cpu")
-    try:
+    with torch.device("cpu"):
         run(first)
-    finally:
-        torch.set_default_device(None)
 
 
 def test_accumulated_arrays_on_another_device():
