@@ -150,7 +150,8 @@ def no_export(function: str) -> None:
         raise RuntimeError(f"{function}: expected {expected}, got tensors that require a gradient")
 
 
-if not hasattr(torch.compiler, "_is_exporting_flag"):  # torch 2.6, which tells nobody
+# torch 2.6 sets no flag, 2.7 and 2.8 none while dynamo traces.
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
 
     def _is_exporting() -> bool:
         """As above: its dynamo knows, and what runs outside of dynamo finds this flag set by torch.export alone."""

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
 
+from torch_versions import NO_COMPILED_TRAINER, needs_models_that_compile  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from moeblaze_cupy.interop import transformers as backend  # noqa: E402
@@ -349,6 +350,7 @@ def test_save_policies(policy, calls):
     check_equal(got, wanted, 1e-5)
 
 
+@needs_models_that_compile
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_compiles_to_one_graph(model_type):
     model = tiny(model_type, "moeblaze", num_hidden_layers=1)
@@ -424,6 +426,8 @@ def train(model, folder, **options):
 @pytest.mark.parametrize("mode", MODES)
 def test_trainer(mode, tmp_path, calls):
     pytest.importorskip("accelerate")
+    if mode == "compile" and NO_COMPILED_TRAINER:
+        pytest.skip(NO_COMPILED_TRAINER)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     eager = {} if mode == "compile" else MODES[mode]  # the loop over experts in plain code breaks graphs

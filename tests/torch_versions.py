@@ -10,8 +10,8 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 # saved, and nothing is computed again.
 CHECKPOINTS_COMPILED_FUNCTIONS = VERSION not in ((2, 10), (2, 11))
 
-# torch 2.6 reports an exception of compiled Python code as "Observed exception", without its message.
-NAMES_EXCEPTIONS_OF_COMPILED_CODE = VERSION > (2, 6)
+# torch before 2.9 reports an exception of compiled Python code as "Observed exception", without its message.
+NAMES_EXCEPTIONS_OF_COMPILED_CODE = VERSION >= (2, 9)
 
 # Where a backward gives a DTensor no gradient, torch before 2.12 makes one of zeros.
 LEAVES_DTENSORS_WITHOUT_GRADIENTS = VERSION >= (2, 12)
@@ -20,8 +20,13 @@ needs_grouped_mm = pytest.mark.skipif(
     not hasattr(torch, "_grouped_mm"), reason="the arms of comparison need grouped_mm, of torch 2.8"
 )
 
+needs_models_that_compile = pytest.mark.skipif(
+    VERSION < (2, 9), reason="what transformers' models do around the experts compiles whole from torch 2.9 on"
+)
+
 
 # Each is None, or why a test cannot run.
+NO_COMPILED_TRAINER = None if VERSION >= (2, 7) else "torch 2.6 compiles code of transformers to names it does not know"
 NO_SHARDING_ON_THE_CPU = (
     None if hasattr(torch.cpu.Stream, "record_event") else "FSDP2 on the CPU needs a newer torch than 2.6"
 )
