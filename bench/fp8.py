@@ -98,7 +98,7 @@ class Checked:
         return q * scales.repeat_interleave(q.shape[1] // len(scales))
 
     def _inputs(self, name: str, scales: str, tokens: torch.Tensor) -> torch.Tensor:
-        return self.arrays[name].view(E4M3)[tokens].double() * self.arrays[scales][tokens, None]
+        return self.arrays[name][tokens].view(E4M3).double() * self.arrays[scales][tokens, None]
 
     def errors(self, name: str) -> dict[str, float]:
         """Relative norms of the last call's sums; "others" is the part of e4m3 numbers that torch rounds otherwise."""

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
 
 from test_transformers import PATCHED, step, text_model, tiny, tokens  # noqa: E402
+from torch_versions import needs_models_that_compile  # noqa: E402
 
 import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy.interop import torch_fp8  # noqa: E402
@@ -122,6 +123,7 @@ def test_quantize_weights(quantised):
     assert len(quantised) == 4
 
 
+@needs_models_that_compile
 def test_weights_that_are_held(quantised):
     """In compiled and eager forwards: written once, for generation among others."""
     model = model_of()
@@ -139,6 +141,7 @@ def test_weights_that_are_held(quantised):
     torch._dynamo.reset()
 
 
+@needs_models_that_compile
 def test_compiled_models_follow_their_weights():
     model = model_of(num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
