@@ -5,8 +5,9 @@ python -m bench.fp8 [--case CASES] [--part PARTS] [--window SECONDS] [--rounds N
 All three are timed in turn, in windows of calls back to back, as the power limit lets the clock swing.
 torch._scaled_mm has rows' scales and one dense product of the same size: no gather, no experts, no epilogue, no sums.
 down_fwd and up_bwd include the sum over each token's slots in both of ours; "sums" is the time of these alone. The
-layer follows, in bf16 and fp8, with how far its results are from bf16's, and its forward by torch's own products in
-e4m3 (bench/fp8_torch.py). Last come the kernels that make x and the weights e4m3, beside copies of as many bytes.
+layer follows, in bf16 and fp8, with how far its results are from bf16's, its forward by torch's own products in e4m3
+(bench/fp8_torch.py), and both passes by torchao's where that is installed (bench/fp8_torchao.py). Last come the
+kernels that make x and the weights e4m3, beside copies of as many bytes.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 import moeblaze_cupy as mb
-from bench import cases, fp8_quantize, fp8_torch, inputs, kernels, measure, table, verify
+from bench import cases, fp8_quantize, fp8_torch, fp8_torchao, inputs, kernels, measure, table, verify
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Torch
@@ -34,6 +35,8 @@ TOLERANCE = 1.2e-2
 # Of what a kernel quantises: elements that are another e4m3 than torch's of the same numbers in float32.
 OTHERS = 5e-3
 PEER = "torch, fp8"
+RECIPES = tuple(fp8_torchao.RECIPES)
+PEERS = PEER, *(f"torchao, {recipe}" for recipe in RECIPES)
 PEER_TOLERANCE = 0.1  # of out, from bf16's
 IN_GRAPH = 8  # calls of a graph: those that quantise are shorter than the host's share of them
 SUMS = {"down_fwd": "aggregate_out", "up_bwd": "aggregate_dx"}
@@ -265,15 +268,15 @@ def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: 
             if value is not None:
                 errors[f"{kind}: {key}"] = relative_difference(value, exact[key])
     exact = value = None
-    peers, errors_of_peers = torchs_forward(name, made, arrays)
+    makers = torchs(name, made), *(torchaos(name, made, recipe) for recipe in RECIPES)
+    running, errors_of_peers = check_peers(name, dict(zip(PEERS, makers, strict=True)), mb.moe_forward(*arrays)[0])
     passes = {"forward": forward, "forward + backward": both}
     rows = []
     for title, make in passes.items():
         calls = {kind: make(kind) for kind in LAYERS}
-        seconds = in_turn(calls | peers if title == "forward" else calls, window, rounds)
+        seconds = in_turn(calls | {peer: of[title] for peer, of in running.items() if title in of}, window, rounds)
         found = errors if title != "forward" else errors_of_peers
         rows.append({"case": name, "kernel": title, "errors": found, "seconds": seconds})
-        peers = {}
     return rows
 
 
@@ -301,20 +304,45 @@ def quantize_rows(name: str, made: dict[str, torch.Tensor], window: float, round
 PARTS = {"products": product_rows, "layers": layer_rows, "quantize": quantize_rows}
 
 
-def torchs_forward(name: str, made: dict, arrays: list[torch.Tensor]) -> tuple[dict[str, Callable], dict[str, float]]:
-    """torch's way by its name, and how far its result is from bf16's; nothing but a note where it cannot run."""
-    if not fp8_torch.available():
-        return {}, {}
-    try:
-        call = fp8_torch.forward(cases.LAYERS[name], made)
-        error = relative_difference(call(), mb.moe_forward(*arrays)[0])
-    except RuntimeError as problem:  # also what torch.compile cannot compile, and too little memory
-        print(f"{name}: {PEER} does not run: {str(problem).splitlines()[0]}", flush=True)
-        return {}, {}
-    if not error <= PEER_TOLERANCE:
-        print(f"{name}: {PEER}: expected an error of at most {PEER_TOLERANCE}, got {error}: left out", flush=True)
-        return {}, {}
-    return {PEER: call}, {f"{PEER}: out": error}
+def torchs(name: str, made: dict) -> Callable[[], dict[str, Callable]]:
+    """What makes torch's own forward, by pass; torch has no gradient of its product."""
+
+    def make() -> dict[str, Callable]:
+        if not fp8_torch.available():
+            raise RuntimeError("this torch has no _scaled_grouped_mm")
+        return {"forward": fp8_torch.forward(cases.LAYERS[name], made)}
+
+    return make
+
+
+def torchaos(name: str, made: dict, recipe: str) -> Callable[[], dict[str, Callable]]:
+    """What makes the layer by torchao's products, by pass."""
+
+    def make() -> dict[str, Callable]:
+        layer = fp8_torchao.TorchAO(cases.LAYERS[name], made, *fp8_torchao.product_of(recipe))
+        layer.forward_backward()
+        return {"forward": layer.forward, "forward + backward": layer.forward_backward}
+
+    return make
+
+
+def check_peers(
+    name: str, peers: dict[str, Callable[[], dict[str, Callable]]], want: torch.Tensor
+) -> tuple[dict[str, dict[str, Callable]], dict[str, float]]:
+    """Those that run, and how far each result is from bf16's; a note of each other."""
+    running, errors = {}, {}
+    for peer, make in peers.items():
+        try:
+            calls = make()
+            error = relative_difference(calls["forward"]().detach(), want)
+        except Exception as problem:  # whatever another package raises, torch.compile included
+            print(f"{name}: {peer} does not run: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+            continue
+        if error <= PEER_TOLERANCE:
+            running[peer], errors[f"{peer}: out"] = calls, error
+        else:
+            print(f"{name}: {peer}: expected an error of at most {PEER_TOLERANCE}, got {error}: left out", flush=True)
+    return running, errors
 
 
 def text(rows: list[dict]) -> list[str]:
@@ -323,7 +351,7 @@ def text(rows: list[dict]) -> list[str]:
     Of what makes e4m3: times, bytes per second, and a copy's time over it.
     """
     lines = [["case", "kernel", "bf16 us", "e4m3 us", "bf16 / e4m3", "TFLOP/s", "dense", "sums us", "error"]]
-    kinds = [*list(LAYERS)[1:], *([PEER] if any(PEER in row["seconds"] for row in rows) else [])]
+    kinds = [*list(LAYERS)[1:], *(peer for peer in PEERS if any(peer in row["seconds"] for row in rows))]
     layers = [["case", "pass", "bf16 ms", *(f"bf16 / {kind}" for kind in kinds)]]
     copies = [["case", "kernel", "us", "TB/s", "copy / e4m3"]]
     errors = []

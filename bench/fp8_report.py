@@ -12,6 +12,12 @@ from moeblaze_cupy import memory
 RECORD = RECORDS / "fp8" / "h200.json"
 PASSES = ("forward", "forward + backward")
 PEER = "torch, fp8"
+# What a column of the layer's table has: a peer, a pass, and the kind of this package's call beside which it is timed.
+OF_PEERS = (
+    ("torch's forward", PEER, "forward", "fp8"),
+    ("torchao's forward", "torchao, rowwise", "forward", "fp8, quantises"),
+    ("torchao's with backward", "torchao, rowwise", "forward + backward", "fp8, quantises"),
+)
 QUANTIZED = ("quantize_rows", "quantize_weights")
 ABOUT = """`python -m bench.fp8` compares `precision="fp8"` and `save="fp8"` with bf16, in alternating calls back to
 back. Weights are in transformers' memory order. They are quantised before the calls, unless a column says that the call
@@ -20,8 +26,9 @@ OF_PRODUCTS = "Products: bf16's time over e4m3's, including the sums over a toke
 OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`"
 is the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, without gather,
 experts and sums."""
-OF_PEER = """The last column is the time of a forward of torch's own products in fp8 over this package's. torch's
-forward sorts, gathers and quantises rows, calls `torch._scaled_grouped_mm` twice, and computes a weighted sum."""
+OF_PEER = """The last columns are a peer's time in fp8 over this package's. torch's forward sorts, gathers and quantises
+rows, calls `torch._scaled_grouped_mm` twice, and computes a weighted sum. torchao's layer does the same with its
+differentiable rowwise products, which quantise the weights in each call, and is compared with calls that do so, too."""
 OF_SAVED = """Time with `save="minimal"` over that with `save="fp8"`, and the MiB of a and b that each keeps, by
 formula."""
 OF_QUANTIZED = """Quantisation of x and of the weights: the time of a copy of as many bytes over the kernel's time,
@@ -55,16 +62,23 @@ def products_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
     return [[case, *(speed(rows[entry], "e4m3") for entry in PRODUCTS)] for case, rows in found.items()]
 
 
+def peers_of(found: dict[str, dict[str, dict]]) -> list[tuple[str, str, str, str]]:
+    """Those of OF_PEERS that have run on some case."""
+    return [of for of in OF_PEERS if any(of[1] in rows[of[2]]["seconds"] for rows in found.values())]
+
+
 def layer_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
-    """Cells: case, both passes, both where the call quantises, over torch._scaled_mm; last the peer, if it has run."""
-    has_peer = any(PEER in rows["forward"]["seconds"] for rows in found.values())
+    """Cells: case, both passes, both where the call quantises, over torch._scaled_mm, then `peers_of`."""
     lines = []
     for case, rows in found.items():
         both = [rows[name] for name in PASSES]
         dense = sum(rows[entry]["seconds"]["_scaled_mm"] for entry in ("up_fwd", "down_fwd"))
         cells = [speed(row, kind) for kind in ("fp8", "fp8, quantises") for row in both]
-        peer = [speed(both[0], "fp8", PEER) if PEER in both[0]["seconds"] else "-"] if has_peer else []
-        lines.append([case, *cells, number(both[0]["seconds"]["fp8"] / dense), *peer])
+        ratios = [
+            speed(rows[name], kind, peer) if peer in rows[name]["seconds"] else "-"
+            for _, peer, name, kind in peers_of(found)
+        ]
+        lines.append([case, *cells, number(both[0]["seconds"]["fp8"] / dense), *ratios])
     return lines
 
 
@@ -121,8 +135,7 @@ def section(table) -> list[str]:
     if not found:
         return []
     record = json.loads(RECORD.read_text())
-    layers = layer_rows(found)
-    has_peer = len(layers[0]) > 6
+    titles = [title for title, *_ in peers_of(found)]
     head = ["case", "forward", "with backward", "forward that quantises", "with backward", "over `_scaled_mm`"]
     gradients = ["x", "weights", "w1", "w2"]
     quantized = quantized_rows(found)
@@ -131,8 +144,8 @@ def section(table) -> list[str]:
         *("", "## Products in e4m3", "", ABOUT, ""),
         f"{record['machine_info']['gpu']}, commit `{record['commit_info']['id']}`.",
         *("", OF_PRODUCTS, *table(["case", *PRODUCTS], products_rows(found))),
-        *("", f"{OF_LAYERS} {OF_PEER}" if has_peer else OF_LAYERS),
-        *table([*head, *(["torch's time over ours"] if has_peer else [])], layers),
+        *("", f"{OF_LAYERS} {OF_PEER}" if titles else OF_LAYERS),
+        *table([*head, *titles], layer_rows(found)),
         *("", OF_SAVED),
         *table(
             ["case", "bf16 forward", "with backward", "fp8 forward", "with backward", "minimal, MiB", "fp8, MiB"],

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench import cases, fp8, fp8_quantize, fp8_report, fp8_torch, inputs, verify  # noqa: E402
+from bench import cases, fp8, fp8_quantize, fp8_report, fp8_torch, fp8_torchao, inputs, verify  # noqa: E402
 
 CASE = cases.LayerCase("tiny", 60, 48, 32, 5, 2, "test")
 
@@ -46,20 +46,58 @@ def test_torchs_forward_is_the_layer(monkeypatch):
     assert fp8.relative_difference(out, out) == 0
 
 
-def test_the_report_has_torchs_forward_where_it_has_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("multiple", [16, 128])
+def test_torchaos_layer_is_the_layer(multiple):
+    made = inputs.layer_inputs(CASE, "transposed")
+    made = {name: array.cpu() for name, array in made.items()}
+    made = {name: array.double() if array.is_floating_point() else array for name, array in made.items()}
+
+    def product(rows, weight, ends):
+        """In the groups that torchao's product takes."""
+        starts = [0, *ends.tolist()]
+        assert ends.dtype == torch.int32 and starts[-1] == len(rows) and not any(end % multiple for end in starts)
+        return torch.cat([rows[a:b] @ w for a, b, w in zip(starts, starts[1:], weight, strict=False)])
+
+    found = fp8_torchao.TorchAO(CASE, made, product, multiple, compiles=False)
+    want = layer({**made, **dict(zip(found.names, found.leaves, strict=True))})
+    got = {"out": found.forward(), **found.named(found.forward_backward())}
+    wanted = {"out": want, **found.named(torch.autograd.grad(want, found.leaves, made["grad_out"]))}
+    for name, value in wanted.items():  # float64 throughout
+        assert float((got[name] - value).detach().norm() / value.detach().norm()) < 1e-12, name
+
+
+def test_a_peer_that_does_not_run_or_is_wrong_is_left_out(capsys):
+    want = torch.ones(32, 4)
+
+    def fails():
+        raise ImportError("no such package")
+
+    makers = {
+        "right": lambda: {"forward": lambda: want},
+        "absent": fails,
+        "wrong": lambda: {"forward": lambda: 2 * want},
+        "not a number": lambda: {"forward": lambda: want * float("nan")},
+    }
+    running, errors = fp8.check_peers("case", makers, want)
+    assert list(running) == ["right"] and errors == {"right: out": 0}
+    printed = capsys.readouterr().out
+    assert "absent does not run: ImportError: no such package" in printed and "not a number: expected" in printed
+
+
+def test_the_report_has_a_peer_where_it_has_run(tmp_path):
     record = json.loads(fp8_report.RECORD.read_text())
     found = fp8_report.by_case()
     case = next(iter(found))
-    seconds = found[case]["forward"]["seconds"]
     for row in record["rows"]:
-        row["seconds"].pop(fp8_report.PEER, None)
-        if (row["case"], row["kernel"]) == (case, "forward"):
-            row["seconds"][fp8_report.PEER] = 2.5 * seconds["fp8"]
+        for _, peer, name, kind in fp8_report.OF_PEERS[:2]:
+            row["seconds"].pop(peer, None)
+            if (row["case"], row["kernel"]) == (case, name):
+                row["seconds"][peer] = 2.5 * row["seconds"][kind]
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record))
     first, *others = fp8_report.layer_rows(fp8_report.by_case(path))
-    assert first[0] == case and first[-1] == "2.50" and all(row[-1] == "-" for row in others)
-    assert fp8_report.PEER == fp8.PEER
+    assert first[0] == case and first[-2:] == ["2.50", "2.50"] and all(row[-2:] == ["-", "-"] for row in others)
+    assert {peer for _, peer, *_ in fp8_report.OF_PEERS} <= {*fp8.PEERS}
 
 
 def test_the_report_has_the_kernels_that_make_e4m3_where_they_were_timed():
