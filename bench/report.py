@@ -13,6 +13,7 @@ from bench import (
     cases,
     fp8_report,
     language_model_report,
+    other_gpus,
     parallel_report,
     summary,
     transformers_report,
@@ -402,6 +403,7 @@ def results(records: Records) -> str:
     lines += transformers_report.section(list(records.by_name.values()), table)
     lines += language_model_report.section(table)
     lines += parallel_report.section(table)
+    lines += other_gpus.section(table)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 

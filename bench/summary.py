@@ -3,7 +3,15 @@
 import statistics
 from collections.abc import Iterable
 
-from bench import accuracy_report, cases, fp8_report, language_model_report, parallel_report, transformers_report
+from bench import (
+    accuracy_report,
+    cases,
+    fp8_report,
+    language_model_report,
+    other_gpus,
+    parallel_report,
+    transformers_report,
+)
 from bench.recorded import Records, beside_peers
 from bench.table import PASSES, span
 
@@ -67,6 +75,7 @@ def readme(records: Records) -> str:
         language_model_report.headline(),
         fp8_report.headline(),
         parallel_report.headline(),
+        other_gpus.headline(),
     ]
     return block(
         [

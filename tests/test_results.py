@@ -36,7 +36,7 @@ def measured(case: str) -> set[float]:
     values: set[float] = set()
     if case in cases.LAYERS and (routing := cases.LAYERS[case].routing) != "random":
         values |= beside_random_routing(case, case.removesuffix(f"_{routing}"))
-    for path in (ROOT / "bench" / "records").glob("*.json"):
+    for path in (*RECORDS.glob("*.json"), *RECORDS.glob("other_gpus/*.json")):
         rows = [r for r in json.loads(path.read_text())["benchmarks"] if r["extra_info"]["case"] == case]
         seconds = {json.dumps(r["extra_info"], sort_keys=True): r["stats"]["median"] for r in rows}
         for row in rows:
@@ -84,12 +84,11 @@ def measured(case: str) -> set[float]:
 def of_fp8(case: str) -> set[float]:
     """Ratios of times of one row of bench.fp8's record, errors, rates, and MiB of the first layer."""
     values: set[float] = set()
+    peers = "torch, fp8", "torchao, rowwise"
     rows = [r for r in json.loads((RECORDS / "fp8" / "h200.json").read_text())["rows"] if r["case"] == case]
     for row in rows:
         seconds = row["seconds"]
-        values |= {
-            seconds[base] / s for base in ("bf16", "fp8", "torch, fp8") if base in seconds for s in seconds.values()
-        }
+        values |= {seconds[base] / s for base in ("bf16", "fp8", *peers) if base in seconds for s in seconds.values()}
         values |= {1e3 * error for error in row["errors"].values()}
         if row["kernel"].startswith("quantize_"):
             shape = cases.LAYERS[case]
@@ -230,6 +229,30 @@ def test_readme_has_the_least_greatest_and_median_ratios():
     stated = re.search(r"(\d+\.\d+) of SonicMoE's peak memory and is (\d+\.\d+) times as fast", text)
     assert list(stated.groups()) == [f"{median(r.values()):.2f}" for r in (peak, sonicmoe)]
     assert f"{len(sonicmoe)} layers" in text and len(peak) == len(sonicmoe)
+
+
+def test_other_gpus_stand_beside_their_own_bound_and_torch():
+    """By another way than the report's."""
+    ratios: dict[str, list[float]] = {"bound": [], "torch": []}
+    record = json.loads((ROOT / "bench" / "records" / "other_gpus" / "h100-layer.json").read_text())
+    rows = {
+        tuple(r["extra_info"][n] for n in ("case", "pass", "provider")): r["extra_info"] for r in record["benchmarks"]
+    }
+    for case in cases.LAYERS:
+        times = [
+            rows.get((case, "forward_backward", provider), {}).get("back_to_back_ms")
+            for provider in ("moeblaze", "cublas_bound", "torch_grouped_mm")
+        ]
+        if all(times):
+            ratios["bound"].append(times[0] / times[1])
+            ratios["torch"].append(times[2] / times[0])
+            line = next(ln for ln in RESULTS.split("## Other GPUs")[1].splitlines() if ln.startswith(f"| {case} |"))
+            assert f" | {times[0] / times[1]:.2f} | {times[2] / times[0]:.2f} | " in line
+    text = " ".join(BLOCK.split())
+    bound, torchs = (f"{min(r):.2f} to {max(r):.2f} times" for r in ratios.values())
+    assert f"{record['machine_info']['gpu']}: a training pass takes {bound} as long as its products" in text
+    of_all = f"(median {median(ratios['torch']):.2f}, {len(ratios['torch'])} layers)"
+    assert f"`grouped_mm` {torchs} as long as this layer {of_all}" in text
 
 
 def test_readme_has_the_errors_and_losses_of_the_records():

@@ -1,0 +1,68 @@
+"""The layer on other GPUs than the one of docs/results.md's tables, from `python -m moeblaze_cupy bench --suite layer`.
+
+bench/records/other_gpus/ has a record for each GPU.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+
+from bench import cases
+from bench.recorded import RECORDS, title
+from bench.table import PASSES, merged_layers, number, rows_of, span
+
+FOLDER = RECORDS / "other_gpus"
+PEER = "torch_grouped_mm"
+SHOWN = PASSES[2:]  # calls back to back
+ABOUT = f"""The same suite on other GPUs: calls back to back, weights in transformers' memory order. "Over bound" is the
+time over that of the layer's products in cuBLAS. The time of {title(PEER)} is given over this package's, and this
+package's peak memory over that of {title(PEER)}. All are of one run."""
+
+
+def records() -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
+
+
+def layers(record: dict) -> list[dict]:
+    """Of each case that ran both passes beside its bound and the peer: case, GPU's times, and ratios by name."""
+    entries = {(e["case"], e["provider"]): e for e in merged_layers(rows_of(record, "layer"))}
+    found = []
+    for case in (name for name in cases.LAYERS if (name, "moeblaze") in entries):
+        ours, peer = entries[case, "moeblaze"], entries.get((case, PEER), {})
+        if all(f"{what}_ratio" in ours and what in peer for what in SHOWN):
+            of_passes = {what: (ours[what], ours[f"{what}_ratio"], peer[what] / ours[what]) for what in SHOWN}
+            found.append({"case": case, "passes": of_passes, "peak": ours["peak_mib"] / peer["peak_mib"]})
+    return found
+
+
+def headline() -> list[str]:
+    """One sentence for each GPU; none without a record."""
+    lines = []
+    for record in records():
+        rows = layers(record)
+        bound, speed = ([row["passes"][SHOWN[1]][i] for row in rows] for i in (1, 2))
+        lines += [
+            f"{record['machine_info']['gpu']}: a training pass takes {span(bound)} times as long as its products in",
+            f"cuBLAS, and torch's `grouped_mm` {span(speed)} times as long as this layer "
+            f"(median {statistics.median(speed):.2f}, {len(rows)} layers).",
+        ]
+    return lines
+
+
+def section(table: Callable[[list[str], Iterable[list[str]]], list[str]]) -> list[str]:
+    """Lines of docs/results.md; none without a record."""
+    lines = []
+    for record in records():
+        machine = record["machine_info"]
+        rows = []
+        for row in layers(record):
+            cells = [row["case"]]
+            for seconds, bound, speed in row["passes"].values():
+                cells += [number(seconds * 1e3), f"{bound:.2f}", f"{speed:.2f}"]
+            rows.append([*cells, f"{row['peak']:.2f}"])
+        about = f"{machine['gpu']}, {machine['power_limit_w']} W, driver {machine['driver']}, torch {machine['torch']}"
+        lines += ["", f"{about}, commit `{record['commit_info']['id']}`."]
+        passes = ("forward", "with backward")
+        head = [f"{name}{what}" for name in passes for what in (", ms", ", over bound", ", torch's time")]
+        lines += table(["case", *head, "our peak over its"], rows)
+    return ["", "## Other GPUs", "", ABOUT, *lines] if lines else []
