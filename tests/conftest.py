@@ -3,7 +3,7 @@
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: each with one thread, before NumPy starts its own
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 import numpy as np
 import pytest
