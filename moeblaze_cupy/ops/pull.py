@@ -58,6 +58,19 @@ def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> La
 
 
 @cached
+def pull_scaled_rows(P: int, rows_per_peer: int, d: int, offset: int, scales_offset: int) -> Launch:
+    """Of e4m3, d a multiple of 16. Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), scales (P*L,)."""
+    of_rows = pull_rows(P, rows_per_peer, d, "uint8", offset)
+    return Launch(
+        loader.entry("pull.cu", "pull_scaled_rows"),
+        of_rows.grid,
+        of_rows.threads,
+        ("peers", "needed", "out", "scales"),
+        {**of_rows.scalars, "scales_offset": scales_offset},
+    )
+
+
+@cached
 def pull_sum(
     P: int, L: int, k: int, d: int, first_row: int, experts_per_peer: int, ids_dtype: str, dtype: str, offset: int
 ) -> Launch:
