@@ -1,4 +1,4 @@
-"""Rows that are in e4m3 before the layer sees them: kernels of other GPUs' rows, and the layer, on the emulator and CPU.
+"""Rows that are in e4m3 before the layer sees them: kernels that read those of other GPUs, and the layer.
 
 A rank quantises its tokens once, and others read them. The layer then has the results of bf16 rows but for the
 gradients of weights, which are those of the numbers that e4m3 and scale stand for.
@@ -50,13 +50,18 @@ def test_rows_come_back_in_bf16(L, d):
 
 
 def test_rows_in_bf16_give_the_same_e4m3_again():
-    """So that a layer of rounded rows is the oracle of one that is given e4m3. A row with an infinity is all NaN."""
+    """So that a layer of rounded rows is the oracle of one that is given e4m3.
+
+    A row with an infinity is all NaN, and one below 2^-110 all 0, whatever the scale.
+    """
     rows = rows_of(20, 144, BF16)
     first, again = quantised(rows), quantised(rounded(rows))
     infinite = np.isinf(rows.astype(np.float32)).any(axis=1)
     assert infinite.any() and np.isnan(rounded(rows)[infinite].astype(np.float32)).all()
-    for part, same in zip(first, again, strict=True):
-        np.testing.assert_array_equal(part[~infinite], same[~infinite])
+    np.testing.assert_array_equal(first.values[~infinite], again.values[~infinite])
+    told = ~infinite & (first.values & 0x7F).any(axis=1)
+    np.testing.assert_array_equal(first.scales[told], again.scales[told])
+    assert told.sum() >= len(rows) - 4
 
 
 @pytest.mark.parametrize("d", [16, 48, 5136])

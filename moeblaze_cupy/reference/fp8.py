@@ -55,7 +55,8 @@ def quantize(values: HostArray, axis: int | tuple[int, ...]) -> tuple[HostArray,
 def dequantize(stored: HostArray, scales: HostArray, dtype: Any) -> HostArray:
     """Rows of bytes of e4m3 (L, d) with float32 scales (L,), each number rounded to `dtype`.
 
-    `quantize` along rows makes the same bytes and scales of them again, but of rows that are NaN throughout.
+    `quantize` along rows makes the same bytes and scales of them again, but for scales of rows that are NaN or 0
+    throughout.
     """
     with np.errstate(invalid="ignore"):  # an infinite scale times 0
         rows: HostArray = (from_e4m3(stored) * scales[:, None]).astype(dtype)
