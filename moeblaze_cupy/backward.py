@@ -9,7 +9,6 @@ import numpy as np
 from moeblaze_cupy import arrays, checks, fp8_checks, overlaps, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export, Framework
 from moeblaze_cupy.call import Call, keep, untraced
-from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.layer import map_saved, named_pair, spared, values_and_scales, w1_b1_b2
 from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
@@ -66,13 +65,13 @@ def _check_accumulated(call: Call, buffers: Parts, saved: SavedForBackward) -> N
         checks.accumulated(call.function, described, shapes, call.described["saved.x"].dtype)
 
 
-def _check_rows(call: Call, saved: SavedForBackward, grad_scales: Any, limits: DeviceLimits | None = None) -> None:
+def _check_rows(call: Call, saved: SavedForBackward, grad_scales: Any) -> None:
     """Of x and grad_out in e4m3, which are then described as what they stand for."""
     of_e4m3 = {"saved.x": saved.x_scales, "grad_out": grad_scales}
     for name, scales in of_e4m3.items():
         if scales is not None:
             array = call.described[name]
-            fp8_checks.rows(call.function, name, array, call.framework.describe(scales), limits)
+            fp8_checks.rows(call.function, name, array, call.framework.describe(scales))
             dtype = call.framework.describe(saved.w2).dtype
             call.described[name] = dataclasses.replace(array, dtype=dtype)
 
@@ -187,8 +186,7 @@ def moe_backward_weights(
     parts = _arrays(buffers)
     call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
     grad_layout, x_layout = call.layout("grad_out", "saved.x")
-    limits = spared(function, call, spare_multiprocessors)
-    _check_rows(call, saved, pending.grad_scales, limits)
+    _check_rows(call, saved, pending.grad_scales)
     _check_accumulated(call, buffers, saved)
     describe = call.framework.describe
     if parts:
@@ -196,6 +194,7 @@ def moe_backward_weights(
         left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
         kept = {name: describe(array) for name, array in left.items() if array is not None}
         overlaps.apart(function, kept, {part: call.described[part] for part in parts})
+    limits = spared(function, call, spare_multiprocessors)
     pending.consumed = True
     if limits is None:
         host_grad, host_saved = _on_host(call, saved, pending.grad_scales)
@@ -285,12 +284,13 @@ def backward_into(
         buffers = _buffers(function, accumulate, needs, saved)
         parts = _arrays(buffers)
         call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
-        d, limits = call.described, spared(function, call, spare_multiprocessors)
-        _check_rows(call, saved, grad_scales, limits)
+        _check_rows(call, saved, grad_scales)
+        d = call.described
         checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
         _check_accumulated(call, buffers, saved)
         if parts:
             _check_apart(function, call.framework, d["grad_out"].owner, saved, parts)
+        limits = spared(function, call, spare_multiprocessors)
         if limits is None:
             if arrival is not None:
                 arrival.wait()

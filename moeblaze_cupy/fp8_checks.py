@@ -28,13 +28,13 @@ def arrays_of(function: str, precision: Any, fp8_weights: Any) -> tuple[Any, ...
     return tuple(getattr(fp8_weights, field) for field in FIELDS)
 
 
-def rows(function: str, name: str, values: Array, scales: Array, limits: DeviceLimits | None) -> None:
-    """Of `Fp8Rows`, the argument `name`; whose shape is left to the checks of rows. limits: None on the CPU."""
+def rows(function: str, name: str, values: Array, scales: Array) -> None:
+    """Of `Fp8Rows`, the argument `name`; the shape of the values is left to the checks of rows."""
     checks.dtype(function, f"{name}.values", values, ("uint8",))
     checks.shape(function, f"{name}.scales", scales, "L", values.shape[:1])
     checks.dtype(function, f"{name}.scales", scales, ("float32",))
     checks.contiguous(function, f"{name}.scales", scales)
-    if limits is not None and values.ptr % arrays.ALIGNMENT:
+    if values.device != arrays.CPU and values.ptr % arrays.ALIGNMENT:
         raise checks.bad_value(function, f"{name}.values", "16-byte aligned memory", hex(values.ptr))
 
 

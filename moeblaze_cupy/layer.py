@@ -321,7 +321,7 @@ def forward(
         if x_scales is not None:
             if precision is None:
                 raise checks.bad_value("moe_forward", "x", "bf16 rows without precision='fp8'", "rows in e4m3")
-            fp8_checks.rows("moe_forward", "x", described[0], described[-1], limits)
+            fp8_checks.rows("moe_forward", "x", described[0], described[-1])
         if limits is None:
             if arrival is not None:
                 arrival.wait()

@@ -81,7 +81,7 @@ def quantize_rows(rows: Any, out: Fp8Rows) -> None:
         checks.contiguous(function, "rows", given)
         checks.shape(function, "out.values", values, "L, d", given.shape)
         checks.contiguous(function, "out.values", values)
-        fp8_checks.rows(function, "out", values, scales, None if call.on_cpu else call.limits)
+        fp8_checks.rows(function, "out", values, scales)
         if call.on_cpu:
             stored, of_rows = reference.fp8.quantize(call.host("rows"), axis=1)
             np.copyto(call.host("out.values"), stored)
@@ -175,7 +175,7 @@ def pull_scaled_rows(values: PeerArray, scales: PeerArray, needed: Any, out: Fp8
         into, into_scales = call.described["out.values"], call.described["out.scales"]
         P = call.described["peers"].size
         checks.shape(function, "out.values", into, "P*L, d", (None, None))
-        fp8_checks.rows(function, "out", into, into_scales, call.limits)
+        fp8_checks.rows(function, "out", into, into_scales)
         checks.shape(function, "needed", call.described["needed"], "P*L", into.shape[:1])
         checks.dtype(function, "needed", call.described["needed"], ("bool",))
         for name, peers, dtype in (("values", values, "uint8"), ("scales", scales, "float32")):

@@ -19,6 +19,7 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, backward, layer, reference
 from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.ops import pull, quantize
+from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Runtime
 from moeblaze_cupy.structures import Fp8Rows
 
@@ -136,6 +137,48 @@ def test_layer(number, save):
     as_expected(found, plain, of_rounded)
     assert entries.count("dequantize_rows") == 2 and "quantize_rows" not in entries
     assert not np.array_equal(plain["w1"], found["w1"]) and not np.array_equal(plain["w2"], found["w2"])
+
+
+def test_rows_that_arrive():
+    """No kernel reads rows or scales before a product has waited for them, and what comes before runs beside copies."""
+    inputs = make_layer_inputs(LAYERS[0], 0, BF16)
+    results, launched = [], []
+    for late in (False, True):
+        with emulated(ONE_CLUSTER, seed=1, tier="sm90") as device:
+            x, *others, grad_out = inputs
+            others = [device.put(array) for array in others]
+
+            def arriving(rows, device=device, late=late):
+                whole = quantised(rows)
+                values, scales = device.allocate(rows.shape, np.uint8), device.allocate(rows.shape[:1], np.float32)
+                half = slice(0, len(rows) // 2)
+
+                def come(part):
+                    np.asarray(values)[part], np.asarray(scales)[part] = whole.values[part], whole.scales[part]
+
+                def wait():
+                    device.synchronize()  # what has been launched does not read these rows
+                    launched.append(list(device.launched))
+                    come(slice(None))
+
+                np.asarray(values)[:], np.asarray(scales)[:] = 0x7F, np.nan
+                come(half if late else slice(None))
+                return Fp8Rows(values, scales), Arrival(0, len(rows) // 2, wait) if late else None
+
+            rows, arrival = arriving(x)
+            out, saved = layer.forward_into(None, rows, *others, precision="fp8", arrival=arrival)
+            device.synchronize()
+            rows, arrival = arriving(grad_out)
+            of_all = ("x", "weights", "w1", "w2"), False, None, 0, True, arrival
+            grads, pending = backward.backward_into(None, "moe_backward_data", rows, saved, *of_all)
+            made = mb.moe_backward_weights(pending)
+            device.synchronize()
+            found = {"out": out, "x": grads.x, "weights": grads.weights, "w1": made.w1, "w2": made.w2}
+            results.append({name: host(array) for name, array in found.items()})
+    for name, array in results[0].items():
+        np.testing.assert_array_equal(array, results[1][name], err_msg=name)
+    assert len(launched) == 2 and not {"up_fwd", "quantize_rows_bfloat16"} & set(launched[0])
+    assert any(name.startswith("dispatch") for name in launched[0])
 
 
 SMALL = Case(L=37, k=2, E=4, d=48, h=32, routing="absent")
