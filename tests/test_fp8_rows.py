@@ -201,6 +201,39 @@ def test_layer_on_the_cpu():
         as_expected(found, plain, of_rounded)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["minimal", "recompute", "fp8"])
+def test_layer_on_a_gpu(save):
+    """The same claims on large tiles, and the kernels of rows against the reference, NaN and infinities too."""
+    torch = pytest.importorskip("torch")
+    inputs = make_layer_inputs(Case(L=8192, k=2, E=8, d=1024, h=512, routing="absent"), 0, np.float32)
+    x, ids, weights, w1, w2, grad_out = (torch.from_numpy(array).cuda() for array in inputs)
+    x, w1, w2, grad_out = (tensor.bfloat16() for tensor in (x, w1, w2, grad_out))
+    x[0], x[1, 3], x[2, 5] = 0, torch.nan, torch.inf
+
+    def in_e4m3(rows):
+        out = Fp8Rows(torch.empty_like(rows, dtype=torch.uint8), torch.empty(len(rows), device="cuda"))
+        mb_rows.quantize_rows(rows, out)
+        return out
+
+    def back(rows):
+        made = in_e4m3(rows)
+        host = (arrays.Torch.to_numpy(part.cpu()) for part in made)
+        return arrays.Torch.from_numpy(reference.fp8.dequantize(*host, BF16)).cuda()
+
+    stored = quantised(arrays.Torch.to_numpy(x.cpu()))
+    for part, want in zip(in_e4m3(x), stored, strict=True):
+        np.testing.assert_array_equal(part.cpu().numpy(), want)
+    results = []
+    for convert in (lambda rows: rows, back, in_e4m3):
+        found = in_halves(None, convert(x), ids, weights, w1, w2, convert(grad_out), {"save": save})
+        results.append({name: value.float().nan_to_num(7) for name, value in found.items()})
+    plain, of_rounded, found = results
+    for name, array in found.items():
+        assert torch.equal(array, of_rounded[name]), name
+        assert torch.equal(array, plain[name]) == (name in ("out", "x", "weights")), name
+
+
 def test_quantized_rows_on_the_cpu():
     torch = pytest.importorskip("torch")
     rows = rows_of(13, 144, BF16)
