@@ -16,7 +16,7 @@ from test_device_fp8 import LAYERS, host
 from test_quantize import rows_of
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, backward, layer, reference
+from moeblaze_cupy import arrays, backward, launch_config, layer, reference
 from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.ops import pull, quantize
 from moeblaze_cupy.ops.split_tiles import Arrival
@@ -89,7 +89,7 @@ def test_rows_of_peers(d):
 def test_launches():
     far = 5 << 32
     rows = pull.pull_scaled_rows(2, 100_000, 4096, far, far + 64)
-    assert rows.grid == pull.pull_rows(2, 100_000, 4096, "bfloat16", far).grid
+    assert rows.grid == (2 * launch_config.PULL_BLOCKS,) and pull.pull_scaled_rows(2, 9, 16, 0, 64).grid == (2,)
     assert rows.scalars["pieces"] == 4096 // 16 and rows.scalars["scales_offset"] == far + 64
     with emulated() as device:
         empty = Fp8Rows(device.allocate((0, 16), np.uint8), device.allocate((0,), np.float32))

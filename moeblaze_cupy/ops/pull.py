@@ -60,13 +60,15 @@ def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> La
 @cached
 def pull_scaled_rows(P: int, rows_per_peer: int, d: int, offset: int, scales_offset: int) -> Launch:
     """Of e4m3, d a multiple of 16. Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), scales (P*L,)."""
-    of_rows = pull_rows(P, rows_per_peer, d, "uint8", offset)
+    warps_per_block = launch_config.PULL_THREADS // 32
+    most = 2 * launch_config.PULL_BLOCKS  # a row has half the bytes of bf16, so twice as many have to be on their way
+    sizes = {"P": P, "rows_per_peer": rows_per_peer, "pieces": d // 16}
     return Launch(
         loader.entry("pull.cu", "pull_scaled_rows"),
-        of_rows.grid,
-        of_rows.threads,
+        (min(launch_config.ceil_div(P * rows_per_peer, warps_per_block), most),),
+        launch_config.PULL_THREADS,
         ("peers", "needed", "out", "scales"),
-        {**of_rows.scalars, "scales_offset": scales_offset},
+        {"offset": offset, "scales_offset": scales_offset, **sizes},
     )
 
 
