@@ -10,6 +10,8 @@ PEER = "slots"
 TITLES = {
     "pull": "moeblaze-cupy, pull",
     "pull-plain": "moeblaze-cupy, pull without copies",
+    "pull-fp8": "moeblaze-cupy, pull, fp8",
+    "pull-fp8-rows": "moeblaze-cupy, pull, fp8, rows in e4m3",
     "exact": "moeblaze-cupy, exact",
     "gather": "moeblaze-cupy, gather",
     PEER: "torchtitan's order in torch",

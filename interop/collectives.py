@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SENT_DTYPES = (*DTYPES, torch.float8_e4m3fn)  # in which rows travel, or router weights
 # In the header's order.
 SAME = ("failed", "group", "call", "d", "k", "experts", "dtype", "weights", "requires_grad", "tokens")
 
@@ -123,7 +124,7 @@ def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
             expected += ", or backward would wait for ever"
             got = [[of for bit, of in enumerate(("x", "weights", "experts")) if v >> bit & 1] for v in values]
         elif name in ("dtype", "weights"):
-            got = [str(DTYPES[v]) for v in values]
+            got = [str(SENT_DTYPES[v]) for v in values]
         elif name == "tokens":
             expected += ' for routes "gather" and "static"'
         raise ValueError(f"exchange: {name}: expected {expected}, got {got}")

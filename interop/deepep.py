@@ -75,6 +75,8 @@ class DeepEPGroup(ExpertGroup):
         super().__init__(buffer.group, num_experts, route="exact", **options)
         self.buffer = buffer
 
+    sends_fp8 = False
+
     def plan(self, ids: Tensor) -> tuple[Route, Callable[[], Tensor]]:
         """See `ExpertGroup.plan`."""
         wide = ids.to(torch.int64)

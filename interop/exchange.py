@@ -11,7 +11,7 @@ Letters: L tokens here, k slots per token, P ranks, E experts in all, d model wi
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -95,8 +95,12 @@ class Begun:
         experts: ExpertGroup,
         grads: int,
         check: Callable[[], None] = lambda: None,
+        in_fp8: bool = False,
     ) -> None:
-        """check: raises TypeError or ValueError for arguments of the caller's, which then reaches all ranks."""
+        """check: raises TypeError or ValueError for arguments of the caller's, which then reaches all ranks.
+
+        in_fp8: rows travel in e4m3.
+        """
         if not isinstance(experts, ExpertGroup):
             raise TypeError(f"exchange: experts: expected an ExpertGroup, got {type(experts)}")
         experts.calls += 1
@@ -113,10 +117,12 @@ class Begun:
         values = [1] + [0] * (len(SAME) - 1)
         count: Callable[[], Tensor] | None = None
         if self.error is None:
-            dtypes = (collectives.DTYPES.index(t.dtype) for t in (x, weights))
+            sent = torch.float8_e4m3fn if in_fp8 else x.dtype, weights.dtype
+            dtypes = map(collectives.SENT_DTYPES.index, sent)
             values = [0, experts.number, experts.calls, x.shape[1], ids.shape[1], experts.num_experts]
             values += [*dtypes, grads, len(x)]
             self.route, count = experts.plan(ids.detach().contiguous())
+            self.route.in_fp8 = in_fp8
         self.header: Header | None = None
         if experts.route == "pull":
             device = torch.device("cpu")  # what is compared is known to the hosts
@@ -161,7 +167,7 @@ class _Exchange(torch.autograd.Function):
         ctx.route = route
         rows, local_ids, got = route.receive(x.contiguous(), ids, weights.contiguous())
         ctx.mark_non_differentiable(local_ids)
-        return route.without_garbage(rows), local_ids, got
+        return route.without_garbage(cast(Tensor, rows)), local_ids, got
 
     @staticmethod
     @once_differentiable
@@ -182,7 +188,7 @@ class _Collect(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
-        return route.without_garbage(route.receive_gradients(grad.contiguous(), None)[0]), None
+        return route.without_garbage(cast(Tensor, route.receive_gradients(grad.contiguous(), None)[0])), None
 
 
 def required(*tensors: Sequence[Any]) -> int:

@@ -21,6 +21,7 @@ _hosts: dict[Any, Any] = {}  # by process group, of the same ranks over gloo
 class RankGroup:
     """The options of an `ExpertGroup`, which all ranks have agreed on, and what it counts."""
 
+    sends_fp8 = True  #: rows may travel in e4m3
     _numbers = 0  # the highest that is in use
 
     def __init__(

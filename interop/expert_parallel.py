@@ -15,9 +15,10 @@ from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader
 from moeblaze_cupy.backward import backward_into
 from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
+from moeblaze_cupy.interop.routes import Rows
 from moeblaze_cupy.interop.torch_autograd import MainGrad, first_derivatives_only, main_grads, stand_in, tell_inputs
-from moeblaze_cupy.layer import forward_into
-from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Weights, SavedForBackward, is_gated, pair
+from moeblaze_cupy.layer import forward_into, values_and_scales
+from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Rows, Fp8Weights, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
 Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
@@ -71,10 +72,21 @@ def _check_layer(
 
 
 def _check_fp8(
-    x: Tensor, gate: Tensor, up: Any, w2: Tensor, activation: str | Activation, precision: Any, fp8_weights: Any
+    x: Tensor,
+    w2: Tensor,
+    activation: str | Activation,
+    experts: ExpertGroup,
+    precision: Any,
+    fp8_weights: Any,
+    row_precision: Any,
 ) -> None:
     function = "expert_parallel_moe"
     of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
+    checks.one_of(function, "row_precision", row_precision, fp8_checks.PRECISIONS)
+    if row_precision is not None and precision is None:
+        raise checks.bad_value(function, "row_precision", "None without precision='fp8'", repr(row_precision))
+    if row_precision is not None and not experts.sends_fp8:
+        raise checks.bad_value(function, "row_precision", f"None with {type(experts).__name__}", repr(row_precision))
     if precision is None:
         return
     describe = arrays.Torch.describe
@@ -82,6 +94,10 @@ def _check_fp8(
     order = None if fp8_weights is None else fp8_weights.gate_up
     arrays_of_fp8 = [describe(array) for array in of_fp8]
     fp8_checks.layer(function, describe(x), describe(w2), activation, "halves", {}, arrays_of_fp8, order, limits)
+
+
+def _part(rows: Rows, part: slice) -> Rows:
+    return rows.part(part) if isinstance(rows, Fp8Rows) else rows[part]
 
 
 def _pieces(route: Route, local_ids: Tensor) -> Pieces:
@@ -161,13 +177,13 @@ class _ExpertParallel(torch.autograd.Function):
         options |= {"spare_multiprocessors": experts.spare_multiprocessors, "precision": in_fp8.precision}
         made = in_fp8.weights_of(w1, w2)  # once for all pieces
         options |= {"fp8_weights": made}
-        room = route.room_for_results(rows) if len(pieces) == 1 else None
+        room = route.room_for_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
             try:
                 out, saved = forward_into(
-                    room, rows[part], local_ids[part], got[part], w1, w2, max_slots=bound, **options
+                    room, _part(rows, part), local_ids[part], got[part], w1, w2, max_slots=bound, **options
                 )
             finally:
                 if arrival is not None:  # also where nothing has read the rows
@@ -185,8 +201,8 @@ class _ExpertParallel(torch.autograd.Function):
         experts.count_overflow(route.counted)
         ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.in_fp8 = route, pieces, kept, into, in_fp8
         ctx.set_materialize_grads(False)
-        of_fp8 = in_fp8.kept(made)
-        ctx.save_for_backward(rows if experts.keep_received else x, got, gate, up, w2, ids, *of_fp8, *tensors)
+        values, scales = values_and_scales(rows) if experts.keep_received else (x, None)
+        ctx.save_for_backward(values, scales, got, gate, up, w2, ids, *in_fp8.kept(made), *tensors)
         return route.bring_back(y)()
 
     @staticmethod
@@ -194,7 +210,8 @@ class _ExpertParallel(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
         route: Route = ctx.route
         experts = route.experts
-        kept_rows, got, gate, up, w2, _, *tensors = ctx.saved_tensors
+        kept, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
+        kept_rows: Rows = kept if scales is None else Fp8Rows(kept, scales)
         tell_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
         in_fp8: InFp8 = ctx.in_fp8
         if grad_out is None:  # other ranks may wait for this one
@@ -204,17 +221,18 @@ class _ExpertParallel(torch.autograd.Function):
         needed = ctx.needs_input_grad
         of_rows = tuple(compress(("x", "weights"), needed[:2]))
         of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
-        keeps = experts.keep_received
-        grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), None if keeps else kept_rows)
+        grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), None if experts.keep_received else kept)
         rows, arrival = kept_rows if sent_again is None else sent_again, route.arrival
+        x, x_scales = values_and_scales(rows)
 
         def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
             kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
             first_layer, y_swi, *lists = tensors[4 * piece : 4 * piece + 4]
             index = kept.index.joined(lists)
             shared = kept.activation, kept.save, kept.consumed
-            saved = SavedForBackward(rows[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
+            saved = SavedForBackward(x[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
             saved.precision, saved.fp8_weights = in_fp8.precision, fp8_weights
+            saved.x_scales = None if x_scales is None else x_scales[part]
             return part, saved
 
         spare = experts.spare_multiprocessors
@@ -231,8 +249,9 @@ class _ExpertParallel(torch.autograd.Function):
             part, saved = saved_of(piece)
             pending = None
             needs = (*of_rows, "w1", "w2") if of_experts else of_rows
-            options = grad_rows[part], saved, needs, False, None, spare, bool(of_experts), arrival
-            room = route.room_for_gradients(of_rows, rows, got) if len(ctx.pieces) == 1 else None
+            options = _part(grad_rows, part), saved, needs, False, None, spare, bool(of_experts), arrival
+            alone = len(ctx.pieces) == 1
+            room = route.room_for_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
             try:
                 grads, pending = backward_into(room, "expert_parallel_moe", *options)
             finally:
@@ -304,6 +323,7 @@ def expert_parallel_moe(
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
     keep_fp8_weights: bool = True,
+    row_precision: str | None = None,
 ) -> Tensor:
     """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.
 
@@ -315,8 +335,12 @@ def expert_parallel_moe(
     save="recompute".
     accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
     {"w1": parameter or pair, "w2": parameter}; their main_grad is a DTensor too, or this rank's part.
-    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`, of this rank's experts. Rows travel in x's dtype.
+    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`, of this rank's experts.
     keep_fp8_weights: as of `moeblaze_cupy.interop.torch.moe`.
+    row_precision: the same on all ranks. None sends rows in x's dtype. "fp8", with precision="fp8", sends rows of x and
+    of out's gradient in e4m3 with a float32 scale for each token, half the bytes, and keeps those of x so. The output
+    and the gradients of x and weights are the same, as the products multiply these very numbers. But the gradients of
+    w1 and w2 are those of the e4m3 rows, rounded to bf16, in place of the rows. Results travel in x's dtype.
     Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
     rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
     of all ranks, in the order of ranks. They are of the sum of all ranks' losses: divide these by all ranks' tokens.
@@ -330,14 +354,14 @@ def expert_parallel_moe(
         if len(parts) not in (1, 2):
             raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
         _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
-        _check_fp8(x, gate, up, w2, activation, precision, fp8_weights)
+        _check_fp8(x, w2, activation, experts, precision, fp8_weights, row_precision)
         if accumulate_into_main_grad and torch.is_grad_enabled():
             function = "expert_parallel_moe"
             into.update(main_grads(parts[0], up, w2, accumulate_into_main_grad, function))
 
     into: dict[str, MainGrad] = {}
     grads = required((x,), (weights,), (*parts, w2))
-    begun = Begun(x, ids, weights, experts, grads, check)
+    begun = Begun(x, ids, weights, experts, grads, check, row_precision == "fp8")
     early = shared is not None and begun.error is None and begun.route.begins_early
     if early:
         route = begun.finish()

@@ -14,9 +14,10 @@ from torch.nn.functional import pad
 from moeblaze_cupy import launch_config
 from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.interop.expert_group import RankGroup
-from moeblaze_cupy.interop.peers import Offered
-from moeblaze_cupy.interop.routes import Route
+from moeblaze_cupy.interop.peers import Form, Offered
+from moeblaze_cupy.interop.routes import Route, Rows
 from moeblaze_cupy.ops.split_tiles import Arrival
+from moeblaze_cupy.structures import Fp8Rows
 
 Tensor = torch.Tensor
 # A copy of all rows is faster than a kernel that reads the rows it needs if these are more than a share of them: on two
@@ -36,7 +37,7 @@ class PullRoute(Route):
 
     def __init__(self, ids: Tensor, experts: RankGroup) -> None:
         super().__init__(ids, experts, [])
-        self._begun: tuple[Tensor, Tensor, Tensor] | None = None
+        self._begun: tuple[Rows, Tensor, Tensor] | None = None
         self.expect([len(ids)] * experts.size)
 
     def expect(self, tokens: Sequence[int]) -> None:
@@ -55,25 +56,63 @@ class PullRoute(Route):
         without = math.comb(E - self.experts.local_experts, k) / max(math.comb(E, k), 1)
         return without <= 1 - COPIED_SHARE
 
-    def _copy(self, offered: Offered, rows: Tensor) -> Callable[[], None] | None:
-        """Starts to copy the rows of all ranks' tokens into (room, columns); None where those needed have to be pulled.
+    @property
+    def _copies(self) -> bool:
+        """Whether the rows of all tokens are copied, in place of pulling those that are needed."""
+        return self.experts.peers.copies and self._needs_most
 
-        What it returns has the stream wait for them.
+    def _copy(self, offered: Sequence[Offered], rows: Rows) -> Callable[[], None]:
+        """Starts to copy the rows of all ranks' tokens into (room, columns).
+
+        offered: of the rows, or of `Fp8Rows` the values and the scales. What it returns has the stream wait for them.
         """
-        if not (self.experts.peers.copies and self._needs_most):
-            return None
         here, ranks = self.experts.rank, self.experts.size
         pairs = []
         for rank in range(here, here + ranks):  # not all from one rank at once
             start, tokens = rank % ranks * self.rows, self._tokens[rank % ranks]
-            pairs.append((rows[start : start + tokens], offered.at[rank % ranks][:tokens]))
-        (own, source), *others = pairs
+            for of, to in zip(offered, rows if isinstance(rows, Fp8Rows) else (rows,), strict=True):
+                pairs.append((to[start : start + tokens], of.at[rank % ranks][:tokens]))
+        own, others = pairs[: len(offered)], pairs[len(offered) :]
         wait = self.experts.peers.copy(others) if others else lambda: None
-        own.copy_(source)
+        for to, source in own:
+            to.copy_(source)
         return wait
+
+    def _pull(self, offered: Sequence[Offered], rows: Rows) -> None:
+        """Has a kernel read the rows that are needed; offered: as of `_copy`."""
+        if isinstance(rows, Fp8Rows):
+            values, scales = offered
+            mb_rows.pull_scaled_rows(values.array, scales.array, self._needed, rows)
+        else:
+            mb_rows.pull_rows(offered[0].array, self._needed, rows)
 
     def _offer(self, kind: str, rows: int, *tensors: Tensor) -> list[Offered]:
         return self.experts.peers.offer("one by one" if self.one_by_one else kind, tensors, rows)
+
+    def _offer_tokens(self, *rows: Tensor, others: tuple[Tensor, ...] = ()) -> list[list[Offered]]:
+        """Of each array of rows those that stand for it, values and scales if `in_fp8`; then one each of the others.
+
+        This rank's rows in e4m3 are written to where other ranks read them.
+        """
+        if not self.in_fp8:
+            return [[of] for of in self._offer("tokens", self.rows, *rows, *others)]
+        forms: list[Form] = []
+        for of in rows:
+            forms += [((self.rows, of.shape[1]), torch.uint8), ((self.rows,), torch.float32)]
+        forms += [((self.rows, *of.shape[1:]), of.dtype) for of in others]
+        room = self.experts.peers.room("tokens", tuple(forms), rows[0].device)
+        written = [tensor[: self.num_tokens] for tensor in room[: 2 * len(rows)]]
+        for of, *to in zip(rows, written[::2], written[1::2], strict=True):
+            mb_rows.quantize_rows(of, Fp8Rows(*to))
+        offered = self._offer("tokens", self.rows, *written, *others)
+        values_and_scales = [offered[i : i + 2] for i in range(0, len(written), 2)]
+        return [*values_and_scales, *([of] for of in offered[len(written) :])]
+
+    def _room_for_rows(self, like: Tensor) -> Rows:
+        shape = self.room, like.shape[1]
+        if not self.in_fp8:
+            return like.new_empty(shape)
+        return Fp8Rows(like.new_empty(shape, dtype=torch.uint8), like.new_empty(self.room, dtype=torch.float32))
 
     def _close(self) -> None:
         if self.one_by_one:
@@ -81,7 +120,7 @@ class PullRoute(Route):
 
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
         """See `Route.begin`."""
-        rows = x.new_empty((self.room, x.shape[1]))
+        rows = self._room_for_rows(x)
         local_ids = ids.new_empty((self.room, self.k), dtype=torch.int32)
         got = weights.new_empty((self.room, self.k))
         self._needed = ids.new_empty(self.room, dtype=torch.bool)  # rows that have an expert here
@@ -90,15 +129,17 @@ class PullRoute(Route):
             if self.num_tokens < self.rows:  # rows without a token have no expert
                 beyond = 0, 0, 0, self.rows - self.num_tokens
                 ids, weights = pad(ids, beyond, value=-1), pad(weights, beyond)
-            of_rows, of_ids, of_weights = self._offer("tokens", self.rows, x, ids, weights)
-            self._wait = self._copy(of_rows, rows)
+            of_rows, (of_ids,), (of_weights,) = self._offer_tokens(x, others=(ids, weights))
+            copies = self._copies
+            if copies:  # before `pull_slots`, beside which they run
+                self._wait = self._copy(of_rows, rows)
             mb_rows.pull_slots(of_ids.array, of_weights.array, self._share, local_ids, got, self._needed)
-            if self._wait is None:
-                mb_rows.pull_rows(of_rows.array, self._needed, rows)
+            if not copies:
+                self._pull(of_rows, rows)
         self._begun = rows, local_ids, got
         return self._wait or (lambda: None)
 
-    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
         self.arrival = None
         if self._begun is None:
             self.begin(x, ids, weights)
@@ -110,25 +151,24 @@ class PullRoute(Route):
         return received
 
     def _arrive(self, wait: Callable[[], None] | None) -> None:
-        """Sets `arrival`, or waits; wait: as of `_copy`."""
+        """Sets `arrival`, or waits; wait: what `_copy` returned, None without copies."""
         if wait is not None and self.one_by_one:
             wait()
         elif wait is not None:
             first = self._share.rank * self.rows
             self.arrival = Arrival(first, first + self.rows, wait)
 
-    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Rows, Rows | None]:
         tensors, self.arrival = [grad] if x is None else [grad, x], None
-        pulled = [tensor.new_empty((self.room, tensor.shape[1])) for tensor in tensors]
+        pulled = [self._room_for_rows(tensor) for tensor in tensors]
         if self.rows:
-            for offered, rows in zip(self._offer("tokens", self.rows, *tensors), pulled, strict=True):
-                wait = self._copy(offered, rows)
-                if wait is None:
-                    mb_rows.pull_rows(offered.array, self._needed, rows)
+            for offered, rows in zip(self._offer_tokens(*tensors), pulled, strict=True):
+                if not self._copies:
+                    self._pull(offered, rows)
                 elif x is None:
-                    self._arrive(wait)
+                    self._arrive(self._copy(offered, rows))
                 else:
-                    wait()
+                    self._copy(offered, rows)()
             self._close()
         return pulled[0], None if x is None else pulled[1]
 
@@ -173,19 +213,19 @@ class PullRoute(Route):
 
         return pull
 
-    def room_for_results(self, rows: Tensor) -> Tensor | None:
+    def room_for_results(self, d: int, dtype: torch.dtype) -> Tensor | None:
         if not self.rows or self.one_by_one:
             return None
         # Gradients of weights come beside those of rows later, for which the buffer would have to grow.
-        forms = (tuple(rows.shape), rows.dtype), ((self.room, self.k), torch.float32)
-        return self.experts.peers.room("results", forms, rows.device)[0]
+        forms = ((self.room, d), dtype), ((self.room, self.k), torch.float32)
+        return self.experts.peers.room("results", forms, self.ids.device)[0]
 
-    def room_for_gradients(self, needs: tuple[str, ...], rows: Tensor, weights: Tensor) -> Tensor | None:
+    def room_for_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Tensor | None:
         if not self.rows or "x" not in needs:
             return None
-        like = {"x": rows, "weights": weights}
-        forms = tuple((tuple(like[name].shape), like[name].dtype) for name in needs)
-        return self.experts.peers.room("results", forms, rows.device)[needs.index("x")]
+        by_name = {"x": ((self.room, d), dtype), "weights": (tuple(weights.shape), weights.dtype)}
+        forms = tuple(by_name[name] for name in needs)
+        return self.experts.peers.room("results", forms, self.ids.device)[needs.index("x")]
 
     def without_garbage(self, rows: Tensor) -> Tensor:
         return torch.where(self._needed[:, None], rows, 0)

@@ -7,12 +7,15 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config
+from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Pending
 from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.ops.split_tiles import Arrival
+from moeblaze_cupy.structures import Fp8Rows
 
 Tensor = torch.Tensor
+Rows = Tensor | Fp8Rows
 
 
 class Route:
@@ -28,6 +31,7 @@ class Route:
         self.slots: int | None = None  #: of this rank's experts in the rows received; None if the host does not know it
         self.has_fixed_room = True  # the number of rows received is known from L
         self.one_by_one = False  # its steps are functions of autograd that run in the caller's order
+        self.in_fp8 = False  # rows of x and of results' gradients travel in e4m3; never if one_by_one
         self.counted: Tensor | None = None  # (1,) of what was dropped; None if nothing can be
         self.arrival: Arrival | None = None  # of rows received last, while they are on their way; never if one_by_one
 
@@ -66,14 +70,14 @@ class Route:
         """
         raise NotImplementedError
 
-    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
         """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k).
 
-        The rows may be on their way: see `arrival`.
+        The rows are `Fp8Rows` if `in_fp8`. They may be on their way: see `arrival`.
         """
         raise NotImplementedError
 
-    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Rows, Rows | None]:
         """The gradients of results (room, d), of (L, d), and the rows of x once more where they are not kept.
 
         The gradients may be on their way: see `arrival`.
@@ -91,12 +95,12 @@ class Route:
         """
         raise NotImplementedError
 
-    def room_for_results(self, rows: Tensor) -> Tensor | None:
-        """Memory like these rows that `bring_back` need not copy, if there is any."""
+    def room_for_results(self, d: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory for results (room, d) that `bring_back` need not copy, if there is any."""
         return None
 
-    def room_for_gradients(self, needs: tuple[str, ...], rows: Tensor, weights: Tensor) -> Tensor | None:
-        """Likewise for the gradient of x, given which gradients there will be and what they are like."""
+    def room_for_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Tensor | None:
+        """Likewise for the gradient of x, given which gradients there will be. weights: those received."""
         return None
 
     def without_garbage(self, rows: Tensor) -> Tensor:
@@ -135,12 +139,24 @@ class SentRoute(Route):
         chosen = x.index_select(0, self.tokens)
         return collectives.all_to_all(chosen, self.sent, self.arriving, self.room, self._what(name), group)
 
+    def _send_rows(self, rows: Tensor, name: str) -> Callable[[], Rows]:
+        """As `_send`, in e4m3 if `in_fp8`; what this returns waits for them."""
+        if not self.in_fp8:
+            return self._send(rows, name).wait
+        quantized = Fp8Rows(
+            rows.new_empty(rows.shape, dtype=torch.uint8), rows.new_empty(len(rows), dtype=torch.float32)
+        )
+        mb_rows.quantize_rows(rows, quantized)
+        values = self._send(quantized.values, name)
+        scales = self._send(quantized.scales[:, None], f"scales of {name}")
+        return lambda: Fp8Rows(values.wait(), scales.wait()[:, 0])
+
     def _give_back(self, rows: Tensor, name: str) -> Pending:
         """Results of received rows (room, columns) to where the rows came from; the result has a row per row sent."""
         group, what = self.experts.group, self._what(name)
         return collectives.all_to_all(rows[: self.received], self.arriving, self.sent, sum(self.sent), what, group)
 
-    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
         experts, k = self.experts, self.k
         if ids.dtype == torch.int64:  # some would be ids of experts in 32 bits
             ids = torch.where((ids >= 0) & (ids < experts.num_experts), ids, -1).to(torch.int32)
@@ -166,12 +182,12 @@ class SentRoute(Route):
         if self.received < self.room:  # rows that only fill the buffer up
             local[self.received :] = -1
             got_weights[self.received :] = 0
-        return self._send(x, "rows").wait(), local, got_weights
+        return self._send_rows(x, "rows")(), local, got_weights
 
-    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        pending = self._send(grad, "results' gradients")
-        rows = None if x is None else self._send(x, "rows").wait()
-        return pending.wait(), rows
+    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Rows, Rows | None]:
+        wait = self._send_rows(grad, "results' gradients")
+        rows = None if x is None else self._send_rows(x, "rows")()
+        return wait(), rows
 
     def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
         pending = self._give_back(rows, "results")

@@ -4,6 +4,7 @@
 // have one of its experts.
 //   pull_slots   loads the ids and router weights of all ranks' slots, and finds the rows that have an expert of this rank
 //   pull_rows    loads these rows
+//   pull_scaled_rows  likewise, of e4m3 with a scale for each row (fp8.cuh)
 //   pull_sum     sums each token of this rank over the ranks that have one of its experts, in the order of ranks, in fp32
 //   pull_values  loads each slot's value, such as the gradient of its router weight, from the rank that has its expert
 // Rank r has the experts from r * experts_per_peer to (r + 1) * experts_per_peer. An id below 0, or from P * experts_per_peer
@@ -11,7 +12,8 @@
 //
 // Launch:
 //   pull_slots   grid num_rows / SLOT_ROWS, rounded up; PULL_THREADS threads per block, which take the block's slots in turn
-//   pull_rows    any grid, PULL_THREADS threads per block; warps take rows in turn. Few blocks are enough to fill NVLink.
+//   pull_rows, pull_scaled_rows  any grid, PULL_THREADS threads per block; warps take rows in turn. Few blocks are enough to
+//                fill NVLink.
 //   pull_sum     grid (L / TOKENS_PER_BLOCK, d / PANEL_COLUMNS), rounded up; a warp per token, TOKENS_PER_BLOCK warps per block
 //   pull_values  grid num_slots / PULL_THREADS, rounded up; one thread per slot, PULL_THREADS threads per block
 #include "common.cuh"
@@ -45,6 +47,16 @@ struct PullRowsParams {
     uint4* out;                       // (num_rows, pieces) uint4, out: rows that are not needed stay as they are
     int64 offset;                     // bytes from a peer's address to its (rows_per_peer, pieces) uint4, in
     int P, rows_per_peer, pieces;     // num_rows is P * rows_per_peer; pieces: of 16 bytes of a row
+};
+
+struct PullScaledRowsParams {
+    const unsigned long long* peers;  // (P,) addresses of the peers' buffers, in
+    const unsigned char* needed;      // (num_rows,) bool, in
+    uint4* out;                       // (num_rows, pieces) uint4, out: rows that are not needed stay as they are
+    float* scales;                    // (num_rows,) fp32, out: likewise
+    int64 offset;                     // bytes from a peer's address to its (rows_per_peer, pieces) uint4, in
+    int64 scales_offset;              // bytes from a peer's address to its (rows_per_peer,) fp32, in
+    int P, rows_per_peer, pieces;     // as of PullRowsParams
 };
 
 template <class T, class I>
@@ -94,26 +106,44 @@ __device__ void pull_slots(const PullSlotsParams<I, W>& p) {
     if (threadIdx.x < rows) p.needed[first + threadIdx.x] = needed[threadIdx.x];
 }
 
-extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_rows(const PullRowsParams p) {
+// Calls copy(row, peer, row_of_peer) for each row that is needed.
+template <class Params, class Copy>
+__device__ __forceinline__ void for_needed_rows(const Params& p, Copy copy) {
     const int64 warp = (blockIdx.x * int64(PULL_THREADS) + threadIdx.x) / 32, warps = gridDim.x * int64(PULL_THREADS / 32);
     const int64 num_rows = p.P * int64(p.rows_per_peer);
-    const int lane = threadIdx.x & 31;
     for (int64 i = warp; i < num_rows; i += warps) {
         const int peer = i % p.P, row_of_peer = i / p.P;  // peers take turns, so that all links and this GPU's memory are busy
         const int64 row = peer * int64(p.rows_per_peer) + row_of_peer;
-        if (!p.needed[row]) continue;
-        const uint4* from = at_peer<uint4>(p.peers, peer, p.offset) + row_of_peer * int64(p.pieces);
-        uint4* to = p.out + row * p.pieces;
-        for (int first = lane; first < p.pieces; first += 32 * PULLED_PIECES) {
-            uint4 held[PULLED_PIECES];
-#pragma unroll
-            for (int i = 0; i < PULLED_PIECES; ++i)
-                if (first + 32 * i < p.pieces) held[i] = from[first + 32 * i];
-#pragma unroll
-            for (int i = 0; i < PULLED_PIECES; ++i)
-                if (first + 32 * i < p.pieces) to[first + 32 * i] = held[i];
-        }
+        if (p.needed[row]) copy(row, peer, row_of_peer);
     }
+}
+
+template <class Params>
+__device__ __forceinline__ void pull_row(const Params& p, int64 row, int peer, int row_of_peer) {
+    const uint4* from = at_peer<uint4>(p.peers, peer, p.offset) + row_of_peer * int64(p.pieces);
+    uint4* to = p.out + row * p.pieces;
+    for (int first = threadIdx.x & 31; first < p.pieces; first += 32 * PULLED_PIECES) {
+        uint4 held[PULLED_PIECES];
+#pragma unroll
+        for (int i = 0; i < PULLED_PIECES; ++i)
+            if (first + 32 * i < p.pieces) held[i] = from[first + 32 * i];
+#pragma unroll
+        for (int i = 0; i < PULLED_PIECES; ++i)
+            if (first + 32 * i < p.pieces) to[first + 32 * i] = held[i];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_rows(const PullRowsParams p) {
+    for_needed_rows(p, [&](int64 row, int peer, int row_of_peer) { pull_row(p, row, peer, row_of_peer); });
+}
+
+extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_scaled_rows(const PullScaledRowsParams p) {
+    for_needed_rows(p, [&](int64 row, int peer, int row_of_peer) {
+        float scale = 0.f;  // on its way while the row is
+        if (threadIdx.x % 32 == 0) scale = at_peer<float>(p.peers, peer, p.scales_offset)[row_of_peer];
+        pull_row(p, row, peer, row_of_peer);
+        if (threadIdx.x % 32 == 0) p.scales[row] = scale;
+    });
 }
 
 // 8 elements of a peer, by plain loads: the read-only cache is only for memory that no GPU writes while the kernel runs.

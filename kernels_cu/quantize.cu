@@ -4,6 +4,9 @@
 // these are more. A thread keeps up to ROW_VECTORS * 8 elements of its row in registers. What a longer row has beyond that is
 // read twice.
 //
+// dequantize_rows: the inverse, by the same geometry, of rows whose e4m3 came from other GPUs. Products that multiply e4m3 read
+// them as they are. Weight gradients multiply bf16.
+//
 // weights_amax, then quantize_weights: a scale for each expert and half of its weight, and e4m3 in both orientations. Blocks have
 // THREADS threads, one block for each tile of TILE x TILE elements. Grid: (tiles of a half, E * halves). weights_amax finds the
 // largest magnitudes with integer atomics, whose result has the same bits in any order. Their memory holds zeros at launch.
@@ -82,6 +85,44 @@ __device__ void quantize_rows(const QuantizeRowsParams<T>& p) {
         put(vector, column);
     }
     if (lane == 0 && row < p.L) p.scales[row] = scaling.scale;
+}
+
+template <class T>
+struct DequantizeRowsParams {
+    const unsigned char* rows;  // (L, d) e4m3, in: d is a multiple of 8, and rows begin at multiples of 8 bytes
+    const float* scales;        // (L,) fp32, in
+    T* out;                     // (L, d) T, out: each number times its row's scale, rounded
+    int64 L;
+    int d;
+    int threads_per_row;  // a power of two, of at least 32
+};
+
+template <class T>
+__device__ void dequantize_rows(const DequantizeRowsParams<T>& p) {
+    const unsigned threads = p.threads_per_row, lane = threadIdx.x & (threads - 1);
+    const int64 row = blockIdx.x * int64(blockDim.x / threads) + threadIdx.x / threads;
+    if (row >= p.L) return;
+    const unsigned char* from = p.rows + row * p.d;
+    T* to = p.out + row * p.d;
+    const float scale = p.scales[row];
+    for (int first = lane * 8; first < p.d; first += ROW_VECTORS * threads * 8) {
+        uint2 held[ROW_VECTORS];  // all are loaded before the first is used
+#pragma unroll
+        for (int i = 0; i < ROW_VECTORS; ++i) {
+            const int column = first + i * threads * 8;
+            if (column < p.d) held[i] = *reinterpret_cast<const uint2*>(from + column);
+        }
+#pragma unroll
+        for (int i = 0; i < ROW_VECTORS; ++i) {
+            const int column = first + i * threads * 8;
+            if (column >= p.d) continue;
+            float v[8];
+            unpack_e4m3(v, held[i].x, held[i].y);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) v[c] *= scale;
+            store_vector8(to + column, v);
+        }
+    }
 }
 
 // A half of an expert's weight is a matrix of `outer` lines of `inner` elements that follow each other.
@@ -209,6 +250,9 @@ __device__ void quantize_weights(const QuantizeWeightsParams<T>& p) {
     extern "C" __global__ void __launch_bounds__(THREADS) quantize_weights_##SUFFIX(const QuantizeWeightsParams<T> p) { \
         quantize_weights<ALIGNED>(p);                                                                                   \
     }
+extern "C" __global__ void __launch_bounds__(1024) dequantize_rows_bfloat16(const DequantizeRowsParams<bf16> p) {
+    dequantize_rows(p);
+}
 QUANTIZE_ENTRIES(bfloat16, bf16, true)
 QUANTIZE_ENTRIES(float16, fp16, true)
 QUANTIZE_ENTRIES(float32, float, true)

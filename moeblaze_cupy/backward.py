@@ -1,12 +1,15 @@
 """Backward of the layer, whole or in two halves: check arguments, choose NumPy or CUDA, hand back the caller's kind."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from moeblaze_cupy import arrays, checks, fp8_checks, overlaps, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export, Framework
 from moeblaze_cupy.call import Call, keep, untraced
-from moeblaze_cupy.layer import map_saved, named_pair, spared, w1_b1_b2
+from moeblaze_cupy.layer import map_saved, named_pair, spared, values_and_scales, w1_b1_b2
 from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.ops.split_tiles import Arrival
@@ -60,6 +63,30 @@ def _check_accumulated(call: Call, buffers: Parts, saved: SavedForBackward) -> N
         shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
         described = {part: call.described[part] for part in parts}
         checks.accumulated(call.function, described, shapes, call.described["saved.x"].dtype)
+
+
+def _check_rows(call: Call, saved: SavedForBackward, grad_scales: Any) -> None:
+    """Of x and grad_out in e4m3, which are then described as what they stand for."""
+    of_e4m3 = {"saved.x": saved.x_scales, "grad_out": grad_scales}
+    for name, scales in of_e4m3.items():
+        if scales is not None:
+            array = call.described[name]
+            fp8_checks.rows(call.function, name, array, call.framework.describe(scales))
+            dtype = call.framework.describe(saved.w2).dtype
+            call.described[name] = dataclasses.replace(array, dtype=dtype)
+
+
+def _on_host(call: Call, saved: SavedForBackward, grad_scales: Any) -> tuple[reference.HostArray, SavedForBackward]:
+    """grad_out and what was saved as NumPy arrays, rows in e4m3 as the numbers they stand for."""
+    host = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
+    grad_out, dtype = call.host("grad_out"), np.asarray(host.w2).dtype
+    if grad_scales is not None:
+        scales = arrays.Torch.to_numpy(grad_scales) if call.framework is arrays.Torch else grad_scales
+        grad_out = reference.fp8.dequantize(grad_out, scales, dtype)
+    if saved.x_scales is not None:
+        x = reference.fp8.dequantize(host.x, host.x_scales, dtype)
+        host = dataclasses.replace(host, x=x, x_scales=None)
+    return grad_out, host
 
 
 def _check_apart(
@@ -158,6 +185,8 @@ def moe_backward_weights(
     buffers = _buffers(function, accumulate, needs, saved)
     parts = _arrays(buffers)
     call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
+    grad_layout, x_layout = call.layout("grad_out", "saved.x")
+    _check_rows(call, saved, pending.grad_scales)
     _check_accumulated(call, buffers, saved)
     describe = call.framework.describe
     if parts:
@@ -168,16 +197,16 @@ def moe_backward_weights(
     limits = spared(function, call, spare_multiprocessors)
     pending.consumed = True
     if limits is None:
-        host_saved = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
+        host_grad, host_saved = _on_host(call, saved, pending.grad_scales)
         totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
-        host = reference.moe_backward(call.host("grad_out"), host_saved, needs=needs, accumulate=totals)
+        host = reference.moe_backward(host_grad, host_saved, needs=needs, accumulate=totals)
         return _exported(call.export, accumulate, host)
     w1_layouts = tuple(describe(part).layout for part in pair(saved.w1))
     lists = describe(saved.index.lists)
     read = {name: describe(getattr(pending, name)) for name in ("first_layer_grad", "weighted_y_swi")}
     steps = weight_gradients.configure_weights(
-        call.described["grad_out"].layout,
-        call.described["saved.x"].layout,
+        grad_layout,
+        x_layout,
         describe(saved.w2).layout,
         w1_layouts,
         read["first_layer_grad"].layout,
@@ -201,6 +230,7 @@ def moe_backward_weights(
             read["first_layer_grad"].ptr,
             read["weighted_y_swi"].ptr,
             {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
+            *(0 if scales is None else describe(scales).ptr for scales in (saved.x_scales, pending.grad_scales)),
         )
         return _exported(call.export, accumulate, grads)
 
@@ -219,17 +249,23 @@ def backward_into(
 ) -> tuple[Gradients, PendingWeights | None]:
     """`moe_backward`, or its first half; `function` is the one that messages name.
 
-    grad_x: None, or what the gradient of x is to be on CUDA: of x's shape, dtype and kind, and aligned. arrival: of
-    grad_out's rows; None where all are here.
+    grad_x: None, or what the gradient of x is to be on CUDA: of out's shape, dtype and kind, and aligned. grad_out: may
+    be `Fp8Rows` of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of weights are then
+    deferred, or not needed. arrival: of grad_out's rows; None where all are here.
     """
+    grad_out, grad_scales = values_and_scales(grad_out)
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
     needs = checks.gradient_names(function, needs, saved.gradients)
     if defers_weights and saved.gradients != GRADIENTS:
         given_biases = " and ".join(saved.gradients[len(GRADIENTS) :])
         raise checks.bad_value(function, "saved", "a layer without biases, which moe_backward serves", given_biases)
+    in_e4m3 = saved.x_scales is not None, grad_scales is not None
+    if any(in_e4m3) and not (defers_weights or {"w1", "w2"}.isdisjoint(needs)):
+        expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
+        raise checks.bad_value(function, "needs", expected, needs)
     here = None if arrival is None else (arrival.first_token, arrival.end_token)
-    options = bool(keep_saved), spare_multiprocessors, defers_weights, here
+    options = bool(keep_saved), spare_multiprocessors, defers_weights, here, in_e4m3
     key, given, pointers = _backward_key(grad_out, saved, needs, options, accumulate)
     export: Export = keep
     found = runtime.find(key)
@@ -248,6 +284,7 @@ def backward_into(
         buffers = _buffers(function, accumulate, needs, saved)
         parts = _arrays(buffers)
         call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
+        _check_rows(call, saved, grad_scales)
         d = call.described
         checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
         _check_accumulated(call, buffers, saved)
@@ -258,12 +295,12 @@ def backward_into(
             if arrival is not None:
                 arrival.wait()
             saved.consumed = is_consumed(saved.is_overwritable, saved.y_swi is not None, needs, keep_saved)
-            host_saved = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
+            host_grad, host_saved = _on_host(call, saved, grad_scales)
             host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
             now = tuple(name for name in needs if name in ("x", "weights")) if defers_weights else needs
-            on_host = reference.moe_backward(call.host("grad_out"), host_saved, needs=now, accumulate=host_buffers)
+            on_host = reference.moe_backward(host_grad, host_saved, needs=now, accumulate=host_buffers)
             exported = _exported(call.export, accumulate, on_host)
-            return exported, PendingWeights(grad_out, saved) if defers_weights else None
+            return exported, PendingWeights(grad_out, saved, grad_scales=grad_scales) if defers_weights else None
         given = d["grad_out"].owner, *given[1:]
         described = [None if array is None else call.framework.describe(array) for array in given]
         pointers, export = [array.ptr if array else 0 for array in described], call.export
@@ -301,6 +338,9 @@ def backward_into(
         if saved.fp8_weights is not None:
             weights_fp8 = fp8.Addresses(*(_address(found.framework, saved.fp8_weights, f) for f in fp8_checks.FIELDS))
         options_of_run: dict[str, Any] = {"grad_x": of_x, "weights_fp8": weights_fp8, "arrival": arrival}
+        for name, scales in (("x_scales", saved.x_scales), ("grad_scales", grad_scales)):
+            if scales is not None:
+                options_of_run[name] = found.framework.describe(scales).ptr
         made = backward.moe_backward(run, found.steps, saved, into, *pointers[:_READ], **options_of_run)
         grads, first_layer_grad, weighted = made
         exported = _exported(export, accumulate, grads)
@@ -308,7 +348,7 @@ def backward_into(
             return exported, None
         first_layer_grad = saved.first_layer if first_layer_grad is None else first_layer_grad
         weighted = saved.y_swi if weighted is None else weighted
-        return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted)
+        return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted, grad_scales=grad_scales)
 
 
 def _address(framework: Framework, weights: Fp8Weights, field: str) -> int:

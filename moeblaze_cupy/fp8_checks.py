@@ -28,6 +28,16 @@ def arrays_of(function: str, precision: Any, fp8_weights: Any) -> tuple[Any, ...
     return tuple(getattr(fp8_weights, field) for field in FIELDS)
 
 
+def rows(function: str, name: str, values: Array, scales: Array) -> None:
+    """Of `Fp8Rows`, the argument `name`; the shape of the values is left to the checks of rows."""
+    checks.dtype(function, f"{name}.values", values, ("uint8",))
+    checks.shape(function, f"{name}.scales", scales, "L", values.shape[:1])
+    checks.dtype(function, f"{name}.scales", scales, ("float32",))
+    checks.contiguous(function, f"{name}.scales", scales)
+    if values.device != arrays.CPU and values.ptr % arrays.ALIGNMENT:
+        raise checks.bad_value(function, f"{name}.values", "16-byte aligned memory", hex(values.ptr))
+
+
 def form(function: str, d: int, h: int, gate_up: str) -> None:
     """Of a layer in e4m3, whatever its arrays."""
     if d % MULTIPLE or h % MULTIPLE:

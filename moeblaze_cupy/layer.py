@@ -13,6 +13,7 @@ from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import (
     Activation,
     DispatchIndices,
+    Fp8Rows,
     Fp8Weights,
     SavedForBackward,
     SlotOptions,
@@ -25,7 +26,7 @@ from moeblaze_cupy.structures import (
 
 # activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
 Options = tuple[str | Activation, str | None, str, str, bool, int, int | None, int]
-_SAVED_ARRAYS = ("x", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
+_SAVED_ARRAYS = ("x", "x_scales", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
 
 
 def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
@@ -251,11 +252,18 @@ def forward_into(
 ) -> tuple[Any, SavedForBackward | None]:
     """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned.
 
-    arrival: of rows of x; None where all are here.
+    x: may be `Fp8Rows` with precision="fp8"; what is saved then has x and x_scales of these. arrival: of rows of x;
+    None where all are here.
     """
+    x, x_scales = values_and_scales(x)
     given = x, ids, weights, *_gate_and_up("moe_forward", "w1", w1), w2, None, None, None, None
     options = activation, save, "halves", "output", False, 0, max_slots, spare_multiprocessors
-    return forward(given, options, into, precision, fp8_weights, arrival)
+    return forward(given, options, into, precision, fp8_weights, arrival, x_scales)
+
+
+def values_and_scales(rows: Any) -> tuple[Any, Any]:
+    """Of `Fp8Rows`; of other rows these and None."""
+    return rows if isinstance(rows, Fp8Rows) else (rows, None)
 
 
 def forward(
@@ -265,10 +273,11 @@ def forward(
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
     arrival: Arrival | None = None,
+    x_scales: Any = None,
 ) -> tuple[Any, SavedForBackward | None]:
     """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not.
 
-    into, arrival: as of `forward_into`.
+    into, arrival: as of `forward_into`. x_scales: of x, where it is the values of `Fp8Rows`.
     """
     of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
     of_key: tuple[Any, ...] = options
@@ -277,6 +286,8 @@ def forward(
     here = None if arrival is None else (arrival.first_token, arrival.end_token)
     if here is not None:
         of_key = *of_key, here
+    if x_scales is not None:
+        given, of_key = (*given, x_scales), (*of_key, "x_scales")
     key, pointers = runtime.key_of("moe_forward", of_key, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
@@ -284,6 +295,7 @@ def forward(
     if found is None:
         x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets, *_ = given
         names = (*_forward_names(up is not None, b1_up is not None), *fp8_checks.NAMES[: len(of_fp8)])
+        names = (*names, *["x.scales"] * (x_scales is not None))
         required = (*names[:2], names[3], names[5])
         named = {n: array for n, array in zip(names, given, strict=True) if array is not None or n in required}
         checks.untracked("moe_forward", named)
@@ -292,6 +304,9 @@ def forward(
         slots = checks.slot_options("moe_forward", slots, weights is not None, b1_gate is not None)
         described: list[Any] = [call.described.get(name) for name in names]
         x_array, ids_array, weights_array, _, _, w2_array, _, _, _, offsets, *fp8_arrays = described
+        fp8_arrays = fp8_arrays[: len(of_fp8)]
+        if x_scales is not None:  # the checks are of what the rows stand for
+            x_array = dataclasses.replace(x_array, dtype=w2_array.dtype)
         w1_arrays, b1_arrays, b2_arrays = w1_b1_b2(described)
         layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
         checks.layer("moe_forward", *layer, offsets)
@@ -303,6 +318,10 @@ def forward(
             order = None if fp8_weights is None else fp8_weights.gate_up
             of_layer = x_array, w2_array, activation, gate_up, biases, fp8_arrays, order
             fp8_checks.layer("moe_forward", *of_layer, limits)
+        if x_scales is not None:
+            if precision is None:
+                raise checks.bad_value("moe_forward", "x", "bf16 rows without precision='fp8'", "rows in e4m3")
+            fp8_checks.rows("moe_forward", "x", described[0], described[-1])
         if limits is None:
             if arrival is not None:
                 arrival.wait()
@@ -313,13 +332,13 @@ def forward(
                 in_fp8["fp8_weights"] = Fp8Weights(
                     **dict(zip(fp8_checks.FIELDS, on_host, strict=True)), gate_up=gate_up
                 )
-            on_cpu = w1_names, b1_names, activation, save, gate_up, slots, max_slots, in_fp8
+            on_cpu = w1_names, b1_names, activation, save, gate_up, slots, max_slots, in_fp8, x_scales is not None
             out, saved = _forward_on_cpu(call, *on_cpu)
             if saved is not None and fp8_weights is not None:
                 saved = dataclasses.replace(saved, fp8_weights=fp8_weights)
             if saved is not None and call.framework is arrays.Torch:
                 own = {"x": x, "weights": weights, "w1": joined(gate, up), "w2": w2, "b1": joined(b1_gate, b1_up)}
-                saved = dataclasses.replace(saved, b2=b2, **own)
+                saved = dataclasses.replace(saved, b2=b2, x_scales=x_scales, **own)
             return out, saved
         layouts: list[Any] = [array and array.layout for array in described]
         x_layout, ids_layout, weights_layout, _, _, w2_layout, *_ = layouts
@@ -350,23 +369,26 @@ def forward(
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         memory = None if into is None else Buffer(into, found.framework.describe(into).ptr)
-        weights_fp8 = fp8.Addresses(*pointers[10:]) if of_fp8 else None
+        weights_fp8 = fp8.Addresses(*pointers[10 : 10 + len(of_fp8)]) if of_fp8 else None
         if steps.quantize:
             made, weights_fp8 = steps.quantize.make(run, pointers[3:5], pointers[5])
             fp8_weights = Fp8Weights(**made)
         options_of_run: dict[str, Any] = {"out": memory, "weights_fp8": weights_fp8, "arrival": arrival}
+        if x_scales is not None:
+            options_of_run["x_scales"] = pointers[-1]
         made_by_forward = experts.moe_forward(run, steps, *pointers[:10], **options_of_run)
         out, lists, ids_copy, first_layer, y_swi = made_by_forward
         out = export(out)
         if save is None:
             return out, None
         x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, _, *own_fp8 = given
+        own_fp8 = own_fp8[: len(of_fp8)]
         if own_fp8 and export is not keep:  # what it was imported to, as of the other arrays
             fp8_weights = Fp8Weights(**dict(zip(fp8_checks.FIELDS, own_fp8, strict=True)), gate_up=gate_up)
         index = _index(steps.dispatch, lists, ids if ids_copy is None else ids_copy)
         kept = x, weights, joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
         of_biases = joined(b1_gate, b1_up), b2
-        return out, SavedForBackward(*kept, *of_biases, gate_up, slots, precision, fp8_weights)
+        return out, SavedForBackward(*kept, *of_biases, gate_up, slots, precision, fp8_weights, x_scales)
 
 
 def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
@@ -408,8 +430,11 @@ def _forward_on_cpu(
     slots: SlotOptions,
     max_slots: int | None,
     in_fp8: dict[str, Any],
+    has_scales: bool,
 ) -> tuple[Any, SavedForBackward | None]:
     host = {name: call.host(name) for name in call.described}
+    if has_scales:
+        host["x"] = reference.fp8.dequantize(host["x"], host["x.scales"], host["w2"].dtype)
     w1, b1 = (tuple(host[name] for name in names) for names in (w1_names, b1_names))
     options: dict[str, Any] = {name: host.get(name) for name in ("b2", "token_offsets")} | slots._asdict()
     out, saved = reference.moe_forward(

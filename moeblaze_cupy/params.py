@@ -225,6 +225,12 @@ _TABLES = {
             int64=("offset",),
             int32=("P", "rows_per_peer", "pieces"),
         ),
+        "pull_scaled_rows": Params(
+            "PullScaledRowsParams",
+            pointers=("peers", "needed", "out", "scales"),
+            int64=("offset", "scales_offset"),
+            int32=("P", "rows_per_peer", "pieces"),
+        ),
         "pull_sum": Params(
             "PullSumParams<float, int>",
             pointers=("peers", "ids", "out"),
@@ -313,6 +319,12 @@ _TABLES = {
         "quantize_rows": Params(
             "QuantizeRowsParams<float>",
             pointers=("rows", "out", "scales"),
+            int64=("L",),
+            int32=("d", "threads_per_row"),
+        ),
+        "dequantize_rows": Params(
+            "DequantizeRowsParams<float>",
+            pointers=("rows", "scales", "out"),
             int64=("L",),
             int32=("d", "threads_per_row"),
         ),

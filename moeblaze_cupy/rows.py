@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from moeblaze_cupy import arrays, checks, reference, runtime
+import numpy as np
+
+from moeblaze_cupy import arrays, checks, fp8_checks, reference, runtime
 from moeblaze_cupy.call import Call, untraced
-from moeblaze_cupy.ops import aggregation, pull
+from moeblaze_cupy.ops import aggregation, pull, quantize
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Launch, Runtime, cached, current_device
+from moeblaze_cupy.structures import Fp8Rows
 
 
 @untraced
@@ -53,6 +56,43 @@ def _configure(L: int, P: int, d: int, dtype: str, misalignment: int) -> Launch 
     if L == 0:
         return None
     return aggregation.aggregate(IndexLayout(L, P, 1), dtype, None, d, 0, d, d, misalignment=misalignment)
+
+
+@untraced
+def quantize_rows(rows: Any, out: Fp8Rows) -> None:
+    """Writes rows in e4m3 into `out`, with a float32 scale for each, as precision="fp8" has x and out's gradient.
+
+    rows: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. out: (L, d) uint8 and (L,) float32, contiguous, which
+    share no memory with the rows. A row's scale is its largest magnitude over 448, and 1 where that is 0. A NaN stays
+    in its element, and an infinity makes its row NaN.
+    Raises TypeError (dtype, device), ValueError (shape, memory order), or RuntimeError of tensors that autograd or a
+    transform of torch would have to follow.
+    """
+    function = "quantize_rows"
+    named = {"rows": rows, "out.values": out.values, "out.scales": out.scales}
+    key, pointers = runtime.key_of(function, (), tuple(named.values()))
+    found = runtime.find(key)
+    if found is None:
+        checks.untracked(function, named)
+        call = Call(function, **named)
+        given, values, scales = (call.described[name] for name in named)
+        checks.shape(function, "rows", given, "L, d", (None, None))
+        checks.dtype(function, "rows", given, checks.floats(given))
+        checks.contiguous(function, "rows", given)
+        checks.shape(function, "out.values", values, "L, d", given.shape)
+        checks.contiguous(function, "out.values", values)
+        fp8_checks.rows(function, "out", values, scales)
+        if call.on_cpu:
+            stored, of_rows = reference.fp8.quantize(call.host("rows"), axis=1)
+            np.copyto(call.host("out.values"), stored)
+            np.copyto(call.host("out.scales"), of_rows[:, 0])
+            return
+        pointers = call.pointers()
+        found = runtime.keep(key, call.prepared(quantize.rows(given.layout)))
+    if found.steps is None:
+        return
+    with current_device(found.device):
+        Runtime.current(found.framework, found.device).launch(found.steps, *pointers)
 
 
 class PeerArray(NamedTuple):
@@ -121,6 +161,35 @@ def pull_rows(rows: PeerArray, needed: Any, out: Any) -> None:
         return pull.pull_rows(P, L, d, into.dtype, rows.offset) if L else None
 
     _pull(function, rows[1:], {"peers": rows.addresses, "needed": needed, "out": out}, step)
+
+
+def pull_scaled_rows(values: PeerArray, scales: PeerArray, needed: Any, out: Fp8Rows) -> None:
+    """As `pull_rows`, of rows in e4m3 with their scales.
+
+    values: of all ranks (L, d) uint8, d a multiple of 16. scales: likewise (L,) float32. out: (P*L, d), aligned, and
+    (P*L,).
+    """
+    function = "pull_scaled_rows"
+
+    def step(call: Call) -> Launch | None:
+        into, into_scales = call.described["out.values"], call.described["out.scales"]
+        P = call.described["peers"].size
+        checks.shape(function, "out.values", into, "P*L, d", (None, None))
+        fp8_checks.rows(function, "out", into, into_scales)
+        checks.shape(function, "needed", call.described["needed"], "P*L", into.shape[:1])
+        checks.dtype(function, "needed", call.described["needed"], ("bool",))
+        for name, peers, dtype in (("values", values, "uint8"), ("scales", scales, "float32")):
+            if peers.dtype != dtype:
+                raise checks.bad_type(function, name, dtype, peers.dtype)
+        if into.shape[0] % P:
+            raise checks.bad_value(function, "out.values", f"rows in multiples of P = {P}", into.shape[0])
+        L, d = into.shape[0] // P, into.shape[1]
+        if d % 16:
+            raise checks.bad_value(function, "out.values", "columns in multiples of 16", d)
+        return pull.pull_scaled_rows(P, L, d, values.offset, scales.offset) if L else None
+
+    arrays_here = {"needed": needed, "out.values": out.values, "out.scales": out.scales}
+    _pull(function, (values[1:], scales[1:]), {"peers": values.addresses, **arrays_here}, step)
 
 
 def sum_peer_rows(rows: PeerArray, ids: Any, share: Share, out: Any) -> None:

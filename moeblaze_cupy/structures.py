@@ -342,6 +342,17 @@ class Fp8Weights:
         return sum(nbytes(value) for value in vars(self).values() if not isinstance(value, str))
 
 
+class Fp8Rows(NamedTuple):
+    """Rows of x, or of the gradient of out, in e4m3: a number is its e4m3 number times the scale of its row."""
+
+    values: Any  #: (L, d) uint8, of which each byte holds e4m3
+    scales: Any  #: (L,) float32
+
+    def part(self, of: slice) -> "Fp8Rows":
+        """Some of the rows."""
+        return Fp8Rows(self.values[of], self.scales[of])
+
+
 @dataclass(eq=False)
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.
@@ -368,6 +379,7 @@ class SavedForBackward:
     slots: SlotOptions = PLAIN_SLOTS
     precision: str | None = None  #: "fp8": the four products that are no weight gradients multiply e4m3
     fp8_weights: Fp8Weights | None = None  #: what they multiply with
+    x_scales: Any = None  #: (L,) float32 where x is in e4m3, as of `Fp8Rows`; else None
 
     @property
     def is_overwritable(self) -> bool:
@@ -399,6 +411,7 @@ class PendingWeights:
     first_layer_grad: Any = None  #: (R, 2h) or (R, h), the first layer's gradient, often in the first layer's memory
     weighted_y_swi: Any = None  #: (R, h), y_swi times the router weight, if that is on the output
     consumed: bool = False  #: the weight gradients have been taken
+    grad_scales: Any = None  #: (L,) float32 where grad_out is in e4m3, as of `Fp8Rows`; else None
 
 
 @dataclass(frozen=True)

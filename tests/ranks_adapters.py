@@ -133,6 +133,11 @@ def faults_by_deepep(rank, size, group):
     expect(ValueError, text, lambda: DeepEPGroup(buffer, E) if rank == size - 1 else ExpertGroup(group, E))
     expect(ValueError, "route: expected none, as the buffer decides", lambda: DeepEPGroup(buffer, E, route="gather"))
     experts = DeepEPGroup(buffer, E)
+    x, ids, weights, w1, w2 = Inputs(rank, counts_of(size, "equal"), dtype=torch.bfloat16, h=32).local()
+    in_fp8 = lambda: expert_parallel_moe(  # noqa: E731
+        x, ids, weights, w1, w2, experts, precision="fp8", row_precision="fp8"
+    )
+    expect(ValueError, "row_precision: expected None with DeepEPGroup, got 'fp8'", in_fp8)
     inputs = Inputs(rank, counts_of(size, "equal"), k=K - (rank == size - 1))
     got = [K] * (size - 1) + [K - 1]
     expect(ValueError, f"exchange: k: expected the same on all ranks, got {got}", results_of, inputs, experts)

@@ -5,9 +5,11 @@ Every rank draws the inputs of all ranks. A case is a function of the rank, the 
 
 from datetime import timedelta
 
+import ml_dtypes
 import torch
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import arrays, reference
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
 
 TIMEOUT = timedelta(seconds=6)
@@ -111,6 +113,46 @@ def compare(inputs, got, tolerance, same_bits=True, **options):
     if same_bits:
         for name in ("w1", "w2"):
             assert torch.equal(got[name], want[name]), f"{name} has other bits"
+
+
+def rounded(rows):
+    """What e4m3 with a scale for each row stands for, in the rows' dtype."""
+    host = rows.detach().cpu()
+    stored, scales = reference.fp8.quantize(arrays.Torch.to_numpy(host), axis=1)
+    back = reference.fp8.dequantize(stored, scales[:, 0], ml_dtypes.bfloat16)
+    return arrays.Torch.from_numpy(back).to(rows.device)
+
+
+def compare_rows_in_fp8(inputs, experts, same_bits=True, **options):
+    """Runs rows in e4m3 and bf16 rows, and compares as `compared_rows_in_fp8` says."""
+    in_fp8 = {"precision": "fp8", **options}
+    want = results_of(inputs, experts, **in_fp8)
+    found = [results_of(inputs, experts, row_precision="fp8", **in_fp8) for _ in range(2)]
+    compared_rows_in_fp8(inputs, want, *found, same_bits, **in_fp8)
+
+
+def compared_rows_in_fp8(inputs, want, got, again, same_bits, tolerance=2.0**-7, **in_fp8):
+    """Two runs with rows in e4m3 against one with bf16 rows, and against one process.
+
+    Out and the gradients of x and weights have the bits that they have with bf16 rows. The gradients of w1 and w2 are
+    those of one process with rounded rows, in bits if `same_bits`, and near those of its bf16 rows.
+    """
+    for name in got:
+        assert torch.equal(got[name], again[name]), f"{name}: other bits in a second run"
+    for name in ("out", "x", "weights"):
+        assert torch.equal(got[name], want[name]), f"{name}: other bits than with bf16 rows"
+    x, grad = inputs.x, inputs.grad
+    whole = inputs.whole(**in_fp8)
+    inputs.x, inputs.grad = rounded(x), rounded(grad)
+    of_rounded = inputs.whole(**in_fp8)
+    inputs.x, inputs.grad = x, grad
+    for name in ("w1", "w2"):
+        error = difference(got[name], of_rounded[name])
+        assert error <= tolerance, f"{name}: {error}"
+        assert torch.equal(got[name], of_rounded[name]) or not same_bits, f"{name} has other bits"
+        # 0.026 is the rounding error of e4m3 in the norm; a sum has that of one factor, beside those of both runs
+        error = difference(got[name], whole[name])
+        assert error <= 0.04, f"{name}: {error} beside bf16 rows"
 
 
 def counts_of(size, kind):

@@ -13,6 +13,7 @@ from ranks_common import (
     K,
     case,
     compare,
+    compare_rows_in_fp8,
     counts_of,
     difference,
     expect,
@@ -23,7 +24,9 @@ import moeblaze_cupy as mb
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
 from moeblaze_cupy.interop.peers import Offered
-from moeblaze_cupy.rows import Share
+from moeblaze_cupy.rows import Share, quantize_rows
+
+NAN_BYTE = 0x7F  # of e4m3
 
 
 @case
@@ -84,26 +87,28 @@ class PeersOverGloo:
 
     def __init__(self, group):
         self.group, self.read, self.calls, self.rooms = group, None, [], {}
-        self.copies = True
+        self.copies, self.written = True, None  # written: the room that is written before it is offered
 
     def room(self, kind, forms, device):
         if self.read == kind:
             self.close()
         found = self.rooms.setdefault((kind, forms), [torch.empty(shape, dtype=dtype) for shape, dtype in forms])
-        for tensor in found:
-            tensor[:] = torch.nan
+        for tensor in found if self.written is not found else ():
+            tensor[:] = NAN_BYTE if tensor.dtype == torch.uint8 else torch.nan if tensor.is_floating_point() else 0
+        self.written = found
         return found
 
     def offer(self, kind, tensors, rows):
         if self.read == kind:
             self.close()
         self.calls.append(kind)
-        self.read = kind
+        self.read, self.written = kind, None
         offered = []
         for tensor in tensors:
             nothing = torch.nan if tensor.is_floating_point() else 0  # ids of an expert, if they were read
-            padding = tensor.new_full((rows - len(tensor), tensor.shape[1]), nothing)
-            held = [tensor.new_empty((rows, tensor.shape[1])) for _ in range(dist.get_world_size(self.group))]
+            nothing = NAN_BYTE if tensor.dtype == torch.uint8 else nothing
+            padding = tensor.new_full((rows - len(tensor), *tensor.shape[1:]), nothing)
+            held = [tensor.new_empty((rows, *tensor.shape[1:])) for _ in range(dist.get_world_size(self.group))]
             dist.all_gather(held, torch.cat([tensor, padding]), group=self.group)
             offered.append(Offered(held, held))
         return offered
@@ -111,7 +116,7 @@ class PeersOverGloo:
     def copy(self, pairs):
         self.calls.append("copy")
         for to, _ in pairs:
-            to[:] = torch.nan
+            to[:] = NAN_BYTE if to.dtype == torch.uint8 else torch.nan
 
         def wait():
             for to, source in pairs:
@@ -148,6 +153,11 @@ class PeersOverGloo:
         out[:] = torch.where(needed[:, None], torch.cat(rows), torch.nan)  # what is not pulled must not be used
 
     @staticmethod
+    def pull_scaled_rows(values, scales, needed, out):
+        out.values[:] = torch.where(needed[:, None], torch.cat(values), NAN_BYTE)
+        out.scales[:] = torch.where(needed, torch.cat(scales), torch.nan)
+
+    @staticmethod
     def sum_peer_rows(rows, ids, share, out):
         out[:] = 0
         here = share.rank * share.tokens
@@ -171,7 +181,10 @@ def peers_over_gloo(timeout=TIMEOUT):
     with (
         mock.patch(f"{package}.expert_group.Peers", PeersOverGloo),
         mock.patch(f"{package}.expert_group.TIMEOUT_MS", 1000 * timeout.total_seconds()),
-        mock.patch(f"{package}.pull_route.mb_rows", SimpleNamespace(Share=Share, **vars(PeersOverGloo))),
+        mock.patch(
+            f"{package}.pull_route.mb_rows",
+            SimpleNamespace(Share=Share, quantize_rows=quantize_rows, **vars(PeersOverGloo)),
+        ),
         mock.patch(f"{package}.expert_group.dist.get_backend", lambda _: "nccl"),
     ):
         yield
@@ -307,6 +320,40 @@ def products_in_fp8(rank, size, group):
     expected = "expert_parallel_moe: precision: expected d and h that are multiples of 16"
     told = lambda: expert_parallel_moe(x, ids, weights, w1, w2, ExpertGroup(group, E), precision="fp8")  # noqa: E731
     expect(ValueError, expected, told)
+
+
+@case
+def rows_in_fp8(rank, size, group):
+    """Rows that travel in e4m3, on all routes: what `compare_rows_in_fp8` says, and which ranks must agree on them."""
+    options = {"precision": "fp8", "row_precision": "fp8"}
+    for kind in ("equal", "uneven", "none_here", "one_token", "none"):
+        inputs = Inputs(rank, counts_of(size, kind), "absent", dtype=torch.bfloat16, h=32)
+        routes = [{"route": "exact"}, {"keep_received": False}]
+        if kind == "equal":
+            routes += [{"route": "gather"}, {"route": "static"}]
+        for of_group in routes:
+            compare_rows_in_fp8(inputs, ExpertGroup(group, E, **of_group), same_bits=of_group.get("route") == "exact")
+        for save in ("recompute", "fp8"):
+            compare_rows_in_fp8(inputs, ExpertGroup(group, E), save=save)
+        chunks = ExpertGroup(group, E, slots=8, on_overflow="chunk")
+        compare_rows_in_fp8(inputs, chunks, same_bits=False)
+        with peers_over_gloo():
+            for copies in (True, False):
+                for keep in (True, False):
+                    experts = ExpertGroup(group, E, route="pull", keep_received=keep)
+                    experts.peers.copies = copies
+                    compare_rows_in_fp8(inputs, experts)
+    x, ids, weights, w1, w2 = inputs.local()
+    experts = ExpertGroup(group, E)
+    differs = lambda: expert_parallel_moe(  # noqa: E731
+        x, ids, weights, w1, w2, experts, precision="fp8", row_precision="fp8" if rank else None
+    )
+    got = expect(ValueError, "exchange: dtype: expected the same on all ranks, got ['torch.bfloat16'", differs)
+    assert "torch.float8_e4m3fn" in got
+    alone = lambda: expert_parallel_moe(x, ids, weights, w1, w2, experts, row_precision="fp8")  # noqa: E731
+    expect(ValueError, "expert_parallel_moe: row_precision: expected None without precision='fp8'", alone)
+    other = lambda: expert_parallel_moe(x, ids, weights, w1, w2, experts, **options | {"row_precision": "e5m2"})  # noqa: E731
+    expect(ValueError, "expert_parallel_moe: row_precision: expected one of None, 'fp8', got 'e5m2'", other)
 
 
 @case

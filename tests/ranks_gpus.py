@@ -4,7 +4,18 @@ import copy
 from time import monotonic
 
 import torch
-from ranks_common import E, Inputs, K, compare, counts_of, difference, expect, gpu_case, results_of
+from ranks_common import (
+    E,
+    Inputs,
+    K,
+    compare,
+    compared_rows_in_fp8,
+    counts_of,
+    difference,
+    expect,
+    gpu_case,
+    results_of,
+)
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
@@ -63,6 +74,90 @@ def products_in_fp8_on_gpus(rank, size, group):
         compare(moved, got, 2.0**-7, same_bits=False, precision="fp8")
 
 
+IN_FP8 = {"precision": "fp8", "row_precision": "fp8"}
+
+
+@gpu_case
+def rows_in_fp8_on_gpus(rank, size, group):
+    """Rows that travel in e4m3, copied and pulled by kernels: what `compared_rows_in_fp8` says.
+
+    Results are those of one GPU but for the rounding of sums over ranks.
+    """
+    found = []  # compared when all ranks have them
+    for kind in ("equal", "uneven", "none_here", "one_token", "none"):
+        plain = Inputs(rank, counts_of(size, kind), "absent", dtype=torch.bfloat16, h=32)
+        inputs = on_gpu(plain, torch.bfloat16)
+        ways = [{"route": "pull"}, {"route": "pull", "copies": False}, {"route": "pull", "keep_received": False}]
+        for way in (*ways, {"route": "exact"}, *[{"route": "gather"}] * (kind == "equal")):
+            experts = ExpertGroup(group, E, **{name: value for name, value in way.items() if name != "copies"})
+            experts.peers.copies = way.get("copies", True)
+            for save in ("minimal", *["recompute"] * (kind == "uneven" and way == ways[0])):
+                options = {"precision": "fp8", "save": save}
+                runs = [results_of(inputs, experts, **options)]
+                runs += [results_of(inputs, experts, row_precision="fp8", **options) for _ in range(2)]
+                found.append((inputs, runs, options))
+    for inputs, runs, options in found:
+        compared_rows_in_fp8(inputs, *runs, False, **options)
+        compare(inputs, {**runs[1], "w1": runs[0]["w1"], "w2": runs[0]["w2"]}, 2.0**-7, same_bits=False, **options)
+
+
+@gpu_case
+def wide_rows_in_fp8_on_gpus(rank, size, group):
+    """Tokens and widths that fill tiles, with sums of split-K, copied rows and own rows first; errors beside bf16.
+
+    A token of zeros, and one with a NaN, whose result and gradients alone are NaN, with those of its experts.
+    """
+    L, d, h, experts_here = 1024, 512, 256, E // size
+
+    def normal(*shape, seed):
+        rng = torch.Generator("cuda").manual_seed(seed)
+        return torch.randn(shape, generator=rng, device="cuda", dtype=torch.float32)
+
+    x, grad = (normal(L, d, seed=4 * rank + i).bfloat16() for i in range(2))
+    ids = normal(L, E, seed=4 * rank + 2).topk(K).indices.int()
+    weights = normal(L, K, seed=4 * rank + 3).abs()
+    here = slice(rank * experts_here, (rank + 1) * experts_here)
+    w1 = (normal(E, d, 2 * h, seed=101) / d**0.5).bfloat16()[here].contiguous()
+    w2 = (normal(E, h, d, seed=102) / h**0.5).bfloat16()[here].contiguous()
+    ids[5], ids[9] = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2])  # of a rank that has the first experts
+    special = x.clone()
+    special[5], special[9, 7] = 0, torch.nan
+    experts = ExpertGroup(group, E, route="pull", slots=2 * L * K, on_overflow="raise")
+
+    def run(x, **options):
+        leaves = [t.clone().requires_grad_() for t in (x, weights, w1, w2)]
+        out = expert_parallel_moe(leaves[0], ids, *leaves[1:], experts, **options)
+        named = zip(("x", "weights", "w1", "w2"), torch.autograd.grad(out, leaves, grad), strict=True)
+        return {"out": out.detach(), **dict(named)}
+
+    exact, in_fp8 = run(x), run(x, precision="fp8")
+    by_way = []
+    for copies in (True, False):
+        experts.peers.copies = copies
+        by_way += [run(x, **IN_FP8), run(special, **IN_FP8)]
+    plain, with_special, *others = by_way
+    for one, other in zip((plain, with_special), others, strict=True):
+        for name in one:
+            assert torch.equal(one[name].nan_to_num(7), other[name].nan_to_num(7)), f"{name}: copies have other bits"
+    for name in ("out", "x", "weights"):
+        assert torch.equal(plain[name], in_fp8[name]), name
+    for name in exact:  # of the norm, the contract of precision="fp8"
+        errors = difference(in_fp8[name], exact[name]), difference(plain[name], exact[name])
+        print(rank, name, "error beside bf16 of bf16 rows and of e4m3 rows:", *errors, flush=True)
+        assert errors[1] <= 0.07 or name not in ("w1", "w2"), (name, errors)  # the others have the bits of bf16 rows
+    assert torch.equal(with_special["out"][5], torch.zeros_like(x[5])) and not with_special["weights"][5].any()
+    others = torch.ones(L, dtype=torch.bool, device="cuda")
+    others[5] = others[9] = False
+    assert with_special["out"][9].isnan().all() and with_special["x"][9].isnan().all()
+    for name in ("out", "x", "weights"):
+        assert torch.equal(with_special[name][others], plain[name][others]), name
+    of_nan = [expert for expert in (0, 1, 2) if here.start <= expert < here.stop]
+    spared = [expert - here.start for expert in range(here.start, here.stop) if expert not in of_nan]
+    for name in ("w1", "w2"):
+        assert not with_special[name][spared].isnan().any(), name
+    assert all(with_special["w1"][expert - here.start].isnan().any() for expert in of_nan)
+
+
 @gpu_case
 def faults_of_pulled_rows(rank, size, group):
     """What differs among ranks is one ValueError on all, before a GPU waits; then the group is of use again."""
@@ -106,6 +201,15 @@ def no_host_sync(rank, size, group):
                     expert_parallel_moe(x, ids, weights, w1, w2, experts).backward(grad)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
+            inputs = on_gpu(Inputs(rank, counts_of(size, kind), h=32), torch.bfloat16)
+            x, ids, weights, w1, w2 = inputs.local()
+            for mode in ("default", "error"):
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode(mode)
+                try:
+                    expert_parallel_moe(x, ids, weights, w1, w2, experts, **IN_FP8).backward(grad)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu_case
@@ -114,16 +218,28 @@ def pulled_steps_in_a_graph(rank, size, group):
 
     Ranks come to their replays at different times, and plain calls lie between.
     """
+    steps_in_a_graph(rank, size, group, {})
+
+
+@gpu_case
+def pulled_steps_in_fp8_in_a_graph(rank, size, group):
+    """Likewise with rows in e4m3."""
+    steps_in_a_graph(rank, size, group, IN_FP8)
+
+
+def steps_in_a_graph(rank, size, group, options):
     experts = ExpertGroup(group, E, route="pull")
-    every = [on_gpu(Inputs(rank, counts_of(size, "equal"), seed=seed), torch.bfloat16) for seed in range(4)]
+    width = {"h": 32} if options else {}
+    every = [on_gpu(Inputs(rank, counts_of(size, "equal"), seed=seed, **width), torch.bfloat16) for seed in range(4)]
     for inputs in every:
         inputs.ids = inputs.ids.long()
     x, ids, weights, w1, w2 = every[0].local()
     ids, grad, leaves = ids.clone(), every[0].grad[every[0].here].clone(), (x, weights, w1, w2)
 
     def step():
-        first = expert_parallel_moe(x, ids, weights, w1, w2, experts)
-        out = expert_parallel_moe(first, ids, weights, w1, w2, experts, save="recompute", shared=torch.sin)
+        first = expert_parallel_moe(x, ids, weights, w1, w2, experts, **options)
+        others = {"save": "recompute", "shared": torch.sin, **options}
+        out = expert_parallel_moe(first, ids, weights, w1, w2, experts, **others)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     def fill(inputs):

@@ -153,7 +153,8 @@ def entry_names(variant) -> set[str]:
             for step in ("quantize_rows", "weights_amax", "quantize_weights")
             for dtype in dtypes
             for suffix in ("", "_unaligned")
-        },
+        }
+        | {"dequantize_rows_bfloat16"},
         "saved_fp8.cu": {f"{step}_saved_{dtype}" for step in ("quantize", "dequantize") for dtype in dtypes},
         "selection.cu": {f"columns_{step}_{dtype}" for step in ("count", "split", "finish") for dtype in dtypes}
         | {f"chosen_bits_{ids}" for ids in ids_dtypes},
@@ -167,7 +168,7 @@ def entry_names(variant) -> set[str]:
         "bound_slots.cu": {"bound_slots"},
         "split_tiles.cu": {"split_tiles"},
         "square_tiles.cu": {"square_tiles"},
-        "pull.cu": {"pull_rows"}
+        "pull.cu": {"pull_rows", "pull_scaled_rows"}
         | {f"pull_sum_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes}
         | {f"pull_{what}_{ids}_{size}" for what in ("slots", "values") for ids in ids_dtypes for size in (2, 4)},
     }[variant.source]

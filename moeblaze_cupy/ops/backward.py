@@ -115,9 +115,10 @@ def configure_backward(
     b1, b2: () without a bias. accumulate: by name, the layouts of the buffers that gradients of weights and biases are
     added to, in place of new ones. defers_weights: what the gradients of w1 and w2 are products of stays in memory, and
     the products are not launched; there are no biases then. precision: "fp8" for products in e4m3 but those of weight
-    gradients. here: tokens whose rows of grad_out are here while others come.
+    gradients; x and grad_out may be in e4m3 then (uint8), if the gradients of weights are deferred. here: tokens whose
+    rows of grad_out are here while others come.
     """
-    (L, d), h, dtype = x.shape, w2.shape[1], x.dtype
+    (L, d), h, dtype = x.shape, w2.shape[1], w2.dtype
     R, buffers = index.num_rows, dict(accumulate)
     if weights is None:
         needs = tuple(name for name in needs if name != "weights")
@@ -289,13 +290,15 @@ def moe_backward(
     grad_x: Buffer | None = None,
     weights_fp8: fp8.Addresses | None = None,
     arrival: Arrival | None = None,
+    x_scales: int = 0,
+    grad_scales: int = 0,
 ) -> tuple[Gradients, Any, Any]:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
     The address of what there is not is 0, as of up where w1 is one array, and of first_layer where it was not saved.
     lists: the buffer of the index lists. accumulate: by name, the buffers that gradients of weights and biases are
     added to. grad_x: memory for it; None allocates it. arrival: of grad_out's rows, for a layer without biases. `saved`
-    is told when it is about to be overwritten.
+    is told when it is about to be overwritten. x_scales, grad_scales: of the rows of x and grad_out in e4m3.
     Returns gradients, None where not asked for, and of what is accumulated; and where weight gradients are deferred,
     the arrays of first_layer_grad and weighted_y_swi, None where they lie in the memory of what was saved.
     """
@@ -314,9 +317,9 @@ def moe_backward(
             bias = steps.up_bias.halves(b1_gate, b1_up) if steps.up_bias else (0, 0)
             x_read, up_read, of_up_fwd, x_e4m3 = x, w1, NOT_FP8, None
             if steps.x_in_e4m3 and weights_fp8:
-                x_e4m3 = fp8.quantized_rows(run, steps.x_in_e4m3, x)
-                x_read, up_read = x_e4m3[0].ptr, steps.x_in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
-                of_up_fwd = Fp8(x_e4m3[1].ptr, weights_fp8.w1_scales)
+                x_e4m3 = fp8.quantized_rows(run, steps.x_in_e4m3, x, x_scales)
+                x_read, up_read = x_e4m3.values, steps.x_in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
+                of_up_fwd = Fp8(x_e4m3.scales, weights_fp8.w1_scales)
             lists_read = squares if steps.up_fwd.square else index
             grouped_gemm.gemm(
                 run, steps.up_fwd, lists_read, x_read, up_read, first_layer=first_layer, bias=bias, fp8=of_up_fwd
@@ -343,11 +346,11 @@ def moe_backward(
     grad_read, down_read, up_read, of_down_bwd, of_up_bwd = grad_out, (w2, w2), w1, NOT_FP8, NOT_FP8
     grad_e4m3 = first_layer_grad_e4m3 = None
     if steps.in_e4m3 and weights_fp8 and steps.down_bwd:
-        if arrival:
+        if arrival and not grad_scales:  # to quantise them
             arrival.wait()
-        grad_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, grad_out)
-        grad_read, down_read = grad_e4m3[0].ptr, (weights_fp8.w2, weights_fp8.w2)
-        of_down_bwd = Fp8(grad_e4m3[1].ptr, weights_fp8.w2_scales)
+        grad_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, grad_out, grad_scales)
+        grad_read, down_read = grad_e4m3.values, (weights_fp8.w2, weights_fp8.w2)
+        of_down_bwd = Fp8(grad_e4m3.scales, weights_fp8.w2_scales)
         if steps.up_bwd:
             first_layer_grad_e4m3 = fp8.routed_rows(run, steps.in_e4m3)
             quantised, quantised_scales = (buffer.ptr for buffer in first_layer_grad_e4m3)

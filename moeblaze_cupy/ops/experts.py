@@ -105,10 +105,10 @@ def configure_forward(
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
 
     b1, b2: () without a bias. ragged: ids are pairs, of tokens with any number of slots. precision: "fp8" for products
-    in e4m3, of the weights that `moe_forward` is given beside w1 and w2. quantizes: it makes these itself. here: tokens
-    whose rows are here while others come.
+    in e4m3, of the weights that `moe_forward` is given beside w1 and w2; x may be in e4m3 then (uint8). quantizes: it
+    makes these weights itself. here: tokens whose rows are here while others come.
     """
-    (L, d), (E, h, _), dtype = x.shape, w2.shape, x.dtype
+    (L, d), (E, h, _), dtype = x.shape, w2.shape, w2.dtype
     num_tokens = L if ragged else None
     steps = dispatch.configure(ids._replace(device=0), E, limits, num_tokens, slots.identity_experts, max_slots)
     index, R = steps.index, steps.index.num_rows
@@ -208,10 +208,12 @@ def moe_forward(
     out: Buffer | None = None,
     weights_fp8: fp8.Addresses | None = None,
     arrival: Arrival | None = None,
+    x_scales: int = 0,
 ) -> ForwardResult:
     """Paper section 3.1, from the addresses of the inputs; 0 for what is not given, as up where w1 is one array.
 
     out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3. arrival: of rows of x.
+    x_scales: of the rows of x, if these are in e4m3.
     """
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
@@ -226,12 +228,12 @@ def moe_forward(
     of_up_fwd = of_down_fwd = NOT_FP8
     x_e4m3 = y_e4m3 = None
     if steps.in_e4m3 and weights_fp8:
-        if arrival:
+        if arrival and not x_scales:  # to quantise them
             arrival.wait()
-        x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, x), fp8.routed_rows(run, steps.in_e4m3)
-        rows, up_weight = x_e4m3[0].ptr, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
+        x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, x, x_scales), fp8.routed_rows(run, steps.in_e4m3)
+        rows, up_weight = x_e4m3.values, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
         down_weight = weights_fp8.w2_transposed, weights_fp8.w2_transposed
-        of_up_fwd = Fp8(x_e4m3[1].ptr, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
+        of_up_fwd = Fp8(x_e4m3.scales, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
         of_down_fwd = Fp8(y_e4m3[1].ptr, weights_fp8.w2_scales)
     if steps.up_fwd:
         first_layer_ptr = first_layer.ptr if first_layer else 0

@@ -1,5 +1,8 @@
 """precision="fp8": what the experts' products in e4m3 read and write beside those in bf16.
 
+x and grad_out come in bf16, or in e4m3 with their scales. In the latter case the gradients of weights, which multiply
+bf16, have them converted, each when its product is due.
+
 x and grad_out have a scale per row. y_swi and first_layer_grad have one per row and GROUP_COLUMNS columns of a half,
 (groups, R) of each half. Weights have one per expert, and per half of w1: `structures.Fp8Weights`.
 """
@@ -84,7 +87,7 @@ class Pass:
     """Of a forward or a backward: the weights, and the memory of what it quantises."""
 
     weights: Weights
-    quantize_rows: Launch | None  # of x or grad_out; None without tokens
+    quantize_rows: Launch | None  # of x or grad_out; None without tokens, and of rows that are in e4m3
     rows: tuple[int, int]  # their shape
     routed: tuple[int, int]  # of y_swi, or of first_layer_grad
     routed_scales: tuple[int, int]
@@ -104,15 +107,49 @@ def configure(rows: Layout, E: int, R: int, h: int, halves: int, routed_halves: 
     in_rows = rows._replace(shape=(number, d), strides=(d, 1))
     groups = launch_config.ceil_div(h, launch_config.GROUP_COLUMNS)
     of_rows = (R, routed_halves * h), (routed_halves * groups, R)
-    return Pass(weights(E, d, h, halves, interleaved), quantize.rows(in_rows), (number, d), *of_rows)
+    quantize_rows = None if rows.dtype == E4M3 else quantize.rows(in_rows)
+    return Pass(weights(E, d, h, halves, interleaved), quantize_rows, (number, d), *of_rows)
 
 
-def quantized_rows(run: Runtime, step: Pass, address: int) -> tuple[Buffer, Buffer]:
-    """x or grad_out in e4m3, and the scale of each row."""
-    values, scales = run.empty(step.rows, E4M3), run.empty(step.rows[:1], "float32")
+class RowsRead(NamedTuple):
+    """Rows of x or grad_out that a product reads: where they and their scales are, and the memory if it is new."""
+
+    values: int
+    scales: int
+    memory: tuple[Buffer, ...] = ()
+
+
+def quantized_rows(run: Runtime, step: Pass, address: int, scales: int = 0) -> RowsRead:
+    """x or grad_out in e4m3. scales: of rows that are in e4m3 already, which are read where they are."""
+    if scales:
+        return RowsRead(address, scales)
+    made, made_scales = run.empty(step.rows, E4M3), run.empty(step.rows[:1], "float32")
     if step.quantize_rows:
-        run.launch(step.quantize_rows, address, values.ptr, scales.ptr)
-    return values, scales
+        run.launch(step.quantize_rows, address, made.ptr, made_scales.ptr)
+    return RowsRead(made.ptr, made_scales.ptr, (made, made_scales))
+
+
+@dataclass(frozen=True, eq=False)
+class Dequantize:
+    """Of x or grad_out in e4m3, for a gradient of weights."""
+
+    launch: Launch | None  # None without tokens
+    rows: tuple[int, int]
+
+    def make(self, run: Runtime, address: int, scales: int) -> Buffer:
+        """The rows in bf16."""
+        made = run.empty(self.rows, "bfloat16")
+        if self.launch:
+            run.launch(self.launch, address, scales, made.ptr)
+        return made
+
+
+def configure_dequantize(rows: Layout) -> Dequantize | None:
+    """rows: x, or grad_out with a row per token; None if it is not in e4m3."""
+    if rows.dtype != E4M3:
+        return None
+    number, d = rows.shape
+    return Dequantize(quantize.dequantize_rows(rows), (number, d))
 
 
 def routed_rows(run: Runtime, step: Pass) -> tuple[Buffer, Buffer]:

@@ -58,6 +58,21 @@ def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> La
 
 
 @cached
+def pull_scaled_rows(P: int, rows_per_peer: int, d: int, offset: int, scales_offset: int) -> Launch:
+    """Of e4m3, d a multiple of 16. Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), scales (P*L,)."""
+    warps_per_block = launch_config.PULL_THREADS // 32
+    most = 2 * launch_config.PULL_BLOCKS  # a row has half the bytes of bf16, so twice as many have to be on their way
+    sizes = {"P": P, "rows_per_peer": rows_per_peer, "pieces": d // 16}
+    return Launch(
+        loader.entry("pull.cu", "pull_scaled_rows"),
+        (min(launch_config.ceil_div(P * rows_per_peer, warps_per_block), most),),
+        launch_config.PULL_THREADS,
+        ("peers", "needed", "out", "scales"),
+        {"offset": offset, "scales_offset": scales_offset, **sizes},
+    )
+
+
+@cached
 def pull_sum(
     P: int, L: int, k: int, d: int, first_row: int, experts_per_peer: int, ids_dtype: str, dtype: str, offset: int
 ) -> Launch:

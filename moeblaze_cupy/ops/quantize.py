@@ -39,6 +39,26 @@ def rows(layout: Layout) -> Launch | None:
     )
 
 
+def dequantize_rows(layout: Layout) -> Launch | None:
+    """Of a contiguous (L, d) of e4m3. Addresses: rows, scales (L,), out (L, d) bf16. None without rows.
+
+    d is a multiple of 8, and rows and out are aligned.
+    """
+    L, d = layout.shape
+    if not L:
+        return None
+    threads_per_row = launch_config.quantize_threads(d)
+    threads = max(launch_config.QUANTIZE_THREADS, threads_per_row)
+    return Launch(
+        loader.entry("quantize.cu", "dequantize_rows_bfloat16"),
+        (launch_config.ceil_div(L, threads // threads_per_row),),
+        threads,
+        ("rows", "scales", "out"),
+        {"L": L, "d": d, "threads_per_row": threads_per_row},
+        why=(f"{threads_per_row} threads for each row of {d} elements",),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Quantize:
     """Launches of `weights`: the largest magnitudes, then e4m3, of w1 and of w2, and what they are given."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, grouped_gemm
+from moeblaze_cupy.ops import aggregation, fp8, grouped_gemm
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.ops.experts import half_columns, rows_of_slots
@@ -44,6 +44,8 @@ class Weights:
     down_wgrad: Wgrad | None
     up_wgrad: Wgrad | None
     slots_by_row: Launch | None  # where grad_out has a row per slot
+    grad_in_e4m3: fp8.Dequantize | None
+    x_in_e4m3: fp8.Dequantize | None
 
 
 @cached
@@ -62,8 +64,11 @@ def configure_weights(
     index: IndexLayout,
     slots: SlotOptions = PLAIN_SLOTS,
 ) -> Weights:
-    """The launches of `moe_backward_weights` for arrays of these layouts; accumulate as of `configure_backward`."""
-    d, h, dtype, gated, buffers = x.shape[1], w2.shape[1], x.dtype, is_gated(activation), dict(accumulate)
+    """The launches of `moe_backward_weights` for arrays of these layouts; accumulate as of `configure_backward`.
+
+    x and grad_out may be in e4m3 (uint8).
+    """
+    d, h, dtype, gated, buffers = x.shape[1], w2.shape[1], w2.dtype, is_gated(activation), dict(accumulate)
     interleaved = gate_up == "interleaved"
     half = half_columns(w1, h, activation, interleaved)
     up, down = Weight.of(w1, half), Weight.of((w2,))
@@ -81,7 +86,8 @@ def configure_weights(
     if "w1" in needs:
         columns, operand, halves = up_columns(first_rows, h, gated, interleaved)
         up_wgrad = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, "w1" in buffers)
-    return Weights(index, up, down, up_gradient, down_gradient, down_wgrad, up_wgrad, slots_by_row)
+    in_e4m3 = fp8.configure_dequantize(grad_out), fp8.configure_dequantize(x)
+    return Weights(index, up, down, up_gradient, down_gradient, down_wgrad, up_wgrad, slots_by_row, *in_e4m3)
 
 
 def moe_backward_weights(
@@ -93,17 +99,26 @@ def moe_backward_weights(
     first_layer_grad: int,
     weighted_y_swi: int,
     accumulate: dict[str, tuple[int, ...]],
+    x_scales: int = 0,
+    grad_scales: int = 0,
 ) -> Gradients:
-    """The gradients of w2 and w1 (Algorithm 1, lines 18 and 29), from addresses as of `moe_backward`."""
+    """The gradients of w2 and w1 (Algorithm 1, lines 18 and 29), from addresses as of `moe_backward`.
+
+    Rows in e4m3 are converted to bf16 one after the other, so that both take the same memory.
+    """
     index = steps.index.addresses(lists)
     grad_w1 = grad_w2 = None
     if steps.down_wgrad:
         grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index)
         grad_w2, addresses = gradient_memory(run, steps.down, accumulate.get("w2"))
         gradient = steps.down_gradient.halves(*addresses)
-        grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_y_swi, grad_out, gradient)
-        del by_row
+        in_bf16 = steps.grad_in_e4m3 and steps.grad_in_e4m3.make(run, grad_out, grad_scales)
+        read = in_bf16.ptr if in_bf16 else grad_out
+        grouped_gemm.wgrad(run, steps.down_wgrad, grad_rows, weighted_y_swi, read, gradient)
+        del by_row, in_bf16
     if steps.up_wgrad:
         grad_w1, addresses = gradient_memory(run, steps.up, accumulate.get("w1"))
-        grouped_gemm.wgrad(run, steps.up_wgrad, index, x, first_layer_grad, steps.up_gradient.halves(*addresses))
+        in_bf16 = steps.x_in_e4m3 and steps.x_in_e4m3.make(run, x, x_scales)
+        read, gradient = in_bf16.ptr if in_bf16 else x, steps.up_gradient.halves(*addresses)
+        grouped_gemm.wgrad(run, steps.up_wgrad, index, read, first_layer_grad, gradient)
     return Gradients(w1=grad_w1, w2=grad_w2)

@@ -5,6 +5,8 @@ and at least 2^-100, and e4m3 = v * (448 / amax), rounded to nearest even, all i
 scale 1; denormals of float32 count as zeros. An infinity makes all of its group NaN; a NaN stays where it is.
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -48,6 +50,17 @@ def quantize(values: HostArray, axis: int | tuple[int, ...]) -> tuple[HostArray,
     with np.errstate(invalid="ignore"):  # an infinity times 0
         scale, factor = scaling(amax_over(single, axis))
         return to_e4m3(single * factor), scale
+
+
+def dequantize(stored: HostArray, scales: HostArray, dtype: Any) -> HostArray:
+    """Rows of bytes of e4m3 (L, d) with float32 scales (L,), each number rounded to `dtype`.
+
+    `quantize` along rows makes the same bytes and scales of them again, but for scales of rows that are NaN or 0
+    throughout.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0; rows that no one has written
+        rows: HostArray = (from_e4m3(stored) * scales[:, None]).astype(dtype)
+    return rows
 
 
 def _in_groups(first_layer: HostArray, h: int, interleaved: bool) -> HostArray:
