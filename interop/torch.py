@@ -471,7 +471,7 @@ class MoE(torch.nn.Module):
                 bias=self.bias,
                 bias_on=self.bias_on,
                 groups=self.groups,
-                token_mask=None if token_mask is None else token_mask.reshape(-1),
+                token_mask=None if token_mask is None else token_mask.reshape(-1).contiguous(),
                 sums=self.sums,
                 sequences=sequences,
             )

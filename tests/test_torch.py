@@ -993,6 +993,15 @@ def test_module_with_options_of_the_router():
     assert (routed.ids[10:] == -1).all() and not out[1].any() and out[0].abs().max() > 0
 
 
+def test_the_mask_of_the_module_may_be_a_column():
+    """Of the mask of a whole text, a step of generation passes the last column."""
+    torch.manual_seed(0)
+    layer, x, mask = MoE(8, 6, 5, 2), torch.randn(4, 1, 8), torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]]).bool()
+    out = layer(x, token_mask=mask[:, -1:])
+    assert torch.equal(out, layer(x, token_mask=mask[:, -1:].clone()))
+    assert not out[[0, 3]].any() and out[[1, 2]].abs().max() > 0
+
+
 def test_module_with_a_router_of_ones_own():
     torch.manual_seed(0)
     layer = MoE(8, 6, 5, 2, return_routing=True)
