@@ -285,7 +285,7 @@ class MoE(torch.nn.Module):
     score, renormalize, eps, scale, bias_on, groups, sums: as of `route`; a choice for k = 1 that makes every weight the
     same, so that the router is not trained, is warned of.
     bias: True makes a buffer `bias` (E,) of zeros that `route` gets as its bias. It stays float32 whatever dtype the
-    module is cast to. A rule of the caller's changes it; no forward does.
+    module is cast to, or the state has that it loads. A rule of the caller's changes it; no forward does.
     routing: a callable to be used instead of `route`, of logits (L, E), that returns weights, ids and at will
     RouterSums, such as one that takes given ids; the options of `route` then have no effect.
     return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
@@ -441,6 +441,11 @@ class MoE(torch.nn.Module):
         if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
             self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
         return self
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.bias is not None and self.bias.dtype != torch.float32:  # assign=True takes that of the state
+            self.bias = self.bias.float()
 
     def _replicate_for_data_parallel(self) -> "MoE":
         replica: MoE = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]  # torch gives it no types

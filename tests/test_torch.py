@@ -974,6 +974,15 @@ def test_the_bias_of_the_module_stays_float32(cast):
     assert MoE(8, 6, 5, 2).bias is None
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_bias_stays_float32_when_a_16_bit_state_is_loaded(assign):
+    state = {name: t.bfloat16() for name, t in MoE(8, 6, 5, 2, bias=True).state_dict().items()}
+    layer = MoE(8, 6, 5, 2, bias=True, device="meta" if assign else "cpu", dtype=torch.bfloat16)
+    layer.load_state_dict(state, assign=assign)
+    assert layer.bias.dtype == torch.float32 and layer.bias.device.type == "cpu"
+    assert layer(torch.ones(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_module_with_options_of_the_router():
     torch.manual_seed(0)
     options = {"score": "sigmoid", "groups": (4, 2, 2), "scale": 2.5, "eps": 1e-20, "sums": ("sigmoid", "z")}
