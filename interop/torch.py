@@ -287,7 +287,7 @@ class MoE(torch.nn.Module):
     bias: True makes a buffer `bias` (E,) of zeros that `route` gets as its bias. It stays float32 whatever dtype the
     module is cast to, or the state has that it loads. A rule of the caller's changes it; no forward does.
     routing: a callable to be used instead of `route`, of logits (L, E), that returns weights, ids and at will
-    RouterSums, such as one that takes given ids; the options of `route` then have no effect.
+    RouterSums, such as one that takes given ids; the options of `route` then have no effect, and no token_mask is taken.
     return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
     keeps no state of a forward, so recomputation in backward counts nothing twice.
     keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
@@ -464,6 +464,8 @@ class MoE(torch.nn.Module):
         tokens = x.reshape(-1, d).contiguous()
         logits = torch_router.router_logits(tokens, self.router)
         if self.routing is not None:
+            if token_mask is not None:
+                raise checks.bad_value("MoE", "token_mask", "None with routing, which gets logits alone", "a mask")
             weights, ids, *sums = self.routing(logits)
         else:
             weights, ids, *sums = route(

@@ -1019,6 +1019,9 @@ def test_module_with_a_router_of_ones_own():
     replay = MoE(8, 6, 5, 2, routing=lambda logits: route(logits, ids=routed.ids))
     replay.load_state_dict(layer.state_dict())
     assert torch.equal(replay(x), out)
+    with pytest.raises(ValueError) as caught:
+        replay(x, token_mask=torch.ones(7, dtype=torch.bool))
+    assert str(caught.value) == "MoE: token_mask: expected None with routing, which gets logits alone, got a mask"
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
