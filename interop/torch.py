@@ -168,6 +168,11 @@ def _check_tensors(layer: Sequence[Any], unreduced: bool) -> None:
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
+    if tensor.is_nested:  # there are no operators for them
+        raise checks.bad_type("moe", name, _DENSE, "a nested one")
+
+
+_DENSE = "a dense tensor, as values() of a nested one is"
 
 
 def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -287,7 +292,7 @@ class MoE(torch.nn.Module):
     bias: True makes a buffer `bias` (E,) of zeros that `route` gets as its bias. It stays float32 whatever dtype the
     module is cast to, or the state has that it loads. A rule of the caller's changes it; no forward does.
     routing: a callable to be used instead of `route`, of logits (L, E), that returns weights, ids and at will
-    RouterSums, such as one that takes given ids; the options of `route` then have no effect, and no token_mask is taken.
+    RouterSums, such as one that takes given ids; the options of `route` then have no effect. It takes no token_mask.
     return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
     keeps no state of a forward, so recomputation in backward counts nothing twice.
     keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
@@ -459,6 +464,8 @@ class MoE(torch.nn.Module):
         d = self.router.shape[1]
         if not isinstance(x, torch.Tensor):
             raise checks.bad_type("MoE", "x", "a torch tensor", type(x))
+        if x.is_nested:
+            raise checks.bad_type("MoE", "x", _DENSE, "a nested one")
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, d).contiguous()

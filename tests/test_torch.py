@@ -1011,6 +1011,16 @@ def test_the_mask_of_the_module_may_be_a_column():
     assert not out[[0, 3]].any() and out[[1, 2]].abs().max() > 0
 
 
+def test_nested_tensors_are_refused():
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    nested, layer = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), MoE(SMALL.d, 6, 5, 2)
+    for function, call in (("moe", lambda: moe(nested, ids, weights, w1, w2)), ("MoE", lambda: layer(nested))):
+        with pytest.raises(TypeError) as caught:
+            call()
+        expected = "a dense tensor, as values() of a nested one is"
+        assert str(caught.value) == f"{function}: x: expected {expected}, got a nested one"
+
+
 def test_module_with_a_router_of_ones_own():
     torch.manual_seed(0)
     layer = MoE(8, 6, 5, 2, return_routing=True)
