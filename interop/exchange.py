@@ -96,7 +96,7 @@ class Begun:
         grads: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """check: raises TypeError or ValueError for arguments of the caller's, which then reaches all ranks."""
+        """check: raises an error for arguments of the caller's, which then reaches all ranks."""
         if not isinstance(experts, ExpertGroup):
             raise TypeError(f"exchange: experts: expected an ExpertGroup, got {type(experts)}")
         experts.calls += 1
@@ -107,7 +107,7 @@ class Begun:
             _check(x, ids, weights, experts)
             check()
             experts.check_overflow()
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # of any kind, as the others would wait for this rank until their timeout
             self.error = error
         device = x.device if isinstance(x, Tensor) else torch.device("cpu")
         values = [1] + [0] * (len(SAME) - 1)
