@@ -6,13 +6,20 @@ save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy ba
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from moeblaze_cupy import checks, fp8_checks, launch_config, router_options
-from moeblaze_cupy.interop import torch_autograd, torch_fp8, torch_ops, torch_router, torch_router_ops
+from moeblaze_cupy.interop import (
+    torch_arguments,
+    torch_autograd,
+    torch_fp8,
+    torch_ops,
+    torch_router,
+    torch_router_ops,
+)
 from moeblaze_cupy.interop.torch_ops import Options, Sums
 from moeblaze_cupy.layer import forward
 from moeblaze_cupy.router_options import RouterOptions
@@ -76,15 +83,15 @@ def moe(
     memory is freed after forward, as FSDP2 does.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
-    gate, up = _gate_and_up("w1", w1)
-    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("b1", b1)
+    gate, up = torch_arguments.gate_and_up("w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
     layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
     others = gate_up, weights_on, unreduced, identity_experts
     of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
     as_operators = torch_autograd.wanted((*layer, *of_fp8) if of_fp8 else layer)
     required_is_none = x is None or ids is None or gate is None or w2 is None or (weights is None and not unreduced)
     if as_operators or required_is_none:
-        _check_tensors(layer, unreduced)
+        torch_arguments.check_tensors(layer, unreduced)
     if not as_operators:
         checks.untransformed("moe", "x", layer)
     main_grads = {}
@@ -92,7 +99,7 @@ def moe(
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
     autocast = as_operators or torch_autograd.any_autocast()
     if autocast and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
-        (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = _autocast(
+        (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
         )
         layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
@@ -132,67 +139,15 @@ def moe(
 
 
 def _in_fp8(arrays: tuple[Any, ...], fp8_weights: Fp8Weights | None, gate_up: str) -> tuple[Any, ...]:
-    """The last tensors of torch_ops.Layer; arrays: of `fp8_weights`, which operators get without the order of w1."""
+    """The last tensors of torch_ops.Layer: `arrays` of `fp8_weights`, or None for each.
+
+    Operators get no `fp8_weights.gate_up`, so it is compared here.
+    """
     if fp8_weights is None:
         return (None,) * len(torch_ops.IN_FP8)
     if fp8_weights.gate_up != gate_up:
         raise checks.bad_value("moe_forward", "fp8_weights.gate_up", repr(gate_up), repr(fp8_weights.gate_up))
     return arrays
-
-
-def _gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
-    """The tensor and None, or the pair (gate, up)."""
-    if not isinstance(weight, (tuple, list)):
-        return weight, None
-    if len(weight) not in (1, 2):
-        raise ValueError(f"moe: {name}: expected one tensor or a pair (gate, up), got {len(weight)} tensors")
-    gate, up = (*weight, None)[:2]
-    if len(weight) == 2:
-        _check_tensor(name, gate)
-        _check_tensor(f"{name}[1]", up)
-    return gate, up
-
-
-def _check_tensors(layer: Sequence[Any], unreduced: bool) -> None:
-    """Of those of torch_ops.Layer all are tensors, or None where that stands for nothing."""
-    x, ids, weights, gate, _, w2, b1_gate, _, b2, token_offsets = layer  # `_gate_and_up` has seen the two between
-    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
-        _check_tensor(name, tensor)
-    if weights is not None or not unreduced:
-        _check_tensor("weights", weights)
-    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
-        if optional is not None:
-            _check_tensor(name, optional)
-
-
-def _check_tensor(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
-    if tensor.is_nested:  # there are no operators for them
-        raise checks.bad_type("moe", name, _DENSE, "a nested one")
-
-
-_DENSE = "a dense tensor, as values() of a nested one is"
-
-
-def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-    """Operands of products, x first, as torch.autocast casts those of linear.
-
-    The others, router weights and biases, stay in float32, and come to it if they must change.
-    """
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Any) -> Any:  # a tensor or None, which torch 2.6 cannot compile as an annotation
-        of_autocast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if tensor is not None and of_autocast else tensor
-
-    def widened(tensor: Any) -> Any:
-        stays = tensor is None or tensor.dtype in (torch.float32, of_x) or not tensor.is_floating_point()
-        return tensor if tensor is None or stays else tensor.float()
-
-    products = list(map(cast, operands))
-    of_x = products[0].dtype
-    return products, list(map(widened, others))
 
 
 def route(
@@ -465,7 +420,7 @@ class MoE(torch.nn.Module):
         if not isinstance(x, torch.Tensor):
             raise checks.bad_type("MoE", "x", "a torch tensor", type(x))
         if x.is_nested:
-            raise checks.bad_type("MoE", "x", _DENSE, "a nested one")
+            raise checks.bad_type("MoE", "x", torch_arguments.DENSE, "a nested one")
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, d).contiguous()
