@@ -127,7 +127,7 @@ def moe(
         options = Options.of(activation, *others, precision)
         told = torch_autograd.OperatorCall(save, keep_saved, announced, keep_fp8_weights)
         in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
-        out, *_ = torch_autograd.MoE.apply(told, *options, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        out, *_ = torch_autograd.OperatorMoE.apply(told, *options, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
@@ -206,7 +206,7 @@ def route(
         if differentiable:
             torch_autograd.no_export("route")
         if differentiable or torch_autograd.transformed():
-            routed = torch_router.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+            routed = torch_router.OperatorRoute.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         else:
             routed = torch_router_ops.route(*arguments)
         asked = zip(routed[2:], torch_router_ops.asked_sums(sums), strict=True)

@@ -14,7 +14,7 @@ from moeblaze_cupy.router_options import RouterOptions
 Tensor = torch.Tensor
 
 
-class Route(torch.autograd.Function):
+class OperatorRoute(torch.autograd.Function):
     """The router by operators: weights, ids and ROUTER_SUMS, empty where not asked for."""
 
     @staticmethod
@@ -55,7 +55,7 @@ class Route(torch.autograd.Function):
             expected = "logits alone under vmap, with at most a bias (E,) for the whole batch and no sums"
             raise RuntimeError(f"route: logits: expected {expected}, got more")
         folded = logits.movedim(in_dims[0], 0).reshape(-1, logits.shape[-1]).contiguous()
-        weights, ids, *sums = Route.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
+        weights, ids, *sums = OperatorRoute.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
         whole = (info.batch_size, -1)
         return (weights.unflatten(0, whole), ids.unflatten(0, whole), *sums), (0, 0, *(None,) * len(sums))
 
