@@ -96,7 +96,10 @@ class Route:
         return None
 
     def room_for_gradients(self, needs: tuple[str, ...], rows: Tensor, weights: Tensor) -> Tensor | None:
-        """Likewise for the gradient of x, given which gradients there will be and what they are like."""
+        """Memory for the gradient of x that `return_gradients` need not copy, if there is any.
+
+        needs: the gradients that there will be, of the shapes of these rows and weights.
+        """
         return None
 
     def without_garbage(self, rows: Tensor) -> Tensor:

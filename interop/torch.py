@@ -378,7 +378,7 @@ class MoE(torch.nn.Module):
         return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
 
     def _current_fp8_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> Fp8Weights | None:
-        """Of `_weights`; None has the call make them."""
+        """e4m3 copies of these weights; None if the call is to quantise them itself."""
         if self.precision is None:
             return None
         if self._fp8.held:

@@ -158,7 +158,7 @@ def no_export(function: str) -> None:
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
 
     def _is_exporting() -> bool:
-        """As above: its dynamo knows, and what runs outside of dynamo finds this flag set by torch.export alone."""
+        """As above. While dynamo traces, it knows. Outside of dynamo only torch.export sets this flag."""
         dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
         tracing = None if dynamo is None else getattr(dynamo.tls, "current_tx", None)
         return bool(torch.compiler._is_compiling_flag if tracing is None else getattr(tracing, "export", False))
@@ -258,7 +258,7 @@ class OperatorMoE(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Of calls with the same experts: one call with all their tokens."""
+        """Calls of a batch with the same experts become one call with all their tokens."""
         before = len(inputs) - len(Layer._fields)
         layer, dims = Layer(*inputs[before:]), dict(zip(Layer._fields, in_dims[before:], strict=True))
         for name, dim in dims.items():

@@ -71,7 +71,7 @@ class Copies:
         self._parameters = tuple(map(weakref.ref, parameters))
 
     def current(self, w1: Weight, w2: Tensor, gate_up: str) -> Fp8Weights:
-        """As of w1 and w2 now. In a capture they are written in the graph, and from then on in every call."""
+        """The copies of w1 and w2 as they are now. A capture writes them in its graph. From then on every call does."""
         capturing, tensors = _capturing(w2), (*parts_of(w1), w2)
         fresh = self._held_in_capture if capturing else not self.captured and self._are_of(tensors)
         if self.weights is None or not fresh:

@@ -28,7 +28,7 @@ Parts = dict[str, dict[str, Any]]  # of a weight or bias by name: its arrays by 
 
 
 def _buffers(function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward) -> Parts:
-    """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
+    """The arrays of `accumulate` by argument name, for each weight or bias that has one, in its form: one or a pair."""
     if accumulate is None:
         return {}
     checks.accumulated_names(function, accumulate, needs, saved.gradients)
@@ -65,7 +65,7 @@ def _check_accumulated(call: Call, buffers: Parts, saved: SavedForBackward) -> N
 def _check_apart(
     function: str, framework: Framework, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]
 ) -> None:
-    """What gradients are added to is no memory that backward reads; see `overlaps.apart`."""
+    """Checks that `buffers`, to which gradients are added, share no memory with what backward reads, or each other."""
     read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     read |= named_pair(function, "saved.w1", saved.w1)
     read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
@@ -321,7 +321,7 @@ _READ = 12  # arrays of `_backward_key` before those that gradients are added to
 def _backward_key(
     grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], of_call: tuple[Any, ...], accumulate: Any
 ) -> tuple[Key | None, tuple[Any, ...], list[int]]:
-    """As `runtime.key_of`, with the arrays between, in the order of `backward.moe_backward`."""
+    """`runtime.key_of` of a backward: its key, its arrays in the order of `backward.moe_backward`, their addresses."""
     if not (accumulate is None or isinstance(accumulate, Mapping)):
         return None, (), []
     index, w1, b1 = saved.index, gate_and_up(saved.w1), gate_and_up(saved.b1)

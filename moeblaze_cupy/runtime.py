@@ -214,10 +214,10 @@ def cached(configure: Function) -> Function:
 
 
 def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tuple[Key | None, list[int]]:
-    """What tells a call's record from others, and the addresses of its arrays; None for calls that have no record.
+    """The key of a call's record, and the addresses of its arrays. An absent array is None, and its address 0.
 
-    An array that is absent is None, and its address 0.
-    Those are calls on the CPU, and calls with arrays that neither CuPy nor torch made, or of more than one framework.
+    The key is None for calls that have no record: those on the CPU, and those with arrays that neither CuPy nor torch
+    made, or that are of more than one framework.
     """
     framework = arrays.device_framework_of(tuple(map(type, given)))
     if framework is None:
