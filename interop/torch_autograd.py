@@ -329,7 +329,7 @@ class MainGrad:
         self.buffer()  # raises now what backward would raise
 
     def _place(self, weight: Tensor, whole: Tensor) -> None:
-        """Finds the first element, if that and the strides of the weight are of the parameter's memory too."""
+        """Sets `first`. Raises for a weight that is no view of the parameter, and no copy in its memory order."""
         compiling, is_part = torch.compiler.is_compiling(), whole.numel() != weight.numel()
         if compiling and is_part:  # where nobody knows at which element a view begins
             expected = "a parameter or a view of a whole one, in what torch.compile compiles"
@@ -454,7 +454,7 @@ class EagerMoE(torch.autograd.Function):
 
 
 def _buffers(main_grads: Mapping[str, MainGrad], needs: tuple[str, ...]) -> dict[str, Any]:
-    """What `mb.moe_backward` adds gradients to."""
+    """The argument `accumulate` of `mb.moe_backward`."""
     buffers = {name: main_grad.buffer() for name, main_grad in main_grads.items()}
     w1 = joined(buffers.get("gate"), buffers.get("up"))
     return {name: into for name, into in (("w1", w1), ("w2", buffers.get("w2"))) if into is not None and name in needs}
@@ -471,7 +471,7 @@ def _announced(main_grads: Mapping[str, MainGrad], weights: tuple[Any, ...], gra
 def main_grads(
     gate: Tensor, up: Tensor | None, w2: Tensor, accumulate: bool | Mapping[str, Any], function: str = "moe"
 ) -> dict[str, MainGrad]:
-    """By name, of the weights that require gradients. accumulate, errors: as of `moe`, in the name of `function`."""
+    """MainGrads of the weights that require gradients, by name. accumulate: as of `moe`. function: named in errors."""
     if up is not None and gate.requires_grad != up.requires_grad:
         raise ValueError(f"{function}: w1: expected a pair of which both or none require gradients, got one of each")
     given = {} if isinstance(accumulate, bool) else accumulate

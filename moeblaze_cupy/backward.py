@@ -339,7 +339,7 @@ def _backward_key(
 
 
 def _totals(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-    """By name, what `values` says of the arrays of `_backward_key` that gradients are added to."""
+    """The values of the arrays of `accumulate`, by name. values: one for each array of `_backward_key`."""
     totals, end = {}, _READ
     for name, total in (accumulate or {}).items():
         start, end = end, end + len(pair(total))
@@ -353,7 +353,7 @@ def _index_layout(index: DispatchIndices) -> IndexLayout:
 
 
 def _exported(export: Export, accumulate: Mapping[str, Any] | None, grads: Gradients) -> Gradients:
-    """In the caller's kind; what was accumulated is the caller's own."""
+    """The gradients as the caller's kind of array. Those that were accumulated are the caller's own arrays."""
     if export is keep and not accumulate:
         return grads
     own = accumulate or {}
