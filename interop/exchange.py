@@ -97,7 +97,7 @@ class Begun:
         check: Callable[[], None] = lambda: None,
         in_fp8: bool = False,
     ) -> None:
-        """check: raises TypeError or ValueError for arguments of the caller's, which then reaches all ranks.
+        """check: raises an error for arguments of the caller's, which then reaches all ranks.
 
         in_fp8: rows travel in e4m3.
         """
@@ -111,7 +111,7 @@ class Begun:
             _check(x, ids, weights, experts)
             check()
             experts.check_overflow()
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # of any kind, as the others would wait for this rank until their timeout
             self.error = error
         device = x.device if isinstance(x, Tensor) else torch.device("cpu")
         values = [1] + [0] * (len(SAME) - 1)

@@ -1,6 +1,7 @@
 """The group of ranks that experts are spread over, and the counts of what it had no room for."""
 
 import socket
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -78,7 +79,8 @@ class RankGroup:
         self.calls = 0
         self.peers = Peers(group)  # of route "pull"
         self.hosts = _over_gloo(group, self.number) if self.route == "pull" else None  #: over which sizes travel
-        self._overflow: tuple[Tensor, Any, int] | None = None  # counted by an earlier call
+        # Counts by earlier calls, on the host or on their way there: the count, the event of its arrival, the call.
+        self._overflows: deque[tuple[Tensor, Any, int]] = deque()
 
     @property
     def local_experts(self) -> int:
@@ -108,7 +110,7 @@ class RankGroup:
         return RankGroup._numbers
 
     def count_overflow(self, dropped: Tensor | None) -> None:
-        """Remembers a count of what was dropped; a later call raises for it if that was asked for.
+        """Remembers a count of what was dropped. With on_overflow="raise" a later call raises for it.
 
         Nothing can be dropped where the count is None. In a CUDA graph no host reads it, and nothing is raised.
         """
@@ -120,24 +122,26 @@ class RankGroup:
             dropped = on_host.copy_(dropped, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             arrived.record()
-        self._overflow = dropped, arrived, self.calls
+        self._overflows.append((dropped, arrived, self.calls))
 
     def check_overflow(self) -> None:
-        """Raises ValueError for what an earlier call has dropped, as far as that is known; never waits."""
-        if self._overflow is None:
-            return
-        dropped, arrived, call = self._overflow
-        if arrived is not None and (torch.cuda.is_current_stream_capturing() or not arrived.query()):
-            return
-        self._overflow = None
-        number = int(dropped.sum())
-        if number:
-            expected = f"no more than rows={self.rows}, slots={self.slots} in call {call}"
-            raise ValueError(f"exchange: rows: expected {expected}, got {number} more; raise them or use None")
+        """Raises ValueError for what an earlier call has dropped, as far as that is known. Never waits.
+
+        Calls are launched ahead of the GPU, so several counts may be on their way.
+        """
+        while self._overflows:
+            dropped, arrived, call = self._overflows[0]
+            if arrived is not None and (torch.cuda.is_current_stream_capturing() or not arrived.query()):
+                return
+            self._overflows.popleft()
+            number = int(dropped.sum())
+            if number:
+                expected = f"no more than rows={self.rows}, slots={self.slots} in call {call}"
+                raise ValueError(f"exchange: rows: expected {expected}, got {number} more; raise them or use None")
 
 
 def this_gpu() -> tuple[str, str, list[str]]:
-    """Of this process: the host's name, its GPU, and the GPUs whose memory that can access."""
+    """This process's host, its GPU, and the GPUs whose memory this GPU can access."""
     here, devices = torch.cuda.current_device(), range(torch.cuda.device_count())
     names = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
     others = [names[i] for i in devices if i != here and torch.cuda.can_device_access_peer(here, i)]
@@ -145,7 +149,7 @@ def this_gpu() -> tuple[str, str, list[str]]:
 
 
 def reach_each_other(gpus: list[Any]) -> bool:
-    """gpus: by rank, what `this_gpu` told, or None."""
+    """Whether the GPUs of all ranks can read each other's memory. gpus: what `this_gpu` told on each rank, or None."""
     if None in gpus or len({host for host, _, _ in gpus}) > 1:
         return False
     names = [name for _, name, _ in gpus]
@@ -153,7 +157,7 @@ def reach_each_other(gpus: list[Any]) -> bool:
 
 
 def _over_gloo(group: Any, number: int) -> Any:
-    """What the hosts of a group tell each other by, without their GPUs; made once for each group.
+    """The gloo backend by which the hosts of a group tell each other sizes, without their GPUs. Made once per group.
 
     number: of the first ExpertGroup that asks. torch's `new_group` finds no name for it unless all processes have made
     equally many groups.

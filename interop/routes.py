@@ -100,7 +100,10 @@ class Route:
         return None
 
     def room_for_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Tensor | None:
-        """Likewise for the gradient of x, given which gradients there will be. weights: those received."""
+        """Memory for the gradient of x (room, d) that `return_gradients` need not copy, if there is any.
+
+        needs: the gradients that there will be. weights: those received.
+        """
         return None
 
     def without_garbage(self, rows: Tensor) -> Tensor:

@@ -6,13 +6,20 @@ save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy ba
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from moeblaze_cupy import checks, fp8_checks, launch_config, router_options
-from moeblaze_cupy.interop import torch_autograd, torch_fp8, torch_ops, torch_router, torch_router_ops
+from moeblaze_cupy.interop import (
+    torch_arguments,
+    torch_autograd,
+    torch_fp8,
+    torch_ops,
+    torch_router,
+    torch_router_ops,
+)
 from moeblaze_cupy.interop.torch_ops import Options, Sums
 from moeblaze_cupy.layer import forward
 from moeblaze_cupy.router_options import RouterOptions
@@ -76,15 +83,15 @@ def moe(
     memory is freed after forward, as FSDP2 does.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
-    gate, up = _gate_and_up("w1", w1)
-    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("b1", b1)
+    gate, up = torch_arguments.gate_and_up("w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
     layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
     others = gate_up, weights_on, unreduced, identity_experts
     of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
     as_operators = torch_autograd.wanted((*layer, *of_fp8) if of_fp8 else layer)
     required_is_none = x is None or ids is None or gate is None or w2 is None or (weights is None and not unreduced)
     if as_operators or required_is_none:
-        _check_tensors(layer, unreduced)
+        torch_arguments.check_tensors(layer, unreduced)
     if not as_operators:
         checks.untransformed("moe", "x", layer)
     main_grads = {}
@@ -92,7 +99,7 @@ def moe(
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
     autocast = as_operators or torch_autograd.any_autocast()
     if autocast and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
-        (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = _autocast(
+        (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
         )
         layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
@@ -120,7 +127,7 @@ def moe(
         options = Options.of(activation, *others, precision)
         told = torch_autograd.OperatorCall(save, keep_saved, announced, keep_fp8_weights)
         in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
-        out, *_ = torch_autograd.MoE.apply(told, *options, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        out, *_ = torch_autograd.OperatorMoE.apply(told, *options, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
@@ -132,62 +139,15 @@ def moe(
 
 
 def _in_fp8(arrays: tuple[Any, ...], fp8_weights: Fp8Weights | None, gate_up: str) -> tuple[Any, ...]:
-    """The last tensors of torch_ops.Layer; arrays: of `fp8_weights`, which operators get without the order of w1."""
+    """The last tensors of torch_ops.Layer: `arrays` of `fp8_weights`, or None for each.
+
+    Operators get no `fp8_weights.gate_up`, so it is compared here.
+    """
     if fp8_weights is None:
         return (None,) * len(torch_ops.IN_FP8)
     if fp8_weights.gate_up != gate_up:
         raise checks.bad_value("moe_forward", "fp8_weights.gate_up", repr(gate_up), repr(fp8_weights.gate_up))
     return arrays
-
-
-def _gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
-    """The tensor and None, or the pair (gate, up)."""
-    if not isinstance(weight, (tuple, list)):
-        return weight, None
-    if len(weight) not in (1, 2):
-        raise ValueError(f"moe: {name}: expected one tensor or a pair (gate, up), got {len(weight)} tensors")
-    gate, up = (*weight, None)[:2]
-    if len(weight) == 2:
-        _check_tensor(name, gate)
-        _check_tensor(f"{name}[1]", up)
-    return gate, up
-
-
-def _check_tensors(layer: Sequence[Any], unreduced: bool) -> None:
-    """Of those of torch_ops.Layer all are tensors, or None where that stands for nothing."""
-    x, ids, weights, gate, _, w2, b1_gate, _, b2, token_offsets = layer  # `_gate_and_up` has seen the two between
-    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
-        _check_tensor(name, tensor)
-    if weights is not None or not unreduced:
-        _check_tensor("weights", weights)
-    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
-        if optional is not None:
-            _check_tensor(name, optional)
-
-
-def _check_tensor(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
-
-
-def _autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-    """Operands of products, x first, as torch.autocast casts those of linear.
-
-    The others, router weights and biases, stay in float32, and come to it if they must change.
-    """
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(tensor: Any) -> Any:  # a tensor or None, which torch 2.6 cannot compile as an annotation
-        of_autocast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if tensor is not None and of_autocast else tensor
-
-    def widened(tensor: Any) -> Any:
-        stays = tensor is None or tensor.dtype in (torch.float32, of_x) or not tensor.is_floating_point()
-        return tensor if tensor is None or stays else tensor.float()
-
-    products = list(map(cast, operands))
-    of_x = products[0].dtype
-    return products, list(map(widened, others))
 
 
 def route(
@@ -246,7 +206,7 @@ def route(
         if differentiable:
             torch_autograd.no_export("route")
         if differentiable or torch_autograd.transformed():
-            routed = torch_router.Route.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+            routed = torch_router.OperatorRoute.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         else:
             routed = torch_router_ops.route(*arguments)
         asked = zip(routed[2:], torch_router_ops.asked_sums(sums), strict=True)
@@ -285,9 +245,9 @@ class MoE(torch.nn.Module):
     score, renormalize, eps, scale, bias_on, groups, sums: as of `route`; a choice for k = 1 that makes every weight the
     same, so that the router is not trained, is warned of.
     bias: True makes a buffer `bias` (E,) of zeros that `route` gets as its bias. It stays float32 whatever dtype the
-    module is cast to. A rule of the caller's changes it; no forward does.
+    module is cast to, or the state has that it loads. A rule of the caller's changes it; no forward does.
     routing: a callable to be used instead of `route`, of logits (L, E), that returns weights, ids and at will
-    RouterSums, such as one that takes given ids; the options of `route` then have no effect.
+    RouterSums, such as one that takes given ids; the options of `route` then have no effect. It takes no token_mask.
     return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
     keeps no state of a forward, so recomputation in backward counts nothing twice.
     keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
@@ -418,7 +378,7 @@ class MoE(torch.nn.Module):
         return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
 
     def _current_fp8_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> Fp8Weights | None:
-        """Of `_weights`; None has the call make them."""
+        """e4m3 copies of these weights; None if the call is to quantise them itself."""
         if self.precision is None:
             return None
         if self._fp8.held:
@@ -442,6 +402,11 @@ class MoE(torch.nn.Module):
             self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
         return self
 
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.bias is not None and self.bias.dtype != torch.float32:  # assign=True takes that of the state
+            self.bias = self.bias.float()
+
     def _replicate_for_data_parallel(self) -> "MoE":
         replica: MoE = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]  # torch gives it no types
         replica._fp8 = torch_fp8.Copies()  # of its own GPU's parameters; replicas run in threads
@@ -454,11 +419,15 @@ class MoE(torch.nn.Module):
         d = self.router.shape[1]
         if not isinstance(x, torch.Tensor):
             raise checks.bad_type("MoE", "x", "a torch tensor", type(x))
+        if x.is_nested:
+            raise checks.bad_type("MoE", "x", torch_arguments.DENSE, "a nested one")
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, d).contiguous()
         logits = torch_router.router_logits(tokens, self.router)
         if self.routing is not None:
+            if token_mask is not None:
+                raise checks.bad_value("MoE", "token_mask", "None with routing, which gets logits alone", "a mask")
             weights, ids, *sums = self.routing(logits)
         else:
             weights, ids, *sums = route(
@@ -471,7 +440,7 @@ class MoE(torch.nn.Module):
                 bias=self.bias,
                 bias_on=self.bias_on,
                 groups=self.groups,
-                token_mask=None if token_mask is None else token_mask.reshape(-1),
+                token_mask=None if token_mask is None else token_mask.reshape(-1).contiguous(),
                 sums=self.sums,
                 sequences=sequences,
             )

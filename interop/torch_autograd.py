@@ -1,4 +1,4 @@
-"""The layer's operators for autograd: when they are wanted, what backward calls, and that there is no second one."""
+"""The layer for autograd: `EagerMoE` over plain calls, `OperatorMoE` over operators, and gradients in main_grad."""
 
 import functools
 import sys
@@ -36,7 +36,7 @@ Backward = Callable[..., Grads]
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The first `number` tensors as they are. Their graph ends here, in an error."""
+    """Returns the first `number` tensors as they are. A derivative of them raises an error."""
 
     @staticmethod
     def forward(function: str, number: int, *tensors: Tensor) -> Grads:
@@ -52,7 +52,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _is_batched(tensor: Tensor | None) -> bool:
-    """Whether a transform of vmap, at any level of torch.func's transforms, has made one tensor of many."""
+    """Whether vmap, at any level of nested transforms of torch.func, has made this tensor of many."""
     functorch = torch._C._functorch
     while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
@@ -62,18 +62,22 @@ def _is_batched(tensor: Tensor | None) -> bool:
 
 
 def tell_inputs(ctx: Any, *tensors: Tensor | None) -> None:
-    """Of a backward in eager mode. They are kept only while a graph is made, as they would outlive their memory."""
+    """Called by a backward in eager mode: these are the inputs that it reads, for `first_derivatives_only`.
+
+    They are noted only while create_graph=True makes a graph. Otherwise they would stay alive after backward.
+    """
     if hasattr(ctx, "inputs_read"):
         ctx.inputs_read = tensors
 
 
 def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[Backward], Backward]:
-    """Decorator of a backward: without a graph, and with create_graph=True one that raises where it is used.
+    """Decorator of a backward, which then runs without a graph. The graph of create_graph=True raises where it is used.
 
-    torch's once_differentiable raises only where the incoming gradient requires one, which that of a sum does not.
-    With the inputs that a backward tells by `tell_inputs`, torch.autograd.grad by one of these raises, too.
-    traceable: compilers may trace into it, as it calls operators. What they compile has no second derivatives in torch,
-    which says so itself. Compiled autograd leaves other backwards outside of its graphs.
+    torch's once_differentiable raises only if the incoming gradient requires one. That of out.sum() does not.
+    The raising graph depends on the gradients and on the inputs of `tell_inputs`, so that torch.autograd.grad by any of
+    these raises.
+    function: the name in errors. traceable: the backward calls operators, so compilers may trace into it. torch itself
+    raises an error for second derivatives of what it compiled. Compiled autograd calls other backwards between graphs.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -113,7 +117,7 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
     return decorate
 
 
-# Of all devices at once, which is quicker to ask. Versions of torch that do not know have it asked of one device.
+# Whether autocast is on for any device: a quicker question than for one, which follows if the answer is True.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 _NO_REST = (None,) * 4  # no biases and no token_offsets
@@ -154,7 +158,7 @@ def no_export(function: str) -> None:
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
 
     def _is_exporting() -> bool:
-        """As above: its dynamo knows, and what runs outside of dynamo finds this flag set by torch.export alone."""
+        """As above. While dynamo traces, it knows. Outside of dynamo only torch.export sets this flag."""
         dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
         tracing = None if dynamo is None else getattr(dynamo.tls, "current_tx", None)
         return bool(torch.compiler._is_compiling_flag if tracing is None else getattr(tracing, "export", False))
@@ -187,7 +191,7 @@ def _unpacked(ctx: Any) -> tuple[Tensor, ...]:
 
 
 class OperatorCall(NamedTuple):
-    """What `MoE` is told beside options and tensors."""
+    """What `OperatorMoE` is told beside options and tensors."""
 
     save: str
     keep_saved: bool
@@ -195,11 +199,11 @@ class OperatorCall(NamedTuple):
     keep_fp8_weights: bool
 
 
-class MoE(torch.autograd.Function):
+class OperatorMoE(torch.autograd.Function):
     """The layer by operators. What backward needs are outputs, so that transforms of torch.func may replace them.
 
-    Backward calls an operator that overwrites what was saved only where it runs now. Compilers get one that does not,
-    and put the other in its place where the memory is free.
+    In eager mode backward calls an operator that overwrites what was saved. In a graph it calls one that does not, and
+    `inductor` puts the other in its place where that memory is free.
     """
 
     @staticmethod
@@ -254,7 +258,7 @@ class MoE(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Of calls with the same experts: one call with all their tokens."""
+        """Calls of a batch with the same experts become one call with all their tokens."""
         before = len(inputs) - len(Layer._fields)
         layer, dims = Layer(*inputs[before:]), dict(zip(Layer._fields, in_dims[before:], strict=True))
         for name, dim in dims.items():
@@ -274,7 +278,7 @@ class MoE(torch.autograd.Function):
             return every.reshape(-1, every.shape[-1]).contiguous()
 
         folded = layer._replace(x=fold("x"), ids=fold("ids"), weights=fold("weights"))
-        out, *kept = MoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
+        out, *kept = OperatorMoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
         return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, *(None,) * len(kept))
 
 
@@ -290,7 +294,7 @@ def _is_within(part: Tensor, whole: Tensor) -> bool:
 
 
 def _has_order_of(weight: Tensor, parameter: Tensor) -> bool:
-    """Whether two tensors of as many elements, by their strides, can hold them in the same places of memory."""
+    """Whether the strides of both, which have equally many elements, are views of one order of memory."""
     of_both = [
         sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n != 1)
         for tensor in (weight, parameter)
@@ -325,7 +329,7 @@ class MainGrad:
         self.buffer()  # raises now what backward would raise
 
     def _place(self, weight: Tensor, whole: Tensor) -> None:
-        """Finds the first element, if that and the strides of the weight are of the parameter's memory too."""
+        """Sets `first`. Raises for a weight that is no view of the parameter, and no copy in its memory order."""
         compiling, is_part = torch.compiler.is_compiling(), whole.numel() != weight.numel()
         if compiling and is_part:  # where nobody knows at which element a view begins
             expected = "a parameter or a view of a whole one, in what torch.compile compiles"
@@ -450,7 +454,7 @@ class EagerMoE(torch.autograd.Function):
 
 
 def _buffers(main_grads: Mapping[str, MainGrad], needs: tuple[str, ...]) -> dict[str, Any]:
-    """What `mb.moe_backward` adds gradients to."""
+    """The argument `accumulate` of `mb.moe_backward`."""
     buffers = {name: main_grad.buffer() for name, main_grad in main_grads.items()}
     w1 = joined(buffers.get("gate"), buffers.get("up"))
     return {name: into for name, into in (("w1", w1), ("w2", buffers.get("w2"))) if into is not None and name in needs}
@@ -467,7 +471,7 @@ def _announced(main_grads: Mapping[str, MainGrad], weights: tuple[Any, ...], gra
 def main_grads(
     gate: Tensor, up: Tensor | None, w2: Tensor, accumulate: bool | Mapping[str, Any], function: str = "moe"
 ) -> dict[str, MainGrad]:
-    """By name, of the weights that require gradients. accumulate, errors: as of `moe`, in the name of `function`."""
+    """MainGrads of the weights that require gradients, by name. accumulate: as of `moe`. function: named in errors."""
     if up is not None and gate.requires_grad != up.requires_grad:
         raise ValueError(f"{function}: w1: expected a pair of which both or none require gradients, got one of each")
     given = {} if isinstance(accumulate, bool) else accumulate

@@ -21,7 +21,7 @@ _used_in_backward: "weakref.WeakSet[Fp8Weights]" = weakref.WeakSet()
 
 
 def after_backward(weights: Fp8Weights | None) -> None:
-    """To be told what a backward used that made gradients of weights."""
+    """A backward that made gradients of weights calls this with the e4m3 weights that it used."""
     if weights is not None:
         _used_in_backward.add(weights)
 
@@ -63,15 +63,16 @@ class Copies:
         self._fresh = self.held = self._held_in_capture = False
 
     def belong_to(self, *parameters: Tensor) -> bool:
-        """Whether these objects are those that `assign` was told."""
+        """Whether `assign` was last called with these very objects."""
         told = tuple(reference() for reference in self._parameters)
         return len(told) == len(parameters) and all(a is b for a, b in zip(told, parameters, strict=True))
 
     def assign(self, *parameters: Tensor) -> None:
+        """Notes whose copies these are, for `belong_to`."""
         self._parameters = tuple(map(weakref.ref, parameters))
 
     def current(self, w1: Weight, w2: Tensor, gate_up: str) -> Fp8Weights:
-        """As of w1 and w2 now. In a capture they are written in the graph, and from then on in every call."""
+        """The copies of w1 and w2 as they are now. A capture writes them in its graph. From then on every call does."""
         capturing, tensors = _capturing(w2), (*parts_of(w1), w2)
         fresh = self._held_in_capture if capturing else not self.captured and self._are_of(tensors)
         if self.weights is None or not fresh:

@@ -72,7 +72,7 @@ class Layer(NamedTuple):
         return joined(self.b1_gate, self.b1_up)
 
     def with_fp8(self, made: Sequence[Tensor]) -> "Layer":
-        """With these weights in e4m3. torch 2.6 compiles neither `_replace` nor a slice of a NamedTuple."""
+        """The layer with these weights in e4m3. torch 2.6 compiles no `_replace` and no slice of a NamedTuple."""
         others: list[Any] = list(self)[: -len(IN_FP8)]
         return Layer(*others, *made)
 

@@ -14,7 +14,7 @@ from moeblaze_cupy.router_options import RouterOptions
 Tensor = torch.Tensor
 
 
-class Route(torch.autograd.Function):
+class OperatorRoute(torch.autograd.Function):
     """The router by operators: weights, ids and ROUTER_SUMS, empty where not asked for."""
 
     @staticmethod
@@ -47,7 +47,7 @@ class Route(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        """Of logits alone, beside a bias of all: one call with all their tokens."""
+        """Calls of a batch become one call with all their tokens. Only the logits may differ; a bias serves all."""
         logits, bias, *rest = inputs
         number = len(Routing._fields) - 2
         alone = all(dim is None for dim in in_dims[1 : len(Routing._fields)]) and (bias is None or bias.dim() == 1)
@@ -55,7 +55,7 @@ class Route(torch.autograd.Function):
             expected = "logits alone under vmap, with at most a bias (E,) for the whole batch and no sums"
             raise RuntimeError(f"route: logits: expected {expected}, got more")
         folded = logits.movedim(in_dims[0], 0).reshape(-1, logits.shape[-1]).contiguous()
-        weights, ids, *sums = Route.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
+        weights, ids, *sums = OperatorRoute.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
         whole = (info.batch_size, -1)
         return (weights.unflatten(0, whole), ids.unflatten(0, whole), *sums), (0, 0, *(None,) * len(sums))
 
@@ -96,7 +96,7 @@ ROUTE_OTHERS = ("bias", "ids", "token_offsets", "token_mask", "sequences")
 
 
 def named(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Any]:
-    """Those that are not None; of no tensors at all, none."""
+    """The tensors that are not None, by name. tensors: one for each name, or () where all are absent."""
     return {name: tensor for name, tensor in zip(names, tensors, strict=False) if tensor is not None}
 
 

@@ -34,7 +34,7 @@ ROUTER_SUMS = ("score_sums", "z_sums", "entropy_sums")
 
 
 def _router_options(options: RouterOptions, given: Mapping[str, Any]) -> dict[str, Any]:
-    """As `route` takes them: sequences are a tensor or a number."""
+    """The options that `route` takes beside these tensors: without sequences where those are a tensor."""
     named = options._asdict()
     if "sequences" in given:
         del named["sequences"]
@@ -63,7 +63,7 @@ def asked_sums(names: Sequence[str]) -> tuple[bool, ...]:
 
 
 def _sums_shapes(options: RouterOptions, given: Mapping[str, Any], E: Any) -> tuple[tuple[Any, ...], ...]:
-    """Those of ROUTER_SUMS, (0,) of what is not asked for."""
+    """The shapes of ROUTER_SUMS, (0,) for a sum that is not asked for."""
     S = given["sequences"].shape[0] - 1 if "sequences" in given else options.sequences
     asked = zip(((S, E), (S,), (S,)), asked_sums(options.sums), strict=True)
     return tuple(shape if wanted else (0,) for shape, wanted in asked)

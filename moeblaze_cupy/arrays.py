@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
 
 def in_memory(sizes: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-    """Of new memory, the sizes, or strides, of its dimensions in the order of memory; see `DeviceFramework.empty`."""
+    """The sizes or strides of new memory, in the order of memory. transposed: as of `DeviceFramework.empty`."""
     return (sizes[0], sizes[2], sizes[1]) if transposed else sizes
 
 
@@ -219,7 +219,7 @@ class Torch:
 
     @staticmethod
     def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
-        """As of `DeviceFramework`, with what `checks.untracked` looks at: a call that has a record passes it.
+        """See `DeviceFramework`. The key holds what `checks.untracked` reads, so a call with a record has passed it.
 
         A tensor without memory of its own, such as a DTensor, has the address 0, and shares no record with others.
         Raises RuntimeError where a transform of torch would have to follow the call.

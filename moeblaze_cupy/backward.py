@@ -31,7 +31,7 @@ Parts = dict[str, dict[str, Any]]  # of a weight or bias by name: its arrays by 
 
 
 def _buffers(function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward) -> Parts:
-    """Of each weight whose gradient is added to the caller's: these arrays by argument name, in the weight's form."""
+    """The arrays of `accumulate` by argument name, for each weight or bias that has one, in its form: one or a pair."""
     if accumulate is None:
         return {}
     checks.accumulated_names(function, accumulate, needs, saved.gradients)
@@ -92,7 +92,7 @@ def _on_host(call: Call, saved: SavedForBackward, grad_scales: Any) -> tuple[ref
 def _check_apart(
     function: str, framework: Framework, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]
 ) -> None:
-    """What gradients are added to is no memory that backward reads; see `overlaps.apart`."""
+    """Checks that `buffers`, to which gradients are added, share no memory with what backward reads, or each other."""
     read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     read |= named_pair(function, "saved.w1", saved.w1)
     read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
@@ -361,7 +361,7 @@ _READ = 12  # arrays of `_backward_key` before those that gradients are added to
 def _backward_key(
     grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], of_call: tuple[Any, ...], accumulate: Any
 ) -> tuple[Key | None, tuple[Any, ...], list[int]]:
-    """As `runtime.key_of`, with the arrays between, in the order of `backward.moe_backward`."""
+    """`runtime.key_of` of a backward: its key, its arrays in the order of `backward.moe_backward`, their addresses."""
     if not (accumulate is None or isinstance(accumulate, Mapping)):
         return None, (), []
     index, w1, b1 = saved.index, gate_and_up(saved.w1), gate_and_up(saved.b1)
@@ -379,7 +379,7 @@ def _backward_key(
 
 
 def _totals(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-    """By name, what `values` says of the arrays of `_backward_key` that gradients are added to."""
+    """The values of the arrays of `accumulate`, by name. values: one for each array of `_backward_key`."""
     totals, end = {}, _READ
     for name, total in (accumulate or {}).items():
         start, end = end, end + len(pair(total))
@@ -393,7 +393,7 @@ def _index_layout(index: DispatchIndices) -> IndexLayout:
 
 
 def _exported(export: Export, accumulate: Mapping[str, Any] | None, grads: Gradients) -> Gradients:
-    """In the caller's kind; what was accumulated is the caller's own."""
+    """The gradients as the caller's kind of array. Those that were accumulated are the caller's own arrays."""
     if export is keep and not accumulate:
         return grads
     own = accumulate or {}

@@ -153,7 +153,7 @@ def ids(function: str, array: Array, num_experts: int, token_offsets: Array | No
 
 
 def offsets(function: str, array: Array) -> None:
-    """Of pairs; their contents are for the kernels to make sense of."""
+    """Checks token_offsets of pairs, but not their contents: the kernels take any."""
     if len(array.shape) != 1 or array.shape[0] < 1:
         raise bad_value(function, "token_offsets", "shape (L + 1,)", array.shape)
     dtype(function, "token_offsets", array, ("int32",))
@@ -163,7 +163,7 @@ def offsets(function: str, array: Array) -> None:
 
 
 def max_slots(function: str, value: Any, num_slots: int) -> int | None:
-    """Of slots that have a row: None, or 1 to L*k."""
+    """The bound of slots that have a row, as an int: None, or 1 to L*k."""
     if value is None:
         return None
     bound = integer(function, "max_slots", value)
@@ -382,7 +382,7 @@ def accumulated(
 
 
 def without_overlap(function: str, argument: str, array: Array) -> None:
-    """Of an array that is written: no element lies where another does."""
+    """Checks of an array that is written that no two elements lie in one place."""
     end = 1
     for stride, n in sorted((abs(stride), n) for n, stride in zip(array.shape, array.strides, strict=True) if n != 1):
         if stride < end:
@@ -487,7 +487,7 @@ def pairs(function: str, argument: str, number: int) -> None:
 
 
 def writable(function: str, argument: str, array: Any) -> None:
-    """Of an array of the caller's that is written."""
+    """Checks that an array of the caller's may be written."""
     framework = arrays.framework_of(array)
     if framework is None:  # what speaks DLPack alone may be immutable
         raise bad_type(function, argument, "a NumPy, CuPy or torch array", type(array))

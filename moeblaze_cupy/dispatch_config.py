@@ -104,7 +104,7 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
         return part_slots < 65536 and _route_shared_bytes(num_experts, columns, part_slots, threads, alone) <= available
 
     def slots_per_column(slots: int) -> int:
-        """Of a part of that many slots, rounded up to 2 more than a multiple of 4."""
+        """Slots of each column in a part of that many slots, rounded up to 2 more than a multiple of 4."""
         return ceil_div(max(ceil_div(slots, columns) - 2, 0), 4) * 4 + 2
 
     alone = blocks == 1 and fits(slots_per_column(block_slots), True)

@@ -14,7 +14,7 @@ from moeblaze_cupy.memory import LayerShape, Plan
 
 
 def parts_per_token(E: int, k: int, parts: int, limit: int | None = None) -> float:
-    """Of `parts` equal parts of E experts, how many a token's k distinct experts are in on average.
+    """In how many of `parts` equal parts of E experts a token's k distinct experts are, on average.
 
     P(1 - C(E - E/P, k) / C(E, k)): each part is missed by the choices among the others' experts alone.
     limit: the choices are among the experts of so many of the parts.
@@ -72,7 +72,7 @@ class ExpertParallel:
 
     @property
     def bytes_over_nvlink(self) -> float:
-        """Of one exchange, out of a rank; the rank's own node sends what other nodes have sent on."""
+        """What a rank sends in one exchange. A node passes on to its ranks what other nodes sent."""
         P, s = min(self.ranks, self.machine.ranks_per_node), self.shape
         return self.rows_per_token * (P - 1) / P * s.L * s.d * s.b
 
@@ -83,7 +83,7 @@ class ExpertParallel:
 
     @property
     def exchange_seconds(self) -> float:
-        """Of one of the four exchanges of a layer: forward there and back, backward there and back."""
+        """The time of one exchange. A layer has four: forward there and back, backward there and back."""
         if self.ranks == 1:
             return 0.0
         times = self.bytes_over_nvlink / self.machine.nvlink, self.bytes_over_network / self.machine.network
@@ -91,13 +91,16 @@ class ExpertParallel:
 
     @property
     def compute_seconds(self) -> float:
-        """Of forward and backward: 6 d h per slot and weight matrix, of which there are g + 1."""
+        """The time of forward and backward: 6 d h operations per slot and weight matrix, of which there are g + 1."""
         s = self.shape
         return 6 * s.slots * s.d * s.h * (s.g + 1) / self.machine.flops
 
     @property
     def efficiency(self) -> float:
-        """Of the layer alone: the gradient of x travels behind those of the weights, a third of the products."""
+        """The share of its time that the layer computes.
+
+        The gradient of x travels behind the gradients of the weights, which are a third of the products.
+        """
         hidden = min(self.exchange_seconds, self.compute_seconds / 3)
         return self.compute_seconds / (self.compute_seconds + 4 * self.exchange_seconds - hidden)
 

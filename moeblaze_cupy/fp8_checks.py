@@ -39,7 +39,7 @@ def rows(function: str, name: str, values: Array, scales: Array) -> None:
 
 
 def form(function: str, d: int, h: int, gate_up: str) -> None:
-    """Of a layer in e4m3, whatever its arrays."""
+    """Checks the sizes and the column order of a layer in e4m3, which a module knows before its arrays."""
     if d % MULTIPLE or h % MULTIPLE:
         expected = f"d and h that are multiples of {MULTIPLE} for 'fp8'"
         raise checks.bad_value(function, "precision", expected, f"(d, h) = ({d}, {h})")

@@ -202,7 +202,7 @@ def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> Gemm
 
 
 def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool = False) -> int:
-    """Of Hopper's weight gradients, one per expert and half, each (rows, columns) in memory."""
+    """The number of tiles of Hopper's weight gradients: one gradient per expert and half, (rows, columns) in memory."""
     height, width = (SQUARE_TILE, SQUARE_TILE) if square else (TILE_ROWS, PANEL_COLUMNS)
     return gradients * ceil_div(rows, height) * ceil_div(columns, width)
 

@@ -408,7 +408,7 @@ def _forward_names(w1_is_pair: bool, b1_is_pair: bool) -> tuple[str, ...]:
 
 
 def w1_b1_b2(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Those of w1, b1 and b2 that are not None, of values in the order of a forward's arrays, or of a backward's."""
+    """The values of w1, b1 and b2 without None. values: in the order of a forward's arrays, or of a backward's."""
     _, _, _, gate, up, _, b1_gate, b1_up, b2, *_ = values
     return present(gate, up), present(b1_gate, b1_up), present(b2)
 

@@ -76,7 +76,10 @@ def gathers(entry: str) -> bool:
 
 
 def k_segments(entry: str, gated: bool, interleaved: bool = False) -> int:
-    """Of what an element of a grouped GEMM's result sums over: up_bwd's has gate's and up's part, or both in turns."""
+    """Into how many segments a grouped GEMM divides what it sums over.
+
+    up_bwd of a gated layer sums over gate's columns, then over up's. Interleaved columns are one segment.
+    """
     return 2 if entry == "up_bwd" and gated and not interleaved else 1
 
 

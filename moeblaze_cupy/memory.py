@@ -209,10 +209,9 @@ def layer(s: LayerShape, save: str | None) -> Plan:
     (a, b), "fp8" these in e4m3, "paper" also y_swi = act(a) * b.
     forward: y_swi, unless it is saved, and a panel of expert outputs. Portable kernels make the first layer in its own
     dtype before it becomes e4m3.
-    backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. That
-    of one in e4m3 is new memory. The
-    weighted y_swi (for the gradient of w2; in place of y_swi under "paper") is freed before the gradients of x and
-    w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
+    backward: the first layer's gradient takes the place of the first layer, which "recompute" has to write again. With
+    "fp8" it is new memory. The weighted y_swi, for the gradient of w2, takes the place of y_swi under "paper". It is
+    freed before the gradients of x and w1 are allocated. Split-K of a weight gradient is for an H200's multiprocessors.
     precision="fp8": y_swi is in e4m3, and so are, beside them, the gradients of out and of the first layer.
     max_slots bounds every buffer in expert order but the index lists; their row tiles are for L*k slots too.
     Gradients that backward is told to accumulate in a caller's buffers take no memory: subtract them, not their parts.

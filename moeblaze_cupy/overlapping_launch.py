@@ -29,7 +29,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def launcher(kernel: int, geometry: tuple[int, ...]) -> Callable[[int, int, int], None]:
-    """What launches a kernel (a CUfunction) with arguments: a stream, a pointer to the list of arguments, and 0.
+    """Returns a function that launches a kernel (a CUfunction). It takes a stream, a pointer to the arguments, and 0.
 
     geometry: grid and block, three numbers each, and bytes of dynamic shared memory.
     The function raises RuntimeError if the driver refuses the launch. It needs a thread with the device's context.

@@ -134,8 +134,7 @@ _GEMM_SM90 = {
 
 @cache
 def _gemm(source: str, macros: tuple[tuple[str, str], ...]) -> Params:
-    """Of a grouped GEMM. Only kernels that add a bias know of one, only those of e4m3 know of scales, and only those of
-    some activations know of constants."""
+    """The table of a grouped GEMM: biases, scales of e4m3 and constants are in it only where the kernel uses them."""
     given = dict(macros)
     # On Hopper gathered rows are copied from a pointer, others come through a tensor map.
     table = _GEMM_SM80 if source == "grouped_gemm_sm80.cu" else _GEMM_SM90[given["GATHER"]]

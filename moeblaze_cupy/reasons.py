@@ -68,7 +68,7 @@ def clusters(
     num_experts: int,
     fp8: bool = False,
 ) -> str:
-    """Of a product on Hopper. depth: what an element of the result sums over."""
+    """Why a product on Hopper has 2-CTA clusters or none. depth: what an element of the result sums over."""
     rows = num_slots // num_experts
     if used and fp8:
         even = "" if gathers else f", the number of column tiles is even ({column_tiles})"
@@ -105,7 +105,7 @@ E4M3 = "e4m3 operands: two count as one of what an element sums over, as a k-ste
 def schedule(
     dynamic: bool, entry: str, column_tiles: int, depth: int, num_slots: int, num_experts: int, limits: DeviceLimits
 ) -> str:
-    """Of a product on Hopper. depth: what an element of the result sums over."""
+    """Why a product on Hopper has a dynamic or a static schedule. depth: what an element of the result sums over."""
     rows, most = num_slots // num_experts, 2 * limits.multiprocessors
     tiles, average = rows // TILE_ROWS * column_tiles, f"an expert has {_count(rows, 'row')} on average"
     if entry not in ("up_fwd", "down_bwd"):
@@ -126,7 +126,7 @@ def schedule(
 
 
 def panels(widths: tuple[int, ...], d: int, num_slots: int, tier: str, in_place: bool) -> str:
-    """Of a product that is summed over the slots of a token. widths: of the panels, () for rows that go to tokens."""
+    """Why a product has these column panels. widths: of the panels, () where rows go to their tokens."""
     if not widths:
         return "no column panel: with k = 1 a row of the product is its token's result"
     number = "one column panel" if len(widths) == 1 else f"{len(widths)} column panels"
@@ -142,7 +142,7 @@ def panels(widths: tuple[int, ...], d: int, num_slots: int, tier: str, in_place:
 
 
 def product_tile(square: bool, widths: tuple[int, ...], num_slots: int, num_experts: int) -> str:
-    """Of a product on Hopper that is no weight gradient. widths: of its column panels, in columns of the weight."""
+    """Why a product on Hopper has square tiles or none. widths: of its column panels, in columns of the weight."""
     columns = " + ".join(map(str, widths))
     wide, narrow = (sum(ceil_div(width, tile) * tile for width in widths) for tile in (PANEL_COLUMNS, SQUARE_TILE))
     if square:
@@ -154,7 +154,7 @@ def product_tile(square: bool, widths: tuple[int, ...], num_slots: int, num_expe
 
 
 def wgrad_tile(square: bool, fits_better: bool) -> str:
-    """Of a weight gradient on Hopper. fits_better: square tiles would leave fewer elements past the edges."""
+    """Why a weight gradient on Hopper has square tiles or none. fits_better: fewer elements lie past their edges."""
     if fits_better and not square:
         return "tiles of 128 x 256: it is added to sums, or takes split-K, for which there are none of 192 x 192"
     if square:
@@ -163,7 +163,7 @@ def wgrad_tile(square: bool, fits_better: bool) -> str:
 
 
 def split_k(splits: int, tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> str:
-    """Of a weight gradient on Hopper."""
+    """Why a weight gradient on Hopper takes split-K or not."""
     rows = _count(num_slots // num_experts, "row")
     of_all = f"{_count(tiles, 'tile')} on {limits.multiprocessors} multiprocessors, {rows} per expert"
     if splits == 1:
@@ -176,7 +176,7 @@ def split_k(splits: int, tiles: int, num_slots: int, num_experts: int, limits: D
 
 
 def dispatch(config: DispatchConfig, num_slots: int, num_experts: int) -> tuple[str, ...]:
-    """Of dispatch_count, if it is launched, and dispatch_route."""
+    """Why dispatch_count is launched or not, and the CTAs of dispatch_route."""
     if not config.counts:
         return (f"one launch: one CTA takes all {_count(num_slots, 'slot')} (at most 2048) and counts them itself",)
     if config.blocks > 1:
@@ -192,14 +192,14 @@ def dispatch(config: DispatchConfig, num_slots: int, num_experts: int) -> tuple[
 
 
 def bias_accesses(aligned: bool) -> str:
-    """Of the sums over rows that are gradients of biases."""
+    """Why the gradients of biases are read in 16 bytes or element by element."""
     if aligned:
         return "16 bytes at a time: rows and biases are aligned to 16 bytes"
     return "an element at a time: rows or biases are not aligned to 16 bytes"
 
 
 def accesses(aligned: bool) -> str:
-    """Of the sums over slots."""
+    """Why the sums over slots are read in 16 bytes or element by element."""
     if aligned:
         return "16 bytes at a time: d and the panel's first column are multiples of 8"
     return "an element at a time: d or the panel's first column is no multiple of 8"

@@ -84,6 +84,6 @@ class Rehearsal(Runtime):
 
 
 def allocation_of(array: Any) -> Allocation:
-    """Of an array that a rehearsal gave."""
+    """The allocation of an array that a rehearsal gave."""
     memory: _Memory = array
     return memory.allocation

@@ -13,7 +13,7 @@ from moeblaze_cupy.structures import SCORES, SHARES, SUMS
 
 
 class RouterOptions(NamedTuple):
-    """Those that are no arrays, checked. They are the part of a call's key that its layouts do not tell."""
+    """The checked options that are no arrays. With the layouts of the arrays they make the key of a call."""
 
     score: str
     renormalize: bool | None  # None: of k > 1
@@ -32,7 +32,7 @@ class RouterOptions(NamedTuple):
         return next((name for name in self.sums if name in SHARES), None)
 
     def renormalized(self, k: int | None) -> "RouterOptions":
-        """With what `renormalize` means for k slots per token, None where their number differs by token.
+        """With True or False in place of renormalize=None. k: slots per token, None if their number differs by token.
 
         The only weight over itself is 1 and has no gradient, so one slot is not renormalised unless this is asked for.
         """
@@ -154,7 +154,7 @@ def group_sizes(function: str, options: RouterOptions, k: int | None, E: int) ->
 
 
 def _common(function: str, given: Mapping[str, Array], options: RouterOptions) -> int:
-    """Of the arrays that say which tokens belong together, or count. Returns the number of sequences."""
+    """Checks token_mask, token_offsets and sequences. Returns the number of sequences."""
     L, E = given["logits"].shape
     checks.slots(function, "logits", L)
     if (mask := given.get("token_mask")) is not None:

@@ -104,7 +104,7 @@ class PeerArray(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Of P ranks, one, which has experts rank * experts to (rank + 1) * experts - 1."""
+    """One of P ranks. It has the experts rank * experts to (rank + 1) * experts - 1."""
 
     rank: int
     experts: int  #: as many on every rank

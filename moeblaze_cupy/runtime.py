@@ -214,10 +214,10 @@ def cached(configure: Function) -> Function:
 
 
 def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tuple[Key | None, list[int]]:
-    """What tells a call's record from others, and the addresses of its arrays; None for calls that have no record.
+    """The key of a call's record, and the addresses of its arrays. An absent array is None, and its address 0.
 
-    An array that is absent is None, and its address 0.
-    Those are calls on the CPU, and calls with arrays that neither CuPy nor torch made, or of more than one framework.
+    The key is None for arrays that neither CuPy nor torch made, and for arrays of more than one framework. Such calls
+    have no record. Nor has a call on the CPU, though tensors there have a key.
     """
     framework = arrays.device_framework_of(tuple(map(type, given)))
     if framework is None:
@@ -237,7 +237,7 @@ def find(key: Key | None) -> Prepared | None:
 
 
 def keep(key: Key | None, prepared: Prepared) -> Prepared:
-    """Beside the latest others. A call with an option that is not hashable has no record."""
+    """Keeps a record, drops the oldest of too many, and returns it. Options that are not hashable have no record."""
     if key is not None:
         with _lock, suppress(TypeError):
             _prepared[key] = prepared

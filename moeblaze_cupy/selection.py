@@ -38,7 +38,7 @@ def _with(offsets: Any, **given: Any) -> dict[str, Any]:
 
 
 def _address(offsets: Any, pointers: list[int]) -> int:
-    """Of the offsets, which are given last, or 0."""
+    """The address of the offsets, which are the last of the pointers; 0 without offsets."""
     return 0 if offsets is None else pointers[-1]
 
 

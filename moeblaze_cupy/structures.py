@@ -249,7 +249,7 @@ class DispatchIndices:
 
     @property
     def num_rows(self) -> int:
-        """Of buffers in expert order: max_slots, or L*k."""
+        """Rows of buffers in expert order: max_slots, or L*k."""
         return self.num_slots if self.max_slots is None else self.max_slots
 
     @property
@@ -286,7 +286,7 @@ def pair(weight: Any) -> tuple[Any, ...]:
 
 
 def one_or_pair(parts: Sequence[Any]) -> Any:
-    """What `pair` was given."""
+    """Undoes `pair`: the one array, or the tuple (gate, up)."""
     return tuple(parts) if len(parts) == 2 else parts[0]
 
 
@@ -296,12 +296,12 @@ def gate_and_up(weight: Any) -> tuple[Any, Any]:
 
 
 def joined(gate: Any, up: Any) -> Any:
-    """What `gate_and_up` was given."""
+    """Undoes `gate_and_up`: gate alone if up is None, else (gate, up)."""
     return gate if up is None else (gate, up)
 
 
 def present(*values: Any) -> tuple[Any, ...]:
-    """Those that are not None."""
+    """The values that are not None."""
     return tuple(value for value in values if value is not None)
 
 

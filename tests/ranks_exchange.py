@@ -468,6 +468,9 @@ def overflow_of_static(rank, size, group):
     limited = Inputs(rank, counts_of(size, "equal"), "one_rank")
     limited.ids[torch.arange(len(limited.ids)) % 24 >= 10] = -1  # the last rows of each rank
     compare(limited, got, 1e-14)
+    for number in (3, 0):  # as of two calls before the GPU has counted for the first
+        raising.count_overflow(torch.tensor([number]))
+    expect(ValueError, "in call 2, got 3 more", raising.check_overflow)
 
 
 def indices(tensor):

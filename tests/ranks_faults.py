@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks_common import TIMEOUT, E, Inputs, K, Leave, case, counts_of, expect, results_of
 from ranks_exchange import peers_over_gloo
 
-from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
+from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
 
 
@@ -76,6 +76,14 @@ def differing(rank, size, group, route):
     ):
         text = f"expert_parallel_moe: {name}: expected {what}" if odd else f"got errors on [{size - 1}]"
         expect(ValueError, text, lambda name=name, change=change: attempt(same[7], **{name: change}))
+
+    def check():
+        if odd:
+            raise RuntimeError("no such GPU here")
+
+    x, ids, weights, *_ = Inputs(rank, counts_of(size, "equal")).local()
+    kind, text = (RuntimeError, "no such GPU here") if odd else (ValueError, f"got errors on [{size - 1}]")
+    expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0, check).finish())
     everyone: list = [None] * size
     dist.all_gather_object(everyone, texts, group=group)
     assert all(other == texts for other in everyone)

@@ -974,6 +974,15 @@ def test_the_bias_of_the_module_stays_float32(cast):
     assert MoE(8, 6, 5, 2).bias is None
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_bias_stays_float32_when_a_16_bit_state_is_loaded(assign):
+    state = {name: t.bfloat16() for name, t in MoE(8, 6, 5, 2, bias=True).state_dict().items()}
+    layer = MoE(8, 6, 5, 2, bias=True, device="meta" if assign else "cpu", dtype=torch.bfloat16)
+    layer.load_state_dict(state, assign=assign)
+    assert layer.bias.dtype == torch.float32 and layer.bias.device.type == "cpu"
+    assert layer(torch.ones(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_module_with_options_of_the_router():
     torch.manual_seed(0)
     options = {"score": "sigmoid", "groups": (4, 2, 2), "scale": 2.5, "eps": 1e-20, "sums": ("sigmoid", "z")}
@@ -993,6 +1002,25 @@ def test_module_with_options_of_the_router():
     assert (routed.ids[10:] == -1).all() and not out[1].any() and out[0].abs().max() > 0
 
 
+def test_the_mask_of_the_module_may_be_a_column():
+    """Of the mask of a whole text, a step of generation passes the last column."""
+    torch.manual_seed(0)
+    layer, x, mask = MoE(8, 6, 5, 2), torch.randn(4, 1, 8), torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]]).bool()
+    out = layer(x, token_mask=mask[:, -1:])
+    assert torch.equal(out, layer(x, token_mask=mask[:, -1:].clone()))
+    assert not out[[0, 3]].any() and out[[1, 2]].abs().max() > 0
+
+
+def test_nested_tensors_are_refused():
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    nested, layer = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), MoE(SMALL.d, 6, 5, 2)
+    for function, call in (("moe", lambda: moe(nested, ids, weights, w1, w2)), ("MoE", lambda: layer(nested))):
+        with pytest.raises(TypeError) as caught:
+            call()
+        expected = "a dense tensor, as values() of a nested one is"
+        assert str(caught.value) == f"{function}: x: expected {expected}, got a nested one"
+
+
 def test_module_with_a_router_of_ones_own():
     torch.manual_seed(0)
     layer = MoE(8, 6, 5, 2, return_routing=True)
@@ -1001,6 +1029,9 @@ def test_module_with_a_router_of_ones_own():
     replay = MoE(8, 6, 5, 2, routing=lambda logits: route(logits, ids=routed.ids))
     replay.load_state_dict(layer.state_dict())
     assert torch.equal(replay(x), out)
+    with pytest.raises(ValueError) as caught:
+        replay(x, token_mask=torch.ones(7, dtype=torch.bool))
+    assert str(caught.value) == "MoE: token_mask: expected None with routing, which gets logits alone, got a mask"
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -27,14 +27,14 @@ SWIGLU = """
     Afmoe Aria AXK1 AXK2 BailingHybrid Beam Cohere2Moe DeepseekOcr2Text DeepseekV2 DeepseekV3 DeepseekV32 Dots1
     Dots3Note Ernie4_5_Moe Ernie4_5_VLMoeMoe ExaoneMoe FlexOlmo Flint Glm4Moe Glm4MoeLite Glm4vMoeText GlmMoeDsa
     GraniteMoe GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA HunYuanMoEV1 HYV3 Inkling Jamba KimiLinear Kolibri1
-    Laguna Lfm2Moe Mellum MiMoV2Flash MiniMax MiniMaxM2 Mistral4 MistralLarge4Text Mixtral Olmoe Phimoe Qwen2Moe
-    Qwen3_5Moe Qwen3Moe Qwen3Next Qwen3OmniMoeTalkerText Qwen3OmniMoeThinkerText Qwen3VLMoeText Qwen4ExpText
+    Laguna LaraMini Lfm2Moe Mellum MiMoV2Flash MiniMax MiniMaxM2 Mistral4 MistralLarge4Text Mixtral Olmoe Phimoe
+    Qwen2Moe Qwen3_5Moe Qwen3Moe Qwen3Next Qwen3OmniMoeTalkerText Qwen3OmniMoeThinkerText Qwen3VLMoeText Qwen4ExpText
     SolarOpen UnlimitedOcrText Zaya
 """
 OTHERS = {
-    "swiglu_clamp": "DeepseekV4 Glm5NextText HYV4",
+    "swiglu_clamp": "DeepseekV4 Glm5NextText HYV4 HYV4VL",
     "swiglu_oai": "GptOss MiniMaxM3VL OpenAIPrivacyFilter",
-    "swiglu_softcap": "Inkling2",
+    "swiglu_softcap": "Inkling2 Inkling2Loop",
     "geglu_tanh": "DiffusionGemmaText Gemma4Text",
     "relu2": "NemotronH",
     "swiglu": f"{SWIGLU} MuseSpark",
@@ -48,6 +48,7 @@ OPTIONS_OF = {
 IN_FLOAT32 = (
     "BeamExperts",
     "Inkling2Experts",
+    "Inkling2LoopExperts",
     "MuseSparkExperts",
     "OpenAIPrivacyFilterExperts",
 )  # in part, whatever comes

@@ -53,6 +53,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _device_limits() -> launch_config.DeviceLimits:
-    """Of the current device. Raises RuntimeError saying what is missing."""
+    """The limits of the current device. Raises RuntimeError saying what is missing."""
     cupy = loader.import_cupy()
     return loader.device_limits(cupy.cuda.runtime.getDevice())

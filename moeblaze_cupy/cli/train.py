@@ -421,7 +421,7 @@ def _train(
 
 
 def _check_finite(losses: list[float], what: str, args: argparse.Namespace, first_step: int | None = None) -> None:
-    """Of consecutive steps, from `first_step` on; by default of the last step."""
+    """Raises CommandError for a loss that is not finite. losses: of steps from first_step on, by default the last."""
     for step, loss in enumerate(losses, start=first_step or args.steps):
         if not math.isfinite(loss):
             raise CommandError(

@@ -9,7 +9,7 @@ from moeblaze_cupy.runtime import Launch
 
 
 class Source(NamedTuple):
-    """Of the rows that identity experts add, x or grad_out: its misalignment, and the dtype of the router weights."""
+    """The rows that identity experts add, x or grad_out: their misalignment, and the dtype of the router weights."""
 
     misalignment: int
     weights_dtype: str

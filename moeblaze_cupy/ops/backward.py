@@ -71,12 +71,12 @@ class Backward:
     weights_on_output: bool  # there are any, and they scale the rows of grad_out
     defers_weights: bool
     in_e4m3: fp8.Pass | None  # where up_fwd, down_bwd and up_bwd are in e4m3
-    x_in_e4m3: fp8.Pass | None  # likewise, of x for up_fwd
+    x_in_e4m3: fp8.Pass | None  # where up_fwd runs again in e4m3, of x
     square_tiles: Launch | None  # where a product has square tiles
 
     @functools.cached_property
     def cleared_bytes(self) -> tuple[int, int]:
-        """Of the gradients of x and of weights, where no kernel writes them."""
+        """Bytes of the gradients of x and of weights to clear, because no kernel writes them; else 0."""
         of_x = 0 if self.up_bwd else math.prod(self.x) * ITEMSIZE[self.dtype]
         of_weights = 0 if self.weights_bwd else self.index.num_slots * ITEMSIZE[self.weights_dtype]
         return of_x, of_weights

@@ -40,7 +40,7 @@ class Bias:
 
     @property
     def columns(self) -> int:
-        """Of all halves together."""
+        """Columns of all halves together."""
         return sum(layout.shape[1] for layout in self.layouts)
 
     def halves(self, first: int, second: int = 0) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class Bias:
         return first, (second or first) + self.up_offset
 
     def gradient_layouts(self) -> tuple[Layout, ...]:
-        """Of new arrays for the gradient: packed, in the shapes of the bias's own."""
+        """The layouts of new arrays for the gradient: packed, in the shapes of the bias."""
         return tuple(layout._replace(strides=(layout.shape[1], 1), misalignment=0) for layout in self.layouts)
 
     def empty_gradient(self, run: Runtime) -> tuple[Any, list[int]]:
@@ -120,7 +120,8 @@ def bias_bwd(
     bias: int = 0,
     partial_sums: int = 0,
 ) -> None:
-    """`gradient`: where its gate and up begin, 0 if it is not wanted. partial_sums: likewise of the router weights'."""
+    """gradient: where its gate and up begin, 0 if it is not wanted. partial_sums: where those of the router weights'
+    gradient begin, 0 if they are not wanted."""
     tokens = lists[EXPERT_TOKEN_INDICES] if step.gathers else 0
     offsets, by_load = lists[EXPERT_TOKEN_OFFSETS], lists[EXPERTS_BY_LOAD]
     run.launch(step.launch, rows, tokens, offsets, by_load, row_weights, bias, partial_sums, *gradient)

@@ -41,7 +41,7 @@ class IndexLayout:
 
     @property
     def slots_shape(self) -> tuple[int, ...]:
-        """Of arrays with an element per slot."""
+        """The shape of arrays with an element per slot."""
         return (self.num_pairs,) if self.k is None else (self.num_tokens, self.k)
 
     @property
@@ -51,7 +51,7 @@ class IndexLayout:
 
     @property
     def num_rows(self) -> int:
-        """Of buffers in expert order."""
+        """Rows of buffers in expert order."""
         return self.num_slots if self.max_slots is None else self.max_slots
 
     @property
@@ -98,7 +98,7 @@ class Dispatch:
     count: Launch | None  # None where one block knows all counts itself
     route: Launch
     list_tokens: Launch | None  # where tokens have any number of slots
-    rows_to_tokens: Launch | None  # likewise
+    rows_to_tokens: Launch | None  # where tokens have any number of slots
     mark_identity: Launch | None  # where there are identity experts
     bound: Launch | None  # where max_slots bounds the rows
 
@@ -175,7 +175,7 @@ def configure(
 
 
 def _bound(index: IndexLayout) -> Launch | None:
-    """What cuts off the lists at `max_slots`, which are made as without a bound."""
+    """The launch that cuts off the lists at `max_slots`. The launches before it make them as without a bound."""
     if index.max_slots is None:
         return None
     return Launch(
@@ -217,7 +217,7 @@ def _cut_off(run: Runtime, steps: Dispatch, lists: Buffer, addresses: Lists) -> 
 
 
 def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int) -> tuple[Buffer, Buffer | None, Lists]:
-    """Of pairs, or with identity experts."""
+    """`dispatch` of pairs, or with identity experts."""
     index = steps.index
     lists = run.empty((index.size,), "int32")
     addresses = index.addresses(lists.ptr)

@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 def half_columns(parts: tuple[Layout, ...], h: int, activation: str | Activation, interleaved: bool) -> int | None:
-    """Of w1 or b1: h where one array has gate columns, then up columns."""
+    """h if w1, or b1, is one array of gate columns, then up columns; else None. parts: its arrays."""
     return h if is_gated(activation) and len(parts) == 1 and not interleaved else None
 
 
@@ -78,7 +78,7 @@ class Forward:
 
     @functools.cached_property
     def cleared_bytes(self) -> int:
-        """Of out, where no product writes it."""
+        """Bytes of out to clear, because no product writes it; else 0."""
         return 0 if self.down_fwd else math.prod(self.out) * ITEMSIZE[self.dtype]
 
 
@@ -177,7 +177,7 @@ def configure_forward(
 
 
 def identity_rows(rows: Layout, weights: Layout | None, slots: SlotOptions) -> Source | None:
-    """Of the rows that identity experts add, if there are any."""
+    """The rows that identity experts add, if there are such experts."""
     return Source(rows.misalignment, weights.dtype) if slots.identity_experts and weights else None
 
 

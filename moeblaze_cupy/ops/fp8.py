@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def weights(E: int, d: int, h: int, halves: int, interleaved: bool = False) -> Weights:
-    """Of `Fp8Weights` as (E, d, halves * h) and (E, h, d)."""
+    """The layouts of `Fp8Weights`, with w1 as (E, d, halves * h) and w2 as (E, h, d)."""
 
     def layout(rows: int, columns: int, transposed: bool) -> tuple[Layout]:
         strides = (rows * columns, 1, rows) if transposed else (rows * columns, columns, 1)
@@ -72,7 +72,7 @@ def configure_weights(w1: tuple[Layout, ...], w2: Layout, interleaved: bool) -> 
 
 
 class Addresses(NamedTuple):
-    """Of the arrays of `Fp8Weights` that products read, in their order."""
+    """The addresses of the arrays of `Fp8Weights` that products read, in their order."""
 
     w1: int
     w1_transposed: int
@@ -84,7 +84,7 @@ class Addresses(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Of a forward or a backward: the weights, and the memory of what it quantises."""
+    """The e4m3 operands of a forward or a backward: its weights, and the memory of what it quantises."""
 
     weights: Weights
     quantize_rows: Launch | None  # of x or grad_out; None without tokens, and of rows that are in e4m3

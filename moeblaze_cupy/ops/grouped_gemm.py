@@ -65,7 +65,7 @@ class Weight:
         return self.transposed == entry.endswith("_fwd")
 
     def gradient_layouts(self) -> tuple[Layout, ...]:
-        """Of new arrays for the gradient: packed, in the shapes and the memory order of the weight's own."""
+        """The layouts of new arrays for the gradient: packed, in the shapes and the memory order of the weight."""
         layouts = []
         for E, rows, columns in (layout.shape for layout in self.layouts):
             strides = (rows * columns, 1, rows) if self.transposed else (rows * columns, columns, 1)
@@ -92,12 +92,12 @@ class Operand:
 
     @property
     def result_dtype(self) -> str:
-        """Of a product with it."""
+        """The dtype of a product with this operand."""
         return "bfloat16" if self.is_fp8 else self.dtype
 
 
 class Fp8(NamedTuple):
-    """What a product of e4m3 takes and gives besides: addresses, 0 for what is not wanted.
+    """Further addresses of a product of e4m3, 0 for what is not wanted.
 
     a_scales: float32, (L,) of gathered rows, else (groups, R) of each row and 128 columns of each half of the left
     operand. b_scales: (E, halves) float32. quantised: e4m3 of up_fwd's (R, h) y_swi or down_bwd's (R, halves * h)

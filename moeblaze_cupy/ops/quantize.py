@@ -15,14 +15,14 @@ HALVES_ADDRESSES = ("first", "second", "amax", "same", "transposed", "scales")
 
 
 def shapes_of(E: int, d: int, h: int, halves: int) -> dict[str, tuple[int, ...]]:
-    """Of Fp8Weights' arrays, by field, in the order of FIELDS."""
+    """The shapes of Fp8Weights' arrays, by field, in the order of FIELDS."""
     columns = halves * h
     up = (E, d, columns), (E, columns, d), (E, halves)
     return dict(zip(FIELDS, (*up, (E, h, d), (E, d, h), (E, 1), (E, halves + 1)), strict=True))
 
 
 def rows(layout: Layout) -> Launch | None:
-    """Of a contiguous (L, d). Addresses: rows, out (L, d) e4m3, scales (L,). None without rows."""
+    """The launch for contiguous rows (L, d), None without rows. Addresses: rows, out (L, d) e4m3, scales (L,)."""
     L, d = layout.shape
     if not L:
         return None

@@ -24,13 +24,13 @@ class Sequences:
     by_offsets: bool
 
     def longest(self, num_tokens: int) -> int:
-        """Tokens that one of them may have."""
+        """The most tokens that a sequence may have."""
         return num_tokens if self.by_offsets else num_tokens // self.number
 
 
 @dataclass(frozen=True, eq=False)
 class ListPairs:
-    """From a bit per pair, or from a mask, to token_offsets and ids."""
+    """The launches that make token_offsets and ids of a bit per pair, or of a mask."""
 
     words: tuple[int, int]  # shape of the bits
     num_tokens: int
@@ -217,7 +217,7 @@ def select(run: Runtime, steps: Select, scores: int, ids: int = 0, offsets: int 
 
 
 def no_pairs(run: Runtime, num_pairs: int) -> Pairs:
-    """The pairs of no tokens."""
+    """token_offsets and ids where there are no tokens."""
     offsets, ids = run.empty((1,), "int32"), run.empty((num_pairs,), "int32")
     run.clear(offsets.ptr, 4)
     return offsets, ids
@@ -225,7 +225,7 @@ def no_pairs(run: Runtime, num_pairs: int) -> Pairs:
 
 @dataclass(frozen=True, eq=False)
 class CapacityByKey:
-    """What limit_capacity launches and allocates where slots differ in their keys."""
+    """What limit_capacity launches and allocates if it selects slots by keys: weights, priorities or many choices."""
 
     num_columns: int
     zeros: Zeros  # reserved, histogram, listed
@@ -238,7 +238,7 @@ class CapacityByKey:
 
 @dataclass(frozen=True, eq=False)
 class CapacityByCounts:
-    """The same where they do not, or have few keys."""
+    """What limit_capacity launches and allocates if it counts slots by position, or by few choices."""
 
     counts: int  # int32 elements
     totals: Zeros | None

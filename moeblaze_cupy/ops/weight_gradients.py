@@ -21,7 +21,7 @@ from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, Gradients, SlotOpt
 
 
 def up_columns(rows: Operand, h: int, gated: bool, interleaved: bool) -> tuple[int, tuple[Operand, int], int]:
-    """Of w1's gradient: the columns of a half, the operand with its step to the up half, and the number of halves."""
+    """For w1's gradient: the columns of a half, the operand with its step to the up half, and the number of halves."""
     if interleaved:  # one matrix to the product, as the first layer's and the gradient's columns are in the same order
         return 2 * h, (rows, 0), 1
     return h, (rows, h if gated else 0), 1 + gated

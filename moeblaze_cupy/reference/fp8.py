@@ -26,7 +26,7 @@ def scaling(amax: HostArray) -> tuple[HostArray, HostArray]:
 
 
 def amax_over(values: HostArray, axis: int | tuple[int, ...]) -> HostArray:
-    """Of float32, without NaN; `axis` is kept."""
+    """The largest magnitudes of float32 values along `axis`, which stays with size 1. NaN does not count."""
     found: HostArray = np.fmax.reduce(np.abs(values), axis=axis, keepdims=True, initial=np.float32(0))
     return found
 
@@ -80,7 +80,7 @@ def _from_groups(grouped: HostArray, h: int, interleaved: bool) -> HostArray:
 
 
 def quantize_weights(w1: HostArray | tuple[HostArray, HostArray], w2: HostArray, gate_up: str = "halves") -> Fp8Weights:
-    """As `moeblaze_cupy.quantize_weights`, whose arguments it takes without checks."""
+    """`moeblaze_cupy.quantize_weights` without checks of the arguments."""
     joined = np.concatenate(w1, axis=2) if isinstance(w1, tuple) else w1  # (E, d, 2h) or (E, d, h)
     E, d, columns = joined.shape
     halves = columns // w2.shape[1]

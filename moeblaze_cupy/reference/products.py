@@ -17,7 +17,7 @@ from moeblaze_cupy.structures import Fp8Weights
 
 
 class Products(Protocol):
-    """Of one expert, on its n rows. Results are in the precision of what is computed."""
+    """The products of one expert with its n rows. Results are in the dtype of the computation."""
 
     def up_fwd(self, expert: int, x_rows: HostArray) -> list[HostArray]:
         """x (n, d) times the halves of w1: (n, h) each, without a bias."""

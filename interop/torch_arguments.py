@@ -1,0 +1,62 @@
+"""The tensors of a call of `moe`: what they must be, and their dtypes under torch.autocast."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moeblaze_cupy import checks
+
+DENSE = "a dense tensor, as values() of a nested one is"
+
+
+def gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
+    """w1 or b1 as (gate, up): a tensor alone is the gate, and up is None then."""
+    if not isinstance(weight, (tuple, list)):
+        return weight, None
+    if len(weight) not in (1, 2):
+        raise ValueError(f"moe: {name}: expected one tensor or a pair (gate, up), got {len(weight)} tensors")
+    gate, up = (*weight, None)[:2]
+    if len(weight) == 2:
+        check_tensor(name, gate)
+        check_tensor(f"{name}[1]", up)
+    return gate, up
+
+
+def check_tensors(layer: Sequence[Any], unreduced: bool) -> None:
+    """layer: the first tensors of torch_ops.Layer, in order. Optional ones, such as biases, may be None."""
+    x, ids, weights, gate, _, w2, b1_gate, _, b2, token_offsets = layer  # `gate_and_up` has checked the up halves
+    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
+        check_tensor(name, tensor)
+    if weights is not None or not unreduced:
+        check_tensor("weights", weights)
+    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
+        if optional is not None:
+            check_tensor(name, optional)
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
+    if tensor.is_nested:  # there are no operators for them
+        raise checks.bad_type("moe", name, DENSE, "a nested one")
+
+
+def autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """operands, x first: cast to autocast's dtype, as torch casts those of a linear layer. float64 is not cast.
+
+    others: router weights and biases. One in float32 or in the new dtype of x stays as it is. Another becomes float32.
+    """
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Any) -> Any:  # a tensor or None, which torch 2.6 cannot compile as an annotation
+        of_autocast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if tensor is not None and of_autocast else tensor
+
+    def widened(tensor: Any) -> Any:
+        stays = tensor is None or tensor.dtype in (torch.float32, of_x) or not tensor.is_floating_point()
+        return tensor if tensor is None or stays else tensor.float()
+
+    products = list(map(cast, operands))
+    of_x = products[0].dtype
+    return products, list(map(widened, others))
