@@ -48,7 +48,7 @@ LEVELS = [
     ["backward", "quantization"],
     ["__init__"],
     ["interop.inductor", "interop.collectives", "interop.peers", "cli.progress"],
-    ["interop.torch_schema", "interop.torch_fp8", "interop.expert_group"],
+    ["interop.torch_schema", "interop.torch_fp8", "interop.expert_group", "interop.fsdp_gather"],
     ["interop.torch_ops", "interop.torch_router_ops"],
     ["interop.fsdp", "interop.routes"],
     ["interop.pull_route"],
