@@ -14,6 +14,7 @@ from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
 from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, others, shards_of
 from moeblaze_cupy.interop.peers import Peers
+from moeblaze_cupy.interop.stream_barrier import StreamBarrier
 
 Tensor = torch.Tensor
 
@@ -44,9 +45,12 @@ class CopyEngines:
             expected = "GPUs of one host that access each other's memory, a rank each"
             got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
             raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
-        rank = dist.get_rank(group)
-        self._group, self._memory = group, Memory(Peers(group), rank, len(gpus))
-        self.reduce_scatter = ReduceScatter(Peers(group), rank, len(gpus))
+        place = dist.get_rank(group), len(gpus)
+        gathered, reduced = Peers(group), Peers(group)
+        for peers in (gathered, reduced):
+            peers.barrier = StreamBarrier(group, *place)
+        self._group, self._memory = group, Memory(gathered, *place)
+        self.reduce_scatter = ReduceScatter(reduced, *place)
 
     @property
     def nbytes(self) -> int:
@@ -106,13 +110,13 @@ class ReduceScatter:
         self._is_next = True
         offered = self.peers.offer("gradients", [input_tensor], len(input_tensor))[0]
         places = input_tensor.view(self._size, -1)
-        parts = places.new_empty(places.shape)
+        total, own, is_mean = output_tensor.view(-1), places[self._rank], op == dist.ReduceOp.AVG
+        parts: Any = places.new_empty(places.shape) if self._size > 2 else {1 - self._rank: total}  # by rank
         for rank in others(self._rank, self._size):
             parts[rank].copy_(offered.at[rank].view_as(places)[self._rank])
         self.peers.close()
-        total, own, is_mean = output_tensor.view(-1), places[self._rank], op == dist.ReduceOp.AVG
         if self._size == 2:
-            torch.add(own, parts[1 - self._rank], out=total)
+            total += own
             if is_mean:
                 total *= 0.5
         else:

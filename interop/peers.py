@@ -53,6 +53,7 @@ class Peers:
         self._in_graphs: dict[int, Any] = {}  # by address: what CUDA graphs use, which lives as long as they may
         self._beside: torch.cuda.Stream | None = None
         self._copying_to: str | None = None  # the kind, or "" for other memory, of copies that no stream waits for yet
+        self.barrier: Callable[[], None] | None = None  #: among streams, in place of that of symmetric memory
         self.copies = True  #: whole blocks of rows may be copied, which takes no multiprocessor
 
     @property
@@ -149,7 +150,10 @@ class Peers:
     def _barrier(self, kind: str) -> None:
         if self._copying_to is not None:
             self._wait_for_copies()
-        self._buffers[kind].handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
+        if self.barrier is not None:
+            self.barrier()
+        else:
+            self._buffers[kind].handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
     def arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:
         found = self._views.get((kind, forms))

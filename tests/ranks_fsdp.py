@@ -17,6 +17,7 @@ from torch_versions import NO_SHARDING_ON_THE_CPU
 
 from moeblaze_cupy.interop import fsdp, fsdp_gather, peers
 from moeblaze_cupy.interop.fsdp import CopyEngines
+from moeblaze_cupy.interop.stream_barrier import StreamBarrier
 from moeblaze_cupy.interop.torch import MoE
 
 STEPS = 3
@@ -63,6 +64,7 @@ def files_for_memory(rank, size, least=2**14):
         if not torch.cuda.is_available():
             stack.enter_context(mock.patch.object(peers, "symmetric_memory", Files(rank, size)))
             stack.enter_context(mock.patch.object(fsdp, "reach_each_other", lambda gpus: True))
+            stack.enter_context(mock.patch.object(fsdp, "StreamBarrier", lambda group, *_: lambda: dist.barrier(group)))
             stack.enter_context(mock.patch.object(peers.torch.cuda, "synchronize", lambda device: None))
             stack.enter_context(mock.patch.object(peers.torch.cuda, "is_current_stream_capturing", lambda: False))
         yield
@@ -298,9 +300,14 @@ def late(layers, rank):
     def wait(*_):
         torch.cuda._sleep(draw.choice((0, 0, 1_000_000, 4_000_000)))
 
+    def wait_now_and_in_backward(layer, x, out):
+        wait()
+        if out.requires_grad:
+            out.register_hook(wait)
+
     for layer in layers:
         layer.register_forward_pre_hook(wait)
-        layer.register_full_backward_hook(wait)
+        layer.register_forward_hook(wait_now_and_in_backward)
     return wait
 
 
@@ -340,3 +347,26 @@ def fsdp_ranks_come_late(rank, size, group):
     for wanted, runs, options in found:
         assert same(runs[0], runs[1]) and same(runs[0], runs[2]), options
         assert size > 2 or same(wanted, runs[0]), options
+
+
+@gpu_case
+def streams_meet(rank, size, group):
+    """What was written before a barrier of streams is read after it, and not written again before the next."""
+    device = torch.device("cuda", rank)
+    _, handle = kept = peers.shared_memory(4 * 2**20, device, group)
+    barrier, draw = StreamBarrier(group, rank, size), random.Random(rank)
+    at = [handle.get_buffer(other, (2**20,), torch.int32, 0) for other in range(size)]
+    seen = torch.empty(100, size, 2**20, dtype=torch.int32, device=device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for time, row in enumerate(seen):
+            torch.cuda._sleep(draw.choice((0, 0, 100_000, 1_000_000)))
+            at[rank].fill_(time)
+            barrier()
+            for place, source in zip(row, at, strict=True):
+                place.copy_(source)
+            barrier()
+    torch.cuda.synchronize()
+    assert torch.equal(seen, torch.arange(100, device=device, dtype=torch.int32).view(-1, 1, 1).expand_as(seen))
+    del kept

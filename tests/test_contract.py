@@ -48,8 +48,8 @@ LEVELS = [
     ["backward", "quantization"],
     ["__init__"],
     ["interop.inductor", "interop.collectives", "interop.peers", "cli.progress"],
-    ["interop.torch_schema", "interop.torch_fp8", "interop.expert_group", "interop.fsdp_gather"],
-    ["interop.torch_ops", "interop.torch_router_ops"],
+    ["interop.torch_schema", "interop.torch_fp8", "interop.expert_group"],
+    ["interop.torch_ops", "interop.torch_router_ops", "interop.fsdp_gather", "interop.stream_barrier"],
     ["interop.fsdp", "interop.routes"],
     ["interop.pull_route"],
     ["interop.exchange"],
@@ -133,7 +133,7 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "deepep"
+    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "stream_barrier", "deepep"
     speaks_torch = tuple(f"interop.{name}" for name in names)
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module.startswith("interop.transformers")

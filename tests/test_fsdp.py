@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from moeblaze_cupy.interop import fsdp
+from moeblaze_cupy.interop import fsdp, stream_barrier
 from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory
 from moeblaze_cupy.interop.peers import Offered
 
@@ -140,6 +140,42 @@ def test_reduce_scatter_is_right_after_a_step_that_failed():
         assert given.data_ptr() != out.data_ptr()
         scatter(out, given.copy_(gradients[0]), None, dist.ReduceOp.SUM)
         assert torch.equal(out, gradients.sum(0)[:4])
+
+
+def test_streams_meet_where_each_has_written_what_the_others_await(monkeypatch):
+    """By rank, numbers of the memory of all three, whose addresses the driver gets."""
+    memories = [torch.full((3,), 7, dtype=torch.int32) for _ in range(3)]
+    handle, status = mock.Mock(buffer_ptrs=[memory.data_ptr() for memory in memories]), [0]
+    at = {memory[i].data_ptr(): memory[i] for memory in memories for i in range(3)}
+    awaited = []
+
+    def write(stream, address, value, flags):
+        at[address].fill_(value)
+        return status[0]
+
+    def wait(stream, address, value, flags):
+        awaited.append((at[address], value))
+        return status[0]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=0))
+    monkeypatch.setattr(stream_barrier, "_operations", lambda: (write, wait))
+    barriers = []
+    for rank, memory in enumerate(memories):
+        monkeypatch.setattr(stream_barrier, "shared_memory", lambda nbytes, *_, it=memory: (it, handle))
+        barriers.append(stream_barrier.StreamBarrier(None, rank, 3))
+    assert handle.barrier.call_count == 3 and not any(memory.any() for memory in memories)
+    for time in (1, 2):
+        for barrier in barriers[:2]:
+            barrier()
+        assert [int(number) >= value for number, value in awaited] == [True, False, True, False]  # of ranks 1, 2, 0, 2
+        barriers[2]()
+        assert len(awaited) == 6 and all(int(number) == value == time for number, value in awaited)
+        awaited.clear()
+    status[0] = 801
+    with pytest.raises(RuntimeError, match=r"CopyEngines: barrier: expected success of cuStreamWriteValue32, .* 801"):
+        barriers[0]()
 
 
 def test_errors_name_what_was_given(tmp_path):
