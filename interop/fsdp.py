@@ -66,7 +66,7 @@ class CopyEngines:
         same parameters. After `load_state_dict(assign=True)` or a conversion of the module, call it again.
 
         Raises TypeError for a module that `fully_shard` has not been called on, or whose torch is older than this, and
-        ValueError for one that is sharded over another group.
+        ValueError for one that is sharded over another group, or over fewer ranks after forward.
         """
         for module in modules:
             if not hasattr(module, "set_custom_all_gather"):
@@ -75,8 +75,9 @@ class CopyEngines:
             group, shards = module._get_fsdp_state()._fsdp_param_group, []
             if group is not None:
                 here, got = map(dist.get_process_group_ranks, (self._group, group.mesh_info.shard_process_group))
-                if got != here:
-                    raise ValueError(f"CopyEngines.serve: modules: expected one sharded over ranks {here}, got {got}")
+                if got != here or group._use_post_forward_mesh:
+                    found = f"over {got}" + ", but fewer after forward" * group._use_post_forward_mesh
+                    raise ValueError(f"CopyEngines.serve: modules: expected one sharded over ranks {here}, got {found}")
                 module.reshard()
                 shards = shards_of(group, self._memory, self._group)
             module.set_custom_all_gather(AllGather(self._memory, shards))

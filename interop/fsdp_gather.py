@@ -185,7 +185,7 @@ def goes_straight(parameter: Any, group: Any, size: int) -> torch.dtype | None:
     dtype: torch.dtype = group.mp_policy.param_dtype or local.dtype
     rows = parameter._orig_size[0] if len(parameter._orig_size) else 0
     is_plain = type(local) is Tensor and local.is_floating_point() and not local.is_meta
-    if size == 1 or group._use_post_forward_mesh or parameter.offload_to_cpu or not is_plain:
+    if size == 1 or parameter.offload_to_cpu or not is_plain:
         return None
     if parameter.fsdp_placement.dim != 0 or rows % size or size * local.numel() * dtype.itemsize < STRAIGHT_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Collectives of FSDP2 by copy engines, over peers that are arrays here; `ranks_fsdp.py` trains by them."""
+"""Collectives of FSDP2 by copy engines, over peers that are arrays here; `ranks_copies.py` trains by them."""
 
 from contextlib import nullcontext
 from unittest import mock
