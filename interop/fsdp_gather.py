@@ -32,7 +32,7 @@ class Memory:
         self._freed: list[list[Any]] = [[] for _ in range(TURNS)]  # events: nobody reads what was freed in a pool
 
     def begin(self, device: torch.device) -> None:
-        """Of an all-gather, on the stream that then brings this rank's own parts."""
+        """Of an all-gather, on the first stream that it runs on."""
         streams = getattr(torch, device.type)
         stream = streams.current_stream()
         if not self._pools:
@@ -89,12 +89,9 @@ class Shard:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """On a stream of FSDP2 beside the products': brings this rank's part."""
+        """On a stream of FSDP2 beside the products': gets memory for the whole, and shows others this rank's part."""
         assert self.gather is not None
-        staged = self.gather.start(self)
-        self._memory.allocate(self)
-        source = self.local if staged is None else staged.copy_(self.local)
-        self.parts[self._memory.rank].copy_(source)
+        self.gather.start(self)
         return (self._for_fsdp,), None
 
     def fsdp_post_all_gather(
@@ -125,16 +122,17 @@ class AllGather:
         for shard in shards:
             shard.gather = self
 
-    def start(self, shard: Shard) -> Tensor | None:
-        """Of one of the shards: the array to write it to, if the other ranks do not read it where it is."""
+    def start(self, shard: Shard) -> None:
+        """Of one of the shards, all of which come before the other calls."""
         if not self._started or any(shard is started for started, _ in self._started):  # or the last call has failed
             self._begin(shard.local.device)
-        if shard.at is not None:
-            self._started.append((shard, shard.at))
-            return None
-        room, offered = self._staged.pop(0)
-        self._started.append((shard, offered.at))
-        return room
+        self._memory.allocate(shard)
+        at = shard.at
+        if at is None:
+            room, offered = self._staged.pop(0)
+            room.copy_(shard.local)
+            at = offered.at
+        self._started.append((shard, at))
 
     def _begin(self, device: torch.device) -> None:
         memory = self._memory
@@ -162,12 +160,16 @@ class AllGather:
         offered = memory.peers.offer(f"parameters {memory.turn}", [own], len(own))[0]
         memory.opened = stream.record_event()
         places = output_tensor.view(memory.size, -1)
+        pairs = [(shard.parts[rank], at[rank]) for shard, at in self._started]
         if places[rank].data_ptr() != own.data_ptr():
-            places[rank].copy_(own)
+            pairs.append((places[rank], own))
+        wait_for_own = memory.peers.copy(pairs) if pairs else None  # beside the others, which come over links
         for other in others(rank, memory.size):
             places[other].copy_(offered.at[other])
             for shard, at in self._started:
                 shard.parts[other].copy_(at[other])
+        if wait_for_own is not None:
+            wait_for_own()
         if any(shard.at is not None for shard in self._shards):
             memory.peers.close()
         memory.ended = self._stream, stream.record_event()

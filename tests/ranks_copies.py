@@ -60,11 +60,19 @@ def straight(least=2**14):
     return mock.patch.object(fsdp_gather, "STRAIGHT_BYTES", least)
 
 
+def copied(peers, pairs):
+    """At once, in place of `Peers.copy`."""
+    for to, source in pairs:
+        to.copy_(source)
+    return lambda: None
+
+
 @contextmanager
 def files_for_memory(rank):
     with ExitStack() as stack:
         stack.enter_context(straight())
         stack.enter_context(mock.patch.object(peers, "symmetric_memory", Files(rank)))
+        stack.enter_context(mock.patch.object(peers.Peers, "copy", copied))
         stack.enter_context(mock.patch.object(fsdp, "reach_each_other", lambda gpus: True))
         stack.enter_context(mock.patch.object(fsdp, "StreamBarrier", lambda group, *_: lambda: dist.barrier(group)))
         stack.enter_context(mock.patch.object(peers.torch.cuda, "synchronize", lambda device: None))

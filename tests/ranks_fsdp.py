@@ -73,14 +73,14 @@ def fsdp_ranks_come_late(rank, size, group):
     mesh, found = DeviceMesh.from_group(group, "cuda"), []
 
     def run(layers, wait=lambda: None):
-        optimizer, results = optimizer_of(layers, fused=True), []
+        optimizer, parts, results = optimizer_of(layers, fused=True), list(layers.parameters()), []
         for step in range(6):
             x = tokens_of(mesh, step, 512, 1024)
             with torch.no_grad():
                 results.append(loss_of(layers, x))
                 wait()
-                for parameter in layers.parameters():
-                    parameter.mul_(1.01)
+                for part in parts:
+                    part.mul_(1.01)
             loss = loss_of(layers, x)
             loss.backward()
             wait()
