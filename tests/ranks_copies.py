@@ -119,8 +119,8 @@ def loss_of(layers, x):
     return (layers(x).float() - x.float()).square().mean()
 
 
-def optimizer_of(layers, **options):
-    return torch.optim.AdamW(layers.parameters(), lr=1e-2, **options)
+def optimizer_of(layers, lr=1e-2, **options):
+    return torch.optim.AdamW(layers.parameters(), lr, **options)
 
 
 def trained(mesh, layers, steps=STEPS, optimizer=None, first=0):
