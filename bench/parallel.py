@@ -349,7 +349,7 @@ def work_of_rank(args):
         dist.broadcast(late, 0)
         if int(late):
             break
-        of_case = expert_rows(case, sizes, rank, args.rounds, everyone, args.plain)
+        of_case = expert_rows(case, sizes, rank, args.rounds, everyone, args.plain) if args.experts else []
         if args.fsdp:
             of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone)
         rows += with_efficiency(of_case)
@@ -368,6 +368,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=12, help="timed calls of each row (%(default)s)")
     parser.add_argument("--minutes", type=float, default=8, help="start no case later than this (%(default)s)")
     parser.add_argument("--no-fsdp", dest="fsdp", action="store_false", help="leave out the rows of FSDP2")
+    parser.add_argument("--no-experts", dest="experts", action="store_false", help="leave out expert parallelism")
     parser.add_argument("--plain", action="store_true", help='add route "pull" without copies beside products')
     parser.add_argument("--commit", default="", help="commit to write into the record")
     parser.add_argument("--out", help="write the record there, as JSON")
