@@ -373,7 +373,9 @@ def work_of_rank(args):
         dist.broadcast(late, 0)
         if int(late):
             break
-        of_case = expert_rows(case, sizes, rank, args.rounds, everyone, args.plain, args.fp8)
+        of_case = []
+        if args.experts:
+            of_case += expert_rows(case, sizes, rank, args.rounds, everyone, args.plain, args.fp8)
         if args.fsdp:
             of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone)
         rows += with_efficiency(of_case)
@@ -392,6 +394,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=12, help="timed calls of each row (%(default)s)")
     parser.add_argument("--minutes", type=float, default=8, help="start no case later than this (%(default)s)")
     parser.add_argument("--no-fsdp", dest="fsdp", action="store_false", help="leave out the rows of FSDP2")
+    parser.add_argument("--no-experts", dest="experts", action="store_false", help="leave out expert parallelism")
     parser.add_argument("--plain", action="store_true", help='add route "pull" without copies beside products')
     parser.add_argument("--fp8", action="store_true", help='add precision="fp8", with rows in bf16 and in e4m3')
     parser.add_argument("--commit", default="", help="commit to write into the record")

@@ -12,20 +12,24 @@ import torch.distributed as dist
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
+from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, others, shards_of
 from moeblaze_cupy.interop.peers import Peers
 
 Tensor = torch.Tensor
-TURNS = 2  # of an all-gather's buffers: others may read one while the next is written
 
 
 class CopyEngines:
     """All-gathers and reduce-scatters of a group, for modules of `torch.distributed.fsdp.fully_shard`.
 
     group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
-    ranks make it at the same point. It keeps 2 buffers of a rank's share of the largest module's parameters, and one of
-    the largest module's gradients, in the dtype of their reduction. Gradients are summed in float32, always in the same
-    order, and rounded once. So where parameters are bfloat16, `reduce_dtype=torch.bfloat16` loses nothing to float32,
-    and half the bytes travel.
+    ranks make it at the same point. It keeps a buffer of the largest module's gradients, in the dtype of their
+    reduction, and 2 buffers of a rank's share of the largest module's parameters, but not of those that lie in
+    symmetric memory themselves. Gradients are summed in float32, always in the same order, and rounded once. So where
+    parameters are bfloat16, `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
+
+    All-gathers and reduce-scatters have buffers of their own, with barriers of their own. Each kind runs in one order,
+    which is that of the host on all ranks, and waits only for what the host called before. So no barrier waits for one
+    that another rank calls later.
 
     Raises ValueError on all ranks where the GPUs are not of one host or do not access each other's memory.
     """
@@ -40,47 +44,40 @@ class CopyEngines:
             expected = "GPUs of one host that access each other's memory, a rank each"
             got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
             raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
-        rank = dist.get_rank(group)
-        self.all_gather = AllGather(Peers(group), rank, len(gpus))
-        self.reduce_scatter = ReduceScatter(Peers(group), rank, len(gpus))
+        place = dist.get_rank(group), len(gpus)
+        self._group, self._memory = group, Memory(Peers(group), *place)
+        self.reduce_scatter = ReduceScatter(Peers(group), *place)
 
     @property
     def nbytes(self) -> int:
         """Of the buffers, on this rank. torch.cuda counts no symmetric memory."""
-        return self.all_gather.peers.nbytes + self.reduce_scatter.peers.nbytes
+        return self._memory.peers.nbytes + self.reduce_scatter.peers.nbytes
 
     def serve(self, *modules: Any) -> None:
         """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
 
-        Raises TypeError for a module that `fully_shard` has not been called on, or whose torch is older than this.
+        All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
+        first dimension the ranks share evenly are gathered straight to their place. If they have the dtype of
+        `MixedPrecisionPolicy.param_dtype`, a rank's part moves to symmetric memory; optimizers and state dicts see the
+        same parameters. After `load_state_dict(assign=True)` or a conversion of the module, call it again.
+
+        Raises TypeError for a module that `fully_shard` has not been called on, or whose torch is older than this, and
+        ValueError for one that is sharded over another group, or over fewer ranks after forward.
         """
         for module in modules:
             if not hasattr(module, "set_custom_all_gather"):
                 expected = "modules after fully_shard, of a torch with set_custom_all_gather"
                 raise checks.bad_type("CopyEngines.serve", "modules", expected, type(module))
-            module.set_custom_all_gather(self.all_gather)
+            group, shards = module._get_fsdp_state()._fsdp_param_group, []
+            if group is not None:
+                here, got = map(dist.get_process_group_ranks, (self._group, group.mesh_info.shard_process_group))
+                if got != here or group._use_post_forward_mesh:
+                    found = f"over {got}" + ", but fewer after forward" * group._use_post_forward_mesh
+                    raise ValueError(f"CopyEngines.serve: modules: expected one sharded over ranks {here}, got {found}")
+                module.reshard()
+                shards = shards_of(group, self._memory, self._group)
+            module.set_custom_all_gather(AllGather(self._memory, shards))
             module.set_custom_reduce_scatter(self.reduce_scatter)
-
-
-class AllGather:
-    """As FSDP2 calls it, always on one stream."""
-
-    def __init__(self, peers: Peers, rank: int, size: int) -> None:
-        self.peers, self._rank, self._size, self._turn = peers, rank, size, 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of torch: FSDP2 may hold as many results at once as it likes."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self._turn = (self._turn + 1) % TURNS
-        own = input_tensor.view(-1)
-        offered = self.peers.offer(f"parameters {self._turn}", [own], len(own))[0]
-        places = output_tensor.view(self._size, -1)
-        if places[self._rank].data_ptr() != own.data_ptr():
-            places[self._rank].copy_(own)
-        for rank in others(self._rank, self._size):
-            places[rank].copy_(offered.at[rank])
 
 
 class ReduceScatter:
@@ -110,13 +107,13 @@ class ReduceScatter:
         self._is_next = True
         offered = self.peers.offer("gradients", [input_tensor], len(input_tensor))[0]
         places = input_tensor.view(self._size, -1)
-        parts = places.new_empty(places.shape)
+        total, own, is_mean = output_tensor.view(-1), places[self._rank], op == dist.ReduceOp.AVG
+        parts: Any = places.new_empty(places.shape) if self._size > 2 else {1 - self._rank: total}  # by rank
         for rank in others(self._rank, self._size):
             parts[rank].copy_(offered.at[rank].view_as(places)[self._rank])
         self.peers.close()
-        total, own, is_mean = output_tensor.view(-1), places[self._rank], op == dist.ReduceOp.AVG
         if self._size == 2:
-            torch.add(own, parts[1 - self._rank], out=total)
+            total += own
             if is_mean:
                 total *= 0.5
         else:
@@ -125,8 +122,3 @@ class ReduceScatter:
         if input_tensor.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             self._done.record()
-
-
-def others(rank: int, size: int) -> list[int]:
-    """The other ranks, from the next one on, so that not all read from one at once."""
-    return [other % size for other in range(rank + 1, rank + size)]

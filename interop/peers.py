@@ -15,6 +15,15 @@ SECTION_BYTES = 256  # of whose multiples arrays begin
 MAX_VIEWS = 64  # that are kept, of arrays of sizes that come again
 
 
+def shared_memory(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
+    """uint8 memory that all ranks of a group can read, and its handle. A collective call, for which the host waits."""
+    memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    # Its barriers' signals are zeroed on the stream. A rank that comes late to that would lose a signal of another,
+    # which may set it as soon as all have met, and wait for it for ever.
+    torch.cuda.synchronize(device)
+    return memory, symmetric_memory.rendezvous(memory, group)
+
+
 class _Buffer(NamedTuple):
     memory: Tensor  # uint8
     handle: Any
@@ -57,7 +66,7 @@ class Peers:
             self._wait_for_copies()
         if self._read == kind:  # likewise, or a shared expert offers too, or the last call had nothing more to offer
             self.close()
-        return self._arrays(kind, forms, device)[0]
+        return self.arrays(kind, forms, device)[0]
 
     def offer(self, kind: str, tensors: Sequence[Tensor], rows: int) -> list[Offered]:
         """Has all ranks read these tensors, which may be in their room already; waits on the stream until all offer.
@@ -142,7 +151,7 @@ class Peers:
             self._wait_for_copies()
         self._buffers[kind].handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
-    def _arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:
+    def arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:
         found = self._views.get((kind, forms))
         if found is not None:
             return found
@@ -174,10 +183,6 @@ class Peers:
             self._barrier(kind)
             torch.cuda.synchronize(device)
         self._views = {key: found for key, found in self._views.items() if key[0] != kind}
-        memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        # Its barriers' signals are zeroed on the stream. A rank that comes late to that would lose a signal of another,
-        # which may set it as soon as all have met, and wait for it for ever.
-        torch.cuda.synchronize(device)
-        handle = symmetric_memory.rendezvous(memory, self._group)
+        memory, handle = shared_memory(nbytes, device, self._group)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._buffers[kind] = _Buffer(memory, handle, addresses)

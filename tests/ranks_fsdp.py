@@ -1,55 +1,101 @@
 """Training under FSDP2 on GPUs, by collectives of copy engines beside those of NCCL."""
 
+import itertools
+import random
+
 import torch
 from ranks_common import gpu_case
+from ranks_copies import (
+    HALF,
+    STEPS,
+    WHOLE,
+    hooked,
+    layers_of,
+    loss_of,
+    optimizer_of,
+    same,
+    straight,
+    tokens_of,
+    trained,
+)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from moeblaze_cupy.interop.fsdp import CopyEngines
-from moeblaze_cupy.interop.torch import MoE
-
-STEPS = 4
-
-
-def trained(mesh, rank, dtype, reduce_dtype, by_copies, force_sum=False):
-    """Losses of each step, and parameters at the end, of layers of unlike sizes."""
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(*(MoE(64, h, 8, 2, device="cuda", dtype=dtype) for h in (96, 32, 160)))
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(layers, mesh=mesh, mp_policy=policy)
-    if by_copies:
-        CopyEngines(mesh).serve(*layers)
-    for layer in layers:
-        layer.set_force_sum_reduction_for_comms(force_sum)
-    layers[0].set_modules_to_forward_prefetch([layers[1], layers[2]])
-    optimizer, losses = torch.optim.AdamW(layers.parameters(), lr=1e-2), []
-    generator = torch.Generator("cuda").manual_seed(rank)
-    for _ in range(STEPS):
-        x = torch.randn(100, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
-        loss = (layers(x).float() - x.float()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, [parameter.full_tensor() for parameter in layers.parameters()]
 
 
 @gpu_case
 def fsdp_by_copy_engines(rank, size, group):
     """The bits of NCCL's on two ranks, whose sums have no order; gradients of bf16 may travel in it on any number."""
     mesh = DeviceMesh.from_group(group, "cuda")
-    kinds = (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)
+    kinds = (WHOLE, WHOLE), (HALF, HALF)
     found = []  # compared when all ranks have them: a rank that fails would leave the others waiting
-    for dtype, reduce_dtype in kinds:
-        for force_sum in (False, True):
-            wanted = trained(mesh, rank, dtype, torch.float32, False, force_sum)
-            runs = [trained(mesh, rank, dtype, reduce_dtype, True, force_sum) for _ in range(2)]
-            found.append((wanted, runs, f"{dtype}, {'sums' if force_sum else 'means'}"))
-    for (losses, parameters), runs, name in found:
-        assert runs[0][0] == runs[1][0] and all(map(torch.equal, runs[0][1], runs[1][1])), name
+    for least in (2**14, 2**40):  # parameters of experts come straight to their place, or none do
+        with straight(least):
+            for (dtype, reduce_dtype), force_sum in itertools.product(kinds, (False, True)):
+                options = {"dtype": dtype, "force_sum": force_sum}
+                wanted = trained(mesh, layers_of(mesh, **options))
+                options["reduce_dtype"] = reduce_dtype
+                runs = [trained(mesh, layers_of(mesh, **options, engines=CopyEngines(mesh))) for _ in range(2)]
+                found.append((wanted, runs, f"{least}, {options}"))
+    for wanted, runs, name in found:
+        assert same(*runs), name
         if size == 2:
-            assert losses == runs[0][0] and all(map(torch.equal, parameters, runs[0][1])), name
-        else:
-            torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(losses), rtol=1e-2, atol=0)
+            assert same(wanted, runs[0]), name
+        torch.testing.assert_close(torch.stack(runs[0][:STEPS]), torch.stack(wanted[:STEPS]), rtol=1e-2, atol=0)
+
+
+def late(layers, rank):
+    """Has the GPU of this rank come late, now and then, to what the layers do."""
+    draw = random.Random(rank)
+
+    def wait(*_):
+        torch.cuda._sleep(draw.choice((0, 0, 1_000_000, 4_000_000)))
+
+    def wait_now_and_in_backward(layer, x, out):
+        wait()
+        if out.requires_grad:
+            out.register_hook(wait)
+
+    for layer in layers:
+        layer.register_forward_pre_hook(wait)
+        layer.register_forward_hook(wait_now_and_in_backward)
+    return wait
+
+
+@gpu_case
+def fsdp_ranks_come_late(rank, size, group):
+    """Copies of parts of 67 MB have the bits of NCCL's where a rank comes late to read or to write its part.
+
+    After forwards without gradients all parts are changed at once, as nothing else then waits for the other ranks.
+    """
+    mesh, found = DeviceMesh.from_group(group, "cuda"), []
+
+    def run(layers, wait=lambda: None):
+        optimizer, parts, results = optimizer_of(layers, 1e-3, fused=True), list(layers.parameters()), []
+        for step in range(6):
+            x = tokens_of(mesh, step, 512, 1024)
+            with torch.no_grad():
+                results.append(loss_of(layers, x))
+                wait()
+                for part in parts:
+                    part.mul_(1.01)
+            loss = loss_of(layers, x)
+            loss.backward()
+            wait()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.detach())
+        return results + [p.detach().full_tensor() for p in layers.parameters()]
+
+    for dtype, (reshard, prefetch) in itertools.product((HALF, WHOLE), ((True, True), (True, False), (False, False))):
+        options = {"dtype": dtype, "reshard": reshard, "prefetch": prefetch, "widths": (1024, 4096, 2048, 4096)}
+        wanted, runs = run(layers_of(mesh, **options)), []
+        for _ in range(3):
+            layers = layers_of(mesh, **options, engines=CopyEngines(mesh))
+            assert len(hooked(layers)) == 6
+            runs.append(run(layers, late(layers, rank)))
+        found.append((wanted, runs, options))
+    for wanted, runs, options in found:
+        assert all(value.isfinite().all() for value in wanted), options
+        assert same(runs[0], runs[1]) and same(runs[0], runs[2]), options
+        assert size > 2 or same(wanted, runs[0]), options

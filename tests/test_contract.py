@@ -49,7 +49,7 @@ LEVELS = [
     ["__init__"],
     ["interop.inductor", "interop.collectives", "interop.peers", "cli.progress"],
     ["interop.torch_schema", "interop.torch_fp8", "interop.torch_arguments", "interop.expert_group"],
-    ["interop.torch_ops", "interop.torch_router_ops"],
+    ["interop.torch_ops", "interop.torch_router_ops", "interop.fsdp_gather"],
     ["interop.fsdp", "interop.routes"],
     ["interop.pull_route"],
     ["interop.exchange"],

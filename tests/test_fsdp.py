@@ -1,4 +1,7 @@
-"""Collectives of FSDP2 by copy engines, over peers that are arrays here; `ranks_fsdp.py` has those of GPUs."""
+"""Collectives of FSDP2 by copy engines, over peers that are arrays here; `ranks_copies.py` trains by them."""
+
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 
@@ -7,7 +10,10 @@ import torch
 import torch.distributed as dist
 
 from moeblaze_cupy.interop import fsdp
+from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory
 from moeblaze_cupy.interop.peers import Offered
+
+CPU = torch.device("cpu")
 
 
 class Ranks:
@@ -23,6 +29,11 @@ class Ranks:
     def close(self):
         self.kinds.append("close")
 
+    def copy(self, pairs):
+        for to, source in pairs:
+            to.copy_(source)
+        return lambda: None
+
     def offer(self, kind, tensors, rows):
         assert len(tensors) == 1 and len(tensors[0]) == rows
         self.kinds.append(kind)
@@ -32,15 +43,77 @@ class Ranks:
 @pytest.mark.parametrize("rank", range(3))
 def test_all_gather_puts_the_shards_in_the_order_of_ranks(rank):
     shards = torch.randn(3, 5)
-    gather = fsdp.AllGather(Ranks([None if r == rank else shards[r] for r in range(3)]), rank, 3)
+    memory = Memory(Ranks([None if r == rank else shards[r] for r in range(3)]), rank, 3)
+    gather = AllGather(memory, [])
     for in_place in (True, False):  # FSDP2 writes a rank's own shard to its place
-        out = gather.allocate((15,), dtype=torch.float32, device=torch.device("cpu")).fill_(torch.nan)
+        out = gather.allocate((15,), dtype=torch.float32, device=CPU).fill_(torch.nan)
         own = shards[rank].clone()
         if in_place:
             own = out[5 * rank : 5 * rank + 5].copy_(own)
         gather(out, own, None)
         assert torch.equal(out, shards.flatten())
-    assert len(set(gather.peers.kinds)) == 2  # the others may still read what was offered before
+    assert len(set(memory.peers.kinds)) == 2  # the others may still read what was offered before
+
+
+class Stream:
+    """Of a GPU that runs nothing: what each stream waits for is listed."""
+
+    current = None
+
+    def __init__(self, name="pool"):
+        self.name, self.calls = name, []
+
+    def record_event(self):
+        self.calls.append("record")
+        return self.name, len(self.calls)
+
+    def wait_event(self, event):
+        self.calls.append(event)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The products' stream, and one of FSDP2 for all-gathers."""
+    products, beside = Stream("products"), Stream("beside")
+    monkeypatch.setattr(torch.cpu, "Stream", Stream)
+    monkeypatch.setattr(torch.cpu, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda: Stream.current)
+    return products, beside
+
+
+def test_memory_is_written_after_its_last_readers(streams):
+    """An all-gather beside a module that runs waits for the readers of the module before that, not for its own."""
+    products, beside = streams
+    memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2)
+    shards = [mock.Mock(whole=torch.zeros(4), stream=products) for _ in range(3)]
+
+    def free(shard):
+        shard.whole.untyped_storage().resize_(0)
+
+    def gather(shard):
+        Stream.current = beside
+        memory.begin(CPU)
+        memory.allocate(shard)
+        assert shard.whole.untyped_storage().size() == 16
+        Stream.current = products
+        memory.note_freed()
+        products.calls.append(shard)
+
+    for shard in shards:
+        free(shard)
+    gather(shards[0])
+    free(shards[0])  # the host has called what reads it
+    gather(shards[1])
+    assert beside.calls == [] and products.calls == [shards[0], "record", shards[1]]
+    free(shards[1])
+    gather(shards[2])
+    assert beside.calls == [("products", 2)]  # before shards[1] is read
+    free(shards[2])
+    assert products.calls[3:] == ["record", shards[2]]
+    Stream.current = beside
+    memory.begin(CPU)
+    memory.begin(CPU)  # ahead of the products: what they have yet to run may read it
+    assert beside.calls[1:] == [("products", 4), ("products", 6)]
 
 
 @pytest.mark.parametrize("op", (dist.ReduceOp.AVG, dist.ReduceOp.SUM))

@@ -1,0 +1,351 @@
+"""Training under FSDP2 by collectives of copy engines, beside torch's, over memory of files without GPUs."""
+
+import copy
+import itertools
+import tempfile
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from ranks_common import case, expect
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch_versions import NO_SHARDING_ON_THE_CPU
+
+from moeblaze_cupy.interop import fsdp, fsdp_gather, peers
+from moeblaze_cupy.interop.fsdp import CopyEngines
+from moeblaze_cupy.interop.torch import MoE
+
+STEPS = 3
+HALF, WHOLE = torch.bfloat16, torch.float32
+numbers = itertools.count()  # of memory, on all ranks the same
+
+
+class Files:
+    """Stands for torch's symmetric memory among processes without GPUs: what one writes the others read."""
+
+    def __init__(self, rank):
+        self.rank, self.folder = rank, Path(tempfile.gettempdir())
+
+    def empty(self, nbytes, dtype, device):
+        self.number = next(numbers)
+        return self.of(self.rank, nbytes)
+
+    def of(self, rank, nbytes):
+        path = str(self.folder / f"memory-{self.number}-{rank}")
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+    def rendezvous(self, memory, group):
+        dist.barrier(group)
+        ranks = dist.get_process_group_ranks(group)
+        return Handle([memory if rank == self.rank else self.of(rank, len(memory)) for rank in ranks], group)
+
+
+class Handle:
+    def __init__(self, every, group):
+        self.every, self.group = every, group
+        self.buffer_ptrs = [memory.data_ptr() for memory in every]
+
+    def get_buffer(self, rank, shape, dtype, offset):
+        return self.every[rank].view(dtype)[offset : offset + torch.Size(shape).numel()].view(shape)
+
+    def barrier(self, channel, timeout_ms):
+        dist.barrier(self.group)
+
+
+def straight(least=2**14):
+    """Parameters of as many bytes have hooks, which are those of experts here."""
+    return mock.patch.object(fsdp_gather, "STRAIGHT_BYTES", least)
+
+
+def copied(peers, pairs):
+    """At once, in place of `Peers.copy`."""
+    for to, source in pairs:
+        to.copy_(source)
+    return lambda: None
+
+
+@contextmanager
+def files_for_memory(rank):
+    with ExitStack() as stack:
+        stack.enter_context(straight())
+        stack.enter_context(mock.patch.object(peers, "symmetric_memory", Files(rank)))
+        stack.enter_context(mock.patch.object(peers.Peers, "copy", copied))
+        stack.enter_context(mock.patch.object(fsdp, "reach_each_other", lambda gpus: True))
+        stack.enter_context(mock.patch.object(peers.torch.cuda, "synchronize", lambda device: None))
+        stack.enter_context(mock.patch.object(peers.torch.cuda, "is_current_stream_capturing", lambda: False))
+        yield
+
+
+def layers_of(
+    mesh,
+    dtype=HALF,
+    reduce_dtype=WHOLE,
+    force_sum=False,
+    reshard=True,
+    prefetch=True,
+    engines=None,
+    placement=None,
+    widths=(64, 96, 32, 160),
+    **options,
+):
+    """widths: d, and h of each. engines: a CopyEngines that serves them, which the plain ones do without."""
+    torch.manual_seed(0)
+    options |= {"device": mesh.device_type, "dtype": dtype}
+    layers = torch.nn.Sequential(*(MoE(widths[0], h, 8, 2, **options) for h in widths[1:]))
+    policy = MixedPrecisionPolicy(HALF, reduce_dtype)
+    sharding = {"mesh": mesh, "mp_policy": policy, "shard_placement_fn": placement}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=reshard, **sharding)
+    fully_shard(layers, mesh=mesh, mp_policy=policy)
+    if engines is not None:
+        engines.serve(*layers, layers)
+    for layer in layers:
+        layer.set_force_sum_reduction_for_comms(force_sum)
+    if prefetch:
+        layers[0].set_modules_to_forward_prefetch([layers[1], layers[2]])
+    return layers
+
+
+def tokens_of(mesh, seed, L=40, d=64):
+    made = torch.randn(L, d, generator=torch.Generator().manual_seed(100 * seed + mesh.get_local_rank()))
+    return made.to(mesh.device_type, HALF)
+
+
+def loss_of(layers, x):
+    return (layers(x).float() - x.float()).square().mean()
+
+
+def optimizer_of(layers, lr=1e-2, **options):
+    return torch.optim.AdamW(layers.parameters(), lr, **options)
+
+
+def trained(mesh, layers, steps=STEPS, optimizer=None, first=0):
+    """Losses of each step, and parameters and the last gradients at the end."""
+    optimizer, losses = optimizer or optimizer_of(layers), []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss = loss_of(layers, tokens_of(mesh, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    layers[0].reshard()
+    return losses + [t.full_tensor() for p in layers.parameters() for t in (p.detach(), p.grad)]
+
+
+def hooked(layers):
+    return [name for name, p in layers.named_parameters() if hasattr(p._local_tensor, "fsdp_pre_all_gather")]
+
+
+def same(wanted, got):
+    return len(wanted) == len(got) and all(map(torch.equal, wanted, got))
+
+
+def on_cpu(function):
+    """A case of processes that share memory of files."""
+
+    def run(rank, size, group):
+        with files_for_memory(rank):
+            function(DeviceMesh.from_group(group, "cpu"), size)
+
+    run.__name__ = function.__name__
+    run.missing = NO_SHARDING_ON_THE_CPU
+    if not hasattr(FSDPModule, "set_custom_all_gather"):
+        run.missing = "FSDP2 takes no collectives of others"
+    return case(run)
+
+
+@on_cpu
+def fsdp_by_copies(mesh, size):
+    """The bits of torch's collectives on two ranks, whose sums have no order; parameters are gathered as they are."""
+    for dtype in (HALF, WHOLE):
+        for reshard, prefetch in ((True, True), (True, False), (False, False)):
+            options = {"dtype": dtype, "reshard": reshard, "prefetch": prefetch, "force_sum": True}
+            wanted = trained(mesh, layers_of(mesh, **options))
+            layers = layers_of(mesh, **options, engines=CopyEngines(mesh))
+            assert hooked(layers) == [f"{n}.{w}_storage" for n in range(3) for w in ("w1", "w2")]
+            got = trained(mesh, layers)
+            if size == 2:
+                assert same(wanted, got), options
+            for a, b in zip(wanted, got, strict=True):
+                torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+@on_cpu
+def fsdp_gathers_what_ranks_hold(mesh, size):
+    """In every forward, also without gradients and after weights were changed or loaded."""
+    seen = []
+
+    def look(layer, _):
+        seen.extend(p.detach().clone() for p in layer.parameters())
+
+    for dtype in (HALF, WHOLE):
+        layers = layers_of(mesh, dtype=dtype, engines=CopyEngines(mesh), force_sum=True)
+        for layer in layers:
+            layer.register_forward_pre_hook(look)
+        state = {name: value.clone() for name, value in layers.state_dict().items()}
+        x, outs = tokens_of(mesh, 0), []
+        for change in ("none", "add", "load"):
+            with torch.no_grad():
+                if change == "add":
+                    for parameter in layers.parameters():
+                        parameter.add_(1)
+                if change == "load":
+                    layers.load_state_dict(state)
+                for mode in (torch.no_grad, torch.enable_grad):
+                    with mode():
+                        outs.append(layers(x).detach())
+                wanted = [p.full_tensor().to(HALF) for p in layers.parameters()]
+                assert same(wanted + wanted, seen), change
+                seen.clear()
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[4]) and not torch.equal(outs[0], outs[2])
+
+
+@on_cpu
+def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
+    """Serving in the middle of training, with an optimizer made before, and saving and loading change no bit."""
+    for options in ({"foreach": True}, {"fused": True}):
+        plain = layers_of(mesh, force_sum=True)
+        optimizer = optimizer_of(plain, **options)
+        wanted = [trained(mesh, plain, optimizer=optimizer, first=first) for first in (0, STEPS)]
+        layers, engines = layers_of(mesh, force_sum=True), CopyEngines(mesh)
+        optimizer, before = optimizer_of(layers, **options), list(layers.parameters())
+        got = [trained(mesh, layers, optimizer=optimizer)]
+        engines.serve(*layers)
+        assert all(a is b for a, b in zip(before, layers.parameters(), strict=True)) and len(hooked(layers)) == 6
+        state = copy.deepcopy((layers.state_dict(), optimizer.state_dict()))
+        got.append(trained(mesh, layers, optimizer=optimizer, first=STEPS))
+        assert size > 2 or all(map(same, wanted, got))
+        for assign in (False, True):
+            layers.load_state_dict(copy.deepcopy(state[0]), assign=assign)
+            if assign:
+                expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, tokens_of(mesh, 0))
+                engines.serve(*layers)
+                optimizer = optimizer_of(layers, **options)
+            optimizer.load_state_dict(copy.deepcopy(state[1]))
+            again = trained(mesh, layers, optimizer=optimizer, first=STEPS)
+            assert size > 2 or same(again, got[1]), assign
+        twin = copy.deepcopy(before[1].detach())
+        assert torch.equal(twin.to_local(), before[1].to_local())
+
+
+@on_cpu
+def fsdp_by_copies_in_fp8(mesh, size):
+    """The layer's copies in e4m3 are of what was gathered last, also where that has the memory of the step before."""
+    for options in ({}, {"dtype": WHOLE}, {"reshard": False}):
+        options |= {"precision": "fp8", "force_sum": True}
+        wanted = trained(mesh, layers_of(mesh, **options), steps=2)
+        got = trained(mesh, layers_of(mesh, **options, engines=CopyEngines(mesh)), steps=2)
+        assert size > 2 or same(wanted, got), options
+
+
+@on_cpu
+def fsdp_by_copies_accumulates(mesh, size):
+    found = []
+    for engines in (None, CopyEngines(mesh)):
+        layers, results = layers_of(mesh, force_sum=True, engines=engines), []
+        optimizer = optimizer_of(layers)
+        for step in range(2):
+            for micro in range(3):
+                layers.set_requires_gradient_sync(micro == 2)
+                loss_of(layers, tokens_of(mesh, 3 * step + micro)).backward()
+            optimizer.step()
+            results += [p.grad.full_tensor() for p in layers.parameters()]
+            optimizer.zero_grad()
+        found.append(results + [p.detach().full_tensor() for p in layers.parameters()])
+    assert len(found[0]) == len(found[1]) and (size > 2 or same(*found))
+
+
+@on_cpu
+def fsdp_by_copies_in_other_modes(mesh, size):
+    """Inference, recomputed forwards, parameters gathered by hand, and all-gathers on the stream of the products."""
+    x = tokens_of(mesh, 0)
+    for reshard in (True, False):
+        found = []
+        for engines in (None, CopyEngines(mesh)):
+            layers, results = layers_of(mesh, force_sum=True, reshard=reshard, engines=engines), []
+            for _ in range(2):
+                results += trained(mesh, layers, 1)
+                with torch.inference_mode():
+                    results.append(layers(x))
+            out = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False)
+            out.float().sum().backward()
+            for layer in layers:
+                layer.unshard()
+            results += [layers(x), *(p.detach().clone() for p in layers[1].parameters())]
+            for layer in layers:
+                layer.reshard()
+            layers[0].unshard(async_op=True).wait()
+            results += [p.detach().clone() for p in layers[0].parameters()]
+            layers[0].reshard()
+            layers._set_unshard_async_op(True)
+            found.append(results + trained(mesh, layers, 1))
+        assert len(found[0]) == len(found[1]) and (size > 2 or same(*found)), reshard
+
+
+@on_cpu
+def fsdp_by_copies_beside_expert_parallelism(mesh, size):
+    """Parameters that are DTensors already, of a mesh's other dimension; or whole on each rank of that dimension."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    class Experts(torch.nn.Module):
+        def __init__(self, mesh):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = torch.nn.Parameter(distribute_tensor(torch.randn(8, 64, 64) / 8, mesh, [Shard(0)]))
+
+        def forward(self, x):
+            return torch.tanh(x @ self.w.to_local()).sum(0)
+
+    if size < 4:
+        return
+    both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    wanted = trained(mesh, layers_of(both, force_sum=True))
+    assert same(wanted, trained(mesh, layers_of(both, force_sum=True, engines=CopyEngines(both["shard"]))))
+    both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("efsdp", "ep"))
+    found = []
+    for engines in (None, CopyEngines(both["efsdp"])):
+        layers = torch.nn.Sequential(Experts(both["ep"]), Experts(both["ep"]))
+        for layer in layers:
+            fully_shard(layer, mesh=both["efsdp"])
+            layer.set_force_sum_reduction_for_comms(True)
+        if engines is not None:
+            engines.serve(*layers)
+            assert hooked(layers) == ["0.w", "1.w"]
+        optimizer, results = optimizer_of(layers), []
+        for step in range(3):
+            out = layers(tokens_of(mesh, step).float())
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(out.detach())
+        found.append(results + [p.to_local() for p in layers.parameters()])
+    assert same(*found)
+
+
+@on_cpu
+def fsdp_by_copies_leaves_the_rest(mesh, size):
+    """Parameters whose parts are uneven or along another dimension, and of modules sharded over other ranks."""
+    from torch.distributed.tensor import Shard
+
+    engines = CopyEngines(mesh)
+    layers = layers_of(mesh, engines=engines, force_sum=True, placement=lambda p: Shard(p.ndim - 1))
+    assert hooked(layers) == []
+    torch.manual_seed(0)
+    odd = torch.nn.Sequential(torch.nn.Linear(64, 8 * size + 1, bias=False), torch.nn.Linear(8 * size + 1, 64))
+    whole = copy.deepcopy(odd)
+    fully_shard(odd, mesh=mesh)
+    with mock.patch.object(fsdp_gather, "STRAIGHT_BYTES", 0):
+        engines.serve(odd)
+    assert hooked(odd) == ["1.weight", "1.bias"]
+    x = tokens_of(mesh, 0).float()
+    for _ in range(3):
+        assert torch.equal(odd(x), whole(x))
+    alone = [dist.new_group([rank]) for rank in range(size)]
+    other = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(alone[mesh.get_local_rank()], "cpu"))
+    expect(ValueError, "CopyEngines.serve: modules: expected one sharded over ranks [", engines.serve, other)
+    if size > 2:
+        other = layers_of(mesh, reshard=2)[0]
+        expect(ValueError, ", but fewer after forward", engines.serve, other)
