@@ -254,9 +254,9 @@ OFFSETS = np.array([3, 3, 20, 49, 60], np.int32)
 @pytest.mark.parametrize("sequences", [1, 4, OFFSETS], ids=["one", "four", "offsets"])
 @pytest.mark.parametrize(("E", "share"), [(16, "softmax"), (100, "sigmoid"), (39, "sqrt_softplus")])
 def test_sums(device, share, E, sequences, monkeypatch):  # noqa: F811
-    from moeblaze_cupy import launch_config, runtime
+    from moeblaze_cupy import router_config, runtime
 
-    monkeypatch.setattr(launch_config, "ROUTER_SUM_BLOCKS", 3)  # several tokens and sequences per block
+    monkeypatch.setattr(router_config, "ROUTER_SUM_BLOCKS", 3)  # several tokens and sequences per block
     runtime.forget()
     logits, grad_weights = inputs(64, E, 4)
     rng = np.random.default_rng(2)
@@ -277,9 +277,9 @@ def test_sums(device, share, E, sequences, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("E", [60, 200])
 def test_sums_of_blocks_that_choose_several_times(E, monkeypatch):
     """Blocks of 96 tokens, which sequences begin and end in. Warps overlap in any order."""
-    from moeblaze_cupy import launch_config, runtime
+    from moeblaze_cupy import router_config, runtime
 
-    monkeypatch.setattr(launch_config, "ROUTER_SUM_BLOCKS", 2)
+    monkeypatch.setattr(router_config, "ROUTER_SUM_BLOCKS", 2)
     runtime.forget()
     logits, grad_weights = inputs(150, E, 3)
     grads = [np.ones((3, E), np.float32), np.ones(3, np.float32)]
