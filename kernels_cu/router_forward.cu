@@ -12,7 +12,8 @@
 //   2 * (k + MAX_LISTED)   the selection, with LANE_K = 0
 //   E + 2 * groups         the choice of groups, with LANE_K = 0 and without GROUP_LANES
 //   sum_row_words(E + 2)   sums
-// With LANE_K > 0 and LANES > 1 the block has LISTED_ROW_BYTES for each of 32 tokens in place of the first two, twice with sums.
+// With LANE_K > 0 and LANES > 1 the block has LISTED_ROW_BYTES for each of 32 tokens in place of the first two, twice with sums or
+// groups.
 #include "router_select.cuh"
 
 #if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
@@ -196,9 +197,10 @@ __device__ __forceinline__ unsigned rank_key(float x, float score, float bias, c
 }
 
 // The keys of a token's experts: 0 in groups that are left out. groups: shared memory of all places for the choice of groups.
-__device__ __forceinline__ void rank_experts(const RouterForwardParams& p, int token, bool there, const float (&x)[VALUES],
-                                             const float (&scores)[VALUES], const LogSumExp& lse, unsigned* groups,
-                                             int group_words, unsigned (&keys)[VALUES]) {
+// With LANE_K > 0 groups leave the keys alone. Returns kept_vectors with GROUP_LANES > 0.
+__device__ __forceinline__ unsigned rank_experts(const RouterForwardParams& p, int token, bool there, const float (&x)[VALUES],
+                                                 const float (&scores)[VALUES], const LogSumExp& lse, unsigned* groups,
+                                                 int group_words, unsigned (&keys)[VALUES]) {
     const int E = experts_of(p);
     float bias[VALUES];
     if (BIAS) load_floats(p.bias + (there ? token : 0) * p.bias_stride, 0, FULL || there, E, minus_infinity(), bias);
@@ -209,12 +211,18 @@ __device__ __forceinline__ void rank_experts(const RouterForwardParams& p, int t
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
             ranked_by[i] = BIAS == 0 && RANKED_BY_SCORES ? sort_key(ranked_score(x[i], scores[i], lse)) : keys[i];
-        if constexpr (GROUP_LANES > 0)
-            keep_groups_in_lanes<GROUP_TOP>(keys, ranked_by, p.kept);
-        else
+        if constexpr (GROUP_LANES > 0) {
+            const unsigned kept = kept_vectors<GROUP_TOP>(ranked_by, p.kept);
+#pragma unroll
+            for (int i = 0; i < VALUES && LANE_K == 0; ++i)
+                if (!is_vector_kept(kept, i / WIDTH)) keys[i] = 0;
+            return kept;
+        } else {
             keep_groups<GROUP_TOP>(keys, ranked_by, groups + place_again() * group_words, E, p.groups, p.kept, p.top,
                                    p.group_size, static_cast<unsigned>(p.group_reciprocal));
+        }
     }
+    return 0;
 }
 
 #if LANE_K > 0
@@ -366,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_forward(c
 #endif
     const int first = blockIdx.x * p.tokens_per_block, end = min(p.L, first + p.tokens_per_block);
 #if LANE_K > 0
-    if (!SUMS) {  // the block has 32 tokens
+    if (LISTED_BUFFERS == 1) {  // the block has 32 tokens
         Held none;
 #pragma unroll 1
         for (int base = 0; base < 32; base += TOKENS) listed.take(p, first + base, end, false, nullptr, 0, none);

@@ -7,7 +7,6 @@
 #pragma once
 #include "router_select.cuh"
 
-constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 constexpr int CHUNK = next_power_of_two(LANE_K);
 constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // into which a lane divides its values; each has a maximum
 static_assert(LANE_K <= PARTS * LANES && PARTS <= (LANES > 1 ? VALUES : PARTS), "their maxima bound the last chosen key");
@@ -144,14 +143,14 @@ __device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
 
 #else
 
-// bound: at least LANE_K of a token's keys reach it. largest: the token's largest key.
+// bound: so many of a token's keys reach it as the choice needs. largest: the largest key.
 struct RowKeys {
     unsigned bound, largest;
 };
 
-// From sorted lists, one in each lane of the token, the LANE_K-th largest of all their keys and the largest. Lanes that are
-// less than STEP apart have merged their lists already.
-template <int STEP, int N>
+// From sorted lists, one in each lane of the token, the K-th largest and the largest of the keys of all lanes that differ in the
+// bits of their number from STEP on. Lanes that differ in lower bits have merged their lists already, or are of no concern.
+template <int K, int STEP, int N>
 __device__ __forceinline__ RowKeys keys_of_lists(unsigned (&list)[N]) {
     unsigned others[N];
 #pragma unroll
@@ -159,8 +158,8 @@ __device__ __forceinline__ RowKeys keys_of_lists(unsigned (&list)[N]) {
     if constexpr (2 * STEP == LANES) {
         unsigned bound = ~0u;
 #pragma unroll
-        for (int i = 0; i < LANE_K; ++i) {
-            const int other = LANE_K - 1 - i;
+        for (int i = 0; i < K; ++i) {
+            const int other = K - 1 - i;
             if (i < N && other < N)
                 bound = min(bound, max(list[i], others[other]));
             else if (i < N)
@@ -169,15 +168,15 @@ __device__ __forceinline__ RowKeys keys_of_lists(unsigned (&list)[N]) {
                 bound = min(bound, others[other]);
         }
         return {bound, max(list[0], others[0])};
-    } else if constexpr (2 * N <= CHUNK) {
+    } else if constexpr (2 * N <= next_power_of_two(K)) {
         unsigned both[2 * N];
 #pragma unroll
         for (int i = 0; i < N; ++i) both[i] = list[i], both[2 * N - 1 - i] = others[i];
         sort_bitonic(both);
-        return keys_of_lists<2 * STEP>(both);
+        return keys_of_lists<K, 2 * STEP>(both);
     } else {
         merge(list, others);
-        return keys_of_lists<2 * STEP>(list);
+        return keys_of_lists<K, 2 * STEP>(list);
     }
 }
 
@@ -191,15 +190,34 @@ __device__ __forceinline__ RowKeys keys_of_row(const unsigned (&keys)[VALUES]) {
         for (int i = part; i < VALUES; i += PARTS) largest[part] = max(largest[part], keys[i]);
     }
     sort(largest);
-    return keys_of_lists<1>(largest);
+    return keys_of_lists<LANE_K, 1>(largest);
 }
 
-constexpr int LISTED_BUFFERS = SUMS ? 2 : 1;  // without sums a block has 32 tokens
+// A key that LANE_K keys or more of the vectors in `kept` reach. A lane lists its two largest maxima of such vectors. Half of
+// the LANE_K keys are among the lists of the even lanes, the other half among those of the odd lanes. Each group is in as many
+// even lanes as odd ones if it is in more than one lane.
+__device__ __forceinline__ unsigned bound_of_kept(const unsigned (&keys)[VALUES], unsigned kept) {
+    unsigned list[2] = {0, 0};
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        unsigned largest = 0;
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) largest = max(largest, keys[v * WIDTH + i]);
+        if (!is_vector_kept(kept, v)) largest = 0;
+        list[1] = max(list[1], min(list[0], largest));
+        list[0] = max(list[0], largest);
+    }
+    const unsigned bound = keys_of_lists<(LANE_K + 1) / 2, 2>(list).bound;
+    return min(bound, __shfl_xor_sync(WARP, bound, 1));
+}
+
+constexpr int LISTED_BUFFERS = SUMS || GROUP_TOP ? 2 : 1;  // with one, a block has 32 tokens
 static_assert(32 % TOKENS == 0, "rows are filled in whole turns");
 
 // All lanes of a warp find the LANE_K largest entries of one row, in order. Needed if more keys reach the bound than a
-// ListedRow has room for.
-__device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int token, const LogSumExp& lse, Entry* entries) {
+// ListedRow has room for. kept: the bits that the token's first lane has of all groups.
+__device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int token, const LogSumExp& lse, unsigned kept,
+                                             Entry* entries) {
     constexpr int PER_LANE = (VALUES * LANES + 31) / 32;
     const int E = experts_of(p), lane = threadIdx.x % 32;
     const ELEMENT* const logits = p.logits + static_cast<int64>(token) * E;
@@ -208,7 +226,7 @@ __device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int t
     for (int i = 0; i < PER_LANE; ++i) {
         const int column = i * 32 + lane;
         keys[i] = 0;  // ranks behind all experts
-        if (column >= E) continue;
+        if (column >= E || (GROUP_TOP && !is_column_kept(kept, column))) continue;
         const float x = to_float(logits[column]);
         keys[i] =
             rank_key(x, SCORE_SHARES ? quick_score_of<SHARES>(x) : 0.f, BIAS ? p.bias[token * p.bias_stride + column] : 0.f, lse);
@@ -231,8 +249,8 @@ __device__ __forceinline__ void pick_by_warp(const RouterForwardParams& p, int t
     }
 }
 
-// The listed rows. When 32 are there, one warp chooses from them. With sums the warps take turns, and while one chooses, the
-// others list tokens in the other buffer.
+// The listed rows. When 32 are there, one warp chooses from them. With two buffers the warps take turns, and while one chooses,
+// the others list tokens in the other buffer.
 struct ListedTokens {
     ListedRow* rows;           // (LISTED_BUFFERS, 32)
     int places_filled, turns;  // rows listed in this turn so far; turns before it
@@ -249,7 +267,7 @@ struct ListedTokens {
                                          Held& held) {
         float x[VALUES], scores[VALUES];
         unsigned keys[VALUES];
-        if (SUMS && TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // saves the register of a count
+        if (LISTED_BUFFERS == 2 && TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // saves the register of a count
         const auto token_again = [&] { return base + place_again(); };
         const auto row_of_sums = [&] { return sums + place_again() * stride; };
         // Places without a token read another token's row, and their results are not stored. Where read_token adds sums, they
@@ -257,12 +275,16 @@ struct ListedTokens {
         const bool is_there = !SUMS || SUMS_LAST || token_again() < stop;
         const int read = min(token_again(), p.L - 1);
         LogSumExp lse = read_token(p, read, is_there, in_sums, SUMS_LAST ? sums : row_of_sums(), held, x, scores);
-        rank_experts(p, read, is_there, x, scores, lse, nullptr, 0, keys);
+        const unsigned kept = rank_experts(p, read, is_there, x, scores, lse, nullptr, 0, keys);
         for (int i = lane_of_token(); i < ListedRow::MOST / 2; i += LANES)
             reinterpret_cast<uint4*>(row_of(place_again()).entries)[i] = make_uint4(0, 0, 0, 0);
         __syncwarp();
-        const RowKeys found = keys_of_row(keys);
-        Marks marks([&](int i) { return keys[i] >= found.bound; });
+        RowKeys found = {0, 0};
+        if constexpr (GROUP_TOP == 0)
+            found = keys_of_row(keys);
+        else
+            found.bound = bound_of_kept(keys, kept);
+        Marks marks([&](int i) { return keys[i] >= found.bound && (GROUP_TOP == 0 || is_vector_kept(kept, i / WIDTH)); });
         const Share share = share_of(marks.number());
         const bool fits = share.total <= ListedRow::MOST;
         if (!fits) marks = Marks([](int) { return false; });
@@ -283,7 +305,7 @@ struct ListedTokens {
         for (unsigned left = __ballot_sync(WARP, !fits && lane_of_token() == 0); left != 0; left &= left - 1) {
             const int lane = __ffs(left) - 1, place = place_again() / (32 / LANES) * (32 / LANES) + lane / LANES;
             const LogSumExp its = {__shfl_sync(WARP, lse.largest, lane), __shfl_sync(WARP, lse.sum, lane), 0.f};
-            pick_by_warp(p, min(base + place, p.L - 1), its, row_of(place).entries);
+            pick_by_warp(p, min(base + place, p.L - 1), its, __shfl_sync(WARP, kept, lane), row_of(place).entries);
         }
         if (TOKENS < 32) places_filled += TOKENS;
     }

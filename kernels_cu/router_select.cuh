@@ -182,13 +182,19 @@ __device__ __forceinline__ void select(unsigned (&keys)[VALUES], int k, Entry* s
     }
 }
 
-// keep_groups without shared memory, if GROUP_LANES lanes hold a group, each lane one vector of it. A lane has parts of as many
-// groups as it has vectors. In each step a lane gives half of its groups to another lane and gets that lane's parts of the
-// other half, until each group's two largest keys are in lanes of its own.
+// With GROUP_LANES > 0, so many lanes hold a group, each lane one vector of it.
+constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
+constexpr int GROUPS_HELD = next_power_of_two(VECTORS);  // groups that a lane has vectors of, and some that do not exist
+constexpr int GROUP_APART = GROUP_LANES / GROUPS_HELD;   // see kept_vectors: lanes that end up with the same group
+
+// A bit for each of the lane's vectors, GROUP_APART bits apart: whether it is in one of the `kept` best groups. A group ranks as
+// in keep_groups below.
+//
+// A lane has parts of as many groups as it has vectors. In each step a lane gives half of its groups to another lane and gets
+// that lane's parts of the other half, until each group's two largest keys are in lanes of its own.
 template <int TOP>
-__device__ __forceinline__ void keep_groups_in_lanes(unsigned (&keys)[VALUES], const unsigned (&ranked_by)[VALUES], int kept) {
-    constexpr int HELD = VECTORS <= 1 ? 1 : VECTORS <= 2 ? 2 : VECTORS <= 4 ? 4 : VECTORS <= 8 ? 8 : VECTORS <= 16 ? 16 : 32;
-    constexpr int APART = GROUP_LANES / HELD;  // lanes that end up with the same group; those of the next vector's group follow
+__device__ __forceinline__ unsigned kept_vectors(const unsigned (&ranked_by)[VALUES], int kept) {
+    constexpr int HELD = GROUPS_HELD, APART = GROUP_APART;  // lanes of the next vector's group follow
     static_assert(APART > 0 && GROUP_LANES <= LANES && TOP <= 2, "a lane ends up with one group");
     const int lane = lane_of_token();
     unsigned first[HELD], second[HELD];
@@ -220,19 +226,22 @@ __device__ __forceinline__ void keep_groups_in_lanes(unsigned (&keys)[VALUES], c
     const float best = from_sort_key(first[0]);
     const unsigned sum = sort_key(TOP == 1 ? best : best + from_sort_key(second[0]));
     const int group = lane % GROUP_LANES / APART * (LANES / GROUP_LANES) + lane / GROUP_LANES;
-    int rank = 0;
+    unsigned better = 0;  // a bit for each group that ranks before this one
 #pragma unroll
-    for (int apart = APART; apart < LANES; apart += APART) {
-        const unsigned other = __shfl_xor_sync(WARP, sum, apart);
-        const int others_group = group ^ (apart % GROUP_LANES / APART * (LANES / GROUP_LANES) + apart / GROUP_LANES);
-        rank += other > sum || (other == sum && others_group < group) ? 1 : 0;
+    for (int apart = APART, bit = 0; apart < LANES; apart += APART, ++bit) {
+        const int differs = apart % GROUP_LANES / APART * (LANES / GROUP_LANES) + apart / GROUP_LANES;
+        // The other group is `group ^ differs`, and a lower one if this group has the highest bit of `differs`. Then its sum is
+        // to reach this one's, which is above 0, else to exceed it.
+        const unsigned below = sum - (group >> (31 - __clz(differs)) & 1);
+        if (__shfl_xor_sync(WARP, sum, apart) > below) better |= 1u << bit;
     }
-    const unsigned kept_lanes = __ballot_sync(WARP, rank < kept) >> threadIdx.x % 32 / GROUP_LANES * GROUP_LANES;
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v)
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i)
-            if (!(kept_lanes >> v * APART & 1)) keys[v * WIDTH + i] = 0;
+    return __ballot_sync(WARP, __popc(better) < kept) >> threadIdx.x % 32 / GROUP_LANES * GROUP_LANES;
+}
+__device__ __forceinline__ bool is_vector_kept(unsigned kept, int v) { return kept >> v * GROUP_APART & 1; }
+// The same of a column, from the bits that the token's first lane has.
+__device__ __forceinline__ bool is_column_kept(unsigned kept, int column) {
+    constexpr int OF_GROUP = GROUP_LANES > 0 ? GROUP_LANES : 1;
+    return is_vector_kept(kept >> column / WIDTH % LANES / OF_GROUP * OF_GROUP, column / (LANES * WIDTH));
 }
 
 // Sets the keys of all experts outside of the `kept` best groups to 0, which is below the key of -infinity. A group ranks by

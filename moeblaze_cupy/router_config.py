@@ -50,10 +50,13 @@ def _sum_row_words(E: int, lanes: int) -> int:
     return (columns + 15) // 32 * 32 + 16 if lanes == 4 else (columns + 3) // 4 * 4
 
 
-def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sums: bool, narrow: bool) -> RouterConfig:
+def _router_in_lane(
+    L: int, E: int, k: int, *, itemsize: int, aligned: bool, groups: int, top: int, sums: bool, narrow: bool
+) -> RouterConfig:
     """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed.
 
-    Blocks list 32 tokens at a time. With fewer experts, small blocks spread over more multiprocessors.
+    Blocks list 32 tokens at a time, and with sums or groups several times 32: while one warp chooses, the others go on.
+    With fewer experts, small blocks spread over more multiprocessors.
     """
     if E <= 32:
         values, threads = _router_values(E, 1, itemsize, aligned), 64
@@ -67,11 +70,12 @@ def _router_in_lane(L: int, E: int, k: int, *, itemsize: int, aligned: bool, sum
     values, threads = _router_values(E, lanes, itemsize, aligned), 32 * min(lanes, 8)
     tokens = threads // lanes
     per_block, shared_bytes = 32, 32 * ROUTER_LISTED_ROW
-    if sums:
+    if sums or groups:
         per_block *= ceil_div(ceil_div(max(L, 1), per_block), ROUTER_SUM_BLOCKS)
-        shared_bytes += 32 * ROUTER_LISTED_ROW + 4 * tokens * _sum_row_words(E, lanes)
+        shared_bytes += 32 * ROUTER_LISTED_ROW + (4 * tokens * _sum_row_words(E, lanes) if sums else 0)
     blocks, full = max(1, ceil_div(L, per_block)), lanes * values == E
-    return RouterConfig(lanes, values, threads, aligned, full, per_block, blocks, shared_bytes, lane_k=k)
+    group_lanes = _group_lanes(E // groups, top, lanes, values, itemsize) if groups and aligned else 0
+    return RouterConfig(lanes, values, threads, aligned, full, per_block, blocks, shared_bytes, group_lanes, lane_k=k)
 
 
 def router_forward(
@@ -98,12 +102,12 @@ def router_forward(
     these bounds the k-th key of all.
     """
     plain = not (biased or groups or sums)
-    in_lane = plain if E <= 32 else E <= 512 and not groups  # groups leave the lanes of a block waiting
+    in_lane = plain if E <= 32 else E <= 512 and not (groups and sums)
     if selects and k and k <= ROUTER_LANE_K and not cut and in_lane:
         vectors = aligned and E % (16 // itemsize) == 0
-        narrow |= biased or (E > 256 and (sums or over_row))  # 32 values of a lane would leave too few registers
-        found = _router_in_lane(L, E, k, itemsize=itemsize, aligned=vectors, sums=sums, narrow=narrow)
-        if found.shared_bytes <= DEFAULT_SHARED_BYTES:
+        narrow |= biased or bool(groups) or (E > 256 and (sums or over_row))  # 32 values of a lane would leave too few registers
+        found = _router_in_lane(L, E, k, itemsize=itemsize, aligned=vectors, groups=groups, top=top, sums=sums, narrow=narrow)
+        if found.shared_bytes <= DEFAULT_SHARED_BYTES and bool(groups) == bool(found.group_lanes):
             return found
     if E <= 32:
         lanes = 1

@@ -156,6 +156,22 @@ def test_groups(device, score, biased, E, groups, k):  # noqa: F811
     assert_equals_reference(device, logits, grad_weights, k, **options)
 
 
+@pytest.mark.parametrize(("E", "groups"), [(64, (4, 2, 2)), (256, (8, 4, 2))])
+def test_groups_of_blocks_that_choose_several_times(E, groups, monkeypatch):
+    """Blocks of 160 tokens. Every fifth has more equal logits than a list has room for. Warps overlap in any order."""
+    from moeblaze_cupy import router_config, runtime
+
+    monkeypatch.setattr(router_config, "ROUTER_SUM_BLOCKS", 2)
+    runtime.forget()
+    logits, grad_weights = inputs(300, E, 6)
+    logits[::5] = np.round(logits[::5])
+    bias = np.linspace(-1, 1, groups[0], dtype=np.float32).repeat(E // groups[0])
+    for seed in range(2):
+        with emulated(seed=seed) as device:  # noqa: F811
+            assert_equals_reference(device, logits, grad_weights, 6, score="sigmoid", groups=groups, bias=bias)
+    runtime.forget()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("E", "groups"),

@@ -371,7 +371,7 @@ def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups)
     assert not options["sums"] or config.blocks <= launch_config.ROUTER_SUM_BLOCKS
     if config.lane_k:
         assert config.lane_k == k <= launch_config.ROUTER_LANE_K and options["selects"] and not options["cut"]
-        assert config.values <= 32 and number == 0
+        assert config.values <= 32 and bool(config.group_lanes) == bool(number)
         if config.lanes > 1:  # rows of 32 tokens, a warp's share
             assert config.tokens_per_block % 32 == 0 and config.threads // config.lanes <= 32
             assert config.shared_bytes >= 32 * launch_config.ROUTER_LISTED_ROW
@@ -391,7 +391,9 @@ def test_routers_hold_all_tokens_and_columns(L, E, k, itemsize, options, groups)
         (256, 8, {"over_row": True}, 8),
         (512, 8, {"over_row": True}, 32),
         (256, 8, {"biased": True}, 16),
-        (256, 8, {"biased": True, "groups": 8, "top": 2}, None),
+        (256, 8, {"biased": True, "groups": 8, "top": 2}, 16),
+        (256, 8, {"biased": True, "groups": 8, "top": 3}, None),
+        (256, 8, {"biased": True, "groups": 8, "top": 2, "sums": True}, None),
         (60, 4, {"groups": 5, "top": 3}, None),
         (512, 8, {}, 16),
         (513, 8, {}, None),
