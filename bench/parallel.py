@@ -240,8 +240,8 @@ def stack_of(case, mesh, reduce_dtype=torch.float32):
     stack = torch.nn.Sequential(*(Block() for _ in range(STACKED)))
     if mesh is not None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        for block in stack:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+        for block in stack:  # backward begins with the last, which would only be gathered again at once
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not stack[-1])
         fully_shard(stack, mesh=mesh, mp_policy=policy)
         for block, following in itertools.pairwise(stack):
             block.set_modules_to_forward_prefetch([following])

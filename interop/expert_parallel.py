@@ -42,7 +42,7 @@ def _check_layer(
     columns = "2h" if up is None and is_gated(activation) else "h"
     first = experts.rank * experts.local_experts
     for name, weight, letters in (("w1", gate, f"d, {columns}"), ("w1[1]", up, "d, h"), ("w2", w2, "h, d")):
-        if weight is None:
+        if weight is None and name == "w1[1]":
             continue
         if not isinstance(weight, Tensor):
             raise TypeError(f"{function}: {name}: expected a torch tensor, got {type(weight)}")
@@ -348,7 +348,7 @@ def expert_parallel_moe(
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.interop.exchange.exchange` does.
     """
     parts = pair(w1)
-    gate, up = (*parts, None)[:2]
+    gate, up = (*parts, None, None)[:2]
 
     def check() -> None:
         if len(parts) not in (1, 2):

@@ -76,6 +76,13 @@ def differing(rank, size, group, route):
     ):
         text = f"expert_parallel_moe: {name}: expected {what}" if odd else f"got errors on [{size - 1}]"
         expect(ValueError, text, lambda name=name, change=change: attempt(same[7], **{name: change}))
+    for name, value, kind, what in (
+        ("w1", None, TypeError, "a torch tensor"),
+        ("w2", None, TypeError, "a torch tensor"),
+        ("w1", [], ValueError, "one tensor or a pair, got 0"),
+    ):
+        kind, text = (kind, f"{name}: expected {what}") if odd else (ValueError, f"got errors on [{size - 1}]")
+        expect(kind, text, lambda name=name, value=value: attempt(same[7], **{name: lambda _: value}))
 
     def check():
         if odd:
