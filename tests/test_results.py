@@ -66,9 +66,10 @@ def measured(case: str) -> set[float]:
     for path in (ROOT / "bench" / "records" / "parallel").glob("*.json"):
         rows = [row for row in json.loads(path.read_text())["rows"] if row["case"] == case and "ms" in row]
         times = [row.get("back_to_back_ms", row["ms"]) for row in rows]
-        alone = {row["what"]: ms for row, ms in zip(rows, times, strict=True) if row["gpus"] == 1}
-        for row, ms in zip(rows, times, strict=True):
-            values |= {row["gpus"], ms, row["peak_mib"], 100 * alone[row["what"]] / ms}
+        kinds = [(row["what"], "fp8" in row["provider"]) for row in rows]
+        alone = {kind: ms for kind, row, ms in zip(kinds, rows, times, strict=True) if row["gpus"] == 1}
+        for kind, row, ms in zip(kinds, rows, times, strict=True):
+            values |= {row["gpus"], ms, row["peak_mib"], 100 * alone[kind] / ms}
             for peer, its_ms in zip(rows, times, strict=True):
                 if (peer["provider"], peer["gpus"]) == ("slots", row["gpus"]):
                     values |= {its_ms / ms, row["peak_mib"] / peer["peak_mib"]}
