@@ -26,9 +26,10 @@ OF_PRODUCTS = "Products: bf16's time over e4m3's, including the sums over a toke
 OF_LAYERS = """The layer: bf16's time over that of `precision="fp8"`, both with `save="minimal"`. "over `_scaled_mm`"
 is the forward's time in fp8 over that of two dense products of the same sizes by `torch._scaled_mm`, without gather,
 experts and sums."""
-OF_PEER = """The last columns are a peer's time in fp8 over this package's. torch's forward sorts, gathers and quantises
-rows, calls `torch._scaled_grouped_mm` twice, and computes a weighted sum. torchao's layer does the same with its
-differentiable rowwise products, which quantise the weights in each call, and is compared with calls that do so, too."""
+OF_PEER = """The last columns are a peer's time in fp8 over this package's. torch's forward sorts, gathers and
+quantises rows, calls `torch._scaled_grouped_mm` twice, and computes a weighted sum. torchao's layer does the same with
+its differentiable rowwise products, which quantise the weights in each call, and is compared with calls that do so,
+too."""
 OF_SAVED = """Time with `save="minimal"` over that with `save="fp8"`, and the MiB of a and b that each keeps, by
 formula."""
 OF_QUANTIZED = """Quantisation of x and of the weights: the time of a copy of as many bytes over the kernel's time,

@@ -15,6 +15,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, fp8_checks, launch_config, quantization
@@ -422,3 +423,36 @@ define(
     _fake_quantize_weights,
 )
 quantize_weights = torch.ops.moeblaze.quantize_weights.default
+
+
+def _product_flops(slots_shape: Sequence[int], tensors: Mapping[str, Any]) -> tuple[int, int]:
+    """Operations of x by w1 and of act(a) * b by w2; tensors: at least those of READ_IN_BACKWARD.
+
+    All slots count, empty ones too, as only the GPU knows which these are.
+    """
+    _, h, d = tensors["w2"].shape
+    columns = sum(tensors[name].shape[2] for name in ("gate", "up") if tensors[name] is not None)
+    slots = math.prod(slots_shape)
+    return 2 * slots * d * columns, 2 * slots * h * d
+
+
+def _forward_flops(*arguments: Any, out_val: Any = None) -> int:
+    layer, *_ = split(arguments, Layer, len(arguments) - len(Layer._fields))
+    return sum(_product_flops(layer.ids.shape, layer._asdict()))
+
+
+def _backward_flops(accumulates: bool) -> Callable[..., int]:
+    def count(*arguments: Any, out_val: Any = None) -> int:
+        call = _BackwardCall.of(arguments, accumulates)
+        first, second = _product_flops(_slots_shape(call.read, call.grad_out), call.read)
+        flops = first * sum(name in call.needs for name in ("x", "w1")) + second * ("w2" in call.needs)
+        flops += first * (call.save == "recompute" and bool(call.needs))
+        return flops + second * (not {"x", "weights", "w1", "b1"}.isdisjoint(call.needs))
+
+    return count
+
+
+_packets = torch.ops.moeblaze
+register_flop_formula([_packets.moe_fwd, _packets.moe_infer], get_raw=True)(_forward_flops)
+register_flop_formula([_packets.moe_bwd, _packets.moe_bwd_], get_raw=True)(_backward_flops(False))
+register_flop_formula([_packets.moe_bwd_acc, _packets.moe_bwd_acc_], get_raw=True)(_backward_flops(True))

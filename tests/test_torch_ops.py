@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (  # noqa: E402
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from moeblaze_cupy.interop import torch_ops, torch_router_ops  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
@@ -349,3 +350,58 @@ def test_make_fx_holds_the_operators():
         assert torch.equal(graph(x), layer(x))
     called = {str(node.target) for node in graph.graph.nodes if "moeblaze" in str(node.target)}
     assert called == {"moeblaze.route.default", "moeblaze.moe_infer.default"}
+
+
+@pytest.mark.parametrize("needs", [("x", "weights", "w1", "w2"), ("x",), ("weights",), ("w1",), ("w2",), ()])
+@pytest.mark.parametrize("kind", ["one tensor", "pair", "relu", "pairs of tokens and experts"])
+def test_flops_are_those_of_the_products(kind, needs):
+    """As torch counts a loop over the experts, whose experts' rows are all slots."""
+    L, k, E, d, h = 40, 2, 4, 24, 16
+    gated = kind != "relu"
+    ids = torch.stack([torch.randperm(E)[:k] for _ in range(L)])
+    tensors = {"x": torch.randn(L, d), "weights": torch.rand(L, k)}
+    tensors |= {"w1": torch.randn(E, d, h * (1 + gated)), "w2": torch.randn(E, h, d)}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in needs)
+    options = {"activation": "swiglu" if gated else "relu"}
+
+    def by_experts(x, weights, w1, w2):
+        out = torch.zeros(L, d)
+        for e in range(E):
+            tokens, slots = (ids == e).nonzero(as_tuple=True)
+            first = x[tokens] @ w1[e]
+            y = torch.nn.functional.silu(first[:, :h]) * first[:, h:] if gated else first.relu()
+            out = out.index_add(0, tokens, (y * weights[tokens, slots, None]) @ w2[e])
+        return out
+
+    def by_layer(x, weights, w1, w2, save="minimal"):
+        w1 = (w1[:, :, :h], w1[:, :, h:]) if kind == "pair" else w1
+        if kind.startswith("pairs"):
+            offsets = torch.arange(0, L * k + 1, k, dtype=torch.int32)
+            return moe(x, ids.flatten(), weights.flatten(), w1, w2, save=save, token_offsets=offsets, **options)
+        return moe(x, ids, weights, w1, w2, save=save, **options)
+
+    def counted(layer, **given):
+        with FlopCounterMode(display=False) as counter:
+            out = layer(**tensors, **given)
+            if needs:
+                out.sum().backward()
+        return counter.get_total_flops()
+
+    flops = counted(by_layer)
+    assert flops == counted(by_experts) and flops >= 2 * L * k * d * h * (2 + gated)
+    again = 2 * L * k * d * h * (1 + gated) if needs else 0
+    assert counted(by_layer, save="recompute") == flops + again
+
+
+def test_flops_of_sums_are_those_of_gradients():
+    L, k, E, d, h = 40, 2, 4, 24, 16
+    x, weights, ids = torch.randn(L, d), torch.rand(L, k), torch.randint(E, (L, k))
+    w1, w2 = torch.nn.Parameter(torch.randn(E, d, 2 * h)), torch.nn.Parameter(torch.randn(E, h, d))
+    found = []
+    for accumulates in (False, True):
+        w1.main_grad, w2.main_grad = torch.zeros_like(w1), torch.zeros_like(w2)
+        with FlopCounterMode(display=False) as counter:
+            moe(x, ids, weights, w1, w2, accumulate_into_main_grad=accumulates).sum().backward()
+        found.append(counter.get_total_flops())
+    assert found[0] == found[1] > 0
