@@ -83,14 +83,21 @@ class Shard:
         self.local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: Any) -> "Shard":
-        """A copy of a parameter is none of the module's: nobody calls its hooks."""
-        return self
+        """For the copy of a parameter: its hooks raise, as they would gather this one."""
+        twin = object.__new__(Shard)
+        twin.gather = None
+        return twin
+
+    def __reduce__(self) -> Any:
+        expected = "the module's state_dict(), or detach() of its parameters"
+        raise TypeError(f"CopyEngines: pickle: expected {expected}, got a parameter that serve was called with")
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
         """On a stream of FSDP2 beside the products': gets memory for the whole, and shows others this rank's part."""
-        assert self.gather is not None
+        if self.gather is None:
+            raise other_parameters()
         self.gather.start(self)
         return (self._for_fsdp,), None
 
@@ -147,9 +154,7 @@ class AllGather:
         """Memory of torch, for parameters without hooks. FSDP2 may hold as many results at once as it likes."""
         if len(self._started) < len(self._shards):
             self._started = []
-            expected = "those that serve was called with"
-            got = "others, as after load_state_dict(assign=True) or a conversion: call serve again"
-            raise RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
+            raise other_parameters()
         if not self._shards:
             self._begin(device)
         return torch.empty(size, dtype=dtype, device=device)
@@ -174,6 +179,13 @@ class AllGather:
             memory.peers.close()
         memory.ended = self._stream, stream.record_event()
         self._started = []
+
+
+def other_parameters() -> RuntimeError:
+    """The error of parameters that `CopyEngines.serve` has not been called with."""
+    expected = "those that serve was called with"
+    got = "others, as after load_state_dict(assign=True) or a conversion: call serve again"
+    return RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
 
 
 def others(rank: int, size: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Training under FSDP2 by collectives of copy engines, beside torch's, over memory of files without GPUs."""
 
 import copy
+import io
 import itertools
 import tempfile
 from contextlib import ExitStack, contextmanager
@@ -229,6 +230,38 @@ def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
             assert size > 2 or same(again, got[1]), assign
         twin = copy.deepcopy(before[1].detach())
         assert torch.equal(twin.to_local(), before[1].to_local())
+
+
+@on_cpu
+def fsdp_by_copies_of_parameters_that_are_copied(mesh, size):
+    """A copy that becomes a module's parameter has the hooks of the one that it is of, which must not be gathered."""
+    engines, x = CopyEngines(mesh), tokens_of(mesh, 0)
+    layers = layers_of(mesh, engines=engines, force_sum=True)
+    before = layers(x)
+    copies = {name: copy.deepcopy(parameter) for name, parameter in layers.named_parameters()}
+    with torch.no_grad():
+        for parameter in copies.values():
+            parameter.mul_(2)
+    layers.load_state_dict(copies, assign=True)
+    expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, x)
+    engines.serve(*layers)
+    after = layers(x)
+    assert not torch.equal(before, after)
+    layers[0].unshard()
+    shown = [parameter.detach().clone() for parameter in layers[0].parameters()]
+    layers[0].reshard()
+    assert same([parameter.full_tensor() for parameter in layers[0].parameters()], shown)
+
+
+@on_cpu
+def fsdp_by_copies_saves_what_can_be_loaded(mesh, size):
+    parameters = list(layers_of(mesh, engines=CopyEngines(mesh)).parameters())
+    expect(TypeError, "CopyEngines: pickle: expected the module's state_dict()", torch.save, parameters, io.BytesIO())
+    saved = io.BytesIO()
+    torch.save([parameter.detach() for parameter in parameters], saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert same([p.to_local() for p in parameters], [p.to_local() for p in loaded])
 
 
 @on_cpu
