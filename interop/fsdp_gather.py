@@ -4,10 +4,12 @@ FSDP2 would copy a rank's shards into one buffer, and on the stream of the produ
 tensors with the hooks `fsdp_pre_all_gather` and `fsdp_post_all_gather` it leaves the place of a parameter to them.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from moeblaze_cupy import checks
 from moeblaze_cupy.interop.peers import Offered, Peers, shared_memory
 
 Tensor = torch.Tensor
@@ -191,6 +193,31 @@ def other_parameters() -> RuntimeError:
 def others(rank: int, size: int) -> list[int]:
     """The other ranks, from the next one on, so that not all read from one at once."""
     return [other % size for other in range(rank + 1, rank + size)]
+
+
+# What is read and set here of FSDP2, beside its interface.
+_of_group = attrgetter("fsdp_params", "mesh_info", "mp_policy", "_use_post_forward_mesh")
+_of_parameter = attrgetter(
+    *("sharded_param._local_tensor", "fsdp_placement.dim", "offload_to_cpu", "all_gather_outputs"),
+    *("_orig_size", "_sharded_param_data", "_init_extensions"),
+)
+
+
+def groups_of(module: Any) -> list[Any]:
+    """FSDP2's groups of a module's parameters, one for each mesh. TypeError where FSDP2 keeps them in another way."""
+    try:
+        state = module._get_fsdp_state()
+        every = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        groups = [group for group in every if group is not None]
+        for group in groups:
+            for parameter in _of_group(group)[0]:
+                _of_parameter(parameter)
+    except AttributeError as error:
+        expected = "those of an FSDP2 that is made as this needs it"
+        raise checks.bad_type(
+            "CopyEngines.serve", "modules", expected, f"torch {torch.__version__}: {error}"
+        ) from error
+    return groups
 
 
 def goes_straight(parameter: Any, group: Any, size: int) -> torch.dtype | None:

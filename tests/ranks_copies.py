@@ -4,7 +4,7 @@ import copy
 import io
 import itertools
 import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -376,9 +376,27 @@ def fsdp_by_copies_leaves_the_rest(mesh, size):
     x = tokens_of(mesh, 0).float()
     for _ in range(3):
         assert torch.equal(odd(x), whole(x))
-    alone = [dist.new_group([rank]) for rank in range(size)]
-    other = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(alone[mesh.get_local_rank()], "cpu"))
+    alone = DeviceMesh.from_group([dist.new_group([rank]) for rank in range(size)][mesh.get_local_rank()], "cpu")
+    other = fully_shard(torch.nn.Linear(4, 4), mesh=alone)
     expect(ValueError, "CopyEngines.serve: modules: expected one sharded over ranks [", engines.serve, other)
+    with suppress(ImportError):  # of newer versions of torch
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+        whole = replicate(torch.nn.Linear(4, 4), mesh=mesh)
+        expect(ValueError, "expected one sharded over ranks [", engines.serve, whole)
+        infos = [FSDPMeshInfo(of, 0) for of in (mesh, alone)]
+        over_both = torch.nn.Linear(4, 4)
+        fully_shard(
+            over_both, mesh=mesh, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), infos[p.ndim - 1])
+        )
+        expect(ValueError, " and over [", engines.serve, over_both)
+    before = layers_of(mesh)
+    parameter = before[2]._get_fsdp_state()._fsdp_param_group.fsdp_params[-1]
+    held = parameter.__dict__.pop("_orig_size")
+    expect(TypeError, "CopyEngines.serve: modules: expected those of an FSDP2 that", engines.serve, *before)
+    assert hooked(before) == []
+    parameter._orig_size = held
     if size > 2:
         other = layers_of(mesh, reshard=2)[0]
         expect(ValueError, ", but fewer after forward", engines.serve, other)
