@@ -12,7 +12,7 @@ import torch.distributed as dist
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
-from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, others, shards_of
+from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, groups_of, others, shards_of
 from moeblaze_cupy.interop.peers import Peers
 
 Tensor = torch.Tensor
@@ -61,23 +61,33 @@ class CopyEngines:
         `MixedPrecisionPolicy.param_dtype`, a rank's part moves to symmetric memory; optimizers and state dicts see the
         same parameters. After `load_state_dict(assign=True)` or a conversion of the module, call it again.
 
-        Raises TypeError for a module that `fully_shard` has not been called on, or whose torch is older than this, and
-        ValueError for one that is sharded over another group, or over fewer ranks after forward.
+        Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2 than
+        this serves, and ValueError for one that is not sharded over this group alone, or over fewer ranks after
+        forward. No module is served then.
         """
-        for module in modules:
-            if not hasattr(module, "set_custom_all_gather"):
-                expected = "modules after fully_shard, of a torch with set_custom_all_gather"
-                raise checks.bad_type("CopyEngines.serve", "modules", expected, type(module))
-            group, shards = module._get_fsdp_state()._fsdp_param_group, []
+        groups = [self._group_of(module) for module in modules]
+        for module, group in zip(modules, groups, strict=True):
+            shards = []
             if group is not None:
-                here, got = map(dist.get_process_group_ranks, (self._group, group.mesh_info.shard_process_group))
-                if got != here or group._use_post_forward_mesh:
-                    found = f"over {got}" + ", but fewer after forward" * group._use_post_forward_mesh
-                    raise ValueError(f"CopyEngines.serve: modules: expected one sharded over ranks {here}, got {found}")
                 module.reshard()
                 shards = shards_of(group, self._memory, self._group)
             module.set_custom_all_gather(AllGather(self._memory, shards))
             module.set_custom_reduce_scatter(self.reduce_scatter)
+
+    def _group_of(self, module: Any) -> Any:
+        """FSDP2's group of a module's parameters; None if all are of modules in it."""
+        if not hasattr(module, "set_custom_all_gather"):
+            expected = "modules after fully_shard, of a torch with set_custom_all_gather"
+            raise checks.bad_type("CopyEngines.serve", "modules", expected, type(module))
+        groups, here, found = groups_of(module), dist.get_process_group_ranks(self._group), []
+        for group in groups:
+            over = getattr(group.mesh_info, "shard_process_group", None)
+            got = "replicated" if over is None else f"over {dist.get_process_group_ranks(over)}"
+            found.append(got + ", but fewer after forward" * group._use_post_forward_mesh)
+        if found not in ([], [f"over {here}"]):
+            got = " and ".join(found)
+            raise ValueError(f"CopyEngines.serve: modules: expected one sharded over ranks {here}, got {got}")
+        return groups[0] if groups else None
 
 
 class ReduceScatter:

@@ -4,10 +4,12 @@ FSDP2 would copy a rank's shards into one buffer, and on the stream of the produ
 tensors with the hooks `fsdp_pre_all_gather` and `fsdp_post_all_gather` it leaves the place of a parameter to them.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from moeblaze_cupy import checks
 from moeblaze_cupy.interop.peers import Offered, Peers, shared_memory
 
 Tensor = torch.Tensor
@@ -83,14 +85,21 @@ class Shard:
         self.local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: Any) -> "Shard":
-        """A copy of a parameter is none of the module's: nobody calls its hooks."""
-        return self
+        """For the copy of a parameter: its hooks raise, as they would gather this one."""
+        twin = object.__new__(Shard)
+        twin.gather = None
+        return twin
+
+    def __reduce__(self) -> Any:
+        expected = "the module's state_dict(), or detach() of its parameters"
+        raise TypeError(f"CopyEngines: pickle: expected {expected}, got a parameter that serve was called with")
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
         """On a stream of FSDP2 beside the products': gets memory for the whole, and shows others this rank's part."""
-        assert self.gather is not None
+        if self.gather is None:
+            raise other_parameters()
         self.gather.start(self)
         return (self._for_fsdp,), None
 
@@ -147,9 +156,7 @@ class AllGather:
         """Memory of torch, for parameters without hooks. FSDP2 may hold as many results at once as it likes."""
         if len(self._started) < len(self._shards):
             self._started = []
-            expected = "those that serve was called with"
-            got = "others, as after load_state_dict(assign=True) or a conversion: call serve again"
-            raise RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
+            raise other_parameters()
         if not self._shards:
             self._begin(device)
         return torch.empty(size, dtype=dtype, device=device)
@@ -176,9 +183,41 @@ class AllGather:
         self._started = []
 
 
+def other_parameters() -> RuntimeError:
+    """The error of parameters that `CopyEngines.serve` has not been called with."""
+    expected = "those that serve was called with"
+    got = "others, as after load_state_dict(assign=True) or a conversion: call serve again"
+    return RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
+
+
 def others(rank: int, size: int) -> list[int]:
     """The other ranks, from the next one on, so that not all read from one at once."""
     return [other % size for other in range(rank + 1, rank + size)]
+
+
+# What is read and set here of FSDP2, beside its interface.
+_of_group = attrgetter("fsdp_params", "mesh_info", "mp_policy", "_use_post_forward_mesh")
+_of_parameter = attrgetter(
+    *("sharded_param._local_tensor", "fsdp_placement.dim", "offload_to_cpu", "all_gather_outputs"),
+    *("_orig_size", "_sharded_param_data", "_init_extensions"),
+)
+
+
+def groups_of(module: Any) -> list[Any]:
+    """FSDP2's groups of a module's parameters, one for each mesh. TypeError where FSDP2 keeps them in another way."""
+    try:
+        state = module._get_fsdp_state()
+        every = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        groups = [group for group in every if group is not None]
+        for group in groups:
+            for parameter in _of_group(group)[0]:
+                _of_parameter(parameter)
+    except AttributeError as error:
+        expected = "those of an FSDP2 that is made as this needs it"
+        raise checks.bad_type(
+            "CopyEngines.serve", "modules", expected, f"torch {torch.__version__}: {error}"
+        ) from error
+    return groups
 
 
 def goes_straight(parameter: Any, group: Any, size: int) -> torch.dtype | None:

@@ -155,6 +155,10 @@ class Peers:
         found = self._views.get((kind, forms))
         if found is not None:
             return found
+        with torch.inference_mode(False):  # what inference allocates training writes, too
+            return self._made(kind, forms, device)
+
+    def _made(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:
         starts, end = [], 0
         for shape, dtype in forms:
             starts.append(end)

@@ -105,9 +105,8 @@ def router_forward(
     in_lane = plain if E <= 32 else E <= 512 and not (groups and sums)
     if selects and k and k <= ROUTER_LANE_K and not cut and in_lane:
         vectors = aligned and E % (16 // itemsize) == 0
-        narrow |= (
-            biased or bool(groups) or (E > 256 and (sums or over_row))
-        )  # 32 values of a lane would leave too few registers
+        # Where 32 values of a lane would leave too few registers.
+        narrow |= biased or bool(groups) or (E > 256 and (sums or over_row))
         found = _router_in_lane(
             L, E, k, itemsize=itemsize, aligned=vectors, groups=groups, top=top, sums=sums, narrow=narrow
         )

@@ -1,9 +1,10 @@
 """Training under FSDP2 by collectives of copy engines, beside torch's, over memory of files without GPUs."""
 
 import copy
+import io
 import itertools
 import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -232,6 +233,38 @@ def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
 
 
 @on_cpu
+def fsdp_by_copies_of_parameters_that_are_copied(mesh, size):
+    """A copy that becomes a module's parameter has the hooks of the one that it is of, which must not be gathered."""
+    engines, x = CopyEngines(mesh), tokens_of(mesh, 0)
+    layers = layers_of(mesh, engines=engines, force_sum=True)
+    before = layers(x)
+    copies = {name: copy.deepcopy(parameter) for name, parameter in layers.named_parameters()}
+    with torch.no_grad():
+        for parameter in copies.values():
+            parameter.mul_(2)
+    layers.load_state_dict(copies, assign=True)
+    expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, x)
+    engines.serve(*layers)
+    after = layers(x)
+    assert not torch.equal(before, after)
+    layers[0].unshard()
+    shown = [parameter.detach().clone() for parameter in layers[0].parameters()]
+    layers[0].reshard()
+    assert same([parameter.full_tensor() for parameter in layers[0].parameters()], shown)
+
+
+@on_cpu
+def fsdp_by_copies_saves_what_can_be_loaded(mesh, size):
+    parameters = list(layers_of(mesh, engines=CopyEngines(mesh)).parameters())
+    expect(TypeError, "CopyEngines: pickle: expected the module's state_dict()", torch.save, parameters, io.BytesIO())
+    saved = io.BytesIO()
+    torch.save([parameter.detach() for parameter in parameters], saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    assert same([p.to_local() for p in parameters], [p.to_local() for p in loaded])
+
+
+@on_cpu
 def fsdp_by_copies_in_fp8(mesh, size):
     """The layer's copies in e4m3 are of what was gathered last, also where that has the memory of the step before."""
     for options in ({}, {"dtype": WHOLE}, {"reshard": False}):
@@ -343,9 +376,27 @@ def fsdp_by_copies_leaves_the_rest(mesh, size):
     x = tokens_of(mesh, 0).float()
     for _ in range(3):
         assert torch.equal(odd(x), whole(x))
-    alone = [dist.new_group([rank]) for rank in range(size)]
-    other = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(alone[mesh.get_local_rank()], "cpu"))
+    alone = DeviceMesh.from_group([dist.new_group([rank]) for rank in range(size)][mesh.get_local_rank()], "cpu")
+    other = fully_shard(torch.nn.Linear(4, 4), mesh=alone)
     expect(ValueError, "CopyEngines.serve: modules: expected one sharded over ranks [", engines.serve, other)
+    with suppress(ImportError):  # of newer versions of torch
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+        whole = replicate(torch.nn.Linear(4, 4), mesh=mesh)
+        expect(ValueError, "expected one sharded over ranks [", engines.serve, whole)
+        infos = [FSDPMeshInfo(of, 0) for of in (mesh, alone)]
+        over_both = torch.nn.Linear(4, 4)
+        fully_shard(
+            over_both, mesh=mesh, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), infos[p.ndim - 1])
+        )
+        expect(ValueError, " and over [", engines.serve, over_both)
+    before = layers_of(mesh)
+    parameter = before[2]._get_fsdp_state()._fsdp_param_group.fsdp_params[-1]
+    held = parameter.__dict__.pop("_orig_size")
+    expect(TypeError, "CopyEngines.serve: modules: expected those of an FSDP2 that", engines.serve, *before)
+    assert hooked(before) == []
+    parameter._orig_size = held
     if size > 2:
         other = layers_of(mesh, reshard=2)[0]
         expect(ValueError, ", but fewer after forward", engines.serve, other)

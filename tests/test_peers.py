@@ -53,6 +53,13 @@ def test_arrays_of_an_offer_lie_apart_in_one_buffer(log):
         assert torch.equal(tensor, there) and there.data_ptr() == log[0] + array.offset
 
 
+def test_what_inference_allocates_training_writes(log):
+    found, rows = peers.Peers(None), normal(4, 8)
+    with torch.inference_mode():
+        found.offer("tokens", [torch.zeros_like(rows)], 4)
+    assert torch.equal(found.offer("tokens", [rows], 4)[0].at[0], rows)
+
+
 def test_a_rank_may_have_fewer_rows(log):
     """Its arrays lie where those of the ranks with all rows do, and what lies there beyond them stays."""
     found, rows = peers.Peers(None), [normal(6, 8), normal(6, 3, dtype=torch.float32)]
