@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -268,7 +269,7 @@ def layer_rows(name: str, made: dict[str, torch.Tensor], window: float, rounds: 
             if value is not None:
                 errors[f"{kind}: {key}"] = relative_difference(value, exact[key])
     exact = value = None
-    makers = torchs(name, made), *(torchaos(name, made, recipe) for recipe in RECIPES)
+    makers = partial(torchs, name, made), *(partial(torchaos, name, made, recipe) for recipe in RECIPES)
     running, errors_of_peers = check_peers(name, dict(zip(PEERS, makers, strict=True)), mb.moe_forward(*arrays)[0])
     passes = {"forward": forward, "forward + backward": both}
     rows = []
@@ -304,32 +305,24 @@ def quantize_rows(name: str, made: dict[str, torch.Tensor], window: float, round
 PARTS = {"products": product_rows, "layers": layer_rows, "quantize": quantize_rows}
 
 
-def torchs(name: str, made: dict) -> Callable[[], dict[str, Callable]]:
-    """What makes torch's own forward, by pass; torch has no gradient of its product."""
-
-    def make() -> dict[str, Callable]:
-        if not fp8_torch.available():
-            raise RuntimeError("this torch has no _scaled_grouped_mm")
-        return {"forward": fp8_torch.forward(cases.LAYERS[name], made)}
-
-    return make
+def torchs(name: str, made: dict) -> dict[str, Callable]:
+    """torch's own forward, by pass; torch has no gradient of its product."""
+    if not fp8_torch.available():
+        raise RuntimeError("this torch has no _scaled_grouped_mm")
+    return {"forward": fp8_torch.forward(cases.LAYERS[name], made)}
 
 
-def torchaos(name: str, made: dict, recipe: str) -> Callable[[], dict[str, Callable]]:
-    """What makes the layer by torchao's products, by pass."""
-
-    def make() -> dict[str, Callable]:
-        layer = fp8_torchao.TorchAO(cases.LAYERS[name], made, *fp8_torchao.product_of(recipe))
-        layer.forward_backward()
-        return {"forward": layer.forward, "forward + backward": layer.forward_backward}
-
-    return make
+def torchaos(name: str, made: dict, recipe: str) -> dict[str, Callable]:
+    """The layer by torchao's products, by pass."""
+    layer = fp8_torchao.TorchAO(cases.LAYERS[name], made, *fp8_torchao.product_of(recipe))
+    layer.forward_backward()
+    return {"forward": layer.forward, "forward + backward": layer.forward_backward}
 
 
 def check_peers(
     name: str, peers: dict[str, Callable[[], dict[str, Callable]]], want: torch.Tensor
 ) -> tuple[dict[str, dict[str, Callable]], dict[str, float]]:
-    """Those that run, and how far each result is from bf16's; a note of each other."""
+    """Those that run, of what makes each peer's calls, and how far each result is from bf16's. Others leave a note."""
     running, errors = {}, {}
     for peer, make in peers.items():
         try:

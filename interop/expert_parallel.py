@@ -210,8 +210,8 @@ class _ExpertParallel(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
         route: Route = ctx.route
         experts = route.experts
-        kept, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
-        kept_rows: Rows = kept if scales is None else Fp8Rows(kept, scales)
+        values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
+        kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
         tell_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
         in_fp8: InFp8 = ctx.in_fp8
         if grad_out is None:  # other ranks may wait for this one
@@ -221,7 +221,8 @@ class _ExpertParallel(torch.autograd.Function):
         needed = ctx.needs_input_grad
         of_rows = tuple(compress(("x", "weights"), needed[:2]))
         of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
-        grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), None if experts.keep_received else kept)
+        sent = None if experts.keep_received else values
+        grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), sent)
         rows, arrival = kept_rows if sent_again is None else sent_again, route.arrival
         x, x_scales = values_and_scales(rows)
 

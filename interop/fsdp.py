@@ -12,8 +12,8 @@ import torch.distributed as dist
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
-from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, groups_of, others, shards_of
-from moeblaze_cupy.interop.peers import Peers
+from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, groups_of, shards_of
+from moeblaze_cupy.interop.peers import Peers, others
 
 Tensor = torch.Tensor
 

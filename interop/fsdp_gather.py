@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.interop.peers import Offered, Peers, shared_memory
+from moeblaze_cupy.interop.peers import Offered, Peers, others, shared_memory
 
 Tensor = torch.Tensor
 TURNS = 2  # of memory that the next all-gather must not write yet, as the one before may still be read
@@ -188,11 +188,6 @@ def other_parameters() -> RuntimeError:
     expected = "those that serve was called with"
     got = "others, as after load_state_dict(assign=True) or a conversion: call serve again"
     return RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
-
-
-def others(rank: int, size: int) -> list[int]:
-    """The other ranks, from the next one on, so that not all read from one at once."""
-    return [other % size for other in range(rank + 1, rank + size)]
 
 
 # What is read and set here of FSDP2, beside its interface.

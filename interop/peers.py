@@ -15,6 +15,11 @@ SECTION_BYTES = 256  # of whose multiples arrays begin
 MAX_VIEWS = 64  # that are kept, of arrays of sizes that come again
 
 
+def others(rank: int, size: int) -> list[int]:
+    """The other ranks, from the next one on, so that not all read from one at once."""
+    return [other % size for other in range(rank + 1, rank + size)]
+
+
 def shared_memory(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
     """uint8 memory that all ranks of a group can read, and its handle. A collective call, for which the host waits."""
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
@@ -115,12 +120,12 @@ class Peers:
         """
         here, ranks = self._buffers["results"].handle.rank, len(offered.at)
         own = offered.at[here][start : start + rows]
-        others = [rank % ranks for rank in range(here + 1, here + ranks)]  # not all from one rank at once
-        places = self.room("tokens", (((len(others), *own.shape), own.dtype),), own.device)[0]
-        sources = [offered.at[other][start : start + used] for other in others]
+        order = others(here, ranks)
+        places = self.room("tokens", (((len(order), *own.shape), own.dtype),), own.device)[0]
+        sources = [offered.at[other][start : start + used] for other in order]
         pairs = [(to[:used], source) for to, source in zip(places, sources, strict=True)]
         wait_for_copies = self.copy(pairs, "tokens")
-        by_rank = dict(zip(others, places, strict=True)) | {here: own}
+        by_rank = dict(zip(order, places, strict=True)) | {here: own}
         table = self._table(tuple(by_rank[rank].data_ptr() for rank in range(ranks)), own.device)
         if torch.cuda.is_current_stream_capturing():
             self._in_graphs |= {of[0].data_ptr(): of for of in (self._buffers["tokens"], (table,))}
