@@ -177,18 +177,25 @@ class _ExpertParallel(torch.autograd.Function):
         options |= {"spare_multiprocessors": experts.spare_multiprocessors, "precision": in_fp8.precision}
         made = in_fp8.weights_of(w1, w2)  # once for all pieces
         options |= {"fp8_weights": made}
-        room = route.room_for_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
+        place = route.place_of_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
             try:
                 out, saved = forward_into(
-                    room, _part(rows, part), local_ids[part], got[part], w1, w2, max_slots=bound, **options
+                    place and place.destination,
+                    _part(rows, part),
+                    local_ids[part],
+                    got[part],
+                    w1,
+                    w2,
+                    max_slots=bound,
+                    **options,
                 )
             finally:
                 if arrival is not None:  # also where nothing has read the rows
                     arrival.wait()
-            results.append(out)
+            results.append(place.landing if place else out)
             if bound is not None and (experts.slots is not None):
                 index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
                 route.count_dropped(index.dropped)
@@ -252,15 +259,15 @@ class _ExpertParallel(torch.autograd.Function):
             needs = (*of_rows, "w1", "w2") if of_experts else of_rows
             options = _part(grad_rows, part), saved, needs, False, None, spare, bool(of_experts), arrival
             alone = len(ctx.pieces) == 1
-            room = route.room_for_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
+            place = route.place_of_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
             try:
-                grads, pending = backward_into(room, "expert_parallel_moe", *options)
+                grads, pending = backward_into(place and place.destination, "expert_parallel_moe", *options)
             finally:
                 ctx.kept[piece].consumed = saved.consumed
                 if arrival is not None:  # also where nothing has read the gradients
                     arrival.wait()
             for name in of_rows:
-                parts[name].append(getattr(grads, name))
+                parts[name].append(place.landing if place and name == "x" else getattr(grads, name))
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
                 wholes = {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in parts.items()}
                 bring = route.return_gradients(wholes)

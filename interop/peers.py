@@ -46,7 +46,8 @@ class Peers:
     """Buffers of this rank, one by kind, that all ranks of a group can read.
 
     All ranks offer arrays of the same sizes in the same order. A rank reads what was offered before it offers anything
-    else. So once a barrier has come after that of an offer, the buffer is no longer read, and can be written.
+    else. So once a barrier has come after that of an offer, the buffer is no longer read, and can be written, by its
+    rank or by others.
     """
 
     def __init__(self, group: Any) -> None:
@@ -57,7 +58,7 @@ class Peers:
         self._tables: dict[tuple[int, ...], Tensor] = {}  # of addresses
         self._in_graphs: dict[int, Any] = {}  # by address: what CUDA graphs use, which lives as long as they may
         self._beside: torch.cuda.Stream | None = None
-        self._copying_to: str | None = None  # the kind, or "" for other memory, of copies that no stream waits for yet
+        self._copying = False  # there are copies that no stream waits for yet
         self.copies = True  #: whole blocks of rows may be copied, which takes no multiprocessor
 
     @property
@@ -67,8 +68,6 @@ class Peers:
 
     def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
         """Arrays of these shapes and dtypes in the buffer, to be written and then offered."""
-        if self._copying_to == kind:  # something failed since
-            self._wait_for_copies()
         if self._read == kind:  # likewise, or a shared expert offers too, or the last call had nothing more to offer
             self.close()
         return self.arrays(kind, forms, device)[0]
@@ -89,11 +88,11 @@ class Peers:
             self._in_graphs[self._buffers[kind].memory.data_ptr()] = self._buffers[kind]
         return self._views[kind, forms][1]
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], kind: str = "") -> Callable[[], None]:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         """Starts copies (to, source) beside what the stream does next; what it returns has the stream wait for them.
 
         They run on the GPU's copy engines, so that no multiprocessor is taken from products. Before the next barrier
-        the stream waits for them, as others may then write what they read. kind: of the buffer they go to, if any.
+        the stream waits for them, as others may then write what they read.
         """
         device = pairs[0][0].device
         if self._beside is None:
@@ -103,38 +102,21 @@ class Peers:
         with torch.cuda.stream(beside):
             for to, source in pairs:
                 to.copy_(source)
-        self._copying_to = kind
+        self._copying = True
         return self._wait_for_copies
 
     def _wait_for_copies(self) -> None:
         assert self._beside is not None
         torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
-        self._copying_to = None
+        self._copying = False
 
-    def fetch(self, offered: Offered, start: int, rows: int, used: int) -> Callable[[], PeerArray]:
-        """Starts to copy rows of results of the other ranks to this one, beside what the stream does next.
-
-        Of every rank's array these are the `used` first of `rows` rows from `start` on. What it returns has the stream
-        wait for them, and gives the array of these `rows` rows of each rank, which holds until the next offer.
-        They come to where this rank's tokens were, which the others have read before they offered their results.
-        """
-        here, ranks = self._buffers["results"].handle.rank, len(offered.at)
-        own = offered.at[here][start : start + rows]
-        order = others(here, ranks)
-        places = self.room("tokens", (((len(order), *own.shape), own.dtype),), own.device)[0]
-        sources = [offered.at[other][start : start + used] for other in order]
-        pairs = [(to[:used], source) for to, source in zip(places, sources, strict=True)]
-        wait_for_copies = self.copy(pairs, "tokens")
-        by_rank = dict(zip(order, places, strict=True)) | {here: own}
-        table = self._table(tuple(by_rank[rank].data_ptr() for rank in range(ranks)), own.device)
+    def by_rank(self, rows: Tensor, each: int) -> PeerArray:
+        """Rows (P * each, d) of this rank's memory as an array (each, d) of every rank, which has stored it there."""
+        ranks, nbytes = len(rows) // each, each * rows[0].nbytes
+        table = self._table(tuple(rows.data_ptr() + rank * nbytes for rank in range(ranks)), rows.device)
         if torch.cuda.is_current_stream_capturing():
-            self._in_graphs |= {of[0].data_ptr(): of for of in (self._buffers["tokens"], (table,))}
-
-        def wait() -> PeerArray:
-            wait_for_copies()
-            return PeerArray(table, 0, offered.array.dtype)
-
-        return wait
+            self._in_graphs[table.data_ptr()] = table
+        return PeerArray(table, 0, str(rows.dtype).removeprefix("torch."))
 
     def _table(self, pointers: tuple[int, ...], device: torch.device) -> Tensor:
         """(P,) int64 on the device, for which the host does not wait."""
@@ -152,7 +134,7 @@ class Peers:
             self._read = None
 
     def _barrier(self, kind: str) -> None:
-        if self._copying_to is not None:
+        if self._copying:
             self._wait_for_copies()
         self._buffers[kind].handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 

@@ -1,8 +1,9 @@
-"""The route on which nothing is sent: GPUs of one host read each other's rows by index.
+"""The route on which nothing is packed: GPUs of one host read each other's rows by index.
 
-A rank's tokens, with their ids and router weights, lie where all ranks read them, and so do its results: those of all
-ranks' tokens, at rows r * M + t for token t of rank r. M is the largest number of tokens of a rank. Rows without an
-expert here, or without a token, are neither read nor computed.
+A rank's tokens, with their ids and router weights, lie where all ranks read them. The results of its experts, of token
+t of rank r, the layer's last kernel stores in rank r's memory, at row s * M + t if this is rank s. M is the largest
+number of tokens of a rank. Rank r then sums what the ranks have stored. Rows without an expert here, or without a
+token, are neither read, nor computed, nor stored.
 """
 
 import math
@@ -15,7 +16,8 @@ from moeblaze_cupy import launch_config
 from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.interop.peers import Form, Offered
-from moeblaze_cupy.interop.routes import Route, Rows
+from moeblaze_cupy.interop.routes import Route, Rows, Stored
+from moeblaze_cupy.ops.push import Destination, Place
 from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.structures import Fp8Rows
 
@@ -23,7 +25,6 @@ Tensor = torch.Tensor
 # A copy of all rows is faster than a kernel that reads the rows it needs if these are more than a share of them: on two
 # H200s copies run at 369 GB/s, the kernel at 256.
 COPIED_SHARE = 0.75
-FETCHED_RANKS = 4  # at most, of which rows are copied beside products: the copies take memory of P - 1 times the tokens
 
 
 class PullRoute(Route):
@@ -38,6 +39,7 @@ class PullRoute(Route):
     def __init__(self, ids: Tensor, experts: RankGroup) -> None:
         super().__init__(ids, experts, [])
         self._begun: tuple[Rows, Tensor, Tensor] | None = None
+        self._landing: Tensor | None = None  # where the ranks store results of this rank's tokens
         self.expect([len(ids)] * experts.size)
 
     def expect(self, tokens: Sequence[int]) -> None:
@@ -177,33 +179,23 @@ class PullRoute(Route):
         return lambda: back()["x"]
 
     def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        return self._back(grads, beside=True)
+        return self._back(grads)
 
-    def _back(self, of_rows: Mapping[str, Tensor], beside: bool = False) -> Callable[[], dict[str, Tensor]]:
-        """Offers results of received rows, and gives a function that pulls those of this rank's tokens.
-
-        beside: rows are copied to this rank meanwhile, if that takes little memory.
-        """
-        taken = {name: rows.new_empty((self.num_tokens, rows.shape[1])) for name, rows in of_rows.items()}
+    def _back(self, results: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Offers results of received rows, and gives a function that brings those of this rank's tokens."""
+        taken = {name: rows.new_empty((self.num_tokens, rows.shape[1])) for name, rows in results.items()}
         if not self.rows:
             return lambda: taken
-        if not of_rows:  # the next call offers tokens again
+        if not results:  # the next call offers tokens again
             self.experts.peers.close()
             return lambda: taken
-        offered = dict(zip(of_rows, self._offer("results", self.room, *of_rows.values()), strict=True))
-        peers, share, fetched = self.experts.peers, self._share, None
-        if (
-            beside
-            and "x" in offered
-            and peers.copies
-            and not self.one_by_one
-            and 1 < self.experts.size <= FETCHED_RANKS
-        ):
-            fetched = peers.fetch(offered["x"], share.rank * self.rows, self.rows, self.num_tokens)
+        offered = dict(zip(results, self._offer("results", self.room, *results.values()), strict=True))
+        peers, share = self.experts.peers, self._share
 
         def pull() -> dict[str, Tensor]:
-            if fetched is not None:
-                mb_rows.sum_peer_rows(fetched(), self.ids, share._replace(rank=0), taken["x"])
+            if "x" in results and results["x"] is self._landing:
+                stored = peers.by_rank(self._landing, self.rows)
+                mb_rows.sum_peer_rows(stored, self.ids, share._replace(rank=0), taken["x"])
             elif "x" in offered:
                 mb_rows.sum_peer_rows(offered["x"].array, self.ids, share, taken["x"])
             if "weights" in offered:
@@ -213,19 +205,25 @@ class PullRoute(Route):
 
         return pull
 
-    def room_for_results(self, d: int, dtype: torch.dtype) -> Tensor | None:
-        if not self.rows or self.one_by_one:
-            return None
+    def place_of_results(self, d: int, dtype: torch.dtype) -> Stored | None:
         # Gradients of weights come beside those of rows later, for which the buffer would have to grow.
-        forms = ((self.room, d), dtype), ((self.room, self.k), torch.float32)
-        return self.experts.peers.room("results", forms, self.ids.device)[0]
+        return self._destination((((self.room, d), dtype), ((self.room, self.k), torch.float32)), 0)
 
-    def room_for_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Tensor | None:
-        if not self.rows or "x" not in needs:
+    def place_of_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Stored | None:
+        if "x" not in needs:
             return None
         by_name = {"x": ((self.room, d), dtype), "weights": (tuple(weights.shape), weights.dtype)}
-        forms = tuple(by_name[name] for name in needs)
-        return self.experts.peers.room("results", forms, self.ids.device)[needs.index("x")]
+        return self._destination(tuple(by_name[name] for name in needs), needs.index("x"))
+
+    def _destination(self, forms: tuple[Form, ...], which: int) -> Stored | None:
+        """`which` of the arrays of these forms is for the rows; all ranks have them in their buffers of results."""
+        if not self.rows or self.one_by_one or not self.ids.is_cuda:
+            return None
+        peers, device, share = self.experts.peers, self.ids.device, self._share
+        self._landing = peers.room("results", forms, device)[which]
+        array = peers.arrays("results", forms, device)[1][which].array
+        place = Place(array.offset, share.rank * self.rows, self.rows)
+        return Stored(Destination(array.addresses, self._needed, place), self._landing)
 
     def without_garbage(self, rows: Tensor) -> Tensor:
         return torch.where(self._needed[:, None], rows, 0)

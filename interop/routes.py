@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -11,11 +12,19 @@ from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Pending
 from moeblaze_cupy.interop.expert_group import RankGroup
+from moeblaze_cupy.ops.push import Destination
 from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.structures import Fp8Rows
 
 Tensor = torch.Tensor
 Rows = Tensor | Fp8Rows
+
+
+class Stored(NamedTuple):
+    """Where results are stored, and `landing` (room, d), where those of this rank's tokens come, by rank."""
+
+    destination: Destination
+    landing: Tensor
 
 
 class Route:
@@ -85,22 +94,27 @@ class Route:
         raise NotImplementedError
 
     def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Starts the way back of results (room, d). What it returns gives (L, d), the sums over ranks in order."""
+        """Starts the way back of results (room, d). What it returns gives (L, d), the sums over ranks in order.
+
+        rows: `landing` of `place_of_results` if they are stored there.
+        """
         raise NotImplementedError
 
     def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts the way back of gradients of received rows: "x" (room, d) and "weights" (room, k), one, or none.
 
+        "x" is `landing` of `place_of_gradients` if it is stored there.
+
         What it returns gives them by name: of x the sums over ranks (L, d), of each slot its rank's (L, k).
         """
         raise NotImplementedError
 
-    def room_for_results(self, d: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory for results (room, d) that `bring_back` need not copy, if there is any."""
+    def place_of_results(self, d: int, dtype: torch.dtype) -> Stored | None:
+        """Where the layer stores its results on CUDA, if not in an array."""
         return None
 
-    def room_for_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Tensor | None:
-        """Memory for the gradient of x (room, d) that `return_gradients` need not copy, if there is any.
+    def place_of_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Stored | None:
+        """Where the layer stores the gradient of x on CUDA, if not in an array.
 
         needs: the gradients that there will be. weights: those received.
         """

@@ -1,5 +1,5 @@
-// The sum over the slots of each token, which aggregation.cu and slots.cu launch (paper sections 2.3 and 3.1, and section 3.2,
-// step 3). Each token has one warp. The sum is in fp32 and in the order of slots, so that two runs give the same bits.
+// The sum over the slots of each token, which aggregation.cu, slots.cu and push.cu launch (paper sections 2.3 and 3.1, and
+// section 3.2, step 3). Each token has one warp. The sum is in fp32 and in the order of slots, so that two runs give the same bits.
 #pragma once
 #include "common.cuh"
 
@@ -19,14 +19,14 @@ struct TokenSlots {
     }
 };
 
-// Adds weight * row over a token's slots. The row of a slot is the row of the panel that token_index_map names; a slot without
-// an expert adds nothing. P is AggregateParams, or SlotAggregateParams with SLOTS. With SLOTS tokens may have any number of
-// slots, and the row of an identity expert's slot is the token's row of p.source.
+// Adds weight * row over a token's slots, and writes the sum to `out`, the token's row of the result. The row of a slot is the
+// row of the panel that token_index_map names; a slot without an expert adds nothing. P is AggregateParams, PushSumParams, or
+// SlotAggregateParams with SLOTS. With SLOTS tokens may have any number of slots, and the row of an identity expert's slot is
+// the token's row of p.source.
 template <bool ALIGNED_ROWS, bool SLOTS, class T, class P>
-__device__ void aggregate(const P& p) {
+__device__ __forceinline__ void sum_of_slots(const P& p, int64 token, T* out) {
     const int64 column = blockIdx.y * int64(PANEL_COLUMNS) + (threadIdx.x & 31) * 8, valid = min(p.columns - column, int64(8));
-    const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + threadIdx.x / 32;
-    if (token >= p.L || valid <= 0) return;
+    if (valid <= 0) return;
     int64 first = token * p.k;
     int k = p.k;
     if constexpr (SLOTS) {
@@ -62,5 +62,11 @@ __device__ void aggregate(const P& p) {
             for (int c = 0; c < 8; ++c) sum[c] = fmaf(scale[i], row[c], sum[c]);
         }
     }
-    store_row8<ALIGNED_ROWS>(p.out + token * p.d + p.first_column + column, sum, valid);
+    store_row8<ALIGNED_ROWS>(out + p.first_column + column, sum, valid);
+}
+
+template <bool ALIGNED_ROWS, bool SLOTS, class T, class P>
+__device__ void aggregate(const P& p) {
+    const int64 token = blockIdx.x * int64(TOKENS_PER_BLOCK) + threadIdx.x / 32;
+    if (token < p.L) sum_of_slots<ALIGNED_ROWS, SLOTS>(p, token, p.out + token * p.d);
 }

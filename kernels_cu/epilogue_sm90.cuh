@@ -34,41 +34,63 @@ struct StoreRows : EpilogueBase {
     }
 };
 
-// down_fwd and up_bwd with k = 1: stores each row, times its token's weight, to the token's row of `result`. No panel is
-// needed.
+// down_fwd and up_bwd with k = 1: stores each row, times its token's weight, to the token's row of `result`, or with PUSHES to its
+// row in the memory of the GPU that has the token. No panel is needed.
 struct StoreTokenRows : EpilogueBase {
     static constexpr int SPREAD_STEPS = 8;
     const GroupedGemmParams& params;
-    int column;    // the lane's first column
-    int token;     // token of the warp's row lane % 16
-    float weight;  // its router weight
+#if PUSHES
+    typedef unsigned long long place_t;  // the address of a token's row
+    static __device__ __forceinline__ place_t place_of(const GroupedGemmParams& params, int token) {
+        const int peer = token / params.rows_per_peer;
+        const int64 row = params.first_row + token - peer * int64(params.rows_per_peer);
+        return reinterpret_cast<place_t>(at_peer<element>(params.peers, peer, params.offset) + row * params.result_ld);
+    }
+    static __device__ __forceinline__ element* row_at(const GroupedGemmParams&, place_t place) {
+        return reinterpret_cast<element*>(place);
+    }
+    static __device__ __forceinline__ bool is_read(const GroupedGemmParams& params, int64 token) { return params.needed[token]; }
+#else
+    typedef int place_t;  // a token
+    static __device__ __forceinline__ place_t place_of(const GroupedGemmParams&, int token) { return token; }
+    static __device__ __forceinline__ element* row_at(const GroupedGemmParams& params, place_t place) {
+        return params.result + int64(place) * params.result_ld;
+    }
+    static __device__ __forceinline__ bool is_read(const GroupedGemmParams&, int64) { return true; }
+#endif
+    int column;     // the lane's first column
+    place_t place;  // where the warp's row lane % 16 goes
+    float weight;   // the router weight of its token
 
     __device__ __forceinline__ explicit StoreTokenRows(const GroupedGemmParams& params) : params(params) {}
     __device__ __forceinline__ void begin(int64 row0, int count, int n0) {
         const int lane = threadIdx.x & 31;
         rows = count, done = 0, column = n0 + lane * LANE_COLUMNS;
-        token = params.expert_token_indices[row0 + min(lane & 15, rows - 1)];  // rows <= 0: that of the tile's last row
+        const int token = params.expert_token_indices[row0 + min(lane & 15, rows - 1)];  // rows <= 0: of the tile's last row
         weight = params.weights ? to_float(params.weights[token]) : 1.f;
+        place = place_of(params, token);
     }
     __device__ __forceinline__ void next() {
-        const int64 to = __shfl_sync(0xffffffffu, token, done);
+        element* const row = row_at(params, __shfl_sync(0xffffffffu, place, done));
         const float scale = __shfl_sync(0xffffffffu, weight, done);
         float v[8];
         finished.get(done, threadIdx.x & 31).unpack(v);
 #pragma unroll
         for (int c = 0; c < 8; ++c) v[c] *= scale;
-        if (column < params.columns) store_vector8(params.result + to * params.result_ld + column, v);
+        if (column < params.columns) store_vector8(row + column, v);
         ++done;
     }
 
-    // Writes zeros to the rows of tokens without an expert. All CTAs share this work, 32 tokens at a time.
+    // Writes zeros to the rows of tokens without an expert, with PUSHES if they are needed: max_slots may have left their slots
+    // out. All CTAs share this work, 32 tokens at a time.
     static __device__ __forceinline__ void idle_producer_warp(const GroupedGemmParams& params) {
         const int lane = threadIdx.x & 31;
         const int64 L = params.num_slots;
         for (int64 first = blockIdx.x * 32LL; first < L; first += gridDim.x * 32LL) {
-            const bool without = first + lane < L && params.token_index_map[min(first + lane, L - 1)] < 0;
+            const int64 token = min(first + lane, L - 1);
+            const bool without = first + lane < L && params.token_index_map[token] < 0 && is_read(params, token);
             for (unsigned left = __ballot_sync(0xffffffffu, without); left; left &= left - 1) {
-                element* row = params.result + (first + __ffs(left) - 1) * params.result_ld;
+                element* const row = row_at(params, place_of(params, first + __ffs(left) - 1));
                 for (int column = lane * LANE_COLUMNS; column < params.columns; column += 32 * LANE_COLUMNS)
                     store_global_16(row + column, make_uint4(0, 0, 0, 0));
             }

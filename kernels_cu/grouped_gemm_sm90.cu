@@ -15,6 +15,7 @@
 //                     K segment.
 //   WEIGHTS_ON_INPUT  The input of an expert is w * x, where w is the row's router weight; see grouped_gemm_sm80.cu.
 //   FP8_SAVED         up_fwd writes and down_bwd reads first_layer as e4m3 with scales (fp8.cuh).
+//   PUSHES            StoreTokenRows stores each row in the memory of the GPU that has the token, as push.cu does for k > 1.
 //   OPERAND           A and B are e4m3 with scales (scaled_products_sm90.cuh). up_fwd also writes y_swi as e4m3, and down_bwd
 //                     first_layer_grad.
 // If the layer's output has a row per slot, slots take the place of tokens in down_fwd and down_bwd: expert_token_indices are
@@ -65,6 +66,10 @@ CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SC
 #endif
 #include "activation.cuh"  // defines ACTIVATION_CONSTANTS
 
+#if PUSHES
+#include "peers.cuh"
+#endif
+
 typedef WEIGHT weight_t;
 #if FP8_SAVED
 #include "fp8.cuh"
@@ -95,7 +100,7 @@ struct GroupedGemmParams {
                                       // ActivateBwdRows: (R, N) weighted_y_swi, may be y_swi itself, null: not wanted
                                       // StoreRows: the panel, (R, result_ld). It may be A's memory if N <= BN: then no other
                                       // tile needs the rows of A that a tile overwrites
-                                      // StoreTokenRows: (L, result_ld), zeros for tokens without an expert
+                                      // StoreTokenRows: (L, result_ld), zeros for tokens without an expert; unused if PUSHES
     const element* y_swi;             // (R, N) element, in: the result of up_fwd; read by down_bwd with STORED_Y_SWI
     const weight_t* weights;          // in. ActivateBwdRows, and others with WEIGHTS_ON_INPUT: (R,) fp32, the router weight of
                                       // each row. StoreTokenRows: (L,) weight_t, that of each token; null: 1
@@ -113,6 +118,10 @@ struct GroupedGemmParams {
 #if BIASED
     const BIAS *bias0, *bias1;  // (E, columns of B) BIAS, in. SPLIT: gate's and up's, (E, N) each; else bias0 alone
 #endif
+#if PUSHES
+    const unsigned long long* peers;  // (P,) addresses of the buffers of P GPUs, in
+    const unsigned char* needed;      // (L,) bool, in: tokens whose GPU reads the result; rows of others are not stored
+#endif
 #if GATHER
     int64 lda;  // elements from row to row of a
 #endif
@@ -123,8 +132,15 @@ struct GroupedGemmParams {
 #if BIASED
     int64 bias_stride;  // elements of a bias from expert to expert
 #endif
-    int columns, depth;   // N, K
-    int num_slots;        // L*k, or max_slots if that bounds the rows. StoreTokenRows: L
+#if PUSHES
+    int64 offset;     // bytes from a GPU's address to its (L, result_ld) element, out
+    int64 first_row;  // row there of the GPU's first token
+#endif
+    int columns, depth;  // N, K
+    int num_slots;       // L*k, or max_slots if that bounds the rows. StoreTokenRows: L
+#if PUSHES
+    int rows_per_peer;  // tokens of each GPU; L is P times as many
+#endif
     ACTIVATION_CONSTANTS  // for the epilogues of up_fwd and down_bwd
 };
 

@@ -1,7 +1,7 @@
 // Exchange of tokens between the P GPUs (ranks) of a host by loads from the others' memory, which NVLink makes addressable. The
 // paper has one GPU. Each rank has a buffer that all ranks map. It holds the rows, expert ids and router weights of the rank's
-// rows_per_peer tokens, and later the results of its experts. No rank packs rows to send, and a rank loads only the rows that
-// have one of its experts.
+// rows_per_peer tokens, and later the results of its experts, unless these have stored them where they are read (push.cu). No
+// rank packs rows to send, and a rank loads only the rows that have one of its experts.
 //   pull_slots   loads the ids and router weights of all ranks' slots, and finds the rows that have an expert of this rank
 //   pull_rows    loads these rows
 //   pull_scaled_rows  likewise, of e4m3 with a scale for each row (fp8.cuh)
@@ -16,7 +16,7 @@
 //                fill NVLink.
 //   pull_sum     grid (L / TOKENS_PER_BLOCK, d / PANEL_COLUMNS), rounded up; a warp per token, TOKENS_PER_BLOCK warps per block
 //   pull_values  grid num_slots / PULL_THREADS, rounded up; one thread per slot, PULL_THREADS threads per block
-#include "common.cuh"
+#include "peers.cuh"
 
 #if !defined(PULL_THREADS) || !defined(SLOT_ROWS) || !defined(TOKENS_PER_BLOCK) || !defined(PANEL_COLUMNS)
 #error "PULL_THREADS, SLOT_ROWS, TOKENS_PER_BLOCK and PANEL_COLUMNS are given by launch_config.py"
@@ -79,11 +79,6 @@ struct PullValuesParams {
     int num_slots, num_experts, experts_per_peer;  // num_slots: of this rank; num_experts: P * experts_per_peer
 };
 
-template <class T>
-__device__ __forceinline__ const T* at_peer(const unsigned long long* peers, int peer, int64 offset) {
-    return reinterpret_cast<const T*>(peers[peer] + offset);
-}
-
 template <class I, class W>
 __device__ void pull_slots(const PullSlotsParams<I, W>& p) {
     __shared__ int needed[SLOT_ROWS];
@@ -95,8 +90,8 @@ __device__ void pull_slots(const PullSlotsParams<I, W>& p) {
     for (int i = threadIdx.x; i < slots; i += PULL_THREADS) {
         const int row_of_block = i / p.k, row = first + row_of_block, peer = row / p.rows_per_peer;
         const int64 at_source = (row - peer * p.rows_per_peer) * int64(p.k) + i - row_of_block * p.k;
-        const I id = at_peer<I>(p.peers, peer, p.ids_offset)[at_source];
-        const W weight = at_peer<W>(p.peers, peer, p.weights_offset)[at_source];
+        const I id = at_peer<const I>(p.peers, peer, p.ids_offset)[at_source];
+        const W weight = at_peer<const W>(p.peers, peer, p.weights_offset)[at_source];
         const bool here = id >= p.first_expert && id < p.first_expert + p.experts_per_peer;
         p.local_ids[first * p.k + i] = here ? static_cast<int>(id) - p.first_expert : -1;
         p.weights[first * p.k + i] = weight;
@@ -120,7 +115,7 @@ __device__ __forceinline__ void for_needed_rows(const Params& p, Copy copy) {
 
 template <class Params>
 __device__ __forceinline__ void pull_row(const Params& p, int64 row, int peer, int row_of_peer) {
-    const uint4* from = at_peer<uint4>(p.peers, peer, p.offset) + row_of_peer * int64(p.pieces);
+    const uint4* from = at_peer<const uint4>(p.peers, peer, p.offset) + row_of_peer * int64(p.pieces);
     uint4* to = p.out + row * p.pieces;
     for (int first = threadIdx.x & 31; first < p.pieces; first += 32 * PULLED_PIECES) {
         uint4 held[PULLED_PIECES];
@@ -140,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_rows(const PullR
 extern "C" __global__ void __launch_bounds__(PULL_THREADS) pull_scaled_rows(const PullScaledRowsParams p) {
     for_needed_rows(p, [&](int64 row, int peer, int row_of_peer) {
         float scale = 0.f;  // on its way while the row is
-        if (threadIdx.x % 32 == 0) scale = at_peer<float>(p.peers, peer, p.scales_offset)[row_of_peer];
+        if (threadIdx.x % 32 == 0) scale = at_peer<const float>(p.peers, peer, p.scales_offset)[row_of_peer];
         pull_row(p, row, peer, row_of_peer);
         if (threadIdx.x % 32 == 0) p.scales[row] = scale;
     });
@@ -181,7 +176,7 @@ __device__ void pull_sum(const PullSumParams<T, I>& p) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 present[i] = peers != 0 && column < p.d;
-                if (present[i]) rows[i] = load_peer(at_peer<T>(p.peers, first + __ffs(peers) - 1, p.offset) + element);
+                if (present[i]) rows[i] = load_peer(at_peer<const T>(p.peers, first + __ffs(peers) - 1, p.offset) + element);
                 peers &= peers - 1;
             }
 #pragma unroll
@@ -204,7 +199,7 @@ __device__ void pull_values(const PullValuesParams<I, W>& p) {
     const I id = p.ids[slot];
     W value = 0;
     if (id >= 0 && id < p.num_experts)
-        value = at_peer<W>(p.peers, static_cast<int>(id) / p.experts_per_peer, p.offset)[p.first_slot + slot];
+        value = at_peer<const W>(p.peers, static_cast<int>(id) / p.experts_per_peer, p.offset)[p.first_slot + slot];
     p.out[slot] = value;
 }
 

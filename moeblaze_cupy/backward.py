@@ -12,6 +12,7 @@ from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.layer import map_saved, named_pair, spared, values_and_scales, w1_b1_b2
 from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.ops.push import Destination
 from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Key, Runtime, current_device
 from moeblaze_cupy.structures import (
@@ -249,8 +250,9 @@ def backward_into(
 ) -> tuple[Gradients, PendingWeights | None]:
     """`moe_backward`, or its first half; `function` is the one that messages name.
 
-    grad_x: None, or what the gradient of x is to be on CUDA: of out's shape, dtype and kind, and aligned. grad_out: may
-    be `Fp8Rows` of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of weights are then
+    grad_x: None, or what the gradient of x is to be on CUDA: of out's shape, dtype and kind, and aligned. It may be a
+    `Destination` of rows of d columns, a multiple of 8; the gradient is then None on CUDA. grad_out: may be `Fp8Rows`
+    of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of weights are then
     deferred, or not needed. arrival: of grad_out's rows; None where all are here.
     """
     grad_out, grad_scales = values_and_scales(grad_out)
@@ -265,7 +267,9 @@ def backward_into(
         expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
         raise checks.bad_value(function, "needs", expected, needs)
     here = None if arrival is None else (arrival.first_token, arrival.end_token)
-    options = bool(keep_saved), spare_multiprocessors, defers_weights, here, in_e4m3
+    to = grad_x if isinstance(grad_x, Destination) else None
+    place = to.place if to else None
+    options = bool(keep_saved), spare_multiprocessors, defers_weights, here, in_e4m3, place
     key, given, pointers = _backward_key(grad_out, saved, needs, options, accumulate)
     export: Export = keep
     found = runtime.find(key)
@@ -328,12 +332,13 @@ def backward_into(
             defers_weights,
             saved.precision,
             here,
+            place,
         )
         found = runtime.keep(key, call.prepared(steps))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
         into = _totals(accumulate, pointers) if accumulate else {}
-        of_x = None if grad_x is None else Buffer(grad_x, found.framework.describe(grad_x).ptr)
+        of_x = None if grad_x is None or to else Buffer(grad_x, found.framework.describe(grad_x).ptr)
         weights_fp8 = None
         if saved.fp8_weights is not None:
             weights_fp8 = fp8.Addresses(*(_address(found.framework, saved.fp8_weights, f) for f in fp8_checks.FIELDS))
@@ -341,6 +346,8 @@ def backward_into(
         for name, scales in (("x_scales", saved.x_scales), ("grad_scales", grad_scales)):
             if scales is not None:
                 options_of_run[name] = found.framework.describe(scales).ptr
+        if to:
+            options_of_run["to"] = to.addresses(found.framework)
         made = backward.moe_backward(run, found.steps, saved, into, *pointers[:_READ], **options_of_run)
         grads, first_layer_grad, weighted = made
         exported = _exported(export, accumulate, grads)

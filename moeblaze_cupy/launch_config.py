@@ -157,6 +157,7 @@ def kernel_constants(source: str) -> dict[str, int]:
             "TOKENS_PER_BLOCK": AGGREGATE_TOKENS,
             "PANEL_COLUMNS": PANEL_COLUMNS,
         },
+        "push.cu": sums,
         "slots.cu": sums,
         "aggregation.cu": sums,
         "selection.cu": {

@@ -8,6 +8,7 @@ from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, reference, 
 from moeblaze_cupy.arrays import Buffer, Export
 from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.ops import dispatch, experts, fp8
+from moeblaze_cupy.ops.push import Destination
 from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import (
@@ -252,6 +253,8 @@ def forward_into(
 ) -> tuple[Any, SavedForBackward | None]:
     """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned.
 
+    It may be a `Destination` of rows of d columns, a multiple of 8; out is then None on CUDA.
+
     x: may be `Fp8Rows` with precision="fp8"; what is saved then has x and x_scales of these. arrival: of rows of x;
     None where all are here.
     """
@@ -288,6 +291,10 @@ def forward(
         of_key = *of_key, here
     if x_scales is not None:
         given, of_key = (*given, x_scales), (*of_key, "x_scales")
+    to = into if isinstance(into, Destination) else None
+    place = to.place if to else None
+    if place:
+        of_key = *of_key, place
     key, pointers = runtime.key_of("moe_forward", of_key, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
@@ -361,6 +368,7 @@ def forward(
             precision,
             not of_fp8,
             here,
+            place,
         )
         given = [array and array.owner for array in described]
         pointers = [array.ptr if array else 0 for array in described]
@@ -368,7 +376,7 @@ def forward(
     steps, slots = found.steps
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        memory = None if into is None else Buffer(into, found.framework.describe(into).ptr)
+        memory = None if into is None or to else Buffer(into, found.framework.describe(into).ptr)
         weights_fp8 = fp8.Addresses(*pointers[10 : 10 + len(of_fp8)]) if of_fp8 else None
         if steps.quantize:
             made, weights_fp8 = steps.quantize.make(run, pointers[3:5], pointers[5])
@@ -376,9 +384,11 @@ def forward(
         options_of_run: dict[str, Any] = {"out": memory, "weights_fp8": weights_fp8, "arrival": arrival}
         if x_scales is not None:
             options_of_run["x_scales"] = pointers[-1]
+        if to:
+            options_of_run["to"] = to.addresses(found.framework)
         made_by_forward = experts.moe_forward(run, steps, *pointers[:10], **options_of_run)
         out, lists, ids_copy, first_layer, y_swi = made_by_forward
-        out = export(out)
+        out = None if to else export(out)
         if save is None:
             return out, None
         x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, _, *own_fp8 = given

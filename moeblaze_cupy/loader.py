@@ -24,6 +24,7 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu", "clear.cu")
 SHAPE_INDEPENDENT = (
     *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
+    "push.cu",
     *("quantize.cu", "saved_fp8.cu", "split_tiles.cu", "square_tiles.cu"),
     *SELECTIONS,
 )
@@ -110,6 +111,7 @@ def gemm_variant(
     fp8: bool = False,
     fp8_saved: bool = False,
     square: bool = False,
+    pushes: bool = False,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
@@ -123,6 +125,7 @@ def gemm_variant(
     fp8_saved: up_fwd and down_bwd of Hopper's keep and read the first layer in e4m3.
     square: Hopper's tiles are square. Without effect on weight gradients that are accumulated or take split-K, on
     down_bwd, on up_fwd but for interleaved columns, with fp8, fp8_saved or clusters, and where rows go to tokens.
+    pushes: rows that go to tokens go to the memory of the GPUs that have these.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -172,6 +175,7 @@ def gemm_variant(
             "STORED_Y_SWI": int(stored_y_swi and epilogue == "ACTIVATE_BWD"),
             "CLUSTER_CTAS": 2 if clusters and not to_tokens else 1,
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
+            "PUSHES": int(pushes and to_tokens),
         }
         if fp8_saved and epilogue != "STORE":
             macros |= {"FP8_SAVED": 1}

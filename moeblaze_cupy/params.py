@@ -134,7 +134,7 @@ _GEMM_SM90 = {
 
 @cache
 def _gemm(source: str, macros: tuple[tuple[str, str], ...]) -> Params:
-    """The table of a grouped GEMM: biases, scales of e4m3 and constants are in it only where the kernel uses them."""
+    """The table of a grouped GEMM: biases, scales, constants and peers are in it only where the kernel uses them."""
     given = dict(macros)
     # On Hopper gathered rows are copied from a pointer, others come through a tensor map.
     table = _GEMM_SM80 if source == "grouped_gemm_sm80.cu" else _GEMM_SM90[given["GATHER"]]
@@ -144,6 +144,9 @@ def _gemm(source: str, macros: tuple[tuple[str, str], ...]) -> Params:
     if given.get("BIASED") == "1":
         pointers, int64 = (*table.pointers, "bias0", "bias1"), (*table.int64, "bias_stride")
         table = replace(table, pointers=pointers, int64=int64)
+    if given.get("PUSHES") == "1":
+        int64, int32 = (*table.int64, "offset", "first_row"), (*table.int32, "rows_per_peer")
+        table = replace(table, pointers=(*table.pointers, "peers", "needed"), int64=int64, int32=int32)
     return replace(table, float32=tuple(f"constant{i}" for i in range(int(given.get("CONSTANTS", "0")))))
 
 
@@ -241,6 +244,14 @@ _TABLES = {
             pointers=("peers", "ids", "out"),
             int64=("offset", "first_slot"),
             int32=("num_slots", "num_experts", "experts_per_peer"),
+        ),
+    },
+    "push.cu": {
+        "push_sum": Params(
+            "PushSumParams<float, float>",
+            pointers=("panel", "token_index_map", "weights", "peers", "needed"),
+            int64=("panel_ld", "offset", "first_row"),
+            int32=("P", "rows_per_peer", "k", "d", "first_column", "columns"),
         ),
     },
     "router_forward.cu": {

@@ -124,18 +124,6 @@ class PeersOverGloo:
 
         return wait
 
-    def fetch(self, offered, start, rows, used):
-        assert self.read == "results"  # so that this rank's tokens have been read
-        self.calls.append("fetch")
-
-        def wait():
-            copies = [at[start : start + rows].clone() for at in offered.at]
-            for copy in copies:
-                copy[used:] = torch.nan
-            return copies
-
-        return wait
-
     def close(self):
         if self.read is not None:
             self.calls.append("close")
@@ -203,7 +191,7 @@ def pulled_rows(rank, size, group):
             compare(inputs, results_of(inputs, experts), 1e-14)
         # Of 8 experts a rank has 4, and some expert of 13 in 14 tokens, or 2, and some of 9 in 14.
         rows = ["tokens", "copy"] if size == 2 else ["tokens"]
-        assert experts.peers.calls == [*rows, "results", *rows, "results", "fetch"] * 5
+        assert experts.peers.calls == [*rows, "results", *rows, "results"] * 5
         inputs = Inputs(rank, [0] * size)
         compare(inputs, results_of(inputs, experts), 1e-14)
         for kind in ("uneven", "none_here", "one_token"):
@@ -216,7 +204,7 @@ def pulled_rows(rank, size, group):
         inputs = Inputs(rank, counts_of(size, "equal"), "absent")
         again = ExpertGroup(group, E, route="pull", keep_received=False)
         compare(inputs, results_of(inputs, again), 1e-14)
-        assert again.peers.calls == [*rows, "results", *rows, *rows[1:], "results", "fetch"]
+        assert again.peers.calls == [*rows, "results", *rows, *rows[1:], "results"]
         inputs = Inputs(rank, counts_of(size, "uneven"), "absent")
         compare(inputs, results_of(inputs, ExpertGroup(group, E, route="pull", keep_received=False)), 1e-14)
         frozen = ExpertGroup(group, E, route="pull")

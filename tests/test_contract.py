@@ -38,6 +38,7 @@ LEVELS = [
         "ops.split_tiles",
         "ops.square_tiles",
     ],
+    ["ops.push"],
     ["ops.grouped_gemm"],
     ["ops.panels", "ops.quantize"],
     ["ops.fp8"],

@@ -92,28 +92,14 @@ def beside(monkeypatch):
     return waits
 
 
-def test_results_are_fetched_to_where_the_tokens_were(log, beside):
-    """This rank's own stay where they are. The fake's other rank has the same results."""
-    found, rows = peers.Peers(None), normal(6, 8)
-    found.offer("tokens", (normal(3, 8),), 3)
-    (offered,) = found.offer("results", (rows,), 6)
-    wait = found.fetch(offered, 0, 3, 2)
-    assert beside == [("beside", "plain")]
-    array = wait()
-    assert beside == [("beside", "plain"), ("plain", "beside")] and len(log) == 2
-    assert array.offset == 0 and array.dtype == "bfloat16"
-    (there,) = found.room("tokens", (((1, 3, 8), rows.dtype),), CPU)
-    assert array.addresses.tolist() == [offered.at[0].data_ptr(), there.data_ptr()]
-    assert torch.equal(there[0, :2], rows[:2])
-    assert found.fetch(offered, 0, 3, 3)().addresses is array.addresses
-    assert torch.equal(there[0], rows[:3])
-    other = found.fetch(offered, 3, 3, 3)()
-    assert other.addresses.tolist() == [offered.at[0][3:].data_ptr(), there.data_ptr()]
-    assert torch.equal(there[0], rows[3:])
-    beside.clear()
-    found.fetch(offered, 3, 3, 3)
-    found.offer("tokens", (normal(3, 8),), 3)  # it waits, as where something has failed
-    assert beside == [("beside", "plain"), ("plain", "beside")]
+def test_rows_that_others_have_stored_are_arrays_of_theirs(log):
+    """With the addresses of one table, which lives on with a CUDA graph that reads it."""
+    found, forms = peers.Peers(None), (((6, 8), torch.bfloat16),)
+    (rows,) = found.room("results", forms, CPU)
+    array = found.by_rank(rows, 2)
+    assert array.addresses.tolist() == [rows[2 * rank :].data_ptr() for rank in range(3)]
+    assert (array.offset, array.dtype) == (0, "bfloat16") and found.by_rank(rows, 2).addresses is array.addresses
+    assert found.by_rank(rows, 3).addresses.tolist() == [rows.data_ptr(), rows[3:].data_ptr()] and not log
 
 
 def test_copies_to_other_memory_end_before_the_next_barrier(log, beside):

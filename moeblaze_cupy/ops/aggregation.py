@@ -7,6 +7,9 @@ from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Launch
 
+# Of the kernels that sum over slots, also of push.cu, which reads the last two and has no out, offsets and source.
+SUM_ADDRESSES = ("panel", "token_index_map", "weights", "out", "token_offsets", "source", "peers", "needed")
+
 
 class Source(NamedTuple):
     """The rows that identity experts add, x or grad_out: their misalignment, and the dtype of the router weights."""
@@ -56,7 +59,7 @@ def aggregate(
             launch_config.ceil_div(columns, launch_config.PANEL_COLUMNS),
         ),
         32 * launch_config.AGGREGATE_TOKENS,
-        ("panel", "token_index_map", "weights", "out", "token_offsets", "source"),
+        SUM_ADDRESSES,
         sizes,
         why=(reasons.accesses(aligned),),
     )

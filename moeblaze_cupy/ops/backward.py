@@ -12,7 +12,7 @@ from typing import Any
 
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, biases, fp8, grouped_gemm, panels, saved_fp8, square_tiles
+from moeblaze_cupy.ops import aggregation, biases, fp8, grouped_gemm, panels, push, saved_fp8, square_tiles
 from moeblaze_cupy.ops.biases import Bias, BiasBwd
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout
 from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_of_slots
@@ -108,6 +108,7 @@ def configure_backward(
     defers_weights: bool = False,
     precision: str | None = None,
     here: tuple[int, int] | None = None,
+    place: push.Place | None = None,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
 
@@ -116,7 +117,8 @@ def configure_backward(
     added to, in place of new ones. defers_weights: what the gradients of w1 and w2 are products of stays in memory, and
     the products are not launched; there are no biases then. precision: "fp8" for products in e4m3 but those of weight
     gradients; x and grad_out may be in e4m3 then (uint8), if the gradients of weights are deferred. here: tokens whose
-    rows of grad_out are here while others come.
+    rows of grad_out are here while others come. place: where the gradient of x goes, which is then of the tokens of
+    several GPUs.
     """
     (L, d), h, dtype = x.shape, w2.shape[1], w2.dtype
     R, buffers = index.num_rows, dict(accumulate)
@@ -216,9 +218,9 @@ def configure_backward(
     if "x" in needs and L and R:
         depth, source = 2 * h if interleaved else h, identity_rows(grad_out, weights, slots)
         rows = in_e4m3.routed_operand if in_e4m3 else first_rows
-        launches["up_bwd"] = panels.configure(
-            "up_bwd", index, rows, up_read, depth, d, activation, limits, interleaved=interleaved, source=source
-        )
+        options: dict[str, Any] = {"interleaved": interleaved, "source": source, "place": place}
+        call = "up_bwd", index, rows, up_read, depth, d, activation, limits
+        launches["up_bwd"] = panels.configure(*call, **options)
     if "w1" in needs and not defers_weights:
         columns, operand, halves = up_columns(first_rows, h, gated, interleaved)
         launches["up_wgrad"] = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, "w1" in buffers)
@@ -292,13 +294,15 @@ def moe_backward(
     arrival: Arrival | None = None,
     x_scales: int = 0,
     grad_scales: int = 0,
+    to: push.Addresses | None = None,
 ) -> tuple[Gradients, Any, Any]:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
     The address of what there is not is 0, as of up where w1 is one array, and of first_layer where it was not saved.
     lists: the buffer of the index lists. accumulate: by name, the buffers that gradients of weights and biases are
     added to. grad_x: memory for it; None allocates it. arrival: of grad_out's rows, for a layer without biases. `saved`
-    is told when it is about to be overwritten. x_scales, grad_scales: of the rows of x and grad_out in e4m3.
+    is told when it is about to be overwritten. x_scales, grad_scales: of the rows of x and grad_out in e4m3. to:
+    where the gradient of x goes, in place of an array.
     Returns gradients, None where not asked for, and of what is accumulated; and where weight gradients are deferred,
     the arrays of first_layer_grad and weighted_y_swi, None where they lie in the memory of what was saved.
     """
@@ -408,12 +412,14 @@ def moe_backward(
         first_layer_kept = own_first_layer.array if own_first_layer else None
         weighted_kept = weighted.array if weighted else None
     del weighted, by_row
-    grad_x = grad_x or run.empty(steps.x, steps.dtype) if "x" in steps.needs else None
-    if steps.up_bwd and grad_x:
+    if "x" in steps.needs and not (grad_x or to):
+        grad_x = run.empty(steps.x, steps.dtype)
+    if steps.up_bwd:
         weights = weights if steps.scales_slots else 0
         rows = first_layer_grad_e4m3[0].ptr if first_layer_grad_e4m3 else first_layer_grad
-        out, lists_read = (weights, grad_x.ptr), squares if steps.up_bwd.square else index
-        panels.sum_of_rows(run, steps.up_bwd, lists_read, rows, up_read, *out, source=grad_out, fp8=of_up_bwd)
+        out, lists_read = (weights, grad_x.ptr if grad_x else 0), squares if steps.up_bwd.square else index
+        options: dict[str, Any] = {"source": grad_out, "fp8": of_up_bwd, "to": to or push.NOWHERE}
+        panels.sum_of_rows(run, steps.up_bwd, lists_read, rows, up_read, *out, **options)
     elif grad_x and cleared_of_x:
         run.clear(grad_x.ptr, cleared_of_x)
     del first_layer_grad_e4m3, of_squares

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from moeblaze_cupy import launch_config
 from moeblaze_cupy.arrays import ITEMSIZE, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import aggregation, dispatch, fp8, grouped_gemm, panels, saved_fp8, square_tiles
+from moeblaze_cupy.ops import aggregation, dispatch, fp8, grouped_gemm, panels, push, saved_fp8, square_tiles
 from moeblaze_cupy.ops.aggregation import Source
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import (
@@ -101,12 +101,14 @@ def configure_forward(
     precision: str | None = None,
     quantizes: bool = False,
     here: tuple[int, int] | None = None,
+    place: push.Place | None = None,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
 
     b1, b2: () without a bias. ragged: ids are pairs, of tokens with any number of slots. precision: "fp8" for products
     in e4m3, of the weights that `moe_forward` is given beside w1 and w2; x may be in e4m3 then (uint8). quantizes: it
-    makes these weights itself. here: tokens whose rows are here while others come.
+    makes these weights itself. here: tokens whose rows are here while others come. place: where the results go, which
+    are then of the tokens of several GPUs.
     """
     (L, d), (E, h, _), dtype = x.shape, w2.shape, w2.dtype
     num_tokens = L if ragged else None
@@ -157,6 +159,7 @@ def configure_forward(
             weights_dtype=None if weights is None or slots.on_input else weights.dtype,
             overwrites=save != "paper",
             source=identity_rows(x, weights, slots),
+            place=place,
         )
         if slots.on_input and weights is not None:
             weights_by_row = aggregation.weights_by_row(index, weights.dtype)
@@ -184,7 +187,7 @@ def identity_rows(rows: Layout, weights: Layout | None, slots: SlotOptions) -> S
 class ForwardResult(NamedTuple):
     """The arrays that forward made. All but `out` are what backward needs, None if not kept."""
 
-    out: Any
+    out: Any  # None if it went to several GPUs
     lists: Any
     ids: Any  # the int32 copy of int64 ids
     first_layer: Any
@@ -209,11 +212,12 @@ def moe_forward(
     weights_fp8: fp8.Addresses | None = None,
     arrival: Arrival | None = None,
     x_scales: int = 0,
+    to: push.Addresses | None = None,
 ) -> ForwardResult:
     """Paper section 3.1, from the addresses of the inputs; 0 for what is not given, as up where w1 is one array.
 
     out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3. arrival: of rows of x.
-    x_scales: of the rows of x, if these are in e4m3.
+    x_scales: of the rows of x, if these are in e4m3. to: where the result goes, in place of an array.
     """
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
@@ -239,7 +243,7 @@ def moe_forward(
         first_layer_ptr = first_layer.ptr if first_layer else 0
         unquantized = None
         if steps.quantize_saved:
-            out = out or run.empty(steps.out, steps.dtype)
+            out = out or (None if to else run.empty(steps.out, steps.dtype))
             unquantized = run.empty(steps.unquantized, steps.dtype)
             first_layer_ptr = unquantized.ptr
         row_weights_ptr = row_weights.ptr if row_weights else 0
@@ -262,7 +266,8 @@ def moe_forward(
             run.launch(steps.quantize_saved, unquantized.ptr, offsets, first_layer.ptr)
         del unquantized
     del row_weights, x_e4m3
-    out = out or run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
+    if not (out or to):
+        out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, squares if steps.down_fwd.square else index)
         weights = weights if steps.scales_slots else 0
@@ -273,16 +278,17 @@ def moe_forward(
             y_e4m3[0].ptr if y_e4m3 else y_swi_ptr,
             down_weight,
             weights,
-            out.ptr,
+            out.ptr if out else 0,
             bias=b2,
             source=x,
             fp8=of_down_fwd,
+            to=to or push.NOWHERE,
         )
         del by_row, of_squares
-    elif steps.cleared_bytes:
+    elif steps.cleared_bytes and out:
         run.clear(out.ptr, steps.cleared_bytes)
     return ForwardResult(
-        out.array,
+        out.array if out else None,
         lists.array,
         ids_copy.array if ids_copy else None,
         first_layer.array if first_layer else None,

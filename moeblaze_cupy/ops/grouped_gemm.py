@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from moeblaze_cupy import checks, gemm_config, launch_config, loader, reasons
 from moeblaze_cupy.arrays import ALIGNMENT, ITEMSIZE, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import split_tiles
+from moeblaze_cupy.ops import push, split_tiles
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
 from moeblaze_cupy.ops.split_tiles import Arrival, Split
@@ -118,6 +118,7 @@ GEMM_ADDRESSES = (
     *("a", "b0", "b1", "first_layer", "first_layer_grad", "result", "y_swi", "weights", "row_weights"),
     *("partial_sums", "tile_counter", "bias0", "bias1", *LISTS),
     *Fp8._fields,
+    *push.Addresses._fields,
 )
 WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", *LISTS)
 
@@ -226,6 +227,7 @@ def configure(
     why_panels: tuple[str, ...] = (),
     fp8_saved: bool = False,
     here: tuple[int, int] | None = None,
+    place: push.Place | None = None,
 ) -> Gemm:
     """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
 
@@ -236,7 +238,7 @@ def configure(
     of all column panels, of which this launch computes one; they have tiles of one kind. why_panels: sentences for
     `Launch.why`. fp8_saved: Hopper's kernel keeps or reads the first layer in e4m3; the portable one leaves that to
     `ops.saved_fp8`. here: tokens whose rows are here while others come (`Arrival`), for the gathering steps; Hopper's
-    kernels then compute these first.
+    kernels then compute these first. place: of rows that go to the tokens of several GPUs.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_rows, False, False
@@ -285,7 +287,9 @@ def configure(
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     options["fp8"] = a.is_fp8
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
-    options |= {"fp8_saved": fp8_saved, "square": square}
+    options |= {"fp8_saved": fp8_saved, "square": square, "pushes": place is not None}
+    if place is not None:
+        sizes |= place._asdict()
     if to_tokens and weights_dtype is not None:
         options["weights_dtype"] = weights_dtype
     tiles = Tiles(config.tile_rows, config.tile_columns, column_tiles * max_row_tiles, at_most=True)
@@ -321,13 +325,15 @@ def gemm(
     bias: tuple[int, int] = (0, 0),
     fp8: Fp8 = NOT_FP8,
     arrival: Arrival | None = None,
+    to: push.Addresses = push.NOWHERE,
 ) -> Buffer | None:
     """One launch, or one more for rows that arrive, on addresses; 0 stands for what is not read or written.
 
     lists: of the index lists, and those of `square_tiles.listed` if the step has square tiles. halves, bias: where the
     weight's and the bias's gate and up begin. weights: of each row (down_bwd, and up_fwd if they scale a and b), or of
-    each token if rows go to tokens. arrival: of rows of `a`; the step was configured with its tokens. Returns the
-    partial sums of down_bwd (parts, R) float32, if wanted.
+    each token if rows go to tokens. arrival: of rows of `a`; the step was configured with its tokens. to: where the
+    rows of several GPUs' tokens go, in place of `result`. Returns the partial sums of down_bwd (parts, R) float32, if
+    wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
     of_launches, memory = [lists], None
@@ -356,6 +362,7 @@ def gemm(
             bias[1] + step.bias_offset,
             *of_launch,
             *fp8,
+            *to,
         )
     return partial_sums
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from moeblaze_cupy import gemm_config, reasons
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import grouped_gemm
+from moeblaze_cupy.ops import grouped_gemm, push
 from moeblaze_cupy.ops.aggregation import Source, aggregate
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
@@ -50,18 +50,26 @@ def configure(
     weights_dtype: str | None = None,
     overwrites: bool = False,
     source: Source | None = None,
+    place: push.Place | None = None,
 ) -> Panels:
     """down_fwd: sum over slots of weights * row of product w2; up_bwd: of rows of first_layer_grad w1^T. (L, d) both.
 
     K: of a segment; up_bwd has one where gate and up columns are interleaved. bias: is added to each slot's row.
     overwrites: the left operand may be used as scratch. weights_dtype: of the router weights that scale the rows.
-    source: the rows that identity experts add, where there are such experts.
+    source: the rows that identity experts add, where there are such experts. place: where the results of several GPUs'
+    tokens go; there are no identity experts then.
     """
     call = entry, index, a, weight
     tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits, bias)[0].tier
     shared: dict[str, Any] = {"interleaved": interleaved, "bias": bias}
     if gemm_config.rows_go_to_tokens(index.k, tier) and source is None:
-        options: dict[str, Any] = {**shared, "result_ld": d, "to_tokens": True, "weights_dtype": weights_dtype}
+        options: dict[str, Any] = {
+            **shared,
+            "result_ld": d,
+            "to_tokens": True,
+            "weights_dtype": weights_dtype,
+            "place": place,
+        }
         why = (reasons.panels((), d, index.num_rows, tier, False),)
         product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
         return Panels((product,), (), None, a.result_dtype)
@@ -75,7 +83,8 @@ def configure(
         ld = a.ld if in_place else width
         options = {**shared, "first_column": first_column, "result_ld": ld, "panels": widths}
         products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
-        sums.append(aggregate(index, a.result_dtype, weights_dtype, d, first_column, width, ld, source))
+        of_sums = index, a.result_dtype, weights_dtype, d, first_column, width, ld
+        sums.append(aggregate(*of_sums, source) if place is None else push.push_sum(*of_sums, place))
     panel = None if in_place else (index.num_rows, panels[0][1])
     return Panels(tuple(products), tuple(sums), panel, a.result_dtype)
 
@@ -92,18 +101,21 @@ def sum_of_rows(
     bias: int = 0,
     source: int = 0,
     fp8: Fp8 = NOT_FP8,
+    to: push.Addresses = push.NOWHERE,
 ) -> None:
     """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin.
 
-    weights, bias: 0 for none. source: the rows of identity experts. fp8: the scales of a and of the weight.
+    weights, bias: 0 for none. source: the rows of identity experts. fp8: the scales of a and of the weight. to: where
+    the results go in place of out, which is then 0.
     """
     biases = bias, bias
     if not step.sums:
-        grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, weights=weights, bias=biases, fp8=fp8)
+        options: dict[str, Any] = {"weights": weights, "bias": biases, "fp8": fp8, "to": to}
+        grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, **options)
         return
     memory = run.empty(step.panel, step.dtype) if step.panel else None
     panel = memory.ptr if memory else a
     token_index_map, token_offsets = lists[TOKEN_INDEX_MAP], lists[TOKEN_OFFSETS]
     for product, sums in zip(step.products, step.sums, strict=True):
         grouped_gemm.gemm(run, product, lists, a, halves, result=panel, bias=biases, fp8=fp8)
-        run.launch(sums, panel, token_index_map, weights, out, token_offsets, source)
+        run.launch(sums, panel, token_index_map, weights, out, token_offsets, source, *to)

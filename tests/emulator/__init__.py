@@ -77,6 +77,10 @@ class _Entry(ctypes.Structure):
     _fields_ = (("call", ctypes.c_void_p), ("params_bytes", ctypes.c_uint64))
 
 
+# NumPy arrays that kernels may access by addresses in memory, as they do the memory of other GPUs.
+reachable: list = []
+
+
 class Emulated:
     """A compiled source. `kernels` maps each entry point to the number of blocks in its clusters."""
 
@@ -118,7 +122,9 @@ class Emulated:
             )
         buffers = {}
         packed = _pack(name, table, values, buffers)
-        bounds = [bound for buffer in buffers.values() for bound in (buffer.start, buffer.start + buffer.array.nbytes)]
+        ranges = [(buffer.start, buffer.array.nbytes) for buffer in buffers.values()]
+        ranges += [(array.ctypes.data, array.nbytes) for array in reachable]
+        bounds = [bound for start, nbytes in ranges for bound in (start, start + nbytes)]
         global _stacks
         with _launch_lock:
             if _stacks is None:
@@ -130,7 +136,7 @@ class Emulated:
                     packed.ctypes.data,
                     (ctypes.c_size_t * len(bounds))(*bounds),
                     _stacks,
-                    len(buffers),
+                    len(ranges),
                     shared_mem,
                     seed,
                     cluster,
