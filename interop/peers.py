@@ -99,7 +99,7 @@ class Peers:
         if self._beside is None:
             self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
         beside = self._beside
-        beside.wait_stream(torch.cuda.current_stream(device))
+        beside.wait_stream(torch.cuda.current_stream(device.index))  # torch takes longer for a device than for an index
         with torch.cuda.stream(beside):
             for to, source in pairs:
                 to.copy_(source)
@@ -108,7 +108,7 @@ class Peers:
 
     def _wait_for_copies(self) -> None:
         assert self._beside is not None
-        torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
+        torch.cuda.current_stream(self._beside.device.index).wait_stream(self._beside)
         self._copying_to = None
 
     def fetch(self, offered: Offered, start: int, rows: int, used: int) -> Callable[[], PeerArray]:
