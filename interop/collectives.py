@@ -70,20 +70,14 @@ def all_gather(rows: Tensor, what: str, group: Any) -> Pending:
 class Header:
     """A few integers of every rank, on the way to the host while the device works on."""
 
-    def __init__(self, values: Tensor, what: str, group: Any, hosts: Any = None) -> None:
-        """hosts: a gloo backend of the same ranks to go by, for values on the CPU; None goes by the group."""
-        if hosts is None:
-            self._pending: Pending | None = all_gather(values[None], what, group)
-        else:
-            by_rank = values.new_empty((hosts.size(), len(values)))
-            with named(what, group):
-                work = hosts._allgather_base(by_rank, values[None])
-            self._pending = Pending(by_rank, work, what, group, values)
+    def __init__(self, gathered: Pending, is_cuda: bool = False) -> None:
+        """gathered: (P, n) int64, of which each rank has given a row. is_cuda: on the device."""
+        self._pending: Pending | None = gathered
         self._arrived: Any = None
-        if values.is_cuda:
-            gathered, self._pending = self._pending.wait(), None
-            self._values = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            self._values.copy_(gathered, non_blocking=True)
+        if is_cuda:
+            on_device, self._pending = gathered.wait(), None
+            self._values = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            self._values.copy_(on_device, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             self._arrived.record()
 

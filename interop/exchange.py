@@ -21,6 +21,7 @@ from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import SAME, Header
 from moeblaze_cupy.interop.expert_group import RankGroup
+from moeblaze_cupy.interop.hosts import Answers
 from moeblaze_cupy.interop.pull_route import PullRoute
 from moeblaze_cupy.interop.routes import Route, SentRoute, sent_route
 
@@ -37,10 +38,10 @@ class ExpertGroup(RankGroup):
     "gather" sends all rows to all ranks. "static" sends `rows` rows from each rank to each, or L if that is None. Both
     need as many tokens on all ranks, and on CUDA read nothing on the host. "pull" is for GPUs that reach each other's
     memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index, with
-    nothing packed. The host reads nothing of the device, and tells the other hosts its sizes over gloo. d is a multiple
-    of 8 then, and results take the memory of P times the rows of the rank with most tokens, once for all layers that
-    share the ExpertGroup. "auto" is "pull" if `slots` bounds the layer's memory, on_overflow is "drop" or "raise", and
-    the ranks' GPUs are of one host and can access each other's memory; otherwise it is "exact".
+    nothing packed. The host reads nothing of the device, and tells the other ranks its sizes in memory that processes
+    share. d is a multiple of 8 then, and results take the memory of P times the rows of the rank with most tokens, once
+    for all layers that share the ExpertGroup. "auto" is "pull" if `slots` bounds the layer's memory, on_overflow is
+    "drop" or "raise", and the ranks' GPUs are of one host and can access each other's memory; otherwise it is "exact".
     rows: of "static"; rows past it are dropped.
     slots: a bound of the slots of this rank's experts, for which the layer has memory; at least k. None: as many as
     come in "exact", all P*L*k in the others.
@@ -53,10 +54,13 @@ class ExpertGroup(RankGroup):
     Raises TypeError, ValueError, or RuntimeError if other ranks do not answer.
     """
 
-    def plan(self, ids: Tensor) -> tuple[Route, Callable[[], Tensor]]:
-        """The route of ids (L, k) as far as this rank knows it, and what gives (2P,) int64: rows, then slots."""
+    def plan(self, ids: Tensor) -> tuple[Route, Callable[[], Tensor] | None]:
+        """The route of ids (L, k) as far as this rank knows it, and what gives (2P,) int64: rows, then slots.
+
+        Route "pull" counts none.
+        """
         if self.route == "pull":
-            return PullRoute(ids, self), lambda: torch.zeros(2 * self.size, dtype=torch.int64)
+            return PullRoute(ids, self), None
         return sent_route(ids, self)
 
 
@@ -123,13 +127,14 @@ class Begun:
             values += [*dtypes, grads, len(x)]
             self.route, count = experts.plan(ids.detach().contiguous())
             self.route.in_fp8 = in_fp8
-        self.header: Header | None = None
-        if experts.route == "pull":
-            device = torch.device("cpu")  # what is compared is known to the hosts
-        if device.type == "cpu" or experts.route == "exact":
+        self.header: Header | Answers | None = None
+        what = f"all-gather of sizes (call {experts.calls})"
+        if experts.hosts is not None:  # what is compared is known to the hosts
+            self.header = experts.hosts.send(values, what)
+        elif device.type == "cpu" or experts.route == "exact":
             counts = torch.zeros(2 * P, dtype=torch.int64, device=device) if count is None else count()
             header = torch.cat([torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True), counts])
-            self.header = Header(header, f"all-gather of sizes (call {experts.calls})", experts.group, experts.hosts)
+            self.header = Header(collectives.all_gather(header[None], what, experts.group), header.is_cuda)
 
     def finish(self) -> Route:
         """Raises one ValueError on all ranks if their arguments do not fit together."""

@@ -2,21 +2,18 @@
 
 import socket
 from collections import deque
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.interop import collectives
+from moeblaze_cupy.interop import collectives, hosts
 from moeblaze_cupy.interop.peers import TIMEOUT_MS, Peers
 
 Tensor = torch.Tensor
 ROUTES = ("auto", "exact", "gather", "static", "pull")
 OVERFLOWS = ("chunk", "drop", "raise")
-_hosts: dict[Any, Any] = {}  # by process group, of the same ranks over gloo
 
 
 class RankGroup:
@@ -78,7 +75,10 @@ class RankGroup:
             self.on_overflow = "chunk" if self.route == "exact" else "raise"
         self.calls = 0
         self.peers = Peers(group)  # of route "pull"
-        self.hosts = _over_gloo(group, self.number) if self.route == "pull" else None  #: over which sizes travel
+        #: by which ranks tell each other sizes, without their GPUs
+        self.hosts: hosts.HostMemory | hosts.HostGloo | None = None
+        if self.route == "pull":
+            self.hosts = hosts.connect(self.number, len(collectives.SAME), TIMEOUT_MS / 1000, group)
         # Counts by earlier calls, on the host or on their way there: the count, the event of its arrival, the call.
         self._overflows: deque[tuple[Tensor, Any, int]] = deque()
 
@@ -154,20 +154,6 @@ def reach_each_other(gpus: list[Any]) -> bool:
         return False
     names = [name for _, name, _ in gpus]
     return len(set(names)) == len(names) and all(set(names) <= {name, *others} for _, name, others in gpus)
-
-
-def _over_gloo(group: Any, number: int) -> Any:
-    """The gloo backend by which the hosts of a group tell each other sizes, without their GPUs. Made once per group.
-
-    number: of the first ExpertGroup that asks. torch's `new_group` finds no name for it unless all processes have made
-    equally many groups.
-    """
-    if group not in _hosts:
-        ranks, timeout = dist.get_process_group_ranks(group), timedelta(milliseconds=TIMEOUT_MS)
-        store = PrefixStore(f"moeblaze_cupy/{number}/{ranks}", _get_default_store())
-        with collectives.named("connection of hosts", group):
-            _hosts[group] = dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
-    return _hosts[group]
 
 
 def _is_captured(tensor: Tensor) -> bool:

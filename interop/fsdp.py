@@ -104,7 +104,7 @@ class ReduceScatter:
             return torch.empty(size, dtype=dtype, device=device)
         self._is_next = False
         if self._done is not None:
-            torch.cuda.current_stream(device).wait_event(self._done)
+            torch.cuda.current_stream(device.index).wait_event(self._done)
         room: Tensor = self.peers.room("gradients", ((tuple(size), dtype),), device)[0]
         return room
 

@@ -98,7 +98,7 @@ class Peers:
         if self._beside is None:
             self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
         beside = self._beside
-        beside.wait_stream(torch.cuda.current_stream(device))
+        beside.wait_stream(torch.cuda.current_stream(device.index))  # torch takes longer for a device than for an index
         with torch.cuda.stream(beside):
             for to, source in pairs:
                 to.copy_(source)
@@ -107,7 +107,7 @@ class Peers:
 
     def _wait_for_copies(self) -> None:
         assert self._beside is not None
-        torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
+        torch.cuda.current_stream(self._beside.device.index).wait_stream(self._beside)
         self._copying = False
 
     def by_rank(self, rows: Tensor, each: int) -> PeerArray:

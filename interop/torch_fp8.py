@@ -87,7 +87,7 @@ class Copies:
         """`weights`, to be read on the current stream after they have been written."""
         if torch.compiler.is_compiling() or self._stream is None or torch.cuda.is_current_stream_capturing():
             return self.weights  # a capture begins when the GPU is idle
-        stream = torch.cuda.current_stream(self._stream.device)
+        stream = torch.cuda.current_stream(self._stream.device.index)
         if stream != self._stream and self.weights is not None and self._written is not None:
             stream.wait_event(self._written)
             for field in fp8_checks.FIELDS:
@@ -104,7 +104,7 @@ class Copies:
         tensors = (*parts_of(w1), w2)
         shapes = tuple((tensor.shape, tensor.device) for tensor in tensors)
         into = self.weights if shapes == self._shapes else None
-        stream = torch.cuda.current_stream(w2.device) if w2.is_cuda and not _capturing(w2) else None
+        stream = torch.cuda.current_stream(w2.device.index) if w2.is_cuda and not _capturing(w2) else None
         if stream is not None and self._stream is not None and (self._read_elsewhere or stream != self._stream):
             if not self._in_graphs:
                 into = None

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 from ranks_common import TIMEOUT, E, Inputs, K, Leave, case, counts_of, expect, results_of
 from ranks_exchange import peers_over_gloo
+from ranks_hosts import waits_for_ended
 
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
@@ -155,8 +156,12 @@ def last_rank_exits(rank, size, group):
     groups = [dist.new_group(timeout=TIMEOUT) for _ in range(3)]
     forward, backward = (ExpertGroup(of, E) for of in groups[:2])
     out = forward_of(inputs, backward)
+    with peers_over_gloo():
+        pulling = ExpertGroup(group, E, route="pull")
+        results_of(inputs, pulling)
     if rank == size - 1:
         raise Leave
+    waits_for_ended(pulling, inputs, size)
     until("exchange: all-gather of sizes (call 1): rank", results_of, inputs, forward)
     until("exchange: all-to-all of results' gradients (call 1, rows sent [", out.backward, grad)
     until("exchange: options of ExpertGroup: rank", ExpertGroup, groups[2], E)

@@ -49,6 +49,7 @@ LEVELS = [
     ["backward", "quantization"],
     ["__init__"],
     ["interop.inductor", "interop.collectives", "interop.peers", "cli.progress"],
+    ["interop.hosts"],
     ["interop.torch_schema", "interop.torch_fp8", "interop.torch_arguments", "interop.expert_group"],
     ["interop.torch_ops", "interop.torch_router_ops", "interop.fsdp_gather"],
     ["interop.fsdp", "interop.routes"],
@@ -134,7 +135,7 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "deepep"
+    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "deepep", "hosts"
     speaks_torch = tuple(f"interop.{name}" for name in names)
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module.startswith("interop.transformers")

@@ -1,0 +1,135 @@
+"""Cases of the integers that hosts tell each other, in memory that they share or over gloo."""
+
+import os
+import random
+import re
+import tempfile
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+from ranks_common import E, Inputs, case, compare, counts_of, expect, results_of
+from ranks_exchange import peers_over_gloo
+
+from moeblaze_cupy.interop import hosts
+from moeblaze_cupy.interop.exchange import ExpertGroup
+
+WORDS = 11
+LARGEST = 2**47 - 1
+CALLS = 2000
+
+
+@contextmanager
+def folder_of(rank, name):
+    """Files of shared memory are made here by rank 0, which leaves none."""
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(exist_ok=True)
+    with mock.patch.object(hosts, "FOLDER", str(folder)):
+        yield
+    assert rank > 0 or not list(folder.iterdir())
+
+
+def is_after_another(said, last, size):
+    """Of several ranks that wait for the last one, one may fail first. The others name both."""
+    return size > 2 and re.search(rf"expected those of ranks \[.*, {last}\], of which \[.*\] have given up", said)
+
+
+def told_in(call, size):
+    """By rank, what it tells in a call."""
+    return [[(call * 31 + rank * 7 + place) ** 3 % (LARGEST + 1) for place in range(WORDS)] for rank in range(size)]
+
+
+@case
+def hosts_share_memory(rank, size, group):
+    """Ranks run ahead and behind, and leave some calls unread, as after an error. The number of a call begins anew."""
+    with folder_of(rank, "memory"):
+        memory = hosts.share_memory(WORDS, 60, group)
+    memory.calls = 2**16 - CALLS // 2
+    rng = random.Random(rank)
+    for call in range(CALLS):
+        if rng.random() < 0.05:
+            time.sleep(rng.choice((1e-5, 1e-4, 1e-3, 5e-3)))
+        values = told_in(call, size)
+        answers = memory.send(values[rank], f"call {call}")
+        if rng.random() < 0.9:
+            assert answers.read() == values and answers.read() is answers.read()
+    before = answers
+    memory.send([LARGEST] * WORDS, "the last call").read()
+    assert before.read() == told_in(CALLS - 1, size)
+
+
+@case
+def hosts_tell_what_fits(rank, size, group):
+    """The other ranks are not told what does not fit, nor is the call counted."""
+    memory = hosts.share_memory(WORDS, 60, group)
+    for values in ([-1] * WORDS, [LARGEST + 1] + [0] * (WORDS - 1), [0]):
+        expected = f"exchange: sizes (call 7): expected {WORDS} integers from 0 to {LARGEST}, got {values}"
+        expect(ValueError, expected, memory.send, values, "sizes (call 7)")
+    assert memory.send([LARGEST] * WORDS, "sizes").read() == [[LARGEST] * WORDS] * size
+
+
+@case
+def hosts_without_shared_memory(rank, size, group):
+    """If a rank has no memory, or the first makes none, or files of one name differ, all go over gloo."""
+    last, open_file = rank == size - 1, os.open
+
+    def fail(*_):
+        raise FileNotFoundError
+
+    def open_other(path, flags, nbytes=2**16):
+        other = Path(f"{path}-other")
+        other.write_bytes(bytes(nbytes))
+        file = open_file(other, flags)
+        other.unlink()
+        return file
+
+    def connected(number):
+        found = hosts.connect(number, WORDS, 60, dist.new_group())
+        assert isinstance(found, hosts.HostGloo)
+        values = told_in(number, size)
+        assert found.send(values[rank], "sizes").read() == values
+
+    with folder_of(rank, "some"):
+        for function in (fail, open_other, partial(open_other, nbytes=1)):
+            with mock.patch.object(hosts.os, "open", function if last else open_file):
+                assert hosts.share_memory(WORDS, 60, group) is None
+        with mock.patch.object(hosts.os, "open", fail if last else open_file):
+            connected(10**6)
+        with mock.patch.object(hosts.os, "posix_fallocate", fail):
+            assert hosts.share_memory(WORDS, 60, group) is None
+    with mock.patch.object(hosts, "FOLDER", "/there is no such folder"), peers_over_gloo():
+        connected(10**6 + 1)
+        experts = ExpertGroup(dist.new_group(), E, route="pull")
+        assert isinstance(experts.hosts, hosts.HostGloo)
+        inputs = Inputs(rank, counts_of(size, "uneven"))
+        compare(inputs, results_of(inputs, experts), 1e-14)
+
+
+@case
+def hosts_give_up(rank, size, group):
+    """The last rank is late for the others, who have given up when it comes. Nobody waits for a rank that has."""
+    memory = hosts.share_memory(WORDS, 0.3, group)
+    values = told_in(0, size)
+    assert memory.send(values[rank], "sizes (call 1)").read() == values
+    last, others = size - 1, list(range(size - 1))
+    if rank == last:
+        dist.barrier(group)
+    answers = memory.send(values[rank], "sizes (call 2)")
+    said = expect(RuntimeError, f"exchange: sizes (call 2): rank {rank} of {size} got no answer", answers.read)
+    if rank == last:
+        assert f"expected those of ranks {others}, of which {others} have given up" in said
+    else:
+        assert f"{last}] within 0.3 s, got none" in said or is_after_another(said, last, size)
+        dist.barrier(group)
+    expect(RuntimeError, said.partition("others: ")[2], answers.read)
+    expect(RuntimeError, "sizes (call 3): rank", memory.send, values[rank], "sizes (call 3)")
+
+
+def waits_for_ended(experts, inputs, size):
+    """The call of an ExpertGroup of route "pull" whose last rank has ended raises an error that names it."""
+    last, what = size - 1, "exchange: all-gather of sizes (call 2): rank"
+    said = expect(RuntimeError, what, results_of, inputs, experts)
+    assert f"{last}], of which [{last}] have ended" in said or is_after_another(said, last, size), said
