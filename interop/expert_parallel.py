@@ -82,9 +82,7 @@ def _check_fp8(
 ) -> None:
     function = "expert_parallel_moe"
     of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
-    checks.one_of(function, "row_precision", row_precision, fp8_checks.PRECISIONS)
-    if row_precision is not None and precision is None:
-        raise checks.bad_value(function, "row_precision", "None without precision='fp8'", repr(row_precision))
+    fp8_checks.row_precision(function, row_precision, precision)
     if row_precision is not None and not experts.sends_fp8:
         raise checks.bad_value(function, "row_precision", f"None with {type(experts).__name__}", repr(row_precision))
     if precision is None:
