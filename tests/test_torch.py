@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from dataclasses import fields, replace
 
 import ml_dtypes
@@ -243,6 +244,19 @@ def test_inputs_changed_before_backward_are_noticed():
     x += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(grad_out)
+
+
+def test_halves_are_checked_by_name():
+    x, ids, weights, w1, w2, _ = tensors(SMALL)
+    gate, up = w1.chunk(2, 2)
+    for kind, text, given in (
+        (TypeError, "w1[0]: expected a torch tensor, got <class 'NoneType'>", (None, up)),
+        (TypeError, "w1[1]: expected a torch tensor, got <class 'numpy.ndarray'>", (gate, up.numpy())),
+        (ValueError, "w1: expected one array or a pair (gate, up), got 3 arrays", (gate, up, up)),
+        (ValueError, "w1: expected one array or a pair (gate, up), got 0 arrays", []),
+    ):
+        with pytest.raises(kind, match=f"^moe: {re.escape(text)}"):
+            moe(x, ids, weights, given, w2)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
