@@ -20,7 +20,14 @@ package's peak memory over that of {title(PEER)}. All are of one run."""
 
 
 def records() -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
+    """Raises ValueError for one without a layer to show."""
+    found = {path: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+    for path, record in found.items():
+        if not layers(record):
+            expected = f"a layer that ran both passes as moeblaze, cublas_bound and {PEER}"
+            got = sorted({row["provider"] for row in rows_of(record, "layer")})
+            raise ValueError(f"bench.report: {path.name}: expected {expected}, got none among the providers {got}")
+    return list(found.values())
 
 
 def layers(record: dict) -> list[dict]:

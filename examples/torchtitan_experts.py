@@ -5,7 +5,8 @@ torchtitan_train --module deepseek_v3 --config ... --override.imports examples.t
 The override takes the place of the token dispatcher and of the grouped products between its two exchanges: rows travel
 once to each rank with an expert of theirs, and are neither sorted nor padded. Router, shared experts, sharding and
 checkpoints stay torchtitan's, with weights of the same names and shapes. It is written for a torchtitan of 2026 whose
-GroupedExperts has w1_EFD, w2_EDF and w3_EFD.
+GroupedExperts has w1_EFD, w2_EDF and w3_EFD. For products and rows in e4m3 (bfloat16 weights, Hopper), have
+`routed_experts` pass `precision="fp8", row_precision="fp8"` to its first `derive`.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,12 @@ class MoeblazeExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        precision: str | None = None  #: of products
+        row_precision: str | None = None  #: of rows between ranks, as of `expert_parallel_moe`
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.precision, self.row_precision = config.precision, config.row_precision
 
     def forward(self, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, group: ExpertGroup | None) -> Tensor:
         stored = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
@@ -38,9 +44,12 @@ class MoeblazeExperts(GroupedExperts):
         )  # views: the kernels take either order
         rows = x_TD.to(w2.dtype)
         scores = scores_TK if scores_TK.dtype == w2.dtype else scores_TK.float()
+        # FSDP2 frees weights after forward, so backward quantises them again rather than keep copies.
+        options: dict[str, Any] = {"precision": self.precision, "keep_fp8_weights": False}
         if group is None:
-            return moe(rows, ids_TK, scores.contiguous(), w1, w2).to(x_TD.dtype)
-        return expert_parallel_moe(rows, ids_TK, scores, w1, w2, group).to(x_TD.dtype)
+            return moe(rows, ids_TK, scores.contiguous(), w1, w2, **options).to(x_TD.dtype)
+        options["row_precision"] = self.row_precision
+        return expert_parallel_moe(rows, ids_TK, scores, w1, w2, group, **options).to(x_TD.dtype)
 
 
 class MoeblazeRoutedExperts(RoutedExperts):

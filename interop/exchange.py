@@ -111,21 +111,21 @@ class Begun:
         self.experts = experts
         self.error: Exception | None = None
         P = experts.size
+        count: Callable[[], Tensor] | None = None
         try:
             _check(x, ids, weights, experts)
             check()
             experts.check_overflow()
+            self.route, count = experts.plan(ids.detach().contiguous())
         except Exception as error:  # of any kind, as the others would wait for this rank until their timeout
             self.error = error
         device = x.device if isinstance(x, Tensor) else torch.device("cpu")
         values = [1] + [0] * (len(SAME) - 1)
-        count: Callable[[], Tensor] | None = None
         if self.error is None:
             sent = torch.float8_e4m3fn if in_fp8 else x.dtype, weights.dtype
             dtypes = map(collectives.SENT_DTYPES.index, sent)
             values = [0, experts.number, experts.calls, x.shape[1], ids.shape[1], experts.num_experts]
             values += [*dtypes, grads, len(x)]
-            self.route, count = experts.plan(ids.detach().contiguous())
             self.route.in_fp8 = in_fp8
         self.header: Header | Answers | None = None
         what = f"all-gather of sizes (call {experts.calls})"

@@ -82,9 +82,7 @@ def _check_fp8(
 ) -> None:
     function = "expert_parallel_moe"
     of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
-    checks.one_of(function, "row_precision", row_precision, fp8_checks.PRECISIONS)
-    if row_precision is not None and precision is None:
-        raise checks.bad_value(function, "row_precision", "None without precision='fp8'", repr(row_precision))
+    fp8_checks.row_precision(function, row_precision, precision)
     if row_precision is not None and not experts.sends_fp8:
         raise checks.bad_value(function, "row_precision", f"None with {type(experts).__name__}", repr(row_precision))
     if precision is None:
@@ -200,16 +198,17 @@ class _ExpertParallel(torch.autograd.Function):
                 index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
                 route.count_dropped(index.dropped)
             if saved is not None:
-                lists, index = saved.index.split()
+                (lists, _), index = saved.index.split()
                 kept.append(SavedForBackward(None, None, None, None, index, None, None, activation, saved.save))
-                tensors += [saved.first_layer, saved.y_swi, *lists]
+                tensors += [saved.first_layer, saved.y_swi, lists]
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
         experts.count_overflow(route.counted)
         ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.in_fp8 = route, pieces, kept, into, in_fp8
         ctx.set_materialize_grads(False)
         values, scales = values_and_scales(rows) if experts.keep_received else (x, None)
-        ctx.save_for_backward(values, scales, got, gate, up, w2, ids, *in_fp8.kept(made), *tensors)
+        read_ids = ids if experts.route == "pull" else None  # other routes may see them change before backward
+        ctx.save_for_backward(values, scales, got, gate, up, w2, read_ids, *in_fp8.kept(made), *tensors)
         return route.bring_back(y)()
 
     @staticmethod
@@ -235,8 +234,8 @@ class _ExpertParallel(torch.autograd.Function):
 
         def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
             kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
-            first_layer, y_swi, *lists = tensors[4 * piece : 4 * piece + 4]
-            index = kept.index.joined(lists)
+            first_layer, y_swi, lists = tensors[3 * piece : 3 * piece + 3]
+            index = kept.index.joined((lists, None))
             shared = kept.activation, kept.save, kept.consumed
             saved = SavedForBackward(x[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
             saved.precision, saved.fp8_weights = in_fp8.precision, fp8_weights

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from moeblaze_cupy import checks
+from moeblaze_cupy import checks, structures
+from moeblaze_cupy.layer import named_pair
 
 DENSE = "a dense tensor, as values() of a nested one is"
 
@@ -14,13 +15,9 @@ def gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
     """w1 or b1 as (gate, up): a tensor alone is the gate, and up is None then."""
     if not isinstance(weight, (tuple, list)):
         return weight, None
-    if len(weight) not in (1, 2):
-        raise ValueError(f"moe: {name}: expected one tensor or a pair (gate, up), got {len(weight)} tensors")
-    gate, up = (*weight, None)[:2]
-    if len(weight) == 2:
-        check_tensor(name, gate)
-        check_tensor(f"{name}[1]", up)
-    return gate, up
+    for part, tensor in named_pair("moe", name, weight).items():
+        check_tensor(part, tensor)
+    return structures.gate_and_up(weight)
 
 
 def check_tensors(layer: Sequence[Any], unreduced: bool) -> None:

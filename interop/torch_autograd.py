@@ -402,10 +402,10 @@ class EagerMoE(torch.autograd.Function):
         given = tensors if len(tensors) > 6 else (*tensors, *_NO_REST)
         out, saved = layer.forward(given, options, None, ctx.precision, fp8_weights)
         assert saved is not None
-        lists, index = saved.index.split()
+        (lists, _), index = saved.index.split()  # without ids, which no backward reads: they may change meanwhile
         kept = saved.fp8_weights if keep_fp8_weights else fp8_weights
         of_fp8 = fp8_checks.arrays_of("moe", ctx.precision, kept)
-        ctx.save_for_backward(*of_fp8, tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, *lists)
+        ctx.save_for_backward(*of_fp8, tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, lists)
         ctx.has_fp8_weights = kept is not None
         ctx.fp8_weights = None if fp8_weights is None else weakref.ref(fp8_weights)
         ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
@@ -424,7 +424,7 @@ class EagerMoE(torch.autograd.Function):
             fields = fp8_checks.FIELDS
             fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)), gate_up=gate_up)
             unpacked = unpacked[len(fields) :]
-        x, weights, gate, up, w2, *biases, first_layer, y_swi, lists, ids = unpacked
+        x, weights, gate, up, w2, *biases, first_layer, y_swi, lists = unpacked
         tell_inputs(ctx, x, weights, gate, up, w2, *biases)
         if ctx.precision is not None and fp8_weights is None:
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=gate_up)
@@ -432,7 +432,7 @@ class EagerMoE(torch.autograd.Function):
         needed_biases: tuple[bool, ...] = ()
         if biases:
             b1, b2, needed_biases = joined(*biases[:2]), biases[2], (needed[6] or needed[7], needed[8])
-        made = index.joined((lists, ids)), first_layer, y_swi, activation, save, ctx.consumed
+        made = index.joined((lists, None)), first_layer, y_swi, activation, save, ctx.consumed
         of_fp8 = ctx.precision, fp8_weights
         saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots, *of_fp8)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))

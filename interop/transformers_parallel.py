@@ -6,7 +6,7 @@ parallelism, as 5.23 does and 5.17 does not, the import registers `DistributedCo
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +31,7 @@ def parallelize_experts(
     group: Callable[[DeviceMesh, int], ExpertGroup] = ExpertGroup,
     save: str = "minimal",
     precision: str | None = None,
+    row_precision: str | None = None,
 ) -> tuple[str, ...]:
     """Spreads the experts of every layer over the ranks of a mesh; returns the names of their modules.
 
@@ -44,6 +45,8 @@ def parallelize_experts(
     precision: as of `moeblaze_cupy.interop.transformers.register`: with "fp8" every forward quantises this rank's
     weights. They are kept for backward, or with save="recompute" quantised again. What cannot be computed in e4m3
     raises the errors of `expert_parallel_moe` and `moe` in forward.
+    row_precision: as of `expert_parallel_moe`: "fp8", with precision="fp8", sends rows in e4m3. Experts that run by
+    `exchange`, such as those with biases and all under autocast, raise ValueError in forward.
     Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
     are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
     Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
@@ -52,6 +55,7 @@ def parallelize_experts(
     function = "parallelize_experts"
     checks.one_of(function, "save", save, SAVE_POLICIES)
     checks.one_of(function, "precision", precision, fp8_checks.PRECISIONS)
+    fp8_checks.row_precision(function, row_precision, precision)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{function}: mesh: expected a DeviceMesh of one dimension, got {type(mesh)}")
     found = {name: module for name, module in model.named_modules() if _has_experts(name, module)}
@@ -64,10 +68,11 @@ def parallelize_experts(
         number = transformers_experts.weights_of(module)[0].shape[0]
         if number not in groups:
             groups[number] = group(mesh, number)
+    options = _Options(save, precision, row_precision)
     for module in found.values():
         experts = groups[transformers_experts.weights_of(module)[0].shape[0]]
         _keep_part(module, mesh, experts)
-        module.forward = types.MethodType(_forward_over(experts, save, precision), module)
+        module.forward = types.MethodType(_forward_over(experts, options), module)
     return tuple(found)
 
 
@@ -99,9 +104,17 @@ def _keep_part(module: torch.nn.Module, mesh: DeviceMesh, experts: ExpertGroup) 
         setattr(module, name, torch.nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
 
-def _forward_over(experts: ExpertGroup, save: str, precision: str | None) -> Callable[..., Tensor]:
+class _Options(NamedTuple):
+    """Of `parallelize_experts`."""
+
+    save: str
+    precision: str | None
+    row_precision: str | None
+
+
+def _forward_over(experts: ExpertGroup, options: _Options) -> Callable[..., Tensor]:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return _over_ranks(self, hidden_states, top_k_index, top_k_weights, experts, save, precision)
+        return _over_ranks(self, hidden_states, top_k_index, top_k_weights, experts, options)
 
     return forward
 
@@ -116,20 +129,24 @@ def _over_ranks(
     ids: Tensor,
     weights: Tensor,
     experts: ExpertGroup,
-    save: str,
-    precision: str | None = None,
+    options: _Options,
 ) -> Tensor:
     """(L, d) of this rank's tokens x (L, d), whose ids (L, k) are of all E experts; module has this rank's."""
-    formula = formula_of(module)
+    formula, name = formula_of(module), name_of(type(module))
     if formula.activation is None:
-        raise NotImplementedError(f"moeblaze: {name_of(type(module))}: {formula.reason}")
+        raise NotImplementedError(f"moeblaze: {name}: {formula.reason}")
+    save, precision, row_precision = options
     w1, w2, biases = transformers_experts.arguments_of(module, _local)
     plain = not biases and formula.gate_up == "halves" and not getattr(module, "has_post_expert_norm", False)
     if plain and not transformers_experts.has_autocast(x):
         rows = x.to(w2.dtype)
         wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
-        options = transformers_experts.layer_options(save, precision)
-        out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, activation=formula.activation, **options)
+        of_layer = transformers_experts.layer_options(save, precision)
+        of_layer.update(activation=formula.activation, row_precision=row_precision)
+        out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, **of_layer)
+    elif row_precision is not None:
+        expected = f"None {'under torch.autocast' if plain else f'for {name}'}, as `exchange` sends rows in x's dtype"
+        raise checks.bad_value("moeblaze", "row_precision", expected, repr(row_precision))
     else:
         rows, local_ids, got, route = exchange(x, ids, weights, experts)
         out = collect(
@@ -148,11 +165,13 @@ else:
         """`DistributedConfig(ep_implementation="moeblaze")`: a row travels once to each rank with an expert of it.
 
         The ranks of a tensor parallel group have the same tokens. Each rank sends its part of them.
-        A subclass sets `save` and `precision`, of `parallelize_experts`, and is registered under its own name.
+        A subclass sets `save`, `precision` and `row_precision`, of `parallelize_experts`, and is registered under its
+        own name.
         """
 
         save: str = "minimal"
         precision: str | None = None
+        row_precision: str | None = None
 
         def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
@@ -169,7 +188,8 @@ else:
                     .to_local()
                     for tensor in (x, ids, weights)
                 )
-            out = _over_ranks(self.experts, x, ids, weights, self.group, self.save, self.precision)
+            options = _Options(self.save, self.precision, self.row_precision)
+            out = _over_ranks(self.experts, x, ids, weights, self.group, options)
             if self.tp_mesh.size() == 1:
                 return out
             shape = hidden_states.shape

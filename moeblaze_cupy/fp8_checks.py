@@ -28,6 +28,13 @@ def arrays_of(function: str, precision: Any, fp8_weights: Any) -> tuple[Any, ...
     return tuple(getattr(fp8_weights, field) for field in FIELDS)
 
 
+def row_precision(function: str, row_precision: Any, precision: Any) -> None:
+    """Checks how rows travel between ranks, beside the precision of products, which is checked already."""
+    checks.one_of(function, "row_precision", row_precision, PRECISIONS)
+    if row_precision is not None and precision is None:
+        raise checks.bad_value(function, "row_precision", "None without precision='fp8'", repr(row_precision))
+
+
 def rows(function: str, name: str, values: Array, scales: Array) -> None:
     """Of `Fp8Rows`, the argument `name`; the shape of the values is left to the checks of rows."""
     checks.dtype(function, f"{name}.values", values, ("uint8",))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from ranks_common import expect
+from ranks_common import expect, rounded
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -214,6 +214,66 @@ def experts_in_fp8(rank, size, group):
     for name, value in (("precision", "fp4"), ("save", "some")):
         spread = functools.partial(parallelize_experts, experts_of(), mesh, **{name: value})
         expect(ValueError, f"parallelize_experts: {name}: expected one of", spread)
+
+
+@case
+def rows_in_fp8(rank, size, group):
+    """The numbers beside bf16 rows and beside one process; by subclasses of `ExpertParallel` too; errors."""
+    register("moeblaze_fp8", precision="fp8")
+    mesh, in_fp8 = DeviceMesh.from_group(group, "cpu"), {"precision": "fp8", "row_precision": "fp8"}
+    rng = torch.Generator().manual_seed(0)
+    tokens, grads = (torch.randn(12 * size, 32, generator=rng).bfloat16() for _ in range(2))
+    ids = torch.stack([torch.randperm(8, generator=rng)[:3] for _ in tokens])
+    weights, here = torch.rand(12 * size, 3, generator=rng), slice(12 * rank, 12 * rank + 12)
+
+    def experts_of(kind="Qwen3Moe", **options):
+        sizes = {"moe_intermediate_size": 32, "intermediate_size": 32} | options
+        return model_of(kind, "moeblaze_fp8", **sizes).bfloat16().model.layers[0].mlp.experts
+
+    def run(experts, tokens, grads, part):
+        """out and the gradients of x, weights and the experts' parameters."""
+        x, scores = (tensor[part].clone().requires_grad_() for tensor in (tokens, weights))
+        out = experts(x, ids[part], scores)
+        out.backward(grads[part])
+        of_experts = [parameter.grad for parameter in experts.parameters()]
+        return out, x.grad, scores.grad, *(g.full_tensor() if isinstance(g, DTensor) else g for g in of_experts)
+
+    def spread(**options):
+        experts = experts_of()
+        parallelize_experts(experts, mesh, **options)
+        return experts
+
+    in_bf16 = run(spread(precision="fp8"), tokens, grads, here)
+    of_rounded = run(experts_of(), rounded(tokens), rounded(grads), slice(None))
+    for save in ("minimal", "recompute"):
+        got = run(spread(save=save, **in_fp8), tokens, grads, here)
+        assert all(torch.equal(mine, of_bf16) for mine, of_bf16 in zip(got[:3], in_bf16[:3], strict=True))
+        for mine, of_bf16, whole in zip(got[3:], in_bf16[3:], of_rounded[3:], strict=True):
+            assert torch.equal(mine, whole) and not torch.equal(mine, of_bf16)
+    if hasattr(DistributedConfig, "ep_implementation"):
+
+        class InFp8(transformers_parallel.ExpertParallel):
+            precision = row_precision = "fp8"
+
+        experts = experts_of()
+        experts.num_experts = 4
+        for name, whole in list(experts.named_parameters()):
+            setattr(experts, name, torch.nn.Parameter(whole.detach()[rank * 4 : rank * 4 + 4]))
+        both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+        InFp8(experts, both["ep"], both["tp"])(tokens[here], ids[here], weights[here]).backward(grads[here])
+        for parameter, whole in zip(experts.parameters(), of_rounded[3:], strict=True):
+            assert torch.equal(parameter.grad, whole[rank * 4 : rank * 4 + 4])
+    inputs = tokens[here], ids[here], weights[here]
+    with torch.autocast("cpu", torch.bfloat16):
+        expect(ValueError, "row_precision: expected None under torch.autocast", spread(**in_fp8), *inputs)
+    with_biases = experts_of("GptOss")
+    parallelize_experts(with_biases, mesh, **in_fp8)
+    expect(ValueError, "moeblaze: row_precision: expected None for GptOssExperts, as", with_biases, *inputs)
+    for text, options in (
+        ("expected None without precision='fp8', got 'fp8'", {"row_precision": "fp8"}),
+        ("expected one of None, 'fp8', got 'e5m2'", in_fp8 | {"row_precision": "e5m2"}),
+    ):
+        expect(ValueError, f"parallelize_experts: row_precision: {text}", functools.partial(spread, **options))
 
 
 @case

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from bench import cases, report, summary
+from bench import cases, other_gpus, report, summary
 from bench.recorded import Records, routed_mib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -254,6 +254,17 @@ def test_other_gpus_stand_beside_their_own_bound_and_torch():
     assert f"{record['machine_info']['gpu']}: a training pass takes {bound} as long as its products" in text
     of_all = f"(median {median(ratios['torch']):.2f}, {len(ratios['torch'])} layers)"
     assert f"`grouped_mm` {torchs} as long as this layer {of_all}" in text
+
+
+def test_a_record_of_another_gpu_without_torch_is_refused_by_its_name(tmp_path, monkeypatch):
+    record = json.loads((other_gpus.FOLDER / "h100-layer.json").read_text())
+    ours = [row for row in record["benchmarks"] if row["extra_info"]["provider"] != other_gpus.PEER]
+    (tmp_path / "h300-layer.json").write_text(json.dumps(record | {"benchmarks": ours}))
+    monkeypatch.setattr(other_gpus, "FOLDER", tmp_path)
+    said = r"^bench.report: h300-layer.json: expected a layer .* got none among the providers \['cublas_bound', 'moe"
+    for lines in (other_gpus.headline, lambda: other_gpus.section(None)):
+        with pytest.raises(ValueError, match=said):
+            lines()
 
 
 def test_readme_has_the_errors_and_losses_of_the_records():

@@ -23,20 +23,8 @@ def shapes_of(E: int, d: int, h: int, halves: int) -> dict[str, tuple[int, ...]]
 
 def rows(layout: Layout) -> Launch | None:
     """The launch for contiguous rows (L, d), None without rows. Addresses: rows, out (L, d) e4m3, scales (L,)."""
-    L, d = layout.shape
-    if not L:
-        return None
-    threads_per_row = launch_config.quantize_threads(d)
-    threads = max(launch_config.QUANTIZE_THREADS, threads_per_row)
-    suffix = "" if is_aligned((layout.misalignment,), (d,)) else "_unaligned"
-    return Launch(
-        loader.entry("quantize.cu", f"quantize_rows_{layout.dtype}{suffix}"),
-        (launch_config.ceil_div(L, threads // threads_per_row),),
-        threads,
-        ("rows", "out", "scales"),
-        {"L": L, "d": d, "threads_per_row": threads_per_row},
-        why=(f"{threads_per_row} threads for each row of {d} elements",),
-    )
+    suffix = "" if is_aligned((layout.misalignment,), layout.shape[1:]) else "_unaligned"
+    return _of_rows(layout, f"quantize_rows_{layout.dtype}{suffix}", ("rows", "out", "scales"))
 
 
 def dequantize_rows(layout: Layout) -> Launch | None:
@@ -44,16 +32,20 @@ def dequantize_rows(layout: Layout) -> Launch | None:
 
     d is a multiple of 8, and rows and out are aligned.
     """
+    return _of_rows(layout, "dequantize_rows_bfloat16", ("rows", "scales", "out"))
+
+
+def _of_rows(layout: Layout, entry: str, addresses: tuple[str, ...]) -> Launch | None:
     L, d = layout.shape
     if not L:
         return None
     threads_per_row = launch_config.quantize_threads(d)
     threads = max(launch_config.QUANTIZE_THREADS, threads_per_row)
     return Launch(
-        loader.entry("quantize.cu", "dequantize_rows_bfloat16"),
+        loader.entry("quantize.cu", entry),
         (launch_config.ceil_div(L, threads // threads_per_row),),
         threads,
-        ("rows", "scales", "out"),
+        addresses,
         {"L": L, "d": d, "threads_per_row": threads_per_row},
         why=(f"{threads_per_row} threads for each row of {d} elements",),
     )
