@@ -103,9 +103,10 @@ class Experts:
         self._rooms[part] = rooms
         if len(self._rooms) == len(self.parts):
             arrays = (*self._rooms[self.parts[0]], *self._rooms[self.parts[1]])
+            named: dict[str, Any] = dict(zip(FIELDS, arrays, strict=True))
             w1, w2 = (part.local.to(torch.bfloat16).transpose(1, 2) for part in self.parts)
             self._rooms.clear()
-            mb.quantize_weights(w1, w2, Fp8Weights(**dict(zip(FIELDS, arrays, strict=True)), amax=self._amax))
+            mb.quantize_weights(w1, w2, Fp8Weights(**named, amax=self._amax))
 
     def have(self, w1: Any, w2: Any) -> bool:
         """Whether these two parameters are what was gathered."""
