@@ -36,18 +36,17 @@ class Part(Shard):
         number, N, K = local.shape
         of_e4m3 = tuple((shape, torch.uint8) for shape in ((number, K, N), (number, N, K)))
         self.forms = (*of_e4m3, ((number, halves), torch.float32))
-        every = [local.new_empty((memory.size * number, *shape[1:]), dtype=dtype) for shape, dtype in self.forms]
+        E, every = memory.size * number, []
+        for shape, dtype in self.forms:
+            every.append(local.new_empty((E, *shape[1:]), dtype=dtype))
+            every[-1].untyped_storage().resize_(0)
         *self.e4m3, self.scales = every
         self._by_rank = [whole.view(memory.size, number, *whole.shape[1:]) for whole in every]
-        self._as_other = [
-            self.e4m3[FORWARD].view(self.e4m3[BACKWARD].shape),
-            self.e4m3[BACKWARD].view_as(every[FORWARD]),
-        ]
+        self._as_other = [whole.view(other.shape) for whole, other in zip(every[1::-1], every, strict=False)]
         # What autograd and the layer's checks look at: a shape, strides and an address, without memory for its numbers.
-        self.whole = local.new_empty((memory.size * number, N, K), dtype=torch.bfloat16)
+        self.whole = local.new_empty((E, N, K), dtype=torch.bfloat16)
         self.weight = self.whole.transpose(1, 2)
-        for whole in (*every, self.whole):
-            whole.untyped_storage().resize_(16 if whole is self.whole else 0)
+        self.whole.untyped_storage().resize_(16)
         self.inner, self._here = every, {BACKWARD, FORWARD}
         self._state, self._read = "", dict[str, set[int]]()  # FSDP2's in a gather; by it, what was read of such gathers
         self.hook(memory, local)

@@ -107,9 +107,8 @@ class Shard:
         return [(self.parts, offered.at)]
 
     def made(self) -> Tensor:
-        """What FSDP2 makes the whole parameter of. Autograd counts the writes to a tensor that it has saved; `data` has
-        a count of its own."""
-        return self.whole.data
+        """What FSDP2 makes the whole parameter of."""
+        return self.whole.data  # autograd counts the writes to a tensor that it has saved; this has a count of its own
 
     def __deepcopy__(self, memo: Any) -> "Shard":
         """For the copy of a parameter: its hooks raise, as they would gather this one."""
