@@ -8,6 +8,9 @@ case runs on the CPU over gloo, which shows that the suite runs and nothing else
 Routes that read nothing on the host have memory for SLOTS times the slots that balanced routing gives a rank. With
 --plain there is also route "pull" whose rows are all read by kernels, none copied beside products.
 
+With --fp8 FSDP2 has rows of layers with precision="fp8" too, whose gradients travel in bfloat16: by copy engines that
+bring weights in bfloat16 ("copies-bf16-fp8") and in e4m3 ("copies-bf16-fp8-e4m3").
+
 With --fp8 there is also route "pull" with precision="fp8" ("pull-fp8"), and with row_precision="fp8" as well
 ("pull-fp8-rows"), of weights that are quantised before the calls. Their efficiency is that beside one GPU's layer in
 fp8. Their errors are those of e4m3, from the results of bf16. On the CPU their route is "exact".
@@ -53,6 +56,7 @@ ROUTES = ("exact", "gather", "pull")
 PLAIN = "pull-plain"  # route "pull" without copies
 COPIES, COPIES_BF16 = "copies", "copies-bf16"  # FSDP2's collectives by copy engines; gradients travel in bfloat16
 FSDP = ("moeblaze", COPIES, COPIES_BF16)
+FSDP_FP8 = (f"{COPIES_BF16}-fp8", f"{COPIES_BF16}-fp8-e4m3")  # weights travel in bfloat16, and in e4m3
 MOST_FSDP_BYTES = 24 * 2**30  # of a stack's parameters, for which FSDP2 has a row: dsv3's are for expert parallelism
 
 
@@ -223,7 +227,7 @@ class ExpertParallel:
         self.whole = None
 
 
-def stack_of(case, mesh, reduce_dtype=torch.float32):
+def stack_of(case, mesh, reduce_dtype=torch.float32, precision=None):
     """STACKED layers of norm, router and experts with residuals, under FSDP2 on a mesh, or plain without one."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -232,6 +236,7 @@ def stack_of(case, mesh, reduce_dtype=torch.float32):
             super().__init__()
             self.norm = torch.nn.RMSNorm(case.d, device=device(), dtype=torch.bfloat16)
             options = {"activation": case.activation, "device": device(), "dtype": torch.bfloat16}
+            options["precision"] = precision
             self.moe = MoE(case.d, case.h, case.E, case.k, **options)
 
         def forward(self, x):
@@ -285,7 +290,7 @@ def expert_rows(case, sizes, rank, rounds, everyone, plain=False, in_fp8=False):
     return rows
 
 
-def fsdp_rows(case, sizes, rank, rounds, everyone):
+def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False):
     """Rows of FSDP2: the plain stack on each GPU, then sharded over each size."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -298,13 +303,18 @@ def fsdp_rows(case, sizes, rank, rounds, everyone):
         if size > 1:
             table = torch.arange(world // size * size).view(-1, size)
             mesh = DeviceMesh(device(), table, mesh_dim_names=("replicate", "shard"))["shard"]
-        for provider in ("moeblaze",) if size == 1 or not has_gpu() else FSDP:
+        alone = size == 1 or not has_gpu()
+        providers = ("moeblaze",) if alone else FSDP
+        if in_fp8:
+            providers = (*providers, *(("moeblaze-fp8",) if alone else FSDP_FP8))
+        for provider in providers:
             torch.manual_seed(0)
-            reduce_dtype = torch.bfloat16 if provider == COPIES_BF16 else torch.float32
-            stack, engines = stack_of(case, mesh, reduce_dtype), None
-            if provider in (COPIES, COPIES_BF16):
+            collectives, *how = provider.split("-")
+            reduce_dtype = torch.bfloat16 if "bf16" in how else torch.float32
+            stack, engines = stack_of(case, mesh, reduce_dtype, "fp8" if "fp8" in how else None), None
+            if collectives == COPIES:
                 engines = CopyEngines(mesh)
-                engines.serve(*stack, stack)
+                engines.serve(*stack, stack, in_e4m3="e4m3" in how)
             x = torch.randn(case.L, case.d, device=device(), dtype=torch.bfloat16)
 
             def work(stack=stack, x=x):
@@ -337,10 +347,10 @@ def with_efficiency(rows):
 
 def table(rows):
     lines = [
-        "case        what     provider        GPUs        ms  back to back   of one GPU   peak MiB   largest error"
+        "case        what     provider             GPUs        ms  back to back   of one GPU   peak MiB   largest error"
     ]
     for row in rows:
-        head = f"{row['case']:<12}{row['what']:<9}{row['provider']:<16}{row['gpus']:>4}"
+        head = f"{row['case']:<12}{row['what']:<9}{row['provider']:<21}{row['gpus']:>4}"
         if "ms" not in row:
             lines.append(f"{head}   {row['wrong']}")
             continue
@@ -377,7 +387,7 @@ def work_of_rank(args):
         if args.experts:
             of_case += expert_rows(case, sizes, rank, args.rounds, everyone, args.plain, args.fp8)
         if args.fsdp:
-            of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone)
+            of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone, args.fp8)
         rows += with_efficiency(of_case)
         if rank == 0:  # what there is, should the run be cut
             record = {"environment": facts, "commit": args.commit, "rows": rows}
@@ -396,7 +406,7 @@ def main():
     parser.add_argument("--no-fsdp", dest="fsdp", action="store_false", help="leave out the rows of FSDP2")
     parser.add_argument("--no-experts", dest="experts", action="store_false", help="leave out expert parallelism")
     parser.add_argument("--plain", action="store_true", help='add route "pull" without copies beside products')
-    parser.add_argument("--fp8", action="store_true", help='add precision="fp8", with rows in bf16 and in e4m3')
+    parser.add_argument("--fp8", action="store_true", help='add precision="fp8", with what travels in bf16 and e4m3')
     parser.add_argument("--commit", default="", help="commit to write into the record")
     parser.add_argument("--out", help="write the record there, as JSON")
     for name in ("--rank", "--world"):

@@ -20,6 +20,9 @@ FSDP_TITLES = {
     "moeblaze": "NCCL, float32",
     "copies": "copy engines, float32",
     "copies-bf16": "copy engines, bfloat16",
+    "moeblaze-fp8": "NCCL, float32; fp8",
+    "copies-bf16-fp8": "copy engines, bfloat16; fp8",
+    "copies-bf16-fp8-e4m3": "copy engines, bfloat16; fp8, weights in e4m3",
 }
 ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens. P GPUs share the experts, or
 under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P.
@@ -68,11 +71,12 @@ def expert_cells(found: list[dict]) -> list[list[str]]:
 
 def fsdp_cells(found: list[dict]) -> list[list[str]]:
     """Cells: case, GPUs, collectives, ms, efficiency, peak MiB."""
+    alone = {"moeblaze": "-", "moeblaze-fp8": "-; fp8"}
     return [
         [
             r["case"],
             str(r["gpus"]),
-            FSDP_TITLES[r["provider"]] if r["gpus"] > 1 else "-",
+            (FSDP_TITLES if r["gpus"] > 1 else alone)[r["provider"]],
             number(r["ms"]),
             f"{100 * r['efficiency']:.0f}%",
             f"{r['peak_mib']:,.0f}",

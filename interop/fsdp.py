@@ -12,7 +12,8 @@ import torch.distributed as dist
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
-from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, groups_of, shards_of
+from moeblaze_cupy.interop.fsdp_e4m3 import parts_of
+from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, groups_of, shards_of, straight_of
 from moeblaze_cupy.interop.peers import Peers, others
 
 Tensor = torch.Tensor
@@ -24,8 +25,9 @@ class CopyEngines:
     group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
     ranks make it at the same point. It keeps a buffer of the largest module's gradients, in the dtype of their
     reduction, and 2 buffers of a rank's share of the largest module's parameters, but not of those that lie in
-    symmetric memory themselves. Gradients are summed in float32, always in the same order, and rounded once. So where
-    parameters are bfloat16, `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
+    symmetric memory themselves. The share of what travels in e4m3 is there in both orientations. Gradients are summed
+    in float32, always in the same order, and rounded once. So where parameters are bfloat16,
+    `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
 
     All-gathers and reduce-scatters have buffers of their own, with barriers of their own. Each kind runs in one order,
     which is that of the host on all ranks, and waits only for what the host called before. So no barrier waits for one
@@ -53,13 +55,17 @@ class CopyEngines:
         """Of the buffers, on this rank. torch.cuda counts no symmetric memory."""
         return self._memory.peers.nbytes + self.reduce_scatter.peers.nbytes
 
-    def serve(self, *modules: Any) -> None:
+    def serve(self, *modules: Any, in_e4m3: bool = True) -> None:
         """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
 
         All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
         first dimension the ranks share evenly are gathered straight to their place. If they have the dtype of
         `MixedPrecisionPolicy.param_dtype`, a rank's part moves to symmetric memory; optimizers and state dicts see the
         same parameters. After `load_state_dict(assign=True)` or a conversion of the module, call it again.
+
+        in_e4m3: the weights of `MoE(precision="fp8")` that are gathered straight in bfloat16 travel in e4m3. Each rank
+        quantises its own experts. The results have the same bits. Gathered parameters then hold no numbers: whatever
+        else than the module's forward reads them raises RuntimeError. Modules with accumulate_into_main_grad are left.
 
         Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2 than
         this serves, and ValueError for one that is not sharded over this group alone, or over fewer ranks after
@@ -70,7 +76,9 @@ class CopyEngines:
             shards = []
             if group is not None:
                 module.reshard()
-                shards = shards_of(group, self._memory, self._group)
+                straight = straight_of(group, self._memory.size)
+                parts = parts_of(straight if in_e4m3 else {}, group, self._memory)
+                shards = shards_of(straight, self._memory, self._group, parts)
             module.set_custom_all_gather(AllGather(self._memory, shards))
             module.set_custom_reduce_scatter(self.reduce_scatter)
 

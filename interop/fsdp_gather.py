@@ -4,13 +4,14 @@ FSDP2 would copy a rank's shards into one buffer, and on the stream of the produ
 tensors with the hooks `fsdp_pre_all_gather` and `fsdp_post_all_gather` it leaves the place of a parameter to them.
 """
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.interop.peers import Offered, Peers, others, shared_memory
+from moeblaze_cupy.interop.peers import Form, Offered, Peers, others, shared_memory
 
 Tensor = torch.Tensor
 TURNS = 2  # of memory that the next all-gather must not write yet, as the one before may still be read
@@ -49,15 +50,16 @@ class Memory:
 
     def allocate(self, shard: "Shard") -> None:
         """Gives a whole parameter memory, where it has none."""
-        storage = shard.whole.untyped_storage()
-        if not storage.size():
-            with getattr(torch, shard.whole.device.type).stream(self._pools[self.turn]):
-                storage.resize_(shard.whole.nbytes)
-            self._used[shard] = self.turn
+        for whole in shard.inner:
+            storage = whole.untyped_storage()
+            if not storage.size():
+                with getattr(torch, whole.device.type).stream(self._pools[self.turn]):
+                    storage.resize_(whole.nbytes)
+                self._used[shard] = self.turn
 
     def note_freed(self) -> None:
         """Of parameters that FSDP2 has freed: from now on their streams run nothing that reads them."""
-        for shard in [shard for shard in self._used if not shard.whole.untyped_storage().size()]:
+        for shard in [shard for shard in self._used if not shard.inner[0].untyped_storage().size()]:
             self._freed[self._used.pop(shard)].append(shard.stream.record_event())
 
 
@@ -68,21 +70,45 @@ class Shard:
     ranks read it. Otherwise each all-gather writes it to a buffer that they read.
     """
 
+    forms: tuple[Form, ...] = ()  #: of what each all-gather writes to a buffer that the other ranks read
+    at: list[Tensor] | None = None  #: by rank, where the parts lie, if in memory of their own
+    gather: "AllGather | None" = None
+    stream: Any = None  #: of what reads the whole parameter
+
     def __init__(self, memory: Memory, local: Tensor, dtype: torch.dtype, group: Any) -> None:
-        self._memory, self.local = memory, local
-        self.at: list[Tensor] | None = None  #: by rank, where the parts lie, if in memory of their own
         if local.dtype == dtype:
             buffer, self._handle = shared_memory(local.nbytes, local.device, group)
-            self.local = buffer.view(dtype).view(local.shape).copy_(local)
+            local = buffer.view(dtype).view(local.shape).copy_(local)
             self.at = [self._handle.get_buffer(rank, local.shape, dtype, 0) for rank in range(memory.size)]
+        else:
+            self.forms = ((tuple(local.shape), dtype),)
         self.whole = local.new_empty((memory.size * len(local), *local.shape[1:]), dtype=dtype)
         self.whole.untyped_storage().resize_(0)
         self.parts = self.whole.view(memory.size, *local.shape)
-        self._for_fsdp = local.new_empty(16 // dtype.itemsize, dtype=dtype)  # that its own all-gather has something
-        self.stream: Any = None  # of what reads the whole parameter
-        self.gather: AllGather | None = None
-        self.local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
-        self.local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+        self.inner = [self.whole]  #: what has memory while the parameter is whole, which FSDP2 then frees
+        self.hook(memory, local)
+
+    def hook(self, memory: Memory, local: Tensor) -> None:
+        """Has FSDP2 call this for `local`."""
+        self._memory, self.local = memory, local
+        self._for_fsdp = self.whole.new_empty(16 // self.whole.itemsize)  # that its own all-gather has something
+        local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
+        local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+
+    def show(self, staged: list[tuple[Tensor, Offered]]) -> list[tuple[Tensor, list[Tensor]]]:
+        """Has the other ranks see this rank's part. staged: a buffer of each of `forms`.
+
+        Returns what is to be copied: places by rank, and by rank what comes there.
+        """
+        if self.at is not None:
+            return [(self.parts, self.at)]
+        ((room, offered),) = staged
+        room.copy_(self.local)
+        return [(self.parts, offered.at)]
+
+    def made(self) -> Tensor:
+        """What FSDP2 makes the whole parameter of."""
+        return self.whole.data  # autograd counts the writes to a tensor that it has saved; this has a count of its own
 
     def __deepcopy__(self, memo: Any) -> "Shard":
         """For the copy of a parameter: its hooks raise, as they would gather this one."""
@@ -105,14 +131,11 @@ class Shard:
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """On the products' stream, which waits for the copies. The first time FSDP2 is told where the whole lies.
-
-        Autograd counts the writes to a tensor that it has saved; `data` has a count of its own.
-        """
-        self.stream = getattr(torch, self.whole.device.type).current_stream()
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """On the products' stream, which waits for the copies. The first time FSDP2 is told where the whole lies."""
+        self.stream = getattr(torch, self.local.device.type).current_stream()
         self._memory.note_freed()
-        return (self.whole.data, (self.whole,)) if out is None else None
+        return (self.made(), self.inner) if out is None else None
 
 
 class AllGather:
@@ -124,29 +147,25 @@ class AllGather:
 
     def __init__(self, memory: Memory, shards: list[Shard]) -> None:
         self._memory, self._shards = memory, shards
-        self._forms = tuple((tuple(s.local.shape), s.whole.dtype) for s in shards if s.at is None)
+        self._forms = tuple(form for shard in shards for form in shard.forms)
         self._staged: list[tuple[Tensor, Offered]] = []
-        self._started: list[tuple[Shard, list[Tensor]]] = []  # and by rank, where the parts lie
+        self._started: dict[Shard, list[tuple[Tensor, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.show`
         self._stream: Any = None
         for shard in shards:
             shard.gather = self
 
     def start(self, shard: Shard) -> None:
         """Of one of the shards, all of which come before the other calls."""
-        if not self._started or any(shard is started for started, _ in self._started):  # or the last call has failed
+        if not self._started or shard in self._started:  # or the last call has failed
             self._begin(shard.local.device)
+        copies = shard.show([self._staged.pop(0) for _ in shard.forms])
         self._memory.allocate(shard)
-        at = shard.at
-        if at is None:
-            room, offered = self._staged.pop(0)
-            room.copy_(shard.local)
-            at = offered.at
-        self._started.append((shard, at))
+        self._started[shard] = copies
 
     def _begin(self, device: torch.device) -> None:
         memory = self._memory
         memory.begin(device)
-        self._started, self._stream = [], getattr(torch, device.type).current_stream()
+        self._started, self._stream = {}, getattr(torch, device.type).current_stream()
         if self._forms:
             if memory.opened is not None:
                 self._stream.wait_event(memory.opened)
@@ -155,7 +174,7 @@ class AllGather:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory of torch, for parameters without hooks. FSDP2 may hold as many results at once as it likes."""
         if len(self._started) < len(self._shards):
-            self._started = []
+            self._started = {}
             raise other_parameters()
         if not self._shards:
             self._begin(device)
@@ -167,20 +186,21 @@ class AllGather:
         offered = memory.peers.offer(f"parameters {memory.turn}", [own], len(own))[0]
         memory.opened = stream.record_event()
         places = output_tensor.view(memory.size, -1)
-        pairs = [(shard.parts[rank], at[rank]) for shard, at in self._started]
+        copies = [copy for of_shard in self._started.values() for copy in of_shard]
+        pairs = [(parts[rank], at[rank]) for parts, at in copies]
         if places[rank].data_ptr() != own.data_ptr():
             pairs.append((places[rank], own))
         wait_for_own = memory.peers.copy(pairs) if pairs else None  # beside the others, which come over links
         for other in others(rank, memory.size):
             places[other].copy_(offered.at[other])
-            for shard, at in self._started:
-                shard.parts[other].copy_(at[other])
+            for parts, at in copies:
+                parts[other].copy_(at[other])
         if wait_for_own is not None:
             wait_for_own()
         if any(shard.at is not None for shard in self._shards):
             memory.peers.close()
         memory.ended = self._stream, stream.record_event()
-        self._started = []
+        self._started = {}
 
 
 def other_parameters() -> RuntimeError:
@@ -194,7 +214,7 @@ def other_parameters() -> RuntimeError:
 _of_group = attrgetter("fsdp_params", "mesh_info", "mp_policy", "_use_post_forward_mesh")
 _of_parameter = attrgetter(
     *("sharded_param._local_tensor", "fsdp_placement.dim", "offload_to_cpu", "all_gather_outputs"),
-    *("_orig_size", "_sharded_param_data", "_init_extensions"),
+    *("_orig_size", "_sharded_param_data", "_init_extensions", "_module_info.module", "_module_info.param_name"),
 )
 
 
@@ -228,18 +248,27 @@ def goes_straight(parameter: Any, group: Any, size: int) -> torch.dtype | None:
     return dtype
 
 
-def shards_of(group: Any, memory: Memory, process_group: Any) -> list[Shard]:
-    """Those of a parameter group of FSDP2 that travel by hooks, which it then calls. A collective call."""
+def straight_of(group: Any, size: int) -> dict[Any, torch.dtype]:
+    """The parameters of FSDP2's group that travel by hooks, and in which dtype."""
+    found = {parameter: goes_straight(parameter, group, size) for parameter in group.fsdp_params}
+    return {parameter: dtype for parameter, dtype in found.items() if dtype is not None}
+
+
+def shards_of(
+    straight: dict[Any, torch.dtype], memory: Memory, process_group: Any, made: Mapping[Any, Shard]
+) -> list[Shard]:
+    """Those of the parameters of `straight_of`, whose hooks FSDP2 then calls. A collective call.
+
+    made: shards of some of them; the others' are made here.
+    """
     shards = []
-    for parameter in group.fsdp_params:
-        dtype = goes_straight(parameter, group, memory.size)
-        if dtype is not None:
-            shard = Shard(memory, parameter.sharded_param._local_tensor, dtype, process_group)
-            parameter.sharded_param._local_tensor = shard.local
-            parameter._sharded_param_data = shard.local.view(-1)
-            parameter._init_extensions()
-            # where a forward has run before, FSDP2 has made a whole parameter that is not the shard's
-            parameter.__dict__.pop("_unsharded_param", None)
-            parameter.all_gather_outputs = []
-            shards.append(shard)
+    for parameter, dtype in straight.items():
+        shard = made.get(parameter) or Shard(memory, parameter.sharded_param._local_tensor, dtype, process_group)
+        parameter.sharded_param._local_tensor = shard.local
+        parameter._sharded_param_data = shard.local.view(-1)
+        parameter._init_extensions()
+        # where a forward has run before, FSDP2 has made a whole parameter that is not the shard's
+        parameter.__dict__.pop("_unsharded_param", None)
+        parameter.all_gather_outputs = []
+        shards.append(shard)
     return shards

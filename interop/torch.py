@@ -125,7 +125,8 @@ def moe(
         # Compiled code changes no attributes in backward, so it is told here.
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
         options = Options.of(activation, *others, precision)
-        told = torch_autograd.OperatorCall(save, keep_saved, announced, keep_fp8_weights)
+        in_backward = getattr(fp8_weights, "in_backward", None)
+        told = torch_autograd.OperatorCall(save, keep_saved, announced, keep_fp8_weights, in_backward)
         in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
         out, *_ = torch_autograd.OperatorMoE.apply(told, *options, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
@@ -261,7 +262,8 @@ class MoE(torch.nn.Module):
     then, in training and in inference. As replays may change parameters uncounted, all later eager forwards write it
     too. Replays of a graph that has the optimizer alone are to be followed by a call of `quantize_weights()`.
     Compiled forwards, and those under transforms and dispatch modes, quantise in the call. So do forwards on parameters
-    that FSDP2 has gathered; they keep nothing, and backward quantises again.
+    that FSDP2 has gathered; they keep nothing, and backward quantises again. Where `CopyEngines.serve` has these
+    parameters travel in e4m3, both use what came, and torch.compile calls the experts between its graphs.
     `quantize_weights(hold=True)` ends all that until its next call: forwards, compiled and captured ones too, use what
     it wrote. It is for several micro-batches in a step, and for inference.
     Raises TypeError or ValueError for sizes and names that no forward would take.
@@ -374,6 +376,12 @@ class MoE(torch.nn.Module):
         made: Fp8Weights = self._fp8.quantize(*self._weights(), self.gate_up, hold)
         return made
 
+    @property
+    def travel_in_e4m3(self) -> tuple[str, ...]:
+        """The names of the parameters of w1 and w2, if all-gathers may bring them in e4m3 alone."""
+        only = self.precision is not None and not self.accumulate_into_main_grad
+        return ("w1_storage", "w2_storage") if only else ()
+
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
 
@@ -444,9 +452,19 @@ class MoE(torch.nn.Module):
                 sums=self.sums,
                 sequences=sequences,
             )
-        w1, w2 = self._weights()
+        experts = self._experts if self._fp8.gathered is None else self._gathered_experts
+        out = experts(tokens, ids, weights).reshape(x.shape)
+        return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
+
+    def _experts(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        gathered = self._fp8.gathered
+        if gathered is not None and gathered.have(self.w1_storage, self.w2_storage):
+            w1, w2, fp8_weights = gathered.weights(self.w1_storage, self.w2_storage)
+        else:
+            w1, w2 = self._weights()
+            fp8_weights = self._current_fp8_weights(w1, w2)
         accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
-        out = moe(
+        return moe(
             tokens,
             ids,
             weights,
@@ -462,10 +480,12 @@ class MoE(torch.nn.Module):
             weights_on=self.weights_on,
             identity_experts=self.identity_experts,
             precision=self.precision,
-            fp8_weights=self._current_fp8_weights(w1, w2),
+            fp8_weights=fp8_weights,
             keep_fp8_weights=not self._sharded,
-        ).reshape(x.shape)
-        return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
+        )
+
+    # Compilers would look into parameters that have no numbers.
+    _gathered_experts = torch.compiler.disable(_experts)  # type: ignore[no-untyped-call]  # torch gives it no types
 
     def extra_repr(self) -> str:
         E, d, h = self.w2_storage.shape

@@ -120,6 +120,7 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 # Whether autocast is on for any device: a quicker question than for one, which follows if the answer is True.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
+OF_GATHERED = ("gate", "up", "w2", *IN_FP8)  # what `torch_fp8.Gathered` gives again in backward
 _NO_REST = (None,) * 4  # no biases and no token_offsets
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
@@ -197,6 +198,7 @@ class OperatorCall(NamedTuple):
     keep_saved: bool
     announced: tuple[str | None, ...]  #: of each of Sums, the kind of its `stand_in`
     keep_fp8_weights: bool
+    in_backward: Any = None  #: of `torch_fp8.Gathered`
 
 
 class OperatorMoE(torch.autograd.Function):
@@ -226,7 +228,9 @@ class OperatorMoE(torch.autograd.Function):
         if quantized:
             layer = layer.with_fp8(quantized)
         kept = lists, first_layer if ctx.call.save != "recompute" else None, y_swi if ctx.call.save == "paper" else None
-        ctx.save_for_backward(*(getattr(layer, name) for name in READ_IN_BACKWARD), *kept, *sums)
+        left = OF_GATHERED if ctx.call.in_backward is not None else ()
+        read = (None if name in left else getattr(layer, name) for name in READ_IN_BACKWARD)
+        ctx.save_for_backward(*read, *kept, *sums)
         ctx.mark_non_differentiable(lists, first_layer, y_swi, *quantized)
         ctx.set_materialize_grads(False)
 
@@ -242,7 +246,10 @@ class OperatorMoE(torch.autograd.Function):
         saved, sums = unpacked[: -len(Sums._fields)], unpacked[-len(Sums._fields) :]
         read = dict(zip(READ_IN_BACKWARD, saved[: len(READ_IN_BACKWARD)], strict=True))
         options = Options(*ctx.options)
-        if options.precision is not None and read["fp8_w1"] is None:
+        if ctx.call.in_backward is not None:
+            read["gate"], read["w2"], fp8_weights = ctx.call.in_backward(ctx.call.save)
+            read.update(zip(IN_FP8, fp8_checks.arrays_of("moe", options.precision, fp8_weights), strict=True))
+        elif options.precision is not None and read["fp8_w1"] is None:
             quantized = quantize_weights(read["gate"], read["up"], read["w2"], options.gate_up)
             read.update(zip(IN_FP8, quantized, strict=True))
         in_place = not ctx.call.keep_saved and not torch.compiler.is_compiling() and not transformed()
@@ -404,8 +411,13 @@ class EagerMoE(torch.autograd.Function):
         assert saved is not None
         (lists, _), index = saved.index.split()  # without ids, which no backward reads: they may change meanwhile
         kept = saved.fp8_weights if keep_fp8_weights else fp8_weights
+        weights = tensors[3:6]
+        ctx.in_backward = getattr(fp8_weights, "in_backward", None)
+        if ctx.in_backward is not None:
+            kept, weights = None, (None,) * 3
         of_fp8 = fp8_checks.arrays_of("moe", ctx.precision, kept)
-        ctx.save_for_backward(*of_fp8, tensors[0], *tensors[2:9], saved.first_layer, saved.y_swi, lists)
+        read = tensors[0], tensors[2], *weights, *tensors[6:9]
+        ctx.save_for_backward(*of_fp8, *read, saved.first_layer, saved.y_swi, lists)
         ctx.has_fp8_weights = kept is not None
         ctx.fp8_weights = None if fp8_weights is None else weakref.ref(fp8_weights)
         ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
@@ -425,6 +437,8 @@ class EagerMoE(torch.autograd.Function):
             fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)), gate_up=gate_up)
             unpacked = unpacked[len(fields) :]
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists = unpacked
+        if ctx.in_backward is not None:
+            gate, w2, fp8_weights = ctx.in_backward(save)
         tell_inputs(ctx, x, weights, gate, up, w2, *biases)
         if ctx.precision is not None and fp8_weights is None:
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=gate_up)

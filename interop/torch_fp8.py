@@ -1,7 +1,7 @@
 """Copies in e4m3 of a module's weights, and what tells whether they still are those of the weights."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,17 @@ def after_backward(weights: Fp8Weights | None) -> None:
     """A backward that made gradients of weights calls this with the e4m3 weights that it used."""
     if weights is not None:
         _used_in_backward.add(weights)
+
+
+class Gathered(Fp8Weights):
+    """Of parameters that come in e4m3 and are freed after forward: arrays that forward does not read hold anything.
+
+    in_backward: given the save policy, returns arrays of the shapes and strides of w1 and w2, and `Fp8Weights` of which
+    backward may read what it needs. Autograd saves none of these, because they may lie elsewhere by then.
+    """
+
+    __slots__ = ("in_backward",)  # apart from the fields of the weights
+    in_backward: Callable[[str], tuple[Tensor, Tensor, Fp8Weights]]
 
 
 class Copies:
@@ -54,6 +65,7 @@ class Copies:
         self._stream: torch.cuda.Stream | None = None  # that wrote `weights` outside of captures
         self._written: torch.cuda.Event | None = None
         self._read_elsewhere = False  # on another stream
+        self.gathered: Any = None  #: the `fsdp_e4m3.Experts` that have w1 and w2 travel in e4m3, if any do
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Copies, ()

@@ -16,6 +16,7 @@ from pathlib import Path
 import ranks_adapters  # noqa: F401
 import ranks_composition  # noqa: F401
 import ranks_copies  # noqa: F401
+import ranks_e4m3  # noqa: F401
 import ranks_exchange  # noqa: F401
 import ranks_faults  # noqa: F401
 import ranks_fsdp  # noqa: F401

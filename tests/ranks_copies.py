@@ -88,6 +88,7 @@ def layers_of(
     reshard=True,
     prefetch=True,
     engines=None,
+    in_e4m3=True,
     placement=None,
     widths=(64, 96, 32, 160),
     **options,
@@ -102,7 +103,7 @@ def layers_of(
         fully_shard(layer, reshard_after_forward=reshard, **sharding)
     fully_shard(layers, mesh=mesh, mp_policy=policy)
     if engines is not None:
-        engines.serve(*layers, layers)
+        engines.serve(*layers, layers, in_e4m3=in_e4m3)
     for layer in layers:
         layer.set_force_sum_reduction_for_comms(force_sum)
     if prefetch:
@@ -207,11 +208,12 @@ def fsdp_gathers_what_ranks_hold(mesh, size):
 @on_cpu
 def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
     """Serving in the middle of training, with an optimizer made before, and saving and loading change no bit."""
-    for options in ({"foreach": True}, {"fused": True}):
-        plain = layers_of(mesh, force_sum=True)
+    for options, of_layer in itertools.product(({"foreach": True}, {"fused": True}), ({}, {"precision": "fp8"})):
+        of_layer = of_layer | {"force_sum": True}
+        plain = layers_of(mesh, **of_layer)
         optimizer = optimizer_of(plain, **options)
         wanted = [trained(mesh, plain, optimizer=optimizer, first=first) for first in (0, STEPS)]
-        layers, engines = layers_of(mesh, force_sum=True), CopyEngines(mesh)
+        layers, engines = layers_of(mesh, **of_layer), CopyEngines(mesh)
         optimizer, before = optimizer_of(layers, **options), list(layers.parameters())
         got = [trained(mesh, layers, optimizer=optimizer)]
         engines.serve(*layers)
@@ -236,42 +238,35 @@ def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
 def fsdp_by_copies_of_parameters_that_are_copied(mesh, size):
     """A copy that becomes a module's parameter has the hooks of the one that it is of, which must not be gathered."""
     engines, x = CopyEngines(mesh), tokens_of(mesh, 0)
-    layers = layers_of(mesh, engines=engines, force_sum=True)
-    before = layers(x)
-    copies = {name: copy.deepcopy(parameter) for name, parameter in layers.named_parameters()}
-    with torch.no_grad():
-        for parameter in copies.values():
-            parameter.mul_(2)
-    layers.load_state_dict(copies, assign=True)
-    expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, x)
-    engines.serve(*layers)
-    after = layers(x)
-    assert not torch.equal(before, after)
-    layers[0].unshard()
-    shown = [parameter.detach().clone() for parameter in layers[0].parameters()]
-    layers[0].reshard()
-    assert same([parameter.full_tensor() for parameter in layers[0].parameters()], shown)
+    for precision in (None, "fp8"):
+        layers = layers_of(mesh, engines=engines, force_sum=True, precision=precision)
+        before = layers(x)
+        copies = {name: copy.deepcopy(parameter) for name, parameter in layers.named_parameters()}
+        with torch.no_grad():
+            for parameter in copies.values():
+                parameter.mul_(2)
+        layers.load_state_dict(copies, assign=True)
+        expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, x)
+        engines.serve(*layers)
+        after = layers(x)
+        assert not torch.equal(before, after)
+        engines.serve(*layers, in_e4m3=False)
+        assert torch.equal(layers(x), after)
+        layers[0].unshard()
+        shown = [parameter.detach().clone() for parameter in layers[0].parameters()]
+        layers[0].reshard()
+        assert same([parameter.full_tensor() for parameter in layers[0].parameters()], shown)
 
 
 @on_cpu
 def fsdp_by_copies_saves_what_can_be_loaded(mesh, size):
-    parameters = list(layers_of(mesh, engines=CopyEngines(mesh)).parameters())
+    parameters = list(layers_of(mesh, engines=CopyEngines(mesh), precision="fp8").parameters())
     expect(TypeError, "CopyEngines: pickle: expected the module's state_dict()", torch.save, parameters, io.BytesIO())
     saved = io.BytesIO()
     torch.save([parameter.detach() for parameter in parameters], saved)
     saved.seek(0)
     loaded = torch.load(saved, weights_only=False)
     assert same([p.to_local() for p in parameters], [p.to_local() for p in loaded])
-
-
-@on_cpu
-def fsdp_by_copies_in_fp8(mesh, size):
-    """The layer's copies in e4m3 are of what was gathered last, also where that has the memory of the step before."""
-    for options in ({}, {"dtype": WHOLE}, {"reshard": False}):
-        options |= {"precision": "fp8", "force_sum": True}
-        wanted = trained(mesh, layers_of(mesh, **options), steps=2)
-        got = trained(mesh, layers_of(mesh, **options, engines=CopyEngines(mesh)), steps=2)
-        assert size > 2 or same(wanted, got), options
 
 
 @on_cpu

@@ -24,7 +24,7 @@ def test_the_suite_runs_on_two_processes(tmp_path):
         *(("experts", "moeblaze", 1), ("experts", "moeblaze-fp8", 1)),
         *(("experts", "exact", 2), ("experts", "gather", 2), ("experts", "slots", 2)),
         *(("experts", "exact-fp8", 2), ("experts", "exact-fp8-rows", 2)),
-        *(("fsdp", "moeblaze", 1), ("fsdp", "moeblaze", 2)),
+        *(("fsdp", "moeblaze", 1), ("fsdp", "moeblaze-fp8", 1), ("fsdp", "moeblaze", 2), ("fsdp", "moeblaze-fp8", 2)),
     ]
     assert all(row["ms"] > 0 and row["efficiency"] > 0 and "wrong" not in row for row in rows)
     errors = {row["provider"]: row["errors"] for row in rows if row["what"] == "experts" and row["gpus"] == 2}

@@ -85,16 +85,16 @@ def test_memory_is_written_after_its_last_readers(streams):
     """An all-gather beside a module that runs waits for the readers of the module before that, not for its own."""
     products, beside = streams
     memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2)
-    shards = [mock.Mock(whole=torch.zeros(4), stream=products) for _ in range(3)]
+    shards = [mock.Mock(inner=[torch.zeros(4)], stream=products) for _ in range(3)]
 
     def free(shard):
-        shard.whole.untyped_storage().resize_(0)
+        shard.inner[0].untyped_storage().resize_(0)
 
     def gather(shard):
         Stream.current = beside
         memory.begin(CPU)
         memory.allocate(shard)
-        assert shard.whole.untyped_storage().size() == 16
+        assert shard.inner[0].untyped_storage().size() == 16
         Stream.current = products
         memory.note_freed()
         products.calls.append(shard)

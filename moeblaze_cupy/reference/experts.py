@@ -84,7 +84,7 @@ def _products(
     compute = compute_dtype(x)
     if fp8_weights is None:
         return Plain(w1_parts, w2, compute, x.dtype)
-    return InFp8(fp8_weights, _parts(fp8_weights.w1, activation, gate_up), compute)
+    return InFp8(fp8_weights, lambda w1: _parts(w1, activation, gate_up), compute)
 
 
 def _side_by_side(halves: Sequence[HostArray], gate_up: str) -> HostArray:

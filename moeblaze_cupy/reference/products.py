@@ -5,7 +5,7 @@ gradient of out one for each row, of y = V(a) * M(b) and of the gradients of a a
 of weights one for each expert and half.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,13 +56,20 @@ class Plain:
         return product
 
 
-class InFp8:
-    """w1_parts: of weights.w1, as bytes of e4m3."""
+def _numbers(stored: HostArray) -> HostArray:
+    return from_e4m3(stored).astype(np.float64)
 
-    def __init__(self, weights: Fp8Weights, w1_parts: Sequence[HostArray], compute: Any) -> None:
+
+class InFp8:
+    """Each product reads the orientation that its kernel reads, as the other may hold anything.
+
+    parts: gives the halves (E, d, h) of a w1.
+    """
+
+    def __init__(self, weights: Fp8Weights, parts: Callable[[HostArray], Sequence[HostArray]], compute: Any) -> None:
         self.weights, self.compute = weights, compute
-        self.w1_parts = [from_e4m3(part).astype(np.float64) for part in w1_parts]  # (E, d, h) each
-        self.w2 = from_e4m3(weights.w2).astype(np.float64)  # (E, h, d)
+        self._up_fwd, self._up_bwd = parts(weights.w1_transposed.swapaxes(1, 2)), parts(weights.w1)
+        self._down_fwd, self._down_bwd = weights.w2_transposed.swapaxes(1, 2), weights.w2  # (E, h, d)
 
     def _by_row(self, rows: HostArray, weight: HostArray, scale: HostArray) -> HostArray:
         """rows (n, K) with a scale each, times weight (K, N) with one scale."""
@@ -83,15 +90,17 @@ class InFp8:
 
     def up_fwd(self, expert: int, x_rows: HostArray) -> list[HostArray]:
         scales = self.weights.w1_scales[expert]
-        return [self._by_row(x_rows, part[expert], scales[half]) for half, part in enumerate(self.w1_parts)]
+        return [self._by_row(x_rows, _numbers(part[expert]), scales[half]) for half, part in enumerate(self._up_fwd)]
 
     def down_fwd(self, expert: int, y: HostArray) -> HostArray:
-        return cast(self._by_group(y, self.w2[expert], self.weights.w2_scales[expert, 0]), self.compute)
+        return cast(
+            self._by_group(y, _numbers(self._down_fwd[expert]), self.weights.w2_scales[expert, 0]), self.compute
+        )
 
     def down_bwd(self, expert: int, grad_rows: HostArray) -> HostArray:
-        return self._by_row(grad_rows, self.w2[expert].T, self.weights.w2_scales[expert, 0])
+        return self._by_row(grad_rows, _numbers(self._down_bwd[expert]).T, self.weights.w2_scales[expert, 0])
 
     def up_bwd(self, expert: int, grad_ab: Sequence[HostArray]) -> HostArray:
-        scales, parts = self.weights.w1_scales[expert], zip(grad_ab, self.w1_parts, strict=True)
-        total = sum(self._by_group(grad, part[expert].T, scales[half]) for half, (grad, part) in enumerate(parts))
+        scales, halves = self.weights.w1_scales[expert], enumerate(zip(grad_ab, self._up_bwd, strict=True))
+        total = sum(self._by_group(grad, _numbers(part[expert]).T, scales[half]) for half, (grad, part) in halves)
         return cast(np.asarray(total), self.compute)
