@@ -81,6 +81,7 @@ class RankGroup:
             self.hosts = hosts.connect(self.number, len(collectives.SAME), TIMEOUT_MS / 1000, group)
         # Counts by earlier calls, on the host or on their way there: the count, the event of its arrival, the call.
         self._overflows: deque[tuple[Tensor, Any, int]] = deque()
+        self._read: list[tuple[Tensor, Any]] = []  # memory and events of those that have been read
 
     @property
     def local_experts(self) -> int:
@@ -118,9 +119,11 @@ class RankGroup:
             return
         arrived = None
         if dropped.is_cuda:
-            on_host = torch.empty(dropped.shape, dtype=dropped.dtype, pin_memory=True)
+            if not self._read:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+                self._read.append((torch.empty(1, dtype=torch.int64, pin_memory=True), event))
+            on_host, arrived = self._read.pop()
             dropped = on_host.copy_(dropped, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             arrived.record()
         self._overflows.append((dropped, arrived, self.calls))
 
@@ -134,7 +137,9 @@ class RankGroup:
             if arrived is not None and (torch.cuda.is_current_stream_capturing() or not arrived.query()):
                 return
             self._overflows.popleft()
-            number = int(dropped.sum())
+            number = int(dropped)
+            if arrived is not None:
+                self._read.append((dropped, arrived))
             if number:
                 expected = f"no more than rows={self.rows}, slots={self.slots} in call {call}"
                 raise ValueError(f"exchange: rows: expected {expected}, got {number} more; raise them or use None")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader
+from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader, runtime
 from moeblaze_cupy.backward import backward_into
 from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
@@ -22,6 +22,32 @@ from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Rows, Fp8Weig
 
 Tensor = torch.Tensor
 Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
+
+
+def _check(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Any,
+    up: Any,
+    w2: Any,
+    activation: str | Activation,
+    save: Any,
+    experts: ExpertGroup,
+    in_fp8: "InFp8",
+    row_precision: Any,
+) -> None:
+    """All that a rank can check of its arguments. What is like an earlier call on CUDA has passed it."""
+    of_fp8 = fp8_checks.arrays_of("expert_parallel_moe", in_fp8.precision, in_fp8.given)
+    order = None if in_fp8.given is None else in_fp8.given.gate_up
+    options = activation, save, in_fp8.precision, order, row_precision, experts.sends_fp8, experts.local_experts
+    key, _ = runtime.key_of("expert_parallel_moe", options, (x, ids, weights, gate, up, w2, *of_fp8))
+    if runtime.find(key) is not None:
+        return
+    _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
+    _check_fp8(x, w2, activation, experts, in_fp8.precision, in_fp8.given, row_precision)
+    if x.is_cuda:
+        runtime.keep(key, runtime.Prepared(arrays.Torch, x.device.index, None))
 
 
 def _check_layer(
@@ -360,13 +386,13 @@ def expert_parallel_moe(
     def check() -> None:
         if len(parts) not in (1, 2):
             raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
-        _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
-        _check_fp8(x, w2, activation, experts, precision, fp8_weights, row_precision)
+        _check(x, ids, weights, gate, up, w2, activation, save, experts, in_fp8, row_precision)
         if accumulate_into_main_grad and torch.is_grad_enabled():
             function = "expert_parallel_moe"
             into.update(main_grads(parts[0], up, w2, accumulate_into_main_grad, function))
 
     into: dict[str, MainGrad] = {}
+    in_fp8 = InFp8(precision, fp8_weights, keep_fp8_weights)
     grads = required((x,), (weights,), (*parts, w2))
     begun = Begun(x, ids, weights, experts, grads, check, row_precision == "fp8")
     early = shared is not None and begun.error is None and begun.route.begins_early
@@ -386,6 +412,6 @@ def expert_parallel_moe(
     if grads and save is None:
         raise ValueError("expert_parallel_moe: save: expected a policy that keeps something, as gradients are required")
     arguments = x.contiguous(), weights.contiguous(), gate, up, w2, route.ids, route
-    told = activation, save if grads else None, into, InFp8(precision, fp8_weights, keep_fp8_weights)
+    told = activation, save if grads else None, into, in_fp8
     out: Tensor = _ExpertParallel.apply(*arguments, *told)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out if beside is None else out + beside

@@ -55,7 +55,7 @@ class Peers:
         self._buffers: dict[str, _Buffer] = {}
         self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[Offered]]] = {}
         self._read: str | None = None  # the kind that others may read now
-        self._tables: dict[tuple[int, ...], Tensor] = {}  # of addresses
+        self._tables: dict[tuple[int, torch.Size, int], Tensor] = {}  # of addresses
         self._in_graphs: dict[int, Any] = {}  # by address: what CUDA graphs use, which lives as long as they may
         self._beside: torch.cuda.Stream | None = None
         self._copying = False  # there are copies that no stream waits for yet
@@ -111,21 +111,21 @@ class Peers:
         self._copying = False
 
     def by_rank(self, rows: Tensor, each: int) -> PeerArray:
-        """Rows (P * each, d) of this rank's memory as an array (each, d) of every rank, which has stored it there."""
-        ranks, nbytes = len(rows) // each, each * rows[0].nbytes
-        table = self._table(tuple(rows.data_ptr() + rank * nbytes for rank in range(ranks)), rows.device)
+        """Rows (P * each, d) of this rank's memory as an array (each, d) of every rank, which has stored it there.
+
+        The host does not wait for the table of addresses.
+        """
+        key = rows.data_ptr(), rows.shape, each
+        if key not in self._tables:
+            if len(self._tables) >= MAX_VIEWS:
+                self._tables.clear()
+            addresses = [rows.data_ptr() + first * rows[0].nbytes for first in range(0, len(rows), each)]
+            on_host = torch.tensor(addresses, dtype=torch.int64, pin_memory=rows.is_cuda)
+            self._tables[key] = on_host.to(rows.device, non_blocking=True)
+        table = self._tables[key]
         if torch.cuda.is_current_stream_capturing():
             self._in_graphs[table.data_ptr()] = table
         return PeerArray(table, 0, str(rows.dtype).removeprefix("torch."))
-
-    def _table(self, pointers: tuple[int, ...], device: torch.device) -> Tensor:
-        """(P,) int64 on the device, for which the host does not wait."""
-        if pointers not in self._tables:
-            if len(self._tables) >= MAX_VIEWS:
-                self._tables.clear()
-            on_host = torch.tensor(pointers, dtype=torch.int64, pin_memory=device.type == "cuda")
-            self._tables[pointers] = on_host.to(device, non_blocking=True)
-        return self._tables[pointers]
 
     def close(self) -> None:
         """Waits on the stream until all ranks have read what was offered last."""

@@ -70,7 +70,7 @@ class Route:
 
     def count_dropped(self, more: Tensor) -> None:
         """more: (1,) of integers."""
-        self.counted = self.dropped + more
+        self.counted = more.to(torch.int64, copy=True) if self.counted is None else self.counted + more
 
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
         """Starts `receive` of the same arguments, which is called once the stream waits: see what this returns.

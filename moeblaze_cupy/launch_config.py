@@ -61,7 +61,8 @@ SPLIT_THREADS = 1024  # of split_tiles.cu's one block
 TILES_THREADS = 1024  # of square_tiles.cu's one block
 SPLIT_WAVES = 8  # of a product's tiles, at least, that are worth two launches: each ends with a wave that is not full
 PULL_THREADS = 512  # per block of pull.cu
-PULL_BLOCKS = 64  # of pull_rows at most: NVLink is full with fewer, the memory here not
+PULL_BLOCKS = 64  # of pull.cu for rows of PULL_BYTES or more: NVLink is full with fewer, the memory here not
+PULL_BYTES = 4096  # that a warp of pull.cu loads before it stores the first
 PULL_SLOT_ROWS = 64  # per block of pull_slots
 GROUP_COLUMNS = 128  # of a row that share a scale in e4m3
 SAVED_WARPS = 8  # per block of saved_fp8.cu
@@ -198,6 +199,12 @@ def kernel_constants(source: str) -> dict[str, int]:
             "MIN_GROUPS": MIN_GROUPS,
         },
     }[source]
+
+
+def pull_blocks(rows: int, row_bytes: int) -> int:
+    """Blocks of pull_rows. Warps that load short rows have less on its way, so there are more of them."""
+    most = ceil_div(PULL_BLOCKS * PULL_BYTES, min(max(row_bytes, 512), PULL_BYTES))
+    return min(ceil_div(rows, PULL_THREADS // 32), most)
 
 
 def quantize_threads(d: int) -> int:

@@ -175,8 +175,9 @@ def gemm_variant(
             "STORED_Y_SWI": int(stored_y_swi and epilogue == "ACTIVATE_BWD"),
             "CLUSTER_CTAS": 2 if clusters and not to_tokens else 1,
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
-            "PUSHES": int(pushes and to_tokens),
         }
+        if pushes and to_tokens:
+            macros |= {"PUSHES": 1}
         if fp8_saved and epilogue != "STORE":
             macros |= {"FP8_SAVED": 1}
         if square and not (fp8 or "FP8_SAVED" in macros or macros["CLUSTER_CTAS"] == 2):

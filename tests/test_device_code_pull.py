@@ -128,12 +128,13 @@ def test_values(dtype, ids_dtype):
 
 
 def test_launches():
-    """As many blocks as there are rows for, few where they come in turn; offsets of 64 bits."""
+    """As many blocks as there are rows for, few where they come in turn, more if rows are short; offsets of 64 bits."""
     far = 5 << 32
     rows = pull.pull_rows(2, 100_000, 4096, "bfloat16", far)
     assert rows.grid == (launch_config.PULL_BLOCKS,) and rows.scalars["offset"] == far
     assert rows.scalars["pieces"] == 4096 * 2 // 16
     assert pull.pull_rows(2, 9, 8, "float32", 0).grid == (2,)
+    assert pull.pull_rows(2, 100_000, 512, "bfloat16", 0).grid == (4 * launch_config.PULL_BLOCKS,)
     slots = pull.pull_slots(4, 65, 2, far, far + 64, 6, 2, "int64", "bfloat16")
     assert slots.grid == (-(-4 * 65 // launch_config.PULL_SLOT_ROWS),) and slots.scalars["weights_offset"] == far + 64
     assert slots.variant.entry == "pull_slots_int64_2"

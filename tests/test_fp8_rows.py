@@ -89,7 +89,8 @@ def test_rows_of_peers(d):
 def test_launches():
     far = 5 << 32
     rows = pull.pull_scaled_rows(2, 100_000, 4096, far, far + 64)
-    assert rows.grid == (2 * launch_config.PULL_BLOCKS,) and pull.pull_scaled_rows(2, 9, 16, 0, 64).grid == (2,)
+    assert rows.grid == (launch_config.PULL_BLOCKS,) and pull.pull_scaled_rows(2, 9999, 512, 0, 64).grid == (512,)
+    assert pull.pull_scaled_rows(2, 9, 16, 0, 64).grid == (2,)
     assert rows.scalars["pieces"] == 4096 // 16 and rows.scalars["scales_offset"] == far + 64
     with emulated() as device:
         empty = Fp8Rows(device.allocate((0, 16), np.uint8), device.allocate((0,), np.float32))

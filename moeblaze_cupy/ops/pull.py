@@ -47,10 +47,9 @@ def pull_slots(
 @cached
 def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> Launch:
     """Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), of which rows that are not needed stay."""
-    warps_per_block = launch_config.PULL_THREADS // 32
     return Launch(
         loader.entry("pull.cu", "pull_rows"),
-        (min(launch_config.ceil_div(P * rows_per_peer, warps_per_block), launch_config.PULL_BLOCKS),),
+        (launch_config.pull_blocks(P * rows_per_peer, d * ITEMSIZE[dtype]),),
         launch_config.PULL_THREADS,
         ("peers", "needed", "out"),
         {"offset": offset, "P": P, "rows_per_peer": rows_per_peer, "pieces": d * ITEMSIZE[dtype] // 16},
@@ -60,12 +59,10 @@ def pull_rows(P: int, rows_per_peer: int, d: int, dtype: str, offset: int) -> La
 @cached
 def pull_scaled_rows(P: int, rows_per_peer: int, d: int, offset: int, scales_offset: int) -> Launch:
     """Of e4m3, d a multiple of 16. Addresses: peers (P,) uint64, needed (P*L,) bool, out (P*L, d), scales (P*L,)."""
-    warps_per_block = launch_config.PULL_THREADS // 32
-    most = 2 * launch_config.PULL_BLOCKS  # a row has half the bytes of bf16, so twice as many have to be on their way
     sizes = {"P": P, "rows_per_peer": rows_per_peer, "pieces": d // 16}
     return Launch(
         loader.entry("pull.cu", "pull_scaled_rows"),
-        (min(launch_config.ceil_div(P * rows_per_peer, warps_per_block), most),),
+        (launch_config.pull_blocks(P * rows_per_peer, d),),
         launch_config.PULL_THREADS,
         ("peers", "needed", "out", "scales"),
         {"offset": offset, "scales_offset": scales_offset, **sizes},
