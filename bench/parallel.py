@@ -15,6 +15,9 @@ With --fp8 there is also route "pull" with precision="fp8" ("pull-fp8"), and wit
 ("pull-fp8-rows"), of weights that are quantised before the calls. Their efficiency is that beside one GPU's layer in
 fp8. Their errors are those of e4m3, from the results of bf16. On the CPU their route is "exact".
 
+With --graphs the layer of one GPU and route "pull" are also timed as replays of one CUDA graph of forward and backward
+("moeblaze-graph", "pull-graph"), for which the host launches nothing.
+
 The peer `slots` is a layer in the order of torchtitan's default dispatcher, written from public torch calls: slots
 sorted by expert, counts exchanged and read on the host, an all-to-all of a row per slot, a permutation by local expert,
 grouped products, the way back, and a sum over each token's slots.
@@ -202,6 +205,18 @@ class ExpertParallel:
     def forward_backward(self):
         return torch.autograd.grad(self.forward(), self.leaves, self.grad)
 
+    def captured(self):
+        """What replays `forward_backward` as one CUDA graph."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.forward_backward()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.made = self.forward_backward()
+        return self.graph.replay
+
     def errors(self):
         """Relative norms of the differences from one GPU's layer on the tokens of all ranks, by name."""
         first = self.whole[0]
@@ -254,9 +269,10 @@ def stack_of(case, mesh, reduce_dtype=torch.float32, precision=None):
     return stack
 
 
-def expert_rows(case, sizes, rank, rounds, everyone, plain=False, in_fp8=False):
+def expert_rows(case, sizes, rank, rounds, everyone, plain=False, in_fp8=False, in_graphs=False):
     """Rows of expert parallelism: one GPU, then each size, route and peer."""
     rows, alone = [], dist.new_group([rank], use_local_synchronization=True)
+    in_graphs = in_graphs and has_gpu()
     for size in sizes:
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
         if case.E % size:
@@ -268,6 +284,8 @@ def expert_rows(case, sizes, rank, rounds, everyone, plain=False, in_fp8=False):
         if in_fp8:
             of_bf16 = "moeblaze" if size == 1 else "pull" if has_gpu() else "exact"
             providers = (*providers, f"{of_bf16}-fp8", *[f"{of_bf16}-fp8-rows"] * (size > 1))
+        if in_graphs:
+            providers = (*providers, "moeblaze-graph" if size == 1 else "pull-graph")
         for provider in providers:
             layer = ExpertParallel(case, group, provider)
             errors = layer.errors()
@@ -280,8 +298,11 @@ def expert_rows(case, sizes, rank, rounds, everyone, plain=False, in_fp8=False):
             if int(flags):
                 row["wrong"] = f"an error of {largest:.3f} or another rank's is above {layer.tolerance}"
             else:
-                row |= Timer(everyone, rounds)(layer.forward_backward)
+                of_graph = "graph" in provider.split("-")
+                row |= Timer(everyone, rounds)(layer.captured() if of_graph else layer.forward_backward)
                 row["peak_mib"] += layer.symmetric_mib
+                if of_graph:  # whose memory is taken when it is captured
+                    del row["peak_mib"]
                 row["state"] = measure.gpu_state()
             rows.append(row)
             del layer
@@ -333,10 +354,11 @@ def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False):
 
 
 def with_efficiency(rows):
-    """Each row with the time of one GPU over its own, in the same precision."""
+    """Each row with the time of one GPU over its own, in the same precision, both in CUDA graphs or both not."""
 
     def layer(row):
-        return row["case"], row["what"], "fp8" in row["provider"].split("-")
+        how = row["provider"].split("-")
+        return row["case"], row["what"], "fp8" in how, "graph" in how
 
     alone = {layer(row): row["back_to_back_ms"] for row in rows if row["gpus"] == 1 and "ms" in row}
     for row in rows:
@@ -355,10 +377,9 @@ def table(rows):
             lines.append(f"{head}   {row['wrong']}")
             continue
         efficiency = f"{row['efficiency']:.1%}" if "efficiency" in row else "-"
+        peak = f"{row['peak_mib']:.0f}" if "peak_mib" in row else "-"
         error = f"{max(row['errors'].values()):.4f}" if "errors" in row else "-"
-        lines.append(
-            f"{head}{row['ms']:>10.3f}{row['back_to_back_ms']:>14.3f}{efficiency:>13}{row['peak_mib']:>11.0f}{error:>16}"
-        )
+        lines.append(f"{head}{row['ms']:>10.3f}{row['back_to_back_ms']:>14.3f}{efficiency:>13}{peak:>11}{error:>16}")
     return lines
 
 
@@ -385,7 +406,7 @@ def work_of_rank(args):
             break
         of_case = []
         if args.experts:
-            of_case += expert_rows(case, sizes, rank, args.rounds, everyone, args.plain, args.fp8)
+            of_case += expert_rows(case, sizes, rank, args.rounds, everyone, args.plain, args.fp8, args.graphs)
         if args.fsdp:
             of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone, args.fp8)
         rows += with_efficiency(of_case)
@@ -407,6 +428,7 @@ def main():
     parser.add_argument("--no-experts", dest="experts", action="store_false", help="leave out expert parallelism")
     parser.add_argument("--plain", action="store_true", help='add route "pull" without copies beside products')
     parser.add_argument("--fp8", action="store_true", help='add precision="fp8", with what travels in bf16 and e4m3')
+    parser.add_argument("--graphs", action="store_true", help="add replays of CUDA graphs")
     parser.add_argument("--commit", default="", help="commit to write into the record")
     parser.add_argument("--out", help="write the record there, as JSON")
     for name in ("--rank", "--world"):

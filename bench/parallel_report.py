@@ -12,6 +12,7 @@ TITLES = {
     "pull-plain": "moeblaze-cupy, pull without copies",
     "pull-fp8": "moeblaze-cupy, pull, fp8",
     "pull-fp8-rows": "moeblaze-cupy, pull, fp8, rows in e4m3",
+    "pull-graph": "moeblaze-cupy, pull, in a CUDA graph",
     "exact": "moeblaze-cupy, exact",
     "gather": "moeblaze-cupy, gather",
     PEER: "torchtitan's order in torch",
@@ -26,8 +27,8 @@ FSDP_TITLES = {
 }
 ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens. P GPUs share the experts, or
 under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P.
-The time on one GPU was measured on all GPUs at once, for fp8 in fp8. The peer is a layer in the order of torchtitan's
-default dispatcher, written in public torch calls. Speed is the peer's time over this package's. Share is this
+The time on one GPU was measured on all GPUs at once, for fp8 in fp8, for a CUDA graph in one. The peer is a layer in
+the order of torchtitan's default dispatcher, written in public torch calls. Speed is the peer's time over this package's. Share is this
 package's peak memory over the peer's in the same run. FSDP2 uses NCCL's collectives or those of
 `interop.fsdp.CopyEngines`. Gradients travel in float32 or bfloat16. The last layer keeps its parameters after forward.
 The paper's Figure 7 shows only FSDP and prints no numbers."""
@@ -54,6 +55,7 @@ def expert_cells(found: list[dict]) -> list[list[str]]:
             continue
         peer = peers.get((row["case"], row["gpus"]))
         beside = peer is not None and row is not peer
+        peak = row.get("peak_mib")  # None of a CUDA graph
         lines.append(
             [
                 row["case"],
@@ -62,8 +64,8 @@ def expert_cells(found: list[dict]) -> list[list[str]]:
                 number(row["ms"]),
                 f"{100 * row['efficiency']:.0f}%",
                 number(peer["ms"] / row["ms"] if beside else None),
-                f"{row['peak_mib']:,.0f}",
-                number(row["peak_mib"] / peer["peak_mib"] if beside else None),
+                "-" if peak is None else f"{peak:,.0f}",
+                number(peak / peer["peak_mib"] if beside and peak is not None else None),
             ]
         )
     return lines
