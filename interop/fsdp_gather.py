@@ -10,12 +10,25 @@ from typing import Any
 
 import torch
 
-from moeblaze_cupy import checks
+from moeblaze_cupy import checks, loader
 from moeblaze_cupy.interop.peers import Form, Offered, Peers, others, shared_memory
 
 Tensor = torch.Tensor
 TURNS = 2  # of memory that the next all-gather must not write yet, as the one before may still be read
 STRAIGHT_BYTES = 2**25  # of a parameter, from which the copies take longer than the calls that avoid them
+
+
+def _stream_of_its_own(device: torch.device) -> tuple[Any, Any]:
+    """A stream that nobody else has, and what keeps it.
+
+    torch hands out 32 streams in turn, so one of torch's may be a caller's as well.
+    """
+    if device.type != "cuda":
+        return getattr(torch, device.type).Stream(), None
+    cuda = loader.import_cupy().cuda
+    with cuda.Device(device.index):
+        made = cuda.Stream(non_blocking=True)
+    return torch.cuda.ExternalStream(made.ptr, device), made  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 class Memory:
@@ -30,7 +43,7 @@ class Memory:
         self.peers, self.rank, self.size, self.turn = peers, rank, size, 0
         self.opened: Any = None  # event: no rank reads any longer what was offered before the last all-gather
         self.ended: tuple[Any, Any] | None = None  # the stream of the last all-gather's first part, event of its end
-        self._pools: list[Any] = []
+        self._pools: list[tuple[Any, Any]] = []  # a stream each, and what keeps it
         self._used: dict[Shard, int] = {}  # the turn whose pool a whole parameter has memory of
         self._freed: list[list[Any]] = [[] for _ in range(TURNS)]  # events: nobody reads what was freed in a pool
 
@@ -39,7 +52,7 @@ class Memory:
         streams = getattr(torch, device.type)
         stream = streams.current_stream()
         if not self._pools:
-            self._pools = [streams.Stream() for _ in range(TURNS)]
+            self._pools = [_stream_of_its_own(device) for _ in range(TURNS)]
         self.turn = (self.turn + 1) % TURNS
         self.note_freed()
         for event in self._freed[self.turn]:
@@ -53,7 +66,7 @@ class Memory:
         for whole in shard.inner:
             storage = whole.untyped_storage()
             if not storage.size():
-                with getattr(torch, whole.device.type).stream(self._pools[self.turn]):
+                with getattr(torch, whole.device.type).stream(self._pools[self.turn][0]):
                     storage.resize_(whole.nbytes)
                 self._used[shard] = self.turn
 

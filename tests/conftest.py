@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from moeblaze_cupy import arrays, loader
+from moeblaze_cupy import arrays, loader, runtime
 
 # How long an example takes says nothing on a machine that has other work.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -52,6 +52,20 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Hopper's kernels whatever MOEBLAZE_TIER says."""
+    if loader.import_cupy().cuda.Device().compute_capability != "90":
+        pytest.skip("products in e4m3 need Hopper")
+    with monkeypatch.context() as patch:
+        patch.setenv("MOEBLAZE_TIER", "sm90")
+        loader._device_limits.cache_clear()
+        runtime.forget()
+        yield
+    loader._device_limits.cache_clear()
+    runtime.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -204,7 +204,7 @@ def test_layer_on_the_cpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("save", ["minimal", "recompute", "fp8"])
-def test_layer_on_a_gpu(save):
+def test_layer_on_a_gpu(save, on_hopper):
     """The same claims on large tiles, and the kernels of rows against the reference, NaN and infinities too."""
     torch = pytest.importorskip("torch")
     inputs = make_layer_inputs(Case(L=8192, k=2, E=8, d=1024, h=512, routing="absent"), 0, np.float32)

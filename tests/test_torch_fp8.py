@@ -9,7 +9,7 @@ from cases import Case
 from cases import make_inputs as make_layer_inputs
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import loader, reference, runtime
+from moeblaze_cupy import reference
 from moeblaze_cupy.arrays import Torch
 
 torch = pytest.importorskip("torch")
@@ -158,20 +158,6 @@ def test_what_is_not_served_is_named(error, message, given):
 def test_modules_name_what_they_do_not_serve():
     with pytest.raises(ValueError, match="MoE: precision: expected one of None, 'fp8', got 'fp4'"):
         MoE(48, 144, 4, 2, precision="fp4")
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Hopper's kernels whatever MOEBLAZE_TIER says."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("products in e4m3 need Hopper")
-    with monkeypatch.context() as patch:
-        patch.setenv("MOEBLAZE_TIER", "sm90")
-        loader._device_limits.cache_clear()
-        runtime.forget()
-        yield
-    loader._device_limits.cache_clear()
-    runtime.forget()
 
 
 @pytest.mark.gpu
