@@ -4,14 +4,11 @@ import copy
 import gc
 
 import pytest
-from test_torch_fp8 import on_hopper
 
 torch = pytest.importorskip("torch")
 
 from moeblaze_cupy.interop import torch_autograd  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
-
-__all__ = ["on_hopper"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 L, D, H, E, K = 96, 64, 48, 8, 2
