@@ -21,6 +21,9 @@ aten = torch.ops.aten
 BACKWARD, FORWARD = 0, 1  # orientations, by what reads them: of the layer's weight, and of the parameter
 READ = {"FORWARD": {FORWARD}, "PRE_BACKWARD": {BACKWARD}}  # of what FSDP2 gathers in these states; of others both
 SAME = (aten.detach, aten.alias, aten.as_strided)  # what FSDP2 and Parameter call, of all of a tensor
+LEAST_BYTES = (
+    2**26
+)  # of a parameter in bfloat16: of less than this a gather in e4m3 takes the host longer than it gains
 LIKE = (aten.zeros_like, aten.ones_like, aten.empty_like, aten.new_zeros, aten.new_empty)  # that read no numbers
 
 
@@ -181,7 +184,9 @@ def parts_of(straight: Mapping[Any, torch.dtype], group: Any, memory: Memory) ->
         if of.param_name not in getattr(of.module, "travel_in_e4m3", ()):
             continue
         of.module._fp8.gathered = None
-        if straight.get(parameter) == torch.bfloat16 and not (parameter.is_dtensor or of.shared_modules):
+        large = 2 * memory.size * parameter.sharded_param._local_tensor.numel() >= LEAST_BYTES
+        own = not (parameter.is_dtensor or of.shared_modules)
+        if large and own and straight.get(parameter) == torch.bfloat16:
             by_module.setdefault(of.module, {})[of.param_name] = parameter
     parts: dict[Any, Part] = {}
     for module, found in by_module.items():

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch_versions import NO_SHARDING_ON_THE_CPU
 
-from moeblaze_cupy.interop import fsdp, fsdp_gather, peers
+from moeblaze_cupy.interop import fsdp, fsdp_e4m3, fsdp_gather, peers
 from moeblaze_cupy.interop.fsdp import CopyEngines
 from moeblaze_cupy.interop.torch import MoE
 
@@ -56,9 +56,14 @@ class Handle:
         dist.barrier(self.group)
 
 
+@contextmanager
 def straight(least=2**14):
-    """Parameters of as many bytes have hooks, which are those of experts here."""
-    return mock.patch.object(fsdp_gather, "STRAIGHT_BYTES", least)
+    """Parameters of as many bytes have hooks, which are those of experts here, and may travel in e4m3."""
+    with (
+        mock.patch.object(fsdp_gather, "STRAIGHT_BYTES", least),
+        mock.patch.object(fsdp_e4m3, "LEAST_BYTES", least),
+    ):
+        yield
 
 
 def copied(peers, pairs):
