@@ -74,6 +74,7 @@ class RankGroup:
         if self.on_overflow is None:
             self.on_overflow = "chunk" if self.route == "exact" else "raise"
         self.calls = 0
+        self.passed: set[Any] = set()  #: what tells of calls whose arguments have passed the checks
         self.peers = Peers(group)  # of route "pull"
         #: by which ranks tell each other sizes, without their GPUs
         self.hosts: hosts.HostMemory | hosts.HostGloo | None = None
@@ -121,7 +122,8 @@ class RankGroup:
         if dropped.is_cuda:
             if not self._read:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
-                self._read.append((torch.empty(1, dtype=torch.int64, pin_memory=True), event))
+                with torch.inference_mode(False):  # what inference allocates training writes, too
+                    self._read.append((torch.empty(1, dtype=torch.int64, pin_memory=True), event))
             on_host, arrived = self._read.pop()
             dropped = on_host.copy_(dropped, non_blocking=True)
             arrived.record()

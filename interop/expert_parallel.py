@@ -1,7 +1,7 @@
 """The MoE layer with its experts on many GPUs, as one function of autograd, so that exchanges and products overlap.
 
 In forward the sizes, or the rows, travel while a shared expert is launched. In backward the gradient of x travels back
-while the gradients of the experts' weights are computed.
+while the gradients of the experts' weights are computed, but with route "pull", whose last kernels store it there.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +21,7 @@ from moeblaze_cupy.layer import forward_into, values_and_scales
 from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Rows, Fp8Weights, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
+MAX_PASSED = 64  # kinds of calls that an ExpertGroup remembers
 Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
 
 
@@ -42,12 +43,14 @@ def _check(
     order = None if in_fp8.given is None else in_fp8.given.gate_up
     options = activation, save, in_fp8.precision, order, row_precision, experts.sends_fp8, experts.local_experts
     key, _ = runtime.key_of("expert_parallel_moe", options, (x, ids, weights, gate, up, w2, *of_fp8))
-    if runtime.find(key) is not None:
+    if key in experts.passed:
         return
     _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
     _check_fp8(x, w2, activation, experts, in_fp8.precision, in_fp8.given, row_precision)
-    if x.is_cuda:
-        runtime.keep(key, runtime.Prepared(arrays.Torch, x.device.index, None))
+    if x.is_cuda and key is not None:
+        if len(experts.passed) >= MAX_PASSED:  # of varying numbers of tokens
+            experts.passed.clear()
+        experts.passed.add(key)
 
 
 def _check_layer(

@@ -21,9 +21,7 @@ aten = torch.ops.aten
 BACKWARD, FORWARD = 0, 1  # orientations, by what reads them: of the layer's weight, and of the parameter
 READ = {"FORWARD": {FORWARD}, "PRE_BACKWARD": {BACKWARD}}  # of what FSDP2 gathers in these states; of others both
 SAME = (aten.detach, aten.alias, aten.as_strided)  # what FSDP2 and Parameter call, of all of a tensor
-LEAST_BYTES = (
-    2**26
-)  # of a parameter in bfloat16: of less than this a gather in e4m3 takes the host longer than it gains
+LEAST_BYTES = 2**26  # of a parameter in bfloat16, from which e4m3 gains more than its calls take the host
 LIKE = (aten.zeros_like, aten.ones_like, aten.empty_like, aten.new_zeros, aten.new_empty)  # that read no numbers
 
 

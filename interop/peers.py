@@ -55,7 +55,7 @@ class Peers:
         self._buffers: dict[str, _Buffer] = {}
         self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[Offered]]] = {}
         self._read: str | None = None  # the kind that others may read now
-        self._tables: dict[tuple[int, torch.Size, int], Tensor] = {}  # of addresses
+        self._tables: dict[tuple[Any, ...], Tensor] = {}  # of addresses
         self._in_graphs: dict[int, Any] = {}  # by address: what CUDA graphs use, which lives as long as they may
         self._beside: torch.cuda.Stream | None = None
         self._copying = False  # there are copies that no stream waits for yet
@@ -115,15 +115,19 @@ class Peers:
 
         The host does not wait for the table of addresses.
         """
-        key = rows.data_ptr(), rows.shape, each
-        if key not in self._tables:
-            if len(self._tables) >= MAX_VIEWS:
-                self._tables.clear()
+        key = rows.data_ptr(), rows.shape, rows.dtype, each
+        table, capturing = self._tables.get(key), torch.cuda.is_current_stream_capturing()
+        if table is None:
             addresses = [rows.data_ptr() + first * rows[0].nbytes for first in range(0, len(rows), each)]
             on_host = torch.tensor(addresses, dtype=torch.int64, pin_memory=rows.is_cuda)
-            self._tables[key] = on_host.to(rows.device, non_blocking=True)
-        table = self._tables[key]
-        if torch.cuda.is_current_stream_capturing():
+            table = on_host.to(rows.device, non_blocking=True)
+            if capturing:  # each replay copies the addresses, and nothing has yet
+                self._in_graphs[on_host.data_ptr()] = on_host
+            else:
+                if len(self._tables) >= MAX_VIEWS:
+                    self._tables.clear()
+                self._tables[key] = table
+        if capturing:
             self._in_graphs[table.data_ptr()] = table
         return PeerArray(table, 0, str(rows.dtype).removeprefix("torch."))
 

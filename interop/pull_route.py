@@ -189,12 +189,13 @@ class PullRoute(Route):
         if not results:  # the next call offers tokens again
             self.experts.peers.close()
             return lambda: taken
+        is_stored, self._landing = results.get("x") is self._landing, None
         offered = dict(zip(results, self._offer("results", self.room, *results.values()), strict=True))
         peers, share = self.experts.peers, self._share
 
         def pull() -> dict[str, Tensor]:
-            if "x" in results and results["x"] is self._landing:
-                stored = peers.by_rank(self._landing, self.rows)
+            if "x" in results and is_stored:
+                stored = peers.by_rank(results["x"], self.rows)
                 mb_rows.sum_peer_rows(stored, self.ids, share._replace(rank=0), taken["x"])
             elif "x" in offered:
                 mb_rows.sum_peer_rows(offered["x"].array, self.ids, share, taken["x"])

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,7 @@ REGISTER_CAPS = {
     "split_tiles.cu": 48,
     "square_tiles.cu": 40,
     "pull.cu": 80,
+    "push.cu": 64,
 }
 # Bytes of spill stores, all outside the main loops. Measured: 28 at most in the portable kernels with 16-byte accesses;
 # 188 in those for odd sizes, whose guarded element copies are slow anyway; none in Hopper's, none where a lane routes.
@@ -171,6 +172,7 @@ def entry_names(variant) -> set[str]:
         "pull.cu": {"pull_rows", "pull_scaled_rows"}
         | {f"pull_sum_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes}
         | {f"pull_{what}_{ids}_{size}" for what in ("slots", "values") for ids in ids_dtypes for size in (2, 4)},
+        "push.cu": {f"push_sum_{dtype}_{of_weights}" for dtype, of_weights in weights},
     }[variant.source]
 
 
@@ -264,6 +266,9 @@ def variants_of(arch: str) -> list:
             of_fp8 = [v for v in of_fp8 if beside.isdisjoint(v.macros)]
             of_fp8 += variants(bf16, row, swiglu, (True,), fp8=True, fp8_saved=True)
             every += [v for v in of_fp8 if in_e4m3 in v.macros]
+            to_tokens = {("EPILOGUE", "StoreTokenRows"), ("ELEMENT", "bf16")}
+            pushes = [v for v in every if to_tokens <= set(v.macros)]
+            every += [replace(v, macros=(*v.macros, ("PUSHES", "1"))) for v in pushes]
         every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)
         kept = variants(bf16, row, ("swiglu", "gelu"), (True,), fp8_saved=True)
         kept += variants(bf16, row, ("swiglu_softcap",), (True,), **pairs, fp8_saved=True)

@@ -93,13 +93,32 @@ def beside(monkeypatch):
 
 
 def test_rows_that_others_have_stored_are_arrays_of_theirs(log):
-    """With the addresses of one table, which lives on with a CUDA graph that reads it."""
+    """With the addresses of one table."""
     found, forms = peers.Peers(None), (((6, 8), torch.bfloat16),)
     (rows,) = found.room("results", forms, CPU)
     array = found.by_rank(rows, 2)
     assert array.addresses.tolist() == [rows[2 * rank :].data_ptr() for rank in range(3)]
     assert (array.offset, array.dtype) == (0, "bfloat16") and found.by_rank(rows, 2).addresses is array.addresses
     assert found.by_rank(rows, 3).addresses.tolist() == [rows.data_ptr(), rows[3:].data_ptr()] and not log
+
+
+def test_addresses_of_ranks_follow_the_dtype(log):
+    """Of arrays of one shape at one address, as of a layer in float32 and one in bfloat16."""
+    found = peers.Peers(None)
+    for dtype in (torch.float32, torch.bfloat16):
+        (rows,) = found.room("results", (((6, 8), dtype),), CPU)
+        assert found.by_rank(rows, 2).addresses.tolist() == [rows[2 * rank :].data_ptr() for rank in range(3)]
+
+
+def test_addresses_that_a_graph_copies_stay_with_it(log, monkeypatch):
+    """Its replays read the host's memory, and plain calls have addresses of their own."""
+    found = peers.Peers(None)
+    (rows,) = found.room("results", (((6, 8), torch.bfloat16),), CPU)
+    monkeypatch.setattr(peers.torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = found.by_rank(rows, 2).addresses
+    assert any(held is captured for held in found._in_graphs.values()) and not found._tables
+    monkeypatch.setattr(peers.torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert found.by_rank(rows, 2).addresses is not captured
 
 
 def test_copies_to_other_memory_end_before_the_next_barrier(log, beside):

@@ -47,10 +47,11 @@ class Ranks:
         ("sm80", "float32", Case(L=111, k=2, E=5, d=24, h=40, routing="absent"), None),
         ("sm80", "bfloat16", Case(L=60, k=1, E=2, d=520, h=24), None),
         ("sm90", "bfloat16", Case(L=150, k=3, E=3, d=264, h=72, routing="absent"), 300),
+        ("sm80", "float16", Case(L=60, k=2, E=2, d=24, h=24), None),
         ("sm90", "bfloat16", Case(L=150, k=1, E=3, d=264, h=72, routing="absent"), None),
         ("sm90", "float16", Case(L=399, k=1, E=2, d=72, h=40, routing="absent"), 100),
     ],
-    ids=["portable", "portable_k1", "panels", "to_tokens", "dropped"],
+    ids=["portable", "portable_k1", "panels", "weights_in_float16", "to_tokens", "dropped"],
 )
 def test_results_go_to_their_ranks(monkeypatch, tier, dtype, case, max_slots, save):
     """Those of one array bit for bit, zeros for needed tokens whose slots are left out; of other tokens nothing."""
@@ -60,7 +61,8 @@ def test_results_go_to_their_ranks(monkeypatch, tier, dtype, case, max_slots, sa
     needed = ((inputs[1] >= 0) & (inputs[1] < case.E)).any(1)
     needed[rng.random(case.L) < 0.1] = True
     with emulated(tier=tier) as device:
-        x, ids, weights, w1, w2, grad_out = (device.put(array) for array in inputs)
+        weights = inputs[2].astype(dtype if tier == "sm80" else np.float32)
+        x, ids, weights, w1, w2, grad_out = (device.put(array) for array in (*inputs[:2], weights, *inputs[3:]))
 
         def run(into, grad_x):
             options = {"max_slots": max_slots, "save": save}
