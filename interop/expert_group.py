@@ -14,6 +14,7 @@ from moeblaze_cupy.interop.peers import TIMEOUT_MS, Peers
 Tensor = torch.Tensor
 ROUTES = ("auto", "exact", "gather", "static", "pull")
 OVERFLOWS = ("chunk", "drop", "raise")
+MAX_PASSED = 64  # calls that are remembered: where numbers of tokens vary there are ever new ones
 
 
 class RankGroup:
@@ -74,7 +75,7 @@ class RankGroup:
         if self.on_overflow is None:
             self.on_overflow = "chunk" if self.route == "exact" else "raise"
         self.calls = 0
-        self.passed: set[Any] = set()  #: what tells of calls whose arguments have passed the checks
+        self._passed: set[Any] = set()  # keys of calls whose arguments have passed the checks
         self.peers = Peers(group)  # of route "pull"
         #: by which ranks tell each other sizes, without their GPUs
         self.hosts: hosts.HostMemory | hosts.HostGloo | None = None
@@ -83,6 +84,19 @@ class RankGroup:
         # Counts by earlier calls, on the host or on their way there: the count, the event of its arrival, the call.
         self._overflows: deque[tuple[Tensor, Any, int]] = deque()
         self._read: list[tuple[Tensor, Any]] = []  # memory and events of those that have been read
+
+    def has_passed(self, key: Any) -> bool:
+        """Whether `note_passed` was called with this key, of `runtime.key_of`."""
+        try:
+            return key in self._passed
+        except TypeError:  # an option that is not hashable is not a valid one
+            return False
+
+    def note_passed(self, key: Any) -> None:
+        """Remembers that the arguments of a call passed its checks; forgets the others if they are many."""
+        if len(self._passed) >= MAX_PASSED:
+            self._passed.clear()
+        self._passed.add(key)
 
     @property
     def local_experts(self) -> int:

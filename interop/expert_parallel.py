@@ -21,36 +21,7 @@ from moeblaze_cupy.layer import forward_into, values_and_scales
 from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Rows, Fp8Weights, SavedForBackward, is_gated, pair
 
 Tensor = torch.Tensor
-MAX_PASSED = 64  # kinds of calls that an ExpertGroup remembers
 Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
-
-
-def _check(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate: Any,
-    up: Any,
-    w2: Any,
-    activation: str | Activation,
-    save: Any,
-    experts: ExpertGroup,
-    in_fp8: "InFp8",
-    row_precision: Any,
-) -> None:
-    """All that a rank can check of its arguments. What is like an earlier call on CUDA has passed it."""
-    of_fp8 = fp8_checks.arrays_of("expert_parallel_moe", in_fp8.precision, in_fp8.given)
-    order = None if in_fp8.given is None else in_fp8.given.gate_up
-    options = activation, save, in_fp8.precision, order, row_precision, experts.sends_fp8, experts.local_experts
-    key, _ = runtime.key_of("expert_parallel_moe", options, (x, ids, weights, gate, up, w2, *of_fp8))
-    if key in experts.passed:
-        return
-    _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
-    _check_fp8(x, w2, activation, experts, in_fp8.precision, in_fp8.given, row_precision)
-    if x.is_cuda and key is not None:
-        if len(experts.passed) >= MAX_PASSED:  # of varying numbers of tokens
-            experts.passed.clear()
-        experts.passed.add(key)
 
 
 def _check_layer(
@@ -389,7 +360,15 @@ def expert_parallel_moe(
     def check() -> None:
         if len(parts) not in (1, 2):
             raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
-        _check(x, ids, weights, gate, up, w2, activation, save, experts, in_fp8, row_precision)
+        of_fp8 = fp8_checks.arrays_of("expert_parallel_moe", precision, fp8_weights)
+        order = None if fp8_weights is None else fp8_weights.gate_up
+        options = activation, save, precision, order, row_precision, experts.sends_fp8, experts.local_experts
+        key, _ = runtime.key_of("expert_parallel_moe", options, (x, ids, weights, gate, up, w2, *of_fp8))
+        if not experts.has_passed(key):
+            _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
+            _check_fp8(x, w2, activation, experts, precision, fp8_weights, row_precision)
+            if x.is_cuda and key is not None:
+                experts.note_passed(key)
         if accumulate_into_main_grad and torch.is_grad_enabled():
             function = "expert_parallel_moe"
             into.update(main_grads(parts[0], up, w2, accumulate_into_main_grad, function))

@@ -77,6 +77,9 @@ def differing(rank, size, group, route):
     ):
         text = f"expert_parallel_moe: {name}: expected {what}" if odd else f"got errors on [{size - 1}]"
         expect(ValueError, text, lambda name=name, change=change: attempt(same[7], **{name: change}))
+    inputs = Inputs(rank, counts_of(size, "equal")).local()
+    text = "expert_parallel_moe: save: expected one of"  # also of an option that is not hashable
+    expect(ValueError, text, lambda: expert_parallel_moe(*inputs, same[7], save=["minimal"]))
     for name, value, kind, what in (
         ("w1", None, TypeError, "a torch tensor"),
         ("w2", None, TypeError, "a torch tensor"),

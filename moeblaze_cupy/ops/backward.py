@@ -294,7 +294,7 @@ def moe_backward(
     arrival: Arrival | None = None,
     x_scales: int = 0,
     grad_scales: int = 0,
-    to: push.Addresses | None = None,
+    to: push.Addresses = push.NOWHERE,
 ) -> tuple[Gradients, Any, Any]:
     """Paper section 3.2 and Algorithm 1, lines 15-31, from addresses; SiLU and the product are recomputed.
 
@@ -412,13 +412,13 @@ def moe_backward(
         first_layer_kept = own_first_layer.array if own_first_layer else None
         weighted_kept = weighted.array if weighted else None
     del weighted, by_row
-    if "x" in steps.needs and not (grad_x or to):
+    if "x" in steps.needs and not (grad_x or to.peers):
         grad_x = run.empty(steps.x, steps.dtype)
     if steps.up_bwd:
         weights = weights if steps.scales_slots else 0
         rows = first_layer_grad_e4m3[0].ptr if first_layer_grad_e4m3 else first_layer_grad
         out, lists_read = (weights, grad_x.ptr if grad_x else 0), squares if steps.up_bwd.square else index
-        options: dict[str, Any] = {"source": grad_out, "fp8": of_up_bwd, "to": to or push.NOWHERE}
+        options: dict[str, Any] = {"source": grad_out, "fp8": of_up_bwd, "to": to}
         panels.sum_of_rows(run, steps.up_bwd, lists_read, rows, up_read, *out, **options)
     elif grad_x and cleared_of_x:
         run.clear(grad_x.ptr, cleared_of_x)

@@ -212,7 +212,7 @@ def moe_forward(
     weights_fp8: fp8.Addresses | None = None,
     arrival: Arrival | None = None,
     x_scales: int = 0,
-    to: push.Addresses | None = None,
+    to: push.Addresses = push.NOWHERE,
 ) -> ForwardResult:
     """Paper section 3.1, from the addresses of the inputs; 0 for what is not given, as up where w1 is one array.
 
@@ -243,7 +243,7 @@ def moe_forward(
         first_layer_ptr = first_layer.ptr if first_layer else 0
         unquantized = None
         if steps.quantize_saved:
-            out = out or (None if to else run.empty(steps.out, steps.dtype))
+            out = out or (None if to.peers else run.empty(steps.out, steps.dtype))
             unquantized = run.empty(steps.unquantized, steps.dtype)
             first_layer_ptr = unquantized.ptr
         row_weights_ptr = row_weights.ptr if row_weights else 0
@@ -266,7 +266,7 @@ def moe_forward(
             run.launch(steps.quantize_saved, unquantized.ptr, offsets, first_layer.ptr)
         del unquantized
     del row_weights, x_e4m3
-    if not (out or to):
+    if not (out or to.peers):
         out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
     if steps.down_fwd:
         rows_index, by_row = rows_of_slots(run, steps.slots_by_row, squares if steps.down_fwd.square else index)
@@ -282,7 +282,7 @@ def moe_forward(
             bias=b2,
             source=x,
             fp8=of_down_fwd,
-            to=to or push.NOWHERE,
+            to=to,
         )
         del by_row, of_squares
     elif steps.cleared_bytes and out:
