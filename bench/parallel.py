@@ -58,8 +58,9 @@ PIECE_ELEMENTS = 2**26  # that are compared at a time
 ROUTES = ("exact", "gather", "pull")
 PLAIN = "pull-plain"  # route "pull" without copies
 COPIES, COPIES_BF16 = "copies", "copies-bf16"  # FSDP2's collectives by copy engines; gradients travel in bfloat16
-FSDP = ("moeblaze", COPIES, COPIES_BF16)
-FSDP_FP8 = (f"{COPIES_BF16}-fp8", f"{COPIES_BF16}-fp8-e4m3")  # weights travel in bfloat16, and in e4m3
+STORED = f"{COPIES_BF16}-stored"  # products store weight gradients where they are summed
+FSDP = ("moeblaze", COPIES_BF16, STORED)
+FSDP_FP8 = (f"{COPIES_BF16}-fp8-e4m3", f"{STORED}-fp8-e4m3")  # weights travel in e4m3
 MOST_FSDP_BYTES = 24 * 2**30  # of a stack's parameters, for which FSDP2 has a row: dsv3's are for expert parallelism
 
 
@@ -335,7 +336,7 @@ def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False):
             stack, engines = stack_of(case, mesh, reduce_dtype, "fp8" if "fp8" in how else None), None
             if collectives == COPIES:
                 engines = CopyEngines(mesh)
-                engines.serve(*stack, stack, in_e4m3="e4m3" in how)
+                engines.serve(*stack, stack, in_e4m3="e4m3" in how, stores_gradients="stored" in how)
             x = torch.randn(case.L, case.d, device=device(), dtype=torch.bfloat16)
 
             def work(stack=stack, x=x):

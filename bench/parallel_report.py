@@ -24,6 +24,8 @@ FSDP_TITLES = {
     "moeblaze-fp8": "NCCL, float32; fp8",
     "copies-bf16-fp8": "copy engines, bfloat16; fp8",
     "copies-bf16-fp8-e4m3": "copy engines, bfloat16; fp8, weights in e4m3",
+    "copies-bf16-stored": "copy engines, stored by products",
+    "copies-bf16-stored-fp8-e4m3": "copy engines, stored by products; fp8, weights in e4m3",
 }
 ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens. P GPUs share the experts, or
 under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P.

@@ -14,6 +14,7 @@ from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
 from moeblaze_cupy.interop.fsdp_e4m3 import parts_of
 from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, groups_of, shards_of, straight_of
+from moeblaze_cupy.interop.fsdp_sums import Owner, Sums, can_be_summed
 from moeblaze_cupy.interop.peers import Peers, others
 
 Tensor = torch.Tensor
@@ -48,14 +49,14 @@ class CopyEngines:
             raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
         place = dist.get_rank(group), len(gpus)
         self._group, self._memory = group, Memory(Peers(group), *place)
-        self.reduce_scatter = ReduceScatter(Peers(group), *place)
+        self.reduce_scatter, self._sums = ReduceScatter(Peers(group), *place), Sums(Peers(group), *place)
 
     @property
     def nbytes(self) -> int:
         """Of the buffers, on this rank. torch.cuda counts no symmetric memory."""
-        return self._memory.peers.nbytes + self.reduce_scatter.peers.nbytes
+        return sum(part.peers.nbytes for part in (self._memory, self.reduce_scatter, self._sums))
 
-    def serve(self, *modules: Any, in_e4m3: bool = True) -> None:
+    def serve(self, *modules: Any, in_e4m3: bool = True, stores_gradients: bool = True) -> None:
         """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
 
         All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
@@ -66,6 +67,12 @@ class CopyEngines:
         in_e4m3: the weights of `MoE(precision="fp8")` that are gathered straight in bfloat16 travel in e4m3. Each rank
         quantises its own experts. The results have the same bits. Gathered parameters then hold no numbers: whatever
         else than the module's forward reads them raises RuntimeError. Modules with accumulate_into_main_grad are left.
+
+        stores_gradients: where `moe` or `MoE` computes the gradient of a weight that is gathered straight, on at most 8
+        ranks, the products store the gradients of other ranks' experts in the memory of those ranks, and those of this
+        rank's add to what the others stored. So FSDP2 reduces no gradient of it: the sum is in float32, of what each
+        rank rounded to the products' dtype, and is rounded once to the parameter's dtype. FSDP2 reduces gradients as
+        before where they add up on each rank first (`set_requires_gradient_sync(False)`), or a hook is to see them.
 
         Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2 than
         this serves, and ValueError for one that is not sharded over this group alone, or over fewer ranks after
@@ -79,6 +86,9 @@ class CopyEngines:
                 straight = straight_of(group, self._memory.size)
                 parts = parts_of(straight if in_e4m3 else {}, group, self._memory)
                 shards = shards_of(straight, self._memory, self._group, parts)
+                for parameter, shard in zip(straight, shards, strict=True):
+                    if stores_gradients and can_be_summed(parameter, shard.whole, self._memory.size):
+                        shard.owner = Owner(self._sums, shard.whole, parameter, group)
             module.set_custom_all_gather(AllGather(self._memory, shards))
             module.set_custom_reduce_scatter(self.reduce_scatter)
 

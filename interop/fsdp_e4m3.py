@@ -136,11 +136,12 @@ class _Shape(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, part: Part) -> Tensor:
+        ctx.set_materialize_grads(False)  # there is none where it is summed over ranks
         return part.weight.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.transpose(1, 2), None
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return None if grad is None else grad.transpose(1, 2), None
 
 
 class InE4m3(Tensor):

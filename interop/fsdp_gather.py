@@ -86,6 +86,7 @@ class Shard:
     forms: tuple[Form, ...] = ()  #: of what each all-gather writes to a buffer that the other ranks read
     at: list[Tensor] | None = None  #: by rank, where the parts lie, if in memory of their own
     gather: "AllGather | None" = None
+    owner: Any = None  #: `fsdp_sums.Owner` of what has this part's gradient
     stream: Any = None  #: of what reads the whole parameter
 
     def __init__(self, memory: Memory, local: Tensor, dtype: torch.dtype, group: Any) -> None:
@@ -126,7 +127,7 @@ class Shard:
     def __deepcopy__(self, memo: Any) -> "Shard":
         """For the copy of a parameter: its hooks raise, as they would gather this one."""
         twin = object.__new__(Shard)
-        twin.gather = None
+        twin.gather = twin.owner = None
         return twin
 
     def __reduce__(self) -> Any:
@@ -224,10 +225,14 @@ def other_parameters() -> RuntimeError:
 
 
 # What is read and set here of FSDP2, beside its interface.
-_of_group = attrgetter("fsdp_params", "mesh_info", "mp_policy", "_use_post_forward_mesh")
+_of_group = attrgetter(
+    *("fsdp_params", "mesh_info", "mp_policy", "_use_post_forward_mesh"),
+    *("reduce_grads", "gradient_divide_factor", "_all_reduce_hook"),
+)
 _of_parameter = attrgetter(
     *("sharded_param._local_tensor", "fsdp_placement.dim", "offload_to_cpu", "all_gather_outputs"),
     *("_orig_size", "_sharded_param_data", "_init_extensions", "_module_info.module", "_module_info.param_name"),
+    *("unsharded_accumulated_grad", "to_sharded_dtensor"),
 )
 
 

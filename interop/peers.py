@@ -137,6 +137,10 @@ class Peers:
             self._barrier(self._read)
             self._read = None
 
+    def meet(self, kind: str) -> None:
+        """Waits on the stream until all ranks have come so far, after which each may read what others have stored."""
+        self._barrier(kind)
+
     def _barrier(self, kind: str) -> None:
         if self._copying:
             self._wait_for_copies()

@@ -19,6 +19,7 @@ from moeblaze_cupy.interop import (
     torch_ops,
     torch_router,
     torch_router_ops,
+    torch_sums,
 )
 from moeblaze_cupy.interop.torch_ops import Options, Sums
 from moeblaze_cupy.layer import forward
@@ -134,7 +135,9 @@ def moe(
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
     options_of_layer = activation, save, *others, None, 0
     in_words = precision, fp8_weights, keep_fp8_weights
-    call = torch_autograd.EagerCall(keep_saved, main_grads, options_of_layer, *in_words)
+    shared = up is None and len(tensors) == 6 and not main_grads
+    owners = torch_sums.owners_of(gate, w2) if shared else None
+    call = torch_autograd.EagerCall(keep_saved, main_grads, options_of_layer, *in_words, owners)
     out = torch_autograd.EagerMoE.apply(call, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 

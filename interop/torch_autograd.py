@@ -11,7 +11,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, fp8_checks, layer
-from moeblaze_cupy.interop import torch_fp8
+from moeblaze_cupy.interop import torch_fp8, torch_sums
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
     IN_FP8,
@@ -398,13 +398,14 @@ class EagerCall(NamedTuple):
     precision: str | None = None
     fp8_weights: Fp8Weights | None = None
     keep_fp8_weights: bool = True  #: where none are given
+    owners: "torch_sums.Owners | None" = None  #: of w1 and w2, where their gradients are summed over ranks
 
 
 class EagerMoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: EagerCall, *tensors: Tensor | None) -> Tensor:
         """tensors: of Layer, in order; the last four may be missing."""
-        ctx.keep_saved, ctx.main_grads, options, ctx.precision, fp8_weights, keep_fp8_weights = call
+        ctx.keep_saved, ctx.main_grads, options, ctx.precision, fp8_weights, keep_fp8_weights, ctx.owners = call
         out: Tensor
         given = tensors if len(tensors) > 6 else (*tensors, *_NO_REST)
         out, saved = layer.forward(given, options, None, ctx.precision, fp8_weights)
@@ -451,10 +452,18 @@ class EagerMoE(torch.autograd.Function):
         saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots, *of_fp8)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
         accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None
+        summed = () if ctx.owners is None else ctx.owners.ready(needs)
         try:
-            grads = mb.moe_backward(
-                grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
-            )
+            if summed:
+                rest = tuple(name for name in needs if name not in summed)
+                grads, pending = mb.moe_backward_data(
+                    grad_out.contiguous(), saved, needs=rest, keep_saved=ctx.keep_saved
+                )
+                ctx.owners.sum((gate, w2), pending, summed)
+            else:
+                grads = mb.moe_backward(
+                    grad_out.contiguous(), saved, needs=needs, keep_saved=ctx.keep_saved, accumulate=accumulate
+                )
         finally:  # what runs out of memory half way may have overwritten them as well
             ctx.consumed = saved.consumed
         if ctx.fp8_weights is not None and any(needed[3:6]):

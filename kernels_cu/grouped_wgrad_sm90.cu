@@ -8,8 +8,10 @@
 //
 // If the weight is stored transposed, P and Q are exchanged. One operand is gathered by token. The other one, "routed", has R
 // rows in expert order. The gradient of an expert without tokens becomes zeros, or with ACCUMULATE stays as it is. With SPLIT_K
-// a tile sums a part of an expert's rows in fp32, and wgrad_parts.cu adds these sums. The order of all sums is fixed, so that
-// two runs give the same bits.
+// a tile sums a part of an expert's rows in fp32, and wgrad_parts.cu adds these sums. With OTHERS the gradient becomes the
+// scaled sum of this GPU's, rounded to element, and those that other GPUs have stored in this one's memory. The order of all
+// sums is fixed, so that two runs give the same bits. The tiles are those of the first num_experts experts in experts_by_load,
+// which may be those of one rank alone (rank_experts.cu).
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor, THREADS threads, SPARE + SPARE_BYTES bytes of dynamic shared
 // memory. The tile scheduler is static: CTA i computes tile i and every gridDim.x-th tile after it.
@@ -37,8 +39,12 @@
 #if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT) || !defined(SPLIT_K)
 #error "GATHER_P, GATHER_Q, ACCUMULATE, OUT and SPLIT_K are given by loader.gemm_variant"
 #endif
+#ifndef OTHERS
+#define OTHERS 0
+#endif
 static_assert(GATHER_P != GATHER_Q, "one operand is gathered, the other comes through a tensor map");
 static_assert(!(ACCUMULATE && SPLIT_K), "wgrad_parts.cu adds the sums of split-K");
+static_assert(!(OTHERS && (ACCUMULATE || SPLIT_K)), "SummedTile adds rounded values");
 static_assert(BN == 256 || !(ACCUMULATE || SPLIT_K), "UnroundedTile stores halves of 128 columns");
 
 struct GroupedWgradParams {
@@ -52,12 +58,23 @@ struct GroupedWgradParams {
                                       // (e * splits + j) * expert_stride
     const int* experts_by_load;       // (E,) int32, in: experts by falling number of rows. Tiles follow this order, so that the
                                       // last ones are short
+#if OTHERS
+    const element* others;            // (num_others, ...) element, in: what other GPUs computed of out0 and out1. Each part has
+                                      // the strides of out0, and up's half as far from gate's
+#endif
     int64 ldp, ldq;                   // elements from row to row
     int64 expert_stride, ldo;         // elements of out0 and out1 from expert (or split) to the next, and from row to row
+#if OTHERS
+    int64 others_stride;              // elements from part to part
+#endif
     int p_half, q_half;               // elements from gate's columns to up's in P or Q; 0 in the operand that both halves share
     int rows, columns;                // M, N
     int num_experts, halves;          // E; 2 (gate and up) or 1
     int splits;                       // with SPLIT_K: parts of an expert's rows, one per tile; else 1
+#if OTHERS
+    int num_others;                   // at most MAX_OTHERS
+    float scale;                      // of the sum
+#endif
 };
 
 struct WgradTile {
@@ -174,7 +191,65 @@ struct UnroundedTile : EpilogueBase {
     __device__ __forceinline__ void next() {}  // finish() has stored the tile
 };
 
-#if ACCUMULATE || SPLIT_K
+#if OTHERS
+constexpr int MAX_OTHERS = 7;
+
+// With OTHERS: as RoundedTile, but adds the parts of other GPUs to a row. Its loads are issued one row ahead.
+struct SummedTile : EpilogueBase {
+    const GroupedWgradParams& p;
+    OUT* out;
+    const element* part;
+    bool inside;
+    Row8<element> ahead[MAX_OTHERS];
+    __device__ __forceinline__ explicit SummedTile(const GroupedWgradParams& p) : p(p) {}
+    __device__ __forceinline__ void load() {
+#pragma unroll
+        for (int i = 0; i < MAX_OTHERS; ++i)
+            if (i < p.num_others && inside) ahead[i].load<true>(part + i * p.others_stride, 8);
+    }
+    // v: 8 values of out. Adds the parts in order and scales the sum.
+    __device__ __forceinline__ void add(float (&v)[8]) const {
+#pragma unroll
+        for (int i = 0; i < MAX_OTHERS; ++i) {
+            if (i >= p.num_others) break;
+            float other[8];
+            ahead[i].unpack(other);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) v[c] += other[c];
+        }
+#pragma unroll
+        for (int c = 0; c < 8; ++c) v[c] *= p.scale;
+    }
+    __device__ __forceinline__ void finish(const float (&acc)[FRAGMENTS][4], OUT* slice, int m, int n0) {
+        finished.put(acc);
+        const int lane = threadIdx.x & 31, n = n0 + lane * 8;
+        rows = min(WARP_ROWS, p.rows - m), done = 0, inside = lane < FRAGMENTS && n < p.columns;
+        out = slice + m * p.ldo + n;
+        part = p.others + (out - p.out0);
+        if (rows > 0) load();
+    }
+    __device__ __forceinline__ void next() {
+        float v[8];
+        finished.get(done, min(int(threadIdx.x & 31), FRAGMENTS - 1)).unpack(v);
+        add(v);
+        if (inside) store_vector8(out, v);
+        out += p.ldo, part += p.ldo;
+        if (++done < rows) load();
+    }
+    // The tile of an expert without rows: 8 columns at m, n.
+    __device__ __forceinline__ void store_others(OUT* slice, int m, int n) {
+        float v[8] = {};
+        inside = true, part = p.others + (slice - p.out0) + m * p.ldo + n;
+        load();
+        add(v);
+        store_vector8(slice + m * p.ldo + n, v);
+    }
+};
+#endif
+
+#if OTHERS
+typedef SummedTile Epilogue;
+#elif ACCUMULATE || SPLIT_K
 typedef UnroundedTile Epilogue;
 #else
 typedef RoundedTile Epilogue;
@@ -286,7 +361,11 @@ __device__ __forceinline__ void consume(const GroupedWgradParams& p, const Wgrad
     auto tile_at = [&](int t) { return t < tiles ? order.tile(t) : WgradTile{}; };
     const int warp_row = consumer_warp() * WARP_ROWS;
     PipelineState state;
+#if OTHERS
+    Epilogue epilogue(p);
+#else
     Epilogue epilogue(M, N, p.ldo);
+#endif
     WgradTile tile = tile_at(blockIdx.x), next;
     for (int t = blockIdx.x;; t += gridDim.x, tile = next) {
         const bool last = t >= tiles;
@@ -294,10 +373,14 @@ __device__ __forceinline__ void consume(const GroupedWgradParams& p, const Wgrad
         OUT* out = (tile.half ? p.out1 : p.out0) + tile.slice * p.expert_stride;
         const int rows = tile.end_row - tile.first_row;
         if (!last && rows == 0) {
-            const float zeros[8] = {};
             for (int i = threadIdx.x - WARPGROUP; !ACCUMULATE && i < BM * BN / 8; i += THREADS - WARPGROUP) {
                 const int m = tile.m0 + i / (BN / 8), n = tile.n0 + i % (BN / 8) * 8;
+#if OTHERS
+                if (m < M && n < N) SummedTile(p).store_others(out, m, n);
+#else
+                const float zeros[8] = {};
                 if (m < M && n < N) store_vector8(out + m * p.ldo + n, zeros);
+#endif
             }
             continue;
         }

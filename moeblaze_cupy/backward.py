@@ -1,7 +1,7 @@
 """Backward of the layer, whole or in two halves: check arguments, choose NumPy or CUDA, hand back the caller's kind."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.layer import map_saved, named_pair, spared, values_and_scales, w1_b1_b2
 from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.ops.grouped_gemm import Summed
 from moeblaze_cupy.ops.push import Destination
 from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Key, Runtime, current_device
@@ -234,6 +235,79 @@ def moe_backward_weights(
             *(0 if scales is None else describe(scales).ptr for scales in (saved.x_scales, pending.grad_scales)),
         )
         return _exported(call.export, accumulate, grads)
+
+
+def summed_weights(
+    pending: PendingWeights,
+    needs: tuple[str, ...],
+    ranks: Sequence[int],
+    scale: float,
+    totals: Mapping[str, Any],
+    others: Mapping[str, Any],
+    at: Mapping[str, Mapping[int, Any]],
+    meet: Callable[[], None],
+) -> bool:
+    """The second half of `moe_backward` where ranks with the same weights own E / P experts each, in order.
+
+    The gradients of other ranks' experts are stored in the memory of those ranks. Those of this one's are added to
+    what the others have stored, and the sum is scaled and rounded once.
+    pending: what `moe_backward_data` returned. needs: "w1", "w2" or both; w1 is one array. ranks: this one, then the
+    others, 8 at most. totals: by name, arrays (E / P, ...) in the memory order of the weights, in their dtype or
+    float32. others: by name, arrays (P - 1, E / P, ...) of this rank, in the weights' dtype. at: by name and other
+    rank, the array among the `others` of that rank that is this rank's. meet: has the current stream wait until all
+    ranks have come so far.
+    Returns False, and does nothing, where Hopper's kernels do not serve: without a GPU or tokens, say.
+    """
+    function = "moe_backward"
+    grad_out, saved = pending.grad_out, pending.saved
+    call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out)
+    limits = spared(function, call, 0)
+    if limits is None:
+        return False
+    grad_layout, x_layout = call.layout("grad_out", "saved.x")
+    describe = call.framework.describe
+    w1_layouts = tuple(describe(part).layout for part in pair(saved.w1))
+    read = {name: describe(getattr(pending, name)) for name in ("first_layer_grad", "weighted_y_swi")}
+    sums = {name: describe(totals[name]) for name in needs}
+    steps = weight_gradients.configure_weights(
+        grad_layout,
+        x_layout,
+        describe(saved.w2).layout,
+        w1_layouts,
+        read["first_layer_grad"].layout,
+        read["weighted_y_swi"].layout,
+        (),
+        saved.activation,
+        saved.gate_up,
+        needs,
+        limits,
+        _index_layout(saved.index),
+        saved.slots,
+        tuple((name, described.layout) for name, described in sums.items()),
+        Summed(len(ranks) - 1, scale),
+    )
+    if not steps.are_hoppers:
+        return False
+    to = {}
+    for name in needs:
+        places = {rank: describe(array).ptr for rank, array in at[name].items()}
+        to[name] = weight_gradients.OfRanks(sums[name].ptr, describe(others[name]).ptr, places)
+    prepared = call.prepared(steps)
+    pending.consumed = True
+    with current_device(prepared.device):
+        weight_gradients.summed_weights(
+            Runtime.current(prepared.framework, prepared.device),
+            steps,
+            call.described["grad_out"].ptr,
+            call.described["saved.x"].ptr,
+            describe(saved.index.lists).ptr,
+            read["first_layer_grad"].ptr,
+            read["weighted_y_swi"].ptr,
+            ranks,
+            to,
+            meet,
+        )
+    return True
 
 
 def backward_into(

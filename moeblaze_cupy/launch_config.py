@@ -150,6 +150,7 @@ def kernel_constants(source: str) -> dict[str, int]:
         },
         "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
+        "rank_experts.cu": {},
         "split_tiles.cu": {"SPLIT_THREADS": SPLIT_THREADS, "TILE_ROWS": TILE_ROWS},
         "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},
         "pull.cu": {

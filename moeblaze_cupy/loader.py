@@ -25,7 +25,7 @@ SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu", "clear.cu
 SHAPE_INDEPENDENT = (
     *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
     "push.cu",
-    *("quantize.cu", "saved_fp8.cu", "split_tiles.cu", "square_tiles.cu"),
+    *("quantize.cu", "saved_fp8.cu", "split_tiles.cu", "square_tiles.cu", "rank_experts.cu"),
     *SELECTIONS,
 )
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}
@@ -112,6 +112,7 @@ def gemm_variant(
     fp8_saved: bool = False,
     square: bool = False,
     pushes: bool = False,
+    summed: str | None = None,
 ) -> Variant:
     """The grouped GEMM or weight gradient of one step; `transposed`: the weight is stored (E, columns, rows).
 
@@ -126,6 +127,7 @@ def gemm_variant(
     square: Hopper's tiles are square. Without effect on weight gradients that are accumulated or take split-K, on
     down_bwd, on up_fwd but for interleaved columns, with fp8, fp8_saved or clusters, and where rows go to tokens.
     pushes: rows that go to tokens go to the memory of the GPUs that have these.
+    summed: the dtype of the sum of this GPU's weight gradient and those of others, on Hopper.
     """
     form = FORMS[activation]
     gated = form.gated
@@ -146,7 +148,9 @@ def gemm_variant(
                 "SPLIT_K": int(split_k),
                 **(gemm_config.square_constants(152) if square and not split_k and accumulate is None else {}),
             }
-        out = "float32" if macros.get("SPLIT_K") else accumulate or dtype
+            if summed is not None:
+                macros |= {"OTHERS": 1}
+        out = "float32" if macros.get("SPLIT_K") else accumulate or summed or dtype
         macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[out]}
         return _variant(f"grouped_wgrad_{tier}.cu", entry, macros)
     macros |= {

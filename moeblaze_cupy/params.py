@@ -154,6 +154,20 @@ _WGRAD_POINTERS = ("p", "q", "expert_token_indices", "expert_token_offsets", "ou
 _WGRAD_INT64 = ("ldp", "ldq", "expert_stride", "ldo")
 _CAPACITY_INT32 = ("k", "num_experts", "num_sequences", "parts")
 _WGRAD_INT32 = ("p_half", "q_half", "rows", "columns")
+_WGRAD_SM90 = Params(
+    "GroupedWgradParams",
+    maps=("routed",),
+    pointers=(*_WGRAD_POINTERS, "experts_by_load"),
+    int64=_WGRAD_INT64,
+    int32=(*_WGRAD_INT32, "num_experts", "halves", "splits"),
+)
+_WGRAD_SM90_OTHERS = replace(
+    _WGRAD_SM90,
+    pointers=(*_WGRAD_SM90.pointers, "others"),
+    int64=(*_WGRAD_INT64, "others_stride"),
+    int32=(*_WGRAD_SM90.int32, "num_others"),
+    float32=("scale",),
+)
 
 # By source, then by the start of an entry's name. Without an entry of its own, a source's kernels have one table.
 _TABLES = {
@@ -469,14 +483,8 @@ _TABLES = {
     "grouped_wgrad_sm80.cu": {
         "": Params("GroupedWgradParams", pointers=_WGRAD_POINTERS, int64=_WGRAD_INT64, int32=_WGRAD_INT32),
     },
-    "grouped_wgrad_sm90.cu": {
-        "": Params(
-            "GroupedWgradParams",
-            maps=("routed",),
-            pointers=(*_WGRAD_POINTERS, "experts_by_load"),
-            int64=_WGRAD_INT64,
-            int32=(*_WGRAD_INT32, "num_experts", "halves", "splits"),
-        ),
+    "rank_experts.cu": {
+        "": Params("RankExpertsParams", pointers=("experts_by_load", "rank_experts"), int32=("num_experts", "each")),
     },
 }
 
@@ -485,6 +493,8 @@ def tables(source: str, macros: tuple[tuple[str, str], ...] = ()) -> dict[str, P
     """The tables of a source's kernels under these JIT constants, by the start of an entry's name."""
     if source in ("grouped_gemm_sm80.cu", "grouped_gemm_sm90.cu"):
         return {"": _gemm(source, macros)}
+    if source == "grouped_wgrad_sm90.cu":
+        return {"": _WGRAD_SM90_OTHERS if dict(macros).get("OTHERS") == "1" else _WGRAD_SM90}
     return _TABLES[source]
 
 

@@ -94,6 +94,7 @@ def layers_of(
     prefetch=True,
     engines=None,
     in_e4m3=True,
+    stores_gradients=True,
     placement=None,
     widths=(64, 96, 32, 160),
     **options,
@@ -108,7 +109,7 @@ def layers_of(
         fully_shard(layer, reshard_after_forward=reshard, **sharding)
     fully_shard(layers, mesh=mesh, mp_policy=policy)
     if engines is not None:
-        engines.serve(*layers, layers, in_e4m3=in_e4m3)
+        engines.serve(*layers, layers, in_e4m3=in_e4m3, stores_gradients=stores_gradients)
     for layer in layers:
         layer.set_force_sum_reduction_for_comms(force_sum)
     if prefetch:

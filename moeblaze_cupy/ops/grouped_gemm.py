@@ -120,7 +120,7 @@ GEMM_ADDRESSES = (
     *Fp8._fields,
     *push.Addresses._fields,
 )
-WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", *LISTS)
+WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", "others", *LISTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -376,6 +376,19 @@ class Wgrad:
     routed_is_q: bool  # of the two operands p and q, which one is not gathered
     sums: tuple[int, int, int, int] | None  # shape of the splits' float32 sums: E * splits, halves, M, N
     add: Launch | None
+    expert_bytes: int  # of what the product writes
+    others_bytes: int = 0  # of an expert in another rank's part
+
+    @property
+    def tier(self) -> str:
+        return "sm90" if self.product.variant.source.endswith("_sm90.cu") else "sm80"
+
+
+class Summed(NamedTuple):
+    """A weight gradient is summed with those of other ranks, and the sum is scaled."""
+
+    num_others: int  # at most 7
+    scale: float
 
 
 def configure_wgrad(
@@ -390,12 +403,16 @@ def configure_wgrad(
     N: int,
     halves: int,
     accumulate: bool,
+    num_experts: int | None = None,
+    summed: Summed | None = None,
 ) -> Wgrad:
     """The gradient (E, M, N) of each half, sums over each expert's rows; zeros for experts without any.
 
     `rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half in elements.
     `accumulate` adds to what the gradient holds, in the operands' dtype or float32; experts without rows are then left
     alone. On Hopper few large experts take split-K: float32 sums over parts of their rows, and a launch that adds them.
+    num_experts: of those that experts_by_load lists, where not all are. summed: with parts of other ranks, on Hopper;
+    the gradient is in the operands' dtype, in which the parts are, or in float32.
     """
     swapped = gradient.transposed
     (p, p_half), (q, q_half) = (columns, rows) if swapped else (rows, columns)
@@ -403,15 +420,17 @@ def configure_wgrad(
         M, N = N, M
     sizes = (M, N, p.ld, q.ld, p_half, q_half, gradient.ld, gradient.expert_stride)
     aligned = is_aligned((p.misalignment, q.misalignment, gradient.misalignment), sizes) and index.num_rows > 0
-    E, dtype = index.num_experts, gradient.dtype
+    E, dtype = num_experts or index.num_experts, gradient.dtype
+    num_rows = index.num_rows * E // index.num_experts
     tiles = gemm_config.wgrad_tiles(M, N, E * halves)
-    splits = gemm_config.split_k(tiles, index.num_rows, E, limits)
+    splits = 1 if summed else gemm_config.split_k(tiles, num_rows, E, limits)
     fits_better = gemm_config.square_wgrad(M, N)
-    square = fits_better and splits == 1 and not accumulate
+    square = fits_better and splits == 1 and not (accumulate or summed)
     if square:
         tiles = gemm_config.wgrad_tiles(M, N, E * halves, square)
     config = gemm_config.wgrad(p.dtype, aligned, square, limits)
-    added_to = dtype if accumulate else None
+    to: dict[str, Any] = {"accumulate": dtype if accumulate else None, "summed": dtype if summed else None}
+    expert_bytes = gradient.expert_stride * ITEMSIZE[dtype]
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
     why: tuple[str, ...] = reasons.tier(config, p.dtype, aligned, index.num_rows, limits)
@@ -430,17 +449,21 @@ def configure_wgrad(
     if config.tier == "sm80":
         tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * gemm_config.column_tiles(N)
         number = tiles * E * halves
-        product = launch((tiles, E, halves), {**operands, **result}, {}, why, accumulate=added_to)
-        return Wgrad(product, swapped, True, None, None)
+        product = launch((tiles, E, halves), {**operands, **result}, {}, why, **to)
+        return Wgrad(product, swapped, True, None, None, expert_bytes)
     grid = (min(tiles * splits, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped
     maps = {"routed": _rows_map(q if routed_is_q else p, index.num_rows, launch_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "splits": splits}
     number = tiles * splits
-    why += (reasons.wgrad_tile(square, fits_better), reasons.split_k(splits, tiles, index.num_rows, E, limits))
+    why += (reasons.wgrad_tile(square, fits_better), reasons.split_k(splits, tiles, num_rows, E, limits))
+    others_bytes = 0
+    if summed:
+        others_bytes = gradient.expert_stride * ITEMSIZE[p.dtype]
+        result |= {"others_stride": E * gradient.expert_stride, **summed._asdict()}
     if splits == 1:
-        product = launch(grid, {**operands, **result, **schedule}, maps, why, accumulate=added_to)
-        return Wgrad(product, swapped, routed_is_q, None, None)
+        product = launch(grid, {**operands, **result, **schedule}, maps, why, **to)
+        return Wgrad(product, swapped, routed_is_q, None, None, expert_bytes, others_bytes)
     packed = {"expert_stride": halves * M * N, "ldo": N}
     product = launch(grid, {**operands, **packed, **schedule}, maps, why, split_k=True)
     add = Launch(
@@ -451,17 +474,32 @@ def configure_wgrad(
         {"rows": M, "columns": N, **result, "halves": halves, "splits": splits, "accumulate": int(accumulate)},
         why=("adds the float32 sums of split-K in a fixed order",),
     )
-    return Wgrad(product, swapped, routed_is_q, (E * splits, halves, M, N), add)
+    return Wgrad(product, swapped, routed_is_q, (E * splits, halves, M, N), add, 4 * splits * halves * M * N)
 
 
-def wgrad(run: Runtime, step: Wgrad, lists: Lists, rows: int, columns: int, gradient: tuple[int, int]) -> None:
-    """`rows`, `columns`: addresses of these operands; `gradient`: where the result's gate and up begin."""
+def wgrad(
+    run: Runtime,
+    step: Wgrad,
+    lists: Lists,
+    rows: int,
+    columns: int,
+    gradient: tuple[int, int],
+    first_expert: int = 0,
+    others: int = 0,
+) -> None:
+    """`rows`, `columns`: addresses of these operands; `gradient`: where the result's gate and up begin.
+
+    first_expert: the one that the gradient begins with, if experts_by_load lists one rank's. others: of the parts of
+    other ranks, which begin with it as well.
+    """
     p, q = (columns, rows) if step.swapped else (rows, columns)
     out0, out1 = gradient
     if step.sums:
         sums = run.empty(step.sums, "float32")
         out0 = sums.ptr
         out1 = out0 + 4 * math.prod(step.sums[2:])
-    run.launch(step.product, p, q, q if step.routed_is_q else p, out0, out1, *lists)
+    before, others_before = first_expert * step.expert_bytes, first_expert * step.others_bytes
+    to = out0 - before, out1 - before, others - others_before if others else 0
+    run.launch(step.product, p, q, q if step.routed_is_q else p, *to, *lists)
     if step.add:
-        run.launch(step.add, out0, lists[EXPERT_TOKEN_OFFSETS], *gradient)
+        run.launch(step.add, out0, lists[EXPERT_TOKEN_OFFSETS] + 4 * first_expert, *gradient)

@@ -1,21 +1,22 @@
 """The gradients of w1 and w2 on CUDA: their launches in a backward, and on their own after one that deferred them.
 
 `configure_weights` chooses the launches from layouts alone, once per layout; `moe_backward_weights` allocates and
-launches.
+launches, as does `summed_weights` where each rank gets the sum over all ranks of its experts' gradients.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from moeblaze_cupy import loader
 from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import aggregation, fp8, grouped_gemm
 from moeblaze_cupy.ops.biases import Bias
-from moeblaze_cupy.ops.dispatch import IndexLayout
+from moeblaze_cupy.ops.dispatch import EXPERTS_BY_LOAD, IndexLayout
 from moeblaze_cupy.ops.experts import half_columns, rows_of_slots
-from moeblaze_cupy.ops.grouped_gemm import Operand, Weight, Wgrad
+from moeblaze_cupy.ops.grouped_gemm import Operand, Summed, Weight, Wgrad
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, Gradients, SlotOptions, is_gated
 
@@ -46,6 +47,17 @@ class Weights:
     slots_by_row: Launch | None  # where grad_out has a row per slot
     grad_in_e4m3: fp8.Dequantize | None
     x_in_e4m3: fp8.Dequantize | None
+    own_down: Wgrad | None = None  # of this rank's experts, where gradients are summed over ranks
+    own_up: Wgrad | None = None
+    down_total: Weight | None = None
+    up_total: Weight | None = None
+    rank_experts: Launch | None = None
+
+    @property
+    def are_hoppers(self) -> bool:
+        """Whether the kernels of all products are Hopper's, which alone sum over ranks."""
+        steps = self.down_wgrad, self.up_wgrad, self.own_down, self.own_up
+        return all(step is None or step.tier == "sm90" for step in steps)
 
 
 @cached
@@ -63,10 +75,13 @@ def configure_weights(
     limits: DeviceLimits,
     index: IndexLayout,
     slots: SlotOptions = PLAIN_SLOTS,
+    sums: tuple[tuple[str, Layout], ...] = (),
+    summed: Summed | None = None,
 ) -> Weights:
     """The launches of `moe_backward_weights` for arrays of these layouts; accumulate as of `configure_backward`.
 
-    x and grad_out may be in e4m3 (uint8).
+    x and grad_out may be in e4m3 (uint8). summed: the launches of `summed_weights` instead, with arrays for the sums of
+    this rank's experts by name, in the weights' memory order.
     """
     d, h, dtype, gated, buffers = x.shape[1], w2.shape[1], w2.dtype, is_gated(activation), dict(accumulate)
     interleaved = gate_up == "interleaved"
@@ -77,17 +92,45 @@ def configure_weights(
     x_rows, grad_rows = Operand(dtype, d, x.misalignment), Operand(dtype, d, grad_out.misalignment)
     first_rows = Operand(dtype, h * (1 + gated), first_layer_grad.misalignment)
     y_rows = Operand(dtype, h, weighted_y_swi.misalignment)
-    wgrad = functools.partial(grouped_gemm.configure_wgrad, index, activation, limits)
-    down_wgrad = up_wgrad = slots_by_row = None
+    each = index.num_experts // (summed.num_others + 1) if summed else None
+    wgrad = functools.partial(grouped_gemm.configure_wgrad, index, activation, limits, num_experts=each)
+    down_wgrad = up_wgrad = slots_by_row = own_down = own_up = down_total = up_total = rank_experts = None
     if "w2" in needs:
         down_wgrad = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_gradient, h, d, 1, "w2" in buffers)
+        if summed:
+            down_total = Weight.of((dict(sums)["w2"],))
+            own_down = wgrad("down_wgrad", (y_rows, 0), (grad_rows, 0), down_total, h, d, 1, False, summed=summed)
         if slots.unreduced and index.num_rows and index.num_tokens:
             slots_by_row = aggregation.slots_by_row(index)
     if "w1" in needs:
         columns, operand, halves = up_columns(first_rows, h, gated, interleaved)
         up_wgrad = wgrad("up_wgrad", (x_rows, 0), operand, up_gradient, d, columns, halves, "w1" in buffers)
+        if summed:
+            up_total = Weight.of((dict(sums)["w1"],), half)
+            own_up = wgrad("up_wgrad", (x_rows, 0), operand, up_total, d, columns, halves, False, summed=summed)
+    if summed and each:
+        experts = {"num_experts": index.num_experts, "each": each}
+        addresses = "experts_by_load", "rank_experts"
+        rank_experts = Launch(
+            loader.entry("rank_experts.cu", "rank_experts"), (summed.num_others + 1,), 32, addresses, experts
+        )
     in_e4m3 = fp8.configure_dequantize(grad_out), fp8.configure_dequantize(x)
-    return Weights(index, up, down, up_gradient, down_gradient, down_wgrad, up_wgrad, slots_by_row, *in_e4m3)
+    return Weights(
+        index,
+        up,
+        down,
+        up_gradient,
+        down_gradient,
+        down_wgrad,
+        up_wgrad,
+        slots_by_row,
+        *in_e4m3,
+        own_down,
+        own_up,
+        down_total,
+        up_total,
+        rank_experts,
+    )
 
 
 def moe_backward_weights(
@@ -122,3 +165,57 @@ def moe_backward_weights(
         read, gradient = in_bf16.ptr if in_bf16 else x, steps.up_gradient.halves(*addresses)
         grouped_gemm.wgrad(run, steps.up_wgrad, index, read, first_layer_grad, gradient)
     return Gradients(w1=grad_w1, w2=grad_w2)
+
+
+class OfRanks(NamedTuple):
+    """Where the gradients of a weight go: addresses."""
+
+    total: int  # the scaled sum of this rank's experts, in the weight's memory order
+    others: int  # (P - 1, ...): what other ranks store of the same experts, in the weights' dtype
+    at: Mapping[int, int]  # by rank, where this one's part is among the `others` of that rank
+
+
+def summed_weights(
+    run: Runtime,
+    steps: Weights,
+    grad_out: int,
+    x: int,
+    lists: int,
+    first_layer_grad: int,
+    weighted_y_swi: int,
+    ranks: Sequence[int],
+    to: Mapping[str, OfRanks],
+    meet: Callable[[], None],
+) -> None:
+    """The sums over ranks of the gradients of this rank's experts, from addresses as of `moe_backward`.
+
+    Gradients of other ranks' experts are stored in the memory of those ranks. ranks: this one, then the others, in the
+    order in which theirs are computed. meet: has the stream wait until all ranks have stored theirs.
+    """
+    index = steps.index.addresses(lists)
+    grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index) if steps.down_wgrad else (index, None)
+    assert steps.rank_experts is not None
+    each = steps.index.num_experts // len(ranks)
+    experts = run.empty((steps.index.num_experts,), "int32")
+    run.launch(steps.rank_experts, index[EXPERTS_BY_LOAD], experts.ptr)
+    operands = {"w2": (grad_rows, weighted_y_swi, grad_out), "w1": (index, x, first_layer_grad)}
+
+    def product(name: str, step: Wgrad | None, layout: Weight | None, rank: int, address: int, parts: int = 0) -> None:
+        if step and layout:
+            rows, p, q = operands[name]
+            of_rank = (*rows[:EXPERTS_BY_LOAD], experts.ptr + 4 * each * rank, *rows[EXPERTS_BY_LOAD + 1 :])
+            grouped_gemm.wgrad(run, step, of_rank, p, q, layout.halves(address), each * rank, parts)  # type: ignore[arg-type]  # as many lists as before
+
+    own, *others = ranks
+    for rank in others:
+        for name, step, layout in (
+            ("w2", steps.down_wgrad, steps.down_gradient),
+            ("w1", steps.up_wgrad, steps.up_gradient),
+        ):
+            if name in to:
+                product(name, step, layout, rank, to[name].at[rank])
+    meet()
+    for name, step, total in (("w2", steps.own_down, steps.down_total), ("w1", steps.own_up, steps.up_total)):
+        if name in to:
+            product(name, step, total, own, to[name].total, to[name].others)
+    del by_row

@@ -1,0 +1,139 @@
+"""Gradients of weights under FSDP2 that are summed where a rank has the weight, without a reduce-scatter.
+
+FSDP2 would copy a layer's gradients into one buffer on the stream of the products, have that reduced by a collective,
+and sum on multiprocessors that the next layer's products need. Here the products store the gradients of other ranks'
+experts in the memory of those ranks, and those of this rank's add to what the other ranks have stored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import backward
+from moeblaze_cupy.interop import torch_sums
+from moeblaze_cupy.interop.peers import Peers, others
+
+Tensor = torch.Tensor
+TURNS = 2  # of memory: ranks may store a layer's gradients while another still reads those of the layer before
+MOST_RANKS = 8  # whose parts the kernel adds
+
+
+class Sums:
+    """What the sums of the same ranks share: memory that the other ranks store parts in, of two turns.
+
+    A barrier comes between a layer's stores and its sums, on the stream of the products. When a rank has passed the
+    barrier of the next layer, all ranks have read what was stored before, so this turn's memory may be written again.
+    """
+
+    def __init__(self, peers: Peers, rank: int, size: int) -> None:
+        self.peers, self.rank, self.size, self._turn = peers, rank, size, 0
+        self._last: tuple[Any, Any] | None = None  # the stream of the last sums, event of their end
+
+    def sum(self, weights: Mapping[str, tuple[Tensor, "Owner"]], pending: Any) -> None:
+        """Gives the owners of "w1" and "w2", or of one of them, the sums of their gradients; with the weights (E, ...).
+
+        pending: of `moe_backward_data`.
+        """
+        of_any = next(iter(weights.values()))[0]
+        device, every = of_any.device, others(self.rank, self.size)
+        stream = getattr(torch, device.type).current_stream()
+        if self._last is not None and self._last[0] != stream:
+            stream.wait_event(self._last[1])
+        self._turn = (self._turn + 1) % TURNS
+        kind, needs = f"sums {self._turn}", tuple(weights)
+        forms = tuple(
+            ((self.size - 1, len(weight) // self.size, *weight.shape[1:]), weight.dtype)
+            for weight, _ in weights.values()
+        )
+        parts: dict[str, Tensor] = {}
+        at: dict[str, dict[int, Tensor]] = {}
+        totals: dict[str, Tensor] = {}
+        arrays = zip(needs, *self.peers.arrays(kind, forms, device), strict=True)
+        for name, stored, offered in arrays:
+            weight, owner = weights[name]
+            parts[name] = _in_order_of(weight, stored)
+            own = {rank: offered.at[rank][others(rank, self.size).index(self.rank)] for rank in every}
+            at[name] = {rank: _in_order_of(weight, place) for rank, place in own.items()}
+            totals[name] = _in_order_of(weight, torch.empty(stored.shape[1:], dtype=owner.dtype, device=device))
+        scale = 1 / weights[needs[0]][1].divisor(self.size)
+
+        def meet() -> None:
+            self.peers.meet(kind)
+
+        if not backward.summed_weights(pending, needs, [self.rank, *every], scale, totals, parts, at, meet):
+            self._sum_by_copies(pending, needs, scale, totals, parts, at, meet)
+        self._last = stream, stream.record_event()
+        for name, (_, owner) in weights.items():
+            owner.take(totals[name])
+
+    def _sum_by_copies(
+        self,
+        pending: Any,
+        needs: tuple[str, ...],
+        scale: float,
+        totals: Mapping[str, Tensor],
+        parts: Mapping[str, Tensor],
+        at: Mapping[str, Mapping[int, Tensor]],
+        meet: Any,
+    ) -> None:
+        """Where Hopper's kernels do not serve this rank, which the others need not know."""
+        grads = mb.moe_backward_weights(pending, needs=needs)
+        for name in needs:
+            by_rank = getattr(grads, name).unflatten(0, (self.size, -1))
+            for rank, place in at[name].items():
+                place.copy_(by_rank[rank])
+        meet()
+        for name in needs:
+            total = getattr(grads, name).unflatten(0, (self.size, -1))[self.rank].float()
+            for part in parts[name]:
+                total += part
+            totals[name].copy_(total * scale)
+
+
+def _in_order_of(weight: Tensor, array: Tensor) -> Tensor:
+    """A packed array (..., M, N) in the memory order of a weight (E, M, N)."""
+    if weight.stride(-1) == 1:
+        return array
+    return array.view(*array.shape[:-2], *array.shape[:-3:-1]).transpose(-1, -2)
+
+
+class Owner:
+    """This rank's part of a parameter of E experts that FSDP2 shards. `parameter` and `group` are FSDP2's."""
+
+    def __init__(self, sums: Sums, whole: Tensor, parameter: Any, group: Any) -> None:
+        self.sums, self._whole, self._parameter, self._group = sums, whole, parameter, group
+        self.numel, self.dtype = whole.numel(), parameter.sharded_param.dtype
+        torch_sums.register(whole, self)
+
+    def is_ready(self) -> bool:
+        """Whether it takes the gradient of this backward. FSDP2's settings say so, which are the same on all ranks.
+
+        False while gradients add up on each rank, or if something of the caller's is to see them when FSDP2 does.
+        """
+        parameter, group = self._parameter, self._group
+        whole = parameter._unsharded_param
+        adds_up = parameter.unsharded_accumulated_grad is not None or whole.grad is not None
+        hooked = getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None) or group._all_reduce_hook
+        return bool(group.reduce_grads and not adds_up and not hooked)
+
+    def divisor(self, size: int) -> float:
+        given: float | None = self._group.gradient_divide_factor
+        return size if given is None else given
+
+    def take(self, total: Tensor) -> None:
+        """Sets the gradient of the part, or adds to it, as FSDP2 does after a reduce-scatter."""
+        parameter = self._parameter.sharded_param
+        local = total if total.is_contiguous() else total.transpose(1, 2)
+        if parameter.grad is None:
+            parameter.grad = self._parameter.to_sharded_dtensor(local)
+        else:
+            parameter.grad._local_tensor += local
+
+
+def can_be_summed(parameter: Any, whole: Tensor, size: int) -> bool:
+    """Whether the gradient of FSDP2's parameter, whose dtype in products is that of `whole`, is summed so."""
+    halves = torch.bfloat16, torch.float16
+    dtypes = whole.dtype, torch.float32
+    return size <= MOST_RANKS and whole.dtype in halves and whole.dim() == 3 and parameter.sharded_param.dtype in dtypes

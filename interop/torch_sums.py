@@ -1,0 +1,66 @@
+"""Weights whose gradients are summed over ranks by their owners, so that autograd gets none.
+
+An owner is what shards a parameter: `fsdp_sums.Owner`. The layer looks here for those of its weights.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+_by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class Owners(NamedTuple):
+    """Of a layer's weights; None for a weight that requires no gradient."""
+
+    w1: Any
+    w2: Any
+    nodes: tuple[Any, Any]  #: of autograd, that the gradients would go to
+
+    def ready(self, needs: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of "w1" and "w2" in `needs` if their owners take them in this backward, else none."""
+        names = tuple(name for name in ("w1", "w2") if name in needs)
+        taken = all(getattr(self, name).is_ready() and _is_reached(self.nodes[name == "w2"]) for name in names)
+        return names if taken else ()
+
+    def sum(self, weights: tuple[Tensor, Tensor], pending: Any, names: tuple[str, ...]) -> None:
+        """Takes the gradients of w1 (E, d, 2h) or (E, d, h), and w2 (E, h, d). pending: of `moe_backward_data`."""
+        owners = {name: (weights[name == "w2"], getattr(self, name)) for name in names}
+        getattr(self, names[0]).sums.sum(owners, pending)
+
+
+def _is_reached(node: Any) -> bool:
+    """Whether this backward goes on to a node, which torch.autograd.grad by other tensors does not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad by the node's own tensor, which is to be returned
+        return False
+
+
+def register(whole: Tensor, owner: Any) -> None:
+    """owner: of the parameter in whole's storage. It keeps `whole`, and is forgotten with its last reference."""
+    _by_storage[whole.untyped_storage()._cdata] = owner
+
+
+def _owner(weight: Tensor) -> Any:
+    """Of a weight (E, M, N) that is all of a parameter, in either memory order; None without one."""
+    owner = _by_storage.get(weight.untyped_storage()._cdata)
+    E, M, N = weight.shape
+    whole = weight.storage_offset() == 0 and weight.stride() in ((M * N, N, 1), (M * N, 1, M))
+    return owner if owner is not None and whole and owner.numel == E * M * N else None
+
+
+def owners_of(w1: Tensor, w2: Tensor) -> Owners | None:
+    """Of a layer's weights, if each that requires a gradient has one."""
+    if not _by_storage:
+        return None
+    trained = [weight.requires_grad for weight in (w1, w2)]
+    found = [_owner(weight) if weight.requires_grad else None for weight in (w1, w2)]
+    if not any(trained) or trained != [owner is not None for owner in found]:
+        return None
+    nodes = [
+        torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad else None for weight in (w1, w2)
+    ]
+    return Owners(found[0], found[1], (nodes[0], nodes[1]))

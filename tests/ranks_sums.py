@@ -1,0 +1,138 @@
+"""Weight gradients under FSDP2 that the products store in the memory of the rank that sums them."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from ranks_common import gpu_case
+from ranks_copies import HALF, WHOLE, layers_of, loss_of, on_cpu, same, straight, tokens_of, trained
+from ranks_fsdp import late, steps
+from torch.distributed.device_mesh import DeviceMesh
+
+from moeblaze_cupy import backward
+from moeblaze_cupy.interop.fsdp import CopyEngines
+from moeblaze_cupy.interop.fsdp_sums import Sums
+
+
+@contextmanager
+def counted():
+    """Counts the gradients that are stored, by name."""
+    names, plain = [], Sums.sum
+
+    def sum_and_count(self, weights, pending):
+        names.extend(weights)
+        plain(self, weights, pending)
+
+    with mock.patch.object(Sums, "sum", sum_and_count):
+        yield names
+
+
+def gradients_of(layers):
+    return [None if p.grad is None else p.grad.full_tensor().clone() for p in layers.parameters()]
+
+
+@on_cpu
+def fsdp_stores_gradients(mesh, size):
+    """As often as asked for; where FSDP2 is to reduce them, it does. Gradients and divisors are those of FSDP2."""
+    x, found = tokens_of(mesh, 0), []
+    for stores in (False, True):
+        layers, results = layers_of(mesh, engines=CopyEngines(mesh), force_sum=True, stores_gradients=stores), []
+
+        def backward_and(number, layers=layers, results=results, stores=stores):
+            """Of one backward, which stores this many gradients."""
+            with counted() as names:
+                loss_of(layers, x).backward()
+            assert len(names) == number * stores, (len(names), number)
+            results.extend(gradients_of(layers))
+
+        backward_and(6)
+        backward_and(6)  # adds up on what is there
+        layers.zero_grad()
+        layers.set_requires_gradient_sync(False)
+        backward_and(0)
+        layers.set_requires_gradient_sync(True)
+        backward_and(0)  # adds up with what each rank has kept
+        layers.zero_grad()
+        for layer in layers:
+            layer.set_gradient_divide_factor(4.0)
+        backward_and(6)
+        layers.zero_grad()
+        layers[1].w1_storage.requires_grad_(False)
+        backward_and(5)
+        layers.zero_grad()
+        seen = []
+        handle = layers[2].w2_storage.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad))
+        backward_and(3)
+        assert len(seen) == 1
+        handle.remove()
+        found.append([value for value in results if value is not None])
+    assert len(found[0]) == len(found[1]) and (size > 2 or same(*found))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+@on_cpu
+def fsdp_stores_no_gradients_of_other_tensors(mesh, size):
+    """torch.autograd.grad by the input changes no .grad; a rank without tokens takes part."""
+    layers = layers_of(mesh, engines=CopyEngines(mesh), force_sum=True)
+    x = tokens_of(mesh, 0).requires_grad_()
+    with counted() as names:
+        (grad,) = torch.autograd.grad(loss_of(layers, x), x)
+    assert not names and grad.isfinite().all() and all(p.grad is None for p in layers.parameters())
+    found = []
+    for stores in (False, True):
+        layers = layers_of(mesh, engines=CopyEngines(mesh), force_sum=True, stores_gradients=stores)
+        x = tokens_of(mesh, 0, 0 if mesh.get_local_rank() == 1 else 40)
+        layers(x).float().sum().backward()
+        found.append(gradients_of(layers))
+    assert size > 2 or same(*found)
+
+
+@gpu_case
+def fsdp_stores_gradients_on_gpus(rank, size, group):
+    """By Hopper's kernels, with the bits of FSDP2's reduction on two ranks, also where ranks come late."""
+    mesh, found, served = DeviceMesh.from_group(group, "cuda"), [], []
+    plain = backward.summed_weights
+
+    def note(*arguments):
+        served.append(plain(*arguments))
+        return served[-1]
+
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    with mock.patch.object(backward, "summed_weights", note):
+        for dtype in (HALF, WHOLE):
+            for layer in ({}, {"precision": "fp8"}, {"activation": "relu2"}):
+                options = {"dtype": dtype, "reduce_dtype": WHOLE, "widths": (1024, 4096, 2048, 4096), **layer}
+                by_fsdp = steps(layers_of(mesh, **options, engines=CopyEngines(mesh), stores_gradients=False), mesh)
+                served.clear()
+                runs = []
+                for _ in range(3):
+                    layers = layers_of(mesh, **options, engines=CopyEngines(mesh))
+                    runs.append(steps(layers, mesh, late(layers, rank)))
+                found.append((by_fsdp, runs, list(served), options))
+        with straight():
+            options = {"widths": (72, 96, 200, 160), "reduce_dtype": WHOLE}
+            runs = [
+                trained(mesh, layers_of(mesh, **options, engines=CopyEngines(mesh), stores_gradients=stores))
+                for stores in (False, True, True, True)
+            ]
+            found.append((runs[0], runs[1:], [], options))
+    for by_fsdp, runs, by_kernels, options in found:
+        assert all(value.isfinite().all() for value in by_fsdp), options
+        assert all(by_kernels) or not is_hopper, options
+        assert same(runs[0], runs[1]) and same(runs[0], runs[2]), options
+        assert size > 2 or same(by_fsdp, runs[0]), options
+
+
+@gpu_case
+def fsdp_stores_gradients_without_tokens(rank, size, group):
+    """A rank without tokens stores by copies, which the others need not know; experts without tokens get the others'
+    sums."""
+    mesh = DeviceMesh.from_group(group, "cuda")
+    found = []
+    for stores in (False, True):
+        layers = layers_of(mesh, engines=CopyEngines(mesh), stores_gradients=stores, widths=(1024, 4096, 2048, 4096))
+        for step in range(4):
+            layers(tokens_of(mesh, step, 0 if rank == step % size else 3, 1024)).float().sum().backward()
+        found.append(gradients_of(layers))
+    assert size > 2 or same(*found)
