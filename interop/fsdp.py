@@ -87,7 +87,7 @@ class CopyEngines:
                 parts = parts_of(straight if in_e4m3 else {}, group, self._memory)
                 shards = shards_of(straight, self._memory, self._group, parts)
                 for parameter, shard in zip(straight, shards, strict=True):
-                    if stores_gradients and can_be_summed(parameter, shard.whole, self._memory.size):
+                    if stores_gradients and can_be_summed(parameter, shard.whole, group, self._memory.size):
                         shard.owner = Owner(self._sums, shard.whole, parameter, group)
             module.set_custom_all_gather(AllGather(self._memory, shards))
             module.set_custom_reduce_scatter(self.reduce_scatter)

@@ -132,8 +132,13 @@ class Owner:
             parameter.grad._local_tensor += local
 
 
-def can_be_summed(parameter: Any, whole: Tensor, size: int) -> bool:
-    """Whether the gradient of FSDP2's parameter, whose dtype in products is that of `whole`, is summed so."""
+def can_be_summed(parameter: Any, whole: Tensor, group: Any, size: int) -> bool:
+    """Whether the gradient of FSDP2's parameter, whose dtype in products is that of `whole`, is summed so.
+
+    It is not where other ranks have the same part, over which FSDP2 sums as well.
+    """
+    if getattr(group.mesh_info, "replicate_process_group", None) is not None:
+        return False
     halves = torch.bfloat16, torch.float16
     dtypes = whole.dtype, torch.float32
     return size <= MOST_RANKS and whole.dtype in halves and whole.dim() == 3 and parameter.sharded_param.dtype in dtypes

@@ -10,8 +10,7 @@
 // rows in expert order. The gradient of an expert without tokens becomes zeros, or with ACCUMULATE stays as it is. With SPLIT_K
 // a tile sums a part of an expert's rows in fp32, and wgrad_parts.cu adds these sums. With OTHERS the gradient becomes the
 // scaled sum of this GPU's, rounded to element, and those that other GPUs have stored in this one's memory. The order of all
-// sums is fixed, so that two runs give the same bits. The tiles are those of the first num_experts experts in experts_by_load,
-// which may be those of one rank alone (rank_experts.cu).
+// sums is fixed, so that two runs give the same bits. The experts may be those of one rank alone (rank_experts.cu).
 //
 // Launch: a persistent grid of at most one CTA per multiprocessor, THREADS threads, SPARE + SPARE_BYTES bytes of dynamic shared
 // memory. The tile scheduler is static: CTA i computes tile i and every gridDim.x-th tile after it.

@@ -70,6 +70,7 @@ SAVED_BLOCKS = 16  # per multiprocessor
 QUANTIZE_THREADS = 256  # per block of quantize.cu
 QUANTIZE_VECTORS = 4  # of 8 elements of a row that a thread has in registers
 QUANTIZE_TILE = 128  # rows and columns of a weight per block
+RANK_EXPERTS_THREADS = 32  # of rank_experts.cu: a warp
 PARTS_GROUPS = 256  # per block of wgrad_parts.cu: groups of 8 columns, a thread each
 SELECT_THREADS = 1024  # per block of selections over many tokens
 SPLIT_SHARED_BYTES = 96 * 1024  # of columns_split: 383 candidates of 8 bytes for each of 32 columns
@@ -150,7 +151,7 @@ def kernel_constants(source: str) -> dict[str, int]:
         },
         "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
-        "rank_experts.cu": {},
+        "rank_experts.cu": {"THREADS": RANK_EXPERTS_THREADS},
         "split_tiles.cu": {"SPLIT_THREADS": SPLIT_THREADS, "TILE_ROWS": TILE_ROWS},
         "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},
         "pull.cu": {

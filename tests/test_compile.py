@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -55,6 +56,7 @@ REGISTER_CAPS = {
     "bound_slots.cu": 48,
     "split_tiles.cu": 48,
     "square_tiles.cu": 40,
+    "rank_experts.cu": 32,
     "pull.cu": 80,
     "push.cu": 64,
 }
@@ -169,6 +171,7 @@ def entry_names(variant) -> set[str]:
         "bound_slots.cu": {"bound_slots"},
         "split_tiles.cu": {"split_tiles"},
         "square_tiles.cu": {"square_tiles"},
+        "rank_experts.cu": {"rank_experts"},
         "pull.cu": {"pull_rows", "pull_scaled_rows"}
         | {f"pull_sum_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes}
         | {f"pull_{what}_{ids}_{size}" for what in ("slots", "values") for ids in ids_dtypes for size in (2, 4)},
@@ -198,6 +201,18 @@ def accumulating(arch: str) -> list:
     )
     found = [(variant, dict(variant.macros)) for variant in every if ("ACCUMULATE", "1") in variant.macros]
     return [v for v, macros in found if macros["OUT"] == ("float" if v.entry == "up_wgrad" else macros["ELEMENT"])]
+
+
+def summing() -> list:
+    """Weight gradients that are summed with those of other ranks, for each type of the sum and each order."""
+    every = itertools.product(("down_wgrad", "up_wgrad"), ("bfloat16", "float16"), (False, True), (False, True))
+    options = {"activation": "swiglu", "aligned": True, "tier": "sm90"}
+    return [
+        loader.gemm_variant(
+            step, dtype=dtype, transposed=transposed, summed="float32" if in_float32 else dtype, **options
+        )
+        for step, dtype, transposed, in_float32 in every
+    ]
 
 
 def logits_of(E: int, dtype: str) -> Layout:
@@ -269,6 +284,7 @@ def variants_of(arch: str) -> list:
             to_tokens = {("EPILOGUE", "StoreTokenRows"), ("ELEMENT", "bf16")}
             pushes = [v for v in every if to_tokens <= set(v.macros)]
             every += [replace(v, macros=(*v.macros, ("PUSHES", "1"))) for v in pushes]
+            every += summing()
         every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)
         kept = variants(bf16, row, ("swiglu", "gelu"), (True,), fp8_saved=True)
         kept += variants(bf16, row, ("swiglu_softcap",), (True,), **pairs, fp8_saved=True)

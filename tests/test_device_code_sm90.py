@@ -15,7 +15,8 @@ from cases import Case, make_inputs
 from emulator import KERNELS, EmulatorError, build
 from test_device_code import DTYPES, MARGIN, TOLERANCES, Layer, differences, emulated, in_float64
 
-from moeblaze_cupy import gemm_config, loader, runtime
+import moeblaze_cupy as mb
+from moeblaze_cupy import backward, gemm_config, loader, runtime
 from moeblaze_cupy.launch_config import DeviceLimits
 
 ONE_CLUSTER = DeviceLimits(90, 2, 232448, 233472)
@@ -122,6 +123,38 @@ def test_weight_gradients_by_split_k_and_accumulated(choose, monkeypatch, seed, 
     assert np.linalg.norm(added - exact) <= TOLERANCES["bfloat16"] * np.linalg.norm(exact)
     idle = np.setdiff1d(np.arange(GATED.E), inputs[1])
     np.testing.assert_array_equal(np.asarray(total)[idle], start[idle])
+
+
+def test_weight_gradients_are_summed_with_those_of_other_ranks():
+    """Of rank 1 of 2; the gradients of rank 0's experts go elsewhere, before the ranks meet."""
+    case = replace(GATED, E=6)
+    inputs, random = make_inputs(case, 0, DTYPES["bfloat16"]), np.random.default_rng(1)
+    with on_hopper(seed=2) as device:
+        layer = Layer(device, inputs)
+        want = layer.run(keep_saved=True)
+        _, saved = layer.forward()
+        pending = mb.moe_backward_data(layer.on_device[5], saved, needs=())[1]
+        needs, arrays, stored = ("w1", "w2"), {}, []
+        for name, weight in zip(needs, inputs[3:5], strict=True):
+            part = 3, *weight.shape[1:]
+            given = device.allocate((1, *part), weight.dtype, MARGIN), device.allocate(part, weight.dtype, MARGIN)
+            given[0][:] = random.standard_normal((1, *part)).astype(weight.dtype)
+            total = device.allocate(part, np.float32 if name == "w1" else weight.dtype, MARGIN)
+            arrays[name] = total, *given
+        totals, parts = ({name: of[i] for name, of in arrays.items()} for i in (0, 1))
+        at = {name: {0: of[2]} for name, of in arrays.items()}
+
+        def meet():
+            device.synchronize()
+            stored.append({name: in_float64(of[2]) for name, of in arrays.items()})
+
+        assert backward.summed_weights(pending, needs, [1, 0], 0.5, totals, parts, at, meet)
+        device.synchronize()
+    for name in needs:
+        of_all = in_float64(want[name])
+        expected = 0.5 * (of_all[3:] + in_float64(parts[name])[0])
+        for got, exact in ((stored[0][name], of_all[:3]), (in_float64(totals[name]), expected)):
+            assert np.linalg.norm(got - exact) <= TOLERANCES["bfloat16"] * np.linalg.norm(exact), name
 
 
 PIPELINE, CORE = "pipeline_sm90.cuh", "gemm_core_sm90.cuh"

@@ -376,8 +376,6 @@ class Wgrad:
     routed_is_q: bool  # of the two operands p and q, which one is not gathered
     sums: tuple[int, int, int, int] | None  # shape of the splits' float32 sums: E * splits, halves, M, N
     add: Launch | None
-    expert_bytes: int  # of what the product writes
-    others_bytes: int = 0  # of an expert in another rank's part
 
     @property
     def tier(self) -> str:
@@ -411,8 +409,8 @@ def configure_wgrad(
     `rows` and `columns`: the operand that spans that side of the weight, and its step from gate to up half in elements.
     `accumulate` adds to what the gradient holds, in the operands' dtype or float32; experts without rows are then left
     alone. On Hopper few large experts take split-K: float32 sums over parts of their rows, and a launch that adds them.
-    num_experts: of those that experts_by_load lists, where not all are. summed: with parts of other ranks, on Hopper;
-    the gradient is in the operands' dtype, in which the parts are, or in float32.
+    num_experts: of those that the lists are of, if these are of one rank's experts. summed: with parts of other ranks,
+    on Hopper; the gradient is in the operands' dtype, in which the parts are, or in float32.
     """
     swapped = gradient.transposed
     (p, p_half), (q, q_half) = (columns, rows) if swapped else (rows, columns)
@@ -430,7 +428,6 @@ def configure_wgrad(
         tiles = gemm_config.wgrad_tiles(M, N, E * halves, square)
     config = gemm_config.wgrad(p.dtype, aligned, square, limits)
     to: dict[str, Any] = {"accumulate": dtype if accumulate else None, "summed": dtype if summed else None}
-    expert_bytes = gradient.expert_stride * ITEMSIZE[dtype]
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
     why: tuple[str, ...] = reasons.tier(config, p.dtype, aligned, index.num_rows, limits)
@@ -450,20 +447,18 @@ def configure_wgrad(
         tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * gemm_config.column_tiles(N)
         number = tiles * E * halves
         product = launch((tiles, E, halves), {**operands, **result}, {}, why, **to)
-        return Wgrad(product, swapped, True, None, None, expert_bytes)
+        return Wgrad(product, swapped, True, None, None)
     grid = (min(tiles * splits, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped
     maps = {"routed": _rows_map(q if routed_is_q else p, index.num_rows, launch_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "splits": splits}
     number = tiles * splits
     why += (reasons.wgrad_tile(square, fits_better), reasons.split_k(splits, tiles, num_rows, E, limits))
-    others_bytes = 0
     if summed:
-        others_bytes = gradient.expert_stride * ITEMSIZE[p.dtype]
         result |= {"others_stride": E * gradient.expert_stride, **summed._asdict()}
     if splits == 1:
         product = launch(grid, {**operands, **result, **schedule}, maps, why, **to)
-        return Wgrad(product, swapped, routed_is_q, None, None, expert_bytes, others_bytes)
+        return Wgrad(product, swapped, routed_is_q, None, None)
     packed = {"expert_stride": halves * M * N, "ldo": N}
     product = launch(grid, {**operands, **packed, **schedule}, maps, why, split_k=True)
     add = Launch(
@@ -474,7 +469,7 @@ def configure_wgrad(
         {"rows": M, "columns": N, **result, "halves": halves, "splits": splits, "accumulate": int(accumulate)},
         why=("adds the float32 sums of split-K in a fixed order",),
     )
-    return Wgrad(product, swapped, routed_is_q, (E * splits, halves, M, N), add, 4 * splits * halves * M * N)
+    return Wgrad(product, swapped, routed_is_q, (E * splits, halves, M, N), add)
 
 
 def wgrad(
@@ -484,13 +479,11 @@ def wgrad(
     rows: int,
     columns: int,
     gradient: tuple[int, int],
-    first_expert: int = 0,
     others: int = 0,
 ) -> None:
     """`rows`, `columns`: addresses of these operands; `gradient`: where the result's gate and up begin.
 
-    first_expert: the one that the gradient begins with, if experts_by_load lists one rank's. others: of the parts of
-    other ranks, which begin with it as well.
+    others: where the other ranks' parts of the gradient begin, if it is summed with them.
     """
     p, q = (columns, rows) if step.swapped else (rows, columns)
     out0, out1 = gradient
@@ -498,8 +491,6 @@ def wgrad(
         sums = run.empty(step.sums, "float32")
         out0 = sums.ptr
         out1 = out0 + 4 * math.prod(step.sums[2:])
-    before, others_before = first_expert * step.expert_bytes, first_expert * step.others_bytes
-    to = out0 - before, out1 - before, others - others_before if others else 0
-    run.launch(step.product, p, q, q if step.routed_is_q else p, *to, *lists)
+    run.launch(step.product, p, q, q if step.routed_is_q else p, out0, out1, others, *lists)
     if step.add:
-        run.launch(step.add, out0, lists[EXPERT_TOKEN_OFFSETS] + 4 * first_expert, *gradient)
+        run.launch(step.add, out0, lists[EXPERT_TOKEN_OFFSETS], *gradient)

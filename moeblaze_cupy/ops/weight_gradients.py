@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moeblaze_cupy import loader
+from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import aggregation, fp8, grouped_gemm
 from moeblaze_cupy.ops.biases import Bias
-from moeblaze_cupy.ops.dispatch import EXPERTS_BY_LOAD, IndexLayout
+from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, EXPERTS_BY_LOAD, IndexLayout
 from moeblaze_cupy.ops.experts import half_columns, rows_of_slots
 from moeblaze_cupy.ops.grouped_gemm import Operand, Summed, Weight, Wgrad
 from moeblaze_cupy.runtime import Launch, Runtime, cached
@@ -111,9 +111,8 @@ def configure_weights(
     if summed and each:
         experts = {"num_experts": index.num_experts, "each": each}
         addresses = "experts_by_load", "rank_experts"
-        rank_experts = Launch(
-            loader.entry("rank_experts.cu", "rank_experts"), (summed.num_others + 1,), 32, addresses, experts
-        )
+        entry, threads = loader.entry("rank_experts.cu", "rank_experts"), launch_config.RANK_EXPERTS_THREADS
+        rank_experts = Launch(entry, (summed.num_others + 1,), threads, addresses, experts)
     in_e4m3 = fp8.configure_dequantize(grad_out), fp8.configure_dequantize(x)
     return Weights(
         index,
@@ -203,8 +202,10 @@ def summed_weights(
     def product(name: str, step: Wgrad | None, layout: Weight | None, rank: int, address: int, parts: int = 0) -> None:
         if step and layout:
             rows, p, q = operands[name]
-            of_rank = (*rows[:EXPERTS_BY_LOAD], experts.ptr + 4 * each * rank, *rows[EXPERTS_BY_LOAD + 1 :])
-            grouped_gemm.wgrad(run, step, of_rank, p, q, layout.halves(address), each * rank, parts)  # type: ignore[arg-type]  # as many lists as before
+            of_rank = list(rows)
+            of_rank[EXPERTS_BY_LOAD] = experts.ptr + 4 * each * rank
+            of_rank[EXPERT_TOKEN_OFFSETS] += 4 * each * rank
+            grouped_gemm.wgrad(run, step, tuple(of_rank), p, q, layout.halves(address), parts)  # type: ignore[arg-type]  # as many lists as before
 
     own, *others = ranks
     for rank in others:
