@@ -111,7 +111,7 @@ def fsdp_stores_gradients_on_gpus(rank, size, group):
                     runs.append(steps(layers, mesh, late(layers, rank)))
                 found.append((by_fsdp, runs, list(served), options))
         with straight():
-            options = {"widths": (72, 96, 200, 160), "reduce_dtype": WHOLE}
+            options = {"widths": (64, 200, 96, 328), "reduce_dtype": WHOLE}
             runs = [
                 trained(mesh, layers_of(mesh, **options, engines=CopyEngines(mesh), stores_gradients=stores))
                 for stores in (False, True, True, True)
