@@ -23,8 +23,9 @@ MOST_RANKS = 8  # whose parts the kernel adds
 class Sums:
     """What the sums of the same ranks share: memory that the other ranks store parts in, of two turns.
 
-    A barrier comes between a layer's stores and its sums, on the stream of the products. When a rank has passed the
-    barrier of the next layer, all ranks have read what was stored before, so this turn's memory may be written again.
+    A rank tells the others when it has stored a layer's, and waits for them before it adds, on the stream of the
+    products. The others tell this rank of a layer after they have read what it stored for the layer before. So what it
+    has waited for lets it write the memory of the other turn again.
     """
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
@@ -59,11 +60,16 @@ class Sums:
             totals[name] = _in_order_of(weight, torch.empty(stored.shape[1:], dtype=owner.dtype, device=device))
         scale = 1 / weights[needs[0]][1].divisor(self.size)
 
-        def meet() -> None:
-            self.peers.meet(kind)
+        channels = {"w1": 1, "w2": 2}
 
-        if not backward.summed_weights(pending, needs, [self.rank, *every], scale, totals, parts, at, meet):
-            self._sum_by_copies(pending, needs, scale, totals, parts, at, meet)
+        def tell(name: str) -> None:
+            self.peers.tell(kind, channels[name])
+
+        def wait(name: str) -> None:
+            self.peers.wait(kind, channels[name])
+
+        if not backward.summed_weights(pending, needs, [self.rank, *every], scale, totals, parts, at, tell, wait):
+            self._sum_by_copies(pending, needs, scale, totals, parts, at, tell, wait)
         self._last = stream, stream.record_event()
         for name, (_, owner) in weights.items():
             owner.take(totals[name])
@@ -76,7 +82,8 @@ class Sums:
         totals: Mapping[str, Tensor],
         parts: Mapping[str, Tensor],
         at: Mapping[str, Mapping[int, Tensor]],
-        meet: Any,
+        tell: Any,
+        wait: Any,
     ) -> None:
         """Where Hopper's kernels do not serve this rank, which the others need not know."""
         grads = mb.moe_backward_weights(pending, needs=needs)
@@ -84,8 +91,9 @@ class Sums:
             by_rank = getattr(grads, name).unflatten(0, (self.size, -1))
             for rank, place in at[name].items():
                 place.copy_(by_rank[rank])
-        meet()
+            tell(name)
         for name in needs:
+            wait(name)
             total = getattr(grads, name).unflatten(0, (self.size, -1))[self.rank].float()
             for part in parts[name]:
                 total += part

@@ -137,9 +137,20 @@ class Peers:
             self._barrier(self._read)
             self._read = None
 
-    def meet(self, kind: str) -> None:
-        """Waits on the stream until all ranks have come so far, after which each may read what others have stored."""
-        self._barrier(kind)
+    def tell(self, kind: str, channel: int) -> None:
+        """Tells the other ranks, when the stream comes here, that this one has stored what it had to in their buffers.
+
+        channel: from 1 on. They are to `wait` for it as often.
+        """
+        handle = self._buffers[kind].handle
+        for rank in others(handle.rank, handle.world_size):
+            handle.put_signal(rank, channel=channel, timeout_ms=TIMEOUT_MS)
+
+    def wait(self, kind: str, channel: int) -> None:
+        """Has the stream wait until all other ranks have told this one."""
+        handle = self._buffers[kind].handle
+        for rank in others(handle.rank, handle.world_size):
+            handle.wait_signal(rank, channel=channel, timeout_ms=TIMEOUT_MS)
 
     def _barrier(self, kind: str) -> None:
         if self._copying:

@@ -245,7 +245,8 @@ def summed_weights(
     totals: Mapping[str, Any],
     others: Mapping[str, Any],
     at: Mapping[str, Mapping[int, Any]],
-    meet: Callable[[], None],
+    tell: Callable[[str], None],
+    wait: Callable[[str], None],
 ) -> bool:
     """The second half of `moe_backward` where ranks with the same weights own E / P experts each, in order.
 
@@ -254,8 +255,8 @@ def summed_weights(
     pending: what `moe_backward_data` returned. needs: "w1", "w2" or both; w1 is one array. ranks: this one, then the
     others, 8 at most. totals: by name, arrays (E / P, ...) in the memory order of the weights, in their dtype or
     float32. others: by name, arrays (P - 1, E / P, ...) of this rank, in the weights' dtype. at: by name and other
-    rank, the array among the `others` of that rank that is this rank's. meet: has the current stream wait until all
-    ranks have come so far.
+    rank, the array among the `others` of that rank that is this rank's. tell: tells the other ranks, on the current
+    stream, that "w1" or "w2" is stored. wait: has the stream wait until all have.
     Returns False, and does nothing, where Hopper's kernels do not serve: without a GPU or tokens, say.
     """
     function = "moe_backward"
@@ -305,7 +306,8 @@ def summed_weights(
             read["weighted_y_swi"].ptr,
             ranks,
             to,
-            meet,
+            tell,
+            wait,
         )
     return True
 

@@ -47,12 +47,19 @@ class Files:
 class Handle:
     def __init__(self, every, group):
         self.every, self.group = every, group
+        self.rank, self.world_size = dist.get_rank(group), len(every)
         self.buffer_ptrs = [memory.data_ptr() for memory in every]
 
     def get_buffer(self, rank, shape, dtype, offset):
         return self.every[rank].view(dtype)[offset : offset + torch.Size(shape).numel()].view(shape)
 
     def barrier(self, channel, timeout_ms):
+        dist.barrier(self.group)
+
+    def put_signal(self, rank, channel, timeout_ms):
+        """Others wait for it in a barrier."""
+
+    def wait_signal(self, rank, channel, timeout_ms):
         dist.barrier(self.group)
 
 

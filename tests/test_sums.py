@@ -62,14 +62,16 @@ def test_sums_over_ranks(on_hopper, dtype, shape, ranks, order):
             totals[name] = packed((each,), total_dtype)
             at[name] = {other: packed((each,), half) for other in every[1:]}
 
-        def meet(at=at, order_of=order_of, totals=totals):
-            order_of.append([bool(place.isfinite().all()) for places in at.values() for place in places.values()])
-            order_of.append([bool(total.isnan().all()) for total in totals.values()])
+        def tell(name, at=at, order_of=order_of):
+            order_of.append([bool(place.isfinite().all()) for place in at[name].values()])
+
+        def wait(name, totals=totals, order_of=order_of):
+            order_of.append([len(order_of) > 1 and bool(totals[name].isnan().all())])
 
         scale = 1 / 3
         pending = mb.moe_backward_data(grad_out, saved, needs=(), keep_saved=True)[1]
-        assert backward.summed_weights(pending, needs, every, scale, totals, parts, at, meet)
-        assert all(map(all, order_of)), "others' gradients before the ranks meet, and the sums after it"
+        assert backward.summed_weights(pending, needs, every, scale, totals, parts, at, tell, wait)
+        assert len(order_of) == 4 and all(map(all, order_of)), "tell after a store, wait before a sum"
         with pytest.raises(RuntimeError, match="moe_backward_weights: pending: expected gradients"):
             mb.moe_backward_weights(pending)
         # Two roundings to 16 bits: of this rank's gradient, which split-K may sum in another order, and of the sum.

@@ -184,12 +184,14 @@ def summed_weights(
     weighted_y_swi: int,
     ranks: Sequence[int],
     to: Mapping[str, OfRanks],
-    meet: Callable[[], None],
+    tell: Callable[[str], None],
+    wait: Callable[[str], None],
 ) -> None:
     """The sums over ranks of the gradients of this rank's experts, from addresses as of `moe_backward`.
 
     Gradients of other ranks' experts are stored in the memory of those ranks. ranks: this one, then the others, in the
-    order in which theirs are computed. meet: has the stream wait until all ranks have stored theirs.
+    order in which theirs are computed. tell: "w1" or "w2" of others' experts is stored. wait: has the stream wait until
+    all ranks have stored it. One product lies between, so that ranks need not be in step.
     """
     index = steps.index.addresses(lists)
     grad_rows, by_row = rows_of_slots(run, steps.slots_by_row, index) if steps.down_wgrad else (index, None)
@@ -208,15 +210,14 @@ def summed_weights(
             grouped_gemm.wgrad(run, step, tuple(of_rank), p, q, layout.halves(address), parts)  # type: ignore[arg-type]  # as many lists as before
 
     own, *others = ranks
-    for rank in others:
-        for name, step, layout in (
-            ("w2", steps.down_wgrad, steps.down_gradient),
-            ("w1", steps.up_wgrad, steps.up_gradient),
-        ):
-            if name in to:
-                product(name, step, layout, rank, to[name].at[rank])
-    meet()
+    stored = {"w2": (steps.down_wgrad, steps.down_gradient), "w1": (steps.up_wgrad, steps.up_gradient)}
+    for name in stored:
+        if name in to:
+            for rank in others:
+                product(name, *stored[name], rank, to[name].at[rank])
+            tell(name)
     for name, step, total in (("w2", steps.own_down, steps.down_total), ("w1", steps.own_up, steps.up_total)):
         if name in to:
+            wait(name)
             product(name, step, total, own, to[name].total, to[name].others)
     del by_row
