@@ -223,6 +223,8 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     begun = Begun(x, ids, weights, experts, required((x,), (weights,)))
     route = begun.finish()
     route.one_by_one = True
+    if experts.route == "pull":  # the only one that reads ids again, later, when the caller may have written to them
+        route.ids = route.ids.clone()
     rows, local_ids, got = _Exchange.apply(x, weights, route.ids, route)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     experts.count_overflow(route.counted)
     return rows, local_ids, got, route
