@@ -110,16 +110,18 @@ class Begun:
         experts.calls += 1
         self.experts = experts
         self.error: Exception | None = None
-        P = experts.size
-        count: Callable[[], Tensor] | None = None
+        device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+        gathers = experts.hosts is None and (device.type == "cpu" or experts.route == "exact")
+        counts: Tensor | None = None
         try:
             _check(x, ids, weights, experts)
             check()
             experts.check_overflow()
             self.route, count = experts.plan(ids.detach().contiguous())
+            if gathers and count is not None:
+                counts = count()
         except Exception as error:  # of any kind, as the others would wait for this rank until their timeout
             self.error = error
-        device = x.device if isinstance(x, Tensor) else torch.device("cpu")
         values = [1] + [0] * (len(SAME) - 1)
         if self.error is None:
             sent = torch.float8_e4m3fn if in_fp8 else x.dtype, weights.dtype
@@ -131,8 +133,9 @@ class Begun:
         what = f"all-gather of sizes (call {experts.calls})"
         if experts.hosts is not None:  # what is compared is known to the hosts
             self.header = experts.hosts.send(values, what)
-        elif device.type == "cpu" or experts.route == "exact":
-            counts = torch.zeros(2 * P, dtype=torch.int64, device=device) if count is None else count()
+        elif gathers:
+            if counts is None:
+                counts = torch.zeros(2 * experts.size, dtype=torch.int64, device=device)
             header = torch.cat([torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True), counts])
             self.header = Header(collectives.all_gather(header[None], what, experts.group), header.is_cuda)
 
@@ -220,6 +223,8 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     begun = Begun(x, ids, weights, experts, required((x,), (weights,)))
     route = begun.finish()
     route.one_by_one = True
+    if experts.route == "pull":  # the only one that reads ids again, later, when the caller may have written to them
+        route.ids = route.ids.clone()
     rows, local_ids, got = _Exchange.apply(x, weights, route.ids, route)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     experts.count_overflow(route.counted)
     return rows, local_ids, got, route

@@ -5,6 +5,7 @@ while the gradients of the experts' weights are computed, but with route "pull",
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -337,7 +338,8 @@ def expert_parallel_moe(
     x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With routes
     "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
     shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel, or
-    with route "pull" the rows.
+    with route "pull" the rows. If it fails on a rank, that rank first does its part of the forward, then raises the
+    error. The other ranks get their results, and no error.
     activation, save: as of `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
     save="recompute".
     accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
@@ -372,28 +374,38 @@ def expert_parallel_moe(
         if accumulate_into_main_grad and torch.is_grad_enabled():
             function = "expert_parallel_moe"
             into.update(main_grads(parts[0], up, w2, accumulate_into_main_grad, function))
+        if grads and save is None:
+            expected = "a policy that keeps something, as gradients are required"
+            raise ValueError(f"expert_parallel_moe: save: expected {expected}, got None")
 
     into: dict[str, MainGrad] = {}
     in_fp8 = InFp8(precision, fp8_weights, keep_fp8_weights)
     grads = required((x,), (weights,), (*parts, w2))
     begun = Begun(x, ids, weights, experts, grads, check, row_precision == "fp8")
-    early = shared is not None and begun.error is None and begun.route.begins_early
-    if early:
+    route: Route | None = None
+    wait: Callable[[], None] | None = None
+    if shared is not None and begun.error is None and begun.route.begins_early:
         route = begun.finish()
         x, weights = x.contiguous(), weights.contiguous()
         wait = route.begin(x.detach(), route.ids, weights.detach())
-    beside = None
+
+    def of_experts() -> Tensor:
+        found = begun.finish() if route is None else route
+        arguments = x.contiguous(), weights.contiguous(), gate, up, w2, found.ids, found
+        told = activation, save if grads else None, into, in_fp8
+        out: Tensor = _ExpertParallel.apply(*arguments, *told)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        return out
+
+    if shared is None or begun.error is not None:
+        return of_experts()
     try:
-        if shared is not None and begun.error is None:
+        try:
             beside = shared(x)
-    finally:
-        if early:
-            wait()  # also where `shared` fails, as what is copied to would be freed
-    if not early:
-        route = begun.finish()
-    if grads and save is None:
-        raise ValueError("expert_parallel_moe: save: expected a policy that keeps something, as gradients are required")
-    arguments = x.contiguous(), weights.contiguous(), gate, up, w2, route.ids, route
-    told = activation, save if grads else None, into, in_fp8
-    out: Tensor = _ExpertParallel.apply(*arguments, *told)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-    return out if beside is None else out + beside
+        finally:
+            if wait is not None:
+                wait()  # also where `shared` fails, as what is copied to would be freed
+    except Exception:
+        with suppress(Exception):  # the caller's error says more
+            of_experts()  # the other ranks know of no error, and wait for rows and results of this rank
+        raise
+    return of_experts() + beside

@@ -58,7 +58,7 @@ class Route:
     def choices(self) -> Tensor:
         """(E,) int64: this rank's slots per expert; their sum over ranks feeds bias rules of the router.
 
-        Counted when it is first asked for, from the ids as they are then.
+        Counted when it is first asked for, from the ids as they are then. `exchange` with route "pull" has a copy.
         """
         counts: Tensor = mb.tokens_per_expert(self.ids, self.experts.num_experts)
         return counts[0].to(torch.int64)

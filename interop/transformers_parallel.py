@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import moeblaze_cupy.interop.transformers  # noqa: F401  # registers "moeblaze"
 from moeblaze_cupy import checks, fp8_checks
-from moeblaze_cupy.interop import transformers_experts
+from moeblaze_cupy.interop import torch_arguments, transformers_experts
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
 from moeblaze_cupy.interop.transformers_formula import formula_of, is_dispatched, name_of
@@ -46,7 +46,8 @@ def parallelize_experts(
     weights. They are kept for backward, or with save="recompute" quantised again. What cannot be computed in e4m3
     raises the errors of `expert_parallel_moe` and `moe` in forward.
     row_precision: as of `expert_parallel_moe`: "fp8", with precision="fp8", sends rows in e4m3. Experts that run by
-    `exchange`, such as those with biases and all under autocast, raise ValueError in forward.
+    `exchange`, such as those with biases, raise ValueError in forward.
+    Under torch.autocast rows, and results but those of a norm, travel in autocast's dtype.
     Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
     are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
     Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
@@ -137,18 +138,27 @@ def _over_ranks(
         raise NotImplementedError(f"moeblaze: {name}: {formula.reason}")
     save, precision, row_precision = options
     w1, w2, biases = transformers_experts.arguments_of(module, _local)
-    plain = not biases and formula.gate_up == "halves" and not getattr(module, "has_post_expert_norm", False)
-    if plain and not transformers_experts.has_autocast(x):
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    plain = not biases and formula.gate_up == "halves" and not has_norm
+    rows, wide = x, weights
+    if transformers_experts.has_autocast(x):  # before rows travel what `moe` does on one GPU
+        operands = (x, w1, w2) if plain else (x,)
+        (rows, *cast), (wide,) = torch_arguments.autocast(x.device.type, operands, (weights,))
+        w1, w2 = cast or (w1, w2)
+    elif plain:
         rows = x.to(w2.dtype)
         wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
+    if plain:
         of_layer = transformers_experts.layer_options(save, precision)
         of_layer.update(activation=formula.activation, row_precision=row_precision)
         out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, **of_layer)
     elif row_precision is not None:
-        expected = f"None {'under torch.autocast' if plain else f'for {name}'}, as `exchange` sends rows in x's dtype"
+        expected = f"None for {name}, as `exchange` sends rows as they are"
         raise checks.bad_value("moeblaze", "row_precision", expected, repr(row_precision))
     else:
-        rows, local_ids, got, route = exchange(x, ids, weights, experts)
+        rows, local_ids, got, route = exchange(rows, ids, wide, experts)
+        if has_norm:  # which computes in the dtype that experts get
+            rows = rows.to(x.dtype)
         out = collect(
             transformers_experts.experts(module, formula, rows, local_ids, got, save, _local, precision), route
         )

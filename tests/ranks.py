@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import ranks_adapters  # noqa: F401
+import ranks_changed_ids  # noqa: F401
 import ranks_composition  # noqa: F401
 import ranks_copies  # noqa: F401
 import ranks_e4m3  # noqa: F401

@@ -245,26 +245,6 @@ def pulled_rows(rank, size, group):
 
 
 @case
-def ids_that_change_before_backward(rank, size, group):
-    """Only "pull" reads ids in backward, and raises an error."""
-    inputs = Inputs(rank, counts_of(size, "equal"), "absent")
-
-    def changed(**options):
-        x, ids, weights, w1, w2 = inputs.local()
-        ids = ids.clone()
-        out = expert_parallel_moe(x, ids, weights, w1, w2, ExpertGroup(group, E, **options))
-        ids.fill_(-1)
-        out.backward(inputs.grad[inputs.here])
-        return {"out": out.detach(), "x": x.grad, "weights": weights.grad, "w1": w1.grad, "w2": w2.grad}
-
-    for route in ("exact", "gather", "static"):
-        compare(inputs, changed(route=route), 1e-14)
-    compare(inputs, changed(slots=20), 1e-14, same_bits=False)
-    with peers_over_gloo():
-        expect(RuntimeError, "modified by an inplace operation", lambda: changed(route="pull"))
-
-
-@case
 def auto_route(rank, size, group):
     """Rows are pulled where `slots` bounds memory, more may be dropped, and all GPUs access each other's memory."""
 

@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
-from ranks_common import TIMEOUT, E, Inputs, K, Leave, case, counts_of, expect, results_of
+from ranks_common import TIMEOUT, E, Inputs, K, Leave, case, counts_of, difference, expect, results_of
 from ranks_exchange import peers_over_gloo
 from ranks_hosts import waits_for_ended
 
@@ -40,7 +40,7 @@ def differing(rank, size, group, route):
             named |= {name: change(named[name]) for name, change in changes.items()}
         return expert_parallel_moe(*named.values(), experts)
 
-    same = [ExpertGroup(group, E, route=route) for _ in range(8)]
+    same = [ExpertGroup(group, E, route=route) for _ in range(9)]
     got = [K] * (size - 1) + [K - 1]
     shorter = {"ids": lambda t: t[:, 1:].contiguous(), "weights": lambda t: t[:, 1:]}
     texts = [
@@ -98,9 +98,43 @@ def differing(rank, size, group, route):
     if odd:
         same[7].plan = lambda ids: check()  # as where there is no memory for it
     expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0).finish())
+    if route == "exact":  # plans of "pull" count nothing
+        if odd:
+            same[7].plan = lambda ids: (ExpertGroup.plan(same[7], ids)[0], check)
+        expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0).finish())
+    x, ids, weights, w1, w2 = Inputs(rank, counts_of(size, "equal")).local()
+    text = "save: expected a policy that keeps something" if odd else f"got errors on [{size - 1}]"
+    save = None if odd else "minimal"
+    expect(ValueError, text, lambda: expert_parallel_moe(x, ids, weights, w1, w2, same[8], save=save))
     everyone: list = [None] * size
     dist.all_gather_object(everyone, texts, group=group)
     assert all(other == texts for other in everyone)
+
+
+@case
+def shared_fails_on_the_last_rank(rank, size, group):
+    """The others get their results, and the next calls fit together; one that does not is an error on all, at once."""
+    start, last, doubled = time.monotonic(), rank == size - 1, lambda tokens: 2 * tokens
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    want = inputs.whole()["out"] + 2 * inputs.x[inputs.here]
+
+    def fail(_):
+        raise MemoryError("no memory for the shared expert")
+
+    def call(experts, shared):
+        return expert_parallel_moe(*inputs.local(), experts, shared=shared)
+
+    for route in ("exact", "gather", "static", "pull"):
+        with peers_over_gloo():
+            experts, another = (ExpertGroup(group, E, route=route) for _ in range(2))
+            for shared in (fail, doubled, fail):
+                if last and shared is fail:
+                    expect(MemoryError, "no memory for the shared expert", call, experts, shared)
+                else:
+                    assert difference(call(experts, doubled), want) <= 1e-14
+            text = "exchange: group: expected all ranks at the same ExpertGroup"
+            expect(ValueError, text, call, experts if last else another, doubled)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
 
 
 @case

@@ -2,7 +2,9 @@
 
 import functools
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch_versions import NO_EXPERT_PARALLELISM_OF_TRANSFORMERS, NO_SUMS_OF_SHARDING, needs_none
 from transformers.distributed import DistributedConfig
 
-from moeblaze_cupy.interop import transformers_parallel
+from moeblaze_cupy.interop import collectives, transformers_parallel
 from moeblaze_cupy.interop.exchange import ExpertGroup
 from moeblaze_cupy.interop.transformers import register
 from moeblaze_cupy.interop.transformers_parallel import parallelize_experts
@@ -154,20 +156,50 @@ def tokens_that_differ(rank, size, group):
             assert difference(model(input_ids=batches[rank]).logits, losses[rank][1]) <= BOUND
 
 
+@contextmanager
+def dtypes_that_travel():
+    """By name, the dtypes of what is sent."""
+    found, all_to_all = {}, collectives.all_to_all
+
+    def noted(rows, sent, received, room, what, group):
+        found[what.partition("all-to-all of ")[2].partition(" (")[0]] = rows.dtype
+        return all_to_all(rows, sent, received, room, what, group)
+
+    with mock.patch.object(collectives, "all_to_all", noted):
+        yield found
+
+
 @case
 def autocast_is_followed(rank, size, group):
     """With one expert per token no sum over ranks rounds, so products in another dtype would show."""
-    experts = model_of("Qwen3Moe").model.layers[0].mlp.experts
     rng = torch.Generator().manual_seed(rank)
-    x = torch.randn(12, 32, generator=rng, requires_grad=True)
-    inputs = x, torch.randint(8, (12, 1), generator=rng), torch.rand(12, 1, generator=rng)
-    with torch.autocast("cpu", torch.bfloat16):
-        want = experts(*inputs).detach()
-        parallelize_experts(experts, DeviceMesh.from_group(group, "cpu"))
-        out = experts(*inputs)
-    assert difference(out, want) <= 1e-4
-    out.sum().backward()
-    assert x.grad.norm() > 0 and all(parameter.grad is not None for parameter in experts.parameters())
+    x, ids = torch.randn(12, 32, generator=rng), torch.randint(8, (12, 1), generator=rng)
+    scores = torch.rand(12, 1, generator=rng)
+    names = "rows", "results", "results' gradients", "gradients of x"
+
+    def run(experts, dtype, to):
+        """out, the gradients of x and weights."""
+        leaves = x.to(dtype).clone().requires_grad_(), scores.clone().requires_grad_()
+        with torch.autocast("cpu", to):
+            out = experts(leaves[0], ids, leaves[1])
+        out.sum().backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in experts.parameters())
+        return out.detach(), *(leaf.grad for leaf in leaves)
+
+    for kind, with_norm in (("Qwen3Moe", False), ("GptOss", False), ("Qwen3Moe", True)):
+        for dtype, to in ((torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16,) * 2):
+            experts = model_of(kind).model.layers[0].mlp.experts
+            if with_norm:
+                experts.has_post_expert_norm, experts.post_expert_norm = True, torch.nn.RMSNorm(32)
+            want = run(experts, dtype, to)
+            parallelize_experts(experts, DeviceMesh.from_group(group, "cpu"))
+            with dtypes_that_travel() as found:
+                got = run(experts, dtype, to)
+            of_results = dtype if with_norm else to
+            expected = dict(zip(names, (to, of_results, of_results, to), strict=True))
+            assert {name: found[name] for name in names} == expected, found
+            for mine, whole in zip(got, want, strict=True):
+                assert mine.dtype == whole.dtype and difference(mine, whole) <= 1e-4
 
 
 @case
@@ -264,8 +296,9 @@ def rows_in_fp8(rank, size, group):
         for parameter, whole in zip(experts.parameters(), of_rounded[3:], strict=True):
             assert torch.equal(parameter.grad, whole[rank * 4 : rank * 4 + 4])
     inputs = tokens[here], ids[here], weights[here]
+    want = spread(**in_fp8)(*inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        expect(ValueError, "row_precision: expected None under torch.autocast", spread(**in_fp8), *inputs)
+        assert torch.equal(spread(**in_fp8)(*inputs), want)
     with_biases = experts_of("GptOss")
     parallelize_experts(with_biases, mesh, **in_fp8)
     expect(ValueError, "moeblaze: row_precision: expected None for GptOssExperts, as", with_biases, *inputs)
