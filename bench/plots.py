@@ -240,7 +240,7 @@ def parallel(records: Records) -> Figure | None:
     named = {
         "pull": f"{OURS}, experts",
         parallel_report.PEER: "torchtitan's order, experts",
-        "FSDP2, copy engines, bfloat16": f"{OURS}, FSDP2 by copy engines",
+        "FSDP2, copy engines, stored by products": f"{OURS}, FSDP2 by copy engines",
         "FSDP2, NCCL, float32": f"{OURS}, FSDP2 by NCCL",
     }
     colors = dict(zip(named, (STYLES["moeblaze"][0], "#a3a3a3", "#6fa8dc", "#b9d4ee"), strict=True))
