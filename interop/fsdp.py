@@ -24,10 +24,11 @@ class CopyEngines:
     """All-gathers and reduce-scatters of a group, for modules of `torch.distributed.fsdp.fully_shard`.
 
     group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
-    ranks make it at the same point. It keeps a buffer of the largest module's gradients, in the dtype of their
-    reduction, and 2 buffers of a rank's share of the largest module's parameters, but not of those that lie in
-    symmetric memory themselves. The share of what travels in e4m3 is there in both orientations. Gradients are summed
-    in float32, always in the same order, and rounded once. So where parameters are bfloat16,
+    ranks make it at the same point. It keeps a buffer of the largest module's gradients that FSDP2 reduces, in the
+    dtype of their reduction, and 2 buffers of what the other ranks store of the largest module's other gradients.
+    It keeps 2 buffers of a rank's share of the largest module's parameters, but not of those that lie in symmetric
+    memory themselves. The share of what travels in e4m3 is there in both orientations. Gradients are summed in
+    float32, always in the same order, and rounded once. So where parameters are bfloat16,
     `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
 
     All-gathers and reduce-scatters have buffers of their own, with barriers of their own. Each kind runs in one order,
