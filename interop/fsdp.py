@@ -74,6 +74,8 @@ class CopyEngines:
         rank's add to what the others stored. So FSDP2 reduces no gradient of it: the sum is in float32, of what each
         rank rounded to the products' dtype, and is rounded once to the parameter's dtype. FSDP2 reduces gradients as
         before where they add up on each rank first (`set_requires_gradient_sync(False)`), or a hook is to see them.
+        All ranks have to call the layer equally often in a module's forward, with the same such hooks and dispatch
+        modes, and all or none of them in compiled code. Else they would wait for each other.
 
         Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2 than
         this serves, and ValueError for one that is not sharded over this group alone, or over fewer ranks after

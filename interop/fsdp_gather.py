@@ -227,7 +227,7 @@ def other_parameters() -> RuntimeError:
 # What is read and set here of FSDP2, beside its interface.
 _of_group = attrgetter(
     *("fsdp_params", "mesh_info", "mp_policy", "_use_post_forward_mesh"),
-    *("reduce_grads", "gradient_divide_factor", "_all_reduce_hook"),
+    *("reduce_grads", "gradient_divide_factor", "_all_reduce_hook", "_post_reduce_event"),
 )
 _of_parameter = attrgetter(
     *("sharded_param._local_tensor", "fsdp_placement.dim", "offload_to_cpu", "all_gather_outputs"),

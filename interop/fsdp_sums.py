@@ -32,35 +32,37 @@ class Sums:
         self.peers, self.rank, self.size, self._turn = peers, rank, size, 0
         self._last: tuple[Any, Any] | None = None  # the stream of the last sums, event of their end
 
-    def sum(self, weights: Mapping[str, tuple[Tensor, "Owner"]], pending: Any) -> None:
-        """Gives the owners of "w1" and "w2", or of one of them, the sums of their gradients; with the weights (E, ...).
+    def sum(self, weights: Mapping[str, tuple[Tensor, bool, "Owner"]], pending: Any) -> None:
+        """Gives the owners of "w1" and "w2", or of one of them, the sums of their gradients.
 
-        pending: of `moe_backward_data`.
+        weights: each (E, M, N), whether the parameter's memory order is that of (E, N, M), and its owner. pending: of
+        `moe_backward_data`.
         """
-        of_any = next(iter(weights.values()))[0]
-        device, every = of_any.device, others(self.rank, self.size)
+        needs, every = tuple(weights), others(self.rank, self.size)
+        of_any, _, owner = weights[needs[0]]
+        device = of_any.device
         stream = getattr(torch, device.type).current_stream()
         if self._last is not None and self._last[0] != stream:
             stream.wait_event(self._last[1])
         self._turn = (self._turn + 1) % TURNS
-        kind, needs = f"sums {self._turn}", tuple(weights)
+        kinds = [f"sums {turn}" for turn in range(TURNS)]
+        kind = kinds[self._turn]
         forms = tuple(
             ((self.size - 1, len(weight) // self.size, *weight.shape[1:]), weight.dtype)
-            for weight, _ in weights.values()
+            for weight, *_ in weights.values()
         )
+        arrays = [self.peers.arrays(of_turn, forms, device) for of_turn in kinds]  # all in the first step
         parts: dict[str, Tensor] = {}
         at: dict[str, dict[int, Tensor]] = {}
         totals: dict[str, Tensor] = {}
-        arrays = zip(needs, *self.peers.arrays(kind, forms, device), strict=True)
-        for name, stored, offered in arrays:
-            weight, owner = weights[name]
-            parts[name] = _in_order_of(weight, stored)
+        for name, stored, offered in zip(needs, *arrays[self._turn], strict=True):
+            _, transposed, of = weights[name]
+            parts[name] = _in_order(stored, transposed)
             own = {rank: offered.at[rank][others(rank, self.size).index(self.rank)] for rank in every}
-            at[name] = {rank: _in_order_of(weight, place) for rank, place in own.items()}
-            totals[name] = _in_order_of(weight, torch.empty(stored.shape[1:], dtype=owner.dtype, device=device))
-        scale = 1 / weights[needs[0]][1].divisor(self.size)
-
-        channels = {"w1": 1, "w2": 2}
+            at[name] = {rank: _in_order(place, transposed) for rank, place in own.items()}
+            total = torch.empty(stored.shape[1:], dtype=of.dtype, device=device)
+            totals[name] = _in_order(total, transposed)
+        scale, channels = 1 / owner.divisor(self.size), {"w1": 1, "w2": 2}
 
         def tell(name: str) -> None:
             self.peers.tell(kind, channels[name])
@@ -68,11 +70,14 @@ class Sums:
         def wait(name: str) -> None:
             self.peers.wait(kind, channels[name])
 
-        if not backward.summed_weights(pending, needs, [self.rank, *every], scale, totals, parts, at, tell, wait):
+        ranks = [self.rank, *every]
+        # what hooks of saved tensors gave back may have another memory order than the parameter
+        as_they_were = all((weight.stride(-1) != 1) == transposed for weight, transposed, _ in weights.values())
+        if not (as_they_were and backward.summed_weights(pending, needs, ranks, scale, totals, parts, at, tell, wait)):
             self._sum_by_copies(pending, needs, scale, totals, parts, at, tell, wait)
         self._last = stream, stream.record_event()
-        for name, (_, owner) in weights.items():
-            owner.take(totals[name])
+        for name, (_, transposed, of) in weights.items():
+            of.take(totals[name].transpose(1, 2) if transposed else totals[name])
 
     def _sum_by_copies(
         self,
@@ -100,9 +105,9 @@ class Sums:
             totals[name].copy_(total * scale)
 
 
-def _in_order_of(weight: Tensor, array: Tensor) -> Tensor:
-    """A packed array (..., M, N) in the memory order of a weight (E, M, N)."""
-    if weight.stride(-1) == 1:
+def _in_order(array: Tensor, transposed: bool) -> Tensor:
+    """A packed array (..., M, N), or one whose memory order is that of (..., N, M)."""
+    if not transposed:
         return array
     return array.view(*array.shape[:-2], *array.shape[:-3:-1]).transpose(-1, -2)
 
@@ -113,31 +118,40 @@ class Owner:
     def __init__(self, sums: Sums, whole: Tensor, parameter: Any, group: Any) -> None:
         self.sums, self._whole, self._parameter, self._group = sums, whole, parameter, group
         self.numel, self.dtype = whole.numel(), parameter.sharded_param.dtype
+        self.sums_with = id(sums), id(group)
         torch_sums.register(whole, self)
 
-    def is_ready(self) -> bool:
-        """Whether it takes the gradient of this backward. FSDP2's settings say so, which are the same on all ranks.
+    def is_of(self, variable: Any) -> bool:
+        """Whether a leaf of autograd is the whole parameter."""
+        return variable is not None and variable is getattr(self._parameter, "_unsharded_param", None)
 
-        False while gradients add up on each rank, or if something of the caller's is to see them when FSDP2 does.
+    def is_ready(self) -> bool:
+        """Whether it takes the gradient of this backward. What says so is to be the same on all ranks.
+
+        False while gradients add up on each rank, or if something of the caller's is to see them when FSDP2 does, or if
+        FSDP2 also reduces what a rank has no gradient of.
         """
         parameter, group = self._parameter, self._group
         whole = parameter._unsharded_param
         adds_up = parameter.unsharded_accumulated_grad is not None or whole.grad is not None
         hooked = getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None) or group._all_reduce_hook
-        return bool(group.reduce_grads and not adds_up and not hooked)
+        reduces_all = getattr(group, "reduce_scatter_unused_params", False)
+        return bool(group.reduce_grads and not (adds_up or hooked or reduces_all))
 
     def divisor(self, size: int) -> float:
         given: float | None = self._group.gradient_divide_factor
         return size if given is None else given
 
     def take(self, total: Tensor) -> None:
-        """Sets the gradient of the part, or adds to it, as FSDP2 does after a reduce-scatter."""
+        """Sets the gradient of the part, or adds to it, as FSDP2 does after a reduce-scatter. total: contiguous."""
         parameter = self._parameter.sharded_param
-        local = total if total.is_contiguous() else total.transpose(1, 2)
+        local = total.view(parameter._local_tensor.shape)
         if parameter.grad is None:
             parameter.grad = self._parameter.to_sharded_dtensor(local)
-        else:
-            parameter.grad._local_tensor += local
+            return
+        if self._group._post_reduce_event is not None:  # of another backward, which FSDP2 may have reduced
+            getattr(torch, total.device.type).current_stream().wait_event(self._group._post_reduce_event)
+        parameter.grad._local_tensor += local
 
 
 def can_be_summed(parameter: Any, whole: Tensor, group: Any, size: int) -> bool:

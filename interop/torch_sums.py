@@ -12,12 +12,20 @@ Tensor = torch.Tensor
 _by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
+# Nodes of autograd that pass a gradient on as it is, in another shape: of views, of what travels in e4m3, of DTensors.
+VIEWS = (
+    *("TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"),
+    *("_ShapeBackward", "_ToTorchTensorBackward"),
+)
+
+
 class Owners(NamedTuple):
     """Of a layer's weights; None for a weight that requires no gradient."""
 
     w1: Any
     w2: Any
-    nodes: tuple[Any, Any]  #: of autograd, that the gradients would go to
+    nodes: tuple[Any, Any]  #: of autograd, where the gradients would end
+    transposed: tuple[bool, bool]  #: the memory order of each weight (E, M, N) is that of (E, N, M)
 
     def ready(self, needs: tuple[str, ...]) -> tuple[str, ...]:
         """Those of "w1" and "w2" in `needs` if their owners take them in this backward, else none."""
@@ -27,8 +35,8 @@ class Owners(NamedTuple):
 
     def sum(self, weights: tuple[Tensor, Tensor], pending: Any, names: tuple[str, ...]) -> None:
         """Takes the gradients of w1 (E, d, 2h) or (E, d, h), and w2 (E, h, d). pending: of `moe_backward_data`."""
-        owners = {name: (weights[name == "w2"], getattr(self, name)) for name in names}
-        getattr(self, names[0]).sums.sum(owners, pending)
+        of = {name: (weights[name == "w2"], self.transposed[name == "w2"], getattr(self, name)) for name in names}
+        getattr(self, names[0]).sums.sum(of, pending)
 
 
 def _is_reached(node: Any) -> bool:
@@ -52,15 +60,27 @@ def _owner(weight: Tensor) -> Any:
     return owner if owner is not None and whole and owner.numel == E * M * N else None
 
 
+def _end_of(weight: Tensor) -> Any:
+    """The node of autograd where a weight's gradient ends, if it gets there as it is."""
+    node: Any = torch.autograd.graph.get_gradient_edge(weight).node
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    return node
+
+
 def owners_of(w1: Tensor, w2: Tensor) -> Owners | None:
-    """Of a layer's weights, if each that requires a gradient has one."""
+    """Of a layer's weights, if each that requires a gradient has one, and they sum alike."""
     if not _by_storage:
         return None
-    trained = [weight.requires_grad for weight in (w1, w2)]
-    found = [_owner(weight) if weight.requires_grad else None for weight in (w1, w2)]
-    if not any(trained) or trained != [owner is not None for owner in found]:
+    owners: list[Any] = [None, None]
+    nodes: list[Any] = [None, None]
+    for i, weight in enumerate((w1, w2)):
+        if weight.requires_grad:
+            owners[i], nodes[i] = _owner(weight), _end_of(weight)
+            if owners[i] is None or not owners[i].is_of(getattr(nodes[i], "variable", None)):
+                return None
+    found = [owner for owner in owners if owner is not None]
+    if not found or any(owner.sums_with != found[0].sums_with for owner in found):
         return None
-    nodes = [
-        torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad else None for weight in (w1, w2)
-    ]
-    return Owners(found[0], found[1], (nodes[0], nodes[1]))
+    transposed = w1.stride(-1) != 1, w2.stride(-1) != 1
+    return Owners(owners[0], owners[1], (nodes[0], nodes[1]), transposed)

@@ -1,6 +1,6 @@
 """Weight gradients under FSDP2 that the products store in the memory of the rank that sums them."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moeblaze_cupy import backward
 from moeblaze_cupy.interop.fsdp import CopyEngines
 from moeblaze_cupy.interop.fsdp_sums import Sums
+from moeblaze_cupy.interop.torch import MoE
 
 
 @contextmanager
@@ -86,6 +87,54 @@ def fsdp_stores_no_gradients_of_other_tensors(mesh, size):
         layers(x).float().sum().backward()
         found.append(gradients_of(layers))
     assert size > 2 or same(*found)
+
+
+class Eighth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 8
+
+
+@on_cpu
+def fsdp_stores_gradients_as_autograd_would(mesh, size):
+    """What lies between the layer and a parameter counts, and a memory order that saved tensors come back in."""
+    x = tokens_of(mesh, 0)
+
+    def scaled(layer):
+        return Eighth.apply(layer.w1_storage).transpose(1, 2), Eighth.apply(layer.w2_storage).transpose(1, 2)
+
+    def packed(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    ways = {
+        "scaled": (mock.patch.object(MoE, "_weights", scaled), 0),
+        "packed": (torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor), 6),
+        "all reduced": (nullcontext(), 0),
+    }
+    for name, (way, number) in ways.items():
+        found = []
+        for stores in (False, True):
+            options = {"widths": (64, 64, 96, 32), "activation": "relu2", "force_sum": True, "stores_gradients": stores}
+            layers = layers_of(mesh, engines=CopyEngines(mesh), **options)
+            if name == "all reduced":
+                if not hasattr(layers[0], "set_reduce_scatter_unused_params"):
+                    break
+                for layer in layers:
+                    layer.set_reduce_scatter_unused_params(True)
+            with counted() as names, way:
+                loss_of(layers, x).backward()
+            assert len(names) == number * stores, name
+            found.append(gradients_of(layers))
+        assert size > 2 or not found or same(*found), name
+    layers = layers_of(mesh, engines=CopyEngines(mesh), reshard=False)
+    weights = layers(x) is not None and [layers[1].w1_storage, layers[1].w2_storage]
+    with counted() as names:
+        grads = torch.autograd.grad(loss_of(layers, x), weights)
+    assert names == [] and all(grad.any() for grad in grads) and all(weight.grad is None for weight in weights)
 
 
 @gpu_case
