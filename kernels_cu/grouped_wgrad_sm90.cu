@@ -58,21 +58,21 @@ struct GroupedWgradParams {
     const int* experts_by_load;       // (E,) int32, in: experts by falling number of rows. Tiles follow this order, so that the
                                       // last ones are short
 #if OTHERS
-    const element* others;            // (num_others, ...) element, in: what other GPUs computed of out0 and out1. Each part has
-                                      // the strides of out0, and up's half as far from gate's
+    const element* others;  // (num_others, ...) element, in: what other GPUs computed of out0 and out1. Each part has
+                            // the strides of out0, and up's half as far from gate's
 #endif
-    int64 ldp, ldq;                   // elements from row to row
-    int64 expert_stride, ldo;         // elements of out0 and out1 from expert (or split) to the next, and from row to row
+    int64 ldp, ldq;            // elements from row to row
+    int64 expert_stride, ldo;  // elements of out0 and out1 from expert (or split) to the next, and from row to row
 #if OTHERS
-    int64 others_stride;              // elements from part to part
+    int64 others_stride;  // elements from part to part
 #endif
-    int p_half, q_half;               // elements from gate's columns to up's in P or Q; 0 in the operand that both halves share
-    int rows, columns;                // M, N
-    int num_experts, halves;          // E; 2 (gate and up) or 1
-    int splits;                       // with SPLIT_K: parts of an expert's rows, one per tile; else 1
+    int p_half, q_half;       // elements from gate's columns to up's in P or Q; 0 in the operand that both halves share
+    int rows, columns;        // M, N
+    int num_experts, halves;  // E; 2 (gate and up) or 1
+    int splits;               // with SPLIT_K: parts of an expert's rows, one per tile; else 1
 #if OTHERS
-    int num_others;                   // at most MAX_OTHERS
-    float scale;                      // of the sum
+    int num_others;  // at most MAX_OTHERS
+    float scale;     // of the sum
 #endif
 };
 
