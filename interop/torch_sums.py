@@ -11,7 +11,6 @@ import torch
 Tensor = torch.Tensor
 _by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-
 # Nodes of autograd that pass a gradient on as it is, in another shape: of views, of what travels in e4m3, of DTensors.
 VIEWS = (
     *("TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"),
@@ -55,9 +54,11 @@ def register(whole: Tensor, owner: Any) -> None:
 def _owner(weight: Tensor) -> Any:
     """Of a weight (E, M, N) that is all of a parameter, in either memory order; None without one."""
     owner = _by_storage.get(weight.untyped_storage()._cdata)
+    if owner is None or weight.dim() != 3:  # which the layer's checks name
+        return None
     E, M, N = weight.shape
     whole = weight.storage_offset() == 0 and weight.stride() in ((M * N, N, 1), (M * N, 1, M))
-    return owner if owner is not None and whole and owner.numel == E * M * N else None
+    return owner if whole and owner.numel == E * M * N else None
 
 
 def _end_of(weight: Tensor) -> Any:

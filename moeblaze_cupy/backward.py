@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from moeblaze_cupy import arrays, checks, fp8_checks, overlaps, reference, runtime
-from moeblaze_cupy.arrays import Buffer, Export, Framework
+from moeblaze_cupy.arrays import Buffer, Export, Framework, Layout
 from moeblaze_cupy.call import Call, keep, untraced
+from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.layer import map_saved, named_pair, spared, values_and_scales, w1_b1_b2
 from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
@@ -203,38 +204,56 @@ def moe_backward_weights(
         totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
         host = reference.moe_backward(host_grad, host_saved, needs=needs, accumulate=totals)
         return _exported(call.export, accumulate, host)
-    w1_layouts = tuple(describe(part).layout for part in pair(saved.w1))
-    lists = describe(saved.index.lists)
-    read = {name: describe(getattr(pending, name)) for name in ("first_layer_grad", "weighted_y_swi")}
+    accumulated = tuple((name, tuple(call.layout(*names))) for name, names in buffers.items())
+    steps, read = _configured(call, pending, grad_layout, x_layout, needs, limits, accumulated)
+    prepared = call.prepared(steps)
+    with current_device(prepared.device):
+        grads = weight_gradients.moe_backward_weights(
+            Runtime.current(prepared.framework, prepared.device),
+            steps,
+            *read,
+            {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
+            *(0 if scales is None else describe(scales).ptr for scales in (saved.x_scales, pending.grad_scales)),
+        )
+        return _exported(call.export, accumulate, grads)
+
+
+def _configured(
+    call: Call,
+    pending: PendingWeights,
+    grad_out: Layout,
+    x: Layout,
+    needs: tuple[str, ...],
+    limits: DeviceLimits,
+    accumulated: tuple[tuple[str, tuple[Layout, ...]], ...] = (),
+    sums: tuple[tuple[str, Layout], ...] = (),
+    summed: Summed | None = None,
+) -> tuple[weight_gradients.Weights, tuple[int, int, int, int, int]]:
+    """The launches of `weight_gradients.configure_weights`, and the addresses of what all of them read.
+
+    grad_out, x: as they are in memory.
+    """
+    saved, describe = pending.saved, call.framework.describe
+    first_layer_grad, weighted = describe(pending.first_layer_grad), describe(pending.weighted_y_swi)
     steps = weight_gradients.configure_weights(
-        grad_layout,
-        x_layout,
+        grad_out,
+        x,
         describe(saved.w2).layout,
-        w1_layouts,
-        read["first_layer_grad"].layout,
-        read["weighted_y_swi"].layout,
-        tuple((name, tuple(call.layout(*names))) for name, names in buffers.items()),
+        tuple(describe(part).layout for part in pair(saved.w1)),
+        first_layer_grad.layout,
+        weighted.layout,
+        accumulated,
         saved.activation,
         saved.gate_up,
         needs,
         limits,
         _index_layout(saved.index),
         saved.slots,
+        sums,
+        summed,
     )
-    prepared = call.prepared(steps)
-    with current_device(prepared.device):
-        grads = weight_gradients.moe_backward_weights(
-            Runtime.current(prepared.framework, prepared.device),
-            steps,
-            call.described["grad_out"].ptr,
-            call.described["saved.x"].ptr,
-            lists.ptr,
-            read["first_layer_grad"].ptr,
-            read["weighted_y_swi"].ptr,
-            {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
-            *(0 if scales is None else describe(scales).ptr for scales in (saved.x_scales, pending.grad_scales)),
-        )
-        return _exported(call.export, accumulate, grads)
+    rows = call.described["grad_out"].ptr, call.described["saved.x"].ptr
+    return steps, (*rows, describe(saved.index.lists).ptr, first_layer_grad.ptr, weighted.ptr)
 
 
 def summed_weights(
@@ -260,33 +279,16 @@ def summed_weights(
     Returns False, and does nothing, where Hopper's kernels do not serve: without a GPU or tokens, say.
     """
     function = "moe_backward"
-    grad_out, saved = pending.grad_out, pending.saved
-    call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out)
+    call = Call(function, **{"saved.x": pending.saved.x}, grad_out=pending.grad_out)
     limits = spared(function, call, 0)
     if limits is None:
         return False
-    grad_layout, x_layout = call.layout("grad_out", "saved.x")
     describe = call.framework.describe
-    w1_layouts = tuple(describe(part).layout for part in pair(saved.w1))
-    read = {name: describe(getattr(pending, name)) for name in ("first_layer_grad", "weighted_y_swi")}
     sums = {name: describe(totals[name]) for name in needs}
-    steps = weight_gradients.configure_weights(
-        grad_layout,
-        x_layout,
-        describe(saved.w2).layout,
-        w1_layouts,
-        read["first_layer_grad"].layout,
-        read["weighted_y_swi"].layout,
-        (),
-        saved.activation,
-        saved.gate_up,
-        needs,
-        limits,
-        _index_layout(saved.index),
-        saved.slots,
-        tuple((name, described.layout) for name, described in sums.items()),
-        Summed(len(ranks) - 1, scale),
-    )
+    layouts = tuple((name, described.layout) for name, described in sums.items())
+    grad_layout, x_layout = call.layout("grad_out", "saved.x")
+    summed = Summed(len(ranks) - 1, scale)
+    steps, read = _configured(call, pending, grad_layout, x_layout, needs, limits, sums=layouts, summed=summed)
     if not steps.are_hoppers:
         return False
     to = {}
@@ -299,11 +301,7 @@ def summed_weights(
         weight_gradients.summed_weights(
             Runtime.current(prepared.framework, prepared.device),
             steps,
-            call.described["grad_out"].ptr,
-            call.described["saved.x"].ptr,
-            describe(saved.index.lists).ptr,
-            read["first_layer_grad"].ptr,
-            read["weighted_y_swi"].ptr,
+            *read,
             ranks,
             to,
             tell,

@@ -123,6 +123,10 @@ GEMM_ADDRESSES = (
 WGRAD_ADDRESSES = ("p", "q", "routed", "out0", "out1", "others", *LISTS)
 
 
+def _tier(launch: Launch) -> str:
+    return "sm90" if launch.variant.source.endswith("_sm90.cu") else "sm80"
+
+
 @dataclass(frozen=True, eq=False)
 class Gemm:
     """One launch of grouped_gemm_*.cu, and the memory that it takes."""
@@ -137,7 +141,7 @@ class Gemm:
 
     @property
     def tier(self) -> str:
-        return "sm90" if self.launch.variant.source.endswith("_sm90.cu") else "sm80"
+        return _tier(self.launch)
 
 
 def is_aligned(misalignments: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
@@ -379,7 +383,7 @@ class Wgrad:
 
     @property
     def tier(self) -> str:
-        return "sm90" if self.product.variant.source.endswith("_sm90.cu") else "sm80"
+        return _tier(self.product)
 
 
 class Summed(NamedTuple):
