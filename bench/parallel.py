@@ -16,7 +16,8 @@ With --fp8 there is also route "pull" with precision="fp8" ("pull-fp8"), and wit
 fp8. Their errors are those of e4m3, from the results of bf16. On the CPU their route is "exact".
 
 With --graphs the layer of one GPU and route "pull" are also timed as replays of one CUDA graph of forward and backward
-("moeblaze-graph", "pull-graph"), for which the host launches nothing.
+("moeblaze-graph", "pull-graph"), for which the host launches nothing, and so are the stack on one GPU and FSDP2 with
+stored gradients ("copies-bf16-stored-graph").
 
 The peer `slots` is a layer in the order of torchtitan's default dispatcher, written from public torch calls: slots
 sorted by expert, counts exchanged and read on the host, an all-to-all of a row per slot, a permutation by local expert,
@@ -59,6 +60,7 @@ ROUTES = ("exact", "gather", "pull")
 PLAIN = "pull-plain"  # route "pull" without copies
 COPIES, COPIES_BF16 = "copies", "copies-bf16"  # FSDP2's collectives by copy engines; gradients travel in bfloat16
 STORED = f"{COPIES_BF16}-stored"  # products store weight gradients where they are summed
+GRAPH = "graph"  # all as a replay of one CUDA graph
 FSDP = ("moeblaze", COPIES_BF16, STORED)
 FSDP_FP8 = (f"{COPIES_BF16}-fp8-e4m3", f"{STORED}-fp8-e4m3")  # weights travel in e4m3
 MOST_FSDP_BYTES = 24 * 2**30  # of a stack's parameters, for which FSDP2 has a row: dsv3's are for expert parallelism
@@ -163,6 +165,24 @@ class Timer:
             torch.cuda.synchronize()
 
 
+def captured(work):
+    """What replays `work` as one CUDA graph; it keeps what `work` returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = work()
+
+    def replay(made=made):
+        graph.replay()
+
+    return replay
+
+
 class ExpertParallel:
     """A case's layer on a group, where each rank has its own tokens and its share of the experts.
 
@@ -205,18 +225,6 @@ class ExpertParallel:
 
     def forward_backward(self):
         return torch.autograd.grad(self.forward(), self.leaves, self.grad)
-
-    def captured(self):
-        """What replays `forward_backward` as one CUDA graph."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.forward_backward()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.made = self.forward_backward()
-        return self.graph.replay
 
     def errors(self):
         """Relative norms of the differences from one GPU's layer on the tokens of all ranks, by name."""
@@ -286,7 +294,7 @@ def expert_rows(case, sizes, rank, rounds, everyone, plain=False, in_fp8=False, 
             of_bf16 = "moeblaze" if size == 1 else "pull" if has_gpu() else "exact"
             providers = (*providers, f"{of_bf16}-fp8", *[f"{of_bf16}-fp8-rows"] * (size > 1))
         if in_graphs:
-            providers = (*providers, "moeblaze-graph" if size == 1 else "pull-graph")
+            providers = (*providers, f"{'moeblaze' if size == 1 else 'pull'}-{GRAPH}")
         for provider in providers:
             layer = ExpertParallel(case, group, provider)
             errors = layer.errors()
@@ -299,8 +307,8 @@ def expert_rows(case, sizes, rank, rounds, everyone, plain=False, in_fp8=False, 
             if int(flags):
                 row["wrong"] = f"an error of {largest:.3f} or another rank's is above {layer.tolerance}"
             else:
-                of_graph = "graph" in provider.split("-")
-                row |= Timer(everyone, rounds)(layer.captured() if of_graph else layer.forward_backward)
+                of_graph, work = GRAPH in provider.split("-"), layer.forward_backward
+                row |= Timer(everyone, rounds)(captured(work) if of_graph else work)
                 row["peak_mib"] += layer.symmetric_mib
                 if of_graph:  # whose memory is taken when it is captured
                     del row["peak_mib"]
@@ -312,7 +320,7 @@ def expert_rows(case, sizes, rank, rounds, everyone, plain=False, in_fp8=False, 
     return rows
 
 
-def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False):
+def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False, in_graphs=False):
     """Rows of FSDP2: the plain stack on each GPU, then sharded over each size."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -329,6 +337,8 @@ def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False):
         providers = ("moeblaze",) if alone else FSDP
         if in_fp8:
             providers = (*providers, *(("moeblaze-fp8",) if alone else FSDP_FP8))
+        if in_graphs and has_gpu():
+            providers = (*providers, f"{'moeblaze' if alone else STORED}-{GRAPH}")
         for provider in providers:
             torch.manual_seed(0)
             collectives, *how = provider.split("-")
@@ -340,12 +350,14 @@ def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False):
             x = torch.randn(case.L, case.d, device=device(), dtype=torch.bfloat16)
 
             def work(stack=stack, x=x):
-                stack(x).backward(x)
                 stack.zero_grad()
+                stack(x).backward(x)
 
             row = {"case": case.name, "what": "fsdp", "provider": provider, "gpus": size}
-            row |= Timer(everyone, rounds)(work)
+            row |= Timer(everyone, rounds)(captured(work) if GRAPH in how else work)
             row["peak_mib"] += engines.nbytes / measure.MIB if engines else 0
+            if GRAPH in how:  # whose memory is taken when it is captured
+                del row["peak_mib"]
             rows.append(row)
             del stack, work, engines
             gc.collect()  # modules of FSDP2 refer to themselves
@@ -359,7 +371,7 @@ def with_efficiency(rows):
 
     def layer(row):
         how = row["provider"].split("-")
-        return row["case"], row["what"], "fp8" in how, "graph" in how
+        return row["case"], row["what"], "fp8" in how, GRAPH in how
 
     alone = {layer(row): row["back_to_back_ms"] for row in rows if row["gpus"] == 1 and "ms" in row}
     for row in rows:
@@ -409,7 +421,7 @@ def work_of_rank(args):
         if args.experts:
             of_case += expert_rows(case, sizes, rank, args.rounds, everyone, args.plain, args.fp8, args.graphs)
         if args.fsdp:
-            of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone, args.fp8)
+            of_case += fsdp_rows(case, sizes, rank, args.rounds, everyone, args.fp8, args.graphs)
         rows += with_efficiency(of_case)
         if rank == 0:  # what there is, should the run be cut
             record = {"environment": facts, "commit": args.commit, "rows": rows}

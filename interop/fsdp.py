@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
+from moeblaze_cupy.interop.driver import Moment
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
 from moeblaze_cupy.interop.fsdp_e4m3 import parts_of
 from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, groups_of, shards_of, straight_of
@@ -55,7 +56,7 @@ class CopyEngines:
     @property
     def nbytes(self) -> int:
         """Of the buffers, on this rank. torch.cuda counts no symmetric memory."""
-        return sum(part.peers.nbytes for part in (self._memory, self.reduce_scatter, self._sums))
+        return self._memory.nbytes + self.reduce_scatter.peers.nbytes + self._sums.peers.nbytes
 
     def serve(self, *modules: Any, in_e4m3: bool = True, stores_gradients: bool = True) -> None:
         """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
@@ -83,16 +84,17 @@ class CopyEngines:
         """
         groups = [self._group_of(module) for module in modules]
         for module, group in zip(modules, groups, strict=True):
-            shards = []
+            straight: dict[Any, torch.dtype] = {}
+            shards: list[Any] = []
             if group is not None:
                 module.reshard()
                 straight = straight_of(group, self._memory.size)
                 parts = parts_of(straight if in_e4m3 else {}, group, self._memory)
                 shards = shards_of(straight, self._memory, self._group, parts)
-                for parameter, shard in zip(straight, shards, strict=True):
-                    if stores_gradients and can_be_summed(parameter, shard.whole, group, self._memory.size):
-                        shard.owner = Owner(self._sums, shard.whole, parameter, group)
-            module.set_custom_all_gather(AllGather(self._memory, shards))
+            module.set_custom_all_gather(AllGather(self._memory, shards, group))
+            for parameter, shard in zip(straight, shards, strict=True):
+                if stores_gradients and can_be_summed(parameter, shard.whole, group, self._memory.size):
+                    shard.owner = Owner(self._sums, shard.whole, parameter, group)
             module.set_custom_reduce_scatter(self.reduce_scatter)
 
     def _group_of(self, module: Any) -> Any:
@@ -117,7 +119,7 @@ class ReduceScatter:
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
         self.peers, self._rank, self._size = peers, rank, size
         self._is_next = True  # memory to be allocated is for what is to be reduced
-        self._done: torch.cuda.Event | None = None  # since when nobody reads what was reduced last
+        self._done: Moment | None = None  # since when nobody reads what was reduced last
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """First memory that the other ranks read, for what is to be reduced, then some of torch for the result."""
@@ -125,7 +127,7 @@ class ReduceScatter:
             return torch.empty(size, dtype=dtype, device=device)
         self._is_next = False
         if self._done is not None:
-            torch.cuda.current_stream(device.index).wait_event(self._done)
+            self._done.wait(torch.cuda.current_stream(device.index))
         room: Tensor = self.peers.room("gradients", ((tuple(size), dtype),), device)[0]
         return room
 
@@ -153,5 +155,4 @@ class ReduceScatter:
             parts[self._rank].copy_(own)
             (torch.mean if is_mean else torch.sum)(parts, 0, out=total)
         if input_tensor.is_cuda:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
-            self._done.record()
+            self._done = Moment(torch.cuda.current_stream(input_tensor.device.index))

@@ -11,7 +11,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.fp8_checks import FIELDS
-from moeblaze_cupy.interop.fsdp_gather import Memory, Shard
+from moeblaze_cupy.interop.fsdp_gather import Memory, Place, Shard, Whole
 from moeblaze_cupy.interop.peers import Offered
 from moeblaze_cupy.interop.torch_fp8 import Gathered
 from moeblaze_cupy.structures import Fp8Weights
@@ -37,37 +37,41 @@ class Part(Shard):
         number, N, K = local.shape
         of_e4m3 = tuple((shape, torch.uint8) for shape in ((number, K, N), (number, N, K)))
         self.forms = (*of_e4m3, ((number, halves), torch.float32))
-        E, every = memory.size * number, []
-        for shape, dtype in self.forms:
-            every.append(local.new_empty((E, *shape[1:]), dtype=dtype))
-            every[-1].untyped_storage().resize_(0)
-        *self.e4m3, self.scales = every
-        self._by_rank = [whole.view(memory.size, number, *whole.shape[1:]) for whole in every]
-        self._as_other = [whole.view(other.shape) for whole, other in zip(every[1::-1], every, strict=False)]
         # What autograd and the layer's checks look at: a shape, strides and an address, without memory for its numbers.
-        self.whole = local.new_empty((E, N, K), dtype=torch.bfloat16)
+        self.whole = local.new_empty((memory.size * number, N, K), dtype=torch.bfloat16)
         self.weight = self.whole.transpose(1, 2)
         self.whole.untyped_storage().resize_(16)
-        self.inner, self._here = every, {BACKWARD, FORWARD}
+        self.inner, self._here = [], {BACKWARD, FORWARD}
+        self._arrays: list[Whole] = []
         self._state, self._read = "", dict[str, set[int]]()  # FSDP2's in a gather; by it, what was read of such gathers
-        self.hook(memory, local)
+        self.hook(memory, local, torch.bfloat16)
 
-    def show(self, staged: list[tuple[Tensor, Offered]]) -> list[tuple[Tensor, list[Tensor]]]:
+    def settle(self, place: Place, name: int, rooms: list[Tensor]) -> None:
+        if not self._arrays:
+            self._arrays = [Whole(self._memory, room, place, (name, i)) for i, room in enumerate(rooms)]
+            self.scales = self._arrays[2].array
+            self.e4m3 = [whole.array for whole in self._arrays[:2]]
+            self._as_other = [array.view(other.shape) for array, other in zip(self.e4m3[::-1], self.e4m3, strict=True)]
+            self.inner[:] = [whole.held for whole in self._arrays]
+        for whole, room in zip(self._arrays, rooms, strict=True):
+            whole.move(room, place)
+
+    def show(self, staged: list[tuple[Tensor, Offered]]) -> list[tuple[Whole, list[Tensor]]]:
         """As of `Shard`. The second of the two parts quantises both."""
         self._state = self._experts.state()
         here = self._here = set(self._read.setdefault(self._state, set(READ.get(self._state, (BACKWARD, FORWARD)))))
         for orientation in {BACKWARD, FORWARD} - here:  # which a gather that failed may have left
-            self.e4m3[orientation].untyped_storage().resize_(0)
-        self.inner[:] = [self.scales, *(self.e4m3[orientation] for orientation in sorted(here))]
+            self._arrays[orientation].free()
+        self.inner[:] = [self._arrays[i].held for i in (2, *sorted(here))]
         self._experts.show(self, [room for room, _ in staged])
-        return [(self._by_rank[i], staged[i][1].at) for i in (*sorted(here), 2)]
+        return [(self._arrays[i], staged[i][1].at) for i in (*sorted(here), 2)]
 
     def made(self) -> Tensor:
         return InE4m3(self)
 
     def read(self, orientation: int) -> Tensor:
         """The whole in e4m3. What did not come is made of what did, and comes with the next gathers of this state."""
-        if not self.scales.untyped_storage().size():
+        if not self._arrays[2].is_there:
             raise RuntimeError(f"CopyEngines: {self.name}: expected a gathered parameter, got one that FSDP2 has freed")
         self._read[self._state].add(orientation)
         if orientation in self._here:

@@ -4,17 +4,19 @@ FSDP2 would copy a rank's shards into one buffer, and on the stream of the produ
 tensors with the hooks `fsdp_pre_all_gather` and `fsdp_post_all_gather` it leaves the place of a parameter to them.
 """
 
+import weakref
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from moeblaze_cupy import checks, loader
+from moeblaze_cupy.interop.driver import Addresses, Moment, Physical, capture_of, granularity
 from moeblaze_cupy.interop.peers import Form, Offered, Peers, others, shared_memory
 
 Tensor = torch.Tensor
-TURNS = 2  # of memory that the next all-gather must not write yet, as the one before may still be read
+TURNS = 2  # of memory for whole parameters: the next all-gather writes one while the other is read
 STRAIGHT_BYTES = 2**25  # of a parameter, from which the copies take longer than the calls that avoid them
 
 
@@ -31,49 +33,185 @@ def _stream_of_its_own(device: torch.device) -> tuple[Any, Any]:
     return torch.cuda.ExternalStream(made.ptr, device), made  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-class Memory:
-    """What all-gathers of the same ranks share: their turns, and memory for whole parameters.
+class Turn:
+    """Memory that some modules' whole parameters have, of one module at a time."""
 
-    FSDP2 frees a whole parameter when the host has called what reads it, which the GPU may not have run. So an
-    all-gather takes memory from the pool of a stream that runs nothing, of TURNS pools in turn. Before it writes, it
-    waits for the readers of what was freed in this pool. It need not wait for those of the module before, which runs.
+    def __init__(self, number: int) -> None:
+        self.number, self.used = number, 0  #: used: the all-gather that had it last, counted
+        self.holder: weakref.ref[AllGather] | None = None  #: its module
+        self.freed: list[Moment] = []  #: since when nobody reads what FSDP2 has freed
+        self.pool: tuple[Any, Any] | None = None  #: a stream that runs nothing, of whose memory arrays are; its keeper
+        self._blocks: dict[tuple[Any, int], Physical] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of what torch.cuda does not count."""
+        return sum(nbytes for _, nbytes in self._blocks)
+
+    def block(self, name: Any, nbytes: int, device: int) -> Physical:
+        """Memory to be shown, the same for all parts of this name and size."""
+        if (name, nbytes) not in self._blocks:
+            self._blocks[name, nbytes] = Physical.new(nbytes, device)
+        return self._blocks[name, nbytes]
+
+
+class Memory:
+    """What all-gathers of the same ranks share: memory for whole parameters, which modules take in turn.
+
+    FSDP2 frees a whole parameter when the host has called what reads it, which the GPU may not have run. Before an
+    all-gather writes, it waits for the readers of what was freed in its turn. It need not wait for those of the module
+    before, which runs and has another turn. Where FSDP2 gathers what has the turn of another module that it has not
+    freed, the module moves to another turn, for good.
     """
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
-        self.peers, self.rank, self.size, self.turn = peers, rank, size, 0
-        self.opened: Any = None  # event: no rank reads any longer what was offered before the last all-gather
-        self.ended: tuple[Any, Any] | None = None  # the stream of the last all-gather's first part, event of its end
-        self._pools: list[tuple[Any, Any]] = []  # a stream each, and what keeps it
-        self._used: dict[Shard, int] = {}  # the turn whose pool a whole parameter has memory of
-        self._freed: list[list[Any]] = [[] for _ in range(TURNS)]  # events: nobody reads what was freed in a pool
+        self.peers, self.rank, self.size = peers, rank, size
+        self.opened: Moment | None = None  # no rank reads any longer what was offered before the last all-gather
+        self.ended: tuple[Any, Moment] | None = None  # the stream of the last all-gather's first part, and its end
+        self.last: Turn | None = None  # of the last all-gather
+        self._turns = [Turn(number) for number in range(TURNS)]
+        self._without = Turn(-1)  # of modules that need none
+        self._modules = self._gathers = self._capture = 0
+        self._used: dict[Shard, Turn] = {}  # of those that have memory
 
-    def begin(self, device: torch.device) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Of what torch.cuda does not count."""
+        return self.peers.nbytes + sum(turn.nbytes for turn in self._turns)
+
+    def next_turn(self, shards: "list[Shard]") -> Turn:
+        """For a further module."""
+        if not shards:
+            return self._without
+        self._modules += 1
+        return self._turns[self._modules % TURNS]
+
+    def next_offer(self) -> str:
+        """The kind of what the all-gather offers, of which there are two in turn."""
+        return f"parameters {self._gathers % 2}"
+
+    def begin(self, gather: "AllGather", device: torch.device) -> None:
         """Of an all-gather, on the first stream that it runs on."""
-        streams = getattr(torch, device.type)
-        stream = streams.current_stream()
-        if not self._pools:
-            self._pools = [_stream_of_its_own(device) for _ in range(TURNS)]
-        self.turn = (self.turn + 1) % TURNS
-        self.note_freed()
-        for event in self._freed[self.turn]:
-            stream.wait_event(event)
-        self._freed[self.turn].clear()
+        stream = getattr(torch, device.type).current_stream()
+        self._gathers += 1
+        self.note_freed(stream)
+        if self._is_held(gather.turn, gather):
+            gather.settle(self._free_turn(gather))
+        turn = gather.turn
+        turn.holder, turn.used = weakref.ref(gather), self._gathers
+        for moment in turn.freed:
+            moment.wait(stream)
+        turn.freed.clear()
         if self.ended is not None and self.ended[0] != stream:  # barriers have one order, on whatever stream they run
-            stream.wait_event(self.ended[1])
+            self.ended[1].wait(stream)
+        if (capture := capture_of(stream)) != self._capture:  # a replay may follow any call of another rank
+            self._capture = capture
+            self.peers.meet()
 
-    def allocate(self, shard: "Shard") -> None:
-        """Gives a whole parameter memory, where it has none."""
-        for whole in shard.inner:
-            storage = whole.untyped_storage()
-            if not storage.size():
-                with getattr(torch, whole.device.type).stream(self._pools[self.turn][0]):
-                    storage.resize_(whole.nbytes)
-                self._used[shard] = self.turn
+    def _is_held(self, turn: Turn, gather: "AllGather") -> bool:
+        """By another module."""
+        holder = None if turn.holder is None else turn.holder()
+        return holder is not None and holder is not gather and any(shard in self._used for shard in holder.shards)
 
-    def note_freed(self) -> None:
-        """Of parameters that FSDP2 has freed: from now on their streams run nothing that reads them."""
+    def _free_turn(self, gather: "AllGather") -> Turn:
+        """The one whose use is longest ago, or a new one. A module that moves again has one that only it has."""
+        free = [turn for turn in self._turns if self._gathers - turn.used > 1 and not self._is_held(turn, gather)]
+        if gather.has_moved or not free:
+            self._turns.append(Turn(len(self._turns)))
+            return self._turns[-1]
+        gather.has_moved = True
+        return min(free, key=attrgetter("used"))
+
+    def use(self, shard: "Shard", turn: Turn, wholes: "list[Whole]") -> None:
+        """Gives arrays of a whole parameter memory, where they have none."""
+        for whole in wholes:
+            whole.allocate(turn, self._capture)
+        self._used[shard] = turn
+
+    def note_freed(self, stream: Any) -> None:
+        """Of parameters that FSDP2 has freed: from now on their streams run nothing that reads them.
+
+        stream: of the caller.
+        """
+        capture = capture_of(stream)
         for shard in [shard for shard in self._used if not shard.inner[0].untyped_storage().size()]:
-            self._freed[self._used.pop(shard)].append(shard.stream.record_event())
+            turn = self._used.pop(shard)
+            if capture_of(shard.stream) == capture:
+                turn.freed.append(Moment(shard.stream))
+
+
+class Place(NamedTuple):
+    """Where a module's whole parameters are to have memory."""
+
+    turn: Turn
+    keeps: bool  #: what was gathered while the parts may change, as FSDP2 keeps what it does not free after forward
+
+
+class Whole:
+    """All ranks' parts of an array, `array` (P * n, ...) or `parts` (P, n, ...), that has memory while FSDP2 says so.
+
+    Where parts are of whole pages of a GPU, `array` is addresses that show memory of a turn. At the place of this
+    rank's part they can show what the other ranks read, which then needs no copy: a copy within a GPU takes its
+    multiprocessors. Otherwise `array` has memory of torch.
+    """
+
+    def __init__(self, memory: Memory, own: Tensor, place: Place, name: Any) -> None:
+        """own: this rank's part, at the start of symmetric memory. name: of the array in its module."""
+        self._memory, self._name = memory, name
+        self._at: tuple[Place, int] | None = None
+        self._addresses: Addresses | None = None
+        self.is_shown = False  #: this rank's part, so that it needs no copy
+        shape = memory.size * len(own), *own.shape[1:]
+        if own.is_cuda and own.nbytes % granularity(own.device.index) == 0 and Physical.at(own.data_ptr()):
+            self._addresses = Addresses(memory.size, own.nbytes, own.device.index)
+            self.move(own, place)
+            self.array = self._addresses.tensor().view(own.dtype).view(shape)
+            self.held = torch.empty(1, device="cpu")  #: what FSDP2 frees; the addresses stay
+        else:
+            self.array = self.held = own.new_empty(shape)
+        self.parts = self.array.view(memory.size, *own.shape)
+        self.free()
+
+    def move(self, own: Tensor, place: Place) -> None:
+        """To a place, if it is not there, while it holds nothing."""
+        at, device = (place, own.data_ptr()), own.device.index
+        if self._addresses is None or self._at == at:
+            return
+        if self._at is not None:
+            torch.cuda.synchronize(device)  # kernels may run that read it
+        self._at, self.is_shown = at, not place.keeps
+        for rank in range(self._memory.size):
+            if rank == self._memory.rank and self.is_shown:
+                block = Physical.at(own.data_ptr())
+                assert block is not None
+            else:
+                block = place.turn.block((self._name, rank), own.nbytes, device)
+            self._addresses.show(rank, block)
+
+    def allocate(self, turn: Turn, capture: int) -> None:
+        """Memory that this does not have. capture: of the stream that writes it."""
+        storage = self.held.untyped_storage()
+        if storage.size():
+            return
+        if self._addresses is not None:
+            storage.resize_(self.held.nbytes)
+            return
+        if capture:
+            page = granularity(self.array.device.index)
+            expected = f"parts of multiples of {page} bytes, whose addresses stay the same"
+            got = self.array.nbytes // self._memory.size
+            raise RuntimeError(f"CopyEngines: all-gather in a CUDA graph: expected {expected}, got {got} bytes")
+        if turn.pool is None:
+            turn.pool = _stream_of_its_own(self.held.device)
+        with getattr(torch, self.held.device.type).stream(turn.pool[0]):
+            storage.resize_(self.held.nbytes)
+
+    def free(self) -> None:
+        self.held.untyped_storage().resize_(0)
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.held.untyped_storage().size())
 
 
 class Shard:
@@ -88,6 +226,9 @@ class Shard:
     gather: "AllGather | None" = None
     owner: Any = None  #: `fsdp_sums.Owner` of what has this part's gradient
     stream: Any = None  #: of what reads the whole parameter
+    whole: Tensor  #: as products read it
+    _whole: Whole | None = None
+    inner: list[Tensor]  #: what has memory while the parameter is whole, which FSDP2 then frees
 
     def __init__(self, memory: Memory, local: Tensor, dtype: torch.dtype, group: Any) -> None:
         if local.dtype == dtype:
@@ -96,29 +237,34 @@ class Shard:
             self.at = [self._handle.get_buffer(rank, local.shape, dtype, 0) for rank in range(memory.size)]
         else:
             self.forms = ((tuple(local.shape), dtype),)
-        self.whole = local.new_empty((memory.size * len(local), *local.shape[1:]), dtype=dtype)
-        self.whole.untyped_storage().resize_(0)
-        self.parts = self.whole.view(memory.size, *local.shape)
-        self.inner = [self.whole]  #: what has memory while the parameter is whole, which FSDP2 then frees
-        self.hook(memory, local)
+        self.hook(memory, local, dtype)
 
-    def hook(self, memory: Memory, local: Tensor) -> None:
-        """Has FSDP2 call this for `local`."""
+    def hook(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
+        """Has FSDP2 call this for `local`. dtype: of the whole parameter."""
         self._memory, self.local = memory, local
-        self._for_fsdp = self.whole.new_empty(16 // self.whole.itemsize)  # that its own all-gather has something
+        self._for_fsdp = local.new_empty(16 // dtype.itemsize, dtype=dtype)  # that its own all-gather has something
         local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
         local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
-    def show(self, staged: list[tuple[Tensor, Offered]]) -> list[tuple[Tensor, list[Tensor]]]:
+    def settle(self, place: Place, name: int, rooms: list[Tensor]) -> None:
+        """Has the whole at a place. name: of this in its module. rooms: a buffer of each of `forms`."""
+        (own,) = rooms if self.at is None else [self.local]
+        if self._whole is None:
+            self._whole = Whole(self._memory, own, place, name)
+            self.whole, self.inner = self._whole.array, [self._whole.held]
+        self._whole.move(own, place)
+
+    def show(self, staged: list[tuple[Tensor, Offered]]) -> list[tuple[Whole, list[Tensor]]]:
         """Has the other ranks see this rank's part. staged: a buffer of each of `forms`.
 
-        Returns what is to be copied: places by rank, and by rank what comes there.
+        Returns what is to be copied: where to, and by rank what comes there.
         """
+        assert self._whole is not None
         if self.at is not None:
-            return [(self.parts, self.at)]
+            return [(self._whole, self.at)]
         ((room, offered),) = staged
         room.copy_(self.local)
-        return [(self.parts, offered.at)]
+        return [(self._whole, offered.at)]
 
     def made(self) -> Tensor:
         """What FSDP2 makes the whole parameter of."""
@@ -148,7 +294,7 @@ class Shard:
     ) -> tuple[Tensor, list[Tensor]] | None:
         """On the products' stream, which waits for the copies. The first time FSDP2 is told where the whole lies."""
         self.stream = getattr(torch, self.local.device.type).current_stream()
-        self._memory.note_freed()
+        self._memory.note_freed(self.stream)
         return (self.made(), self.inner) if out is None else None
 
 
@@ -159,61 +305,78 @@ class AllGather:
     another comes after them, so that whatever follows on any rank may change its part, as an optimizer does.
     """
 
-    def __init__(self, memory: Memory, shards: list[Shard]) -> None:
-        self._memory, self._shards = memory, shards
-        self._forms = tuple(form for shard in shards for form in shard.forms)
+    def __init__(self, memory: Memory, shards: list[Shard], group: Any) -> None:
+        """A collective call. group: FSDP2's."""
+        self._memory, self.shards, self._group = memory, shards, group
         self._staged: list[tuple[Tensor, Offered]] = []
-        self._started: dict[Shard, list[tuple[Tensor, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.show`
+        self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.show`
         self._stream: Any = None
+        self.has_moved = False  #: from the turn that it had first
         for shard in shards:
             shard.gather = self
+        self.settle(memory.next_turn(shards))
+
+    def settle(self, turn: Turn) -> None:
+        """Has memory of a turn for what is gathered, and buffers for the parts."""
+        self.turn, self._staged = turn, []
+        stays = self._group is not None and self._group.post_forward_mesh_info is None
+        for name, shard in enumerate(self.shards):
+            kinds, device = [f"shards {turn.number} {name} {i}" for i in range(len(shard.forms))], shard.local.device
+            found = [
+                self._memory.peers.arrays(kind, (form,), device) for kind, form in zip(kinds, shard.forms, strict=True)
+            ]
+            shard.settle(Place(turn, stays and shard.at is not None), name, [room for (room,), _ in found])
+            self._staged += [(room, offered) for (room,), (offered,) in found]
 
     def start(self, shard: Shard) -> None:
         """Of one of the shards, all of which come before the other calls."""
         if not self._started or shard in self._started:  # or the last call has failed
             self._begin(shard.local.device)
         copies = shard.show([self._staged.pop(0) for _ in shard.forms])
-        self._memory.allocate(shard)
+        self._memory.use(shard, self.turn, [whole for whole, _ in copies])
         self._started[shard] = copies
 
     def _begin(self, device: torch.device) -> None:
         memory = self._memory
-        memory.begin(device)
+        memory.begin(self, device)
         self._started, self._stream = {}, getattr(torch, device.type).current_stream()
-        if self._forms:
-            if memory.opened is not None:
-                self._stream.wait_event(memory.opened)
-            self._staged = list(zip(*memory.peers.arrays(f"shards {memory.turn}", self._forms, device), strict=True))
+        if any(shard.forms for shard in self.shards):
+            if memory.last is self.turn:  # others may still read what is to be written
+                memory.peers.close()
+            elif memory.opened is not None:
+                memory.opened.wait(self._stream)
+        self.settle(self.turn)
+        memory.last = self.turn
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory of torch, for parameters without hooks. FSDP2 may hold as many results at once as it likes."""
-        if len(self._started) < len(self._shards):
+        if len(self._started) < len(self.shards):
             self._started = {}
             raise other_parameters()
-        if not self._shards:
+        if not self.shards:
             self._begin(device)
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         memory, own = self._memory, input_tensor.view(-1)
         rank, stream = memory.rank, getattr(torch, own.device.type).current_stream()
-        offered = memory.peers.offer(f"parameters {memory.turn}", [own], len(own))[0]
-        memory.opened = stream.record_event()
+        offered = memory.peers.offer(memory.next_offer(), [own], len(own))[0]
+        memory.opened = Moment(stream)
         places = output_tensor.view(memory.size, -1)
         copies = [copy for of_shard in self._started.values() for copy in of_shard]
-        pairs = [(parts[rank], at[rank]) for parts, at in copies]
+        pairs = [(whole.parts[rank], at[rank]) for whole, at in copies if not whole.is_shown]
         if places[rank].data_ptr() != own.data_ptr():
             pairs.append((places[rank], own))
         wait_for_own = memory.peers.copy(pairs) if pairs else None  # beside the others, which come over links
         for other in others(rank, memory.size):
             places[other].copy_(offered.at[other])
-            for parts, at in copies:
-                parts[other].copy_(at[other])
+            for whole, at in copies:
+                whole.parts[other].copy_(at[other])
         if wait_for_own is not None:
             wait_for_own()
-        if any(shard.at is not None for shard in self._shards):
+        if any(shard.at is not None for shard in self.shards):
             memory.peers.close()
-        memory.ended = self._stream, stream.record_event()
+        memory.ended = self._stream, Moment(stream)
         self._started = {}
 
 
@@ -226,7 +389,7 @@ def other_parameters() -> RuntimeError:
 
 # What is read and set here of FSDP2, beside its interface.
 _of_group = attrgetter(
-    *("fsdp_params", "mesh_info", "mp_policy", "_use_post_forward_mesh"),
+    *("fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "_use_post_forward_mesh"),
     *("reduce_grads", "gradient_divide_factor", "_all_reduce_hook", "_post_reduce_event"),
 )
 _of_parameter = attrgetter(

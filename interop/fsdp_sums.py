@@ -13,6 +13,7 @@ import torch
 import moeblaze_cupy as mb
 from moeblaze_cupy import backward
 from moeblaze_cupy.interop import torch_sums
+from moeblaze_cupy.interop.driver import Moment
 from moeblaze_cupy.interop.peers import Peers, others
 
 Tensor = torch.Tensor
@@ -30,7 +31,7 @@ class Sums:
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
         self.peers, self.rank, self.size, self._turn = peers, rank, size, 0
-        self._last: tuple[Any, Any] | None = None  # the stream of the last sums, event of their end
+        self._last: tuple[Any, Moment] | None = None  # the stream of the last sums, and their end
 
     def sum(self, weights: Mapping[str, tuple[Tensor, bool, "Owner"]], pending: Any) -> None:
         """Gives the owners of "w1" and "w2", or of one of them, the sums of their gradients.
@@ -43,7 +44,7 @@ class Sums:
         device = of_any.device
         stream = getattr(torch, device.type).current_stream()
         if self._last is not None and self._last[0] != stream:
-            stream.wait_event(self._last[1])
+            self._last[1].wait(stream)
         self._turn = (self._turn + 1) % TURNS
         kinds = [f"sums {turn}" for turn in range(TURNS)]
         kind = kinds[self._turn]
@@ -75,7 +76,7 @@ class Sums:
         as_they_were = all((weight.stride(-1) != 1) == transposed for weight, transposed, _ in weights.values())
         if not (as_they_were and backward.summed_weights(pending, needs, ranks, scale, totals, parts, at, tell, wait)):
             self._sum_by_copies(pending, needs, scale, totals, parts, at, tell, wait)
-        self._last = stream, stream.record_event()
+        self._last = stream, Moment(stream)
         for name, (_, transposed, of) in weights.items():
             of.take(totals[name].transpose(1, 2) if transposed else totals[name])
 

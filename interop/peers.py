@@ -137,6 +137,12 @@ class Peers:
             self._barrier(self._read)
             self._read = None
 
+    def meet(self) -> None:
+        """Waits on the stream until all ranks are here, after which they read nothing that was offered."""
+        for kind in list(self._buffers)[:1]:
+            self._barrier(kind)
+        self._read = None
+
     def tell(self, kind: str, channel: int) -> None:
         """Tells the other ranks, when the stream comes here, that this one has stored what it had to in their buffers.
 

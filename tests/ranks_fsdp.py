@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from contextlib import suppress
 
 import torch
 from ranks_common import gpu_case
@@ -108,3 +109,75 @@ def fsdp_ranks_come_late(rank, size, group):
 @gpu_case
 def fsdp_ranks_come_late_in_e4m3(rank, size, group):
     come_late(rank, size, group, precision="fp8")
+
+
+def replayed(layers, mesh, d, in_graph):
+    """Losses, and each parameter and gradient after every step; weights and tokens change between the steps."""
+    x, results, parts = tokens_of(mesh, 0, 512, d), [], list(layers.parameters())
+
+    def step():
+        loss = loss_of(layers, x)
+        loss.backward()
+        return loss.detach()
+
+    def forget():
+        for part in parts:
+            part.grad = None
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(2):
+            step()
+            forget()
+    torch.cuda.synchronize()
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    for number in range(4):
+        x.copy_(tokens_of(mesh, number, 512, d))
+        if in_graph:
+            graph.replay()
+            results.append(captured.clone())
+        else:
+            forget()
+            results.append(step())
+        results += [part.grad.to_local().clone() for part in parts]
+        with torch.no_grad():
+            for part in parts:
+                part.sub_(part.grad, alpha=10)
+        results += [part.to_local().clone() for part in parts]
+    forget()
+    loss = step()  # called by the host after replays
+    return [*results, loss]
+
+
+@gpu_case
+def fsdp_steps_in_a_graph(rank, size, group):
+    """Replays have the bits of steps that the host calls, of odd numbers of layers, and where a rank comes late."""
+    mesh, found = DeviceMesh.from_group(group, "cuda"), []
+    wide, narrow = {"widths": (1024, 4096, 2048, 4096)}, {"widths": (64, 96, 32, 160)}
+    kinds = [wide, wide | {"precision": "fp8"}, wide | {"reshard": False}, wide | {"stores_gradients": False}, narrow]
+    for options, dtype in itertools.product(kinds, (HALF, WHOLE)):
+        runs = []
+        for in_graph in (False, True):
+            layers = layers_of(mesh, **options, dtype=dtype, engines=CopyEngines(mesh))
+            assert len(hooked(layers)) == (0 if options is narrow else 6)
+            late(layers, rank)
+            runs.append(replayed(layers, mesh, options["widths"][0], in_graph))
+        found.append((runs, options, dtype))
+    for runs, options, dtype in found:
+        assert all(value.isfinite().all() for value in runs[0]), options
+        assert same(*runs), (options, dtype)
+    with straight():
+        layers, errors = layers_of(mesh, **narrow, engines=CopyEngines(mesh)), []
+        x = tokens_of(mesh, 0)
+        loss_of(layers, x).backward()
+        torch.cuda.synchronize()
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            try:
+                layers(x)
+            except RuntimeError as error:
+                errors.append(str(error))
+        assert "CopyEngines: all-gather in a CUDA graph: expected parts of multiples of" in errors[0]

@@ -48,7 +48,14 @@ LEVELS = [
     ["layer", "routing", "rows", "selection"],
     ["backward", "quantization"],
     ["__init__"],
-    ["interop.inductor", "interop.collectives", "interop.peers", "interop.torch_sums", "cli.progress"],
+    [
+        "interop.inductor",
+        "interop.collectives",
+        "interop.peers",
+        "interop.driver",
+        "interop.torch_sums",
+        "cli.progress",
+    ],
     ["interop.hosts"],
     ["interop.torch_schema", "interop.torch_fp8", "interop.torch_arguments", "interop.expert_group"],
     ["interop.torch_ops", "interop.torch_router_ops", "interop.fsdp_gather"],
@@ -136,7 +143,7 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "deepep", "hosts"
+    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "deepep", "hosts", "driver"
     speaks_torch = tuple(f"interop.{name}" for name in names)
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module.startswith("interop.transformers")

@@ -1,0 +1,158 @@
+"""Calls of the CUDA driver that neither CuPy nor torch binds, through ctypes.
+
+Addresses of a GPU that show memory of several owners side by side, and which capture in a CUDA graph a stream is in.
+"""
+
+import ctypes
+import functools
+import struct
+import weakref
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_
+_SIZE, _POINTER, _FLAGS, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_int
+_ARGUMENTS = {
+    "cuMemGetAllocationGranularity": (_POINTER, ctypes.c_char_p, _NUMBER),
+    "cuMemCreate": (_POINTER, _SIZE, ctypes.c_char_p, _FLAGS),
+    "cuMemRetainAllocationHandle": (_POINTER, _POINTER),
+    "cuMemRelease": (_FLAGS,),
+    "cuMemAddressReserve": (_POINTER, _SIZE, _SIZE, _FLAGS, _FLAGS),
+    "cuMemAddressFree": (_FLAGS, _SIZE),
+    "cuMemMap": (_FLAGS, _SIZE, _SIZE, _FLAGS, _FLAGS),
+    "cuMemSetAccess": (_FLAGS, _SIZE, ctypes.c_char_p, _SIZE),
+    "cuMemUnmap": (_FLAGS, _SIZE),
+    "cuStreamGetCaptureInfo": (_POINTER, _POINTER, _POINTER),
+}
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(driver, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    return driver
+
+
+def _status(name: str, *arguments: Any) -> int:
+    status: int = getattr(_driver(), name)(*arguments)
+    return status
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if status := _status(name, *arguments):
+        raise RuntimeError(f"the driver's error {status} of {name}")
+
+
+def _location(device: int) -> bytes:
+    """A CUmemLocation."""
+    return struct.pack("=2i", _ON_DEVICE, device)
+
+
+def _properties(device: int) -> bytes:
+    """A CUmemAllocationProp: its kind, no handle for other processes, where, and 16 bytes that ask for nothing."""
+    return struct.pack("=2i", _PINNED, 0) + _location(device) + bytes(16)
+
+
+@functools.cache
+def granularity(device: int) -> int:
+    """Bytes of whose multiples what is mapped begins and ends."""
+    found = ctypes.c_size_t()
+    _call("cuMemGetAllocationGranularity", ctypes.byref(found), _properties(device), 0)
+    return found.value
+
+
+class Physical:
+    """Memory of a GPU, which has no address until an `Addresses` shows it. It lives as long as one does, or this."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        weakref.finalize(self, _call, "cuMemRelease", handle).atexit = False
+
+    @classmethod
+    def new(cls, nbytes: int, device: int) -> "Physical":
+        """nbytes: a multiple of the granularity."""
+        handle = ctypes.c_ulonglong()
+        create = "cuMemCreate", ctypes.byref(handle), nbytes, _properties(device), 0
+        if _status(*create) == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()  # what torch keeps for tensors to come
+            if _status(*create) == _OUT_OF_MEMORY:
+                raise torch.OutOfMemoryError(f"CopyEngines: memory: expected {nbytes} bytes on GPU {device}, got none")
+        if not handle.value:
+            _call(*create)
+        return cls(handle.value)
+
+    @classmethod
+    def at(cls, address: int) -> "Physical | None":
+        """That begins at an address, if it is of `cuMemMap`, as symmetric memory of torch is."""
+        handle = ctypes.c_ulonglong()
+        refused = _status("cuMemRetainAllocationHandle", ctypes.byref(handle), address)
+        return None if refused else cls(handle.value)
+
+
+class Addresses:
+    """As many bytes of addresses of a GPU, which show parts of equal size. The caller keeps the GPU from their use."""
+
+    def __init__(self, parts: int, nbytes: int, device: int) -> None:
+        """nbytes: of a part, a multiple of the granularity."""
+        self._nbytes, self._device = nbytes, device
+        start = ctypes.c_ulonglong()
+        _call("cuMemAddressReserve", ctypes.byref(start), parts * nbytes, 0, 0, 0)
+        self._start, self._shown = start.value, [False] * parts
+        weakref.finalize(self, _free, self._start, nbytes, self._shown, device).atexit = False
+
+    def show(self, part: int, memory: Physical) -> None:
+        """From now on a part is the first bytes of a memory."""
+        start = self._start + part * self._nbytes
+        if self._shown[part]:
+            _call("cuMemUnmap", start, self._nbytes)
+        self._shown[part] = False
+        _call("cuMemMap", start, self._nbytes, 0, memory.handle, 0)
+        self._shown[part] = True
+        _call("cuMemSetAccess", start, self._nbytes, _location(self._device) + struct.pack("=i", _READ_WRITE), 1)
+
+    def tensor(self) -> Tensor:
+        """uint8, of all parts, which show memory already. It keeps this."""
+        return torch.as_tensor(self, device=torch.device("cuda", self._device))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        shape = (len(self._shown) * self._nbytes,)
+        return {"shape": shape, "typestr": "|u1", "data": (self._start, False), "strides": None, "version": 3}
+
+
+def _free(start: int, nbytes: int, shown: list[bool], device: int) -> None:
+    torch.cuda.synchronize(device)  # kernels may run that use it
+    for part, is_shown in enumerate(shown):
+        if is_shown:
+            _call("cuMemUnmap", start + part * nbytes, nbytes)
+    _call("cuMemAddressFree", start, len(shown) * nbytes)
+
+
+def capture_of(stream: Any) -> int:
+    """The number of the capture in a CUDA graph that a stream of torch is in; 0 without one."""
+    handle = getattr(stream, "cuda_stream", 0)
+    if not handle:  # of the CPU, or the default stream, which cannot be captured
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_ulonglong()
+    _call("cuStreamGetCaptureInfo", handle, ctypes.byref(status), ctypes.byref(number))
+    return number.value if status.value else 0
+
+
+class Moment:
+    """An event of a stream at this moment, for streams of the same capture, or of none.
+
+    A stream of another capture need not wait for it. A capture begins when the GPU is idle, and a replay runs after all
+    that its stream has run before.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._event, self._capture = stream.record_event(), capture_of(stream)
+
+    def wait(self, stream: Any) -> None:
+        if capture_of(stream) == self._capture:
+            stream.wait_event(self._event)
