@@ -13,12 +13,14 @@ import torch
 
 Tensor = torch.Tensor
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, CU_MEM_ACCESS_FLAGS_
+_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_
 _SIZE, _POINTER, _FLAGS, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_int
 _ARGUMENTS = {
     "cuMemGetAllocationGranularity": (_POINTER, ctypes.c_char_p, _NUMBER),
     "cuMemCreate": (_POINTER, _SIZE, ctypes.c_char_p, _FLAGS),
-    "cuMemRetainAllocationHandle": (_POINTER, _POINTER),
+    "cuMemExportToShareableHandle": (_POINTER, _FLAGS, _NUMBER, _FLAGS),
+    "cuMemImportFromShareableHandle": (_POINTER, _POINTER, _NUMBER),
     "cuMemRelease": (_FLAGS,),
     "cuMemAddressReserve": (_POINTER, _SIZE, _SIZE, _FLAGS, _FLAGS),
     "cuMemAddressFree": (_FLAGS, _SIZE),
@@ -53,9 +55,9 @@ def _location(device: int) -> bytes:
     return struct.pack("=2i", _ON_DEVICE, device)
 
 
-def _properties(device: int) -> bytes:
-    """A CUmemAllocationProp: its kind, no handle for other processes, where, and 16 bytes that ask for nothing."""
-    return struct.pack("=2i", _PINNED, 0) + _location(device) + bytes(16)
+def _properties(device: int, exported: bool = False) -> bytes:
+    """A CUmemAllocationProp: its kind, what other processes get, where it is, and 16 bytes that ask for nothing."""
+    return struct.pack("=2i", _PINNED, _DESCRIPTOR if exported else 0) + _location(device) + bytes(16)
 
 
 @functools.cache
@@ -74,10 +76,10 @@ class Physical:
         weakref.finalize(self, _call, "cuMemRelease", handle).atexit = False
 
     @classmethod
-    def new(cls, nbytes: int, device: int) -> "Physical":
-        """nbytes: a multiple of the granularity."""
+    def new(cls, nbytes: int, device: int, exported: bool = False) -> "Physical":
+        """nbytes: a multiple of the granularity. exported: other processes may have it as well."""
         handle = ctypes.c_ulonglong()
-        create = "cuMemCreate", ctypes.byref(handle), nbytes, _properties(device), 0
+        create = "cuMemCreate", ctypes.byref(handle), nbytes, _properties(device, exported), 0
         if _status(*create) == _OUT_OF_MEMORY:
             torch.cuda.empty_cache()  # what torch keeps for tensors to come
             if _status(*create) == _OUT_OF_MEMORY:
@@ -86,12 +88,17 @@ class Physical:
             _call(*create)
         return cls(handle.value)
 
+    def exported(self) -> int:
+        """A file's descriptor, which stands for it in other processes."""
+        descriptor = ctypes.c_int()
+        _call("cuMemExportToShareableHandle", ctypes.byref(descriptor), self.handle, _DESCRIPTOR, 0)
+        return descriptor.value
+
     @classmethod
-    def at(cls, address: int) -> "Physical | None":
-        """That begins at an address, if it is of `cuMemMap`, as symmetric memory of torch is."""
+    def imported(cls, descriptor: int) -> "Physical":
         handle = ctypes.c_ulonglong()
-        refused = _status("cuMemRetainAllocationHandle", ctypes.byref(handle), address)
-        return None if refused else cls(handle.value)
+        _call("cuMemImportFromShareableHandle", ctypes.byref(handle), descriptor, _DESCRIPTOR)
+        return cls(handle.value)
 
 
 class Addresses:
@@ -106,7 +113,7 @@ class Addresses:
         weakref.finalize(self, _free, self._start, nbytes, self._shown, device).atexit = False
 
     def show(self, part: int, memory: Physical) -> None:
-        """From now on a part is the first bytes of a memory."""
+        """From now on a part is a memory, of as many bytes."""
         start = self._start + part * self._nbytes
         if self._shown[part]:
             _call("cuMemUnmap", start, self._nbytes)

@@ -50,7 +50,7 @@ class CopyEngines:
             got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
             raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
         place = dist.get_rank(group), len(gpus)
-        self._group, self._memory = group, Memory(Peers(group), *place)
+        self._group, self._memory = group, Memory(Peers(group), group)
         self.reduce_scatter, self._sums = ReduceScatter(Peers(group), *place), Sums(Peers(group), *place)
 
     @property
@@ -90,7 +90,7 @@ class CopyEngines:
                 module.reshard()
                 straight = straight_of(group, self._memory.size)
                 parts = parts_of(straight if in_e4m3 else {}, group, self._memory)
-                shards = shards_of(straight, self._memory, self._group, parts)
+                shards = shards_of(straight, self._memory, parts)
             module.set_custom_all_gather(AllGather(self._memory, shards, group))
             for parameter, shard in zip(straight, shards, strict=True):
                 if stores_gradients and can_be_summed(parameter, shard.whole, group, self._memory.size):

@@ -11,8 +11,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.fp8_checks import FIELDS
-from moeblaze_cupy.interop.fsdp_gather import Memory, Place, Shard, Whole
-from moeblaze_cupy.interop.peers import Offered
+from moeblaze_cupy.interop.fsdp_gather import Memory, Place, Shard, Shared, Whole
 from moeblaze_cupy.interop.torch_fp8 import Gathered
 from moeblaze_cupy.structures import Fp8Weights
 
@@ -46,7 +45,7 @@ class Part(Shard):
         self._state, self._read = "", dict[str, set[int]]()  # FSDP2's in a gather; by it, what was read of such gathers
         self.hook(memory, local, torch.bfloat16)
 
-    def settle(self, place: Place, name: int, rooms: list[Tensor]) -> None:
+    def settle(self, place: Place, name: int, rooms: list[Shared]) -> None:
         if not self._arrays:
             self._arrays = [Whole(self._memory, room, place, (name, i)) for i, room in enumerate(rooms)]
             self.scales = self._arrays[2].array
@@ -56,15 +55,15 @@ class Part(Shard):
         for whole, room in zip(self._arrays, rooms, strict=True):
             whole.move(room, place)
 
-    def show(self, staged: list[tuple[Tensor, Offered]]) -> list[tuple[Whole, list[Tensor]]]:
+    def show(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
         """As of `Shard`. The second of the two parts quantises both."""
         self._state = self._experts.state()
         here = self._here = set(self._read.setdefault(self._state, set(READ.get(self._state, (BACKWARD, FORWARD)))))
         for orientation in {BACKWARD, FORWARD} - here:  # which a gather that failed may have left
             self._arrays[orientation].free()
         self.inner[:] = [self._arrays[i].held for i in (2, *sorted(here))]
-        self._experts.show(self, [room for room, _ in staged])
-        return [(self._arrays[i], staged[i][1].at) for i in (*sorted(here), 2)]
+        self._experts.show(self, [room.own for room in rooms])
+        return [(self._arrays[i], rooms[i].at) for i in (*sorted(here), 2)]
 
     def made(self) -> Tensor:
         return InE4m3(self)

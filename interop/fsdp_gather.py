@@ -10,10 +10,12 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from moeblaze_cupy import checks, loader
 from moeblaze_cupy.interop.driver import Addresses, Moment, Physical, capture_of, granularity
-from moeblaze_cupy.interop.peers import Form, Offered, Peers, others, shared_memory
+from moeblaze_cupy.interop.pages import Descriptors, Pages
+from moeblaze_cupy.interop.peers import Form, Peers, others, shared_memory
 
 Tensor = torch.Tensor
 TURNS = 2  # of memory for whole parameters: the next all-gather writes one while the other is read
@@ -64,8 +66,9 @@ class Memory:
     freed, the module moves to another turn, for good.
     """
 
-    def __init__(self, peers: Peers, rank: int, size: int) -> None:
-        self.peers, self.rank, self.size = peers, rank, size
+    def __init__(self, peers: Peers, group: Any) -> None:
+        self.peers, self._group = peers, group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.opened: Moment | None = None  # no rank reads any longer what was offered before the last all-gather
         self.ended: tuple[Any, Moment] | None = None  # the stream of the last all-gather's first part, and its end
         self.last: Turn | None = None  # of the last all-gather
@@ -73,11 +76,38 @@ class Memory:
         self._without = Turn(-1)  # of modules that need none
         self._modules = self._gathers = self._capture = 0
         self._used: dict[Shard, Turn] = {}  # of those that have memory
+        self._descriptors: Descriptors | None = None
+        self._rooms: dict[str, Shared] = {}
 
     @property
     def nbytes(self) -> int:
         """Of what torch.cuda does not count."""
-        return self.peers.nbytes + sum(turn.nbytes for turn in self._turns)
+        rooms = sum(room.own.nbytes for room in self._rooms.values())
+        return self.peers.nbytes + rooms + sum(turn.nbytes for turn in self._turns)
+
+    def share(self, form: Form, device: torch.device) -> "Shared":
+        """An array of each rank that the others read. A collective call."""
+        shape, dtype = form
+        nbytes = dtype.itemsize * torch.Size(shape).numel()
+        if device.type == "cuda" and nbytes % granularity(device.index) == 0:
+            if self._descriptors is None:
+                self._descriptors = Descriptors(self._group)
+            pages = Pages(nbytes, device, self._descriptors)
+            at = [memory.view(dtype).view(shape) for memory in pages.at]
+            return Shared(at[self.rank], at, pages.own)
+        memory, handle = shared_memory(nbytes, device, self._group)
+        at = [handle.get_buffer(rank, shape, dtype, 0) for rank in range(self.size)]
+        return Shared(memory.view(dtype).view(shape), at, handle)
+
+    def room(self, name: str, form: Form, device: torch.device) -> "Shared":
+        """What all-gathers write for the other ranks. A collective call in the first."""
+        key = f"{name} {form}"
+        if key not in self._rooms:
+            if capture_of(getattr(torch, device.type).current_stream()):
+                expected = "a step that has run before its capture in a CUDA graph"
+                raise RuntimeError(f"CopyEngines: memory: expected {expected}, got one that needs more")
+            self._rooms[key] = self.share(form, device)
+        return self._rooms[key]
 
     def next_turn(self, shards: "list[Shard]") -> Turn:
         """For a further module."""
@@ -140,6 +170,14 @@ class Memory:
                 turn.freed.append(Moment(shard.stream))
 
 
+class Shared(NamedTuple):
+    """An array of this rank that the other ranks read."""
+
+    own: Tensor
+    at: list[Tensor]  #: by rank
+    keeper: Any  #: `Physical` that can be shown at other addresses, or symmetric memory's handle
+
+
 class Place(NamedTuple):
     """Where a module's whole parameters are to have memory."""
 
@@ -155,16 +193,17 @@ class Whole:
     multiprocessors. Otherwise `array` has memory of torch.
     """
 
-    def __init__(self, memory: Memory, own: Tensor, place: Place, name: Any) -> None:
-        """own: this rank's part, at the start of symmetric memory. name: of the array in its module."""
+    def __init__(self, memory: Memory, part: Shared, place: Place, name: Any) -> None:
+        """part: this rank's. name: of the array in its module."""
+        own = part.own
         self._memory, self._name = memory, name
         self._at: tuple[Place, int] | None = None
         self._addresses: Addresses | None = None
         self.is_shown = False  #: this rank's part, so that it needs no copy
         shape = memory.size * len(own), *own.shape[1:]
-        if own.is_cuda and own.nbytes % granularity(own.device.index) == 0 and Physical.at(own.data_ptr()):
+        if isinstance(part.keeper, Physical):
             self._addresses = Addresses(memory.size, own.nbytes, own.device.index)
-            self.move(own, place)
+            self.move(part, place)
             self.array = self._addresses.tensor().view(own.dtype).view(shape)
             self.held = torch.empty(1, device="cpu")  #: what FSDP2 frees; the addresses stay
         else:
@@ -172,9 +211,9 @@ class Whole:
         self.parts = self.array.view(memory.size, *own.shape)
         self.free()
 
-    def move(self, own: Tensor, place: Place) -> None:
+    def move(self, part: Shared, place: Place) -> None:
         """To a place, if it is not there, while it holds nothing."""
-        at, device = (place, own.data_ptr()), own.device.index
+        at, device = (place, part.own.data_ptr()), part.own.device.index
         if self._addresses is None or self._at == at:
             return
         if self._at is not None:
@@ -182,11 +221,9 @@ class Whole:
         self._at, self.is_shown = at, not place.keeps
         for rank in range(self._memory.size):
             if rank == self._memory.rank and self.is_shown:
-                block = Physical.at(own.data_ptr())
-                assert block is not None
+                self._addresses.show(rank, part.keeper)
             else:
-                block = place.turn.block((self._name, rank), own.nbytes, device)
-            self._addresses.show(rank, block)
+                self._addresses.show(rank, place.turn.block((self._name, rank), part.own.nbytes, device))
 
     def allocate(self, turn: Turn, capture: int) -> None:
         """Memory that this does not have. capture: of the stream that writes it."""
@@ -222,21 +259,21 @@ class Shard:
     """
 
     forms: tuple[Form, ...] = ()  #: of what each all-gather writes to a buffer that the other ranks read
-    at: list[Tensor] | None = None  #: by rank, where the parts lie, if in memory of their own
+    part: Shared | None = None  #: what the other ranks read, if it stays where it is
     gather: "AllGather | None" = None
     owner: Any = None  #: `fsdp_sums.Owner` of what has this part's gradient
     stream: Any = None  #: of what reads the whole parameter
     whole: Tensor  #: as products read it
-    _whole: Whole | None = None
     inner: list[Tensor]  #: what has memory while the parameter is whole, which FSDP2 then frees
+    _whole: "Whole | None" = None
 
-    def __init__(self, memory: Memory, local: Tensor, dtype: torch.dtype, group: Any) -> None:
+    def __init__(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
+        form = tuple(local.shape), dtype
         if local.dtype == dtype:
-            buffer, self._handle = shared_memory(local.nbytes, local.device, group)
-            local = buffer.view(dtype).view(local.shape).copy_(local)
-            self.at = [self._handle.get_buffer(rank, local.shape, dtype, 0) for rank in range(memory.size)]
+            self.part = memory.share(form, local.device)
+            local = self.part.own.copy_(local)
         else:
-            self.forms = ((tuple(local.shape), dtype),)
+            self.forms = (form,)
         self.hook(memory, local, dtype)
 
     def hook(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
@@ -246,25 +283,23 @@ class Shard:
         local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
         local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
-    def settle(self, place: Place, name: int, rooms: list[Tensor]) -> None:
+    def settle(self, place: Place, name: int, rooms: list[Shared]) -> None:
         """Has the whole at a place. name: of this in its module. rooms: a buffer of each of `forms`."""
-        (own,) = rooms if self.at is None else [self.local]
+        part = self.part or rooms[0]
         if self._whole is None:
-            self._whole = Whole(self._memory, own, place, name)
+            self._whole = Whole(self._memory, part, place, name)
             self.whole, self.inner = self._whole.array, [self._whole.held]
-        self._whole.move(own, place)
+        self._whole.move(part, place)
 
-    def show(self, staged: list[tuple[Tensor, Offered]]) -> list[tuple[Whole, list[Tensor]]]:
-        """Has the other ranks see this rank's part. staged: a buffer of each of `forms`.
+    def show(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
+        """Has the other ranks see this rank's part. rooms: a buffer of each of `forms`.
 
         Returns what is to be copied: where to, and by rank what comes there.
         """
         assert self._whole is not None
-        if self.at is not None:
-            return [(self._whole, self.at)]
-        ((room, offered),) = staged
-        room.copy_(self.local)
-        return [(self._whole, offered.at)]
+        if self.part is None:
+            rooms[0].own.copy_(self.local)
+        return [(self._whole, (self.part or rooms[0]).at)]
 
     def made(self) -> Tensor:
         """What FSDP2 makes the whole parameter of."""
@@ -308,7 +343,7 @@ class AllGather:
     def __init__(self, memory: Memory, shards: list[Shard], group: Any) -> None:
         """A collective call. group: FSDP2's."""
         self._memory, self.shards, self._group = memory, shards, group
-        self._staged: list[tuple[Tensor, Offered]] = []
+        self._rooms: list[list[Shared]] = []  # of the shards that have yet to start
         self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.show`
         self._stream: Any = None
         self.has_moved = False  #: from the turn that it had first
@@ -318,21 +353,18 @@ class AllGather:
 
     def settle(self, turn: Turn) -> None:
         """Has memory of a turn for what is gathered, and buffers for the parts."""
-        self.turn, self._staged = turn, []
         stays = self._group is not None and self._group.post_forward_mesh_info is None
+        self.turn, self._rooms = turn, []
         for name, shard in enumerate(self.shards):
-            kinds, device = [f"shards {turn.number} {name} {i}" for i in range(len(shard.forms))], shard.local.device
-            found = [
-                self._memory.peers.arrays(kind, (form,), device) for kind, form in zip(kinds, shard.forms, strict=True)
-            ]
-            shard.settle(Place(turn, stays and shard.at is not None), name, [room for (room,), _ in found])
-            self._staged += [(room, offered) for (room,), (offered,) in found]
+            named = [(f"{turn.number} {name} {i}", form) for i, form in enumerate(shard.forms)]
+            self._rooms.append([self._memory.room(*of, shard.local.device) for of in named])
+            shard.settle(Place(turn, stays and shard.part is not None), name, self._rooms[-1])
 
     def start(self, shard: Shard) -> None:
         """Of one of the shards, all of which come before the other calls."""
         if not self._started or shard in self._started:  # or the last call has failed
             self._begin(shard.local.device)
-        copies = shard.show([self._staged.pop(0) for _ in shard.forms])
+        copies = shard.show(self._rooms.pop(0))
         self._memory.use(shard, self.turn, [whole for whole, _ in copies])
         self._started[shard] = copies
 
@@ -374,7 +406,7 @@ class AllGather:
                 whole.parts[other].copy_(at[other])
         if wait_for_own is not None:
             wait_for_own()
-        if any(shard.at is not None for shard in self.shards):
+        if any(shard.part is not None for shard in self.shards):
             memory.peers.close()
         memory.ended = self._stream, Moment(stream)
         self._started = {}
@@ -435,16 +467,14 @@ def straight_of(group: Any, size: int) -> dict[Any, torch.dtype]:
     return {parameter: dtype for parameter, dtype in found.items() if dtype is not None}
 
 
-def shards_of(
-    straight: dict[Any, torch.dtype], memory: Memory, process_group: Any, made: Mapping[Any, Shard]
-) -> list[Shard]:
+def shards_of(straight: dict[Any, torch.dtype], memory: Memory, made: Mapping[Any, Shard]) -> list[Shard]:
     """Those of the parameters of `straight_of`, whose hooks FSDP2 then calls. A collective call.
 
     made: shards of some of them; the others' are made here.
     """
     shards = []
     for parameter, dtype in straight.items():
-        shard = made.get(parameter) or Shard(memory, parameter.sharded_param._local_tensor, dtype, process_group)
+        shard = made.get(parameter) or Shard(memory, parameter.sharded_param._local_tensor, dtype)
         parameter.sharded_param._local_tensor = shard.local
         parameter._sharded_param_data = shard.local.view(-1)
         parameter._init_extensions()

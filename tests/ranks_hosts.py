@@ -16,6 +16,7 @@ from ranks_exchange import peers_over_gloo
 
 from moeblaze_cupy.interop import hosts
 from moeblaze_cupy.interop.exchange import ExpertGroup
+from moeblaze_cupy.interop.pages import Descriptors
 
 WORDS = 11
 LARGEST = 2**47 - 1
@@ -133,3 +134,16 @@ def waits_for_ended(experts, inputs, size):
     last, what = size - 1, "exchange: all-gather of sizes (call 2): rank"
     said = expect(RuntimeError, what, results_of, inputs, experts)
     assert f"{last}], of which [{last}] have ended" in said or is_after_another(said, last, size), said
+
+
+@case
+def ranks_swap_descriptors(rank, size, group):
+    """Of files that have no name; a rank may be a call ahead."""
+    descriptors = Descriptors(group)
+    for call in range(3):
+        own = os.memfd_create("own")
+        os.write(own, f"{call} {rank}".encode())
+        every = descriptors.swap(own)
+        for other, descriptor in enumerate(every):
+            assert os.pread(descriptor, 100, 0) == f"{call} {other}".encode()
+            os.close(descriptor)

@@ -56,7 +56,7 @@ LEVELS = [
         "interop.torch_sums",
         "cli.progress",
     ],
-    ["interop.hosts"],
+    ["interop.hosts", "interop.pages"],
     ["interop.torch_schema", "interop.torch_fp8", "interop.torch_arguments", "interop.expert_group"],
     ["interop.torch_ops", "interop.torch_router_ops", "interop.fsdp_gather"],
     ["interop.fsdp_e4m3", "interop.fsdp_sums", "interop.routes"],
@@ -143,7 +143,20 @@ def test_frameworks_are_optional(module):
     """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    names = "t", "inductor", "collectives", "peers", "ex", "routes", "pull_route", "fsdp", "deepep", "hosts", "driver"
+    names = (
+        "t",
+        "inductor",
+        "collectives",
+        "peers",
+        "ex",
+        "routes",
+        "pull_route",
+        "fsdp",
+        "deepep",
+        "hosts",
+        "driver",
+        "pages",
+    )
     speaks_torch = tuple(f"interop.{name}" for name in names)
     assert "torch" not in roots or module.startswith(speaks_torch)
     assert "transformers" not in roots or module.startswith("interop.transformers")
