@@ -350,8 +350,8 @@ def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False, in_graphs=False
             x = torch.randn(case.L, case.d, device=device(), dtype=torch.bfloat16)
 
             def work(stack=stack, x=x):
-                stack.zero_grad()
                 stack(x).backward(x)
+                stack.zero_grad()
 
             row = {"case": case.name, "what": "fsdp", "provider": provider, "gpus": size}
             row |= Timer(everyone, rounds)(captured(work) if GRAPH in how else work)

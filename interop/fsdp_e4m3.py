@@ -47,7 +47,7 @@ class Part(Shard):
 
     def settle(self, place: Place, name: int, rooms: list[Shared]) -> None:
         if not self._arrays:
-            self._arrays = [Whole(self._memory, room, place, (name, i)) for i, room in enumerate(rooms)]
+            self._arrays = [Whole(self._memory, room, place, (name, i), i == 2) for i, room in enumerate(rooms)]
             self.scales = self._arrays[2].array
             self.e4m3 = [whole.array for whole in self._arrays[:2]]
             self._as_other = [array.view(other.shape) for array, other in zip(self.e4m3[::-1], self.e4m3, strict=True)]

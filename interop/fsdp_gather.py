@@ -38,8 +38,8 @@ def _stream_of_its_own(device: torch.device) -> tuple[Any, Any]:
 class Turn:
     """Memory that some modules' whole parameters have, of one module at a time."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.used = number, 0  #: used: the all-gather that had it last, counted
+    def __init__(self) -> None:
+        self.used = 0  #: the number of the all-gather that had it last
         self.holder: weakref.ref[AllGather] | None = None  #: its module
         self.freed: list[Moment] = []  #: since when nobody reads what FSDP2 has freed
         self.pool: tuple[Any, Any] | None = None  #: a stream that runs nothing, of whose memory arrays are; its keeper
@@ -72,12 +72,12 @@ class Memory:
         self.opened: Moment | None = None  # no rank reads any longer what was offered before the last all-gather
         self.ended: tuple[Any, Moment] | None = None  # the stream of the last all-gather's first part, and its end
         self.last: Turn | None = None  # of the last all-gather
-        self._turns = [Turn(number) for number in range(TURNS)]
-        self._without = Turn(-1)  # of modules that need none
+        self._turns = [Turn() for _ in range(TURNS)]
+        self._without = Turn()  # of modules that need none
         self._modules = self._gathers = self._capture = 0
         self._used: dict[Shard, Turn] = {}  # of those that have memory
         self._descriptors: Descriptors | None = None
-        self._rooms: dict[str, Shared] = {}
+        self._rooms: dict[tuple[Any, ...], Shared] = {}
 
     @property
     def nbytes(self) -> int:
@@ -99,9 +99,9 @@ class Memory:
         at = [handle.get_buffer(rank, shape, dtype, 0) for rank in range(self.size)]
         return Shared(memory.view(dtype).view(shape), at, handle)
 
-    def room(self, name: str, form: Form, device: torch.device) -> "Shared":
-        """What all-gathers write for the other ranks. A collective call in the first."""
-        key = f"{name} {form}"
+    def room(self, turn: Turn, name: tuple[int, int], form: Form, device: torch.device) -> "Shared":
+        """What all-gathers of a turn write for the other ranks. A collective call in the first."""
+        key = turn, name, form
         if key not in self._rooms:
             if capture_of(getattr(torch, device.type).current_stream()):
                 expected = "a step that has run before its capture in a CUDA graph"
@@ -147,7 +147,7 @@ class Memory:
         """The one whose use is longest ago, or a new one. A module that moves again has one that only it has."""
         free = [turn for turn in self._turns if self._gathers - turn.used > 1 and not self._is_held(turn, gather)]
         if gather.has_moved or not free:
-            self._turns.append(Turn(len(self._turns)))
+            self._turns.append(Turn())
             return self._turns[-1]
         gather.has_moved = True
         return min(free, key=attrgetter("used"))
@@ -193,8 +193,8 @@ class Whole:
     multiprocessors. Otherwise `array` has memory of torch.
     """
 
-    def __init__(self, memory: Memory, part: Shared, place: Place, name: Any) -> None:
-        """part: this rank's. name: of the array in its module."""
+    def __init__(self, memory: Memory, part: Shared, place: Place, name: Any, stays: bool = False) -> None:
+        """part: this rank's. name: of the array in its module. stays: a small array, whose memory is never freed."""
         own = part.own
         self._memory, self._name = memory, name
         self._at: tuple[Place, int] | None = None
@@ -205,9 +205,10 @@ class Whole:
             self._addresses = Addresses(memory.size, own.nbytes, own.device.index)
             self.move(part, place)
             self.array = self._addresses.tensor().view(own.dtype).view(shape)
-            self.held = torch.empty(1, device="cpu")  #: what FSDP2 frees; the addresses stay
         else:
-            self.array = self.held = own.new_empty(shape)
+            self.array = own.new_empty(shape)
+        self._stays = stays or self._addresses is not None
+        self.held = torch.empty(1, device="cpu") if self._stays else self.array  #: what FSDP2 frees
         self.parts = self.array.view(memory.size, *own.shape)
         self.free()
 
@@ -230,7 +231,7 @@ class Whole:
         storage = self.held.untyped_storage()
         if storage.size():
             return
-        if self._addresses is not None:
+        if self._stays:
             storage.resize_(self.held.nbytes)
             return
         if capture:
@@ -356,8 +357,8 @@ class AllGather:
         stays = self._group is not None and self._group.post_forward_mesh_info is None
         self.turn, self._rooms = turn, []
         for name, shard in enumerate(self.shards):
-            named = [(f"{turn.number} {name} {i}", form) for i, form in enumerate(shard.forms)]
-            self._rooms.append([self._memory.room(*of, shard.local.device) for of in named])
+            device = shard.local.device
+            self._rooms.append([self._memory.room(turn, (name, i), form, device) for i, form in enumerate(shard.forms)])
             shard.settle(Place(turn, stays and shard.part is not None), name, self._rooms[-1])
 
     def start(self, shard: Shard) -> None:
