@@ -29,6 +29,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -117,7 +118,8 @@ class Timer:
 
     def __call__(self, work):
         """ms: median of calls that are waited for. back_to_back_ms: mean of calls that follow one another for a second.
-        peak_mib: what a call takes beyond what was there before; rows add the symmetric memory that stays.
+        joules: of one of these, on the GPU that takes the most. peak_mib: what a call takes beyond what was there
+        before; rows add the symmetric memory that stays.
         """
         for _ in range(2):
             work()
@@ -141,18 +143,20 @@ class Timer:
             for _ in range(calls):
                 work()
 
-        clock = measure.DeviceClock()
+        clock, before = measure.DeviceClock(), measure.joules()
         clock.run(run_all, calls)
-        times = [1000 * clock.now]
+        times, after = [1000 * clock.now], measure.joules()
+        used = float("nan") if before is None or after is None else (after - before) / calls
         for _ in range(self.rounds):
             self._wait()
             clock = measure.DeviceClock()
             clock.run(work)
             times.append(1000 * clock.now)
-        every = torch.tensor([*times, peak], dtype=torch.float64, device=device())
+        every = torch.tensor([*times, used, peak], dtype=torch.float64, device=device())
         dist.all_reduce(every, dist.ReduceOp.MAX, group=self.group)
-        back_to_back, *single, peak = every.tolist()
-        return {"ms": statistics.median(single), "back_to_back_ms": back_to_back, "peak_mib": peak}
+        back_to_back, *single, used, peak = every.tolist()
+        row = {"ms": statistics.median(single), "back_to_back_ms": back_to_back, "peak_mib": peak}
+        return row if math.isnan(used) else row | {"joules": used}
 
     def _most(self, value):
         tensor = torch.tensor([value], dtype=torch.float64, device=device())

@@ -26,6 +26,7 @@ FSDP_TITLES = {
     "copies-bf16-fp8-e4m3": "copy engines, bfloat16; fp8, weights in e4m3",
     "copies-bf16-stored": "copy engines, stored by products",
     "copies-bf16-stored-fp8-e4m3": "copy engines, stored by products; fp8, weights in e4m3",
+    "copies-bf16-stored-graph": "copy engines, stored by products; in a CUDA graph",
 }
 ABOUT = """Weak scaling (`python -m bench.parallel`): every GPU has the case's tokens. P GPUs share the experts, or
 under FSDP2 the parameters of four layers. Efficiency is the time of forward and backward on one GPU over that on P.
@@ -33,7 +34,7 @@ The time on one GPU was measured on all GPUs at once, for fp8 in fp8, for a CUDA
 the order of torchtitan's default dispatcher, written in public torch calls. Speed is the peer's time over this
 package's. Share is this package's peak memory over the peer's in the same run. FSDP2 uses NCCL's collectives or those
 of `interop.fsdp.CopyEngines`. Gradients travel in float32 or bfloat16, or the products of the weight gradients
-store them where they are summed. The last layer keeps its parameters after forward. The paper's Figure 7 shows only
+store them where they are summed. Joules are those of one GPU and step. The last layer keeps its parameters after forward. The paper's Figure 7 shows only
 FSDP and prints no numbers."""
 
 
@@ -75,8 +76,8 @@ def expert_cells(found: list[dict]) -> list[list[str]]:
 
 
 def fsdp_cells(found: list[dict]) -> list[list[str]]:
-    """Cells: case, GPUs, collectives, ms, efficiency, peak MiB."""
-    alone = {"moeblaze": "-", "moeblaze-fp8": "-; fp8"}
+    """Cells: case, GPUs, collectives, ms, efficiency, joules, peak MiB."""
+    alone = {"moeblaze": "-", "moeblaze-fp8": "-; fp8", "moeblaze-graph": "-; in a CUDA graph"}
     return [
         [
             r["case"],
@@ -84,7 +85,8 @@ def fsdp_cells(found: list[dict]) -> list[list[str]]:
             (FSDP_TITLES if r["gpus"] > 1 else alone)[r["provider"]],
             number(r["ms"]),
             f"{100 * r['efficiency']:.0f}%",
-            f"{r['peak_mib']:,.0f}",
+            number(r.get("joules")),
+            f"{r['peak_mib']:,.0f}" if "peak_mib" in r else "-",
         ]
         for r in found
         if r["what"] == "fsdp" and r["ms"]
@@ -138,5 +140,5 @@ def section(table) -> list[str]:
     ]
     head = ["case", "GPUs", "experts", "ms", "efficiency", "speed", "peak, MiB", "share"]
     lines += ["", "### Expert parallelism, forward and backward", *table(head, expert_cells(found))]
-    head = ["case", "GPUs", "collectives, gradients", "ms", "efficiency", "peak, MiB"]
+    head = ["case", "GPUs", "collectives, gradients", "ms", "efficiency", "joules", "peak, MiB"]
     return [*lines, "", "### FSDP2, four layers, forward and backward", *table(head, fsdp_cells(found))]

@@ -89,15 +89,16 @@ class Memory:
         """An array of each rank that the others read. A collective call."""
         shape, dtype = form
         nbytes = dtype.itemsize * torch.Size(shape).numel()
-        if device.type == "cuda" and nbytes % granularity(device.index) == 0:
-            if self._descriptors is None:
-                self._descriptors = Descriptors(self._group)
-            pages = Pages(nbytes, device, self._descriptors)
-            at = [memory.view(dtype).view(shape) for memory in pages.at]
-            return Shared(at[self.rank], at, pages.own)
-        memory, handle = shared_memory(nbytes, device, self._group)
-        at = [handle.get_buffer(rank, shape, dtype, 0) for rank in range(self.size)]
-        return Shared(memory.view(dtype).view(shape), at, handle)
+        with torch.inference_mode(False):  # what inference allocates training writes, too
+            if device.type == "cuda" and nbytes % granularity(device.index) == 0:
+                if self._descriptors is None:
+                    self._descriptors = Descriptors(self._group)
+                pages = Pages(nbytes, device, self._descriptors)
+                at = [memory.view(dtype).view(shape) for memory in pages.at]
+                return Shared(at[self.rank], at, pages.own)
+            memory, handle = shared_memory(nbytes, device, self._group)
+            at = [handle.get_buffer(rank, shape, dtype, 0) for rank in range(self.size)]
+            return Shared(memory.view(dtype).view(shape), at, handle)
 
     def room(self, turn: Turn, name: tuple[int, int], form: Form, device: torch.device) -> "Shared":
         """What all-gathers of a turn write for the other ranks. A collective call in the first."""

@@ -283,6 +283,19 @@ def fsdp_by_copies_saves_what_can_be_loaded(mesh, size):
 
 
 @on_cpu
+def fsdp_in_a_graph_needs_addresses_that_stay(mesh, size):
+    for dtype in (HALF, WHOLE):
+        layers, x = layers_of(mesh, dtype=dtype, engines=CopyEngines(mesh)), tokens_of(mesh, 0)
+        loss_of(layers, x).backward()
+        with (
+            mock.patch.object(fsdp_gather, "capture_of", lambda stream: 7),
+            mock.patch.object(fsdp_gather, "granularity", lambda device: 2**21),
+        ):
+            expected = "CopyEngines: all-gather in a CUDA graph: expected parts of multiples of 2097152 bytes"
+            expect(RuntimeError, expected, layers, x)
+
+
+@on_cpu
 def fsdp_by_copies_accumulates(mesh, size):
     found = []
     for engines in (None, CopyEngines(mesh)):
