@@ -34,8 +34,8 @@ The time on one GPU was measured on all GPUs at once, for fp8 in fp8, for a CUDA
 the order of torchtitan's default dispatcher, written in public torch calls. Speed is the peer's time over this
 package's. Share is this package's peak memory over the peer's in the same run. FSDP2 uses NCCL's collectives or those
 of `interop.fsdp.CopyEngines`. Gradients travel in float32 or bfloat16, or the products of the weight gradients
-store them where they are summed. Joules are those of one GPU and step. The last layer keeps its parameters after forward. The paper's Figure 7 shows only
-FSDP and prints no numbers."""
+store them where they are summed. Joules are those of one GPU and step. The last layer keeps its parameters after
+forward. The paper's Figure 7 shows only FSDP and prints no numbers."""
 
 
 def rows() -> list[dict]:

@@ -27,10 +27,14 @@ class CopyEngines:
     group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
     ranks make it at the same point. It keeps a buffer of the largest module's gradients that FSDP2 reduces, in the
     dtype of their reduction, and 2 buffers of what the other ranks store of the largest module's other gradients.
-    It keeps 2 buffers of a rank's share of the largest module's parameters, but not of those that lie in symmetric
-    memory themselves. The share of what travels in e4m3 is there in both orientations. Gradients are summed in
-    float32, always in the same order, and rounded once. So where parameters are bfloat16,
+    For as many modules as are gathered at once, but at least 2, it keeps memory of the other ranks' shares of large
+    parameters, and a buffer of this rank's share where the parameter itself is not what travels. Shares of what travels
+    in e4m3 are there in both orientations. Modules with parameters of the same sizes have the same memory in turn.
+    Gradients are summed in float32, always in the same order, and rounded once. So where parameters are bfloat16,
     `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
+
+    A CUDA graph can capture steps of served modules, if shares of large parameters are multiples of 2 MiB and steps
+    like it have run before.
 
     All-gathers and reduce-scatters have buffers of their own, with barriers of their own. Each kind runs in one order,
     which is that of the host on all ranks, and waits only for what the host called before. So no barrier waits for one
@@ -55,7 +59,7 @@ class CopyEngines:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers, on this rank. torch.cuda counts no symmetric memory."""
+        """Of the buffers, on this rank, which torch.cuda does not count."""
         return self._memory.nbytes + self.reduce_scatter.peers.nbytes + self._sums.peers.nbytes
 
     def serve(self, *modules: Any, in_e4m3: bool = True, stores_gradients: bool = True) -> None:
@@ -63,8 +67,10 @@ class CopyEngines:
 
         All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
         first dimension the ranks share evenly are gathered straight to their place. If they have the dtype of
-        `MixedPrecisionPolicy.param_dtype`, a rank's part moves to symmetric memory; optimizers and state dicts see the
-        same parameters. After `load_state_dict(assign=True)` or a conversion of the module, call it again.
+        `MixedPrecisionPolicy.param_dtype`, a rank's part moves to memory that the other ranks read; optimizers and state
+        dicts see the same parameters. A gathered weight shows that memory where modules reshard after forward, so no
+        parameter may change between `unshard` and `reshard`. After `load_state_dict(assign=True)` or a conversion of
+        the module, call it again.
 
         in_e4m3: the weights of `MoE(precision="fp8")` that are gathered straight in bfloat16 travel in e4m3. Each rank
         quantises its own experts. The results have the same bits. Gathered parameters then hold no numbers: whatever

@@ -5,6 +5,7 @@ import random
 
 import torch
 from ranks_common import gpu_case
+from ranks_composition import PAGE
 from ranks_copies import (
     HALF,
     STEPS,
@@ -110,30 +111,33 @@ def fsdp_ranks_come_late_in_e4m3(rank, size, group):
     come_late(rank, size, group, precision="fp8")
 
 
-def replayed(layers, mesh, d, in_graph):
-    """Losses, and each parameter and gradient after every step; weights and tokens change between the steps."""
+def replayed(layers, mesh, d, in_graph, updates):
+    """Losses, and each gradient and parameter after every step. Tokens change between the steps, and weights there or,
+    by `updates`, in them."""
     x, results, parts = tokens_of(mesh, 0, 512, d), [], list(layers.parameters())
+
+    def update():
+        with torch.no_grad():
+            for part in parts:
+                part.sub_(part.grad, alpha=10)
 
     def step():
         loss = loss_of(layers, x)
         loss.backward()
+        if updates:
+            update()
         return loss.detach()
 
     def forget():
         for part in parts:
             part.grad = None
 
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(2):
+    if in_graph:
+        graph, captured = PAGE.capture(step, parts)
+    else:
+        for _ in range(2):  # as `capture` does
             step()
             forget()
-    torch.cuda.synchronize()
-    if in_graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
     for number in range(4):
         x.copy_(tokens_of(mesh, number, 512, d))
         if in_graph:
@@ -143,13 +147,12 @@ def replayed(layers, mesh, d, in_graph):
             forget()
             results.append(step())
         results += [part.grad.to_local().clone() for part in parts]
-        with torch.no_grad():
-            for part in parts:
-                part.sub_(part.grad, alpha=10)
+        if not updates:
+            update()
         results += [part.to_local().clone() for part in parts]
     forget()
-    loss = step()  # called by the host after replays
-    return [*results, loss]
+    results.append(step())  # called by the host after replays
+    return results
 
 
 @gpu_case
@@ -158,13 +161,15 @@ def fsdp_steps_in_a_graph(rank, size, group):
     mesh, found = DeviceMesh.from_group(group, "cuda"), []
     wide, narrow = {"widths": (1024, 4096, 2048, 4096)}, {"widths": (64, 96, 32, 160)}
     kinds = [wide, wide | {"precision": "fp8"}, wide | {"reshard": False}, wide | {"stores_gradients": False}, narrow]
-    for options, dtype in itertools.product(kinds, (HALF, WHOLE)):
+    for (options, dtype), updates in zip(
+        itertools.product(kinds, (HALF, WHOLE)), itertools.cycle((True, False, False))
+    ):
         runs = []
         for in_graph in (False, True):
             layers = layers_of(mesh, **options, dtype=dtype, engines=CopyEngines(mesh))
             assert len(hooked(layers)) == (0 if options is narrow else 6)
             late(layers, rank)
-            runs.append(replayed(layers, mesh, options["widths"][0], in_graph))
+            runs.append(replayed(layers, mesh, options["widths"][0], in_graph, updates))
         found.append((runs, options, dtype))
     for runs, options, dtype in found:
         assert all(value.isfinite().all() for value in runs[0]), options
