@@ -240,17 +240,18 @@ def parallel(records: Records) -> Figure | None:
     named = {
         "pull": f"{OURS}, experts",
         parallel_report.PEER: "torchtitan's order, experts",
+        "FSDP2, copy engines, stored by products; in a CUDA graph": f"{OURS}, FSDP2 by copy engines, in a CUDA graph",
         "FSDP2, copy engines, stored by products": f"{OURS}, FSDP2 by copy engines",
         "FSDP2, NCCL, float32": f"{OURS}, FSDP2 by NCCL",
     }
-    colors = dict(zip(named, (STYLES["moeblaze"][0], "#a3a3a3", "#6fa8dc", "#b9d4ee"), strict=True))
-    figure, axes = plt.subplots(figsize=(9.0, 0.8 + 0.8 * len(by_case)), layout="constrained")
+    colors = dict(zip(named, (STYLES["moeblaze"][0], "#a3a3a3", "#3d85c6", "#6fa8dc", "#b9d4ee"), strict=True))
+    figure, axes = plt.subplots(figsize=(9.0, 0.8 + len(by_case)), layout="constrained")
     for group, series in enumerate(by_case.values()):
         for place, name in enumerate(named):
             if name not in series:
                 continue
-            y, value = group + 0.21 * (place - 1.5), series[name]
-            axes.barh(y, value, 0.19, color=colors[name])
+            y, value = group + 0.17 * (place - 2), series[name]
+            axes.barh(y, value, 0.15, color=colors[name])
             axes.text(value, y, f" {value:.0f}%  {named[name]}", va="center", color=INK, fontsize=8)
     axes.set_yticks(range(len(by_case)), list(by_case), fontsize=8.5, color=INK)
     axes.set_ylim(len(by_case) - 0.4, -0.6)

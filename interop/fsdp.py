@@ -67,9 +67,9 @@ class CopyEngines:
 
         All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
         first dimension the ranks share evenly are gathered straight to their place. If they have the dtype of
-        `MixedPrecisionPolicy.param_dtype`, a rank's part moves to memory that the other ranks read; optimizers and state
-        dicts see the same parameters. A gathered weight shows that memory where modules reshard after forward, so no
-        parameter may change between `unshard` and `reshard`. After `load_state_dict(assign=True)` or a conversion of
+        `MixedPrecisionPolicy.param_dtype`, a rank's part moves to memory that the other ranks read; optimizers and
+        state dicts see the same parameters. A gathered weight shows that memory where modules reshard after forward, so
+        no parameter may change between `unshard` and `reshard`. After `load_state_dict(assign=True)` or a conversion of
         the module, call it again.
 
         in_e4m3: the weights of `MoE(precision="fp8")` that are gathered straight in bfloat16 travel in e4m3. Each rank
