@@ -54,7 +54,7 @@ class CopyEngines:
             got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
             raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
         place = dist.get_rank(group), len(gpus)
-        self._group, self._memory = group, Memory(Peers(group), group)
+        self._group, self._memory = group, Memory(Peers(group), *place, group)
         self.reduce_scatter, self._sums = ReduceScatter(Peers(group), *place), Sums(Peers(group), *place)
 
     @property

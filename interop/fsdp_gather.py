@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from moeblaze_cupy import checks, loader
 from moeblaze_cupy.interop.driver import Addresses, Moment, Physical, capture_of, granularity
@@ -66,9 +65,8 @@ class Memory:
     freed, the module moves to another turn, for good.
     """
 
-    def __init__(self, peers: Peers, group: Any) -> None:
-        self.peers, self._group = peers, group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, peers: Peers, rank: int, size: int, group: Any) -> None:
+        self.peers, self.rank, self.size, self._group = peers, rank, size, group
         self.opened: Moment | None = None  # no rank reads any longer what was offered before the last all-gather
         self.ended: tuple[Any, Moment] | None = None  # the stream of the last all-gather's first part, and its end
         self.last: Turn | None = None  # of the last all-gather

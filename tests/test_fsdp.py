@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from moeblaze_cupy.interop import fsdp
+from moeblaze_cupy.interop import driver, fsdp, fsdp_gather
 from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory
 from moeblaze_cupy.interop.peers import Offered
 
@@ -29,6 +29,9 @@ class Ranks:
     def close(self):
         self.kinds.append("close")
 
+    def meet(self):
+        self.kinds.append("meet")
+
     def copy(self, pairs):
         for to, source in pairs:
             to.copy_(source)
@@ -43,8 +46,8 @@ class Ranks:
 @pytest.mark.parametrize("rank", range(3))
 def test_all_gather_puts_the_shards_in_the_order_of_ranks(rank):
     shards = torch.randn(3, 5)
-    memory = Memory(Ranks([None if r == rank else shards[r] for r in range(3)]), rank, 3)
-    gather = AllGather(memory, [])
+    memory = Memory(Ranks([None if r == rank else shards[r] for r in range(3)]), rank, 3, None)
+    gather = AllGather(memory, [], None)
     for in_place in (True, False):  # FSDP2 writes a rank's own shard to its place
         out = gather.allocate((15,), dtype=torch.float32, device=CPU).fill_(torch.nan)
         own = shards[rank].clone()
@@ -81,39 +84,108 @@ def streams(monkeypatch):
     return products, beside
 
 
+class Module:
+    """Stands for the `AllGather` of a module with one large parameter, which `products` reads."""
+
+    def __init__(self, memory, products):
+        self.memory, self.products, self.has_moved = memory, products, False
+        self.shards = [mock.Mock(inner=[torch.zeros(4)], stream=products)]
+        self.turn = memory.next_turn(self.shards)
+        self.free()
+
+    def settle(self, turn):
+        self.turn = turn
+
+    def gather(self, beside):
+        Stream.current = beside
+        self.memory.begin(self, CPU)
+        self.shards[0].inner[0].untyped_storage().resize_(16)
+        self.memory.use(self.shards[0], self.turn, [])
+        Stream.current = self.products
+        self.memory.note_freed(self.products)
+        self.products.calls.append(self)
+
+    def free(self):
+        """As FSDP2, when the host has called what reads it."""
+        self.shards[0].inner[0].untyped_storage().resize_(0)
+
+
 def test_memory_is_written_after_its_last_readers(streams):
     """An all-gather beside a module that runs waits for the readers of the module before that, not for its own."""
     products, beside = streams
-    memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2)
-    shards = [mock.Mock(inner=[torch.zeros(4)], stream=products) for _ in range(3)]
+    memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2, None)
+    first, second, third = (Module(memory, products) for _ in range(3))
+    first.gather(beside)
+    first.free()
+    second.gather(beside)
+    assert beside.calls == [] and products.calls == [first, "record", second]
+    second.free()
+    third.gather(beside)
+    assert beside.calls == [("products", 2)]  # before `second` is read
+    third.free()
+    assert products.calls[3:] == ["record", third]
+    second.gather(beside)  # as backward does
+    assert beside.calls[1:] == [("products", 4)]
+    assert first.turn is third.turn is not second.turn
 
-    def free(shard):
-        shard.inner[0].untyped_storage().resize_(0)
 
-    def gather(shard):
-        Stream.current = beside
-        memory.begin(CPU)
-        memory.allocate(shard)
-        assert shard.inner[0].untyped_storage().size() == 16
-        Stream.current = products
-        memory.note_freed()
-        products.calls.append(shard)
+def test_modules_that_are_gathered_at_once_have_memory_of_their_own(streams):
+    products, beside = streams
+    memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2, None)
+    modules = [Module(memory, products) for _ in range(6)]
+    held = [module.turn for module in modules]
+    assert held == 3 * held[:2]
+    for module in modules[:3]:
+        module.gather(beside)
+    assert modules[2].turn not in held  # the turns of the first two are theirs
+    modules[0].free()
+    modules[3].gather(beside)  # the turn of the first is free again, and its own is that of the second
+    assert modules[3].turn is held[0] and products.calls[-2:] == ["record", modules[3]]
+    assert beside.calls == [("products", products.calls.index("record") + 1)]
+    for module in modules[:4]:
+        module.free()
+    for module in modules:  # one after the other, where all stay where they are
+        before = module.turn
+        module.gather(beside)
+        module.free()
+        assert module.turn is before
+    modules[0].gather(beside)
+    modules[3].gather(beside)  # a second time, so it gets a turn that only it has
+    assert modules[3].turn not in [module.turn for module in modules if module is not modules[3]]
 
-    for shard in shards:
-        free(shard)
-    gather(shards[0])
-    free(shards[0])  # the host has called what reads it
-    gather(shards[1])
-    assert beside.calls == [] and products.calls == [shards[0], "record", shards[1]]
-    free(shards[1])
-    gather(shards[2])
-    assert beside.calls == [("products", 2)]  # before shards[1] is read
-    free(shards[2])
-    assert products.calls[3:] == ["record", shards[2]]
-    Stream.current = beside
-    memory.begin(CPU)
-    memory.begin(CPU)  # ahead of the products: what they have yet to run may read it
-    assert beside.calls[1:] == [("products", 4), ("products", 6)]
+
+def test_events_of_another_capture_are_not_waited_for(streams, monkeypatch):
+    """The driver refuses to, and a capture begins when the GPU is idle."""
+    products, beside = streams
+    captures = {products: 0, beside: 0}
+    monkeypatch.setattr(driver, "capture_of", captures.get)
+    before = driver.Moment(products)
+    before.wait(beside)
+    assert beside.calls == [("products", 1)]
+    captures |= {beside: 3}
+    before.wait(beside)
+    captures |= {products: 3}
+    inside = driver.Moment(products)
+    inside.wait(beside)
+    assert beside.calls == [("products", 1), ("products", 2)]
+    captures |= {beside: 4}
+    inside.wait(beside)
+    assert len(beside.calls) == 2
+
+
+def test_ranks_meet_where_a_capture_begins_and_ends(streams, monkeypatch):
+    """A replay may follow any call, so the rooms that the first all-gather writes may still be read."""
+    products, beside = streams
+    memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2, None)
+    modules, met = [Module(memory, products) for _ in range(3)], []
+    for capture in (0, 0, 5, 5, 7, 0):
+        monkeypatch.setattr(fsdp_gather, "capture_of", lambda stream, capture=capture: capture)
+        for module in modules:
+            memory.peers.kinds.clear()
+            module.gather(beside)
+            module.free()
+            met.append(memory.peers.kinds == ["meet"])
+    assert met == [*[False] * 6, True, *[False] * 5, True, False, False, True, False, False]
 
 
 @pytest.mark.parametrize("op", (dist.ReduceOp.AVG, dist.ReduceOp.SUM))
