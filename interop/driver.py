@@ -1,6 +1,6 @@
 """Calls of the CUDA driver that neither CuPy nor torch binds, through ctypes.
 
-Addresses of a GPU that show memory of several owners side by side, and which capture in a CUDA graph a stream is in.
+Addresses of a GPU that have memory of several owners side by side, and which capture in a CUDA graph a stream is in.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ _ARGUMENTS = {
     "cuMemMap": (_FLAGS, _SIZE, _SIZE, _FLAGS, _FLAGS),
     "cuMemSetAccess": (_FLAGS, _SIZE, ctypes.c_char_p, _SIZE),
     "cuMemUnmap": (_FLAGS, _SIZE),
-    "cuStreamGetCaptureInfo": (_POINTER, _POINTER, _POINTER),
+    "cuStreamGetCaptureInfo": (_POINTER, _POINTER, _POINTER),  # the first version, which headers name _v2 and later
 }
 
 
@@ -69,7 +69,7 @@ def granularity(device: int) -> int:
 
 
 class Physical:
-    """Memory of a GPU, which has no address until an `Addresses` shows it. It lives as long as one does, or this."""
+    """Memory of a GPU, which has no address until an `Addresses` maps it. It lives as long as one does, or this."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -102,42 +102,53 @@ class Physical:
 
 
 class Addresses:
-    """As many bytes of addresses of a GPU, which show parts of equal size. The caller keeps the GPU from their use."""
+    """As many bytes of addresses of a GPU, of parts of equal size. The caller keeps the GPU from their use."""
 
     def __init__(self, parts: int, nbytes: int, device: int) -> None:
         """nbytes: of a part, a multiple of the granularity."""
+        while _to_free and not torch.cuda.is_current_stream_capturing():
+            _free(*_to_free.pop())
         self._nbytes, self._device = nbytes, device
         start = ctypes.c_ulonglong()
         _call("cuMemAddressReserve", ctypes.byref(start), parts * nbytes, 0, 0, 0)
-        self._start, self._shown = start.value, [False] * parts
-        weakref.finalize(self, _free, self._start, nbytes, self._shown, device).atexit = False
+        self._start, self._mapped = start.value, [False] * parts
+        weakref.finalize(self, _free, self._start, nbytes, self._mapped, device).atexit = False
 
-    def show(self, part: int, memory: Physical) -> None:
+    def map(self, part: int, memory: Physical) -> None:
         """From now on a part is a memory, of as many bytes."""
         start = self._start + part * self._nbytes
-        if self._shown[part]:
+        if self._mapped[part]:
             _call("cuMemUnmap", start, self._nbytes)
-        self._shown[part] = False
+        self._mapped[part] = False
         _call("cuMemMap", start, self._nbytes, 0, memory.handle, 0)
-        self._shown[part] = True
+        self._mapped[part] = True
         _call("cuMemSetAccess", start, self._nbytes, _location(self._device) + struct.pack("=i", _READ_WRITE), 1)
 
     def tensor(self) -> Tensor:
-        """uint8, of all parts, which show memory already. It keeps this."""
-        return torch.as_tensor(self, device=torch.device("cuda", self._device))
+        """uint8, of all parts, which are mapped. It keeps this."""
+        made = torch.as_tensor(self, device=torch.device("cuda", self._device))
+        if made.data_ptr() != self._start:  # torch would copy what the driver says is of another GPU
+            raise RuntimeError(f"CopyEngines: memory: expected addresses of GPU {self._device}, got a copy")
+        return made
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        shape = (len(self._shown) * self._nbytes,)
+        shape = (len(self._mapped) * self._nbytes,)
         return {"shape": shape, "typestr": "|u1", "data": (self._start, False), "strides": None, "version": 3}
 
 
-def _free(start: int, nbytes: int, shown: list[bool], device: int) -> None:
+_to_free: list[tuple[int, int, list[bool], int]] = []  # arguments of `_free`
+
+
+def _free(start: int, nbytes: int, mapped: list[bool], device: int) -> None:
+    if torch.cuda.is_current_stream_capturing():  # which to wait for the GPU would end
+        _to_free.append((start, nbytes, mapped, device))
+        return
     torch.cuda.synchronize(device)  # kernels may run that use it
-    for part, is_shown in enumerate(shown):
-        if is_shown:
+    for part, is_mapped in enumerate(mapped):
+        if is_mapped:
             _call("cuMemUnmap", start + part * nbytes, nbytes)
-    _call("cuMemAddressFree", start, len(shown) * nbytes)
+    _call("cuMemAddressFree", start, len(mapped) * nbytes)
 
 
 def capture_of(stream: Any) -> int:
@@ -153,8 +164,8 @@ def capture_of(stream: Any) -> int:
 class Moment:
     """An event of a stream at this moment, for streams of the same capture, or of none.
 
-    A stream of another capture need not wait for it. A capture begins when the GPU is idle, and a replay runs after all
-    that its stream has run before.
+    A stream of another capture does not wait for it, which the driver refuses. `torch.cuda.graph` begins a capture when
+    the GPU is idle, and a replay runs after all that its stream has run before.
     """
 
     def __init__(self, stream: Any) -> None:

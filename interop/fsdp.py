@@ -4,6 +4,7 @@ Each of this package's products takes all multiprocessors. A collective of NCCL 
 products that run beside it wait for those that it has. Copy engines take none.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -27,14 +28,16 @@ class CopyEngines:
     group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
     ranks make it at the same point. It keeps a buffer of the largest module's gradients that FSDP2 reduces, in the
     dtype of their reduction, and 2 buffers of what the other ranks store of the largest module's other gradients.
-    For as many modules as are gathered at once, but at least 2, it keeps memory of the other ranks' shares of large
-    parameters, and a buffer of this rank's share where the parameter itself is not what travels. Shares of what travels
-    in e4m3 are there in both orientations. Modules with parameters of the same sizes have the same memory in turn.
-    Gradients are summed in float32, always in the same order, and rounded once. So where parameters are bfloat16,
+    For as many modules as have been gathered at once, but at least 2, it keeps memory of the shares of large parameters
+    that come from other ranks, of this rank's too where modules stay gathered after forward, and a buffer of this
+    rank's share where the parameter itself is not what travels. Shares of what travels in e4m3 are there in both
+    orientations. Parameters of the same sizes in all modules have the same memory in turn. Gradients are summed in
+    float32, always in the same order, and rounded once. So where parameters are bfloat16,
     `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
 
-    A CUDA graph can capture steps of served modules, if shares of large parameters are multiples of 2 MiB and steps
-    like it have run before.
+    A CUDA graph can capture steps of served modules, if shares of large parameters are multiples of 2 MiB and two such
+    steps have run. Then what would change the memory of a gather raises RuntimeError: gathers in another order, another
+    reshard_after_forward.
 
     All-gathers and reduce-scatters have buffers of their own, with barriers of their own. Each kind runs in one order,
     which is that of the host on all ranks, and waits only for what the host called before. So no barrier waits for one
@@ -54,6 +57,7 @@ class CopyEngines:
             got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
             raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
         place = dist.get_rank(group), len(gpus)
+        self._gathers: weakref.WeakValueDictionary[int, AllGather] = weakref.WeakValueDictionary()  # by module's id
         self._group, self._memory = group, Memory(Peers(group), *place, group)
         self.reduce_scatter, self._sums = ReduceScatter(Peers(group), *place), Sums(Peers(group), *place)
 
@@ -68,7 +72,7 @@ class CopyEngines:
         All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
         first dimension the ranks share evenly are gathered straight to their place. If they have the dtype of
         `MixedPrecisionPolicy.param_dtype`, a rank's part moves to memory that the other ranks read; optimizers and
-        state dicts see the same parameters. A gathered weight shows that memory where modules reshard after forward, so
+        state dicts see the same parameters. A gathered weight has that memory where modules reshard after forward, so
         no parameter may change between `unshard` and `reshard`. After `load_state_dict(assign=True)` or a conversion of
         the module, call it again.
 
@@ -97,10 +101,13 @@ class CopyEngines:
                 straight = straight_of(group, self._memory.size)
                 parts = parts_of(straight if in_e4m3 else {}, group, self._memory)
                 shards = shards_of(straight, self._memory, parts)
-            module.set_custom_all_gather(AllGather(self._memory, shards, group))
+            if (before := self._gathers.get(id(module))) is not None:
+                before.give_up()
+            gather = self._gathers[id(module)] = AllGather(self._memory, shards, group)
+            module.set_custom_all_gather(gather)
             for parameter, shard in zip(straight, shards, strict=True):
                 if stores_gradients and can_be_summed(parameter, shard.whole, group, self._memory.size):
-                    shard.owner = Owner(self._sums, shard.whole, parameter, group)
+                    shard.owner = Owner(self._sums, shard, parameter, group)
             module.set_custom_reduce_scatter(self.reduce_scatter)
 
     def _group_of(self, module: Any) -> Any:

@@ -45,32 +45,36 @@ class Part(Shard):
         self._state, self._read = "", dict[str, set[int]]()  # FSDP2's in a gather; by it, what was read of such gathers
         self.hook(memory, local, torch.bfloat16)
 
-    def settle(self, place: Place, name: int, rooms: list[Shared]) -> None:
+    def settle(self, place: Place, name: int, rooms: list[Shared], was_captured: bool) -> None:
         if not self._arrays:
             self._arrays = [Whole(self._memory, room, place, (name, i), i == 2) for i, room in enumerate(rooms)]
             self.scales = self._arrays[2].array
             self.e4m3 = [whole.array for whole in self._arrays[:2]]
             self._as_other = [array.view(other.shape) for array, other in zip(self.e4m3[::-1], self.e4m3, strict=True)]
-            self.inner[:] = [whole.held for whole in self._arrays]
+            self.inner[:] = [whole.token for whole in self._arrays]
         for whole, room in zip(self._arrays, rooms, strict=True):
-            whole.move(room, place)
+            whole.move(room, place, was_captured)
 
-    def show(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
+    def offer(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
         """As of `Shard`. The second of the two parts quantises both."""
         self._state = self._experts.state()
         here = self._here = set(self._read.setdefault(self._state, set(READ.get(self._state, (BACKWARD, FORWARD)))))
         for orientation in {BACKWARD, FORWARD} - here:  # which a gather that failed may have left
             self._arrays[orientation].free()
-        self.inner[:] = [self._arrays[i].held for i in (2, *sorted(here))]
-        self._experts.show(self, [room.own for room in rooms])
+        self.inner[:] = [self._arrays[i].token for i in (2, *sorted(here))]
+        self._experts.offer(self, [room.own for room in rooms])
         return [(self._arrays[i], rooms[i].at) for i in (*sorted(here), 2)]
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self._arrays) and self._arrays[2].is_there
 
     def made(self) -> Tensor:
         return InE4m3(self)
 
     def read(self, orientation: int) -> Tensor:
         """The whole in e4m3. What did not come is made of what did, and comes with the next gathers of this state."""
-        if not self._arrays[2].is_there:
+        if not self.is_there:
             raise RuntimeError(f"CopyEngines: {self.name}: expected a gathered parameter, got one that FSDP2 has freed")
         self._read[self._state].add(orientation)
         if orientation in self._here:
@@ -99,7 +103,7 @@ class Experts:
         state: str = getattr(getattr(self._group, "_training_state", None), "name", "")
         return "recomputation" if state == "FORWARD" and torch._C._current_graph_task_id() != -1 else state
 
-    def show(self, part: Part, rooms: list[Tensor]) -> None:
+    def offer(self, part: Part, rooms: list[Tensor]) -> None:
         """rooms: for what `part.forms` says. Quantises this rank's experts when both parts have called it."""
         if part in self._rooms:  # a gather has failed since
             self._rooms.clear()

@@ -17,7 +17,7 @@ from moeblaze_cupy.interop.pages import Descriptors, Pages
 from moeblaze_cupy.interop.peers import Form, Peers, others, shared_memory
 
 Tensor = torch.Tensor
-TURNS = 2  # of memory for whole parameters: the next all-gather writes one while the other is read
+BANKS = 2  # at least: the next all-gather writes one while the other is read
 STRAIGHT_BYTES = 2**25  # of a parameter, from which the copies take longer than the calls that avoid them
 
 
@@ -34,7 +34,7 @@ def _stream_of_its_own(device: torch.device) -> tuple[Any, Any]:
     return torch.cuda.ExternalStream(made.ptr, device), made  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-class Turn:
+class Bank:
     """Memory that some modules' whole parameters have, of one module at a time."""
 
     def __init__(self) -> None:
@@ -50,30 +50,32 @@ class Turn:
         return sum(nbytes for _, nbytes in self._blocks)
 
     def block(self, name: Any, nbytes: int, device: int) -> Physical:
-        """Memory to be shown, the same for all parts of this name and size."""
+        """Memory to be mapped, the same for all parts of this name and size."""
         if (name, nbytes) not in self._blocks:
             self._blocks[name, nbytes] = Physical.new(nbytes, device)
         return self._blocks[name, nbytes]
 
 
 class Memory:
-    """What all-gathers of the same ranks share: memory for whole parameters, which modules take in turn.
+    """What all-gathers of the same ranks share: banks of memory for whole parameters, which modules have in turn.
 
     FSDP2 frees a whole parameter when the host has called what reads it, which the GPU may not have run. Before an
-    all-gather writes, it waits for the readers of what was freed in its turn. It need not wait for those of the module
-    before, which runs and has another turn. Where FSDP2 gathers what has the turn of another module that it has not
-    freed, the module moves to another turn, for good.
+    all-gather writes, it waits for the readers of what was freed in its bank. It need not wait for those of the module
+    before, which runs and has another bank. Where FSDP2 gathers a module whose bank has another one that it has not
+    freed, the module moves to another bank, for good.
     """
 
     def __init__(self, peers: Peers, rank: int, size: int, group: Any) -> None:
         self.peers, self.rank, self.size, self._group = peers, rank, size, group
+        self.capture = 0  #: in a CUDA graph, of the last all-gather
         self.opened: Moment | None = None  # no rank reads any longer what was offered before the last all-gather
         self.ended: tuple[Any, Moment] | None = None  # the stream of the last all-gather's first part, and its end
-        self.last: Turn | None = None  # of the last all-gather
-        self._turns = [Turn() for _ in range(TURNS)]
-        self._without = Turn()  # of modules that need none
-        self._modules = self._gathers = self._capture = 0
-        self._used: dict[Shard, Turn] = {}  # of those that have memory
+        self.last: Bank | None = None  # of the last all-gather
+        self._banks = [Bank() for _ in range(BANKS)]
+        self._without = Bank()  # of modules that need none
+        self._modules = self._gathers = 0
+        # Of those that have memory. Not by weak references, as ranks collect garbage at different times.
+        self._used: dict[Shard, Bank] = {}
         self._descriptors: Descriptors | None = None
         self._rooms: dict[tuple[Any, ...], Shared] = {}
 
@@ -81,7 +83,7 @@ class Memory:
     def nbytes(self) -> int:
         """Of what torch.cuda does not count."""
         rooms = sum(room.own.nbytes for room in self._rooms.values())
-        return self.peers.nbytes + rooms + sum(turn.nbytes for turn in self._turns)
+        return self.peers.nbytes + rooms + sum(bank.nbytes for bank in self._banks)
 
     def share(self, form: Form, device: torch.device) -> "Shared":
         """An array of each rank that the others read. A collective call."""
@@ -93,27 +95,26 @@ class Memory:
                     self._descriptors = Descriptors(self._group)
                 pages = Pages(nbytes, device, self._descriptors)
                 at = [memory.view(dtype).view(shape) for memory in pages.at]
-                return Shared(at[self.rank], at, pages.own)
+                return Shared(at[self.rank], at, pages.own, None)
             memory, handle = shared_memory(nbytes, device, self._group)
             at = [handle.get_buffer(rank, shape, dtype, 0) for rank in range(self.size)]
-            return Shared(memory.view(dtype).view(shape), at, handle)
+            return Shared(memory.view(dtype).view(shape), at, None, handle)
 
-    def room(self, turn: Turn, name: tuple[int, int], form: Form, device: torch.device) -> "Shared":
-        """What all-gathers of a turn write for the other ranks. A collective call in the first."""
-        key = turn, name, form
+    def room(self, bank: Bank, name: tuple[int, int], form: Form, device: torch.device) -> "Shared":
+        """What all-gathers of a bank write for the other ranks. A collective call in the first."""
+        key = bank, name, form
         if key not in self._rooms:
-            if capture_of(getattr(torch, device.type).current_stream()):
-                expected = "a step that has run before its capture in a CUDA graph"
-                raise RuntimeError(f"CopyEngines: memory: expected {expected}, got one that needs more")
+            if self.capture:
+                raise changed_in_a_graph()
             self._rooms[key] = self.share(form, device)
         return self._rooms[key]
 
-    def next_turn(self, shards: "list[Shard]") -> Turn:
+    def next_bank(self, shards: "list[Shard]") -> Bank:
         """For a further module."""
         if not shards:
             return self._without
         self._modules += 1
-        return self._turns[self._modules % TURNS]
+        return self._banks[self._modules % BANKS]
 
     def next_offer(self) -> str:
         """The kind of what the all-gather offers, of which there are two in turn."""
@@ -124,38 +125,46 @@ class Memory:
         stream = getattr(torch, device.type).current_stream()
         self._gathers += 1
         self.note_freed(stream)
-        if self._is_held(gather.turn, gather):
-            gather.settle(self._free_turn(gather))
-        turn = gather.turn
-        turn.holder, turn.used = weakref.ref(gather), self._gathers
-        for moment in turn.freed:
+        capture = capture_of(stream)
+        if self._is_held(gather.bank, gather):
+            if capture or gather.was_captured:
+                raise changed_in_a_graph()
+            gather.bank = self._free_bank(gather)
+        bank = gather.bank
+        bank.holder, bank.used = weakref.ref(gather), self._gathers
+        for moment in bank.freed:
             moment.wait(stream)
-        turn.freed.clear()
+        bank.freed.clear()
         if self.ended is not None and self.ended[0] != stream:  # barriers have one order, on whatever stream they run
             self.ended[1].wait(stream)
-        if (capture := capture_of(stream)) != self._capture:  # a replay may follow any call of another rank
-            self._capture = capture
+        if capture != self.capture:  # what ran before a replay, or an eager call, is not what came before it here
+            self.capture = capture
             self.peers.meet()
+        gather.was_captured = gather.was_captured or bool(capture)
 
-    def _is_held(self, turn: Turn, gather: "AllGather") -> bool:
+    def _is_held(self, bank: Bank, gather: "AllGather") -> bool:
         """By another module."""
-        holder = None if turn.holder is None else turn.holder()
+        holder = None if bank.holder is None else bank.holder()
         return holder is not None and holder is not gather and any(shard in self._used for shard in holder.shards)
 
-    def _free_turn(self, gather: "AllGather") -> Turn:
+    def _free_bank(self, gather: "AllGather") -> Bank:
         """The one whose use is longest ago, or a new one. A module that moves again has one that only it has."""
-        free = [turn for turn in self._turns if self._gathers - turn.used > 1 and not self._is_held(turn, gather)]
+        free = [bank for bank in self._banks if self._gathers - bank.used > 1 and not self._is_held(bank, gather)]
         if gather.has_moved or not free:
-            self._turns.append(Turn())
-            return self._turns[-1]
+            self._banks.append(Bank())
+            return self._banks[-1]
         gather.has_moved = True
         return min(free, key=attrgetter("used"))
 
-    def use(self, shard: "Shard", turn: Turn, wholes: "list[Whole]") -> None:
+    def use(self, shard: "Shard", bank: Bank, wholes: "list[Whole]") -> None:
         """Gives arrays of a whole parameter memory, where they have none."""
         for whole in wholes:
-            whole.allocate(turn, self._capture)
-        self._used[shard] = turn
+            whole.allocate(bank, self.capture)
+        self._used[shard] = bank
+
+    def forget(self, shard: "Shard") -> None:
+        """Of a gather that has failed, whose memory nothing will read."""
+        self._used.pop(shard, None)
 
     def note_freed(self, stream: Any) -> None:
         """Of parameters that FSDP2 has freed: from now on their streams run nothing that reads them.
@@ -164,9 +173,9 @@ class Memory:
         """
         capture = capture_of(stream)
         for shard in [shard for shard in self._used if not shard.inner[0].untyped_storage().size()]:
-            turn = self._used.pop(shard)
+            bank = self._used.pop(shard)
             if capture_of(shard.stream) == capture:
-                turn.freed.append(Moment(shard.stream))
+                bank.freed.append(Moment(shard.stream))
 
 
 class Shared(NamedTuple):
@@ -174,98 +183,105 @@ class Shared(NamedTuple):
 
     own: Tensor
     at: list[Tensor]  #: by rank
-    keeper: Any  #: `Physical` that can be shown at other addresses, or symmetric memory's handle
+    pages: Physical | None  #: what can have further addresses
+    handle: Any  #: of symmetric memory without them, which lives as long
 
 
 class Place(NamedTuple):
     """Where a module's whole parameters are to have memory."""
 
-    turn: Turn
-    keeps: bool  #: what was gathered while the parts may change, as FSDP2 keeps what it does not free after forward
+    bank: Bank
+    copied: bool  #: this rank's part, as FSDP2 keeps the whole after forward, while the part may change
 
 
 class Whole:
     """All ranks' parts of an array, `array` (P * n, ...) or `parts` (P, n, ...), that has memory while FSDP2 says so.
 
-    Where parts are of whole pages of a GPU, `array` is addresses that show memory of a turn. At the place of this
-    rank's part they can show what the other ranks read, which then needs no copy: a copy within a GPU takes its
+    Where parts are whole pages of a GPU, `array` is addresses that have memory of a bank. At the place of this rank's
+    part they can have the memory that the other ranks read, so that it needs no copy: a copy within a GPU takes its
     multiprocessors. Otherwise `array` has memory of torch.
     """
 
-    def __init__(self, memory: Memory, part: Shared, place: Place, name: Any, stays: bool = False) -> None:
-        """part: this rank's. name: of the array in its module. stays: a small array, whose memory is never freed."""
+    def __init__(self, memory: Memory, part: Shared, place: Place, name: Any, remains: bool = False) -> None:
+        """part: this rank's. name: of the array in its module. remains: a small array, whose memory is never freed."""
         own = part.own
         self._memory, self._name = memory, name
         self._at: tuple[Place, int] | None = None
         self._addresses: Addresses | None = None
-        self.is_shown = False  #: this rank's part, so that it needs no copy
+        self.own_is_mapped = False  #: so that it needs no copy
         shape = memory.size * len(own), *own.shape[1:]
-        if isinstance(part.keeper, Physical):
+        if part.pages is not None:
             self._addresses = Addresses(memory.size, own.nbytes, own.device.index)
-            self.move(part, place)
+            self._map(part, place)
             self.array = self._addresses.tensor().view(own.dtype).view(shape)
         else:
             self.array = own.new_empty(shape)
-        self._stays = stays or self._addresses is not None
-        self.held = torch.empty(1, device="cpu") if self._stays else self.array  #: what FSDP2 frees
+        self._remains = remains or self._addresses is not None
+        self.token = torch.empty(1, device="cpu") if self._remains else self.array  #: what FSDP2 frees
         self.parts = self.array.view(memory.size, *own.shape)
         self.free()
 
-    def move(self, part: Shared, place: Place) -> None:
-        """To a place, if it is not there, while it holds nothing."""
-        at, device = (place, part.own.data_ptr()), part.own.device.index
-        if self._addresses is None or self._at == at:
+    def move(self, part: Shared, place: Place, was_captured: bool) -> None:
+        """To a place, if it is not there, while nothing in it is needed. was_captured: in a CUDA graph."""
+        if self._addresses is None or self._at == (place, part.own.data_ptr()):
             return
-        if self._at is not None:
-            torch.cuda.synchronize(device)  # kernels may run that read it
-        self._at, self.is_shown = at, not place.keeps
-        for rank in range(self._memory.size):
-            if rank == self._memory.rank and self.is_shown:
-                self._addresses.show(rank, part.keeper)
-            else:
-                self._addresses.show(rank, place.turn.block((self._name, rank), part.own.nbytes, device))
+        if was_captured or self._memory.capture:
+            raise changed_in_a_graph()
+        torch.cuda.synchronize(part.own.device)  # kernels may run that read it
+        self._map(part, place)
 
-    def allocate(self, turn: Turn, capture: int) -> None:
+    def _map(self, part: Shared, place: Place) -> None:
+        assert self._addresses is not None
+        rank, device, self._at = self._memory.rank, part.own.device.index, None  # until all of it is there
+        ranks = [r for r in range(self._memory.size) if r != rank or place.copied]
+        blocks = {r: place.bank.block((self._name, r), part.own.nbytes, device) for r in ranks} | (
+            {} if place.copied or part.pages is None else {rank: part.pages}
+        )
+        for r, block in blocks.items():
+            self._addresses.map(r, block)
+        self._at, self.own_is_mapped = (place, part.own.data_ptr()), not place.copied
+
+    def allocate(self, bank: Bank, capture: int) -> None:
         """Memory that this does not have. capture: of the stream that writes it."""
-        storage = self.held.untyped_storage()
+        storage = self.token.untyped_storage()
         if storage.size():
             return
-        if self._stays:
-            storage.resize_(self.held.nbytes)
+        if self._remains:
+            storage.resize_(self.token.nbytes)
             return
         if capture:
             page = granularity(self.array.device.index)
             expected = f"parts of multiples of {page} bytes, whose addresses stay the same"
             got = self.array.nbytes // self._memory.size
             raise RuntimeError(f"CopyEngines: all-gather in a CUDA graph: expected {expected}, got {got} bytes")
-        if turn.pool is None:
-            turn.pool = _stream_of_its_own(self.held.device)
-        with getattr(torch, self.held.device.type).stream(turn.pool[0]):
-            storage.resize_(self.held.nbytes)
+        if bank.pool is None:
+            bank.pool = _stream_of_its_own(self.array.device)
+        with getattr(torch, self.array.device.type).stream(bank.pool[0]):
+            storage.resize_(self.array.nbytes)
 
     def free(self) -> None:
-        self.held.untyped_storage().resize_(0)
+        self.token.untyped_storage().resize_(0)
 
     @property
     def is_there(self) -> bool:
-        return bool(self.held.untyped_storage().size())
+        return bool(self.token.untyped_storage().size())
 
 
 class Shard:
     """A rank's part of a parameter of E rows, with the hooks that FSDP2 calls.
 
-    local (E / ranks, ...): contiguous. If it has the dtype that travels, it moves to symmetric memory, where the other
-    ranks read it. Otherwise each all-gather writes it to a buffer that they read.
+    local (E / ranks, ...): contiguous. If it has the dtype that travels, it moves to memory that the other ranks read.
+    Otherwise each all-gather writes it to a buffer that they read.
     """
 
     forms: tuple[Form, ...] = ()  #: of what each all-gather writes to a buffer that the other ranks read
-    part: Shared | None = None  #: what the other ranks read, if it stays where it is
+    part: Shared | None = None  #: what the other ranks read, if it is the parameter's own memory
     gather: "AllGather | None" = None
     owner: Any = None  #: `fsdp_sums.Owner` of what has this part's gradient
     stream: Any = None  #: of what reads the whole parameter
     whole: Tensor  #: as products read it
     inner: list[Tensor]  #: what has memory while the parameter is whole, which FSDP2 then frees
-    _whole: "Whole | None" = None
+    _whole: Whole | None = None
 
     def __init__(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
         form = tuple(local.shape), dtype
@@ -283,16 +299,16 @@ class Shard:
         local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
         local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
-    def settle(self, place: Place, name: int, rooms: list[Shared]) -> None:
+    def settle(self, place: Place, name: int, rooms: list[Shared], was_captured: bool) -> None:
         """Has the whole at a place. name: of this in its module. rooms: a buffer of each of `forms`."""
         part = self.part or rooms[0]
         if self._whole is None:
             self._whole = Whole(self._memory, part, place, name)
-            self.whole, self.inner = self._whole.array, [self._whole.held]
-        self._whole.move(part, place)
+            self.whole, self.inner = self._whole.array, [self._whole.token]
+        self._whole.move(part, place, was_captured)
 
-    def show(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
-        """Has the other ranks see this rank's part. rooms: a buffer of each of `forms`.
+    def offer(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
+        """Has this rank's part where the other ranks read it. rooms: a buffer of each of `forms`.
 
         Returns what is to be copied: where to, and by rank what comes there.
         """
@@ -300,6 +316,11 @@ class Shard:
         if self.part is None:
             rooms[0].own.copy_(self.local)
         return [(self._whole, (self.part or rooms[0]).at)]
+
+    @property
+    def is_there(self) -> bool:
+        """The whole parameter. If it is not, other modules may have its memory."""
+        return self._whole is not None and self._whole.is_there
 
     def made(self) -> Tensor:
         """What FSDP2 makes the whole parameter of."""
@@ -336,54 +357,68 @@ class Shard:
 class AllGather:
     """Of one module, as FSDP2 calls it after the shards' hooks. Other parameters travel in the given tensors.
 
-    A barrier comes before the copies, when all ranks have written their parts. Where parts lie in memory of their own
-    another comes after them, so that whatever follows on any rank may change its part, as an optimizer does.
+    A barrier comes before the copies, when all ranks have written their parts. Where parts are the parameters' own
+    memory another comes after them, so that whatever follows on any rank may change its part, as an optimizer does. So
+    does one in a CUDA graph, as its replay may be followed by anything.
     """
 
     def __init__(self, memory: Memory, shards: list[Shard], group: Any) -> None:
         """A collective call. group: FSDP2's."""
         self._memory, self.shards, self._group = memory, shards, group
-        self._rooms: list[list[Shared]] = []  # of the shards that have yet to start
-        self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.show`
+        self._rooms: dict[Shard, list[Shared]] = {}
+        self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.offer`
         self._stream: Any = None
-        self.has_moved = False  #: from the turn that it had first
+        self.bank = memory.next_bank(shards)
+        self.has_moved = False  #: from the bank that it had first
+        self.was_captured = False  #: in a CUDA graph, which has the addresses
         for shard in shards:
             shard.gather = self
-        self.settle(memory.next_turn(shards))
+        self._settle()
 
-    def settle(self, turn: Turn) -> None:
-        """Has memory of a turn for what is gathered, and buffers for the parts."""
-        stays = self._group is not None and self._group.post_forward_mesh_info is None
-        self.turn, self._rooms = turn, []
+    def _settle(self) -> None:
+        """Has memory of the bank for what is gathered, and buffers for the parts."""
+        remains = self._group is not None and self._group.post_forward_mesh_info is None
         for name, shard in enumerate(self.shards):
-            device = shard.local.device
-            self._rooms.append([self._memory.room(turn, (name, i), form, device) for i, form in enumerate(shard.forms)])
-            shard.settle(Place(turn, stays and shard.part is not None), name, self._rooms[-1])
+            forms, device = enumerate(shard.forms), shard.local.device
+            rooms = [self._memory.room(self.bank, (name, i), form, device) for i, form in forms]
+            shard.settle(Place(self.bank, remains and shard.part is not None), name, rooms, self.was_captured)
+            self._rooms[shard] = rooms
 
     def start(self, shard: Shard) -> None:
         """Of one of the shards, all of which come before the other calls."""
         if not self._started or shard in self._started:  # or the last call has failed
             self._begin(shard.local.device)
-        copies = shard.show(self._rooms.pop(0))
-        self._memory.use(shard, self.turn, [whole for whole, _ in copies])
-        self._started[shard] = copies
+        try:
+            copies = self._started[shard] = shard.offer(self._rooms[shard])
+            self._memory.use(shard, self.bank, [whole for whole, _ in copies])
+        except Exception:
+            self.give_up()
+            raise
 
     def _begin(self, device: torch.device) -> None:
         memory = self._memory
+        self.give_up()
+        self._stream = getattr(torch, device.type).current_stream()
         memory.begin(self, device)
-        self._started, self._stream = {}, getattr(torch, device.type).current_stream()
         if any(shard.forms for shard in self.shards):
-            if memory.last is self.turn:  # others may still read what is to be written
+            if memory.last is self.bank:  # others may still read what is to be written
                 memory.peers.close()
             elif memory.opened is not None:
                 memory.opened.wait(self._stream)
-        self.settle(self.turn)
-        memory.last = self.turn
+        self._settle()
+
+    def give_up(self) -> None:
+        """Frees what FSDP2 will not, as it has not got it: of a call that has failed."""
+        for shard, copies in self._started.items():
+            for whole, _ in copies:
+                whole.free()
+            self._memory.forget(shard)
+        self._started = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory of torch, for parameters without hooks. FSDP2 may hold as many results at once as it likes."""
         if len(self._started) < len(self.shards):
-            self._started = {}
+            self.give_up()
             raise other_parameters()
         if not self.shards:
             self._begin(device)
@@ -393,10 +428,10 @@ class AllGather:
         memory, own = self._memory, input_tensor.view(-1)
         rank, stream = memory.rank, getattr(torch, own.device.type).current_stream()
         offered = memory.peers.offer(memory.next_offer(), [own], len(own))[0]
-        memory.opened = Moment(stream)
+        memory.opened, memory.last = Moment(stream), self.bank
         places = output_tensor.view(memory.size, -1)
         copies = [copy for of_shard in self._started.values() for copy in of_shard]
-        pairs = [(whole.parts[rank], at[rank]) for whole, at in copies if not whole.is_shown]
+        pairs = [(whole.parts[rank], at[rank]) for whole, at in copies if not whole.own_is_mapped]
         if places[rank].data_ptr() != own.data_ptr():
             pairs.append((places[rank], own))
         wait_for_own = memory.peers.copy(pairs) if pairs else None  # beside the others, which come over links
@@ -406,7 +441,7 @@ class AllGather:
                 whole.parts[other].copy_(at[other])
         if wait_for_own is not None:
             wait_for_own()
-        if any(shard.part is not None for shard in self.shards):
+        if memory.capture or any(shard.part is not None for shard in self.shards):
             memory.peers.close()
         memory.ended = self._stream, Moment(stream)
         self._started = {}
@@ -417,6 +452,13 @@ def other_parameters() -> RuntimeError:
     expected = "those that serve was called with"
     got = "others, as after load_state_dict(assign=True) or a conversion: call serve again"
     return RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
+
+
+def changed_in_a_graph() -> RuntimeError:
+    """The error of an all-gather in a CUDA graph whose memory has to change."""
+    expected = "the order of gathers, and reshard_after_forward, of two steps before the capture, and after it"
+    got = "others: call serve, run two steps, and capture again"
+    return RuntimeError(f"CopyEngines: all-gather in a CUDA graph: expected {expected}, got {got}")
 
 
 # What is read and set here of FSDP2, beside its interface.

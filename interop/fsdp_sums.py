@@ -116,8 +116,10 @@ def _in_order(array: Tensor, transposed: bool) -> Tensor:
 class Owner:
     """This rank's part of a parameter of E experts that FSDP2 shards. `parameter` and `group` are FSDP2's."""
 
-    def __init__(self, sums: Sums, whole: Tensor, parameter: Any, group: Any) -> None:
-        self.sums, self._whole, self._parameter, self._group = sums, whole, parameter, group
+    def __init__(self, sums: Sums, shard: Any, parameter: Any, group: Any) -> None:
+        """shard: `fsdp_gather.Shard`."""
+        whole = shard.whole
+        self.sums, self._shard, self._parameter, self._group = sums, shard, parameter, group
         self.numel, self.dtype = whole.numel(), parameter.sharded_param.dtype
         self.sums_with = id(sums), id(group)
         torch_sums.register(whole, self)
@@ -133,6 +135,9 @@ class Owner:
         FSDP2 also reduces what a rank has no gradient of.
         """
         parameter, group = self._parameter, self._group
+        if not self._shard.is_there:
+            expected, got = "a gathered parameter", "one that FSDP2 has freed before backward has read it"
+            raise RuntimeError(f"CopyEngines: {parameter._module_info.param_name}: expected {expected}, got {got}")
         whole = parameter._unsharded_param
         adds_up = parameter.unsharded_accumulated_grad is not None or whole.grad is not None
         hooked = getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None) or group._all_reduce_hook

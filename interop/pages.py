@@ -1,6 +1,6 @@
 """Memory of whole pages of a GPU that the other GPUs of its host read, and that has further addresses here.
 
-torch's symmetric memory can have no others: the driver maps none but whole allocations, and there signals follow.
+torch's symmetric memory can have no others: the driver maps whole allocations alone, and there signals follow.
 """
 
 import os
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.driver import Addresses, Physical
-from moeblaze_cupy.interop.peers import others
 
 Tensor = torch.Tensor
 TIMEOUT_S = 600.0  # of the wait for another rank's descriptor
@@ -28,30 +27,47 @@ class Descriptors:
         self._came: dict[tuple[int, int], int] = {}  # by call and rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.settimeout(TIMEOUT_S)
-        name = f"\0moeblaze-{secrets.token_hex(16)}"  # of no file
+        name, secret = f"\0moeblaze-{secrets.token_hex(16)}", secrets.token_hex(16)  # a name of no file, which all see
         self._socket.bind(name)
-        self._names: list[Any] = [None] * self._size
+        every: list[Any] = [None] * self._size
         with collectives.named("descriptors of CopyEngines", group):
-            dist.all_gather_object(self._names, name, group=group)
+            dist.all_gather_object(every, (name, secret), group=group)
+        self._names, self._secrets = zip(*every, strict=True)
 
     def swap(self, descriptor: int) -> list[int]:
         """By rank, the descriptors of all, which this rank then closes. A collective call."""
-        every, call = others(self._rank, self._size), self._calls
+        call, size = self._calls, self._size
         self._calls += 1
         with collectives.named("descriptors of CopyEngines", self._group):
             try:
-                for rank in every:
-                    message, data = f"{call} {self._rank}".encode(), struct.pack("=i", descriptor)
-                    given = socket.SOL_SOCKET, socket.SCM_RIGHTS, data  # socket.send_fds takes no address
-                    self._socket.sendmsg([message], [given], 0, self._names[rank])
-                while any((call, rank) not in self._came for rank in every):  # a rank may be a call ahead
-                    message, received, *_ = socket.recv_fds(self._socket, 64, 1)
-                    of_call, rank = map(int, message.split())
-                    self._came[of_call, rank] = received[0]
+                for apart in range(1, size):  # a message to each rank and one from each, as sockets queue few
+                    self._send(
+                        f"{call} {self._rank} {self._secrets[self._rank]}", descriptor, (self._rank + apart) % size
+                    )
+                    while (call, (self._rank - apart) % size) not in self._came:
+                        self._receive()
             except OSError as error:
                 raise RuntimeError(str(error)) from error
         self._came[call, self._rank] = descriptor
-        return [self._came.pop((call, rank)) for rank in range(self._size)]
+        return [self._came.pop((call, rank)) for rank in range(size)]
+
+    def _send(self, message: str, descriptor: int, rank: int) -> None:
+        given = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", descriptor)  # socket.send_fds takes no address
+        self._socket.sendmsg([message.encode()], [given], 0, self._names[rank])
+
+    def _receive(self) -> None:
+        message, received, *_ = socket.recv_fds(self._socket, 256, 1)
+        call, rank, secret = (*message.split(), b"", b"", b"")[:3]
+        if (
+            len(received) == 1
+            and rank.isdigit()
+            and int(rank) < self._size
+            and secret.decode() == self._secrets[int(rank)]
+        ):
+            self._came[int(call), int(rank)] = received[0]
+        else:  # of another process
+            for descriptor in received:
+                os.close(descriptor)
 
 
 class Pages:
@@ -63,9 +79,13 @@ class Pages:
     def __init__(self, nbytes: int, device: torch.device, descriptors: Descriptors) -> None:
         self.own = Physical.new(nbytes, device.index, exported=True)
         found = descriptors.swap(self.own.exported())
+        try:
+            every = [Physical.imported(descriptor) for descriptor in found]
+        finally:
+            for descriptor in found:
+                os.close(descriptor)
         self.at: list[Tensor] = []  #: by rank, uint8
-        for descriptor in found:
+        for memory in every:
             addresses = Addresses(1, nbytes, device.index)
-            addresses.show(0, Physical.imported(descriptor))
-            os.close(descriptor)
+            addresses.map(0, memory)
             self.at.append(addresses.tensor())

@@ -272,6 +272,29 @@ def fsdp_by_copies_of_parameters_that_are_copied(mesh, size):
 
 
 @on_cpu
+def fsdp_by_copies_after_a_gather_that_failed(mesh, size):
+    """A module without the hooks of one parameter holds no memory of the other, so that others stay where they are."""
+    engines, x = CopyEngines(mesh), tokens_of(mesh, 0)
+    layers = layers_of(mesh, engines=engines, force_sum=True, prefetch=False)
+    before = layers(x)
+    copies = {name: copy.deepcopy(parameter) for name, parameter in layers.named_parameters()}
+    layers[0].load_state_dict({"w2_storage": copies["0.w2_storage"]}, strict=False, assign=True)
+    for _ in range(2):
+        expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, x)
+    engines.serve(*layers)
+    assert not any(shard.is_there for shard in engines._memory._used)
+    assert torch.equal(layers(x), before) and len(engines._memory._banks) == 2
+
+
+@on_cpu
+def fsdp_by_copies_reads_no_weight_that_is_freed(mesh, size):
+    layers = layers_of(mesh, engines=CopyEngines(mesh))
+    out = layers(tokens_of(mesh, 0).requires_grad_())
+    layers[2].set_unshard_in_backward(False)
+    expect(RuntimeError, "expected a gathered parameter, got one that", out.float().sum().backward)
+
+
+@on_cpu
 def fsdp_by_copies_saves_what_can_be_loaded(mesh, size):
     parameters = list(layers_of(mesh, engines=CopyEngines(mesh), precision="fp8").parameters())
     expect(TypeError, "CopyEngines: pickle: expected the module's state_dict()", torch.save, parameters, io.BytesIO())

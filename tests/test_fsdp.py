@@ -88,19 +88,16 @@ class Module:
     """Stands for the `AllGather` of a module with one large parameter, which `products` reads."""
 
     def __init__(self, memory, products):
-        self.memory, self.products, self.has_moved = memory, products, False
+        self.memory, self.products, self.has_moved, self.was_captured = memory, products, False, False
         self.shards = [mock.Mock(inner=[torch.zeros(4)], stream=products)]
-        self.turn = memory.next_turn(self.shards)
+        self.bank = memory.next_bank(self.shards)
         self.free()
-
-    def settle(self, turn):
-        self.turn = turn
 
     def gather(self, beside):
         Stream.current = beside
         self.memory.begin(self, CPU)
         self.shards[0].inner[0].untyped_storage().resize_(16)
-        self.memory.use(self.shards[0], self.turn, [])
+        self.memory.use(self.shards[0], self.bank, [])
         Stream.current = self.products
         self.memory.note_freed(self.products)
         self.products.calls.append(self)
@@ -126,32 +123,32 @@ def test_memory_is_written_after_its_last_readers(streams):
     assert products.calls[3:] == ["record", third]
     second.gather(beside)  # as backward does
     assert beside.calls[1:] == [("products", 4)]
-    assert first.turn is third.turn is not second.turn
+    assert first.bank is third.bank is not second.bank
 
 
 def test_modules_that_are_gathered_at_once_have_memory_of_their_own(streams):
     products, beside = streams
     memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2, None)
     modules = [Module(memory, products) for _ in range(6)]
-    held = [module.turn for module in modules]
+    held = [module.bank for module in modules]
     assert held == 3 * held[:2]
     for module in modules[:3]:
         module.gather(beside)
-    assert modules[2].turn not in held  # the turns of the first two are theirs
+    assert modules[2].bank not in held  # the banks of the first two are theirs
     modules[0].free()
-    modules[3].gather(beside)  # the turn of the first is free again, and its own is that of the second
-    assert modules[3].turn is held[0] and products.calls[-2:] == ["record", modules[3]]
+    modules[3].gather(beside)  # the bank of the first is free again, and its own is that of the second
+    assert modules[3].bank is held[0] and products.calls[-2:] == ["record", modules[3]]
     assert beside.calls == [("products", products.calls.index("record") + 1)]
     for module in modules[:4]:
         module.free()
     for module in modules:  # one after the other, where all stay where they are
-        before = module.turn
+        before = module.bank
         module.gather(beside)
         module.free()
-        assert module.turn is before
+        assert module.bank is before
     modules[0].gather(beside)
-    modules[3].gather(beside)  # a second time, so it gets a turn that only it has
-    assert modules[3].turn not in [module.turn for module in modules if module is not modules[3]]
+    modules[3].gather(beside)  # a second time, so it gets a bank that only it has
+    assert modules[3].bank not in [module.bank for module in modules if module is not modules[3]]
 
 
 def test_events_of_another_capture_are_not_waited_for(streams, monkeypatch):
@@ -171,6 +168,26 @@ def test_events_of_another_capture_are_not_waited_for(streams, monkeypatch):
     captures |= {beside: 4}
     inside.wait(beside)
     assert len(beside.calls) == 2
+
+
+def test_memory_of_a_captured_gather_stays(streams, monkeypatch):
+    """A graph has the addresses, and waits for the readers that there were."""
+    products, beside = streams
+    memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2, None)
+    first, second, third = (Module(memory, products) for _ in range(3))
+    monkeypatch.setattr(fsdp_gather, "capture_of", lambda stream: 5)
+    for module in (first, second, third):
+        module.gather(beside)
+        module.free()
+    monkeypatch.setattr(fsdp_gather, "capture_of", lambda stream: 0)
+    first.gather(beside)
+    with pytest.raises(RuntimeError, match="CopyEngines: all-gather in a CUDA graph: expected the order of gathers"):
+        third.gather(beside)
+    assert third.bank is first.bank
+    other = Module(memory, products)  # which no graph has
+    second.gather(beside)
+    other.gather(beside)
+    assert other.bank not in (first.bank, second.bank)
 
 
 def test_ranks_meet_where_a_capture_begins_and_ends(streams, monkeypatch):
