@@ -4,7 +4,7 @@ import itertools
 import random
 
 import torch
-from ranks_common import gpu_case
+from ranks_common import expect, gpu_case
 from ranks_composition import PAGE
 from ranks_copies import (
     HALF,
@@ -170,6 +170,12 @@ def fsdp_steps_in_a_graph(rank, size, group):
             assert len(hooked(layers)) == (0 if options is narrow else 6)
             late(layers, rank)
             runs.append(replayed(layers, mesh, options["widths"][0], in_graph, updates))
+        if options is wide and dtype == HALF:
+            layers[0].set_reshard_after_forward(False)
+            expected = (
+                "CopyEngines: all-gather in a CUDA graph: expected the order of gathers, and reshard_after_forward"
+            )
+            expect(RuntimeError, expected, layers, tokens_of(mesh, 0, 512, 1024))
         found.append((runs, options, dtype))
     for runs, options, dtype in found:
         assert all(value.isfinite().all() for value in runs[0]), options

@@ -1,5 +1,7 @@
 """Collectives of FSDP2 by copy engines, over peers that are arrays here; `ranks_copies.py` trains by them."""
 
+import gc
+import itertools
 from contextlib import nullcontext
 from unittest import mock
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moeblaze_cupy.interop import driver, fsdp, fsdp_gather
-from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory
+from moeblaze_cupy.interop.fsdp_gather import AllGather, Bank, Memory, Place, Shared, Whole
 from moeblaze_cupy.interop.peers import Offered
 
 CPU = torch.device("cpu")
@@ -203,6 +205,79 @@ def test_ranks_meet_where_a_capture_begins_and_ends(streams, monkeypatch):
             module.free()
             met.append(memory.peers.kinds == ["meet"])
     assert met == [*[False] * 6, True, *[False] * 5, True, False, False, True, False, False]
+
+
+class Mapped:
+    """Stands for addresses; `parts` is what is at each."""
+
+    def __init__(self, parts, nbytes, device):
+        self.parts, self.nbytes = [None] * parts, nbytes
+
+    def map(self, part, memory):
+        self.parts[part] = memory
+
+    def tensor(self):
+        assert None not in self.parts
+        return torch.zeros(len(self.parts) * self.nbytes, dtype=torch.uint8)
+
+
+def test_what_is_at_the_addresses_of_a_whole_parameter(monkeypatch):
+    """This rank's part is its own memory, or a block of the bank where it is copied. Blocks are the bank's."""
+    numbers, room = itertools.count(), [8]  # of blocks, and for how many there is memory
+
+    def new(nbytes, device):
+        if not room[0]:
+            raise torch.OutOfMemoryError
+        room[0] -= 1
+        return next(numbers)
+
+    monkeypatch.setattr(fsdp_gather, "Addresses", Mapped)
+    monkeypatch.setattr(fsdp_gather.Physical, "new", new)
+    waits = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", waits)
+    memory, banks = Memory(Ranks([]), 1, 3, None), (Bank(), Bank())
+    part = Shared(torch.ones(2, 4), [], "own", None)
+    whole = Whole(memory, part, Place(banks[0], False), "w1")
+    parts = whole._addresses.parts
+    assert parts == [0, "own", 1] and whole.own_is_mapped and whole.array.shape == (6, 4) and not whole.is_there
+    assert Whole(memory, part, Place(banks[0], False), "w1")._addresses.parts == parts
+    whole.move(part, Place(banks[0], False), True)
+    waits.assert_not_called()
+    whole.move(part, Place(banks[1], True), False)
+    assert parts == [2, 3, 4] and not whole.own_is_mapped and waits.call_count == 1
+    room[0] = 0
+    other = Shared(torch.ones(2, 4), [], "other", None)
+    with pytest.raises(torch.OutOfMemoryError):
+        whole.move(other, Place(Bank(), False), False)
+    assert parts == [2, 3, 4]
+    whole.move(other, Place(banks[1], False), False)  # is not there yet, whatever failed before
+    assert parts == [2, "other", 4] and whole.own_is_mapped
+    for was_captured, capture in ((True, 0), (False, 3)):
+        memory.capture = capture
+        with pytest.raises(RuntimeError, match="CopyEngines: all-gather in a CUDA graph: expected the order of"):
+            whole.move(part, Place(banks[0], False), was_captured)
+    assert parts == [2, "other", 4]
+
+
+def test_addresses_are_freed_after_a_capture(monkeypatch):
+    """Python may collect them in it, and to wait for the GPU would end it."""
+    calls, is_capturing = [], True
+    monkeypatch.setattr(driver, "_call", lambda name, *arguments: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    addresses = driver.Addresses(2, 2**21, 0)
+    addresses._mapped[:] = True, False
+    calls.clear()
+    del addresses
+    gc.collect()
+    assert calls == []
+    is_capturing = False
+    other = driver.Addresses(1, 2**21, 0)
+    assert calls == ["synchronize", "cuMemUnmap", "cuMemAddressFree", "cuMemAddressReserve"]
+    calls.clear()
+    del other
+    gc.collect()
+    assert calls == ["synchronize", "cuMemAddressFree"]
 
 
 @pytest.mark.parametrize("op", (dist.ReduceOp.AVG, dist.ReduceOp.SUM))
