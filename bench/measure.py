@@ -304,16 +304,6 @@ def gpu_state() -> dict[str, float]:
         return {}
 
 
-def joules() -> float | None:
-    """Energy of the GPU since its driver was loaded, by NVML; None where it does not answer."""
-    value = ctypes.c_ulonglong()
-    try:
-        nvml, handle = _nvml()
-        return None if nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(value)) else value.value / 1000
-    except (AttributeError, OSError):
-        return None
-
-
 def _smi(*fields: str) -> str:
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={_bus_id()}"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()

@@ -29,7 +29,6 @@ import dataclasses
 import gc
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -118,8 +117,7 @@ class Timer:
 
     def __call__(self, work):
         """ms: median of calls that are waited for. back_to_back_ms: mean of calls that follow one another for a second.
-        joules: of one of these, on the GPU that takes the most. peak_mib: what a call takes beyond what was there
-        before; rows add the symmetric memory that stays.
+        peak_mib: what a call takes beyond what was there before; rows add what stays and torch does not count.
         """
         for _ in range(2):
             work()
@@ -143,20 +141,18 @@ class Timer:
             for _ in range(calls):
                 work()
 
-        clock, before = measure.DeviceClock(), measure.joules()
+        clock = measure.DeviceClock()
         clock.run(run_all, calls)
-        times, after = [1000 * clock.now], measure.joules()
-        used = float("nan") if before is None or after is None else (after - before) / calls
+        times = [1000 * clock.now]
         for _ in range(self.rounds):
             self._wait()
             clock = measure.DeviceClock()
             clock.run(work)
             times.append(1000 * clock.now)
-        every = torch.tensor([*times, used, peak], dtype=torch.float64, device=device())
+        every = torch.tensor([*times, peak], dtype=torch.float64, device=device())
         dist.all_reduce(every, dist.ReduceOp.MAX, group=self.group)
-        back_to_back, *single, used, peak = every.tolist()
-        row = {"ms": statistics.median(single), "back_to_back_ms": back_to_back, "peak_mib": peak}
-        return row if math.isnan(used) else row | {"joules": used}
+        back_to_back, *single, peak = every.tolist()
+        return {"ms": statistics.median(single), "back_to_back_ms": back_to_back, "peak_mib": peak}
 
     def _most(self, value):
         tensor = torch.tensor([value], dtype=torch.float64, device=device())

@@ -34,8 +34,8 @@ The time on one GPU was measured on all GPUs at once, for fp8 in fp8, for a CUDA
 the order of torchtitan's default dispatcher, written in public torch calls. Speed is the peer's time over this
 package's. Share is this package's peak memory over the peer's in the same run. FSDP2 uses NCCL's collectives or those
 of `interop.fsdp.CopyEngines`. Gradients travel in float32 or bfloat16, or the products of the weight gradients
-store them where they are summed. Joules are those of one GPU and step. The last layer keeps its parameters after
-forward. The paper's Figure 7 shows only FSDP and prints no numbers."""
+store them where they are summed. The last layer keeps its parameters after forward. The paper's Figure 7 shows only
+FSDP and prints no numbers."""
 
 
 def rows() -> list[dict]:
@@ -76,7 +76,7 @@ def expert_cells(found: list[dict]) -> list[list[str]]:
 
 
 def fsdp_cells(found: list[dict]) -> list[list[str]]:
-    """Cells: case, GPUs, collectives, ms, efficiency, joules, peak MiB."""
+    """Cells: case, GPUs, collectives, ms, efficiency, peak MiB."""
     alone = {"moeblaze": "-", "moeblaze-fp8": "-; fp8", "moeblaze-graph": "-; in a CUDA graph"}
     return [
         [
@@ -85,7 +85,6 @@ def fsdp_cells(found: list[dict]) -> list[list[str]]:
             (FSDP_TITLES if r["gpus"] > 1 else alone)[r["provider"]],
             number(r["ms"]),
             f"{100 * r['efficiency']:.0f}%",
-            number(r.get("joules")),
             f"{r['peak_mib']:,.0f}" if "peak_mib" in r else "-",
         ]
         for r in found
@@ -99,8 +98,8 @@ def efficiencies() -> dict[str, dict[str, float]]:
     most = max((row["gpus"] for row in found), default=0)
     by_case: dict[str, dict[str, float]] = {}
     for row in found:
-        series = row["provider"] if row["what"] == "experts" else f"FSDP2, {FSDP_TITLES[row['provider']]}"
         if row["gpus"] == most and "efficiency" in row:
+            series = row["provider"] if row["what"] == "experts" else f"FSDP2, {FSDP_TITLES[row['provider']]}"
             by_case.setdefault(row["case"], {})[series] = 100 * row["efficiency"]
     return by_case
 
@@ -140,5 +139,5 @@ def section(table) -> list[str]:
     ]
     head = ["case", "GPUs", "experts", "ms", "efficiency", "speed", "peak, MiB", "share"]
     lines += ["", "### Expert parallelism, forward and backward", *table(head, expert_cells(found))]
-    head = ["case", "GPUs", "collectives, gradients", "ms", "efficiency", "joules", "peak, MiB"]
+    head = ["case", "GPUs", "collectives, gradients", "ms", "efficiency", "peak, MiB"]
     return [*lines, "", "### FSDP2, four layers, forward and backward", *table(head, fsdp_cells(found))]
