@@ -41,9 +41,7 @@ class Descriptors:
         with collectives.named("descriptors of CopyEngines", self._group):
             try:
                 for apart in range(1, size):  # a message to each rank and one from each, as sockets queue few
-                    self._send(
-                        f"{call} {self._rank} {self._secrets[self._rank]}", descriptor, (self._rank + apart) % size
-                    )
+                    self._send(call, descriptor, (self._rank + apart) % size)
                     while (call, (self._rank - apart) % size) not in self._came:
                         self._receive()
             except OSError as error:
@@ -51,19 +49,16 @@ class Descriptors:
         self._came[call, self._rank] = descriptor
         return [self._came.pop((call, rank)) for rank in range(size)]
 
-    def _send(self, message: str, descriptor: int, rank: int) -> None:
+    def _send(self, call: int, descriptor: int, rank: int) -> None:
+        message = f"{call} {self._rank} {self._secrets[self._rank]}".encode()
         given = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", descriptor)  # socket.send_fds takes no address
-        self._socket.sendmsg([message.encode()], [given], 0, self._names[rank])
+        self._socket.sendmsg([message], [given], 0, self._names[rank])
 
     def _receive(self) -> None:
         message, received, *_ = socket.recv_fds(self._socket, 256, 1)
         call, rank, secret = (*message.split(), b"", b"", b"")[:3]
-        if (
-            len(received) == 1
-            and rank.isdigit()
-            and int(rank) < self._size
-            and secret.decode() == self._secrets[int(rank)]
-        ):
+        of_rank = dict(enumerate(self._secrets)).get(int(rank)) if rank.isdigit() else None
+        if len(received) == 1 and of_rank is not None and secret == of_rank.encode():
             self._came[int(call), int(rank)] = received[0]
         else:  # of another process
             for descriptor in received:
