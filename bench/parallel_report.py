@@ -7,6 +7,7 @@ from bench.table import number, span
 
 FOLDER = RECORDS / "parallel"
 PEER = "slots"
+STORED = "copies-bf16-stored"
 TITLES = {
     "pull": "moeblaze-cupy, pull",
     "pull-plain": "moeblaze-cupy, pull without copies",
@@ -105,20 +106,39 @@ def efficiencies() -> dict[str, dict[str, float]]:
 
 
 def headline(route: str = "pull") -> list[str]:
-    """On the most GPUs of the records: speed beside the peer, efficiency and share of memory; none without a record."""
-    found = [row for row in rows() if row["what"] == "experts" and row["ms"]]
+    """On the most GPUs of the records: speed beside the peer, efficiency and share of memory; FSDP2's efficiencies.
+
+    None without a record.
+    """
+    every = rows()
+    found = [row for row in every if row["what"] == "experts" and row["ms"]]
     gpus = max((row["gpus"] for row in found), default=1)
     of_gpus = {name: {r["case"]: r for r in found if (r["provider"], r["gpus"]) == (name, gpus)} for name in TITLES}
     pairs = [(ours, of_gpus[PEER][case]) for case, ours in of_gpus[route].items() if case in of_gpus[PEER]]
     if gpus == 1 or not pairs:
         return []
-    percent = [f"{100 * ours['efficiency']:.0f}" for ours, _ in sorted(pairs, key=lambda pair: pair[0]["efficiency"])]
-    return [
+    lines = [
         f"Experts spread over {gpus} GPUs: a training pass is {span(p['ms'] / o['ms'] for o, p in pairs)} times as",
         "fast as torch's own functions in torchtitan's order, in "
         f"{span(o['peak_mib'] / p['peak_mib'] for o, p in pairs)} of their peak memory.",
-        f"Each GPU reaches {percent[0]} to {percent[-1]}% of its speed alone ({len(pairs)} layers).",
+        f"Each GPU reaches {_percent([ours for ours, _ in pairs])} of its speed alone ({len(pairs)} layers).",
     ]
+    fsdp = [row for row in every if row["what"] == "fsdp" and row["gpus"] == gpus]
+    of_way = {
+        name: [row for row in fsdp if row["provider"] == name] for name in ("moeblaze", STORED, f"{STORED}-graph")
+    }
+    if all(of_way.values()):
+        nccl, engines, graph = map(_percent, of_way.values())
+        lines += [
+            f"Under FSDP2 on {gpus} GPUs it is {engines} by copy engines, {graph} in a CUDA graph, and {nccl} with",
+            "NCCL's collectives.",
+        ]
+    return lines
+
+
+def _percent(found: list[dict]) -> str:
+    values = [row["efficiency"] for row in found]
+    return f"{100 * min(values):.0f} to {100 * max(values):.0f}%"
 
 
 def section(table) -> list[str]:
