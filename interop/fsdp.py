@@ -15,7 +15,8 @@ from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.driver import Moment
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
 from moeblaze_cupy.interop.fsdp_e4m3 import parts_of
-from moeblaze_cupy.interop.fsdp_gather import AllGather, Memory, groups_of, shards_of, straight_of
+from moeblaze_cupy.interop.fsdp_gather import AllGather, groups_of, shards_of, straight_of
+from moeblaze_cupy.interop.fsdp_memory import Memory
 from moeblaze_cupy.interop.fsdp_sums import Owner, Sums, can_be_summed
 from moeblaze_cupy.interop.peers import Peers, others
 

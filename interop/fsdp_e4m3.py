@@ -11,7 +11,8 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.fp8_checks import FIELDS
-from moeblaze_cupy.interop.fsdp_gather import Memory, Place, Shard, Shared, Whole
+from moeblaze_cupy.interop.fsdp_gather import Shard
+from moeblaze_cupy.interop.fsdp_memory import Memory, Place, Shared, Whole
 from moeblaze_cupy.interop.torch_fp8 import Gathered
 from moeblaze_cupy.structures import Fp8Weights
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch_versions import NO_SHARDING_ON_THE_CPU
 
-from moeblaze_cupy.interop import fsdp, fsdp_e4m3, fsdp_gather, peers
+from moeblaze_cupy.interop import fsdp, fsdp_e4m3, fsdp_gather, fsdp_memory, peers
 from moeblaze_cupy.interop.fsdp import CopyEngines
 from moeblaze_cupy.interop.torch import MoE
 
@@ -311,8 +311,8 @@ def fsdp_in_a_graph_needs_addresses_that_stay(mesh, size):
         layers, x = layers_of(mesh, dtype=dtype, engines=CopyEngines(mesh)), tokens_of(mesh, 0)
         loss_of(layers, x).backward()
         with (
-            mock.patch.object(fsdp_gather, "capture_of", lambda stream: 7),
-            mock.patch.object(fsdp_gather, "granularity", lambda device: 2**21),
+            mock.patch.object(fsdp_memory, "capture_of", lambda stream: 7),
+            mock.patch.object(fsdp_memory, "granularity", lambda device: 2**21),
         ):
             expected = "CopyEngines: all-gather in a CUDA graph: expected parts of multiples of 2097152 bytes"
             expect(RuntimeError, expected, layers, x)

@@ -11,8 +11,9 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from moeblaze_cupy.interop import driver, fsdp, fsdp_gather
-from moeblaze_cupy.interop.fsdp_gather import AllGather, Bank, Memory, Place, Shared, Whole
+from moeblaze_cupy.interop import driver, fsdp, fsdp_memory
+from moeblaze_cupy.interop.fsdp_gather import AllGather
+from moeblaze_cupy.interop.fsdp_memory import Bank, Memory, Place, Shared, Whole
 from moeblaze_cupy.interop.peers import Offered
 
 CPU = torch.device("cpu")
@@ -177,11 +178,11 @@ def test_memory_of_a_captured_gather_stays(streams, monkeypatch):
     products, beside = streams
     memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2, None)
     first, second, third = (Module(memory, products) for _ in range(3))
-    monkeypatch.setattr(fsdp_gather, "capture_of", lambda stream: 5)
+    monkeypatch.setattr(fsdp_memory, "capture_of", lambda stream: 5)
     for module in (first, second, third):
         module.gather(beside)
         module.free()
-    monkeypatch.setattr(fsdp_gather, "capture_of", lambda stream: 0)
+    monkeypatch.setattr(fsdp_memory, "capture_of", lambda stream: 0)
     first.gather(beside)
     with pytest.raises(RuntimeError, match="CopyEngines: all-gather in a CUDA graph: expected the order of gathers"):
         third.gather(beside)
@@ -198,7 +199,7 @@ def test_ranks_meet_where_a_capture_begins_and_ends(streams, monkeypatch):
     memory = Memory(Ranks([None, torch.zeros(1)]), 0, 2, None)
     modules, met = [Module(memory, products) for _ in range(3)], []
     for capture in (0, 0, 5, 5, 7, 0):
-        monkeypatch.setattr(fsdp_gather, "capture_of", lambda stream, capture=capture: capture)
+        monkeypatch.setattr(fsdp_memory, "capture_of", lambda stream, capture=capture: capture)
         for module in modules:
             memory.peers.kinds.clear()
             module.gather(beside)
@@ -231,8 +232,8 @@ def test_what_is_at_the_addresses_of_a_whole_parameter(monkeypatch):
         room[0] -= 1
         return next(numbers)
 
-    monkeypatch.setattr(fsdp_gather, "Addresses", Mapped)
-    monkeypatch.setattr(fsdp_gather.Physical, "new", new)
+    monkeypatch.setattr(fsdp_memory, "Addresses", Mapped)
+    monkeypatch.setattr(fsdp_memory.Physical, "new", new)
     waits = mock.Mock()
     monkeypatch.setattr(torch.cuda, "synchronize", waits)
     memory, banks = Memory(Ranks([]), 1, 3, None), (Bank(), Bank())
