@@ -129,11 +129,11 @@ class AllGather:
 
     def _settle(self) -> None:
         """Has memory of the bank for what is gathered, and buffers for the parts."""
-        remains = self._group is not None and self._group.post_forward_mesh_info is None
+        is_kept = self._group is not None and self._group.post_forward_mesh_info is None  # after forward
         for name, shard in enumerate(self.shards):
             forms, device = enumerate(shard.forms), shard.local.device
             rooms = [self._memory.room(self.bank, (name, i), form, device) for i, form in forms]
-            shard.settle(Place(self.bank, remains and shard.part is not None), name, rooms, self.was_captured)
+            shard.settle(Place(self.bank, is_kept and shard.part is not None), name, rooms, self.was_captured)
             self._rooms[shard] = rooms
 
     def start(self, shard: Shard) -> None:

@@ -155,7 +155,7 @@ class Memory:
     def use(self, shard: Any, bank: Bank, wholes: "list[Whole]") -> None:
         """Gives arrays of a whole parameter memory, where they have none."""
         for whole in wholes:
-            whole.allocate(bank, self.capture)
+            whole.allocate(bank)
         self._used[shard] = bank
 
     def forget(self, shard: Any) -> None:
@@ -168,7 +168,7 @@ class Memory:
         stream: of the caller.
         """
         capture = capture_of(stream)
-        for shard in [shard for shard in self._used if not shard.inner[0].untyped_storage().size()]:
+        for shard in [shard for shard in self._used if not shard.is_there]:
             bank = self._used.pop(shard)
             if capture_of(shard.stream) == capture:
                 bank.freed.append(Moment(shard.stream))
@@ -230,22 +230,23 @@ class Whole:
         assert self._addresses is not None
         rank, device, self._at = self._memory.rank, part.own.device.index, None  # until all of it is there
         ranks = [r for r in range(self._memory.size) if r != rank or place.copied]
-        blocks = {r: place.bank.block((self._name, r), part.own.nbytes, device) for r in ranks} | (
-            {} if place.copied or part.pages is None else {rank: part.pages}
-        )
+        blocks = {r: place.bank.block((self._name, r), part.own.nbytes, device) for r in ranks}
+        if not place.copied:
+            assert part.pages is not None
+            blocks[rank] = part.pages
         for r, block in blocks.items():
             self._addresses.map(r, block)
         self._at, self.own_is_mapped = (place, part.own.data_ptr()), not place.copied
 
-    def allocate(self, bank: Bank, capture: int) -> None:
-        """Memory that this does not have. capture: of the stream that writes it."""
+    def allocate(self, bank: Bank) -> None:
+        """Gives it memory, if it has none."""
         storage = self.token.untyped_storage()
-        if storage.size():
+        if self.is_there:
             return
         if self._remains:
             storage.resize_(self.token.nbytes)
             return
-        if capture:
+        if self._memory.capture:
             page = granularity(self.array.device.index)
             expected = f"parts of multiples of {page} bytes, whose addresses stay the same"
             got = self.array.nbytes // self._memory.size

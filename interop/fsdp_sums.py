@@ -132,7 +132,7 @@ class Owner:
         """Whether it takes the gradient of this backward. What says so is to be the same on all ranks.
 
         False while gradients add up on each rank, or if something of the caller's is to see them when FSDP2 does, or if
-        FSDP2 also reduces what a rank has no gradient of.
+        FSDP2 also reduces what a rank has no gradient of. Raises RuntimeError if FSDP2 has freed the whole parameter.
         """
         parameter, group = self._parameter, self._group
         if not self._shard.is_there:

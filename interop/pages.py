@@ -32,7 +32,8 @@ class Descriptors:
         every: list[Any] = [None] * self._size
         with collectives.named("descriptors of CopyEngines", group):
             dist.all_gather_object(every, (name, secret), group=group)
-        self._names, self._secrets = zip(*every, strict=True)
+        self._names, every_secret = zip(*every, strict=True)
+        self._secret, self._ranks = secret, {of_rank.encode(): rank for rank, of_rank in enumerate(every_secret)}
 
     def swap(self, descriptor: int) -> list[int]:
         """By rank, the descriptors of all, which this rank then closes. A collective call."""
@@ -50,16 +51,16 @@ class Descriptors:
         return [self._came.pop((call, rank)) for rank in range(size)]
 
     def _send(self, call: int, descriptor: int, rank: int) -> None:
-        message = f"{call} {self._rank} {self._secrets[self._rank]}".encode()
+        message = f"{call} {self._secret}".encode()
         given = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", descriptor)  # socket.send_fds takes no address
         self._socket.sendmsg([message], [given], 0, self._names[rank])
 
     def _receive(self) -> None:
         message, received, *_ = socket.recv_fds(self._socket, 256, 1)
-        call, rank, secret = (*message.split(), b"", b"", b"")[:3]
-        of_rank = dict(enumerate(self._secrets)).get(int(rank)) if rank.isdigit() else None
-        if len(received) == 1 and of_rank is not None and secret == of_rank.encode():
-            self._came[int(call), int(rank)] = received[0]
+        call, _, secret = message.partition(b" ")
+        rank = self._ranks.get(secret)
+        if rank is not None and len(received) == 1:
+            self._came[int(call), rank] = received[0]
         else:  # of another process
             for descriptor in received:
                 os.close(descriptor)
