@@ -16,16 +16,21 @@ from bench.layer import Layer
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # rows, weights, ends of groups
 PACKAGE = "torchao.prototype.moe_training"
-# Of each recipe: the module, its function, the rows of a group's multiple.
+# Of each recipe: the module, its function, the rows of a group's multiple, and the package that has the product. Without
+# deep_gemm torchao would emulate the blockwise product, not multiply e4m3.
 RECIPES = {
-    "rowwise": ("fp8_grouped_mm", "_to_fp8_rowwise_then_scaled_grouped_mm", 16),
-    "blockwise": ("blockwise_fp8.grouped_mm", "_to_fp8_blockwise_then_scaled_grouped_mm", 128),
+    "rowwise": ("fp8_grouped_mm", "_to_fp8_rowwise_then_scaled_grouped_mm", 16, "torch"),
+    "blockwise": ("blockwise_fp8.grouped_mm", "_to_fp8_blockwise_then_scaled_grouped_mm", 128, "deep_gemm"),
 }
 
 
 def product_of(recipe: str) -> tuple[Product, int]:
-    """A recipe's product, and of what the sizes of its groups are multiples. Raises ImportError without torchao."""
-    module, function, multiple = RECIPES[recipe]
+    """A recipe's product, and of what the sizes of its groups are multiples.
+
+    Raises ImportError without torchao, or without the package that has the product.
+    """
+    module, function, multiple, package = RECIPES[recipe]
+    importlib.import_module(package)
     found = getattr(importlib.import_module(f"{PACKAGE}.{module}"), function)
     return lambda rows, weight, ends: found(rows, weight, ends, pad_token_groups_for_grouped_mm=False), multiple
 

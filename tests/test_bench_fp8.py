@@ -1,6 +1,7 @@
 """The forward of torch's own products in e4m3 beside which bench.fp8 times the layer, and the report of its record."""
 
 import json
+import sys
 
 import pytest
 
@@ -64,6 +65,12 @@ def test_torchaos_layer_is_the_layer(multiple):
     wanted = {"out": want, **found.named(torch.autograd.grad(want, found.leaves, made["grad_out"]))}
     for name, value in wanted.items():  # float64 throughout
         assert float((got[name] - value).detach().norm() / value.detach().norm()) < 1e-12, name
+
+
+def test_torchaos_emulated_products_are_not_timed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)  # not installed
+    with pytest.raises(ImportError, match="deep_gemm"):
+        fp8_torchao.product_of("blockwise")
 
 
 def test_a_peer_that_does_not_run_or_is_wrong_is_left_out(capsys):
