@@ -13,10 +13,11 @@ RECORD = RECORDS / "fp8" / "h200.json"
 PASSES = ("forward", "forward + backward")
 PEER = "torch, fp8"
 # What a column of the layer's table has: a peer, a pass, and the kind of this package's call beside which it is timed.
+OF_TRAINING = "torchao's with backward", "torchao, rowwise", "forward + backward", "fp8, quantises"
 OF_PEERS = (
     ("torch's forward", PEER, "forward", "fp8"),
     ("torchao's forward", "torchao, rowwise", "forward", "fp8, quantises"),
-    ("torchao's with backward", "torchao, rowwise", "forward + backward", "fp8, quantises"),
+    OF_TRAINING,
 )
 QUANTIZED = ("quantize_rows", "quantize_weights")
 ABOUT = """`python -m bench.fp8` compares `precision="fp8"` and `save="fp8"` with bf16, in alternating calls back to
@@ -115,7 +116,7 @@ def error_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:
 
 
 def headline() -> list[str]:
-    """The span of both passes' times beside bf16's, in one sentence; none without a record."""
+    """The span of both passes' times beside bf16's, and of torchao's beside them; none without a record."""
     found = by_case().values()
     if not found:
         return []
@@ -124,10 +125,15 @@ def headline() -> list[str]:
         span(seconds["bf16"] / seconds[kind] for seconds in of_pass)
         for of_pass, kind in ((forward, "fp8"), (both, "fp8"), (both, "fp8, quantises"))
     )
-    return [
+    lines = [
         f"Products in fp8: compared with bf16, a forward pass is {of_forward} times as fast and a training pass",
         f"{of_both} times, or {of_quantising} times if each pass quantises the weights ({len(found)} layers).",
     ]
+    _, peer, _, kind = OF_TRAINING
+    of_peer = [seconds[peer] / seconds[kind] for seconds in both if peer in seconds]
+    if of_peer:
+        lines.append(f"torchao's fp8 layer, which quantises them too, takes {span(of_peer)} times as long to train.")
+    return lines
 
 
 def section(table) -> list[str]:

@@ -16,8 +16,8 @@ from bench.layer import Layer
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # rows, weights, ends of groups
 PACKAGE = "torchao.prototype.moe_training"
-# Of each recipe: the module, its function, the rows of a group's multiple, and the package that has the product. Without
-# deep_gemm torchao would emulate the blockwise product, not multiply e4m3.
+# Of each recipe: the module, its function, the rows of a group's multiple, and the package that has the product.
+# Without deep_gemm torchao would emulate the blockwise product, not multiply e4m3.
 RECIPES = {
     "rowwise": ("fp8_grouped_mm", "_to_fp8_rowwise_then_scaled_grouped_mm", 16, "torch"),
     "blockwise": ("blockwise_fp8.grouped_mm", "_to_fp8_blockwise_then_scaled_grouped_mm", 128, "deep_gemm"),

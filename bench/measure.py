@@ -330,6 +330,7 @@ def commit() -> str:
 
 
 PEER_PACKAGES = (
+    "torchao",
     "sonic-moe",
     "quack-kernels",
     "nvidia-cutlass-dsl",

@@ -96,8 +96,9 @@ def test_the_report_has_a_peer_where_it_has_run(tmp_path):
     found = fp8_report.by_case()
     case = next(iter(found))
     for row in record["rows"]:
-        for _, peer, name, kind in fp8_report.OF_PEERS[:2]:
+        for _, peer, *_ in fp8_report.OF_PEERS:
             row["seconds"].pop(peer, None)
+        for _, peer, name, kind in fp8_report.OF_PEERS[:2]:
             if (row["case"], row["kernel"]) == (case, name):
                 row["seconds"][peer] = 2.5 * row["seconds"][kind]
     path = tmp_path / "record.json"
