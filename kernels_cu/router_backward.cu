@@ -182,6 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
         }
     }
     if (!there) return;
+    // Probabilities of other tokens may be NaN: these are in no sum and have no slot.
+    const bool has_probabilities = PROBABILITIES && (counts || (OVER_ALL && dot != 0.f));
     ELEMENT* const out = p.grad_logits + static_cast<int64>(token) * E;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -193,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
         for (int c = 0; c < WIDTH; ++c) {
             const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[c] : 0.f;
             grad[c] = row[column + c];
-            if (PROBABILITIES) {
+            if (has_probabilities) {
                 const float probability = probabilities[i * WIDTH + c];
                 float factor = of_all + (SHARES == SOFTMAX ? v_c : 0.f);
                 if (SUM_ENTROPY) factor -= v_entropy * logit_or_zero(x_c, probability);

@@ -327,7 +327,8 @@ __device__ __forceinline__ void route_token(const RouterForwardParams& p, int to
                 if (base + i < k) mass += from_lane(probability, i);
             }
             const float compared = BIAS ? from_sort_key(key_of(slots[min(j, k - 1)])) : score_in_row(x_j, lse);
-            const bool stays = (j == 0 || before < __int_as_float(p.top_p)) && compared >= __int_as_float(p.threshold);
+            // A NaN stays, so that it shows. Options that are not given are infinities.
+            const bool stays = (j == 0 || !(before >= __int_as_float(p.top_p))) && !(compared < __int_as_float(p.threshold));
             if (j < number && !stays) first_cut = min(first_cut, j);
         }
         number = over_lanes(first_cut, [](int a, int b) { return min(a, b); });

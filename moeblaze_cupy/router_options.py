@@ -42,7 +42,15 @@ class RouterOptions(NamedTuple):
 def _number(function: str, argument: str, value: Any) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise checks.bad_type(function, argument, "a number", repr(value))
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # of an int
+        return math.inf if value > 0 else -math.inf
+
+
+def _is_finite(value: float) -> bool:
+    """In float32, as kernels take it."""
+    return abs(value) <= float(np.finfo(np.float32).max)
 
 
 def _groups(function: str, groups: Any) -> tuple[int, int, int]:
@@ -83,10 +91,10 @@ def _checked(
     if renormalize is not None and not isinstance(renormalize, (bool, np.bool_)):
         raise checks.bad_type(function, "renormalize", "True, False or None", repr(renormalize))
     eps, scale = _number(function, "eps", eps), _number(function, "scale", scale)
-    if not (eps >= 0 and math.isfinite(eps)):
-        raise checks.bad_value(function, "eps", "a finite number from 0 on", eps)
-    if scale == 0 or not math.isfinite(scale):
-        raise checks.bad_value(function, "scale", "a finite number other than 0", scale)
+    if not (eps >= 0 and _is_finite(eps)):
+        raise checks.bad_value(function, "eps", "a finite number from 0 on, in float32", eps)
+    if not _is_finite(scale) or np.float32(scale) == 0:
+        raise checks.bad_value(function, "scale", "a finite number other than 0, in float32", scale)
     checks.one_of(function, "bias_on", bias_on, ("scores", "logits"))
     if top_p is not None and not (top_p := _number(function, "top_p", top_p)) > 0:
         raise checks.bad_value(function, "top_p", "None or a number above 0", top_p)

@@ -62,7 +62,7 @@ def route(
     token_offsets[t] <= p < token_offsets[t+1]; renormalize=None then means True.
     token_mask: (L,) bool; a token that is False gets empty slots and has no share in the sums.
     top_p: a slot stays while the softmax(x) of the slots before it adds up to less; threshold: while its key, s or what
-    bias makes of it, is at least this. Other slots are empty, and no part of the sum of weights.
+    bias makes of it, is at least this. Other slots are empty, and no part of the sum of weights. A NaN stays.
     sums: any of "z", "entropy" and one of "softmax", "sigmoid", "sqrt_softplus": what RouterSums is to hold. Of the
     latter, softmax(x), or the scores over their sum + 1e-20, is added to score_sums.
     sequences: S equal runs of consecutive tokens, or offsets (S+1,) int32 of S runs, to add up apart. S E, or S without

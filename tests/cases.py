@@ -148,3 +148,24 @@ CASES = [
     Case(L=100, k=8, E=64, d=64, h=32, routing="skewed"),
     Case(L=100, k=1, E=4, d=16, h=128, activation="gelu", routing="one_expert"),
 ]
+
+
+# Options of the router that take slots away, and those whose gradient is one of all logits.
+CUTS = {"top_p": 0.9}, {"threshold": -5.0, "score": "sigmoid"}, {"threshold": 0.01, "top_p": 0.9}
+DENSE_GRADIENTS = {"k": 1}, *({"sums": (name,)} for name in ("z", "entropy", "softmax", "sigmoid", "sqrt_softplus"))
+
+
+def special_logits(E):
+    """(7, E): rows with a NaN, an infinity, nothing but either, and none."""
+    nan, inf = np.nan, np.inf
+    logits = np.zeros((6, E), np.float32)
+    logits[:, np.linspace(0, E - 1, 4).astype(int)] = [
+        [1, 2, 3, 0],
+        [1, nan, 2, 0],
+        [1, inf, 2, 0],
+        [1, 2, 3, -inf],
+        [inf, inf, 2, 0],
+        [nan, 1, inf, -inf],
+    ]
+    logits[5] += nan
+    return np.concatenate([logits, np.full((1, E), -inf, np.float32)])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import relative_error
+from cases import CUTS, DENSE_GRADIENTS, relative_error, special_logits
 from test_device_code import DTYPES, device, differences, emulated, in_float64  # noqa: F401  # device is a fixture
 
 import moeblaze_cupy as mb
@@ -335,6 +335,31 @@ def test_router_on_ties_zeros_infinities_and_nan(device, renormalize, dtype, E):
     got = run_router(device, logits, np.ones((len(logits), 3), np.float32), 3, renormalize=renormalize)
     np.testing.assert_array_equal(got["ids"], ids)
     np.testing.assert_allclose(got["weights"], weights, rtol=WEIGHTS_TOLERANCE, atol=1e-30)
+
+
+@pytest.mark.parametrize("options", CUTS, ids=str)
+@pytest.mark.parametrize("E", [4, 40])
+def test_slots_of_nan_and_infinity_are_not_cut(device, options, E):  # noqa: F811
+    logits = special_logits(E)
+    got = run_router(device, logits, np.ones((len(logits), 3), np.float32), 3, **options)
+    with np.errstate(invalid="ignore"):
+        weights, ids = reference.route(exactly(logits), 3, **{"renormalize": True} | options)
+    np.testing.assert_array_equal(got["ids"], ids)
+    np.testing.assert_allclose(got["weights"], weights, rtol=WEIGHTS_TOLERANCE, atol=1e-30)
+
+
+@pytest.mark.parametrize("options", DENSE_GRADIENTS, ids=str)
+@pytest.mark.parametrize("E", [4, 40])
+def test_masked_tokens_have_no_gradient_whatever_their_logits(device, options, E):  # noqa: F811
+    logits = special_logits(E)
+    mask = np.arange(len(logits)) == 0
+    k, sums = options.get("k", 3), options.get("sums", ())
+    shapes = (1, E), (1,), (1,)
+    wanted = [any(name not in ("z", "entropy") for name in sums), "z" in sums, "entropy" in sums]
+    grads = [np.ones(shape, np.float32) if w else None for shape, w in zip(shapes, wanted, strict=True)]
+    given = {"sums": sums, "grads": grads} if sums else {}
+    got = run_router(device, logits, np.ones((len(logits), k), np.float32), k, token_mask=mask, **given)
+    assert not got["grad_logits"][1:].any() and np.isfinite(got["grad_logits"]).all()
 
 
 @pytest.mark.parametrize(("E", "k"), [(30, 9), (100, 8), (100, 32), (1000, 20), (200, 50), (64, 8)])

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import relative_error
+from cases import CUTS, DENSE_GRADIENTS, relative_error, special_logits
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
@@ -92,6 +92,31 @@ def test_ties_zeros_and_special_values(E):
     assert np.array_equal(np.isnan(weights), np.isnan(want_weights))
     finite = ~np.isnan(want_weights)
     assert relative_error(weights[finite], want_weights[finite]) <= WEIGHTS_TOLERANCE
+
+
+@pytest.mark.parametrize("options", CUTS, ids=str)
+@pytest.mark.parametrize("E", [4, 40, 1000])
+def test_slots_of_nan_and_infinity_are_not_cut(options, E):
+    cupy = pytest.importorskip("cupy")
+    logits = special_logits(E)
+    weights, ids = (a.get() for a in mb.route(cupy.asarray(logits), 3, **options))
+    want_weights, want_ids = reference.route(logits.astype(np.float64), 3, **{"renormalize": True} | options)
+    assert np.array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want_weights, rtol=WEIGHTS_TOLERANCE, atol=1e-30)
+
+
+@pytest.mark.parametrize("options", DENSE_GRADIENTS, ids=str)
+@pytest.mark.parametrize("E", [4, 40, 1000])
+def test_masked_tokens_have_no_gradient_whatever_their_logits(options, E):
+    cupy = pytest.importorskip("cupy")
+    logits = cupy.asarray(special_logits(E))
+    k, sums, mask = options.get("k", 3), options.get("sums", ()), cupy.arange(len(logits)) == 0
+    weights, ids, *_ = mb.route(logits, k, token_mask=mask, sums=sums)
+    shapes = (1, E), (1,), (1,)
+    wanted = [any(name not in ("z", "entropy") for name in sums), "z" in sums, "entropy" in sums]
+    given = {name: cupy.ones(s, np.float32) for name, s, w in zip(GRADS, shapes, wanted, strict=True) if w}
+    grad = mb.route_backward(cupy.ones_like(weights), logits, weights, ids, token_mask=mask, sums=sums, **given).get()
+    assert not grad[1:].any() and np.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("E", [16, 256])

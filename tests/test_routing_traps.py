@@ -124,6 +124,23 @@ def test_signs_of_zero_and_nan_do_not_count():
         np.testing.assert_array_equal(ids, [[0, 1, 2, 3], [1, 3, 2, 0], [3, 1, 2, 0]])
 
 
+def test_nan_is_not_cut_and_masked_nan_has_no_gradient():
+    """A comparison with NaN is false, and 0 * NaN is NaN."""
+    x = np.array([[1, np.nan, 2, 0], [1, np.inf, 2, 0], [1, 2, 3, 0]], np.float32)
+    for options in ({"top_p": 0.9}, {"threshold": 0.0}):
+        weights, ids = mb.route(x, 2, **options)
+        np.testing.assert_array_equal(ids[:2], [[1, 2], [1, 2]])
+        assert np.isnan(weights[:2]).all() and np.isfinite(weights[2]).all()
+    mask = np.array([False, False, True])
+    for k, sums in ((1, ()), (2, ("z", "entropy", "softmax"))):
+        weights, ids, *_ = mb.route(x, k, token_mask=mask, sums=sums)
+        grads = (np.ones((1, 4)), np.ones(1), np.ones(1)) if sums else ()
+        named = dict(zip(("grad_score_sums", "grad_z_sums", "grad_entropy_sums"), grads, strict=False))
+        named = {name: grad.astype(np.float32) for name, grad in named.items()}
+        grad = mb.route_backward(np.ones_like(weights), x, weights, ids, token_mask=mask, sums=sums, **named)
+        assert not grad[:2].any() and np.isfinite(grad).all() and (grad[2].any() or not sums)
+
+
 def test_logits_rank_where_probabilities_are_all_zero():
     """Probabilities below the smallest number tie, so that a top-k of them takes the lowest ids."""
     x = np.linspace(-2000, -1000, 64, dtype=np.float32)[None].copy()

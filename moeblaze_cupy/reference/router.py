@@ -102,10 +102,10 @@ def _select(
     stays = np.ones(ids.shape, bool)
     if top_p is not None:
         mass = np.take_along_axis(softmax(x), ids, axis=1).cumsum(axis=1)
-        stays[:, 1:] &= mass[:, :-1] < top_p
+        stays[:, 1:] &= ~(mass[:, :-1] >= top_p)  # a NaN stays, so that it shows
     if threshold is not None:
         compared = scores_of(x, score) if bias is None else keys
-        stays &= np.take_along_axis(compared, ids, axis=1) >= threshold
+        stays &= ~(np.take_along_axis(compared, ids, axis=1) < threshold)
     return np.where(np.logical_and.accumulate(stays, axis=1), ids, np.int32(-1))
 
 
@@ -262,7 +262,7 @@ def route_backward(
                 at_chosen = at_chosen * log_slope(at_ids, score)
         np.add.at(grad, (owner, chosen), at_chosen)
         if score == "softmax" and not renormalize:
-            grad -= softmax(x) * dots[:, None]
+            grad -= np.where(dots[:, None] == 0, 0, softmax(x) * dots[:, None])  # also of a NaN without a slot
         _, sequence = _sequences(L, sequences, token_mask)
         inside = np.flatnonzero(sequence >= 0)
         grad[inside] += _sums_backward(
