@@ -83,7 +83,7 @@ def _check(x: Any, ids: Any, weights: Any, experts: Any) -> None:
         if tensor.dtype not in collectives.DTYPES:
             raise TypeError(f"exchange: {name}: expected a float dtype, got {tensor.dtype}")
     if experts.route == "pull" and x.shape[1] % 8:
-        raise checks.bad_value("exchange", "x", 'd in multiples of 8 for route "pull"', tuple(x.shape))
+        raise checks.bad_value("exchange", "x", 'd in multiples of 8, or route="exact"', tuple(x.shape))
     if experts.slots is not None and experts.slots < ids.shape[1]:
         raise checks.bad_value("exchange", "slots", f"at least k = {ids.shape[1]}", experts.slots)
 

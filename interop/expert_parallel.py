@@ -15,9 +15,18 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader, runtime
 from moeblaze_cupy.backward import backward_into
 from moeblaze_cupy.call import untraced
+from moeblaze_cupy.interop import torch_arguments
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.routes import Rows
-from moeblaze_cupy.interop.torch_autograd import MainGrad, first_derivatives_only, main_grads, stand_in, tell_inputs
+from moeblaze_cupy.interop.torch_autograd import (
+    MainGrad,
+    any_autocast,
+    first_derivatives_only,
+    main_grads,
+    stand_in,
+    tell_inputs,
+)
+from moeblaze_cupy.interop.torch_sums import expect_gathered
 from moeblaze_cupy.layer import forward_into, values_and_scales
 from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Rows, Fp8Weights, SavedForBackward, is_gated, pair
 
@@ -218,6 +227,7 @@ class _ExpertParallel(torch.autograd.Function):
         route: Route = ctx.route
         experts = route.experts
         values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
+        expect_gathered(gate, up, w2)
         kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
         tell_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
         in_fp8: InFp8 = ctx.in_fp8
@@ -229,6 +239,8 @@ class _ExpertParallel(torch.autograd.Function):
         of_rows = tuple(compress(("x", "weights"), needed[:2]))
         of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
         sent = None if experts.keep_received else values
+        # main_grad, or zeros where several pieces add up. It may raise, so it comes before rows are on their way.
+        buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
         grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), sent)
         rows, arrival = kept_rows if sent_again is None else sent_again, route.arrival
         x, x_scales = values_and_scales(rows)
@@ -246,8 +258,6 @@ class _ExpertParallel(torch.autograd.Function):
         spare = experts.spare_multiprocessors
         bring: Callable[[], dict[str, Tensor]] = dict
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
-        # main_grad, or zeros where several pieces add up
-        buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
         sums: dict[str, Any] = {}
         if buffers:
             of_w1 = (buffers["gate"], buffers["up"]) if "up" in buffers else buffers.get("gate")
@@ -345,7 +355,7 @@ def expert_parallel_moe(
     accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
     {"w1": parameter or pair, "w2": parameter}; their main_grad is a DTensor too, or this rank's part.
     precision, fp8_weights: as of `moeblaze_cupy.moe_forward`, of this rank's experts.
-    keep_fp8_weights: as of `moeblaze_cupy.interop.torch.moe`.
+    keep_fp8_weights: as of `moeblaze_cupy.interop.torch.moe`. So is what torch.autocast does.
     row_precision: the same on all ranks. None sends rows in x's dtype. "fp8", with precision="fp8", sends rows of x and
     of out's gradient in e4m3 with a float32 scale for each token, half the bytes, and keeps those of x so. The output
     and the gradients of x and weights are the same, as the products multiply these very numbers. But the gradients of
@@ -358,6 +368,11 @@ def expert_parallel_moe(
     """
     parts = pair(w1)
     gate, up = (*parts, None, None)[:2]
+    first, second, given = gate, up, w2  # as the caller has them
+    tokens = x  # as `shared` gets them
+    are_tensors = any_autocast() and all(isinstance(of, Tensor) for of in (x, weights, *parts, w2))
+    if are_tensors and torch_arguments.in_autocast(x):
+        (x, gate, up, w2), (weights,) = torch_arguments.autocast(x.device.type, (x, gate, up, w2), (weights,))
 
     def check() -> None:
         if len(parts) not in (1, 2):
@@ -373,14 +388,14 @@ def expert_parallel_moe(
                 experts.note_passed(key)
         if accumulate_into_main_grad and torch.is_grad_enabled():
             function = "expert_parallel_moe"
-            into.update(main_grads(parts[0], up, w2, accumulate_into_main_grad, function))
+            into.update(main_grads(first, second, given, accumulate_into_main_grad, function))
         if grads and save is None:
             expected = "a policy that keeps something, as gradients are required"
             raise ValueError(f"expert_parallel_moe: save: expected {expected}, got None")
 
     into: dict[str, MainGrad] = {}
     in_fp8 = InFp8(precision, fp8_weights, keep_fp8_weights)
-    grads = required((x,), (weights,), (*parts, w2))
+    grads = required((x,), (weights,), (*parts, given))
     begun = Begun(x, ids, weights, experts, grads, check, row_precision == "fp8")
     route: Route | None = None
     wait: Callable[[], None] | None = None
@@ -400,7 +415,7 @@ def expert_parallel_moe(
         return of_experts()
     try:
         try:
-            beside = shared(x)
+            beside = shared(tokens)
         finally:
             if wait is not None:
                 wait()  # also where `shared` fails, as what is copied to would be freed

@@ -14,7 +14,7 @@ from moeblaze_cupy import checks
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.driver import Moment
 from moeblaze_cupy.interop.expert_group import reach_each_other, this_gpu
-from moeblaze_cupy.interop.fsdp_e4m3 import parts_of
+from moeblaze_cupy.interop.fsdp_e4m3 import parts_of, tell_modules
 from moeblaze_cupy.interop.fsdp_gather import AllGather, groups_of, shards_of, straight_of
 from moeblaze_cupy.interop.fsdp_memory import Memory
 from moeblaze_cupy.interop.fsdp_sums import Owner, Sums, can_be_summed
@@ -94,21 +94,27 @@ class CopyEngines:
         forward. No module is served then.
         """
         groups = [self._group_of(module) for module in modules]
-        for module, group in zip(modules, groups, strict=True):
+        found: list[tuple[dict[Any, torch.dtype], dict[Any, Any], AllGather]] = []
+        for module, group in zip(modules, groups, strict=True):  # first all memory, of which there may be too little
             straight: dict[Any, torch.dtype] = {}
-            shards: list[Any] = []
+            parts: dict[Any, Any] = {}
             if group is not None:
                 module.reshard()
                 straight = straight_of(group, self._memory.size)
                 parts = parts_of(straight if in_e4m3 else {}, group, self._memory)
-                shards = shards_of(straight, self._memory, parts)
+            shards = shards_of(straight, self._memory, parts)
+            found.append((straight, parts, AllGather(self._memory, shards, group)))
+        for module, group, (straight, parts, gather) in zip(modules, groups, found, strict=True):
             if (before := self._gathers.get(id(module))) is not None:
                 before.give_up()
-            gather = self._gathers[id(module)] = AllGather(self._memory, shards, group)
-            module.set_custom_all_gather(gather)
-            for parameter, shard in zip(straight, shards, strict=True):
+            self._gathers[id(module)] = gather
+            if group is not None:
+                tell_modules(group, parts)
+            for parameter, shard in zip(straight, gather.shards, strict=True):
+                shard.hook(parameter)
                 if stores_gradients and can_be_summed(parameter, shard.whole, group, self._memory.size):
                     shard.owner = Owner(self._sums, shard, parameter, group)
+            module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(self.reduce_scatter)
 
     def _group_of(self, module: Any) -> Any:

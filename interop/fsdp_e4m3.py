@@ -32,8 +32,8 @@ class Part(Shard):
     a scale each.
     """
 
-    def __init__(self, memory: Memory, local: Tensor, name: str, halves: int, experts: "Experts") -> None:
-        self.name, self._experts = name, experts
+    def __init__(self, memory: Memory, local: Tensor, halves: int, experts: "Experts") -> None:
+        self.experts = experts
         number, N, K = local.shape
         of_e4m3 = tuple((shape, torch.uint8) for shape in ((number, K, N), (number, N, K)))
         self.forms = (*of_e4m3, ((number, halves), torch.float32))
@@ -44,7 +44,7 @@ class Part(Shard):
         self.inner, self._here = [], {BACKWARD, FORWARD}
         self._arrays: list[Whole] = []
         self._state, self._read = "", dict[str, set[int]]()  # FSDP2's in a gather; by it, what was read of such gathers
-        self.hook(memory, local, torch.bfloat16)
+        self.keep(memory, local, torch.bfloat16)
 
     def settle(self, place: Place, name: int, rooms: list[Shared], was_captured: bool) -> None:
         if not self._arrays:
@@ -58,12 +58,12 @@ class Part(Shard):
 
     def offer(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
         """As of `Shard`. The second of the two parts quantises both."""
-        self._state = self._experts.state()
+        self._state = self.experts.state()
         here = self._here = set(self._read.setdefault(self._state, set(READ.get(self._state, (BACKWARD, FORWARD)))))
         for orientation in {BACKWARD, FORWARD} - here:  # which a gather that failed may have left
             self._arrays[orientation].free()
         self.inner[:] = [self._arrays[i].token for i in (2, *sorted(here))]
-        self._experts.offer(self, [room.own for room in rooms])
+        self.experts.offer(self, [room.own for room in rooms])
         return [(self._arrays[i], rooms[i].at) for i in (*sorted(here), 2)]
 
     @property
@@ -75,8 +75,7 @@ class Part(Shard):
 
     def read(self, orientation: int) -> Tensor:
         """The whole in e4m3. What did not come is made of what did, and comes with the next gathers of this state."""
-        if not self.is_there:
-            raise RuntimeError(f"CopyEngines: {self.name}: expected a gathered parameter, got one that FSDP2 has freed")
+        self.expect_there()
         self._read[self._state].add(orientation)
         if orientation in self._here:
             return self.e4m3[orientation]
@@ -90,12 +89,12 @@ class Part(Shard):
 class Experts:
     """The parameters of w1 (E, 2h, d) or (E, h, d), and of w2 (E, d, h), of a MoE that FSDP2 shards.
 
-    group: FSDP2's. w1, w2: of this rank's experts. names: of the parameters.
+    group: FSDP2's. w1, w2: of this rank's experts.
     """
 
-    def __init__(self, memory: Memory, group: Any, w1: Tensor, w2: Tensor, names: tuple[str, str]) -> None:
+    def __init__(self, memory: Memory, group: Any, w1: Tensor, w2: Tensor) -> None:
         self._group, halves = group, w1.shape[1] // w2.shape[2]
-        self.parts = Part(memory, w1, names[0], halves, self), Part(memory, w2, names[1], 1, self)
+        self.parts = Part(memory, w1, halves, self), Part(memory, w2, 1, self)
         self._rooms: dict[Part, list[Tensor]] = {}
         self._amax = w1.new_empty((len(w1), halves + 1), dtype=torch.float32)
 
@@ -190,7 +189,6 @@ def parts_of(straight: Mapping[Any, torch.dtype], group: Any, memory: Memory) ->
         of = parameter._module_info
         if of.param_name not in getattr(of.module, "travel_in_e4m3", ()):
             continue
-        of.module._fp8.gathered = None
         large = 2 * memory.size * parameter.sharded_param._local_tensor.numel() >= LEAST_BYTES
         own = not (parameter.is_dtensor or of.shared_modules)
         if large and own and straight.get(parameter) == torch.bfloat16:
@@ -200,6 +198,14 @@ def parts_of(straight: Mapping[Any, torch.dtype], group: Any, memory: Memory) ->
         if len(found) == len(module.travel_in_e4m3):
             both = [found[name] for name in module.travel_in_e4m3]
             w1, w2 = (parameter.sharded_param._local_tensor for parameter in both)
-            module._fp8.gathered = Experts(memory, group, w1, w2, module.travel_in_e4m3)
-            parts |= dict(zip(both, module._fp8.gathered.parts, strict=True))
+            experts = Experts(memory, group, w1, w2)
+            parts |= dict(zip(both, experts.parts, strict=True))
     return parts
+
+
+def tell_modules(group: Any, parts: Mapping[Any, Part]) -> None:
+    """Has modules use what `parts_of` found, and those of which it found nothing their parameters."""
+    for parameter in group.fsdp_params:
+        of = parameter._module_info
+        if of.param_name in getattr(of.module, "travel_in_e4m3", ()):
+            of.module._fp8.gathered = parts[parameter].experts if parameter in parts else None

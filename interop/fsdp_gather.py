@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.interop.driver import Moment
+from moeblaze_cupy.interop import torch_sums
 from moeblaze_cupy.interop.fsdp_memory import Memory, Place, Shared, Whole
 from moeblaze_cupy.interop.peers import Form, others
 
@@ -29,7 +29,8 @@ class Shard:
     forms: tuple[Form, ...] = ()  #: of what each all-gather writes to a buffer that the other ranks read
     part: Shared | None = None  #: what the other ranks read, if it is the parameter's own memory
     gather: "AllGather | None" = None
-    owner: Any = None  #: `fsdp_sums.Owner` of what has this part's gradient
+    owner: Any = None  #: `fsdp_sums.Owner` of what has this part's gradient, for `torch_sums`
+    name = ""  #: of the parameter in its module
     stream: Any = None  #: of what reads the whole parameter
     whole: Tensor  #: as products read it
     inner: list[Tensor]  #: what has memory while the parameter is whole, which FSDP2 then frees
@@ -42,14 +43,25 @@ class Shard:
             local = self.part.own.copy_(local)
         else:
             self.forms = (form,)
-        self.hook(memory, local, dtype)
+        self.keep(memory, local, dtype)
 
-    def hook(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
-        """Has FSDP2 call this for `local`. dtype: of the whole parameter."""
+    def keep(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
+        """dtype: of the whole parameter."""
         self._memory, self.local = memory, local
         self._for_fsdp = local.new_empty(16 // dtype.itemsize, dtype=dtype)  # that its own all-gather has something
+
+    def hook(self, parameter: Any) -> None:
+        """Has FSDP2 call this for its parameter."""
+        local, self.name = self.local, parameter._module_info.param_name
+        torch_sums.register(self.whole, self)
         local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
         local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+        parameter.sharded_param._local_tensor = local
+        parameter._sharded_param_data = local.view(-1)
+        parameter._init_extensions()
+        # where a forward has run before, FSDP2 has made a whole parameter that is not the shard's
+        parameter.__dict__.pop("_unsharded_param", None)
+        parameter.all_gather_outputs = []
 
     def settle(self, place: Place, name: int, rooms: list[Shared], was_captured: bool) -> None:
         """Has the whole at a place. name: of this in its module. rooms: a buffer of each of `forms`."""
@@ -73,6 +85,11 @@ class Shard:
     def is_there(self) -> bool:
         """The whole parameter. If it is not, other modules may have its memory."""
         return self._whole is not None and self._whole.is_there
+
+    def expect_there(self) -> None:
+        if not self.is_there:
+            expected, got = "a gathered parameter", "one that FSDP2 has freed"
+            raise RuntimeError(f"CopyEngines: {self.name}: expected {expected}, got {got}")
 
     def made(self) -> Tensor:
         """What FSDP2 makes the whole parameter of."""
@@ -110,8 +127,7 @@ class AllGather:
     """Of one module, as FSDP2 calls it after the shards' hooks. Other parameters travel in the given tensors.
 
     A barrier comes before the copies, when all ranks have written their parts. Where parts are the parameters' own
-    memory another comes after them, so that whatever follows on any rank may change its part, as an optimizer does. So
-    does one in a CUDA graph, as its replay may be followed by anything.
+    memory another comes after them, so that whatever follows on any rank may change its part, as an optimizer does.
     """
 
     def __init__(self, memory: Memory, shards: list[Shard], group: Any) -> None:
@@ -119,7 +135,6 @@ class AllGather:
         self._memory, self.shards, self._group = memory, shards, group
         self._rooms: dict[Shard, list[Shared]] = {}
         self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.offer`
-        self._stream: Any = None
         self.bank = memory.next_bank(shards)
         self.has_moved = False  #: from the bank that it had first
         self.was_captured = False  #: in a CUDA graph, which has the addresses
@@ -148,15 +163,8 @@ class AllGather:
             raise
 
     def _begin(self, device: torch.device) -> None:
-        memory = self._memory
         self.give_up()
-        self._stream = getattr(torch, device.type).current_stream()
-        memory.begin(self, device)
-        if any(shard.forms for shard in self.shards):
-            if memory.last is self.bank:  # others may still read what is to be written
-                memory.peers.close()
-            elif memory.opened is not None:
-                memory.opened.wait(self._stream)
+        self._memory.begin(self, device)
         self._settle()
 
     def give_up(self) -> None:
@@ -178,9 +186,7 @@ class AllGather:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         memory, own = self._memory, input_tensor.view(-1)
-        rank, stream = memory.rank, getattr(torch, own.device.type).current_stream()
-        offered = memory.peers.offer(memory.next_offer(), [own], len(own))[0]
-        memory.opened, memory.last = Moment(stream), self.bank
+        rank, offered = memory.rank, memory.offer(own, self.bank)
         places = output_tensor.view(memory.size, -1)
         copies = [copy for of_shard in self._started.values() for copy in of_shard]
         pairs = [(whole.parts[rank], at[rank]) for whole, at in copies if not whole.own_is_mapped]
@@ -193,10 +199,14 @@ class AllGather:
                 whole.parts[other].copy_(at[other])
         if wait_for_own is not None:
             wait_for_own()
-        if memory.capture or any(shard.part is not None for shard in self.shards):
-            memory.peers.close()
-        memory.ended = self._stream, Moment(stream)
+        memory.end(own.device, any(shard.part is not None for shard in self.shards))
         self._started = {}
+
+    @property
+    def is_dropped(self) -> bool:
+        """FSDP2 has let go of what this gathered, as it does unread if it prefetched a module that did not run."""
+        group = self._group
+        return not (self._started or group.is_unsharded or group._all_gather_result is not None)
 
 
 def other_parameters() -> RuntimeError:
@@ -210,6 +220,7 @@ def other_parameters() -> RuntimeError:
 _of_group = attrgetter(
     *("fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "_use_post_forward_mesh"),
     *("reduce_grads", "gradient_divide_factor", "_all_reduce_hook", "_post_reduce_event"),
+    *("is_unsharded", "_all_gather_result"),
 )
 _of_parameter = attrgetter(
     *("sharded_param._local_tensor", "fsdp_placement.dim", "offload_to_cpu", "all_gather_outputs"),
@@ -255,18 +266,11 @@ def straight_of(group: Any, size: int) -> dict[Any, torch.dtype]:
 
 
 def shards_of(straight: dict[Any, torch.dtype], memory: Memory, made: Mapping[Any, Shard]) -> list[Shard]:
-    """Those of the parameters of `straight_of`, whose hooks FSDP2 then calls. A collective call.
+    """Those of the parameters of `straight_of`. A collective call.
 
     made: shards of some of them; the others' are made here.
     """
-    shards = []
-    for parameter, dtype in straight.items():
-        shard = made.get(parameter) or Shard(memory, parameter.sharded_param._local_tensor, dtype)
-        parameter.sharded_param._local_tensor = shard.local
-        parameter._sharded_param_data = shard.local.view(-1)
-        parameter._init_extensions()
-        # where a forward has run before, FSDP2 has made a whole parameter that is not the shard's
-        parameter.__dict__.pop("_unsharded_param", None)
-        parameter.all_gather_outputs = []
-        shards.append(shard)
-    return shards
+    return [
+        made.get(parameter) or Shard(memory, parameter.sharded_param._local_tensor, dtype)
+        for parameter, dtype in straight.items()
+    ]

@@ -9,7 +9,7 @@ import torch
 from moeblaze_cupy import loader
 from moeblaze_cupy.interop.driver import Addresses, Moment, Physical, capture_of, granularity
 from moeblaze_cupy.interop.pages import Descriptors, Pages
-from moeblaze_cupy.interop.peers import Form, Peers, shared_memory
+from moeblaze_cupy.interop.peers import Form, Offered, Peers, shared_memory
 
 Tensor = torch.Tensor
 BANKS = 2  # at least: the next all-gather writes one while the other is read
@@ -63,12 +63,12 @@ class Memory:
 
     def __init__(self, peers: Peers, rank: int, size: int, group: Any) -> None:
         self.peers, self.rank, self.size, self._group = peers, rank, size, group
-        self.capture = 0  #: in a CUDA graph, of the last all-gather
-        self.opened: Moment | None = None  # no rank reads any longer what was offered before the last all-gather
-        self.ended: tuple[Any, Moment] | None = None  # the stream of the last all-gather's first part, and its end
-        self.last: Bank | None = None  # of the last all-gather
+        self._capture = 0  # in a CUDA graph, of the last all-gather
+        self._opened: Moment | None = None  # no rank reads any longer what was offered before the last all-gather
+        self._ended: tuple[Any, Moment] | None = None  # the stream of the last all-gather's first part, and its end
+        self._last: Bank | None = None  # of the last all-gather
+        self._first: Any = None  # the stream of this all-gather's first part
         self._banks = [Bank() for _ in range(BANKS)]
-        self._without = Bank()  # of modules that need none
         self._modules = self._gathers = 0
         # Of those that have memory. Not by weak references, as ranks collect garbage at different times.
         self._used: dict[Any, Bank] = {}
@@ -100,7 +100,7 @@ class Memory:
         """What all-gathers of a bank write for the other ranks. A collective call in the first."""
         key = bank, name, form
         if key not in self._rooms:
-            if self.capture:
+            if is_captured(device):
                 raise changed_in_a_graph()
             self._rooms[key] = self.share(form, device)
         return self._rooms[key]
@@ -108,17 +108,13 @@ class Memory:
     def next_bank(self, shards: list[Any]) -> Bank:
         """For a further module."""
         if not shards:
-            return self._without
+            return Bank()
         self._modules += 1
         return self._banks[self._modules % BANKS]
 
-    def next_offer(self) -> str:
-        """The kind of what the all-gather offers, of which there are two in turn."""
-        return f"parameters {self._gathers % 2}"
-
     def begin(self, gather: Any, device: torch.device) -> None:
         """Of an all-gather, on the first stream that it runs on."""
-        stream = getattr(torch, device.type).current_stream()
+        stream = self._first = getattr(torch, device.type).current_stream()
         self._gathers += 1
         self.note_freed(stream)
         capture = capture_of(stream)
@@ -131,12 +127,32 @@ class Memory:
         for moment in bank.freed:
             moment.wait(stream)
         bank.freed.clear()
-        if self.ended is not None and self.ended[0] != stream:  # barriers have one order, on whatever stream they run
-            self.ended[1].wait(stream)
-        if capture != self.capture:  # what ran before a replay, or an eager call, is not what came before it here
-            self.capture = capture
+        if self._ended is not None and self._ended[0] != stream:  # barriers have one order, on whatever stream they run
+            self._ended[1].wait(stream)
+        if capture != self._capture:  # what ran before a replay, or an eager call, is not what came before it here
+            self._capture = capture
             self.peers.meet()
         gather.was_captured = gather.was_captured or bool(capture)
+        if any(shard.forms for shard in gather.shards):
+            if self._last is bank:  # others may still read what is to be written
+                self.peers.close()
+            elif self._opened is not None:
+                self._opened.wait(stream)
+
+    def offer(self, own: Tensor, bank: Bank) -> Offered:
+        """Waits until all ranks offer an array of the all-gather, and with it what its shards have written."""
+        offered = self.peers.offer(f"parameters {self._gathers % 2}", [own], len(own))[0]  # of two kinds in turn
+        self._opened, self._last = Moment(getattr(torch, own.device.type).current_stream()), bank
+        return offered
+
+    def end(self, device: torch.device, may_change: bool) -> None:
+        """Of the all-gather. may_change: what was offered, by what follows, for which all ranks have to have read it.
+
+        A replay of a CUDA graph may be followed by anything.
+        """
+        if may_change or self._capture:
+            self.peers.close()
+        self._ended = self._first, Moment(getattr(torch, device.type).current_stream())
 
     def _is_held(self, bank: Bank, gather: Any) -> bool:
         """By another module."""
@@ -165,8 +181,12 @@ class Memory:
     def note_freed(self, stream: Any) -> None:
         """Of parameters that FSDP2 has freed: from now on their streams run nothing that reads them.
 
-        stream: of the caller.
+        Frees those that FSDP2 has dropped unread. stream: of the caller.
         """
+        for shard in [shard for shard in self._used if shard.gather.is_dropped and shard.is_there]:
+            for token in shard.inner:
+                token.untyped_storage().resize_(0)
+            del self._used[shard]
         capture = capture_of(stream)
         for shard in [shard for shard in self._used if not shard.is_there]:
             bank = self._used.pop(shard)
@@ -221,7 +241,7 @@ class Whole:
         """To a place, if it is not there, while nothing in it is needed. was_captured: in a CUDA graph."""
         if self._addresses is None or self._at == (place, part.own.data_ptr()):
             return
-        if was_captured or self._memory.capture:
+        if was_captured or is_captured(part.own.device):
             raise changed_in_a_graph()
         torch.cuda.synchronize(part.own.device)  # kernels may run that read it
         self._map(part, place)
@@ -246,7 +266,7 @@ class Whole:
         if self._remains:
             storage.resize_(self.token.nbytes)
             return
-        if self._memory.capture:
+        if is_captured(self.array.device):
             page = granularity(self.array.device.index)
             expected = f"parts of multiples of {page} bytes, whose addresses stay the same"
             got = self.array.nbytes // self._memory.size
@@ -262,6 +282,11 @@ class Whole:
     @property
     def is_there(self) -> bool:
         return bool(self.token.untyped_storage().size())
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what runs on the current stream becomes part of a CUDA graph."""
+    return bool(capture_of(getattr(torch, device.type).current_stream()))
 
 
 def changed_in_a_graph() -> RuntimeError:

@@ -12,8 +12,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import backward
-from moeblaze_cupy.interop import torch_sums
-from moeblaze_cupy.interop.driver import Moment
+from moeblaze_cupy.interop.driver import capture_of
 from moeblaze_cupy.interop.peers import Peers, others
 
 Tensor = torch.Tensor
@@ -31,7 +30,7 @@ class Sums:
 
     def __init__(self, peers: Peers, rank: int, size: int) -> None:
         self.peers, self.rank, self.size, self._turn = peers, rank, size, 0
-        self._last: tuple[Any, Moment] | None = None  # the stream of the last sums, and their end
+        self._capture = 0  # in a CUDA graph, of the last sums
 
     def sum(self, weights: Mapping[str, tuple[Tensor, bool, "Owner"]], pending: Any) -> None:
         """Gives the owners of "w1" and "w2", or of one of them, the sums of their gradients.
@@ -42,9 +41,7 @@ class Sums:
         needs, every = tuple(weights), others(self.rank, self.size)
         of_any, _, owner = weights[needs[0]]
         device = of_any.device
-        stream = getattr(torch, device.type).current_stream()
-        if self._last is not None and self._last[0] != stream:
-            self._last[1].wait(stream)
+        self.peers.follow(device)
         self._turn = (self._turn + 1) % TURNS
         kinds = [f"sums {turn}" for turn in range(TURNS)]
         kind = kinds[self._turn]
@@ -53,6 +50,10 @@ class Sums:
             for weight, *_ in weights.values()
         )
         arrays = [self.peers.arrays(of_turn, forms, device) for of_turn in kinds]  # all in the first step
+        capture = capture_of(getattr(torch, device.type).current_stream())
+        if capture != self._capture:  # a replay, or an eager step after some, may have the turn of the sums before it
+            self._capture = capture
+            self.peers.meet()
         parts: dict[str, Tensor] = {}
         at: dict[str, dict[int, Tensor]] = {}
         totals: dict[str, Tensor] = {}
@@ -76,7 +77,6 @@ class Sums:
         as_they_were = all((weight.stride(-1) != 1) == transposed for weight, transposed, _ in weights.values())
         if not (as_they_were and backward.summed_weights(pending, needs, ranks, scale, totals, parts, at, tell, wait)):
             self._sum_by_copies(pending, needs, scale, totals, parts, at, tell, wait)
-        self._last = stream, Moment(stream)
         for name, (_, transposed, of) in weights.items():
             of.take(totals[name].transpose(1, 2) if transposed else totals[name])
 
@@ -118,11 +118,9 @@ class Owner:
 
     def __init__(self, sums: Sums, shard: Any, parameter: Any, group: Any) -> None:
         """shard: `fsdp_gather.Shard`."""
-        whole = shard.whole
-        self.sums, self._shard, self._parameter, self._group = sums, shard, parameter, group
-        self.numel, self.dtype = whole.numel(), parameter.sharded_param.dtype
+        self.sums, self._parameter, self._group = sums, parameter, group
+        self.numel, self.dtype = shard.whole.numel(), parameter.sharded_param.dtype
         self.sums_with = id(sums), id(group)
-        torch_sums.register(whole, self)
 
     def is_of(self, variable: Any) -> bool:
         """Whether a leaf of autograd is the whole parameter."""
@@ -132,12 +130,9 @@ class Owner:
         """Whether it takes the gradient of this backward. What says so is to be the same on all ranks.
 
         False while gradients add up on each rank, or if something of the caller's is to see them when FSDP2 does, or if
-        FSDP2 also reduces what a rank has no gradient of. Raises RuntimeError if FSDP2 has freed the whole parameter.
+        FSDP2 also reduces what a rank has no gradient of.
         """
         parameter, group = self._parameter, self._group
-        if not self._shard.is_there:
-            expected, got = "a gathered parameter", "one that FSDP2 has freed before backward has read it"
-            raise RuntimeError(f"CopyEngines: {parameter._module_info.param_name}: expected {expected}, got {got}")
         whole = parameter._unsharded_param
         adds_up = parameter.unsharded_accumulated_grad is not None or whole.grad is not None
         hooked = getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None) or group._all_reduce_hook

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Header, Pending
@@ -184,6 +184,10 @@ class HostGloo:
         rank, self._group = dist.get_rank(group), group
         self._backend: Any = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=timeout))
 
+    def close(self) -> None:
+        """Ends its threads."""
+        self._backend = None
+
     def send(self, values: Sequence[int], what: str) -> Header:
         """Tells the other ranks these values, as many on each. what: names the call in errors."""
         here = torch.tensor([list(values)], dtype=torch.int64)
@@ -200,6 +204,8 @@ def connect(number: int, words: int, timeout: float, group: Any) -> HostMemory |
     Raises RuntimeError if other ranks do not answer.
     """
     if group not in _hosts:
+        for ended in [known for known in _hosts if known not in _world.pg_map]:
+            _hosts.pop(ended).close()
         with collectives.named("connection of hosts", group):
             _hosts[group] = share_memory(words, timeout, group) or HostGloo(number, timeout, group)
     return _hosts[group]

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import struct
+import weakref
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Descriptors:
         self._came: dict[tuple[int, int], int] = {}  # by call and rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.settimeout(TIMEOUT_S)
+        weakref.finalize(self, self._socket.close)
         name, secret = f"\0moeblaze-{secrets.token_hex(16)}", secrets.token_hex(16)  # a name of no file, which all see
         self._socket.bind(name)
         every: list[Any] = [None] * self._size
@@ -39,6 +41,7 @@ class Descriptors:
         """By rank, the descriptors of all, which this rank then closes. A collective call."""
         call, size = self._calls, self._size
         self._calls += 1
+        self._came[call, self._rank] = descriptor
         with collectives.named("descriptors of CopyEngines", self._group):
             try:
                 for apart in range(1, size):  # a message to each rank and one from each, as sockets queue few
@@ -46,8 +49,9 @@ class Descriptors:
                     while (call, (self._rank - apart) % size) not in self._came:
                         self._receive()
             except OSError as error:
+                while self._came:
+                    os.close(self._came.popitem()[1])
                 raise RuntimeError(str(error)) from error
-        self._came[call, self._rank] = descriptor
         return [self._came.pop((call, rank)) for rank in range(size)]
 
     def _send(self, call: int, descriptor: int, rank: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from moeblaze_cupy.interop.driver import capture_of
 from moeblaze_cupy.rows import PeerArray
 
 Tensor = torch.Tensor
@@ -47,7 +48,7 @@ class Peers:
 
     All ranks offer arrays of the same sizes in the same order. A rank reads what was offered before it offers anything
     else. So once a barrier has come after that of an offer, the buffer is no longer read, and can be written, by its
-    rank or by others.
+    rank or by others. A call on another stream than that of the call before has its stream wait for that one.
     """
 
     def __init__(self, group: Any) -> None:
@@ -55,6 +56,7 @@ class Peers:
         self._buffers: dict[str, _Buffer] = {}
         self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[Offered]]] = {}
         self._read: str | None = None  # the kind that others may read now
+        self._stream: Any = None  # of the last call
         self._tables: dict[tuple[Any, ...], Tensor] = {}  # of addresses
         self._in_graphs: dict[int, Any] = {}  # by address: what CUDA graphs use, which lives as long as they may
         self._beside: torch.cuda.Stream | None = None
@@ -68,6 +70,7 @@ class Peers:
 
     def room(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> list[Tensor]:
         """Arrays of these shapes and dtypes in the buffer, to be written and then offered."""
+        self.follow(device)
         if self._read == kind:  # likewise, or a shared expert offers too, or the last call had nothing more to offer
             self.close()
         return self.arrays(kind, forms, device)[0]
@@ -131,6 +134,16 @@ class Peers:
             self._in_graphs[table.data_ptr()] = table
         return PeerArray(table, 0, str(rows.dtype).removeprefix("torch."))
 
+    def follow(self, device: torch.device) -> None:
+        """Has the current stream wait for another one that the last call was on, and for all that is in it by now.
+
+        Not across a capture in a CUDA graph, which `torch.cuda.graph` begins when the GPU is idle.
+        """
+        stream, before = getattr(torch, device.type).current_stream(), self._stream
+        if before is not None and before != stream and capture_of(before) == capture_of(stream):
+            stream.wait_event(before.record_event())
+        self._stream = stream
+
     def close(self) -> None:
         """Waits on the stream until all ranks have read what was offered last."""
         if self._read is not None:
@@ -159,9 +172,11 @@ class Peers:
             handle.wait_signal(rank, channel=channel, timeout_ms=TIMEOUT_MS)
 
     def _barrier(self, kind: str) -> None:
+        memory, handle, _ = self._buffers[kind]
+        self.follow(memory.device)
         if self._copying:
             self._wait_for_copies()
-        self._buffers[kind].handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
+        handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
     def arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:
         found = self._views.get((kind, forms))

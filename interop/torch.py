@@ -61,7 +61,8 @@ def moe(
     With unreduced it is (L, k, d), or (P, d) with token_offsets, and weights are None unless they are on the input.
     Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`, on the CPU
-    too, where nothing is overwritten; with save="recompute" or "fp8" it is allowed. gradcheck is such a case.
+    too, where nothing is overwritten. With save="recompute" or "fp8" it needs no `keep_saved`. torch's gradcheck runs
+    several backwards.
     Backward computes the gradients of all tensors that required one in forward, also where torch.autograd.grad asks
     for some of them only, and adds to every main_grad.
     accumulate_into_main_grad: Megatron's contract for w1 and w2, which then are parameters, or views of parameters
@@ -80,8 +81,8 @@ def moe(
     in float32; of another dtype than that and autocast's they come to it.
     precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where `fp8_weights` is
     None, an operator of its own quantises the weights in a compiled graph.
-    keep_fp8_weights: False makes what forward then made again in backward, rather than keep it: for parameters whose
-    memory is freed after forward, as FSDP2 does.
+    keep_fp8_weights: False quantises the weights in backward again, rather than keep what forward made: for parameters
+    whose memory is freed after forward, as FSDP2 does.
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
     """
     gate, up = torch_arguments.gate_and_up("w1", w1)
@@ -95,11 +96,12 @@ def moe(
         torch_arguments.check_tensors(layer, unreduced)
     if not as_operators:
         checks.untransformed("moe", "x", layer)
+    checks.one_of("moe", "save", save, SAVE_POLICIES)
     main_grads = {}
     if accumulate_into_main_grad and torch.is_grad_enabled():
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
     autocast = as_operators or torch_autograd.any_autocast()
-    if autocast and x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
+    if autocast and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
         )
@@ -319,6 +321,8 @@ class MoE(torch.nn.Module):
         options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
         router_options.group_sizes("MoE", options, k, routed)
         options = options.renormalized(k)
+        if routing is not None and not callable(routing):
+            raise checks.bad_type("MoE", "routing", "None or a function of the logits", repr(routing))
         if sums and not return_routing:
             raise checks.bad_value("MoE", "sums", "() without return_routing=True", repr(sums))
         if k == 1 and score == "softmax" and options.renormalize and routing is None:
@@ -434,6 +438,11 @@ class MoE(torch.nn.Module):
             raise checks.bad_type("MoE", "x", torch_arguments.DENSE, "a nested one")
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
+        dtype = self.w1_storage.dtype
+        if x.dtype != dtype and not torch_arguments.in_autocast(x):
+            raise checks.bad_type("MoE", "x", f"{dtype}, that of the parameters, or torch.autocast", x.dtype)
+        if not isinstance(token_mask, (torch.Tensor, type(None))):
+            raise checks.bad_type("MoE", "token_mask", "None or a torch tensor", type(token_mask))
         tokens = x.reshape(-1, d).contiguous()
         logits = torch_router.router_logits(tokens, self.router)
         if self.routing is not None:

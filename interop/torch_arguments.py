@@ -39,6 +39,11 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise checks.bad_type("moe", name, DENSE, "a nested one")
 
 
+def in_autocast(x: torch.Tensor) -> bool:
+    """Whether torch.autocast is on for the tensor's device. It knows no meta tensors, which give models shapes."""
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
 def autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     """operands, x first: cast to autocast's dtype, as torch casts those of a linear layer. float64 is not cast.
 

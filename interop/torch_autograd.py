@@ -126,9 +126,11 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 def wanted(tensors: Iterable[Any]) -> bool:
-    """Whether a call with these tensors must be one of operators, as something is to follow it."""
+    """Whether a call with these tensors must be one of operators, for what follows it or needs its shapes alone."""
+    tensors = tuple(tensors)
     return (
         torch.compiler.is_compiling()
+        or getattr(tensors[0], "is_meta", False)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or not _PLAIN.issuperset(map(type, tensors))
@@ -277,16 +279,17 @@ class OperatorMoE(torch.autograd.Function):
         if layer.token_offsets is not None:
             raise RuntimeError("moe: token_offsets: expected None under vmap, got a tensor")
 
-        def fold(name: str) -> Any:
+        def batch(name: str) -> Any:
             tensor, dim = getattr(layer, name), dims[name]
             if tensor is None:
                 return None
-            every = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            return every.reshape(-1, every.shape[-1]).contiguous()
+            return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
-        folded = layer._replace(x=fold("x"), ids=fold("ids"), weights=fold("weights"))
+        every = {name: batch(name) for name in ("x", "ids", "weights")}
+        given: dict[str, Any] = {name: of for name, of in every.items() if of is not None}
+        folded = layer._replace(**{name: of.flatten(0, 1).contiguous() for name, of in given.items()})
         out, *kept = OperatorMoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
-        return (out.unflatten(0, (info.batch_size, -1)), *kept), (0, *(None,) * len(kept))
+        return (out.unflatten(0, every["x"].shape[:2]), *kept), (0, *(None,) * len(kept))
 
 
 def _here(tensor: Tensor) -> Tensor:
@@ -431,6 +434,8 @@ class EagerMoE(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         if grad_out is None:
             return (None, *(None for _ in needed))
+        if grad_out.layout != torch.strided:
+            raise checks.bad_type("moe", "gradient", "a dense tensor, as to_dense() makes", grad_out.layout)
         unpacked, fp8_weights = ctx.saved_tensors, None
         index, activation, save, gate_up, slots = ctx.kept
         if ctx.has_fp8_weights:
@@ -440,6 +445,7 @@ class EagerMoE(torch.autograd.Function):
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists = unpacked
         if ctx.in_backward is not None:
             gate, w2, fp8_weights = ctx.in_backward(save)
+        torch_sums.expect_gathered(gate, up, w2)
         tell_inputs(ctx, x, weights, gate, up, w2, *biases)
         if ctx.precision is not None and fp8_weights is None:
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=gate_up)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import checks
 from moeblaze_cupy.interop.torch_autograd import Grads, first_derivatives_only, tell_inputs
 from moeblaze_cupy.interop.torch_router_ops import READ_BY_ROUTER, Routing, asked_sums, route, route_bwd
 from moeblaze_cupy.router_options import RouterOptions
@@ -54,9 +55,12 @@ class OperatorRoute(torch.autograd.Function):
         if not alone or any(tensor is not None for tensor in rest[:number]) or RouterOptions(*rest[number + 1 :]).sums:
             expected = "logits alone under vmap, with at most a bias (E,) for the whole batch and no sums"
             raise RuntimeError(f"route: logits: expected {expected}, got more")
-        folded = logits.movedim(in_dims[0], 0).reshape(-1, logits.shape[-1]).contiguous()
+        every = logits.movedim(in_dims[0], 0)
+        if every.dim() != 3:
+            raise checks.bad_value("route", "logits", "shape (L, E)", tuple(every.shape[1:]))
+        folded = every.flatten(0, 1).contiguous()
         weights, ids, *sums = OperatorRoute.apply(folded, bias, *rest)  # type: ignore[no-untyped-call]
-        whole = (info.batch_size, -1)
+        whole = every.shape[:2]
         return (weights.unflatten(0, whole), ids.unflatten(0, whole), *sums), (0, 0, *(None,) * len(sums))
 
 

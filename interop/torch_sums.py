@@ -1,6 +1,6 @@
-"""Weights whose gradients are summed over ranks by their owners, so that autograd gets none.
+"""Weights that are gathered from the shards of ranks: whether they are there, and who sums their gradients over ranks.
 
-An owner is what shards a parameter: `fsdp_sums.Owner`. The layer looks here for those of its weights.
+A gradient that its owner sums, a `fsdp_sums.Owner`, does not go to autograd. The layer looks here for its weights.
 """
 
 import weakref
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 Tensor = torch.Tensor
-_by_storage: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_shards: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the whole parameter's storage
 
 # Nodes of autograd that pass a gradient on as it is, in another shape: of views, of what travels in e4m3, of DTensors.
 VIEWS = (
@@ -46,14 +46,23 @@ def _is_reached(node: Any) -> bool:
         return False
 
 
-def register(whole: Tensor, owner: Any) -> None:
-    """owner: of the parameter in whole's storage. It keeps `whole`, and is forgotten with its last reference."""
-    _by_storage[whole.untyped_storage()._cdata] = owner
+def register(whole: Tensor, shard: Any) -> None:
+    """shard: a `fsdp_gather.Shard` of what is in whole's storage. It keeps `whole`, and is forgotten with its end."""
+    _shards[whole.untyped_storage()._cdata] = shard
+
+
+def expect_gathered(*weights: Tensor | None) -> None:
+    """Raises RuntimeError for a weight that has been freed, as other modules may have its memory."""
+    if _shards:
+        for weight in weights:
+            shard = None if weight is None else _shards.get(weight.untyped_storage()._cdata)
+            if shard is not None:
+                shard.expect_there()
 
 
 def _owner(weight: Tensor) -> Any:
     """Of a weight (E, M, N) that is all of a parameter, in either memory order; None without one."""
-    owner = _by_storage.get(weight.untyped_storage()._cdata)
+    owner = getattr(_shards.get(weight.untyped_storage()._cdata), "owner", None)
     if owner is None or weight.dim() != 3:  # which the layer's checks name
         return None
     E, M, N = weight.shape
@@ -71,7 +80,7 @@ def _end_of(weight: Tensor) -> Any:
 
 def owners_of(w1: Tensor, w2: Tensor) -> Owners | None:
     """Of a layer's weights, if each that requires a gradient has one, and they sum alike."""
-    if not _by_storage:
+    if not _shards:
         return None
     owners: list[Any] = [None, None]
     nodes: list[Any] = [None, None]

@@ -33,6 +33,8 @@ def register(
     """
     checks.one_of("register", "save", save, SAVE_POLICIES)
     checks.one_of("register", "precision", precision, fp8_checks.PRECISIONS)
+    if name == "eager" or (name in ExpertsInterface._global_mapping and name not in _PRECISIONS):
+        raise checks.bad_value("register", "name", "one that transformers does not use itself", repr(name))
     falls_back = _falls_back(fallback) and precision is None
 
     def forward(
@@ -45,11 +47,11 @@ def register(
             return out
         return experts(self, formula, hidden_states, top_k_index, top_k_weights, save, precision=precision)
 
-    _NAMES.add(name)
+    _PRECISIONS[name] = precision
     ExpertsInterface.register(name, forward)
 
 
-_NAMES: set[str] = set()  # under which the layer is registered
+_PRECISIONS: dict[str, str | None] = {}  # by the names under which the layer is registered
 
 
 def _falls_back(fallback: bool | None) -> bool:
@@ -64,10 +66,10 @@ def quantize_weights(model: torch.nn.Module, *, hold: bool = False) -> tuple[str
     other parameters than at the call, as under FSDP2, its forwards quantise for themselves.
     hold: all forwards, compiled and captured ones too, use these weights unchanged until the next call: for inference,
     and for the micro-batches of a step.
-    Returns the names of the modules: those whose experts implementation is the layer, and those that `patch` serves
-    with precision="fp8".
-    Raises RuntimeError for parameters that are DTensors, NotImplementedError for experts that the layer cannot compute,
-    and the errors of `moeblaze_cupy.quantize_weights`.
+    Returns the names of the modules: those whose experts implementation was registered with precision="fp8", and those
+    that `patch` serves with it.
+    Raises ValueError if there are none, RuntimeError for parameters that are DTensors, NotImplementedError for experts
+    that the layer cannot compute, and the errors of `moeblaze_cupy.quantize_weights`.
     """
     names = []
     for name, module in model.named_modules():
@@ -75,7 +77,7 @@ def quantize_weights(model: torch.nn.Module, *, hold: bool = False) -> tuple[str
             if module.moeblaze_options.get("precision") is None:
                 continue
             quantize_bound(name, module, hold)
-        elif is_dispatched(module) and module.config._experts_implementation in _NAMES:
+        elif is_dispatched(module) and _PRECISIONS.get(module.config._experts_implementation) is not None:
             formula = formula_of(module)
             if formula.activation is None:
                 raise NotImplementedError(f"moeblaze: {name_of(type(module))}: {formula.reason}")
@@ -84,6 +86,9 @@ def quantize_weights(model: torch.nn.Module, *, hold: bool = False) -> tuple[str
         else:
             continue
         names.append(name)
+    if not names:
+        expected = 'experts with precision="fp8", of register or patch'
+        raise checks.bad_value("quantize_weights", "model", expected, f"a {type(model).__name__} without")
     return tuple(names)
 
 
@@ -136,7 +141,7 @@ def _serve(module: Any, options: dict[str, Any]) -> str | None:
     if not is_dispatched(module):
         return None
     implementation = module.config._experts_implementation
-    if implementation not in _NAMES:
+    if implementation not in _PRECISIONS:
         return f"its experts implementation is {implementation!r}"
     return formula_of(module).reason
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moeblaze_cupy.interop import torch_autograd, torch_fp8
+from moeblaze_cupy.interop import torch_arguments, torch_autograd, torch_fp8
 from moeblaze_cupy.interop.torch import moe
 from moeblaze_cupy.interop.transformers_formula import Formula
 from moeblaze_cupy.structures import Fp8Weights
@@ -60,14 +60,9 @@ def arguments_of(
     return w1, w2, {"b1": of(b1), "b2": of(module.down_proj_bias)}
 
 
-def has_autocast(x: Tensor) -> bool:
-    """Whether torch.autocast is on for the tensor's device. It knows no meta tensors, which give models shapes."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
 def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Weight, w2: Tensor, **options: Any) -> Tensor:
     """`moe` in the dtype of the weights, or in autocast's. The result has the dtype of x."""
-    rows = x if has_autocast(x) else x.to(w2.dtype)
+    rows = x if torch_arguments.in_autocast(x) else x.to(w2.dtype)
     if weights is not None:
         weights = (weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()).contiguous()
     out = moe(rows.contiguous(), ids.contiguous(), weights, w1, w2, **options)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import moeblaze_cupy as mb
 from moeblaze_cupy.structures import ACTIVATIONS, is_gated
 
-Constants = tuple[tuple[tuple[str, ...], float | str], ...]
+Constants = tuple[tuple[tuple[str, ...], Any], ...]
 
 # Gate and up values. The largest are beyond every limit that a class clamps to.
 GRID = np.array([-3e4, -40.0, -11.0, -7.5, -4.0, -1.3, -0.4, 0.0, 0.3, 1.1, 3.2, 8.0, 26.0, 3e4])
@@ -100,6 +100,9 @@ def _probe(module: Any) -> Formula:
     """A decorated module's formula by its values on a grid."""
     gated = getattr(module, "has_gate", True)
     constants = constants_of(module)
+    function = getattr(module, "act_fn", None)
+    if isinstance(function, torch.nn.Module) and [*function.parameters(), *function.buffers()]:
+        return Formula(None, "halves", "its activation has parameters or buffers", constants)
     try:
         activation, gate_up, reason = recognise(module._apply_gate if gated else module.act_fn, gated, constants)
     except Exception as error:  # another library's class may raise anything for values on the CPU
@@ -130,7 +133,8 @@ def constants_of(module: torch.nn.Module, path: tuple[str, ...] = ()) -> Constan
     found: Constants = ()
     for name, value in vars(module).items():
         is_number = type(value) is float or (type(value) is int and any(word in name for word in _CONSTANT_WORDS))
-        if is_number or (path and type(value) is str):  # such as `approximate` of torch.nn.GELU
+        is_own = name[0] != "_" and name != "training"  # not of torch.nn.Module
+        if is_number or (path and is_own and isinstance(value, (str, int, float, np.generic))):
             found += (((*path, name), value),)
     for name, child in module.named_children():
         if path or name == "act_fn":
@@ -150,8 +154,6 @@ def recognise(
     constants: candidates for the constants of an activation, by path, such as ("limit",) or ("act_fn", "gate_softcap").
     Returns (activation, order of gate and up columns, ""), or (None, "halves", reason).
     """
-    if any(True for _ in getattr(gate, "parameters", tuple)()):
-        return None, "halves", "its activation has parameters"
     a, b = (values.ravel() for values in np.meshgrid(GRID, GRID, indexing="ij"))
     got = _values(gate, np.stack([a, b], 1) if gated else a[:, None])[:, 0]
     for activation in _candidates(gated, constants):
@@ -181,7 +183,7 @@ def _alike(got: Any, wanted: Any) -> bool:
 
 def _candidates(gated: bool, constants: Constants) -> Iterable[str | mb.Activation]:
     """Activations with every choice of constants: numbers whose paths have all words of the constant's name."""
-    numbers = [(".".join(path), value) for path, value in constants if not isinstance(value, str)]
+    numbers = [(".".join(path), value) for path, value in constants if type(value) in (float, int)]
     for name in ACTIVATIONS:
         if is_gated(name) != gated:
             continue

@@ -70,9 +70,10 @@ def parallelize_experts(
         if number not in groups:
             groups[number] = group(mesh, number)
     options = _Options(save, precision, row_precision)
+    parts: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in found.values():
         experts = groups[transformers_experts.weights_of(module)[0].shape[0]]
-        _keep_part(module, mesh, experts)
+        _keep_part(module, mesh, experts, parts)
         module.forward = types.MethodType(_forward_over(experts, options), module)
     return tuple(found)
 
@@ -95,14 +96,22 @@ def _has_experts(name: str, module: Any) -> bool:
     return True
 
 
-def _keep_part(module: torch.nn.Module, mesh: DeviceMesh, experts: ExpertGroup) -> None:
+def _keep_part(
+    module: torch.nn.Module,
+    mesh: DeviceMesh,
+    experts: ExpertGroup,
+    parts: dict[torch.nn.Parameter, torch.nn.Parameter],
+) -> None:
+    """parts: of parameters, which modules may share."""
     first = experts.rank * experts.local_experts
     for name, whole in list(module.named_parameters(recurse=False)):
         if whole.shape[:1] != (experts.num_experts,):
             continue
-        part = whole.detach()[first : first + experts.local_experts].clone(memory_format=torch.preserve_format)
-        sharded = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-        setattr(module, name, torch.nn.Parameter(sharded, requires_grad=whole.requires_grad))
+        if whole not in parts:
+            part = whole.detach()[first : first + experts.local_experts].clone(memory_format=torch.preserve_format)
+            sharded = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+            parts[whole] = torch.nn.Parameter(sharded, requires_grad=whole.requires_grad)
+        setattr(module, name, parts[whole])
 
 
 class _Options(NamedTuple):
@@ -141,11 +150,9 @@ def _over_ranks(
     has_norm = getattr(module, "has_post_expert_norm", False)
     plain = not biases and formula.gate_up == "halves" and not has_norm
     rows, wide = x, weights
-    if transformers_experts.has_autocast(x):  # before rows travel what `moe` does on one GPU
-        operands = (x, w1, w2) if plain else (x,)
-        (rows, *cast), (wide,) = torch_arguments.autocast(x.device.type, operands, (weights,))
-        w1, w2 = cast or (w1, w2)
-    elif plain:
+    if not plain and torch_arguments.in_autocast(x):  # before rows travel what `moe` does on one GPU
+        (rows,), (wide,) = torch_arguments.autocast(x.device.type, (x,), (weights,))
+    elif plain and not torch_arguments.in_autocast(x):
         rows = x.to(w2.dtype)
         wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
     if plain:

@@ -90,6 +90,8 @@ class Array:
 def _describe_strided(array: Any, pointer: int, device: int) -> Array:
     """A NumPy or CuPy array, whose strides are in bytes."""
     itemsize = array.dtype.itemsize
+    if not itemsize:  # such as JAX's float0
+        raise TypeError(f"moeblaze_cupy: dtype: expected numbers, got {array.dtype}")
     return Array(
         array, pointer, tuple(array.shape), tuple(s // itemsize for s in array.strides), array.dtype.name, device
     )

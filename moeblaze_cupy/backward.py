@@ -118,8 +118,8 @@ def moe_backward(
     """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
 
     grad_out: of out's shape, (L, d) or per slot, x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2",
-    "b1", "b2" to compute; the others stay None and their kernels do not run, as does that of weights which there are
-    not. None is all that the layer has: b1 and b2 only with such a bias.
+    "b1", "b2" to compute. The others are None, and their kernels do not run. None asks for all that the layer has: b1
+    and b2 only with such a bias, weights only if it has some.
     On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
     backward over them raises RuntimeError, on the CPU too. With save="recompute" or "fp8" there are none to overwrite.
     accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2, b1 or b2 are added to, {"w2": total}, of the

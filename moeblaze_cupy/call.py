@@ -61,7 +61,7 @@ class Call:
                     array, framework = imported, arrays.framework_of(imported)
                     assert framework is not None  # NumPy or CuPy
                 self.described[name] = framework.describe(array)
-            except (TypeError, BufferError, RuntimeError) as error:
+            except (TypeError, ValueError, BufferError, RuntimeError) as error:
                 raise checks.unreadable(function, name, error) from error
             frameworks[name] = framework
         first = next(iter(given))

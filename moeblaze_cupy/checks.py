@@ -111,7 +111,8 @@ def dtype(function: str, argument: str, array: Array, allowed: tuple[str, ...]) 
 
 def contiguous(function: str, argument: str, array: Array) -> None:
     if not array.is_contiguous:
-        raise bad_value(function, argument, "a C-contiguous array", f"strides {array.strides} for shape {array.shape}")
+        expected = "a C-contiguous array, as of .contiguous() or np.ascontiguousarray"
+        raise bad_value(function, argument, expected, f"strides {array.strides} for shape {array.shape}")
 
 
 def floats(array: Array) -> tuple[str, ...]:
@@ -163,13 +164,13 @@ def offsets(function: str, array: Array) -> None:
 
 
 def max_slots(function: str, value: Any, num_slots: int) -> int | None:
-    """The bound of slots that have a row, as an int: None, or 1 to L*k."""
+    """The bound of slots that have a row, as an int: None, or 1 to L*k. There are never more."""
     if value is None:
         return None
     bound = integer(function, "max_slots", value)
-    if not 1 <= bound <= num_slots:
-        raise bad_value(function, "max_slots", f"None, or 1 to the {num_slots} slots L*k", bound)
-    return bound
+    if bound < 1:
+        raise bad_value(function, "max_slots", "None, or at least 1", bound)
+    return min(bound, num_slots) or None
 
 
 def spare_multiprocessors(function: str, value: Any, limits: launch_config.DeviceLimits | None) -> int:
@@ -417,9 +418,12 @@ def layer_backward(function: str, grad_out: Array, x: Array, saved: SavedForBack
 
 def not_consumed(function: str, saved: SavedForBackward) -> None:
     if saved.consumed:
+        advice = "pass keep_saved=True to the earlier call"
+        if function == "expert_parallel_moe":  # in whose backward all ranks take part
+            advice = "each forward has one backward"
         raise RuntimeError(
             f"{function}: saved: expected activations that are still there, got ones that an earlier backward "
-            "overwrote with their gradients; pass keep_saved=True to the earlier call"
+            f"overwrote with their gradients; {advice}"
         )
 
 

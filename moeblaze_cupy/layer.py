@@ -80,7 +80,7 @@ def build_dispatch(
     token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is of
     token t for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Whatever the offsets hold, a
     pair has at most one token, one whose offsets enclose it, and a larger pair has no smaller token.
-    max_slots: 1 to L*k (to P), a bound of the slots that have a position, for buffers in expert order of so many rows.
+    max_slots: at least 1, a bound of the slots that have a position, for buffers in expert order of so many rows.
     Slots past it, by expert, then token, then slot, count as absent, and `dropped` of the result says how many there
     are.
     Returns DispatchIndices of int32 arrays of the caller's kind.
@@ -211,7 +211,7 @@ def moe_forward(
     This result has L*k rows of d.
     identity_experts: number Z of experts without weights and biases, ids E to E+Z-1, that return their input, as in
     LongCat-Flash; not with unreduced.
-    max_slots: None, or a bound of the slots that are present, from 1 to L*k (to P); those of identity experts count
+    max_slots: None, or a bound of the slots that are present, at least 1; those of identity experts count
     nothing. All buffers in expert order but the index lists then have so many rows in place of L*k. Slots past it count
     as absent; saved.index.dropped says how many.
     spare_multiprocessors: how many of the GPU's multiprocessors the experts' products leave to other work, such as

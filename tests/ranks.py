@@ -4,6 +4,7 @@ The cases are in the files `ranks_*.py`. Those of faults are last, as groups are
 place of a backend runs those of its models over gloo.
 """
 
+import gc
 import json
 import os
 import sys
@@ -58,6 +59,8 @@ def main():
             os._exit(0)
         except Exception:
             results[name] = traceback.format_exc()
+        gc.collect()
+        torch.cuda.empty_cache()
         print(rank, name, f"{time.monotonic() - start:.1f} s", flush=True)
         written.write_text(json.dumps(results))
     os._exit(0)  # groups whose collectives failed do not end well

@@ -1,12 +1,13 @@
 """Weight gradients under FSDP2 that the products store in the memory of the rank that sums them."""
 
+import gc
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
 from ranks_common import gpu_case
 from ranks_copies import HALF, WHOLE, layers_of, loss_of, on_cpu, same, straight, tokens_of, trained
-from ranks_fsdp import late, steps
+from ranks_fsdp import are_right, late, steps
 from torch.distributed.device_mesh import DeviceMesh
 
 from moeblaze_cupy import backward
@@ -158,19 +159,18 @@ def fsdp_stores_gradients_on_gpus(rank, size, group):
                 for _ in range(3):
                     layers = layers_of(mesh, **options, engines=CopyEngines(mesh))
                     runs.append(steps(layers, mesh, late(layers, rank)))
-                found.append((by_fsdp, runs, list(served), options))
+                by_kernels = all(served) or not is_hopper
+                found.append((by_kernels and are_right(by_fsdp, runs, size), options))
+                del by_fsdp, runs, layers
+                gc.collect()  # engines have gigabytes, and cycles
         with straight():
             options = {"widths": (64, 200, 96, 328), "reduce_dtype": WHOLE}
             runs = [
                 trained(mesh, layers_of(mesh, **options, engines=CopyEngines(mesh), stores_gradients=stores))
                 for stores in (False, True, True, True)
             ]
-            found.append((runs[0], runs[1:], [], options))
-    for by_fsdp, runs, by_kernels, options in found:
-        assert all(value.isfinite().all() for value in by_fsdp), options
-        assert all(by_kernels) or not is_hopper, options
-        assert same(runs[0], runs[1]) and same(runs[0], runs[2]), options
-        assert size > 2 or same(by_fsdp, runs[0]), options
+            found.append((are_right(runs[0], runs[1:], size), options))
+    assert all(is_right for is_right, _ in found), found
 
 
 @gpu_case

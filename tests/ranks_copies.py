@@ -288,10 +288,69 @@ def fsdp_by_copies_after_a_gather_that_failed(mesh, size):
 
 @on_cpu
 def fsdp_by_copies_reads_no_weight_that_is_freed(mesh, size):
-    layers = layers_of(mesh, engines=CopyEngines(mesh))
-    out = layers(tokens_of(mesh, 0).requires_grad_())
-    layers[2].set_unshard_in_backward(False)
-    expect(RuntimeError, "expected a gathered parameter, got one that", out.float().sum().backward)
+    kinds = (True, {}), (False, {}), (True, {"stores_gradients": False}), (True, {"precision": "fp8"})
+    for trained, options in kinds:
+        layers = layers_of(mesh, engines=CopyEngines(mesh), **options)
+        layers[2].requires_grad_(trained)
+        out = layers(tokens_of(mesh, 0).requires_grad_())
+        layers[2].set_unshard_in_backward(False)
+        expect(RuntimeError, "expected a gathered parameter, got one that", out.float().sum().backward)
+
+
+@on_cpu
+def fsdp_by_copies_frees_what_nobody_waits_for(mesh, size):
+    """In backward FSDP2 prefetches a frozen module, which does not run, and drops what came."""
+    for frozen in (1, 2):
+        found = []
+        for engines in (None, CopyEngines(mesh)):
+            layers = layers_of(mesh, engines=engines, force_sum=True, prefetch=False)
+            for layer in layers[:frozen]:
+                layer.requires_grad_(False)
+            optimizer = optimizer_of(layers[frozen:])
+            for step in range(STEPS):
+                loss_of(layers, tokens_of(mesh, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([parameter.detach().full_tensor() for parameter in layers.parameters()])
+        assert size > 2 or same(*found)
+        for _ in range(2):
+            engines.serve(*layers)  # gives modules the other bank
+            loss_of(layers, tokens_of(mesh, 0)).backward()
+        layers(tokens_of(mesh, 0))
+        assert len(engines._memory._banks) == 2
+
+
+@on_cpu
+def fsdp_by_copies_that_find_no_memory(mesh, size):
+    """A call of serve that fails changes nothing, neither before the first nor after it."""
+    x, rooms = tokens_of(mesh, 0), []
+
+    def room(memory, bank, name, form, device):
+        if len(rooms) == 3:
+            raise torch.OutOfMemoryError("no room")
+        rooms.append(name)
+        return memory.share(form, device)
+
+    for options in ({"dtype": WHOLE}, {"precision": "fp8"}):
+        engines, layers = CopyEngines(mesh), layers_of(mesh, force_sum=True, **options)
+        want = layers(x)
+        for _ in range(2):
+            rooms.clear()
+            with mock.patch.object(fsdp_memory.Memory, "room", room):
+                expect(torch.OutOfMemoryError, "no room", engines.serve, *layers)
+            assert torch.equal(layers(x), want)
+            engines.serve(*layers)
+            assert torch.equal(layers(x), want)
+
+
+@on_cpu
+def fsdp_by_copies_after_a_graph(mesh, size):
+    """Replays leave the number of their capture, but serve is in none."""
+    engines, layers = CopyEngines(mesh), layers_of(mesh, dtype=WHOLE, force_sum=True)
+    want = layers(tokens_of(mesh, 0))
+    engines._memory._capture = 7
+    engines.serve(*layers)
+    assert torch.equal(layers(tokens_of(mesh, 0)), want)
 
 
 @on_cpu

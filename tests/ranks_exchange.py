@@ -179,6 +179,32 @@ def peers_over_gloo(timeout=TIMEOUT):
 
 
 @case
+def layers_follow_autocast(rank, size, group):
+    """As `moe` does: operands in its dtype, router weights in float32, gradients in the parameters' dtypes."""
+    inputs = Inputs(rank, counts_of(size, "equal"), dtype=torch.float32)
+    experts = ExpertGroup(group, E)
+    for dtypes in ((torch.float32,) * 2, (torch.bfloat16, torch.float32)):
+        x, ids, weights, w1, w2 = inputs.local()
+        tokens = x.to(dtypes[0])
+        seen = []
+
+        def shared(given, seen=seen):
+            seen.append(given)
+            return given.to(torch.bfloat16)
+
+        with torch.autocast("cpu", torch.bfloat16):
+            out = expert_parallel_moe(tokens, ids, weights, w1, w2, experts, shared=shared)
+        assert seen[0] is tokens and out.dtype == torch.bfloat16
+        out.backward(inputs.grad[inputs.here].to(out.dtype))
+        half = [of.detach().to(torch.bfloat16).requires_grad_() for of in (x, w1, w2)]
+        want = expert_parallel_moe(half[0], ids, weights.detach(), *half[1:], experts)
+        want.backward(inputs.grad[inputs.here].to(want.dtype))
+        assert torch.equal(out, want + half[0])
+        for got, expected in zip((w1, w2), half[1:], strict=True):
+            assert got.grad.dtype == torch.float32 and torch.equal(got.grad, expected.grad.float())
+
+
+@case
 def pulled_rows(rank, size, group):
     """Route "pull" reads the right rows of the right peers, and leaves the others' alone.
 
@@ -194,6 +220,11 @@ def pulled_rows(rank, size, group):
         assert experts.peers.calls == [*rows, "results", *rows, "results"] * 5
         inputs = Inputs(rank, [0] * size)
         compare(inputs, results_of(inputs, experts), 1e-14)
+        inputs = Inputs(rank, counts_of(size, "none_here"), "absent")
+        for is_wide in (rank == 0, True):  # ids of another width than on other ranks, then ids of no expert that are
+            if is_wide:  # some in 32 bits
+                inputs.ids = torch.where(inputs.ids == E, 2**32 + 1, inputs.ids.long())
+            compare(inputs, results_of(inputs, experts), 1e-14)
         for kind in ("uneven", "none_here", "one_token"):
             for routing in ("random", "absent", "one_rank"):
                 inputs = Inputs(rank, counts_of(size, kind), routing)

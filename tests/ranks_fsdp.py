@@ -1,5 +1,6 @@
 """Training under FSDP2 on GPUs, by collectives of copy engines beside those of NCCL."""
 
+import gc
 import itertools
 import random
 
@@ -82,10 +83,16 @@ def steps(layers, mesh, wait=lambda: None):
     return results + [p.detach().full_tensor() for p in layers.parameters()]
 
 
+def are_right(wanted, runs, size):
+    """All runs have the same bits, on two ranks those wanted."""
+    is_finite = all(value.isfinite().all() for value in wanted)
+    return is_finite and all(same(runs[0], run) for run in runs) and (size > 2 or same(wanted, runs[0]))
+
+
 def come_late(rank, size, group, **layer):
     """Copies of parts of 67 MB, or of half as many bytes in e4m3, have the bits of NCCL's where a rank comes late to
     read or to write its part."""
-    mesh, found = DeviceMesh.from_group(group, "cuda"), []
+    mesh, found = DeviceMesh.from_group(group, "cuda"), []  # asserted at the end: no rank leaves the others waiting
     for dtype, (reshard, prefetch) in itertools.product((HALF, WHOLE), ((True, True), (True, False), (False, False))):
         layer |= {"dtype": dtype, "reshard": reshard, "prefetch": prefetch}
         options = {"widths": (1024, 4096, 2048, 4096), **layer}
@@ -94,11 +101,10 @@ def come_late(rank, size, group, **layer):
             layers = layers_of(mesh, **options, engines=CopyEngines(mesh))
             assert len(hooked(layers)) == 6
             runs.append(steps(layers, mesh, late(layers, rank)))
-        found.append((wanted, runs, options))
-    for wanted, runs, options in found:
-        assert all(value.isfinite().all() for value in wanted), options
-        assert same(runs[0], runs[1]) and same(runs[0], runs[2]), options
-        assert size > 2 or same(wanted, runs[0]), options
+        found.append((are_right(wanted, runs, size), options))
+        del wanted, runs, layers
+        gc.collect()  # engines have gigabytes, and cycles
+    assert all(is_right for is_right, _ in found), found
 
 
 @gpu_case
@@ -176,7 +182,7 @@ def fsdp_steps_in_a_graph(rank, size, group):
                 "CopyEngines: all-gather in a CUDA graph: expected the order of gathers, and reshard_after_forward"
             )
             expect(RuntimeError, expected, layers, tokens_of(mesh, 0, 512, 1024))
-        found.append((runs, options, dtype))
-    for runs, options, dtype in found:
-        assert all(value.isfinite().all() for value in runs[0]), options
-        assert same(*runs), (options, dtype)
+        found.append((are_right(runs[0], runs[1:], 2), options, dtype))
+        del runs, layers
+        gc.collect()
+    assert all(is_right for is_right, *_ in found), found

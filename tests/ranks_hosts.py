@@ -111,6 +111,21 @@ def hosts_without_shared_memory(rank, size, group):
 
 
 @case
+def hosts_of_groups_that_have_ended(rank, size, group):
+    """Their memory is closed when another group is connected."""
+    with folder_of(rank, "ended"):
+        for _ in range(3):
+            ended = dist.new_group()
+            memory = hosts.connect(1, WORDS, 60, ended)
+            dist.barrier(group)
+            dist.destroy_process_group(ended)
+            hosts.connect(1, WORDS, 60, group)
+            hosts._hosts.pop(group).close()
+            assert ended not in hosts._hosts
+            expect(OSError, "Bad file descriptor", memory.close)
+
+
+@case
 def hosts_give_up(rank, size, group):
     """The last rank is late for the others, who have given up when it comes. Nobody waits for a rank that has."""
     memory = hosts.share_memory(WORDS, 0.3, group)

@@ -170,6 +170,18 @@ def dtypes_that_travel():
 
 
 @case
+def experts_that_layers_share_stay_shared(rank, size, group):
+    model = model_of("Qwen3Moe")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    before = len(list(model.parameters()))
+    reference = loss_of(model, tokens_of(0))
+    parallelize_experts(model, DeviceMesh.from_group(group, "cpu"))
+    assert len(list(model.parameters())) == before and second.down_proj is first.down_proj
+    assert difference(loss_of(model, tokens_of(0))[1], reference[1]) <= BOUND
+
+
+@case
 def autocast_is_followed(rank, size, group):
     """With one expert per token no sum over ranks rounds, so products in another dtype would show."""
     rng = torch.Generator().manual_seed(rank)

@@ -27,6 +27,7 @@ BF16 = ml_dtypes.bfloat16
 ANY_ARRAY = "expected a NumPy, CuPy or torch array, or one with __dlpack__"
 INNER_ORDER = "expected the last dimension contiguous, or the transposed view of an array whose last dimension is"
 ONE_ACTIVATION = "expected one of " + ", ".join(map(repr, ACTIVATIONS))
+CONTIGUOUS = "expected a C-contiguous array, as of .contiguous() or np.ascontiguousarray"
 STORED = "; pass its transposed view, .swapaxes(1, 2)?"
 NO_CUPY = "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays"
 
@@ -274,19 +275,15 @@ BAD = [
     # memory order
     forward(
         ValueError,
-        "x: expected a C-contiguous array, got strides (1, 5) for shape (5, 4)",
+        f"x: {CONTIGUOUS}, got strides (1, 5) for shape (5, 4)",
         x=zeros(D, L).swapaxes(0, 1),
     ),
-    forward(
-        ValueError, "x: expected a C-contiguous array, got strides (8, 2) for shape (5, 4)", x=zeros(L, 2 * D)[:, ::2]
-    ),
-    forward(ValueError, "x: expected a C-contiguous array, got strides (9, 1) for shape (5, 4)", x=zeros(L, 9)[:, :D]),
-    forward(
-        ValueError, "ids: expected a C-contiguous array, got strides (3, 1) for shape (5, 2)", ids=ids(L, K + 1)[:, :K]
-    ),
+    forward(ValueError, f"x: {CONTIGUOUS}, got strides (8, 2) for shape (5, 4)", x=zeros(L, 2 * D)[:, ::2]),
+    forward(ValueError, f"x: {CONTIGUOUS}, got strides (9, 1) for shape (5, 4)", x=zeros(L, 9)[:, :D]),
+    forward(ValueError, f"ids: {CONTIGUOUS}, got strides (3, 1) for shape (5, 2)", ids=ids(L, K + 1)[:, :K]),
     forward(
         ValueError,
-        "weights: expected a C-contiguous array, got strides (1, 5) for shape (5, 2)",
+        f"weights: {CONTIGUOUS}, got strides (1, 5) for shape (5, 2)",
         weights=zeros(K, L).swapaxes(0, 1),
     ),
     forward(
@@ -332,12 +329,12 @@ BAD = [
     backward(TypeError, "grad_out: expected dtype float32, got bfloat16", grad_out=zeros(L, D, dtype=BF16)),
     backward(
         ValueError,
-        "grad_out: expected a C-contiguous array, got strides (1, 5) for shape (5, 4)",
+        f"grad_out: {CONTIGUOUS}, got strides (1, 5) for shape (5, 4)",
         grad_out=zeros(D, L).swapaxes(0, 1),
     ),
     backward(
         ValueError,
-        "grad_out: expected a C-contiguous array, got strides (0, 0) for shape (5, 4)",
+        f"grad_out: {CONTIGUOUS}, got strides (0, 0) for shape (5, 4)",
         grad_out=strided(L, D, strides=(0, 0)),
     ),
     backward(
@@ -409,7 +406,7 @@ BAD = [
     dispatch(TypeError, "ids: expected dtype int32 or int64, got bool", ids=ids(L, K, dtype=bool)),
     dispatch(
         ValueError,
-        "ids: expected a C-contiguous array, got strides (1, 5) for shape (5, 2)",
+        f"ids: {CONTIGUOUS}, got strides (1, 5) for shape (5, 2)",
         ids=ids(K, L).swapaxes(0, 1),
     ),
     dispatch(ValueError, f"num_experts: expected 1 to {MAX_E}, got 0", num_experts=0),
@@ -429,7 +426,7 @@ BAD = [
     route(TypeError, "logits: expected dtype bfloat16 or float16 or float32 or float64, got int32", logits=ids(L, E)),
     route(
         ValueError,
-        "logits: expected a C-contiguous array, got strides (1, 5) for shape (5, 3)",
+        f"logits: {CONTIGUOUS}, got strides (1, 5) for shape (5, 3)",
         logits=zeros(E, L).swapaxes(0, 1),
     ),
     route(ValueError, "k: expected 1 to 3 (E = 3 experts, at most 64), got 0", k=0),
@@ -451,17 +448,20 @@ BAD = [
     ),
     route(TypeError, "eps: expected a number, got '0'", eps="0"),
     route(TypeError, "eps: expected a number, got True", eps=True),
-    route(ValueError, "eps: expected a finite number from 0 on, got -1.0", eps=-1),
-    route(ValueError, "eps: expected a finite number from 0 on, got nan", eps=np.nan),
-    route(ValueError, "scale: expected a finite number other than 0, got 0.0", scale=0),
-    route(ValueError, "scale: expected a finite number other than 0, got inf", scale=np.inf),
+    route(ValueError, "eps: expected a finite number from 0 on, in float32, got -1.0", eps=-1),
+    route(ValueError, "eps: expected a finite number from 0 on, in float32, got nan", eps=np.nan),
+    route(ValueError, "scale: expected a finite number other than 0, in float32, got 0.0", scale=0),
+    route(ValueError, "scale: expected a finite number other than 0, in float32, got inf", scale=np.inf),
+    route(ValueError, "scale: expected a finite number other than 0, in float32, got 1e-300", scale=1e-300),
+    route(ValueError, "scale: expected a finite number other than 0, in float32, got 1e+39", scale=1e39),
+    route(ValueError, "eps: expected a finite number from 0 on, in float32, got inf", eps=10**400),
     route(ValueError, "bias_on: expected one of 'scores', 'logits', got 'weights'", bias_on="weights"),
     route(ValueError, "bias: expected shape (E,) = (3,) or (L, E) = (5, 3), got (5,)", bias=zeros(L)),
     route(TypeError, "bias: expected dtype float32, got float16", bias=zeros(E, dtype=np.float16)),
     route(TypeError, f"bias: {ANY_ARRAY}, got <class 'float'>", bias=1.0),
     route(
         ValueError,
-        "bias: expected a C-contiguous array, got strides (0, 1) for shape (5, 3)",
+        f"bias: {CONTIGUOUS}, got strides (0, 1) for shape (5, 3)",
         bias=strided(L, E, strides=(0, 1)),
     ),
     route(TypeError, "groups: expected None or three ints (groups, kept, top), got 4", groups=4),
@@ -523,7 +523,7 @@ BAD = [
     ),
     route_backward(
         ValueError,
-        "grad_weights: expected a C-contiguous array, got strides (0, 1) for shape (5, 2)",
+        f"grad_weights: {CONTIGUOUS}, got strides (0, 1) for shape (5, 2)",
         grad_weights=strided(L, K, strides=(0, 1)),
     ),
     route_backward(ValueError, "weights: expected shape (L, k) = (5, any), got (10,)", weights=zeros(L * K)),

@@ -48,15 +48,8 @@ LEVELS = [
     ["layer", "routing", "rows", "selection"],
     ["backward", "quantization"],
     ["__init__"],
-    [
-        "interop.inductor",
-        "interop.collectives",
-        "interop.peers",
-        "interop.driver",
-        "interop.torch_sums",
-        "cli.progress",
-    ],
-    ["interop.hosts", "interop.pages"],
+    ["interop.inductor", "interop.collectives", "interop.driver", "interop.torch_sums", "cli.progress"],
+    ["interop.hosts", "interop.pages", "interop.peers"],
     [
         "interop.torch_schema",
         "interop.torch_fp8",

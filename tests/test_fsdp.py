@@ -92,8 +92,8 @@ class Module:
 
     def __init__(self, memory, products):
         self.memory, self.products, self.has_moved, self.was_captured = memory, products, False, False
-        self.shards = [mock.Mock(stream=products)]
-        self.bank = memory.next_bank(self.shards)
+        self.shards = [mock.Mock(stream=products, forms=(), inner=[], gather=self)]
+        self.bank, self.is_dropped = memory.next_bank(self.shards), False
         self.free()
 
     def gather(self, beside):
@@ -254,7 +254,7 @@ def test_what_is_at_the_addresses_of_a_whole_parameter(monkeypatch):
     whole.move(other, Place(banks[1], False), False)  # is not there yet, whatever failed before
     assert parts == [2, "other", 4] and whole.own_is_mapped
     for was_captured, capture in ((True, 0), (False, 3)):
-        memory.capture = capture
+        monkeypatch.setattr(fsdp_memory, "capture_of", lambda stream, capture=capture: capture)
         with pytest.raises(RuntimeError, match="CopyEngines: all-gather in a CUDA graph: expected the order of"):
             whole.move(part, Place(banks[0], False), was_captured)
     assert parts == [2, "other", 4]

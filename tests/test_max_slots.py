@@ -76,10 +76,19 @@ def test_a_bound_that_does_not_suffice_drops_the_last_slots(routing, max_slots):
     assert all(map(same_bits, mb.moe_backward(grad_out, kept), mb.moe_backward(grad_out, saved)))
 
 
-@pytest.mark.parametrize("bound", [0, -1, 112])
+def test_a_bound_above_the_slots_is_that_of_the_slots():
+    """So a bound serves the last, smaller batch, too."""
+    x, ids, weights, w1, w2, _ = make_inputs(CASE, 0)
+    want, wanted = mb.moe_forward(x, ids, weights, w1, w2, max_slots=111)
+    got, saved = mb.moe_forward(x, ids, weights, w1, w2, max_slots=10**6)
+    assert np.array_equal(got, want) and saved.index.max_slots == wanted.index.max_slots == 111
+    assert mb.moe_forward(x[:0], ids[:0], weights[:0], w1, w2, max_slots=5)[0].shape == (0, x.shape[1])
+
+
+@pytest.mark.parametrize("bound", [0, -1])
 def test_bounds_that_are_none(bound):
     x, ids, weights, w1, w2, _ = make_inputs(CASE, 0)
-    message = rf"max_slots: expected None, or 1 to the 111 slots L\*k, got {bound}"
+    message = rf"max_slots: expected None, or at least 1, got {bound}"
     with pytest.raises(ValueError, match=f"moe_forward: {message}"):
         mb.moe_forward(x, ids, weights, w1, w2, max_slots=bound)
     with pytest.raises(ValueError, match=f"build_dispatch: {message}"):

@@ -135,6 +135,42 @@ def test_copies_to_other_memory_end_before_the_next_barrier(log, beside):
     assert beside[1:] == 2 * [("plain", "beside")]
 
 
+def test_a_call_on_another_stream_waits_for_the_one_before(log, monkeypatch):
+    """But not for one of another capture in a CUDA graph, which the driver refuses."""
+    waits, capture = [], {}
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def record_event(self):
+            return self.name
+
+        def wait_event(self, event):
+            waits.append((self.name, event))
+
+    streams = {name: Stream(name) for name in ("first", "second", "captured")}
+    monkeypatch.setattr(peers, "capture_of", lambda stream: capture.get(stream.name, 0))
+    found, rows = peers.Peers(None), normal(4, 8)
+
+    def on(name, call):
+        waits.clear()
+        monkeypatch.setattr(torch.cpu, "current_stream", lambda: streams[name])
+        call()
+        return list(waits)
+
+    def offer():
+        found.offer("tokens", [rows], 4)
+
+    assert on("first", offer) == [] and on("first", offer) == []
+    assert on("second", offer) == [("second", "first")] and on("second", offer) == []
+    assert on("first", found.close) == [("first", "second")]
+    capture["captured"] = 5
+    assert on("captured", offer) == [] and on("captured", found.close) == []
+    capture.clear()
+    assert on("first", found.meet) == [("first", "captured")]
+
+
 def test_what_lies_in_its_room_is_not_copied(log):
     found = peers.Peers(None)
     rows, weights = normal(6, 8), normal(6, 2, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -217,18 +218,20 @@ def test_errors_name_the_callers_arguments(argument):
 def test_meta_tensors_have_shapes():
     x, ids, weights, w1, w2, grad_out = (t.to("meta") for t in tensors())
     leaves = leaves_of(x, weights, w1, w2)
-    with Recorder():
-        grads = torch.autograd.grad(moe(x, ids, weights, w1, w2), leaves, grad_out)
-    assert [(g.shape, g.stride()) for g in grads] == [(leaf.shape, leaf.stride()) for leaf in leaves]
+    for mode in (Recorder, nullcontext):
+        with mode():
+            grads = torch.autograd.grad(moe(x, ids, weights, w1, w2), leaves, grad_out)
+        assert [(g.shape, g.stride()) for g in grads] == [(leaf.shape, leaf.stride()) for leaf in leaves]
 
 
 def test_a_module_on_meta_has_shapes():
     layer, x = MoE(8, 6, 4, 2, bias=True, device="meta"), torch.zeros(3, 5, 8, device="meta", requires_grad=True)
-    with Recorder():
-        layer(x).sum().backward()
-    assert x.grad.shape == x.shape and all(p.grad.shape == p.shape for p in layer.parameters())
-    with pytest.raises(TypeError, match=r"^route: logits: device: expected a tensor on cpu or cuda, got meta"):
-        layer(x)
+    for mode in (Recorder, nullcontext):
+        x.grad = None
+        layer.zero_grad()
+        with mode():
+            layer(x).sum().backward()
+        assert x.grad.shape == x.shape and all(p.grad.shape == p.shape for p in layer.parameters())
 
 
 @pytest.mark.parametrize("save", POLICIES)
@@ -317,8 +320,23 @@ def test_vmap_over_tokens_of_the_same_experts():
     layer = MoE(8, 6, 4, 2)
     many = torch.randn(3, 7, 8)
     torch.testing.assert_close(torch.vmap(layer)(many), torch.stack(list(map(layer, many))))
+    for dim in (1, 2):  # of the batch
+        assert torch.equal(torch.vmap(layer, dim)(many.movedim(0, dim)), torch.vmap(layer)(many))
+    none = torch.vmap(lambda tokens: moe(tokens, ids, weights, w1, w2))(x.new_empty(0, *x.shape))
+    assert none.shape == (0, *x.shape)
     with pytest.raises(RuntimeError, match="moe: w2: expected one tensor for all of vmap's batch"):
         torch.vmap(lambda w2: moe(x, ids, weights, w1, w2))(torch.stack([w2, w2]))
+
+
+def test_vmap_over_logits():
+    many = torch.randn(2, 6, 5)
+    want = [torch.stack(found) for found in zip(*(route(logits, 2) for logits in many), strict=True)]
+    for dim in range(3):
+        got = torch.vmap(lambda logits: route(logits, 2), dim)(many.movedim(0, dim))
+        assert all(map(torch.equal, got, want)), dim
+    assert torch.vmap(lambda logits: route(logits, 2)[0])(many[:0]).shape == (0, 6, 2)
+    with pytest.raises(ValueError, match=r"^route: logits: expected shape \(L, E\), got \(5,\)"):
+        torch.vmap(lambda logits: route(logits, 2)[0])(many[0])
 
 
 def test_transforms_without_a_rule_are_refused():

@@ -1,6 +1,7 @@
 """`interop.transformers`: every experts class of the transformers at hand beside its own code, and small models."""
 
 import ast
+import contextlib
 import copy
 import importlib
 import math
@@ -9,6 +10,7 @@ import types
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -218,6 +220,32 @@ def test_what_the_layer_cannot_compute_falls_back_or_raises(act, calls, monkeypa
     assert not calls
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        if isinstance(factor, torch.Tensor):
+            self.register_buffer("factor", factor)
+        else:
+            self.factor = factor
+
+    def forward(self, gate):
+        return torch.nn.functional.silu(gate) * float(self.factor)
+
+
+@pytest.mark.parametrize("kind", [int, float, np.float64, bool, torch.tensor], ids=lambda kind: kind.__name__)
+def test_activations_of_one_class_are_told_apart_by_what_they_hold(kind, monkeypatch):
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    x, ids, weights, _ = (t.float() if t.is_floating_point() else t for t in inputs())
+    for factor in (1.0, 0.0):
+        experts = made(*QWEN, "moeblaze").float()
+        experts.act_fn = Scaled(kind(factor))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = experts(x, ids, weights)
+        experts.config._experts_implementation = "eager"
+        torch.testing.assert_close(got, experts(x, ids, weights), rtol=1e-4, atol=1e-5)
+
+
 def test_columns_that_lie_otherwise_are_refused():
     def swapped(columns):
         up, gate = columns.chunk(2, dim=-1)
@@ -329,17 +357,16 @@ def test_autocast_computes_as_linear_does(calls):
 
 
 def test_a_model_on_meta_has_shapes():
-    """As counters of operations want it, under a dispatch mode."""
+    """Also under a dispatch mode, as counters of operations want it."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with torch.device("meta"):
-        model = tiny("qwen3_moe", "moeblaze")
-    with FlopCounterMode(display=False):
-        out = model(tokens().to("meta"), labels=tokens().to("meta"))
-        out.loss.backward()
-    assert out.logits.shape == (2, 8, 64) and all(p.grad.shape == p.shape for p in model.parameters())
-    with pytest.raises(TypeError, match=r"^moe_forward: x: device: expected a tensor on cpu or cuda, got meta"):
-        model(tokens().to("meta"))
+    for mode in (FlopCounterMode(display=False), contextlib.nullcontext()):
+        with torch.device("meta"):
+            model = tiny("qwen3_moe", "moeblaze")
+        with mode:
+            out = model(tokens().to("meta"), labels=tokens().to("meta"))
+            out.loss.backward()
+        assert out.logits.shape == (2, 8, 64) and all(p.grad.shape == p.shape for p in model.parameters())
 
 
 @pytest.mark.parametrize("policy", ["paper", "recompute"])
