@@ -90,9 +90,9 @@ def headline() -> list[str]:
         parameters = next(iter(of_size.values()))[0]["parameters"]
         _, _, speed, _, share, _, batch = next(row for row in step_rows(step) if row[0] == ARMS["minimal"])
         lines += [
-            f"One of {parameters / 1e6:.0f} million trains at {speed} times the tokens per second in {share} of the "
-            f"memory,",
-            f"and a step takes {batch} times as many sequences.",
+            f"One of {parameters / 1e6:.0f} million trains at {speed} times the tokens per second of `grouped_mm`, in "
+            f"{share} of its memory,",
+            f"and {batch} times as many sequences fit into a step.",
         ]
     return lines
 

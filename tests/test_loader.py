@@ -19,7 +19,7 @@ from fakes import Layer, launches, use
 
 from moeblaze_cupy import arrays, gemm_config, launch_config, loader, runtime
 from moeblaze_cupy.loader import Variant, gemm_variant
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, SlotOptions
+from moeblaze_cupy.structures import ACTIVATIONS, FORMS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, SlotOptions
 
 ROOT = Path(loader.__file__).resolve().parent.parent
 A100 = launch_config.DeviceLimits(80, 108, 166912, 167936)
@@ -77,11 +77,7 @@ def test_operand_that_a_weight_gradient_gathers(entry, transposed, gathered, tie
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_epilogue_gather_and_segments_of_each_gemm(activation):
     gated = str(int(activation in GATED_ACTIVATIONS))
-    kind = {"silu": "SILU", "swiglu": "SILU", "gelu": "GELU", "geglu": "GELU", "relu": "RELU", "reglu": "RELU"}
-    kind |= {"geglu_tanh": "GELU_TANH", "gelu_tanh": "GELU_TANH"}
-    kind = kind.get(activation, activation.upper())
-    constants = {"swiglu_oai": "2", "swiglu_softcap": "2", "swiglu_clamp": "1", "swiglu_clamp_after": "1"}
-    number = constants.get(activation, "0")
+    kind, number = FORMS[activation].kind, str(len(FORMS[activation].constants))
     keys = ("EPILOGUE", "GATHER", "K_SEGMENTS", "GATED", "ACTIVATION", "CONSTANTS")
     found = {entry: tuple(macros(entry, activation=activation)[key] for key in keys) for entry in GEMMS}
     assert found == {
