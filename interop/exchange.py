@@ -59,6 +59,8 @@ class ExpertGroup(RankGroup):
 
         Route "pull" counts none.
         """
+        if ids.dtype == torch.int64:  # ranks may have either; some would be ids of experts in 32 bits
+            ids = torch.where((ids >= 0) & (ids < self.num_experts), ids, -1).to(torch.int32)
         if self.route == "pull":
             return PullRoute(ids, self), None
         return sent_route(ids, self)

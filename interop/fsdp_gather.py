@@ -169,10 +169,8 @@ class AllGather:
 
     def give_up(self) -> None:
         """Frees what FSDP2 will not, as it has not got it: of a call that has failed."""
-        for shard, copies in self._started.items():
-            for whole, _ in copies:
-                whole.free()
-            self._memory.forget(shard)
+        for shard in self._started:
+            self._memory.free(shard)
         self._started = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

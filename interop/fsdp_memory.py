@@ -174,8 +174,10 @@ class Memory:
             whole.allocate(bank)
         self._used[shard] = bank
 
-    def forget(self, shard: Any) -> None:
-        """Of a gather that has failed, whose memory nothing will read."""
+    def free(self, shard: Any) -> None:
+        """Of a gather that has failed, or that FSDP2 has dropped: nothing reads its memory."""
+        for token in shard.inner:
+            token.untyped_storage().resize_(0)
         self._used.pop(shard, None)
 
     def note_freed(self, stream: Any) -> None:
@@ -184,9 +186,7 @@ class Memory:
         Frees those that FSDP2 has dropped unread. stream: of the caller.
         """
         for shard in [shard for shard in self._used if shard.gather.is_dropped and shard.is_there]:
-            for token in shard.inner:
-                token.untyped_storage().resize_(0)
-            del self._used[shard]
+            self.free(shard)
         capture = capture_of(stream)
         for shard in [shard for shard in self._used if not shard.is_there]:
             bank = self._used.pop(shard)

@@ -16,7 +16,7 @@ from moeblaze_cupy import launch_config
 from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.interop.peers import Form, Offered
-from moeblaze_cupy.interop.routes import Route, Rows, Stored, in_32_bits
+from moeblaze_cupy.interop.routes import Route, Rows, Stored
 from moeblaze_cupy.ops.push import Destination, Place
 from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.structures import Fp8Rows
@@ -37,7 +37,7 @@ class PullRoute(Route):
     begins_early = True
 
     def __init__(self, ids: Tensor, experts: RankGroup) -> None:
-        super().__init__(in_32_bits(ids, experts.num_experts), experts, [])  # which ranks read of each other
+        super().__init__(ids, experts, [])
         self._begun: tuple[Rows, Tensor, Tensor] | None = None
         self._landing: Tensor | None = None  # where the ranks store results of this rank's tokens
         self.expect([len(ids)] * experts.size)

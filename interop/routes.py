@@ -175,7 +175,6 @@ class SentRoute(Route):
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
         experts, k = self.experts, self.k
-        ids = in_32_bits(ids, experts.num_experts)
         packed = torch.cat([collectives.in_bytes(ids), collectives.in_bytes(weights)], 1)
         if self.tokens is not None and experts.route == "static" and self.num_tokens:
             chosen = torch.zeros(len(self.tokens) + 1, dtype=torch.bool, device=ids.device)
@@ -231,13 +230,6 @@ class SentRoute(Route):
         rows = self.positions.gather(0, ranks.T.contiguous()).T  # (L, k)
         columns = torch.arange(self.k, device=returned.device).expand(shape)
         return torch.where(present & (rows >= 0), returned[rows.clamp(min=0), columns], 0)
-
-
-def in_32_bits(ids: Tensor, num_experts: int) -> Tensor:
-    """The same ids in int32, but -1 where an int64 is of no expert, as some would be ids of experts in 32 bits."""
-    if ids.dtype == torch.int32:
-        return ids
-    return torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32)
 
 
 def sent_route(ids: Tensor, experts: RankGroup) -> tuple[SentRoute, Callable[[], Tensor]]:

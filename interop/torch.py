@@ -96,7 +96,6 @@ def moe(
         torch_arguments.check_tensors(layer, unreduced)
     if not as_operators:
         checks.untransformed("moe", "x", layer)
-    checks.one_of("moe", "save", save, SAVE_POLICIES)
     main_grads = {}
     if accumulate_into_main_grad and torch.is_grad_enabled():
         main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
@@ -109,6 +108,8 @@ def moe(
     differentiable = torch.is_grad_enabled() and (
         x.requires_grad or gate.requires_grad or any(t is not None and t.requires_grad for t in layer[2:])
     )
+    if not differentiable:  # nothing else looks at it
+        checks.one_of("moe", "save", save, SAVE_POLICIES)
     out: torch.Tensor
     if as_operators and not differentiable and not torch_autograd.transformed():
         in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)

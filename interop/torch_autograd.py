@@ -3,7 +3,7 @@
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -125,9 +125,8 @@ _NO_REST = (None,) * 4  # no biases and no token_offsets
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
-def wanted(tensors: Iterable[Any]) -> bool:
+def wanted(tensors: Sequence[Any]) -> bool:
     """Whether a call with these tensors must be one of operators, for what follows it or needs its shapes alone."""
-    tensors = tuple(tensors)
     return (
         torch.compiler.is_compiling()
         or getattr(tensors[0], "is_meta", False)

@@ -150,9 +150,10 @@ def _over_ranks(
     has_norm = getattr(module, "has_post_expert_norm", False)
     plain = not biases and formula.gate_up == "halves" and not has_norm
     rows, wide = x, weights
-    if not plain and torch_arguments.in_autocast(x):  # before rows travel what `moe` does on one GPU
+    follows_autocast = torch_arguments.in_autocast(x)
+    if follows_autocast and not plain:  # before rows travel; `expert_parallel_moe` does so itself
         (rows,), (wide,) = torch_arguments.autocast(x.device.type, (x,), (weights,))
-    elif plain and not torch_arguments.in_autocast(x):
+    elif plain and not follows_autocast:
         rows = x.to(w2.dtype)
         wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
     if plain:

@@ -158,14 +158,8 @@ DENSE_GRADIENTS = {"k": 1}, *({"sums": (name,)} for name in ("z", "entropy", "so
 def special_logits(E):
     """(7, E): rows with a NaN, an infinity, nothing but either, and none."""
     nan, inf = np.nan, np.inf
-    logits = np.zeros((6, E), np.float32)
-    logits[:, np.linspace(0, E - 1, 4).astype(int)] = [
-        [1, 2, 3, 0],
-        [1, nan, 2, 0],
-        [1, inf, 2, 0],
-        [1, 2, 3, -inf],
-        [inf, inf, 2, 0],
-        [nan, 1, inf, -inf],
-    ]
-    logits[5] += nan
-    return np.concatenate([logits, np.full((1, E), -inf, np.float32)])
+    logits = np.zeros((7, E), np.float32)
+    rows = [[1, 2, 3, 0], [1, nan, 2, 0], [1, inf, 2, 0], [1, 2, 3, -inf], [inf, inf, 2, 0]]
+    logits[:5, np.linspace(0, E - 1, 4).astype(int)] = rows
+    logits[5:] = [[nan], [-inf]]
+    return logits

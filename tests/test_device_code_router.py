@@ -321,6 +321,15 @@ def test_sums_of_garbage_sequences_stay_in_bounds(device):  # noqa: F811
     run_router(device, logits, grad_weights, 2, sums=("softmax", "z"), sequences=offsets)
 
 
+def assert_routes_as_reference(device, logits, **options):  # noqa: F811
+    """To 3 experts. Gradients may be NaN."""
+    with np.errstate(invalid="ignore"):
+        weights, ids = reference.route(logits.astype(np.float64), 3, **options)
+    got = run_router(device, logits, np.ones((len(logits), 3), np.float32), 3, **options)
+    np.testing.assert_array_equal(got["ids"], ids)
+    np.testing.assert_allclose(got["weights"], weights, rtol=WEIGHTS_TOLERANCE, atol=1e-30)
+
+
 @pytest.mark.parametrize("E", [4, 40])
 @pytest.mark.parametrize(("dtype", "renormalize"), [("float32", True), ("float32", False), ("bfloat16", True)])
 def test_router_on_ties_zeros_infinities_and_nan(device, renormalize, dtype, E):  # noqa: F811
@@ -329,23 +338,13 @@ def test_router_on_ties_zeros_infinities_and_nan(device, renormalize, dtype, E):
     rows = np.array([*rows, [inf, 0, 1, 2], [-inf, -inf, -inf, -inf], [inf, inf, 0, 1]])
     logits = np.full((len(rows), E), -inf)
     logits[:, np.linspace(0, E - 1, 4).astype(int)] = rows
-    logits = logits.astype(DTYPES[dtype])
-    with np.errstate(invalid="ignore"):
-        weights, ids = reference.route(logits.astype(np.float64), 3, renormalize=renormalize)
-    got = run_router(device, logits, np.ones((len(logits), 3), np.float32), 3, renormalize=renormalize)
-    np.testing.assert_array_equal(got["ids"], ids)
-    np.testing.assert_allclose(got["weights"], weights, rtol=WEIGHTS_TOLERANCE, atol=1e-30)
+    assert_routes_as_reference(device, logits.astype(DTYPES[dtype]), renormalize=renormalize)
 
 
 @pytest.mark.parametrize("options", CUTS, ids=str)
 @pytest.mark.parametrize("E", [4, 40])
 def test_slots_of_nan_and_infinity_are_not_cut(device, options, E):  # noqa: F811
-    logits = special_logits(E)
-    got = run_router(device, logits, np.ones((len(logits), 3), np.float32), 3, **options)
-    with np.errstate(invalid="ignore"):
-        weights, ids = reference.route(exactly(logits), 3, **{"renormalize": True} | options)
-    np.testing.assert_array_equal(got["ids"], ids)
-    np.testing.assert_allclose(got["weights"], weights, rtol=WEIGHTS_TOLERANCE, atol=1e-30)
+    assert_routes_as_reference(device, special_logits(E), renormalize=True, **options)
 
 
 @pytest.mark.parametrize("options", DENSE_GRADIENTS, ids=str)
@@ -354,11 +353,10 @@ def test_masked_tokens_have_no_gradient_whatever_their_logits(device, options, E
     logits = special_logits(E)
     mask = np.arange(len(logits)) == 0
     k, sums = options.get("k", 3), options.get("sums", ())
-    shapes = (1, E), (1,), (1,)
-    wanted = [any(name not in ("z", "entropy") for name in sums), "z" in sums, "entropy" in sums]
-    grads = [np.ones(shape, np.float32) if w else None for shape, w in zip(shapes, wanted, strict=True)]
-    given = {"sums": sums, "grads": grads} if sums else {}
-    got = run_router(device, logits, np.ones((len(logits), k), np.float32), k, token_mask=mask, **given)
+    *_, totals = reference.route(logits, k, sums=sums) if sums else ((),)
+    grads = [None if total is None else np.ones_like(total) for total in totals]
+    options = {"token_mask": mask, "sums": sums}
+    got = run_router(device, logits, np.ones((len(logits), k), np.float32), k, grads=grads, **options)
     assert not got["grad_logits"][1:].any() and np.isfinite(got["grad_logits"]).all()
 
 
