@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
 from moeblaze_cupy import gemm_config, launch_config, overlapping_launch, params, router_config
+from moeblaze_cupy.params import source_folder as source_folder  # for whoever reads the kernels
 from moeblaze_cupy.structures import FORMS
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
@@ -303,10 +303,6 @@ def variants(
     return list(found)
 
 
-def source_folder() -> str:
-    return str(resources.files("moeblaze_cupy.kernels_cu"))
-
-
 def sources() -> list[str]:
     """Names of the kernel sources, without headers."""
     return sorted(name for name in os.listdir(source_folder()) if name.endswith(".cu"))
@@ -338,7 +334,8 @@ def source(variant: Variant) -> str:
     with open(path) as file:
         code = file.read()
     name = path.replace("\\", "/") if has_line_info() else variant.source
-    checks = "".join(table.assertions() for table in params.tables(variant.source, variant.macros).values())
+    structs = {table.struct: table for table in params.tables(variant.source, variant.macros).values()}
+    checks = "".join(table.assertions() for table in structs.values())
     return f'#line 1 "{name}"\n{code}\n#line 1 "<parameters of {variant.source}>"\n{checks}'
 
 
