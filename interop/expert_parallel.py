@@ -178,10 +178,10 @@ class _ExpertParallel(torch.autograd.Function):
     ) -> Tensor:
         experts, w1 = route.experts, gate if up is None else (gate, up)
         rows, local_ids, got = route.receive(x, ids, weights)
-        pieces, arrival = _pieces(route, local_ids), route.arrival
+        pieces, wait = _pieces(route, local_ids), route.wait
         if len(pieces) > 1 and save is not None:
             save = "recompute"
-        options: dict[str, Any] = {"activation": activation, "save": save, "arrival": arrival}
+        options: dict[str, Any] = {"activation": activation, "save": save, "wait": wait}
         options |= {"spare_multiprocessors": experts.spare_multiprocessors, "precision": in_fp8.precision}
         made = in_fp8.weights_of(w1, w2)  # once for all pieces
         options |= {"fp8_weights": made}
@@ -201,8 +201,8 @@ class _ExpertParallel(torch.autograd.Function):
                     **options,
                 )
             finally:
-                if arrival is not None:  # also where nothing has read the rows
-                    arrival.wait()
+                if wait is not None:  # also where nothing has read the rows
+                    wait()
             results.append(place.landing if place else out)
             if bound is not None and (experts.slots is not None):
                 index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
@@ -242,7 +242,7 @@ class _ExpertParallel(torch.autograd.Function):
         # main_grad, or zeros where several pieces add up. It may raise, so it comes before rows are on their way.
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
         grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), sent)
-        rows, arrival = kept_rows if sent_again is None else sent_again, route.arrival
+        rows, wait = kept_rows if sent_again is None else sent_again, route.wait
         x, x_scales = values_and_scales(rows)
 
         def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
@@ -267,15 +267,15 @@ class _ExpertParallel(torch.autograd.Function):
             part, saved = saved_of(piece)
             pending = None
             needs = (*of_rows, "w1", "w2") if of_experts else of_rows
-            options = _part(grad_rows, part), saved, needs, False, None, spare, bool(of_experts), arrival
+            options = _part(grad_rows, part), saved, needs, False, None, spare, bool(of_experts), wait
             alone = len(ctx.pieces) == 1
             place = route.place_of_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
             try:
                 grads, pending = backward_into(place and place.destination, "expert_parallel_moe", *options)
             finally:
                 ctx.kept[piece].consumed = saved.consumed
-                if arrival is not None:  # also where nothing has read the gradients
-                    arrival.wait()
+                if wait is not None:  # also where nothing has read the gradients
+                    wait()
             for name in of_rows:
                 parts[name].append(place.landing if place and name == "x" else getattr(grads, name))
             if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed

@@ -18,7 +18,6 @@ from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.interop.peers import Form, Offered
 from moeblaze_cupy.interop.routes import Route, Rows, Stored
 from moeblaze_cupy.ops.push import Destination, Place
-from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.structures import Fp8Rows
 
 Tensor = torch.Tensor
@@ -142,7 +141,7 @@ class PullRoute(Route):
         return self._wait or (lambda: None)
 
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
-        self.arrival = None
+        self.wait = None
         if self._begun is None:
             self.begin(x, ids, weights)
             self._arrive(self._wait)
@@ -153,15 +152,14 @@ class PullRoute(Route):
         return received
 
     def _arrive(self, wait: Callable[[], None] | None) -> None:
-        """Sets `arrival`, or waits; wait: what `_copy` returned, None without copies."""
+        """Sets the route's `wait`, or waits; wait: what `_copy` returned, None without copies."""
         if wait is not None and self.one_by_one:
             wait()
-        elif wait is not None:
-            first = self._share.rank * self.rows
-            self.arrival = Arrival(first, first + self.rows, wait)
+        else:
+            self.wait = wait
 
     def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Rows, Rows | None]:
-        tensors, self.arrival = [grad] if x is None else [grad, x], None
+        tensors, self.wait = [grad] if x is None else [grad, x], None
         pulled = [self._room_for_rows(tensor) for tensor in tensors]
         if self.rows:
             for offered, rows in zip(self._offer_tokens(*tensors), pulled, strict=True):

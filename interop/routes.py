@@ -13,7 +13,6 @@ from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Pending
 from moeblaze_cupy.interop.expert_group import RankGroup
 from moeblaze_cupy.ops.push import Destination
-from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.structures import Fp8Rows
 
 Tensor = torch.Tensor
@@ -42,7 +41,8 @@ class Route:
         self.one_by_one = False  # its steps are functions of autograd that run in the caller's order
         self.in_fp8 = False  # rows of x and of results' gradients travel in e4m3; never if one_by_one
         self.counted: Tensor | None = None  # (1,) of what was dropped; None if nothing can be
-        self.arrival: Arrival | None = None  # of rows received last, while they are on their way; never if one_by_one
+        #: has the stream wait for the rows received last, while they are on their way; never set if one_by_one
+        self.wait: Callable[[], None] | None = None
 
     @property
     def received(self) -> int:
@@ -82,14 +82,14 @@ class Route:
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
         """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k).
 
-        The rows are `Fp8Rows` if `in_fp8`. They may be on their way: see `arrival`.
+        The rows are `Fp8Rows` if `in_fp8`. They may be on their way: see `wait`.
         """
         raise NotImplementedError
 
     def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Rows, Rows | None]:
         """The gradients of results (room, d), of (L, d), and the rows of x once more where they are not kept.
 
-        The gradients may be on their way: see `arrival`.
+        The gradients may be on their way: see `wait`.
         """
         raise NotImplementedError
 

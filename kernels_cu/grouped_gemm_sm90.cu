@@ -89,8 +89,7 @@ struct GroupedGemmParams {
 #endif
     const int* expert_token_indices;  // (num_slots,) int32, in: the token of each row
     const int* expert_token_offsets;  // (E+1,) int32, in: the first row of each expert, then R
-    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (row tile count, BM), then (expert, first row). With a list
-                                      // of split_tiles.cu expert e is 2 e, and the list's ranges take the place of offsets
+    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (row tile count, BM), then (expert, first row) of each
     saved_t* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED; out of up_fwd
                                       // (null: not kept), into down_bwd; in the layout of SavedScales with FP8_SAVED
     element* first_layer_grad;        // (R, 2N) or (R, N) element, out of down_bwd; without FP8_SAVED it may be first_layer;

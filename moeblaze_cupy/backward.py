@@ -15,7 +15,6 @@ from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.ops.grouped_gemm import Summed
 from moeblaze_cupy.ops.push import Destination
-from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Key, Runtime, current_device
 from moeblaze_cupy.structures import (
     GRADIENTS,
@@ -320,14 +319,15 @@ def backward_into(
     accumulate: Mapping[str, Any] | None,
     spare_multiprocessors: int,
     defers_weights: bool = False,
-    arrival: Arrival | None = None,
+    wait: Callable[[], None] | None = None,
 ) -> tuple[Gradients, PendingWeights | None]:
     """`moe_backward`, or its first half; `function` is the one that messages name.
 
     grad_x: None, or what the gradient of x is to be on CUDA: of out's shape, dtype and kind, and aligned. It may be a
     `Destination` of rows of d columns, a multiple of 8; the gradient is then None on CUDA. grad_out: may be `Fp8Rows`
     of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of weights are then
-    deferred, or not needed. arrival: of grad_out's rows; None where all are here.
+    deferred, or not needed. wait: has the stream wait for rows of grad_out that are on their way; None where all are
+    here.
     """
     grad_out, grad_scales = values_and_scales(grad_out)
     if not isinstance(saved, SavedForBackward):
@@ -340,10 +340,9 @@ def backward_into(
     if any(in_e4m3) and not (defers_weights or {"w1", "w2"}.isdisjoint(needs)):
         expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
         raise checks.bad_value(function, "needs", expected, needs)
-    here = None if arrival is None else (arrival.first_token, arrival.end_token)
     to = grad_x if isinstance(grad_x, Destination) else None
     place = to.place if to else None
-    options = bool(keep_saved), spare_multiprocessors, defers_weights, here, in_e4m3, place
+    options = bool(keep_saved), spare_multiprocessors, defers_weights, in_e4m3, place
     key, given, pointers = _backward_key(grad_out, saved, needs, options, accumulate)
     export: Export = keep
     found = runtime.find(key)
@@ -370,8 +369,8 @@ def backward_into(
             _check_apart(function, call.framework, d["grad_out"].owner, saved, parts)
         limits = spared(function, call, spare_multiprocessors)
         if limits is None:
-            if arrival is not None:
-                arrival.wait()
+            if wait is not None:
+                wait()
             saved.consumed = is_consumed(saved.is_overwritable, saved.y_swi is not None, needs, keep_saved)
             host_grad, host_saved = _on_host(call, saved, grad_scales)
             host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
@@ -405,7 +404,6 @@ def backward_into(
             saved.slots,
             defers_weights,
             saved.precision,
-            here,
             place,
         )
         found = runtime.keep(key, call.prepared(steps))
@@ -416,7 +414,7 @@ def backward_into(
         weights_fp8 = None
         if saved.fp8_weights is not None:
             weights_fp8 = fp8.Addresses(*(_address(found.framework, saved.fp8_weights, f) for f in fp8_checks.FIELDS))
-        options_of_run: dict[str, Any] = {"grad_x": of_x, "weights_fp8": weights_fp8, "arrival": arrival}
+        options_of_run: dict[str, Any] = {"grad_x": of_x, "weights_fp8": weights_fp8, "wait": wait}
         for name, scales in (("x_scales", saved.x_scales), ("grad_scales", grad_scales)):
             if scales is not None:
                 options_of_run[name] = found.framework.describe(scales).ptr

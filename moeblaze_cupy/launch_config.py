@@ -57,9 +57,7 @@ SLOTS_PER_BLOCK = 256  # of the router weights' gradients, a thread each
 BIAS_COLUMNS, BIAS_ROWS = 64, 32  # per block of bias_bwd.cu: columns, and rows at a time
 BIAS_THREADS = BIAS_COLUMNS // 8 * BIAS_ROWS  # 8 columns each
 BOUND_THREADS = 256  # per block of bound_slots.cu
-SPLIT_THREADS = 1024  # of split_tiles.cu's one block
 TILES_THREADS = 1024  # of square_tiles.cu's one block
-SPLIT_WAVES = 8  # of a product's tiles, at least, that are worth two launches: each ends with a wave that is not full
 PULL_THREADS = 512  # per block of pull.cu
 PULL_BLOCKS = 64  # of pull.cu for rows of PULL_BYTES or more: NVLink is full with fewer, the memory here not
 PULL_BYTES = 4096  # that a warp of pull.cu loads before it stores the first
@@ -152,7 +150,6 @@ def kernel_constants(source: str) -> dict[str, int]:
         "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},
         "rank_experts.cu": {"THREADS": RANK_EXPERTS_THREADS},
-        "split_tiles.cu": {"SPLIT_THREADS": SPLIT_THREADS, "TILE_ROWS": TILE_ROWS},
         "square_tiles.cu": {"TILES_THREADS": TILES_THREADS, "TILE_ROWS": SQUARE_TILE},
         "pull.cu": {
             "PULL_THREADS": PULL_THREADS,

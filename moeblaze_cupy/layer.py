@@ -1,7 +1,7 @@
 """Dispatch and forward of the layer: check arguments, choose NumPy or CUDA, hand back the caller's kind of array."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, reference, runtime
@@ -9,7 +9,6 @@ from moeblaze_cupy.arrays import Buffer, Export
 from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.ops import dispatch, experts, fp8
 from moeblaze_cupy.ops.push import Destination
-from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import (
     Activation,
@@ -247,7 +246,7 @@ def forward_into(
     save: str | None = "minimal",
     max_slots: int | None = None,
     spare_multiprocessors: int = 0,
-    arrival: Arrival | None = None,
+    wait: Callable[[], None] | None = None,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
 ) -> tuple[Any, SavedForBackward | None]:
@@ -255,13 +254,13 @@ def forward_into(
 
     It may be a `Destination` of rows of d columns, a multiple of 8; out is then None on CUDA.
 
-    x: may be `Fp8Rows` with precision="fp8"; what is saved then has x and x_scales of these. arrival: of rows of x;
-    None where all are here.
+    x: may be `Fp8Rows` with precision="fp8"; what is saved then has x and x_scales of these. wait: has the stream wait
+    for rows of x that are on their way; None where all are here. It is called after dispatch, beside which they travel.
     """
     x, x_scales = values_and_scales(x)
     given = x, ids, weights, *_gate_and_up("moe_forward", "w1", w1), w2, None, None, None, None
     options = activation, save, "halves", "output", False, 0, max_slots, spare_multiprocessors
-    return forward(given, options, into, precision, fp8_weights, arrival, x_scales)
+    return forward(given, options, into, precision, fp8_weights, wait, x_scales)
 
 
 def values_and_scales(rows: Any) -> tuple[Any, Any]:
@@ -275,20 +274,17 @@ def forward(
     into: Any = None,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
-    arrival: Arrival | None = None,
+    wait: Callable[[], None] | None = None,
     x_scales: Any = None,
 ) -> tuple[Any, SavedForBackward | None]:
     """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not.
 
-    into, arrival: as of `forward_into`. x_scales: of x, where it is the values of `Fp8Rows`.
+    into, wait: as of `forward_into`. x_scales: of x, where it is the values of `Fp8Rows`.
     """
     of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
     of_key: tuple[Any, ...] = options
     if precision is not None:
         given, of_key = (*given, *of_fp8), (*options, precision, fp8_weights and fp8_weights.gate_up)
-    here = None if arrival is None else (arrival.first_token, arrival.end_token)
-    if here is not None:
-        of_key = *of_key, here
     if x_scales is not None:
         given, of_key = (*given, x_scales), (*of_key, "x_scales")
     to = into if isinstance(into, Destination) else None
@@ -330,8 +326,8 @@ def forward(
                 raise checks.bad_value("moe_forward", "x", "bf16 rows without precision='fp8'", "rows in e4m3")
             fp8_checks.rows("moe_forward", "x", described[0], described[-1])
         if limits is None:
-            if arrival is not None:
-                arrival.wait()
+            if wait is not None:
+                wait()
             w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[3:5], names[6:8]))
             in_fp8: dict[str, Any] = {} if precision is None else {"precision": precision}
             if of_fp8:
@@ -367,7 +363,6 @@ def forward(
             max_slots,
             precision,
             not of_fp8,
-            here,
             place,
         )
         given = [array and array.owner for array in described]
@@ -381,7 +376,7 @@ def forward(
         if steps.quantize:
             made, weights_fp8 = steps.quantize.make(run, pointers[3:5], pointers[5])
             fp8_weights = Fp8Weights(**made)
-        options_of_run: dict[str, Any] = {"out": memory, "weights_fp8": weights_fp8, "arrival": arrival}
+        options_of_run: dict[str, Any] = {"out": memory, "weights_fp8": weights_fp8, "wait": wait}
         if x_scales is not None:
             options_of_run["x_scales"] = pointers[-1]
         if to:

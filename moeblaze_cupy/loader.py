@@ -25,7 +25,7 @@ SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu", "clear.cu
 SHAPE_INDEPENDENT = (
     *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
     "push.cu",
-    *("quantize.cu", "saved_fp8.cu", "split_tiles.cu", "square_tiles.cu", "rank_experts.cu"),
+    *("quantize.cu", "saved_fp8.cu", "square_tiles.cu", "rank_experts.cu"),
     *SELECTIONS,
 )
 EPILOGUES = {"up_fwd": "ACTIVATE", "down_fwd": "STORE", "down_bwd": "ACTIVATE_BWD", "up_bwd": "STORE"}

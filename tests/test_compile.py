@@ -54,7 +54,6 @@ REGISTER_CAPS = {
     "clear.cu": 32,
     "bias_bwd.cu": 80,
     "bound_slots.cu": 48,
-    "split_tiles.cu": 48,
     "square_tiles.cu": 40,
     "rank_experts.cu": 32,
     "pull.cu": 80,
@@ -169,7 +168,6 @@ def entry_names(variant) -> set[str]:
         | {f"quantile_lines_{dtype}_{ids}" for dtype in dtypes for ids in ids_dtypes},
         "clear.cu": {"clear"},
         "bound_slots.cu": {"bound_slots"},
-        "split_tiles.cu": {"split_tiles"},
         "square_tiles.cu": {"square_tiles"},
         "rank_experts.cu": {"rank_experts"},
         "pull.cu": {"pull_rows", "pull_scaled_rows"}
@@ -188,7 +186,6 @@ def static_shared_cap(variant, limits) -> int:
         return limits.shared_bytes_per_block - config.shared_bytes
     arrays = {"bias_bwd.cu": 9 * 1024, "router_sums.cu": 4 * 33 * launch_config.ROUTER_SUM_ROWS, "bound_slots.cu": 4}
     arrays["pull.cu"] = 4 * launch_config.PULL_SLOT_ROWS
-    arrays["split_tiles.cu"] = 4 * (launch_config.SPLIT_THREADS + launch_config.SPLIT_THREADS // 32)
     arrays["square_tiles.cu"] = 4 * (launch_config.TILES_THREADS + launch_config.TILES_THREADS // 32)
     arrays["quantize.cu"] = launch_config.QUANTIZE_TILE**2
     return arrays.get(variant.source, 2048 if variant.entry else 0)
@@ -350,7 +347,6 @@ WRONG = [
     ("grouped_gemm_sm90.cu", "CONSUMER_REGISTERS", 220),
     ("grouped_wgrad_sm90.cu", "SPARE_BYTES", 2 * 1024),
     ("pull.cu", "PULL_THREADS", 2048),
-    ("split_tiles.cu", "SPLIT_THREADS", 2048),
     ("square_tiles.cu", "TILES_THREADS", 2048),
     ("pull.cu", "SLOT_ROWS", 1024),
     ("pull.cu", "PANEL_COLUMNS", 512),

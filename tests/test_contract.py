@@ -35,7 +35,6 @@ LEVELS = [
         "ops.biases",
         "ops.pull",
         "ops.saved_fp8",
-        "ops.split_tiles",
         "ops.square_tiles",
     ],
     ["ops.push"],

@@ -19,7 +19,6 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, backward, launch_config, layer, reference
 from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.ops import pull, quantize
-from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Runtime
 from moeblaze_cupy.structures import Fp8Rows
 
@@ -140,8 +139,9 @@ def test_layer(number, save):
     assert not np.array_equal(plain["w1"], found["w1"]) and not np.array_equal(plain["w2"], found["w2"])
 
 
-def test_rows_that_arrive():
-    """No kernel reads rows or scales before a product has waited for them, and what comes before runs beside copies."""
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_rows_that_arrive(precision):
+    """No kernel reads rows or scales before the stream has waited for them, and dispatch runs beside their copies."""
     inputs = make_layer_inputs(LAYERS[0], 0, BF16)
     results, launched = [], []
     for late in (False, True):
@@ -150,27 +150,30 @@ def test_rows_that_arrive():
             others = [device.put(array) for array in others]
 
             def arriving(rows, device=device, late=late):
-                whole = quantised(rows)
-                values, scales = device.allocate(rows.shape, np.uint8), device.allocate(rows.shape[:1], np.float32)
-                half = slice(0, len(rows) // 2)
+                whole = tuple(quantised(rows)) if precision else (rows,)
+                arrays = [device.allocate(part.shape, part.dtype) for part in whole]
 
-                def come(part):
-                    np.asarray(values)[part], np.asarray(scales)[part] = whole.values[part], whole.scales[part]
+                def come():
+                    for array, part in zip(arrays, whole, strict=True):
+                        np.asarray(array)[:] = part
 
                 def wait():
                     device.synchronize()  # what has been launched does not read these rows
                     launched.append(list(device.launched))
-                    come(slice(None))
+                    come()
 
-                np.asarray(values)[:], np.asarray(scales)[:] = 0x7F, np.nan
-                come(half if late else slice(None))
-                return Fp8Rows(values, scales), Arrival(0, len(rows) // 2, wait) if late else None
+                for array in arrays:
+                    np.asarray(array).view(np.uint8)[:] = 0xFF  # NaN in each of the dtypes
+                if not late:
+                    come()
+                made = Fp8Rows(*arrays) if precision else arrays[0]
+                return (made, wait) if late else (made, None)
 
-            rows, arrival = arriving(x)
-            out, saved = layer.forward_into(None, rows, *others, precision="fp8", arrival=arrival)
+            rows, comes = arriving(x)
+            out, saved = layer.forward_into(None, rows, *others, precision=precision, wait=comes)
             device.synchronize()
-            rows, arrival = arriving(grad_out)
-            of_all = ("x", "weights", "w1", "w2"), False, None, 0, True, arrival
+            rows, comes = arriving(grad_out)
+            of_all = ("x", "weights", "w1", "w2"), False, None, 0, True, comes
             grads, pending = backward.backward_into(None, "moe_backward_data", rows, saved, *of_all)
             made = mb.moe_backward_weights(pending)
             device.synchronize()
@@ -179,6 +182,7 @@ def test_rows_that_arrive():
     for name, array in results[0].items():
         np.testing.assert_array_equal(array, results[1][name], err_msg=name)
     assert len(launched) == 2 and not {"up_fwd", "quantize_rows_bfloat16"} & set(launched[0])
+    assert not any(name.startswith("down_bwd") for name in launched[1])
     assert any(name.startswith("dispatch") for name in launched[0])
 
 

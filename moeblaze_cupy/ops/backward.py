@@ -6,7 +6,7 @@ launches, in a straight line. `weight_gradients` has the other half of a divided
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, TOKEN_INDEX_MAP, TO
 from moeblaze_cupy.ops.experts import Shape, half_columns, identity_rows, rows_of_slots
 from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight, Wgrad
 from moeblaze_cupy.ops.panels import Panels
-from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.ops.weight_gradients import gradient_memory, up_columns
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import (
@@ -107,7 +106,6 @@ def configure_backward(
     slots: SlotOptions = PLAIN_SLOTS,
     defers_weights: bool = False,
     precision: str | None = None,
-    here: tuple[int, int] | None = None,
     place: push.Place | None = None,
 ) -> Backward:
     """The launches of `moe_backward` for arrays of these layouts.
@@ -116,9 +114,8 @@ def configure_backward(
     b1, b2: () without a bias. accumulate: by name, the layouts of the buffers that gradients of weights and biases are
     added to, in place of new ones. defers_weights: what the gradients of w1 and w2 are products of stays in memory, and
     the products are not launched; there are no biases then. precision: "fp8" for products in e4m3 but those of weight
-    gradients; x and grad_out may be in e4m3 then (uint8), if the gradients of weights are deferred. here: tokens whose
-    rows of grad_out are here while others come. place: where the gradient of x goes, which is then of the tokens of
-    several GPUs.
+    gradients; x and grad_out may be in e4m3 then (uint8), if the gradients of weights are deferred. place: where the
+    gradient of x goes, which is then of the tokens of several GPUs.
     """
     (L, d), h, dtype = x.shape, w2.shape[1], w2.dtype
     R, buffers = index.num_rows, dict(accumulate)
@@ -203,7 +200,6 @@ def configure_backward(
             further_parts=further_parts,
             weights_on_input=slots.on_input,
             fp8_saved=in_fp8 and not is_made_anew,
-            here=here,
         )
         launches["down_bwd"] = down_bwd
         if down_bwd.partial_sums and weights is not None:
@@ -291,7 +287,7 @@ def moe_backward(
     *,
     grad_x: Buffer | None = None,
     weights_fp8: fp8.Addresses | None = None,
-    arrival: Arrival | None = None,
+    wait: Callable[[], None] | None = None,
     x_scales: int = 0,
     grad_scales: int = 0,
     to: push.Addresses = push.NOWHERE,
@@ -300,9 +296,9 @@ def moe_backward(
 
     The address of what there is not is 0, as of up where w1 is one array, and of first_layer where it was not saved.
     lists: the buffer of the index lists. accumulate: by name, the buffers that gradients of weights and biases are
-    added to. grad_x: memory for it; None allocates it. arrival: of grad_out's rows, for a layer without biases. `saved`
-    is told when it is about to be overwritten. x_scales, grad_scales: of the rows of x and grad_out in e4m3. to:
-    where the gradient of x goes, in place of an array.
+    added to. grad_x: memory for it; None allocates it. wait: has the stream wait for rows of grad_out that are on their
+    way, for a layer without biases. `saved` is told when it is about to be overwritten. x_scales, grad_scales: of the
+    rows of x and grad_out in e4m3. to: where the gradient of x goes, in place of an array.
     Returns gradients, None where not asked for, and of what is accumulated; and where weight gradients are deferred,
     the arrays of first_layer_grad and weighted_y_swi, None where they lie in the memory of what was saved.
     """
@@ -349,9 +345,9 @@ def moe_backward(
     row_weights_ptr = row_weights.ptr if row_weights else 0
     grad_read, down_read, up_read, of_down_bwd, of_up_bwd = grad_out, (w2, w2), w1, NOT_FP8, NOT_FP8
     grad_e4m3 = first_layer_grad_e4m3 = None
+    if wait is not None:
+        wait()
     if steps.in_e4m3 and weights_fp8 and steps.down_bwd:
-        if arrival and not grad_scales:  # to quantise them
-            arrival.wait()
         grad_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, grad_out, grad_scales)
         grad_read, down_read = grad_e4m3.values, (weights_fp8.w2, weights_fp8.w2)
         of_down_bwd = Fp8(grad_e4m3.scales, weights_fp8.w2_scales)
@@ -374,7 +370,6 @@ def moe_backward(
             y_swi=y_swi if steps.stored_y_swi else 0,
             weights=row_weights_ptr,
             fp8=of_down_bwd,
-            arrival=arrival,
         )
     del grad_e4m3
     if steps.down_bias_bwd and steps.down_bias:

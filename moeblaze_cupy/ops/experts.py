@@ -6,6 +6,7 @@ launches, in a straight line.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from moeblaze_cupy.ops.dispatch import (
 )
 from moeblaze_cupy.ops.grouped_gemm import NOT_FP8, Fp8, Gemm, Operand, Weight
 from moeblaze_cupy.ops.panels import Panels
-from moeblaze_cupy.ops.split_tiles import Arrival
 from moeblaze_cupy.runtime import Launch, Runtime, cached
 from moeblaze_cupy.structures import PLAIN_SLOTS, Activation, SlotOptions, is_gated
 
@@ -100,15 +100,13 @@ def configure_forward(
     max_slots: int | None = None,
     precision: str | None = None,
     quantizes: bool = False,
-    here: tuple[int, int] | None = None,
     place: push.Place | None = None,
 ) -> Forward:
     """The launches of `moe_forward` for arrays of these layouts, which have passed the checks of `checks.layer`.
 
     b1, b2: () without a bias. ragged: ids are pairs, of tokens with any number of slots. precision: "fp8" for products
     in e4m3, of the weights that `moe_forward` is given beside w1 and w2; x may be in e4m3 then (uint8). quantizes: it
-    makes these weights itself. here: tokens whose rows are here while others come. place: where the results go, which
-    are then of the tokens of several GPUs.
+    makes these weights itself. place: where the results go, which are then of the tokens of several GPUs.
     """
     (L, d), (E, h, _), dtype = x.shape, w2.shape, w2.dtype
     num_tokens = L if ragged else None
@@ -142,7 +140,6 @@ def configure_forward(
             result_ld=h,
             weights_on_input=slots.on_input,
             fp8_saved=in_fp8,
-            here=here,
         )
         if in_fp8 and up_fwd.tier == "sm80":
             quantize_saved = saved_fp8.configure("quantize", index, dtype, h, halves, interleaved, limits)
@@ -210,17 +207,20 @@ def moe_forward(
     *,
     out: Buffer | None = None,
     weights_fp8: fp8.Addresses | None = None,
-    arrival: Arrival | None = None,
+    wait: Callable[[], None] | None = None,
     x_scales: int = 0,
     to: push.Addresses = push.NOWHERE,
 ) -> ForwardResult:
     """Paper section 3.1, from the addresses of the inputs; 0 for what is not given, as up where w1 is one array.
 
-    out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3. arrival: of rows of x.
-    x_scales: of the rows of x, if these are in e4m3. to: where the result goes, in place of an array.
+    out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3. wait: has the stream
+    wait for rows of x that are on their way. x_scales: of the rows of x, if these are in e4m3. to: where the result
+    goes, in place of an array.
     """
     lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, ids, token_offsets)
     squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
+    if wait is not None:
+        wait()
     row_weights = None
     if steps.weights_by_row:
         row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
@@ -232,8 +232,6 @@ def moe_forward(
     of_up_fwd = of_down_fwd = NOT_FP8
     x_e4m3 = y_e4m3 = None
     if steps.in_e4m3 and weights_fp8:
-        if arrival and not x_scales:  # to quantise them
-            arrival.wait()
         x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, x, x_scales), fp8.routed_rows(run, steps.in_e4m3)
         rows, up_weight = x_e4m3.values, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
         down_weight = weights_fp8.w2_transposed, weights_fp8.w2_transposed
@@ -259,7 +257,6 @@ def moe_forward(
             weights=row_weights_ptr,
             bias=bias,
             fp8=of_up_fwd,
-            arrival=arrival,
         )
         if steps.quantize_saved and unquantized and first_layer:
             offsets = index[EXPERT_TOKEN_OFFSETS]

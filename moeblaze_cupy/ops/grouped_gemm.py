@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from moeblaze_cupy import checks, gemm_config, launch_config, loader, reasons
 from moeblaze_cupy.arrays import ALIGNMENT, ITEMSIZE, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.ops import push, split_tiles
+from moeblaze_cupy.ops import push
 from moeblaze_cupy.ops.biases import Bias
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_OFFSETS, LISTS, IndexLayout, Lists
-from moeblaze_cupy.ops.split_tiles import Arrival, Split
 from moeblaze_cupy.runtime import Launch, Runtime, Tiles
 from moeblaze_cupy.structures import Activation, activation_of, is_gated, one_or_pair
 from moeblaze_cupy.tensor_map import TensorMap
@@ -137,7 +136,6 @@ class Gemm:
     bias_offset: int  # bytes from the bias's halves to the first column
     partial_sums: tuple[int, int] | None  # shape: column tiles and further parts, R
     square: bool  # its row tiles are those of square_tiles.cu
-    split: Split | None = None  # into launches of tiles whose rows are here and of the others
 
     @property
     def tier(self) -> str:
@@ -196,15 +194,14 @@ def _rows_map(operand: Operand, rows: int, box_rows: int) -> TensorMap:
     return TensorMap(operand.dtype, (ld, rows, 1), (ld, ld * rows), (columns, box_rows, 1))
 
 
-def _weight_map(weight: Weight, entry: str, n: int, k: int, box_columns: int, apart: int) -> TensorMap:
+def _weight_map(weight: Weight, entry: str, n: int, k: int, box_columns: int) -> TensorMap:
     """n columns of a half as (contiguous, strided, expert): k, n, E where k is contiguous, else n, k, E.
 
-    box_columns: of a box where k is contiguous. apart: expert e is at `apart` e. Nothing reads what is between.
+    box_columns: of a box where k is contiguous.
     """
     k_box = launch_config.STEP_BYTES // ITEMSIZE[weight.dtype]
     shape, box = ((k, n), (k_box, box_columns, 1)) if weight.is_k_contiguous(entry) else ((n, k), (64, 64, 1))
-    experts, stride = apart * (weight.num_experts - 1) + 1, weight.expert_stride // apart
-    return TensorMap(weight.dtype, (*shape, experts), (weight.ld, stride), box)
+    return TensorMap(weight.dtype, (*shape, weight.num_experts), (weight.ld, weight.expert_stride), box)
 
 
 def configure(
@@ -230,7 +227,6 @@ def configure(
     panels: tuple[int, ...] = (),
     why_panels: tuple[str, ...] = (),
     fp8_saved: bool = False,
-    here: tuple[int, int] | None = None,
     place: push.Place | None = None,
 ) -> Gemm:
     """The launch of one step on columns first_column .. + N of the result; K is what it sums over, per segment.
@@ -241,8 +237,7 @@ def configure(
     that is given. weights_on_input: the rows' router weights scale a and b of up_fwd and down_bwd. panels: the widths
     of all column panels, of which this launch computes one; they have tiles of one kind. why_panels: sentences for
     `Launch.why`. fp8_saved: Hopper's kernel keeps or reads the first layer in e4m3; the portable one leaves that to
-    `ops.saved_fp8`. here: tokens whose rows are here while others come (`Arrival`), for the gathering steps; Hopper's
-    kernels then compute these first. place: of rows that go to the tokens of several GPUs.
+    `ops.saved_fp8`. place: of rows that go to the tokens of several GPUs.
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_rows, False, False
@@ -257,13 +252,7 @@ def configure(
     if a.is_fp8:
         sizes["scales_ld"] = slots
     maps: dict[str, TensorMap] = {}
-    split = None
-    if config.tier == "sm90" and here is not None and not (bias or a.is_fp8):
-        waves = gemm_config.column_tiles(N, config.tile_columns) * max_row_tiles // limits.multiprocessors
-        # experts are at even places of the weight's tensor map, whose strides are whole 16 bytes
-        if waves >= launch_config.SPLIT_WAVES and weight.expert_stride % 16 == 0:
-            split = split_tiles.configure(index, here)
-    if config.tier == "sm90" and (stores_rows or (pairs and not fp8_saved)) and not (a.is_fp8 or split):
+    if config.tier == "sm90" and (stores_rows or (pairs and not fp8_saved)) and not a.is_fp8:
         widths = panels or (N * (1 + pairs),)
         square = gemm_config.square_product(widths, slots, index.num_experts)
         why += (reasons.product_tile(square, widths, slots, index.num_experts),)
@@ -283,7 +272,7 @@ def configure(
         else:
             maps["a"] = _rows_map(a, slots, config.tile_rows)
         box_columns = launch_config.SQUARE_TILE if square else 128
-        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, box_columns, 2 if split else 1)
+        maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, box_columns)
         sizes |= {"result_ld": result_ld}
         of_clusters = reasons.clusters(clusters, to_tokens, gathers, *rule, a.is_fp8) if room else reasons.NO_ROOM
         of_clusters = reasons.SINGLE_CTAS if square else of_clusters
@@ -311,7 +300,7 @@ def configure(
     offset = first_column * (weight.ld if weight.is_k_contiguous(entry) else 1) * weight.layouts[0].itemsize
     bias_offset = first_column * bias.layouts[0].itemsize if bias else 0
     partial_sums = (column_tiles + further_parts, slots) if wants_partial_sums else None
-    return Gemm(launch, offset, dynamic, bias_offset, partial_sums, square, split)
+    return Gemm(launch, offset, dynamic, bias_offset, partial_sums, square)
 
 
 def gemm(
@@ -328,46 +317,38 @@ def gemm(
     weights: int = 0,
     bias: tuple[int, int] = (0, 0),
     fp8: Fp8 = NOT_FP8,
-    arrival: Arrival | None = None,
     to: push.Addresses = push.NOWHERE,
 ) -> Buffer | None:
-    """One launch, or one more for rows that arrive, on addresses; 0 stands for what is not read or written.
+    """One launch on addresses; 0 stands for what is not read or written.
 
     lists: of the index lists, and those of `square_tiles.listed` if the step has square tiles. halves, bias: where the
     weight's and the bias's gate and up begin. weights: of each row (down_bwd, and up_fwd if they scale a and b), or of
-    each token if rows go to tokens. arrival: of rows of `a`; the step was configured with its tokens. to: where the
-    rows of several GPUs' tokens go, in place of `result`. Returns the partial sums of down_bwd (parts, R) float32, if
-    wanted.
+    each token if rows go to tokens. to: where the rows of several GPUs' tokens go, in place of `result`.
+    Returns the partial sums of down_bwd (parts, R) float32, if wanted.
     """
     partial_sums = run.empty(step.partial_sums, "float32") if step.partial_sums else None
-    of_launches, memory = [lists], None
-    if step.split and arrival:
-        memory, of_launches = split_tiles.split(run, step.split, lists)
-    for launch, of_launch in enumerate(of_launches):
-        if arrival and (launch == 1 or memory is None):
-            arrival.wait()
-        tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None
-        if tile_counter:
-            run.clear(tile_counter.ptr, 4)
-        run.launch(
-            step.launch,
-            a,
-            halves[0] + step.offset,
-            halves[1] + step.offset,
-            first_layer,
-            first_layer_grad,
-            result,
-            y_swi,
-            weights,
-            weights,
-            partial_sums.ptr if partial_sums else 0,
-            tile_counter.ptr if tile_counter else 0,
-            bias[0] + step.bias_offset,
-            bias[1] + step.bias_offset,
-            *of_launch,
-            *fp8,
-            *to,
-        )
+    tile_counter = run.empty((1,), "int32") if step.dynamic_schedule else None
+    if tile_counter:
+        run.clear(tile_counter.ptr, 4)
+    run.launch(
+        step.launch,
+        a,
+        halves[0] + step.offset,
+        halves[1] + step.offset,
+        first_layer,
+        first_layer_grad,
+        result,
+        y_swi,
+        weights,
+        weights,
+        partial_sums.ptr if partial_sums else 0,
+        tile_counter.ptr if tile_counter else 0,
+        bias[0] + step.bias_offset,
+        bias[1] + step.bias_offset,
+        *lists,
+        *fp8,
+        *to,
+    )
     return partial_sums
 
 
