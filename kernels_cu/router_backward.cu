@@ -10,7 +10,7 @@
 //   softmax, not renormalised     -p dot
 //   sum of shares q               q (v - <q, v>); times d log s / dx if q are shares of sigmoid or sqrt(softplus) scores
 //   sum of z = lse^2              2 v lse p
-//   sum of entropies              -v p (x - <p, x>)
+//   sum of entropies              -v p (z - <p, z>), where z = x - max(x)
 //
 // Launch: grid L / TOKENS, rounded up, THREADS threads. LANES lanes hold a token's row, so a block has TOKENS = THREADS / LANES
 // tokens. Dynamic shared memory: for each of them E floats, rounded up to a multiple of 4.
@@ -62,11 +62,12 @@ __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pa
         if (j >= pairs.number) return {-1, 0.f, 0.f};
         return {p.ids[first + j], p.weights[first + j], p.grad_weights[first + j]};
     };
+    const auto is_present = [&](const Slot& slot) { return static_cast<unsigned>(slot.id) < static_cast<unsigned>(E); };
     float dot = 0.f, total = 0.f;
     const auto add = [&](const Slot& slot) {
+        if (!is_present(slot)) return;  // the gradient of an empty slot's weight may be anything
         dot += slot.weight * slot.grad;
-        if (LINEAR && RENORMALIZE && static_cast<unsigned>(slot.id) < static_cast<unsigned>(E))
-            total += score_of<SCORE>(to_float(logits[slot.id]));
+        if (LINEAR && RENORMALIZE) total += score_of<SCORE>(to_float(logits[slot.id]));
     };
     Slot slot = slot_of(lane);  // in most cases the lane's only slot, so it stays in registers for the loop below
     add(slot);
@@ -79,7 +80,7 @@ __device__ __forceinline__ float scatter(const RouterBackwardParams& p, const Pa
     for (int base = 0; base < longest; base += LANES) {
         if (base > 0) slot = slot_of(base + lane);
         const int id = slot.id;
-        const bool present = static_cast<unsigned>(id) < static_cast<unsigned>(E);
+        const bool present = is_present(slot);
         float h = 0.f;
         if (present) {
             const float g = slot.grad;
@@ -161,19 +162,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
     if (SUMS) {
         if (SUM_Z && counts) of_all += 2.f * p.grad_z_sums[sequence] * lse.value();
         if (SUM_ENTROPY && counts) v_entropy = p.grad_entropy_sums[sequence];
-        float mean_x = 0.f, scores = 0.f;
+        float mean_z = 0.f, scores = 0.f;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
             float q = 0.f;
             if (SHARES == SOFTMAX || SUM_ENTROPY) q = probabilities[i];
-            if (SUM_ENTROPY) mean_x += q * logit_or_zero(x[i], q);
+            if (SUM_ENTROPY) mean_z += q * below_largest(x[i], lse.largest);
             if (SHARES == SIGMOID) falls[i] = quick_exp(-x[i]), q = reciprocal(1.f + falls[i]);
             if (SHARES == SQRT_SOFTPLUS) q = quick_score_of<SHARES>(x[i]);
             if (SCORE_SHARES) scores += q;
             if (SHARES && i % WIDTH == 0) load_floats(v_row, i, counts, E, 0.f, v);
             if (SHARES) mean_v += q * v[i % WIDTH];
         }
-        if (SUM_ENTROPY) of_all += v_entropy * sum_of_lanes(mean_x);
+        if (SUM_ENTROPY) of_all += v_entropy * sum_of_lanes(mean_z);
         if (SHARES) mean_v = sum_of_lanes(mean_v);
         if (SHARES == SOFTMAX) of_all -= mean_v;
         if (SCORE_SHARES) {
@@ -198,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
             if (has_probabilities) {
                 const float probability = probabilities[i * WIDTH + c];
                 float factor = of_all + (SHARES == SOFTMAX ? v_c : 0.f);
-                if (SUM_ENTROPY) factor -= v_entropy * logit_or_zero(x_c, probability);
+                if (SUM_ENTROPY) factor -= v_entropy * below_largest(x_c, lse.largest);
                 grad[c] += probability * factor;
             }
             if (SHARES == SIGMOID && counts) {

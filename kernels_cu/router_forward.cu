@@ -105,7 +105,7 @@ __device__ __forceinline__ void add_sums(const float (&values)[VALUES], const Lo
     if (!counts) return;
     if (lane_of_token() == 0) {
         if (SUM_Z) row[E] += lse.value() * lse.value();
-        if (SUM_ENTROPY) row[E + 1] += lse.value() - mean;
+        if (SUM_ENTROPY) row[E + 1] += logf(lse.sum) - mean;  // binary_logarithm has few digits near a sum of 1
     }
     if (HOLDS_SHARES) {
 #pragma unroll

@@ -137,14 +137,15 @@ __device__ __forceinline__ void load_floats(const float* row, int first, bool th
 
 struct LogSumExp {
     float largest, sum;  // the row's largest x, and its sum of exp(x - largest)
-    float weighted;      // this lane's part of the sum of x exp(x - largest), for entropies
+    float weighted;      // this lane's part of the sum of (x - largest) exp(x - largest), for entropies
     __device__ __forceinline__ float probability(float x) const { return expf(x - largest) * reciprocal(sum); }
     __device__ __forceinline__ float quick_probability(float x) const { return quick_exp(x - largest) * reciprocal(sum); }
     __device__ __forceinline__ float value() const { return largest + 0.693147181f * binary_logarithm(sum); }
 };
 
-// x, or 0 if the probability p is 0: such an expert adds nothing to an entropy, even if x is -infinity.
-__device__ __forceinline__ float logit_or_zero(float x, float p) { return p == 0.f ? 0.f : x; }
+// A logit less the largest of its row. Entropies are made of these, as the logits themselves would cancel. Below the bound a
+// probability is 0, and so is its product with a bound that is finite.
+__device__ __forceinline__ float below_largest(float x, float largest) { return fmaxf(x - largest, -200.f); }
 
 // A sum over a row whose bits are the same for all LANES > 1. A lane keeps separate sums of the values that each of 32 lanes
 // would have, and adds these sums at the end.
@@ -175,7 +176,7 @@ __device__ __forceinline__ LogSumExp log_sum_exp(const float (&x)[VALUES], float
     for (int i = 0; i < VALUES; ++i) {
         terms[i] = quick_exp(x[i] - largest);
         sum.add(i, terms[i]);
-        weighted += terms[i] * logit_or_zero(x[i], terms[i]);
+        weighted += terms[i] * below_largest(x[i], largest);
     }
     return {largest, sum.of_lanes(), weighted};
 }

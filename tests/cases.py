@@ -155,6 +155,42 @@ CUTS = {"top_p": 0.9}, {"threshold": -5.0, "score": "sigmoid"}, {"threshold": 0.
 DENSE_GRADIENTS = {"k": 1}, *({"sums": (name,)} for name in ("z", "entropy", "softmax", "sigmoid", "sqrt_softplus"))
 
 
+# Options of route that leave slots of a token without an expert, for 9 tokens.
+EMPTYING = (
+    {"top_p": 0.4},
+    {"threshold": 0.15},
+    {"threshold": 0.7, "score": "sigmoid"},
+    {"token_mask": np.arange(9) % 3 > 0},
+    {"token_mask": np.arange(9) % 3 > 0, "score": "sigmoid"},
+)
+
+
+def with_anything_in_empty_slots(grad_weights, ids):
+    """These gradients, but NaN and infinities where ids are -1."""
+    anything = np.resize(np.array([np.nan, np.inf, -np.inf], grad_weights.dtype), ids.shape)
+    return np.where(ids < 0, anything, grad_weights)
+
+
+def peaked_logits(L, E, offset):
+    """float32 rows around `offset`, from flat ones to those where one expert has nearly all the probability."""
+    logits = np.random.default_rng(0).standard_normal((L, E)) * 3 + offset
+    logits[np.arange(L), np.arange(L) % E] += np.linspace(0, 40, L)
+    return logits.astype(np.float32)
+
+
+def assert_same_entropies(entropies, grad, want, want_grad, rounding=0.0):
+    """Of the rows of `peaked_logits`, one by one, with their gradients.
+
+    The exponentials of differences down to -20, which are what matters, have an error of 22 * 2^-23. The log of a sum
+    near 1 has that of E additions, each of up to 2^-24 and of either sign. 1e-15 is for autograd in float64, where
+    terms cancel. rounding: of the gradient to its dtype.
+    """
+    assert (want < 1e-3).mean() > 0.1 and (want > 0.1).mean() > 0.1
+    np.testing.assert_allclose(entropies, want, rtol=4e-6, atol=2 * grad.shape[1] ** 0.5 * 2**-24)
+    largest = np.abs(want_grad).max(axis=1, keepdims=True)
+    assert (np.abs(grad - want_grad) <= (4e-6 + rounding) * largest + 1e-15).all()
+
+
 def special_logits(E):
     """(7, E): rows with a NaN, an infinity, nothing but either, and none."""
     nan, inf = np.nan, np.inf

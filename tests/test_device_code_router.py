@@ -2,7 +2,16 @@
 
 import numpy as np
 import pytest
-from cases import CUTS, DENSE_GRADIENTS, relative_error, special_logits
+from cases import (
+    CUTS,
+    DENSE_GRADIENTS,
+    EMPTYING,
+    assert_same_entropies,
+    peaked_logits,
+    relative_error,
+    special_logits,
+    with_anything_in_empty_slots,
+)
 from test_device_code import DTYPES, device, differences, emulated, in_float64  # noqa: F401  # device is a fixture
 
 import moeblaze_cupy as mb
@@ -358,6 +367,42 @@ def test_masked_tokens_have_no_gradient_whatever_their_logits(device, options, E
     options = {"token_mask": mask, "sums": sums}
     got = run_router(device, logits, np.ones((len(logits), k), np.float32), k, grads=grads, **options)
     assert not got["grad_logits"][1:].any() and np.isfinite(got["grad_logits"]).all()
+
+
+@pytest.mark.parametrize("E", [12, 40])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("options", (*EMPTYING, {"score": "identity", "threshold": 0.7, "eps": 9.0}), ids=str)
+def test_gradients_of_empty_slots_do_not_count(device, options, renormalize, E):  # noqa: F811
+    logits, grad_weights = inputs(9, E, E // 2)
+    k, options = E // 2, options | {"renormalize": renormalize}
+    ids = assert_equals_reference(device, logits, grad_weights, k, **options)["ids"]
+    assert (ids < 0).any() and (ids >= 0).any()
+    want = run_router(device, logits, np.where(ids < 0, np.float32(0), grad_weights), k, **options)
+    assert not differences(
+        want, run_router(device, logits, with_anything_in_empty_slots(grad_weights, ids), k, **options)
+    )
+    # Ids that were given may leave any slots empty, and more of them than a token has lanes.
+    given = np.tile(np.asarray(ids), 8)
+    grad_weights = np.tile(grad_weights, 8)
+    options = {"score": options.get("score", "softmax"), "renormalize": renormalize, "eps": options.get("eps", 0.0)}
+    want = run_router(device, logits, np.where(given < 0, np.float32(0), grad_weights), None, given, **options)
+    anything = with_anything_in_empty_slots(grad_weights, given)
+    assert not differences(want, run_router(device, logits, anything, None, given, **options))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("E", "options"), [(13, {}), (24, {}), (100, {}), (256, {"bias": np.zeros(256, np.float32)})])
+def test_entropies_of_peaked_rows_keep_their_digits(device, E, options, dtype):  # noqa: F811
+    logits = peaked_logits(60, E, 100).astype(DTYPES[dtype])
+    options = options | {"sums": ("entropy",), "sequences": 60}
+    grads = [None, None, np.ones(60, np.float32)]
+    got = run_router(device, logits, np.zeros((60, 2), np.float32), 2, grads=grads, **options)
+    exact = {"renormalize": True, "sums": ("entropy",), "sequences": 60}
+    *routed, (_, _, want) = reference.route(logits.astype(np.float64), 2, **exact)
+    given = np.zeros((60, 2)), logits.astype(np.float64), *routed
+    want_grad = reference.route_backward(*given, **exact, grad_entropy_sums=np.ones(60))
+    grad = in_float64(got["grad_logits"])
+    assert_same_entropies(got["entropy_sums"], grad, want, want_grad, LOGITS_TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(("E", "k"), [(30, 9), (100, 8), (100, 32), (1000, 20), (200, 50), (64, 8)])

@@ -3,7 +3,16 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import CUTS, DENSE_GRADIENTS, relative_error, special_logits
+from cases import (
+    CUTS,
+    DENSE_GRADIENTS,
+    EMPTYING,
+    assert_same_entropies,
+    peaked_logits,
+    relative_error,
+    special_logits,
+    with_anything_in_empty_slots,
+)
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
@@ -116,6 +125,40 @@ def test_masked_tokens_have_no_gradient_whatever_their_logits(options, E):
     given = {name: cupy.ones_like(total) for name, total in of_sums.items() if total is not None}
     grad = mb.route_backward(cupy.ones_like(weights), logits, weights, ids, token_mask=mask, sums=sums, **given).get()
     assert not grad[1:].any() and np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("options", EMPTYING, ids=str)
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("E", [12, 40])
+def test_gradients_of_empty_slots_do_not_count(E, renormalize, options):
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(E)
+    logits = cupy.asarray(rng.standard_normal((9, E)).astype(np.float32))
+    options = {name: cupy.asarray(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
+    options["renormalize"] = renormalize
+    weights, ids = mb.route(logits, E // 2, **options)
+    grad_weights, chosen = rng.standard_normal((9, E // 2)).astype(np.float32), ids.get()
+    found = [
+        mb.route_backward(cupy.asarray(given), logits, weights, ids, **options).get()
+        for given in (np.where(chosen < 0, 0, grad_weights), with_anything_in_empty_slots(grad_weights, chosen))
+    ]
+    assert (chosen < 0).any() and np.isfinite(found[0]).all()
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("E", [24, 100, 1000])
+def test_entropies_of_peaked_rows_keep_their_digits(E):
+    cupy = pytest.importorskip("cupy")
+    logits = peaked_logits(300, E, 100)
+    exact = {"renormalize": True, "sums": ("entropy",), "sequences": 300}
+    *routed, (_, _, want) = reference.route(logits.astype(np.float64), 2, **exact)
+    given = np.zeros((300, 2)), logits.astype(np.float64), *routed
+    want_grad = reference.route_backward(*given, **exact, grad_entropy_sums=np.ones(300))
+    logits = cupy.asarray(logits)
+    weights, ids, sums = mb.route(logits, 2, **exact)
+    ones = cupy.ones(300, np.float32)
+    grad = mb.route_backward(cupy.zeros_like(weights), logits, weights, ids, **exact, grad_entropy_sums=ones)
+    assert_same_entropies(sums.entropy_sums.get(), grad.get(), want, want_grad)
 
 
 @pytest.mark.parametrize("E", [16, 256])

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from cases import relative_error
+from cases import EMPTYING, assert_same_entropies, peaked_logits, relative_error, with_anything_in_empty_slots
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
@@ -258,10 +258,43 @@ def test_given_ids_that_repeat_are_absent_or_are_unlikely(score, renormalize):
         want = want / torch.where(mask.any(1, keepdim=True), total, 1)
     (grad,) = torch.autograd.grad(want, leaf, torch.from_numpy(g))
     assert relative_error(weights, want.detach().numpy()) < EXACT
-    got = mb.route_backward(g, x, weights, chosen, **options)
+    got = mb.route_backward(with_anything_in_empty_slots(g, chosen), x, weights, chosen, **options)
     assert relative_error(got, grad.numpy()) < EXACT
     if not (score == "relu" and x[0, ids[0, 2]] <= 0):
         assert got[0, ids[0, 2]] != 0
+
+
+@pytest.mark.parametrize("options", EMPTYING, ids=str)
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_gradients_of_empty_slots_do_not_count(renormalize, options):
+    """torch.special.entr of the weights, whose derivative at 0 is infinite, is finite there, and so is its gradient."""
+    x, _, _ = inputs(9, 12, seed=5)
+    options = options | {"renormalize": renormalize}
+    weights, ids = mb.route(x, 4, **options)
+    leaf, stays = torch.from_numpy(x).requires_grad_(), torch.from_numpy(ids >= 0)
+    scores = leaf.sigmoid() if options.get("score") == "sigmoid" else leaf.softmax(1)
+    values = scores.gather(1, torch.from_numpy(ids).long().clamp(min=0)) * stays
+    if renormalize:
+        values = values / torch.where(stays.any(1, keepdim=True), values.sum(1, keepdim=True), 1)
+    (want,) = torch.autograd.grad(torch.special.entr(values[stays]).sum(), leaf)
+    grad_weights = with_anything_in_empty_slots(-np.log(np.where(ids < 0, 1, weights)) - 1, ids)
+    assert not np.isfinite(grad_weights).all()
+    grad = mb.route_backward(grad_weights, x, weights, ids, **options)
+    np.testing.assert_allclose(grad, want.numpy(), rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("offset", [0, 100, -1000])
+def test_entropies_of_peaked_rows_keep_their_digits(offset):
+    """As differences of numbers of the logits' size, entropies would have an error of that size."""
+    x = peaked_logits(300, 24, offset)
+    leaf = torch.from_numpy(x.astype(float)).requires_grad_()
+    want = -(leaf.softmax(1) * leaf.log_softmax(1)).sum(1)
+    (want_grad,) = torch.autograd.grad(want.sum(), leaf)
+    weights, ids, sums = mb.route(x, 2, sums=("entropy",), sequences=300)
+    grad = mb.route_backward(
+        *(0 * weights, x, weights, ids), sums=("entropy",), sequences=300, grad_entropy_sums=np.ones(300, np.float32)
+    )
+    assert_same_entropies(sums.entropy_sums, grad, want.detach().numpy(), want_grad.numpy())
 
 
 def sums_by_torch(x, names, owners, number):

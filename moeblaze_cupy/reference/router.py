@@ -44,16 +44,26 @@ def _shares(x: HostArray, score: str) -> HostArray:
 
 
 def _log_sum_exp(x: HostArray) -> HostArray:
-    largest = x.max(axis=1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        lse: HostArray = largest[:, 0] + np.log(np.exp(x - largest).sum(axis=1))
+    largest = x.max(axis=1)
+    lse: HostArray = largest + np.log(np.exp(x - largest[:, None]).sum(axis=1))
     return lse
 
 
-def _mean_logit(x: HostArray, p: HostArray) -> HostArray:
-    """Sum of p x (L,), where an expert without probability adds nothing, even at -inf."""
-    mean: HostArray = (p * np.where(p == 0, 0, x)).sum(axis=1)
-    return mean
+def _below_largest(x: HostArray, p: HostArray) -> tuple[HostArray, HostArray]:
+    """z (L, E): the logits less their row's largest; and the sums of p z (L,). p: their softmax.
+
+    Entropies are made of z, as the logits would cancel. An expert without probability adds nothing, even at -inf.
+    """
+    z = np.where(p == 0, 0, x - x.max(axis=1, keepdims=True))
+    return z, (p * z).sum(axis=1)
+
+
+def _entropies(x: HostArray) -> HostArray:
+    """(L,): sum of p (lse - x), as log of the sum of exp(z) less the mean z. Neither term is negative."""
+    p = softmax(x)
+    _, mean = _below_largest(x, p)
+    entropies: HostArray = -np.log(p.max(axis=1)) - mean  # the largest logit has z = 0, so its p is 1 / sum of exp(z)
+    return entropies
 
 
 def _descending(keys: HostArray, last: HostArray | None = None) -> HostArray:
@@ -203,7 +213,7 @@ def _sums(x: HostArray, sums: tuple[str, ...], number: int, sequence: HostArray)
     with np.errstate(invalid="ignore"):
         score_sums = added(_shares(x, names[0])) if names else None
         z_sums = added(_log_sum_exp(x) ** 2) if "z" in sums else None
-        entropy_sums = added(_log_sum_exp(x) - _mean_logit(x, softmax(x))) if "entropy" in sums else None
+        entropy_sums = added(_entropies(x)) if "entropy" in sums else None
     return score_sums, z_sums, entropy_sums
 
 
@@ -241,14 +251,12 @@ def route_backward(
     token, flat = _tokens(ids.shape, L, token_offsets), ids.reshape(-1)
     present = (flat >= 0) & (flat < E) & (token >= 0)
     owner, chosen = token[present], flat[present]
-    w, g = (cast(array.reshape(-1), compute) for array in (weights, grad_weights))
-    dots, owned = np.zeros(L, compute), token >= 0
-    np.add.at(dots, token[owned], (w * g)[owned])  # route gave empty slots a weight of 0
-    w, g, dot = w[present], g[present], dots[owner]
+    w, g = (cast(array.reshape(-1)[present], compute) for array in (weights, grad_weights))
+    dots, grad = np.zeros(L, compute), np.zeros((L, E), compute)
     wide = compute.type
-    grad = np.zeros((L, E), compute)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        at_ids = x[owner, chosen]
+        np.add.at(dots, owner, w * g)
+        dot, at_ids = dots[owner], x[owner, chosen]
         if score in ("identity", "relu"):
             at_chosen = wide(scale) * g
             if renormalize:
@@ -288,6 +296,6 @@ def _sums_backward(
         grad += softmax(x) * (2 * cast(grad_z_sums, x.dtype)[sequence] * _log_sum_exp(x))[:, None]
     if grad_entropy_sums is not None:
         p = softmax(x)
-        centered = np.where(p == 0, 0, x) - _mean_logit(x, p)[:, None]
-        grad -= p * centered * cast(grad_entropy_sums, x.dtype)[sequence][:, None]
+        z, mean = _below_largest(x, p)
+        grad -= p * (z - mean[:, None]) * cast(grad_entropy_sums, x.dtype)[sequence][:, None]
     return grad
