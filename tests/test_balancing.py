@@ -123,15 +123,19 @@ def test_transformers_loss_is_that_of_transformers(page):
 
 
 def test_global_aux_loss_counts_all_micro_batches(page):
-    first, second = logits_of(3).detach(), logits_of(4)
-    total = torch.zeros(1, E, dtype=torch.int32)
-    page["global_aux_loss"](first, K, 0.25, total, 1)
-    counts = (top_counts(first, K) + top_counts(second, K)) / 2
+    """Of which the second has a quarter of the tokens."""
+    first, second = logits_of(3).detach(), logits_of(4)[: L // 4].detach()
+    total, tokens = torch.zeros(1, E, dtype=torch.int32), L + L // 4
+    page["global_aux_loss"](first, K, 0.25, total, L)
+    fractions = (top_counts(first, K) + top_counts(second, K)) / (K * tokens)
 
     def formula(x):
-        return 0.25 * E / (K * L**2) * (counts * shares(x, "softmax").sum(dim=0)).sum()
+        return 0.25 * E * (fractions * shares(x, "softmax").mean(dim=0)).sum()
 
-    assert_same_loss(lambda x: page["global_aux_loss"](x, K, 0.25, total.clone(), 2), formula, [second], torch.float64)
+    def found(x):
+        return page["global_aux_loss"](x, K, 0.25, total.clone(), tokens)
+
+    assert_same_loss(found, formula, [second], torch.float64)
 
 
 def test_losses_at_balance(page):
@@ -140,6 +144,9 @@ def test_losses_at_balance(page):
     assert abs(page["switch_loss"](even, K) - 1) < 1e-6
     assert abs(page["importance_loss"](even, K)) < 1e-6
     assert abs(page["transformers_loss"]([even, even], K) - K) < 1e-6  # not 1, as it does not divide by k
+    total = torch.zeros(1, E, dtype=torch.int32)
+    for sized, tokens in ((even, L), (even[: 2 * E], L + 2 * E), (even, 2 * L + 2 * E)):
+        assert abs(page["global_aux_loss"](sized, K, 0.25, total, tokens) - 0.25) < 1e-6
     for score in ("softmax", "sigmoid"):
         assert abs(page["aux_loss"](even, K, 0.25, score=score) - 0.25) < 1e-6
         assert abs(page["seq_aux_loss"](even, K, 0.25, 4, score=score) - 0.25) < 1e-6
