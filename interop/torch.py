@@ -431,7 +431,10 @@ class MoE(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, sequences: int | torch.Tensor = 1
     ) -> Any:
-        """out, or (out, Routed) with `return_routing`. token_mask, sequences: as of `route`, of x's tokens in order."""
+        """out, or (out, Routed) with `return_routing`. token_mask, sequences: as of `route`, of x's tokens in order.
+
+        A token whose token_mask is False has logits and an output of 0, and no part in any gradient, even if it is NaN.
+        """
         d = self.router.shape[1]
         if not isinstance(x, torch.Tensor):
             raise checks.bad_type("MoE", "x", "a torch tensor", type(x))
@@ -445,10 +448,13 @@ class MoE(torch.nn.Module):
         if not isinstance(token_mask, (torch.Tensor, type(None))):
             raise checks.bad_type("MoE", "token_mask", "None or a torch tensor", type(token_mask))
         tokens = x.reshape(-1, d).contiguous()
-        logits = torch_router.router_logits(tokens, self.router)
-        if self.routing is not None:
-            if token_mask is not None:
+        if token_mask is not None:
+            if self.routing is not None:
                 raise checks.bad_value("MoE", "token_mask", "None with routing, which gets logits alone", "a mask")
+            token_mask = token_mask.reshape(-1).contiguous()
+            torch_arguments.check_mask(token_mask, tokens)
+        logits = torch_router.router_logits(tokens, self.router, token_mask)
+        if self.routing is not None:
             weights, ids, *sums = self.routing(logits)
         else:
             weights, ids, *sums = route(
@@ -461,7 +467,7 @@ class MoE(torch.nn.Module):
                 bias=self.bias,
                 bias_on=self.bias_on,
                 groups=self.groups,
-                token_mask=None if token_mask is None else token_mask.reshape(-1).contiguous(),
+                token_mask=token_mask,
                 sums=self.sums,
                 sequences=sequences,
             )

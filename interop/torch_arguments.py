@@ -39,6 +39,16 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise checks.bad_type("moe", name, DENSE, "a nested one")
 
 
+def check_mask(token_mask: Any, tokens: torch.Tensor) -> None:
+    """The token_mask of `MoE`, flat, against its tokens (L, d)."""
+    if token_mask.dtype != torch.bool:
+        raise checks.bad_type("MoE", "token_mask", "dtype bool", str(token_mask.dtype).removeprefix("torch."))
+    if len(token_mask) != len(tokens):
+        raise checks.bad_value("MoE", "token_mask", f"one for each of {len(tokens)} tokens", len(token_mask))
+    if token_mask.device != tokens.device:
+        raise checks.bad_type("MoE", "token_mask", f"x's device {tokens.device}", token_mask.device)
+
+
 def in_autocast(x: torch.Tensor) -> bool:
     """Whether torch.autocast is on for the tensor's device. It knows no meta tensors, which give models shapes."""
     return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)

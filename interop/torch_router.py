@@ -108,27 +108,38 @@ _MM_HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 
 
 class _RouterLogits(torch.autograd.Function):
-    """x (L, d) times weight (E, d), both bf16 or fp16 on CUDA: (L, E) float32, summed and handed out in float32."""
+    """x (L, d) times weight (E, d), both bf16 or fp16 on CUDA: (L, E) float32, summed and handed out in float32.
+
+    Masked tokens are zeros, as of `router_logits`. Backward makes the copy of x that has them, so that none is kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, token_mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, token_mask)
+        return without_masked(torch.mm(x, weight.t(), out_dtype=torch.float32), token_mask)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Grads:
-        x, weight = ctx.saved_tensors
+        x, weight, token_mask = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
-            grad = grad.to(x.dtype)
+            grad = without_masked(grad.to(x.dtype), token_mask)
             return (
                 torch.mm(grad, weight) if ctx.needs_input_grad[0] else None,
-                torch.mm(grad.t(), x) if ctx.needs_input_grad[1] else None,
+                torch.mm(grad.t(), without_masked(x, token_mask)) if ctx.needs_input_grad[1] else None,
+                None,
             )
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+def without_masked(rows: Tensor, token_mask: Tensor | None) -> Tensor:
+    """rows (L, n), of zeros where token_mask (L,) is False."""
+    return rows if token_mask is None else torch.where(token_mask[:, None], rows, 0)
+
+
+def router_logits(x: Tensor, weight: Tensor, token_mask: Tensor | None = None) -> Tensor:
     """(L, E) in float32 (float64 of such x), under torch.autocast too.
 
+    token_mask: (L,) bool. Tokens where it is False are zeros to the product, whatever is in x. The gradient of the
+    weight is a product with x, in which 0 * NaN would be NaN.
     16-bit tensors are not cast where a product of theirs can have a float32 result. A product in float32 would take far
     longer, and its inputs have no more digits.
     """
@@ -137,7 +148,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     with plain:
         halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
         if halves and x.is_cuda and _MM_HAS_OUT_DTYPE:
-            logits: Tensor = _RouterLogits.apply(x, weight)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+            logits: Tensor = _RouterLogits.apply(x, weight, token_mask)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
             return logits
         wide = torch.promote_types(x.dtype, torch.float32)
-        return torch.nn.functional.linear(x.to(wide), weight.to(wide))
+        return torch.nn.functional.linear(without_masked(x, token_mask).to(wide), weight.to(wide))

@@ -1034,6 +1034,89 @@ def test_the_mask_of_the_module_may_be_a_column():
     assert not out[[0, 3]].any() and out[[1, 2]].abs().max() > 0
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"expert_bias": True, "identity_experts": 2}, {"weights_on": "input"}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_masked_tokens_may_be_nan(dtype, options, device="cpu"):
+    """As uninitialised padding is, and what a loss then has there: gradients are those of a call without the tokens."""
+    torch.manual_seed(0)
+    layer = MoE(
+        16, 8, 6, 2, dtype=dtype, device=device, return_routing=True, sums=("softmax", "z", "entropy"), **options
+    )
+    mask = torch.arange(12, device=device).view(3, 4) % 3 > 0
+    x = torch.randn(3, 4, 16, dtype=dtype, device=device)
+    anything = torch.tensor([torch.nan, torch.inf, -torch.inf, 1], dtype=dtype, device=device)
+    padded = torch.where(mask[..., None], x, anything.repeat(4)).requires_grad_()
+    alone = x[mask].requires_grad_()
+
+    def run(x, scale, **masks):
+        out, (logits, weights, _, sums) = layer(x, **masks)
+        parts = (out * scale, logits.square(), weights.square(), *sums)
+        sum(part.sum() for part in parts).backward()
+        grads = {name: p.grad.clone() for name, p in layer.named_parameters()}
+        layer.zero_grad()
+        return out, logits, grads
+
+    scale = torch.where(mask[..., None], torch.ones((), dtype=dtype, device=device), anything.repeat(4))
+    out, logits, grads = run(padded, scale, token_mask=mask)
+    want, want_logits, want_grads = run(alone, 1)
+    assert not out[~mask].any() and not logits[~mask.flatten()].any() and not padded.grad[~mask].any()
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]  # sums in other orders
+    named = {
+        "out": (out[mask], want),
+        "logits": (logits[mask.flatten()], want_logits),
+        "x": (padded.grad[mask], alone.grad),
+    }
+    for name, (got, expected) in (named | {n: (grads[n], g) for n, g in want_grads.items()}).items():
+        torch.testing.assert_close(
+            got, expected, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_tokens_may_be_nan_on_a_gpu(dtype):
+    test_masked_tokens_may_be_nan(dtype, {}, "cuda")
+
+
+def test_masked_tokens_of_the_product_on_cuda_may_be_nan(monkeypatch):
+    """Without a GPU, where torch has no product of 16-bit tensors with a float32 result."""
+    from moeblaze_cupy.interop import torch_router
+
+    product = torch.mm
+
+    def mm(a, b, out_dtype=None):
+        return product(a, b) if out_dtype is None else product(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    x, w = (torch.randn(n, 16).bfloat16() for n in (9, 5))
+    mask, grad = torch.arange(9) % 3 > 0, torch.randn(9, 5)
+    x[~mask] = grad[~mask] = torch.nan
+    x.requires_grad_(), w.requires_grad_()
+    logits = torch_router._RouterLogits.apply(x, w, mask)
+    grad_x, grad_w = torch.autograd.grad(logits, (x, w), grad)
+    assert not logits[~mask].any() and not grad_x[~mask].any()
+    want = torch_router._RouterLogits.apply(x[mask], w, None)
+    want_x, want_w = torch.autograd.grad(want, (x, w), grad[mask])
+    assert torch.equal(logits[mask], want)
+    assert torch.equal(grad_x[mask], want_x[mask])
+    torch.testing.assert_close(grad_w, want_w)  # as of bfloat16: sums of other lengths
+
+
+def test_masks_of_other_kinds_are_refused():
+    layer, x = MoE(8, 6, 5, 2), torch.randn(2, 3, 8)
+    for mask, expected in (
+        (torch.ones(2, 3), "dtype bool, got float32"),
+        (torch.ones(2, 1, dtype=torch.bool), "one for each of 6 tokens, got 2"),
+        (torch.ones(2, 3, dtype=torch.bool, device="meta"), "x's device cpu, got meta"),
+        ([True] * 6, "None or a torch tensor, got <class 'list'>"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            layer(x, token_mask=mask)
+        assert str(caught.value) == f"MoE: token_mask: expected {expected}"
+
+
 def test_nested_tensors_are_refused():
     x, ids, weights, w1, w2, _ = tensors(SMALL)
     nested, layer = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), MoE(SMALL.d, 6, 5, 2)
