@@ -1,20 +1,23 @@
-"""torchtitan's routed experts by this layer, as an override of its configuration.
+"""torchtitan's routed experts by this layer, as an override of its configuration, for torchtitan 0.3.
 
 torchtitan_train --module deepseek_v3 --config ... --override.imports examples.torchtitan_experts.routed_experts
 
 The override takes the place of the token dispatcher and of the grouped products between its two exchanges: rows travel
 once to each rank with an expert of theirs, and are neither sorted nor padded. Router, shared experts, sharding and
-checkpoints stay torchtitan's, with weights of the same names and shapes. It is written for a torchtitan of 2026 whose
-GroupedExperts has w1_EFD, w2_EDF and w3_EFD. For products and rows in e4m3 (bfloat16 weights, Hopper), have
-`routed_experts` pass `precision="fp8", row_precision="fp8"` to its first `derive`.
+checkpoints stay torchtitan's, with weights of the same names and shapes. Arguments follow an import as JSON. These have
+products and rows between ranks in e4m3, which needs bfloat16 weights and Hopper:
+
+--override.imports 'examples.torchtitan_experts.routed_experts={"precision": "fp8", "row_precision": "fp8"}'
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import spmd_types as spmd
 import torch
 from torchtitan.config import derive, override
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from moeblaze_cupy.interop.exchange import ExpertGroup
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
@@ -35,21 +38,21 @@ class MoeblazeExperts(GroupedExperts):
         super().__init__(config)
         self.precision, self.row_precision = config.precision, config.row_precision
 
-    def forward(self, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, group: ExpertGroup | None) -> Tensor:
+    def forward(self, x_BLD: Tensor, scores_BLK: Tensor, ids_BLK: Tensor, group: ExpertGroup | None) -> Tensor:
         stored = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
-        gate, up, down = (w.to_local() if hasattr(w, "to_local") else w for w in stored)
-        w1, w2 = (
-            (gate.transpose(1, 2), up.transpose(1, 2)),
-            down.transpose(1, 2),
-        )  # views: the kernels take either order
-        rows = x_TD.to(w2.dtype)
-        scores = scores_TK if scores_TK.dtype == w2.dtype else scores_TK.float()
+        # The transposes are views: the kernels take either order.
+        gate, up, w2 = ((w.to_local() if hasattr(w, "to_local") else w).transpose(1, 2) for w in stored)
+        x, scores, ids = (tensor.flatten(0, -2) for tensor in (x_BLD, scores_BLK, ids_BLK))
+        x = x.to(w2.dtype)
+        scores = scores if scores.dtype == w2.dtype else scores.float()
         # FSDP2 frees weights after forward, so backward quantises them again rather than keep copies.
         options: dict[str, Any] = {"precision": self.precision, "keep_fp8_weights": False}
         if group is None:
-            return moe(rows, ids_TK, scores.contiguous(), w1, w2, **options).to(x_TD.dtype)
-        options["row_precision"] = self.row_precision
-        return expert_parallel_moe(rows, ids_TK, scores, w1, w2, group, **options).to(x_TD.dtype)
+            out = moe(x, ids, scores.contiguous(), (gate, up), w2, **options)
+        else:
+            options["row_precision"] = self.row_precision
+            out = expert_parallel_moe(x, ids, scores, (gate, up), w2, group, **options)
+        return out.view(x_BLD.shape).to(x_BLD.dtype)
 
 
 class MoeblazeRoutedExperts(RoutedExperts):
@@ -59,25 +62,31 @@ class MoeblazeRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.num_experts = config.inner_experts.num_experts
         self.group: ExpertGroup | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
         super().parallelize(parallel_dims)
         ep_mesh = parallel_dims.get_optional_mesh("ep")
         if ep_mesh is not None:
-            self.group = ExpertGroup(ep_mesh, self.num_experts)
+            self.group = ExpertGroup(ep_mesh, self.inner_experts.num_experts)
 
     def forward(
-        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+        self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
-        """The counts are not needed: the exchange has its own."""
-        return self.inner_experts(x_TD, topk_scores_TK, topk_expert_ids_TK, self.group)
+        """Sharding plans name these arguments. The counts are not needed: the exchange has its own."""
+        with spmd.no_typecheck():  # what the exchange does has no types; the plan states those of its output
+            return self.inner_experts(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, self.group)
 
 
 @override(target=RoutedExperts.Config, description="MoEBlaze experts, whose rows travel unsorted")
-def routed_experts(cfg: RoutedExperts.Config) -> MoeblazeRoutedExperts.Config:
-    if getattr(cfg.token_dispatcher, "score_before_experts", False):
-        raise NotImplementedError("routed_experts: expected score_before_experts=False: scores are on the output")
-    inner = derive(cfg.inner_experts, MoeblazeExperts.Config)
-    return derive(cfg, MoeblazeRoutedExperts.Config, inner_experts=inner)
+def routed_experts(
+    cfg: RoutedExperts.Config, precision: str | None = None, row_precision: str | None = None
+) -> MoeblazeRoutedExperts.Config:
+    """Raises NotImplementedError for experts of another formula, such as gpt-oss's, and of other products."""
+    if type(cfg.inner_experts) is not GroupedExperts.Config:
+        kind = type(cfg.inner_experts).__qualname__
+        raise NotImplementedError(f"routed_experts: inner_experts: expected GroupedExperts.Config, got {kind}")
+    inner = derive(cfg.inner_experts, MoeblazeExperts.Config, precision=precision, row_precision=row_precision)
+    # The dispatcher does nothing; this one allocates no buffers.
+    dispatcher = derive(cfg.token_dispatcher, LocalTokenDispatcher.Config)
+    return derive(cfg, MoeblazeRoutedExperts.Config, inner_experts=inner, token_dispatcher=dispatcher)

@@ -25,6 +25,7 @@ import ranks_faults  # noqa: F401
 import ranks_fsdp  # noqa: F401
 import ranks_gpus  # noqa: F401
 import ranks_hosts  # noqa: F401
+import ranks_torchtitan  # noqa: F401
 import torch
 import torch.distributed as dist
 from ranks_common import CASES, GPU_CASES, GPU_TIMEOUT, TIMEOUT, Leave

@@ -1,13 +1,8 @@
 """Cases of the adapters to other exchanges and trainers, over gloo, with stand-ins for what is not installed."""
 
-from types import SimpleNamespace
-
-import titan
 import torch
 import torch.distributed as dist
-from ranks_common import D, E, H, Inputs, K, case, compare, counts_of, difference, expect, results_of
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from ranks_common import E, Inputs, K, case, compare, counts_of, difference, expect, results_of
 
 from moeblaze_cupy.interop.deepep import DeepEPGroup
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
@@ -142,75 +137,3 @@ def faults_by_deepep(rank, size, group):
     got = [K] * (size - 1) + [K - 1]
     expect(ValueError, f"exchange: k: expected the same on all ranks, got {got}", results_of, inputs, experts)
     assert not buffer.called
-
-
-def config_of_torchtitan(h):
-    """torchtitan's, and the function of the example's override that replaces it."""
-    with titan.installed():
-        import examples.torchtitan_experts  # noqa: F401
-    config = titan.RoutedExperts.Config(
-        inner_experts=titan.GroupedExperts.Config(dim=D, hidden_dim=h, num_experts=E),
-        token_dispatcher=titan.LocalTokenDispatcher.Config(num_experts=E, top_k=K),
-    )
-    return config, titan.OVERRIDES[titan.RoutedExperts.Config]
-
-
-@case
-def override_of_torchtitan(rank, size, group):
-    """The example's override of RoutedExperts, over ranks and in one process, beside the class that it replaces."""
-    config, replace = config_of_torchtitan(H)
-    inputs = Inputs(rank, counts_of(size, "uneven"))
-    weights = {"w1_EFD": inputs.w1[:, :, :H].mT, "w2_EDF": inputs.w2.mT, "w3_EFD": inputs.w1[:, :, H:].mT}
-    for mesh in (DeviceMesh.from_group(group, "cpu"), None):
-        here = inputs.here if mesh else slice(None)
-        results = []
-        for kind, part in ((config, slice(None)), (replace(config), here)):
-            module = kind.build()
-            module.inner_experts.load_state_dict(weights)
-            if kind is not config:
-                module.parallelize(SimpleNamespace(get_optional_mesh=lambda name, mesh=mesh: mesh))
-            x, scores = inputs.leaf(inputs.x, part), inputs.leaf(inputs.weights, part)
-            ids = inputs.ids[part].long()
-            out = module(x, scores, ids, torch.bincount(ids.reshape(-1), minlength=E))
-            out.backward(inputs.grad[part])
-            named = {name: parameter.grad for name, parameter in module.inner_experts.named_parameters()}
-            named |= {"out": out, "x": x.grad, "scores": scores.grad}
-            if kind is config:
-                named |= {name: named[name][here] for name in ("out", "x", "scores")}
-            results.append({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in named.items()})
-        want, got = results
-        assert got.keys() == want.keys() == {*weights, "out", "x", "scores"}
-        for name, tensor in got.items():
-            assert difference(tensor, want[name]) <= 1e-14, name
-    config.token_dispatcher.score_before_experts = True
-    expect(NotImplementedError, "expected score_before_experts=False", replace, config)
-
-
-@case
-def override_of_torchtitan_in_fp8(rank, size, group):
-    """Products and rows in e4m3, over ranks, and products in one process."""
-    config, replace = config_of_torchtitan(32)
-    inputs = Inputs(rank, counts_of(size, "uneven"), dtype=torch.bfloat16, h=32, pair=True)
-    in_fp8 = {"precision": "fp8"}
-    stored = {"w1_EFD": inputs.w1[0].mT, "w2_EDF": inputs.w2.mT, "w3_EFD": inputs.w1[1].mT}
-    over_ranks = results_of(inputs, ExpertGroup(group, E), row_precision="fp8", **in_fp8)
-    for mesh, want in ((DeviceMesh.from_group(group, "cpu"), over_ranks), (None, inputs.whole(**in_fp8))):
-        made = replace(config)
-        made.inner_experts = titan.derive(made.inner_experts, type(made.inner_experts), row_precision="fp8", **in_fp8)
-        module = made.build().bfloat16()
-        module.inner_experts.load_state_dict(stored)
-        module.parallelize(SimpleNamespace(get_optional_mesh=lambda name, mesh=mesh: mesh))
-        part = inputs.here if mesh else slice(None)
-        x, scores = inputs.leaf(inputs.x, part), inputs.leaf(inputs.weights, part)
-        out = module(x, scores, inputs.ids[part], None)
-        out.backward(inputs.grad[part])
-        own = inputs.experts if mesh is None else slice(None)
-        grads = {
-            name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)[own].mT
-            for name, p in module.inner_experts.named_parameters()
-        }
-        got = {"out": out.detach(), "x": x.grad, "weights": scores.grad}
-        got = {name: tensor if mesh else tensor[inputs.here] for name, tensor in got.items()}
-        got |= {"w1": torch.cat([grads["w1_EFD"], grads["w3_EFD"]]), "w2": grads["w2_EDF"]}
-        for name in want:
-            assert torch.equal(got[name], want[name]), name
