@@ -20,7 +20,6 @@ MAX_PASSED = 64  # calls that are remembered: where numbers of tokens vary there
 class RankGroup:
     """The options of an `ExpertGroup`, which all ranks have agreed on, and what it counts."""
 
-    sends_fp8 = True  #: rows may travel in e4m3
     _numbers = 0  # the highest that is in use
 
     def __init__(
@@ -109,7 +108,7 @@ class RankGroup:
         gpu: what `this_gpu` tells of this rank's, or None where "auto" is "exact".
         """
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
-        options = {"kind": type(self).__name__} | {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names}
         here = options | {"numbers": RankGroup._numbers, "gpu": gpu}
         by_rank: list[Any] = [None] * self.size
         with collectives.named("options of ExpertGroup", self.group):

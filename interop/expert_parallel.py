@@ -93,8 +93,6 @@ def _check_fp8(
     function = "expert_parallel_moe"
     of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
     fp8_checks.row_precision(function, row_precision, precision)
-    if row_precision is not None and not experts.sends_fp8:
-        raise checks.bad_value(function, "row_precision", f"None with {type(experts).__name__}", repr(row_precision))
     if precision is None:
         return
     describe = arrays.Torch.describe
@@ -379,7 +377,7 @@ def expert_parallel_moe(
             raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
         of_fp8 = fp8_checks.arrays_of("expert_parallel_moe", precision, fp8_weights)
         order = None if fp8_weights is None else fp8_weights.gate_up
-        options = activation, save, precision, order, row_precision, experts.sends_fp8, experts.local_experts
+        options = activation, save, precision, order, row_precision, experts.local_experts
         key, _ = runtime.key_of("expert_parallel_moe", options, (x, ids, weights, gate, up, w2, *of_fp8))
         if not experts.has_passed(key):
             _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)

@@ -14,7 +14,6 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-import ranks_adapters  # noqa: F401
 import ranks_changed_ids  # noqa: F401
 import ranks_composition  # noqa: F401
 import ranks_copied_gradients  # noqa: F401

@@ -425,3 +425,61 @@ def bias_of_the_router(rank, size, group):
         of_one += 0.2 * torch.sign(load.mean() - load)
         assert torch.equal(bias, of_one)
     assert bias[-1] < 0 < bias[0]
+
+
+class Engine:
+    """Another engine's rows by torch's collectives: everyone's tokens, of which those with an expert here are kept."""
+
+    def __init__(self, rank, size, group, ids):
+        self.group, self.here = group, slice(rank * len(ids), (rank + 1) * len(ids))
+        self.everyone = [torch.empty_like(ids) for _ in range(size)]
+        dist.all_gather(self.everyone, ids, group=group)
+        local = torch.cat(self.everyone) - rank * (E // size)
+        local = torch.where((local >= 0) & (local < E // size), local, -1)
+        self.kept = (local >= 0).any(1).nonzero()[:, 0].flip(0)
+        self.ids = local[self.kept]
+
+    def send(self, mine):
+        parts = [torch.empty_like(mine) for _ in self.everyone]
+        dist.all_gather(parts, mine.contiguous(), group=self.group)
+        return torch.cat(parts)[self.kept]
+
+    def add_up(self, rows):
+        total = rows.new_zeros(sum(map(len, self.everyone)), rows.shape[1]).index_copy(0, self.kept, rows)
+        dist.all_reduce(total, group=self.group)
+        return total[self.here]
+
+
+class Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weights, engine):
+        ctx.engine = engine
+        return engine.send(x), engine.send(weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return *map(ctx.engine.add_up, grads), None
+
+
+class Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, engine):
+        ctx.engine = engine
+        return engine.add_up(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.engine.send(grad), None
+
+
+@case
+def rows_by_another_engine(rank, size, group):
+    """The contract of `exchange` that docs/parallel.md states, kept by functions that are none of the package's."""
+    inputs = Inputs(rank, counts_of(size, "equal"), "absent")
+    x, ids, weights, w1, w2 = inputs.local()
+    engine = Engine(rank, size, group, ids)
+    rows, got = Dispatch.apply(x, weights, engine)
+    out = Combine.apply(moe(rows, engine.ids, got, w1, w2), engine)
+    out.backward(inputs.grad[inputs.here])
+    grads = {"out": out.detach(), "x": x.grad, "weights": weights.grad, "w1": w1.grad, "w2": w2.grad}
+    compare(inputs, grads, 1e-14, same_bits=False)
