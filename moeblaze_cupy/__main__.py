@@ -207,42 +207,13 @@ def build_parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="the memory a layer will use, per save policy, by formula",
-        description="Prints the memory of a layer per save policy, by formula. With --ranks it prints the time and "
-        "memory of experts on several GPUs instead. No GPU is needed.",
+        description="Prints the memory of a layer per save policy, by formula. No GPU is needed.",
     )
     _add_layer(plan)
     plan.add_argument(
         "--tier", choices=TIERS, default="sm90",
         help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",
     )  # fmt: skip
-    plan.add_argument(
-        "--ranks", type=integer(1), metavar="N", help="time and memory of experts that up to N GPUs share"
-    )
-    plan.add_argument(
-        "--nodes", type=integer(1), default=1, metavar="M", help="hosts that the N GPUs are in (%(default)s)"
-    )
-    plan.add_argument("--limit-nodes", type=integer(1), metavar="n", help="a token's experts are on at most n nodes")
-    plan.add_argument(
-        "--nvlink",
-        type=positive_number,
-        default=300,
-        metavar="GB/s",
-        help="bandwidth out of a GPU within a node (%(default)s)",
-    )
-    plan.add_argument(
-        "--network",
-        type=positive_number,
-        default=45,
-        metavar="GB/s",
-        help="bandwidth out of a GPU between nodes (%(default)s)",
-    )
-    plan.add_argument(
-        "--tflops",
-        type=positive_number,
-        default=600,
-        metavar="T",
-        help="TFLOP/s of the experts' products (%(default)s)",
-    )
 
     bench = commands.add_parser(
         "bench",

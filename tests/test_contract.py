@@ -23,7 +23,7 @@ LEVELS = [
     ["arrays", "dispatch_config", "gemm_config", "router_config", "selection_config", "tensor_map"],
     ["loader"],
     ["interop.dlpack", "checks", "memory", "reasons", "runtime"],
-    ["reference.numerics", "expert_parallel_plan", "fp8_checks", "overlaps", "router_options"],
+    ["reference.numerics", "fp8_checks", "overlaps", "router_options"],
     ["reference.activations", "reference.dispatch", "reference.fp8", "reference.router"],
     ["reference.products", "reference.selection"],
     ["reference.experts"],

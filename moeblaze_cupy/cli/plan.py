@@ -1,11 +1,9 @@
-"""`plan`: the memory a layer will use, per save policy, beside a layer with routed buffers; and on many ranks."""
+"""`plan`: the memory a layer will use, per save policy, beside a layer with routed buffers."""
 
 import argparse
 
 from moeblaze_cupy import memory
-from moeblaze_cupy.cli.progress import CommandError
 from moeblaze_cupy.cli.sizes import layer_shape, slot_options
-from moeblaze_cupy.expert_parallel_plan import ExpertParallel, Machine
 from moeblaze_cupy.memory import format_bytes
 
 
@@ -13,50 +11,8 @@ def run(args: argparse.Namespace) -> int:
     s = layer_shape(args, args.tier)
     plans = {save or "inference": memory.layer(s, save) for save in memory.POLICIES}
     plans["routed buffers"] = memory.routed_layer(s)
-    if args.ranks is None:
-        if args.nodes != 1 or args.limit_nodes is not None:
-            raise CommandError("--nodes, --limit-nodes: expected with --ranks alone")
-        print("\n".join(report(s, plans)))
-        return 0
-    if args.ranks % args.nodes:
-        raise CommandError(f"--nodes: expected a divisor of --ranks {args.ranks}, got {args.nodes}")
-    machine = Machine(args.ranks // args.nodes, 1e9 * args.nvlink, 1e9 * args.network, flops=1e12 * args.tflops)
-    print("\n".join(parallel_report(s, args.ranks, machine, args.limit_nodes)))
+    print("\n".join(report(s, plans)))
     return 0
-
-
-def parallel_report(s: memory.LayerShape, ranks: int, machine: Machine, limit_nodes: int | None) -> list[str]:
-    """Lines of text: what each number of ranks that can share the experts costs; the others hold copies of them."""
-    lines = [
-        f"L = {s.L} tokens per rank, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}",
-        f"{ranks} ranks, {machine.ranks_per_node} per node; {machine.nvlink / 1e9:g} GB/s in a node, "
-        f"{machine.network / 1e9:g} GB/s between nodes, {machine.flops / 1e12:g} TFLOP/s; uniform routing",
-        "",
-    ]
-    heads = ("ranks", "nodes", "rows/token", "nodes/token", "exchange ms", "products ms", "efficiency", "experts")
-    rows = [[*heads, "saved", "backward peak"]]
-    for P in (n for n in range(1, min(ranks, s.E) + 1) if ranks % n == 0 and s.E % n == 0):
-        try:
-            shared = ExpertParallel(s, P, machine, limit_nodes)
-        except ValueError:  # the nodes of a token have too few experts
-            continue
-        plan, experts = shared.plan("minimal"), s.E // P * s.h * s.d * (s.g + 1) * s.b
-        rows.append(
-            [
-                *(f"{P}", f"{shared.nodes}", f"{shared.rows_per_token:.2f}", f"{shared.nodes_per_token:.2f}"),
-                *(f"{1e3 * shared.exchange_seconds:.2f}", f"{1e3 * shared.compute_seconds:.2f}"),
-                *(f"{shared.efficiency:.0%}", format_bytes(experts)),
-                *(format_bytes(plan.saved_bytes), format_bytes(plan.backward_peak_bytes)),
-            ]
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines += ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    return [
-        *lines,
-        "",
-        "ranks: that share the experts. Four exchanges of a layer; efficiency is that of the layer alone, where the",
-        'gradient of x travels behind those of the weights. saved, backward peak: per rank and layer, save="minimal".',
-    ]
 
 
 def report(s: memory.LayerShape, plans: dict[str, memory.Plan]) -> list[str]:
