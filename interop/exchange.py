@@ -49,7 +49,6 @@ class ExpertGroup(RankGroup):
     in pieces of at most `slots` slots, which costs time but neither memory nor tokens. "drop" drops the last. "raise"
     raises ValueError, in "exact" at once on all ranks, in the others, whose default it is, at a later call.
     keep_received: False sends received rows again in backward in place of keeping them.
-    spare_multiprocessors: as of `moeblaze_cupy.moe_forward`, for the collectives that run beside.
     All ranks make the group with the same options, and call it equally often, with tokens or without.
     Raises TypeError, ValueError, or RuntimeError if other ranks do not answer.
     """

@@ -32,7 +32,6 @@ class RankGroup:
         slots: int | None = None,
         on_overflow: str | None = None,
         keep_received: bool = True,
-        spare_multiprocessors: int = 0,
     ) -> None:
         if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
             if group.ndim != 1:
@@ -58,7 +57,6 @@ class RankGroup:
         if rows is not None and self.route != "static":
             raise checks.bad_value("ExpertGroup", "rows", f'None for route "{self.route}"', rows)
         self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
-        self.spare_multiprocessors = checks.spare_multiprocessors("ExpertGroup", spare_multiprocessors, None)
         on_nccl = "nccl" in dist.get_backend(group)
         # Without a bound the layer of "pull" would have memory for all slots of all ranks. With one it cannot compute
         # in pieces, so it is only chosen for those who said what else becomes of an overflow.

@@ -180,9 +180,8 @@ class _ExpertParallel(torch.autograd.Function):
         if len(pieces) > 1 and save is not None:
             save = "recompute"
         options: dict[str, Any] = {"activation": activation, "save": save, "wait": wait}
-        options |= {"spare_multiprocessors": experts.spare_multiprocessors, "precision": in_fp8.precision}
         made = in_fp8.weights_of(w1, w2)  # once for all pieces
-        options |= {"fp8_weights": made}
+        options |= {"precision": in_fp8.precision, "fp8_weights": made}
         place = route.place_of_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
@@ -253,7 +252,6 @@ class _ExpertParallel(torch.autograd.Function):
             saved.x_scales = None if x_scales is None else x_scales[part]
             return part, saved
 
-        spare = experts.spare_multiprocessors
         bring: Callable[[], dict[str, Tensor]] = dict
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
         sums: dict[str, Any] = {}
@@ -265,7 +263,7 @@ class _ExpertParallel(torch.autograd.Function):
             part, saved = saved_of(piece)
             pending = None
             needs = (*of_rows, "w1", "w2") if of_experts else of_rows
-            options = _part(grad_rows, part), saved, needs, False, None, spare, bool(of_experts), wait
+            options = _part(grad_rows, part), saved, needs, False, None, bool(of_experts), wait
             alone = len(ctx.pieces) == 1
             place = route.place_of_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
             try:
@@ -280,14 +278,14 @@ class _ExpertParallel(torch.autograd.Function):
                 wholes = {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in parts.items()}
                 bring = route.return_gradients(wholes)
             if pending is not None and len(ctx.pieces) == 1 and not buffers:
-                made = mb.moe_backward_weights(pending, needs=of_experts, spare_multiprocessors=spare)
+                made = mb.moe_backward_weights(pending, needs=of_experts)
                 sums = {name: getattr(made, name) for name in of_experts}
             elif pending is not None:
                 if not sums:
                     of = {"w1": w1, "w2": w2}
                     zeros = {n: tuple(torch.zeros_like(w, dtype=wide) for w in pair(of[n])) for n in of_experts}
                     sums = {n: z if len(z) == 2 else z[0] for n, z in zeros.items()}
-                mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums, spare_multiprocessors=spare)
+                mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums)
         brought = bring()
         made_w1 = (*pair(sums.get("w1")), None)[:2]
         experts_grads: list[Tensor | None] = []

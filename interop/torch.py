@@ -116,7 +116,7 @@ def moe(
         out = torch_ops.moe_infer(*layer, *in_fp8, *Options.of(activation, *others, precision))
         return out
     if not as_operators and not differentiable:
-        out = forward(layer, (activation, None, *others, None, 0), None, precision, fp8_weights)[0]
+        out = forward(layer, (activation, None, *others, None), None, precision, fp8_weights)[0]
         return out
     if save is None and not differentiable:
         save = "recompute"  # of what torch.func may differentiate
@@ -136,7 +136,7 @@ def moe(
         return out
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
-    options_of_layer = activation, save, *others, None, 0
+    options_of_layer = activation, save, *others, None
     in_words = precision, fp8_weights, keep_fp8_weights
     shared = up is None and len(tensors) == 6 and not main_grads
     owners = torch_sums.owners_of(gate, w2) if shared else None

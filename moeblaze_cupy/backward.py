@@ -10,7 +10,7 @@ from moeblaze_cupy import arrays, checks, fp8_checks, overlaps, reference, runti
 from moeblaze_cupy.arrays import Buffer, Export, Framework, Layout
 from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.layer import map_saved, named_pair, spared, values_and_scales, w1_b1_b2
+from moeblaze_cupy.layer import map_saved, named_pair, values_and_scales, w1_b1_b2
 from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.ops.grouped_gemm import Summed
@@ -112,7 +112,6 @@ def moe_backward(
     needs: tuple[str, ...] | None = None,
     keep_saved: bool = False,
     accumulate: Mapping[str, Any] | None = None,
-    spare_multiprocessors: int = 0,
 ) -> Gradients:
     """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
 
@@ -127,12 +126,11 @@ def moe_backward(
     memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
     nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
     views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
-    spare_multiprocessors: as of `moe_forward`.
     Returns Gradients: x (L, d), weights (L, k) or (P,) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
     memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
     Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
-    return backward_into(None, "moe_backward", grad_out, saved, needs, keep_saved, accumulate, spare_multiprocessors)[0]
+    return backward_into(None, "moe_backward", grad_out, saved, needs, keep_saved, accumulate)[0]
 
 
 @untraced
@@ -142,13 +140,12 @@ def moe_backward_data(
     *,
     needs: tuple[str, ...] = ("x", "weights"),
     keep_saved: bool = False,
-    spare_multiprocessors: int = 0,
 ) -> tuple[Gradients, PendingWeights]:
     """The first half of `moe_backward`: the gradients of x and weights, before those of w1 and w2.
 
     The gradient of x can then travel to other GPUs while `moe_backward_weights` computes, or a pipeline's stage can
     hand it on and compute the gradients of its weights in a bubble. The halves give the bits of the whole.
-    grad_out, saved, keep_saved, spare_multiprocessors: as of `moe_backward`. needs: "x", "weights", both or none.
+    grad_out, saved, keep_saved: as of `moe_backward`. needs: "x", "weights", both or none.
     Between the halves the saved activations' gradients stay in memory, and with them (R, h) of weighted act(a) * b,
     R being L*k or max_slots. grad_out and saved.x are read again, so they must not change.
     Returns Gradients, of which w1 and w2 are None, and PendingWeights.
@@ -156,7 +153,7 @@ def moe_backward_data(
     """
     needs = checks.gradient_names("moe_backward_data", needs, ("x", "weights"))
     all_needs = (*needs, "w1", "w2")
-    options: tuple[Any, ...] = all_needs, keep_saved, None, spare_multiprocessors, True
+    options: tuple[Any, ...] = all_needs, keep_saved, None, True
     grads, pending = backward_into(None, "moe_backward_data", grad_out, saved, *options)
     assert pending is not None
     return grads, pending
@@ -168,12 +165,11 @@ def moe_backward_weights(
     *,
     needs: tuple[str, ...] = ("w1", "w2"),
     accumulate: Mapping[str, Any] | None = None,
-    spare_multiprocessors: int = 0,
 ) -> Gradients:
     """The second half of `moe_backward`: the gradients of w1 and w2, after `moe_backward_data`.
 
-    pending: what that returned, which is taken once. needs: "w1", "w2" or both. accumulate, spare_multiprocessors: as
-    of `moe_backward`. It runs on the current stream, which must come after that of the first half.
+    pending: what that returned, which is taken once. needs: "w1", "w2" or both. accumulate: as of
+    `moe_backward`. It runs on the current stream, which must come after that of the first half.
     Returns Gradients, of which x and weights are None.
     Raises TypeError, ValueError or RuntimeError as `moe_backward` does, and RuntimeError for a pending taken before.
     """
@@ -196,7 +192,7 @@ def moe_backward_weights(
         left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
         kept = {name: describe(array) for name, array in left.items() if array is not None}
         overlaps.apart(function, kept, {part: call.described[part] for part in parts})
-    limits = spared(function, call, spare_multiprocessors)
+    limits = None if call.on_cpu else call.limits
     pending.consumed = True
     if limits is None:
         host_grad, host_saved = _on_host(call, saved, pending.grad_scales)
@@ -279,7 +275,7 @@ def summed_weights(
     """
     function = "moe_backward"
     call = Call(function, **{"saved.x": pending.saved.x}, grad_out=pending.grad_out)
-    limits = spared(function, call, 0)
+    limits = None if call.on_cpu else call.limits
     if limits is None:
         return False
     describe = call.framework.describe
@@ -317,7 +313,6 @@ def backward_into(
     needs: tuple[str, ...] | None,
     keep_saved: bool,
     accumulate: Mapping[str, Any] | None,
-    spare_multiprocessors: int,
     defers_weights: bool = False,
     wait: Callable[[], None] | None = None,
 ) -> tuple[Gradients, PendingWeights | None]:
@@ -342,7 +337,7 @@ def backward_into(
         raise checks.bad_value(function, "needs", expected, needs)
     to = grad_x if isinstance(grad_x, Destination) else None
     place = to.place if to else None
-    options = bool(keep_saved), spare_multiprocessors, defers_weights, in_e4m3, place
+    options = bool(keep_saved), defers_weights, in_e4m3, place
     key, given, pointers = _backward_key(grad_out, saved, needs, options, accumulate)
     export: Export = keep
     found = runtime.find(key)
@@ -367,7 +362,7 @@ def backward_into(
         _check_accumulated(call, buffers, saved)
         if parts:
             _check_apart(function, call.framework, d["grad_out"].owner, saved, parts)
-        limits = spared(function, call, spare_multiprocessors)
+        limits = None if call.on_cpu else call.limits
         if limits is None:
             if wait is not None:
                 wait()

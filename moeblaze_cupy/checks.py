@@ -173,15 +173,6 @@ def max_slots(function: str, value: Any, num_slots: int) -> int | None:
     return min(bound, num_slots) or None
 
 
-def spare_multiprocessors(function: str, value: Any, limits: launch_config.DeviceLimits | None) -> int:
-    """How many multiprocessors grids leave alone: 0 to all but one. limits: None on the CPU, where there are none."""
-    spare = integer(function, "spare_multiprocessors", value)
-    if spare < 0 or (limits is not None and spare >= limits.multiprocessors):
-        most = "" if limits is None else f" to {limits.multiprocessors - 1}, all but one of this GPU's"
-        raise bad_value(function, "spare_multiprocessors", f"0{most or ' or more'}", spare)
-    return spare
-
-
 def slot_options(function: str, given: SlotOptions, has_weights: bool, has_b1: bool = False) -> SlotOptions:
     """The options with an int for the number of identity experts, if each is valid and they go together."""
     one_of(function, "weights_on", given.weights_on, WEIGHTS_ON)

@@ -4,7 +4,6 @@ A number that a launch and its kernel must agree on is stated here alone. `kerne
 and `loader` gives them to the compiler. What the kernels assume about them is asserted when they are compiled.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -294,13 +293,6 @@ def index_lists(
         places[name] = end, shape
         end += math.prod(shape)
     return places, end
-
-
-def spared(limits: DeviceLimits, spare_multiprocessors: int) -> DeviceLimits:
-    """The limits of grids that leave so many multiprocessors to other work, such as kernels of NCCL."""
-    if not spare_multiprocessors:
-        return limits
-    return dataclasses.replace(limits, multiprocessors=limits.multiprocessors - spare_multiprocessors)
 
 
 def size_class(number: int) -> int:

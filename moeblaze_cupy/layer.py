@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
-from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, reference, runtime
+from moeblaze_cupy import arrays, checks, fp8_checks, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export
 from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.ops import dispatch, experts, fp8
@@ -24,8 +24,8 @@ from moeblaze_cupy.structures import (
     present,
 )
 
-# activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
-Options = tuple[str | Activation, str | None, str, str, bool, int, int | None, int]
+# activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots
+Options = tuple[str | Activation, str | None, str, str, bool, int, int | None]
 _SAVED_ARRAYS = ("x", "x_scales", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
 
 
@@ -135,7 +135,6 @@ def moe_forward(
     unreduced: bool = False,
     identity_experts: int = 0,
     max_slots: int | None = None,
-    spare_multiprocessors: int = 0,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
 ) -> tuple[Any, SavedForBackward]: ...
@@ -159,7 +158,6 @@ def moe_forward(
     unreduced: bool = False,
     identity_experts: int = 0,
     max_slots: int | None = None,
-    spare_multiprocessors: int = 0,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
 ) -> tuple[Any, None]: ...
@@ -183,7 +181,6 @@ def moe_forward(
     unreduced: bool = False,
     identity_experts: int = 0,
     max_slots: int | None = None,
-    spare_multiprocessors: int = 0,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
 ) -> tuple[Any, SavedForBackward | None]:
@@ -213,8 +210,6 @@ def moe_forward(
     max_slots: None, or a bound of the slots that are present, at least 1; those of identity experts count
     nothing. All buffers in expert order but the index lists then have so many rows in place of L*k. Slots past it count
     as absent; saved.index.dropped says how many.
-    spare_multiprocessors: how many of the GPU's multiprocessors the experts' products leave to other work, such as
-    kernels of NCCL; of the portable kernels dispatch alone does. On the CPU it says nothing.
     precision: None, or "fp8": the products but those of weight gradients multiply e4m3, with a float32 scale for each
     token of x and of out's gradient, for each row and 128 columns of V(a) * M(b) and of the gradients of a, b, and for
     each expert of w2 and half of w1. For bf16 on Hopper, d and h that are multiples of 16, and gate_up="halves".
@@ -231,7 +226,7 @@ def moe_forward(
     gate, up = _gate_and_up("moe_forward", "w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
     given = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
-    others = weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors
+    others = weights_on, unreduced, identity_experts, max_slots
     return forward(given, (activation, save, gate_up, *others), None, precision, fp8_weights)
 
 
@@ -245,7 +240,6 @@ def forward_into(
     activation: str | Activation = "swiglu",
     save: str | None = "minimal",
     max_slots: int | None = None,
-    spare_multiprocessors: int = 0,
     wait: Callable[[], None] | None = None,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
@@ -259,7 +253,7 @@ def forward_into(
     """
     x, x_scales = values_and_scales(x)
     given = x, ids, weights, *_gate_and_up("moe_forward", "w1", w1), w2, None, None, None, None
-    options = activation, save, "halves", "output", False, 0, max_slots, spare_multiprocessors
+    options = activation, save, "halves", "output", False, 0, max_slots
     return forward(given, options, into, precision, fp8_weights, wait, x_scales)
 
 
@@ -294,7 +288,7 @@ def forward(
     key, pointers = runtime.key_of("moe_forward", of_key, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
-    activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, spare_multiprocessors = options
+    activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots = options
     if found is None:
         x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets, *_ = given
         names = (*_forward_names(up is not None, b1_up is not None), *fp8_checks.NAMES[: len(of_fp8)])
@@ -315,7 +309,7 @@ def forward(
         checks.layer("moe_forward", *layer, offsets)
         checks.identity_experts("moe_forward", slots, w2_array)
         max_slots = checks.max_slots("moe_forward", max_slots, ids_array.size)
-        limits = spared("moe_forward", call, spare_multiprocessors)
+        limits = None if call.on_cpu else call.limits
         if precision is not None:
             biases = {name: call.described[name] for name in names[6:9] if name in named}
             order = None if fp8_weights is None else fp8_weights.gate_up
@@ -416,13 +410,6 @@ def w1_b1_b2(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
     """The values of w1, b1 and b2 without None. values: in the order of a forward's arrays, or of a backward's."""
     _, _, _, gate, up, _, b1_gate, b1_up, b2, *_ = values
     return present(gate, up), present(b1_gate, b1_up), present(b2)
-
-
-def spared(function: str, call: Call, spare_multiprocessors: int) -> launch_config.DeviceLimits | None:
-    """The limits of a call's launches; None on the CPU."""
-    limits = None if call.on_cpu else call.limits
-    spare = checks.spare_multiprocessors(function, spare_multiprocessors, limits)
-    return None if limits is None else launch_config.spared(limits, spare)
 
 
 def _forward_on_cpu(

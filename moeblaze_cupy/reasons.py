@@ -98,7 +98,6 @@ def clusters(
 
 
 SINGLE_CTAS = "no 2-CTA clusters: square tiles have none"
-NO_ROOM = "no 2-CTA clusters: one multiprocessor is left to the products"
 E4M3 = "e4m3 operands: two count as one of what an element sums over, as a k-step has twice as many"
 
 

@@ -304,7 +304,7 @@ def parity_of_options(rank, size, group):
     """Save policies, forms and orders of weights, activations, float32 and bf16, rows sent again."""
     counts = counts_of(size, "uneven")
     for keep in (True, False):
-        experts = ExpertGroup(group, E, keep_received=keep, spare_multiprocessors=4)
+        experts = ExpertGroup(group, E, keep_received=keep)
         for save in ("minimal", "paper", "recompute"):
             for form in ({}, {"pair": True}, {"transposed": True}):
                 inputs = Inputs(rank, counts, "absent", **form)

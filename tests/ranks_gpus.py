@@ -38,7 +38,7 @@ def parity_on_gpus(rank, size, group):
     """Every route in bf16 and float32 against one process in float64 on the CPU; three runs give the same bits."""
     for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float32, 1e-5)):
         for name, options in (*GPU_ROUTES.items(), ("pull by kernels", {"route": "pull"})):
-            experts = ExpertGroup(group, E, spare_multiprocessors=8, **options)
+            experts = ExpertGroup(group, E, **options)
             experts.peers.copies = name != "pull by kernels"
             for kind in ("equal", "uneven", "none_here", "one_token", "none"):
                 if experts.route in ("gather", "static") and kind not in ("equal", "none"):

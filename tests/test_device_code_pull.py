@@ -198,7 +198,7 @@ def test_results_in_given_memory():
         into, grad_x = device.allocate(x.shape, x.dtype), device.allocate(x.shape, x.dtype)
         out, saved = layer.forward_into(into, x, ids, weights, w1, w2)
         needs = ("x", "weights", "w1", "w2")
-        grads, _ = backward.backward_into(grad_x, "moe_backward", grad_out, saved, needs, False, None, 0)
+        grads, _ = backward.backward_into(grad_x, "moe_backward", grad_out, saved, needs, False, None)
         device.synchronize()
         assert out is into and grads.x is grad_x
         found = {"out": out, "x": grads.x, "weights": grads.weights, "w1": grads.w1, "w2": grads.w2}

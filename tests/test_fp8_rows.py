@@ -103,7 +103,7 @@ def test_launches():
 def in_halves(into, x, ids, weights, w1, w2, grad_out, options):
     """out and gradients by name, by the calls of a layer on many GPUs."""
     out, saved = layer.forward_into(into, x, ids, weights, w1, w2, precision="fp8", **options)
-    of_all = ("x", "weights", "w1", "w2"), False, None, 0, True
+    of_all = ("x", "weights", "w1", "w2"), False, None, True
     grads, pending = backward.backward_into(None, "moe_backward_data", grad_out, saved, *of_all)
     made = mb.moe_backward_weights(pending)
     return {"out": out, "x": grads.x, "weights": grads.weights, "w1": made.w1, "w2": made.w2}
@@ -173,7 +173,7 @@ def test_rows_that_arrive(precision):
             out, saved = layer.forward_into(None, rows, *others, precision=precision, wait=comes)
             device.synchronize()
             rows, comes = arriving(grad_out)
-            of_all = ("x", "weights", "w1", "w2"), False, None, 0, True, comes
+            of_all = ("x", "weights", "w1", "w2"), False, None, True, comes
             grads, pending = backward.backward_into(None, "moe_backward_data", rows, saved, *of_all)
             made = mb.moe_backward_weights(pending)
             device.synchronize()
@@ -268,7 +268,7 @@ def test_messages():
         layer.forward_into(None, quantised(x), *others)
     _, saved = layer.forward_into(None, quantised(x), *others, precision="fp8")
     with pytest.raises(ValueError, match="moe_backward: needs: expected 'x' and 'weights' alone"):
-        backward.backward_into(None, "moe_backward", quantised(grad_out), saved, None, False, None, 0)
+        backward.backward_into(None, "moe_backward", quantised(grad_out), saved, None, False, None)
     with emulated() as device:
         peers = Peers(device, [np.zeros((4, 24), np.uint8)] * 2, [np.zeros(4, np.float32)] * 2)
         needed = device.put(np.ones(8, np.bool_))

@@ -18,9 +18,9 @@ from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.runtime import Launch
 from moeblaze_cupy.structures import CAPACITY_ORDERS, GRADIENTS, ROUNDINGS, SCORES, SlotOptions, is_gated
 
-# The portable tier on Hopper, and GPUs of which spare_multiprocessors leaves one multiprocessor.
+# The portable tier on Hopper, too.
 LIMITS = [A100, RTX_3090, JETSON_ORIN, RTX_4090, H200, B200, RTX_5090]
-LIMITS += [dataclasses.replace(H200, tier="sm80"), *(dataclasses.replace(g, multiprocessors=1) for g in (H200, A100))]
+LIMITS += [dataclasses.replace(H200, tier="sm80")]
 ARRAY_BYTES = 3 * 10**11  # more than a GPU has
 SIZES = (1, 2, 7, 8, 31, 64, 127, 128, 129, 256, 511, 512, 1000, 2048, 4096, 4097, 30000, 65535, 65536)
 NUMBERS = (0, 1, 3, 127, 128, 2047, 2048, 2049, 65535, 65536, 10**6, 2**24, 10**8, MAX_SLOTS)

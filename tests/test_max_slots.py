@@ -1,4 +1,4 @@
-"""The bound of slots, the two halves of backward and spared multiprocessors, on the CPU and on fake GPUs."""
+"""The bound of slots and the two halves of backward, on the CPU and on fake GPUs."""
 
 from dataclasses import replace
 
@@ -55,8 +55,8 @@ def test_a_bound_that_suffices_changes_no_bit(routing, save):
     present = int(((ids >= 0) & (ids < CASE.E)).sum())
     out, saved = mb.moe_forward(x, ids, weights, w1, w2, save=save)
     want = mb.moe_backward(grad_out, saved)
-    bounded, kept = mb.moe_forward(x, ids, weights, w1, w2, save=save, max_slots=present, spare_multiprocessors=3)
-    got = mb.moe_backward(grad_out, kept, spare_multiprocessors=3)
+    bounded, kept = mb.moe_forward(x, ids, weights, w1, w2, save=save, max_slots=present)
+    got = mb.moe_backward(grad_out, kept)
     assert np.array_equal(out, bounded) and kept.index.dropped[0] == 0
     assert all(map(same_bits, got, want))
     shape = memory.LayerShape(CASE.L, CASE.d, CASE.h, CASE.E, CASE.k, dtype="float64", max_slots=present)
@@ -95,8 +95,6 @@ def test_bounds_that_are_none(bound):
         mb.build_dispatch(ids, CASE.E, max_slots=bound)
     with pytest.raises(TypeError, match="max_slots: expected an int"):
         mb.build_dispatch(ids, CASE.E, max_slots=2.5)
-    with pytest.raises(ValueError, match="spare_multiprocessors: expected 0 or more, got -1"):
-        mb.moe_forward(x, ids, weights, w1, w2, spare_multiprocessors=-1)
 
 
 @pytest.mark.parametrize("needs", [("x", "weights"), ("x",), ("weights",), ()])
@@ -159,31 +157,6 @@ def hopper(monkeypatch):
     runtime.forget()
 
 
-def test_grids_leave_multiprocessors_alone(hopper):
-    """Hopper's persistent grids have a block for each multiprocessor that is not spared."""
-    L, k, E, d, h = 20000, 2, 8, 1024, 512
-    layer = Layer(L, k, E, d, h)
-    spare = 20
-    _, saved = mb.moe_forward(*layer.arguments(hopper), spare_multiprocessors=spare)
-    grad_out = hopper.array(("grad_out",), (L, d), layer.dtype)
-    mb.moe_backward(grad_out, saved, spare_multiprocessors=spare)
-    grids = {v.entry: grid[0] for v, grid, _ in launches(hopper) if v.source.endswith("_sm90.cu")}
-    assert set(grids) == {"up_fwd", "down_fwd", "down_bwd", "down_wgrad", "up_bwd", "up_wgrad"}
-    assert max(grids.values()) <= launch_config.H200.multiprocessors - spare
-    with pytest.raises(ValueError, match=r"expected 0 to 131, all but one of this GPU's, got 132"):
-        mb.moe_forward(*layer.arguments(hopper), spare_multiprocessors=132)
-
-
-@pytest.mark.parametrize(("spare", "blocks", "ctas"), [(130, 2, "2"), (131, 1, "1")])
-def test_one_multiprocessor_has_no_room_for_clusters(hopper, spare, blocks, ctas):
-    layer, d = Layer(2048, 2, 2, 4096, 64), 4096  # up_fwd sums over enough for 2-CTA clusters
-    _, saved = mb.moe_forward(*layer.arguments(hopper), spare_multiprocessors=spare)
-    mb.moe_backward(hopper.array(("grad_out",), (2048, d), layer.dtype), saved, spare_multiprocessors=spare)
-    products = {v.entry: (grid[0], dict(v.macros)) for v, grid, _ in launches(hopper) if v.source.endswith("_sm90.cu")}
-    assert products["up_fwd"][0] == blocks and products["up_fwd"][1]["CLUSTER_CTAS"] == ctas
-    assert {entry for entry, (grid, _) in products.items() if not 1 <= grid <= blocks} == set()
-
-
 def test_the_first_half_launches_no_weight_gradient(hopper):
     layer = Layer(300, 2, 8, 64, 32)
     _, saved = layer.forward(hopper)
@@ -199,16 +172,16 @@ def test_the_first_half_launches_no_weight_gradient(hopper):
 
 
 def test_records_are_per_option(hopper):
-    """A call with another bound or other spare multiprocessors takes launches of its own."""
+    """A call with another bound takes launches of its own."""
     layer = Layer(300, 2, 8, 64, 32, save=None)
     rows = []
-    for options in ({}, {"max_slots": 100}, {"max_slots": 200}, {}, {"spare_multiprocessors": 8}, {"max_slots": 100}):
+    for options in ({}, {"max_slots": 100}, {"max_slots": 200}, {}, {"max_slots": 100}):
         hopper.restart()
         mb.moe_forward(*layer.arguments(hopper), save=None, **options)
         rows.append([(v.entry, values.get("num_slots")) for v, _, values in launches(hopper)])
     bounds = [dict(found)["up_fwd"] for found in rows]
-    assert bounds == [600, 100, 200, 600, 600, 100]
-    assert [("bound_slots" in dict(found)) for found in rows] == [False, True, True, False, False, True]
+    assert bounds == [600, 100, 200, 600, 100]
+    assert [("bound_slots" in dict(found)) for found in rows] == [False, True, True, False, True]
 
 
 def test_size_classes():

@@ -67,7 +67,7 @@ def test_results_go_to_their_ranks(monkeypatch, tier, dtype, case, max_slots, sa
         def run(into, grad_x):
             options = {"max_slots": max_slots, "save": save}
             out, saved = forward_into(into, x, ids, weights, w1, w2, case.activation, **options)
-            grads, _ = backward_into(grad_x, "moe_backward", grad_out, saved, NEEDS, False, None, 0)
+            grads, _ = backward_into(grad_x, "moe_backward", grad_out, saved, NEEDS, False, None)
             device.synchronize()
             return {"out": out, **{name: getattr(grads, name) for name in NEEDS}}
 

@@ -265,8 +265,7 @@ def configure(
         gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation), interleaved)
         depth = segments * K // (2 if a.is_fp8 else 1)  # of as many k-steps
         rule = column_tiles, depth, slots, index.num_experts
-        room = limits.multiprocessors > 1  # a cluster's CTAs are on two; spare_multiprocessors may leave one
-        clusters = room and not (to_tokens or square) and gemm_config.uses_clusters(gathers, *rule, a.is_fp8)
+        clusters = not (to_tokens or square) and gemm_config.uses_clusters(gathers, *rule, a.is_fp8)
         if gathers:
             dynamic = gemm_config.dynamic_schedule(entry, column_tiles, depth, slots, index.num_experts, limits)
         else:
@@ -274,7 +273,7 @@ def configure(
         box_columns = launch_config.SQUARE_TILE if square else 128
         maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, box_columns)
         sizes |= {"result_ld": result_ld}
-        of_clusters = reasons.clusters(clusters, to_tokens, gathers, *rule, a.is_fp8) if room else reasons.NO_ROOM
+        of_clusters = reasons.clusters(clusters, to_tokens, gathers, *rule, a.is_fp8)
         of_clusters = reasons.SINGLE_CTAS if square else of_clusters
         why += (*((reasons.E4M3,) if a.is_fp8 else ()), of_clusters, reasons.schedule(dynamic, entry, *rule, limits))
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}

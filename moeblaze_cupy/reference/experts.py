@@ -196,7 +196,6 @@ def moe_forward(
     unreduced: bool = False,
     identity_experts: int = 0,
     max_slots: int | None = None,
-    spare_multiprocessors: int = 0,
     precision: str | None = None,
     fp8_weights: Fp8Weights | None = None,
 ) -> tuple[HostArray, SavedForBackward | None]:
@@ -219,7 +218,6 @@ def moe_forward(
     unreduced         the outputs of each slot, (L, k, d) or (P, d), without weights, which are None if not on the input
     identity_experts  Z: ids E .. E + Z - 1 are E_e(x) = x
     max_slots  rows of what is kept, R, in place of L*k; see dispatch
-    spare_multiprocessors  for symmetry with the GPU backend: this backend has none
     precision, fp8_weights  "fp8": see reference.products; of w1 and w2, or None: they are quantised here
 
     Returns out (L, d) in x's dtype and SavedForBackward, or None if save is None. Arguments are not checked.
@@ -287,7 +285,6 @@ def moe_backward(
     needs: Sequence[str] | None = None,
     keep_saved: bool = True,
     accumulate: Mapping[str, Any] | None = None,
-    spare_multiprocessors: int = 0,
 ) -> Gradients:
     """Gradients of `moe_forward` (Section 3.2, procedure FusedBackward of Algorithm 1).
 
@@ -297,7 +294,6 @@ def moe_backward(
     keep_saved  for symmetry with the GPU backend: this backend never consumes `saved`
     accumulate  by name, of weights and biases, what that gradient is added to, in the weight's form and any dtype and
                 memory order; nothing of experts with no token is touched
-    spare_multiprocessors  as of moe_forward
 
     Returns Gradients, None where not in `needs`: x (L, d); weights (L, k) or (P,), 0 for absent slots; w1, w2, b1 and
     b2 in the form and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names.
