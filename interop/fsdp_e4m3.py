@@ -4,7 +4,7 @@ A scale is of one expert, so a rank quantises its own experts and gets the other
 Whole parameters exist in e4m3 alone, in the orientations that are read: one in forward, the other in backward.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ import moeblaze_cupy as mb
 from moeblaze_cupy.fp8_checks import FIELDS
 from moeblaze_cupy.interop.fsdp_gather import Shard
 from moeblaze_cupy.interop.fsdp_memory import Memory, Place, Shared, Whole
-from moeblaze_cupy.interop.torch_fp8 import Gathered
 from moeblaze_cupy.structures import Fp8Weights
 
 Tensor = torch.Tensor
@@ -23,6 +22,17 @@ READ = {"FORWARD": {FORWARD}, "PRE_BACKWARD": {BACKWARD}}  # of what FSDP2 gathe
 SAME = (aten.detach, aten.alias, aten.as_strided)  # what FSDP2 and Parameter call, of all of a tensor
 LEAST_BYTES = 2**26  # of a parameter in bfloat16, from which e4m3 gains more than its calls take the host
 LIKE = (aten.zeros_like, aten.ones_like, aten.empty_like, aten.new_zeros, aten.new_empty)  # that read no numbers
+
+
+class Gathered(Fp8Weights):
+    """Of parameters that come in e4m3 and are freed after forward: arrays that forward does not read hold anything.
+
+    in_backward: given the save policy, returns arrays of the shapes and strides of w1 and w2, and `Fp8Weights` of which
+    backward may read what it needs. Autograd saves none of these, because they may lie elsewhere by then.
+    """
+
+    __slots__ = ("in_backward",)  # apart from the fields of the weights
+    in_backward: Callable[[str], tuple[Tensor, Tensor, Fp8Weights]]
 
 
 class Part(Shard):

@@ -260,18 +260,10 @@ class MoE(torch.nn.Module):
     keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
     expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
-    precision: as of `moe`. With "fp8" the module has an `fp8_weights` of its own, outside of its state. Eager forwards
-    write it anew if the memory, the address or the version of a parameter has changed, or if backward made gradients
-    of one, as some optimizers write to `parameter.data`, which torch does not count. No wait tells these. Such writes
-    without a backward are to be followed by a call of `quantize_weights()`.
-    A forward that a CUDA graph captures writes it in the graph, so that every replay uses the parameters as they are
-    then, in training and in inference. As replays may change parameters uncounted, all later eager forwards write it
-    too. Replays of a graph that has the optimizer alone are to be followed by a call of `quantize_weights()`.
-    Compiled forwards, and those under transforms and dispatch modes, quantise in the call. So do forwards on parameters
-    that FSDP2 has gathered; they keep nothing, and backward quantises again. Where `CopyEngines.serve` has these
-    parameters travel in e4m3, both use what came, and torch.compile calls the experts between its graphs.
-    `quantize_weights(hold=True)` ends all that until its next call: forwards, compiled and captured ones too, use what
-    it wrote. It is for several micro-batches in a step, and for inference.
+    precision: as of `moe`. With "fp8" every forward quantises w1 and w2, in CUDA graphs and compiled code too, unless
+    they are held by `quantize_weights`. Of parameters that FSDP2 has gathered no e4m3 weights are kept for backward,
+    which quantises again. Where `CopyEngines.serve` has these parameters travel in e4m3, both use what came, and
+    torch.compile calls the experts between its graphs.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
 
@@ -345,7 +337,7 @@ class MoE(torch.nn.Module):
         if precision is not None:
             fp8_checks.form("MoE", d_model, d_hidden, gate_up)
         self.precision = precision
-        self._fp8 = torch_fp8.Copies()
+        self._fp8 = torch_fp8.Held()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
         width = d_hidden * (2 if is_gated(activation) else 1)
 
@@ -370,18 +362,27 @@ class MoE(torch.nn.Module):
 
     @property
     def fp8_weights(self) -> Fp8Weights | None:
-        """What `quantize_weights`, or a forward with precision="fp8", made of the parameters last."""
+        """What is held; None where each forward quantises."""
         return self._fp8.weights
 
-    def quantize_weights(self, *, hold: bool = False) -> Fp8Weights:
-        """Writes `fp8_weights` from the parameters as they are now; in memory that it has, if that is still of use.
+    def quantize_weights(self, *, hold: bool = True) -> Fp8Weights | None:
+        """Quantises the parameters once for all forwards until the next call, eager, compiled and captured ones.
 
-        hold: forwards use it as it is until the next call, or until a parameter is set or moved: none looks whether
-        parameters have changed. A CUDA graph can capture the call; `hold` is then for what is captured after it.
-        Raises RuntimeError for parameters that are DTensors.
+        The caller answers for what is written to the parameters meanwhile, which these forwards do not see: call this
+        again after each step of an optimizer, and after loading weights. A forward with other parameter objects
+        quantises for itself. The call writes the memory of the last one, so a backward of a forward before raises
+        RuntimeError. In a CUDA graph it is for what is captured after it.
+        An adapter of peft or a parametrisation ends it, and modules with these hold nothing: their forwards quantise
+        the weights that they are given.
+        hold: False ends it and makes nothing.
+        Returns what is held, or None. Raises RuntimeError for parameters that FSDP2 shards.
         """
-        torch_fp8.refuse_parts("MoE: quantize_weights", (self.w1_storage, self.w2_storage))
-        made: Fp8Weights = self._fp8.quantize(*self._weights(), self.gate_up, hold)
+        if not hold:
+            self._fp8.release()
+            return None
+        parameters = self.w1_storage, self.w2_storage
+        torch_fp8.refuse_parts("MoE: quantize_weights", self._sharded)
+        made: Fp8Weights | None = self._fp8.hold(self, parameters, *self._weights(), self.gate_up)
         return made
 
     @property
@@ -393,27 +394,14 @@ class MoE(torch.nn.Module):
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
 
-    def _current_fp8_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> Fp8Weights | None:
-        """e4m3 copies of these weights; None if the call is to quantise them itself."""
-        if self.precision is None:
-            return None
-        if self._fp8.held:
-            return self._fp8.in_order()
-        if self._sharded or torch_autograd.wanted((w1, w2)):
-            return None
-        return self._fp8.current(w1, w2, self.gate_up)
-
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        # FSDP2 sets parameters here, gathered ones with the address and the version that earlier ones had.
-        if name in ("w1_storage", "w2_storage") and "_fp8" in self.__dict__:
-            self._fp8.forget()
-            self._sharded |= hasattr(value, "to_local")
+        if name in ("w1_storage", "w2_storage") and hasattr(value, "to_local"):  # FSDP2 sets its parameters here
+            self._sharded = True
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoE":
         bias = self.bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch gives it no types
-        self._fp8.forget()
         if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
             self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
         return self
@@ -422,11 +410,6 @@ class MoE(torch.nn.Module):
         super()._load_from_state_dict(*arguments)
         if self.bias is not None and self.bias.dtype != torch.float32:  # assign=True takes that of the state
             self.bias = self.bias.float()
-
-    def _replicate_for_data_parallel(self) -> "MoE":
-        replica: MoE = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]  # torch gives it no types
-        replica._fp8 = torch_fp8.Copies()  # of its own GPU's parameters; replicas run in threads
-        return replica
 
     def forward(
         self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, sequences: int | torch.Tensor = 1
@@ -481,7 +464,7 @@ class MoE(torch.nn.Module):
             w1, w2, fp8_weights = gathered.weights(self.w1_storage, self.w2_storage)
         else:
             w1, w2 = self._weights()
-            fp8_weights = self._current_fp8_weights(w1, w2)
+            fp8_weights = self._fp8.of(self.w1_storage, self.w2_storage)
         accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
         return moe(
             tokens,

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks, fp8_checks, layer
-from moeblaze_cupy.interop import torch_fp8, torch_sums
+from moeblaze_cupy.interop import torch_sums
 from moeblaze_cupy.interop.torch_ops import (
     DIFFERENTIABLE,
     IN_FP8,
@@ -120,7 +119,7 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 # Whether autocast is on for any device: a quicker question than for one, which follows if the answer is True.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
-OF_GATHERED = ("gate", "up", "w2", *IN_FP8)  # what `torch_fp8.Gathered` gives again in backward
+OF_GATHERED = ("gate", "up", "w2", *IN_FP8)  # what `fsdp_e4m3.Gathered` gives again in backward
 _NO_REST = (None,) * 4  # no biases and no token_offsets
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
@@ -199,7 +198,7 @@ class OperatorCall(NamedTuple):
     keep_saved: bool
     announced: tuple[str | None, ...]  #: of each of Sums, the kind of its `stand_in`
     keep_fp8_weights: bool
-    in_backward: Any = None  #: of `torch_fp8.Gathered`
+    in_backward: Any = None  #: of `fsdp_e4m3.Gathered`
 
 
 class OperatorMoE(torch.autograd.Function):
@@ -422,7 +421,6 @@ class EagerMoE(torch.autograd.Function):
         read = tensors[0], tensors[2], *weights, *tensors[6:9]
         ctx.save_for_backward(*of_fp8, *read, saved.first_layer, saved.y_swi, lists)
         ctx.has_fp8_weights = kept is not None
-        ctx.fp8_weights = None if fp8_weights is None else weakref.ref(fp8_weights)
         ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
         return out
@@ -471,8 +469,6 @@ class EagerMoE(torch.autograd.Function):
                 )
         finally:  # what runs out of memory half way may have overwritten them as well
             ctx.consumed = saved.consumed
-        if ctx.fp8_weights is not None and any(needed[3:6]):
-            torch_fp8.after_backward(ctx.fp8_weights())
         of_weights = *gate_and_up(grads.w1), grads.w2
         if ctx.main_grads:
             of_weights = _announced(ctx.main_grads, (gate, up, w2), of_weights)

@@ -1,12 +1,13 @@
-"""Copies in e4m3 of a module's weights, and what tells whether they still are those of the weights."""
+"""The e4m3 weights that a module's forwards use, in place of quantising, after a call of `quantize_weights`."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import fp8_checks
@@ -15,167 +16,109 @@ from moeblaze_cupy.structures import Fp8Weights
 Tensor = torch.Tensor
 Weight = Tensor | tuple[Tensor, Tensor]  # w1 may be a pair (gate, up)
 
-
-# What backward has used since it was written: optimizers may change weights in ways that torch does not count.
-_used_in_backward: "weakref.WeakSet[Fp8Weights]" = weakref.WeakSet()
-
-
-def after_backward(weights: Fp8Weights | None) -> None:
-    """A backward that made gradients of weights calls this with the e4m3 weights that it used."""
-    if weights is not None:
-        _used_in_backward.add(weights)
+_ADAPTED = "moeblaze_adapted"  # attribute of modules that have adapters
+_holding: "weakref.WeakSet[Held]" = weakref.WeakSet()
 
 
-class Gathered(Fp8Weights):
-    """Of parameters that come in e4m3 and are freed after forward: arrays that forward does not read hold anything.
+class Held:
+    """`Fp8Weights` from a call of `hold` to the next one, or to `release`, for forwards with the same parameters.
 
-    in_backward: given the save policy, returns arrays of the shapes and strides of w1 and w2, and `Fp8Weights` of which
-    backward may read what it needs. Autograd saves none of these, because they may lie elsewhere by then.
-    """
-
-    __slots__ = ("in_backward",)  # apart from the fields of the weights
-    in_backward: Callable[[str], tuple[Tensor, Tensor, Fp8Weights]]
-
-
-class Copies:
-    """`Fp8Weights` of w1 and w2, written again, in the same memory, when these may have changed.
-
-    A storage, an address or a version that is another one tells that, and a backward with gradients of weights since
-    they were written. Reading these takes no wait for the GPU. A weak reference to a storage keeps a later one from
-    having its identity.
-    Other storages than before are those of other parameters, such as averaged ones that are swapped in. A backward that
-    is still to come may need what was written from the first, so theirs are written to new memory. Where a graph may
-    know the address they are not, and such a backward raises RuntimeError.
-    A use on another CUDA stream than the one that wrote them waits for that stream. What another stream has read, or is
-    written on another one, gets new memory, but where a graph may know the address.
+    A forward that is given other tensors quantises them. What is written to the parameters meanwhile is not seen.
+    What a CUDA graph holds serves the forwards that graphs capture, as it is not written before a replay.
     A copy of a module, by deepcopy or pickle, begins without any.
     """
 
     def __init__(self) -> None:
         self.weights: Fp8Weights | None = None
-        self.held = False  #: `weights` are used as they are
-        self._held_in_capture = False  # by what a graph captures after them
-        self.captured = False  #: a CUDA graph writes `weights`, and its replays may change w1 and w2 uncounted
-        self._shapes: tuple[tuple[torch.Size, torch.device], ...] = ()  # of w1, or its parts, and w2 when written
-        self._in_graphs = False  # captured and compiled graphs may read `weights`
-        self._storages: tuple[StorageWeakRef, ...] = ()  # of w1 and w2 when written
-        self._fresh = False  # False has w1 and w2 read anew
-        self._versions: tuple[int, ...] = ()
         self._parameters: tuple[weakref.ref[Tensor], ...] = ()
-        self._stream: torch.cuda.Stream | None = None  # that wrote `weights` outside of captures
-        self._written: torch.cuda.Event | None = None
-        self._read_elsewhere = False  # on another stream
+        self._in_capture = False
+        self._memory: Fp8Weights | None = None  # that the next call writes, where graphs and compiled code know it
+        self._form: tuple[Any, ...] = ()  # of w1, or its parts, and w2, which this memory fits
+        self._is_captured = False  # a CUDA graph may read this memory
         self.gathered: Any = None  #: the `fsdp_e4m3.Experts` that have w1 and w2 travel in e4m3, if any do
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Copies, ()
+        return Held, ()
 
-    def forget(self) -> None:
-        """The next use reads w1 and w2 anew."""
-        self._fresh = self.held = self._held_in_capture = False
+    def release(self) -> None:
+        """Forwards quantise from now on."""
+        self.weights = None
+        if not self._is_captured:
+            self._memory = None
 
-    def belong_to(self, *parameters: Tensor) -> bool:
-        """Whether `assign` was last called with these very objects."""
-        told = tuple(reference() for reference in self._parameters)
-        return len(told) == len(parameters) and all(a is b for a, b in zip(told, parameters, strict=True))
-
-    def assign(self, *parameters: Tensor) -> None:
-        """Notes whose copies these are, for `belong_to`."""
-        self._parameters = tuple(map(weakref.ref, parameters))
-
-    def current(self, w1: Weight, w2: Tensor, gate_up: str) -> Fp8Weights:
-        """The copies of w1 and w2 as they are now. A capture writes them in its graph. From then on every call does."""
-        capturing, tensors = _capturing(w2), (*parts_of(w1), w2)
-        fresh = self._held_in_capture if capturing else not self.captured and self._are_of(tensors)
-        if self.weights is None or not fresh:
-            if not (capturing or self._in_graphs or self._have_storages(tensors)):
-                self.weights = None
-            self.quantize(w1, w2, gate_up)
-        found = self.in_order()
-        assert found is not None
-        return found
-
-    def in_order(self) -> Fp8Weights | None:
-        """`weights`, to be read on the current stream after they have been written."""
-        if torch.compiler.is_compiling() or self._stream is None or torch.cuda.is_current_stream_capturing():
-            return self.weights  # a capture begins when the GPU is idle
-        stream = torch.cuda.current_stream(self._stream.device.index)
-        if stream != self._stream and self.weights is not None and self._written is not None:
-            stream.wait_event(self._written)
-            for field in fp8_checks.FIELDS:
-                getattr(self.weights, field).record_stream(stream)
-            self._read_elsewhere = True
+    def of(self, *parameters: Tensor) -> Fp8Weights | None:
+        """The weights that were made of these very objects, or None, which has `moe` quantise."""
+        if self.weights is None:
+            return None
+        if not all(made_of() is given for made_of, given in zip(self._parameters, parameters, strict=True)):
+            return None
+        if self.weights.w2.device != parameters[-1].device:  # as `Module.to` leaves the same objects
+            return None
+        if self._in_capture and (torch.compiler.is_compiling() or not _capturing(parameters[-1])):
+            return None
+        if not torch.compiler.is_compiling():
+            self._is_captured |= not self._in_capture and _capturing(parameters[-1])
         return self.weights
+
+    def is_of(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the weights were made of any of these parameters."""
+        own = {id(made_of()) for made_of in self._parameters}
+        return not own.isdisjoint(map(id, parameters))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it none
-    def quantize(self, w1: Weight, w2: Tensor, gate_up: str, hold: bool = False) -> Fp8Weights:
-        """w1 (E, d, 2h), a pair of (E, d, h), or (E, d, h); w2 (E, h, d); hold: until the next call, or `forget`.
+    def hold(
+        self, module: torch.nn.Module, parameters: Sequence[Tensor], w1: Weight, w2: Tensor, gate_up: str
+    ) -> Fp8Weights | None:
+        """Writes the weights from w1 and w2, views of the module's parameters, to the memory of the last ones.
 
-        What a graph captured is not written yet, so a hold in a capture is one for captured forwards.
+        None, and nothing is held, if the module has adapters or parametrisations. Its forwards use other weights then,
+        and what ends the adapters may write to the parameters.
         """
-        tensors = (*parts_of(w1), w2)
-        shapes = tuple((tensor.shape, tensor.device) for tensor in tensors)
-        into = self.weights if shapes == self._shapes else None
-        stream = torch.cuda.current_stream(w2.device.index) if w2.is_cuda and not _capturing(w2) else None
-        if stream is not None and self._stream is not None and (self._read_elsewhere or stream != self._stream):
-            if not self._in_graphs:
-                into = None
-            elif self._written is not None:
-                stream.wait_event(self._written)
-        if into is not None and not self._have_storages(tensors):
-            for field in fp8_checks.FIELDS:
-                torch.autograd.graph.increment_version(getattr(into, field))
+        self.weights = None
+        are_plain = all(isinstance(parameter, torch.nn.Parameter) for parameter in parameters)
+        if not are_plain or any(_ADAPTED in vars(part) for part in module.modules()):
+            return None
+        capturing, parts = _capturing(w2), (*(w1 if isinstance(w1, tuple) else (w1,)), w2)
+        form = tuple((part.shape, part.device) for part in parts)
+        memory = None if capturing or form != self._form else self._memory
         # Backward keeps no tensors that were made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            self.weights = mb.quantize_weights(w1, w2, into, gate_up=gate_up)
-        if stream is not None:
-            self._stream, self._written, self._read_elsewhere = stream, stream.record_event(), False
-        self._shapes = shapes
-        _used_in_backward.discard(self.weights)
-        capturing = _capturing(w2)
-        self.held, self._held_in_capture = hold and not capturing, hold and capturing
-        if hold:  # graphs of compiled code need no copies of them
-            for tensor in (getattr(self.weights, field) for field in fp8_checks.FIELDS):
-                torch._dynamo.mark_static_address(tensor, guard=False)
-        self.captured |= capturing
-        self._in_graphs |= capturing or hold
-        self._storages = tuple(map(_identity, tensors))
-        self._fresh = not any(tensor.is_inference() for tensor in tensors)
-        self._versions = _versions(tensors) if self._fresh else ()
-        return self.weights
-
-    def _are_of(self, tensors: Sequence[Tensor]) -> bool:
-        uncounted = self.weights in _used_in_backward or any(tensor.is_inference() for tensor in tensors)
-        if uncounted or not (self._fresh and self._have_storages(tensors)):
-            return False
-        return self._versions == _versions(tensors)
-
-    def _have_storages(self, tensors: Sequence[Tensor]) -> bool:
-        if len(self._storages) != len(tensors):
-            return False
-        same = zip(self._storages, tensors, strict=True)
-        return all(ref.cdata == tensor.untyped_storage()._cdata for ref, tensor in same)
+            made: Fp8Weights = mb.quantize_weights(w1, w2, memory, gate_up=gate_up)
+        for field in fp8_checks.FIELDS:  # graphs of compiled code need no copies of them
+            torch._dynamo.mark_static_address(getattr(made, field), guard=False)
+        if not capturing:  # as replays write again what was made in a capture
+            self._memory, self._form = made, form
+        self.weights, self._in_capture = made, capturing
+        self._parameters = tuple(map(weakref.ref, parameters))
+        _holding.add(self)
+        return made
 
 
-def parts_of(w1: Weight) -> tuple[Tensor, ...]:
-    """The arrays of w1: one, or gate and up."""
-    return w1 if isinstance(w1, tuple) else (w1,)
+def _follow_adapters(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Ends what is held of a module that gets adapters or a parametrisation.
+
+    Their ends write to parameters: peft merges through `.data`. peft's layers have what they adapt as `base_layer`.
+    """
+    if module is None:
+        return
+    if name == "base_layer":
+        vars(module)[_ADAPTED] = True
+    else:
+        vars(module).pop(_ADAPTED, None)
+    if name == "base_layer" or isinstance(module, ParametrizationList):
+        for held in [held for held in _holding if held.is_of(module.parameters())]:
+            held.release()
 
 
-def _identity(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch gives it no types
-
-
-def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(n for tensor in tensors for n in (tensor.data_ptr(), tensor._version))
+register_module_module_registration_hook(_follow_adapters)
 
 
 def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_parts(function: str, parameters: Sequence[Any]) -> None:
+def refuse_parts(function: str, are_parts: bool) -> None:
     """Raises RuntimeError for DTensors, as FSDP2 leaves parameters between forwards."""
-    if any(hasattr(parameter, "to_local") for parameter in parameters):
+    if are_parts:
         expected = "whole parameters; of FSDP2's each forward quantises what it gathered"
         raise RuntimeError(f"{function}: expected {expected}, got DTensors")

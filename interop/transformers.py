@@ -11,9 +11,9 @@ import torch
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from moeblaze_cupy import checks, fp8_checks
-from moeblaze_cupy.interop.transformers_experts import arguments_of, experts, layer_options, quantize, weights_of
+from moeblaze_cupy.interop.transformers_experts import arguments_of, experts, layer_options, set_held, weights_of
 from moeblaze_cupy.interop.transformers_formula import formula_of, is_dispatched, name_of, refuse
-from moeblaze_cupy.interop.transformers_patches import OUT_OF_REACH, PATCHES, bind, is_bound, quantize_bound
+from moeblaze_cupy.interop.transformers_patches import OUT_OF_REACH, PATCHES, bind, is_bound, set_held_bound
 from moeblaze_cupy.structures import SAVE_POLICIES
 
 
@@ -24,7 +24,7 @@ def register(
 
     save: a save policy of `moeblaze_cupy.moe_forward`, for models in training.
     precision: None, or "fp8" as of `moe`. Every forward quantises the weights, also if it is compiled, captured in a
-    CUDA graph or run on weights that FSDP2 gathered, unless `quantize_weights` was called for the model. Backward uses
+    CUDA graph or run on weights that FSDP2 gathered, unless `quantize_weights` has the model hold them. Backward uses
     the same e4m3 weights; with save="recompute" it quantises again. Experts that e4m3 does not serve raise the errors
     of `moe`: nothing falls back.
     fallback: True runs experts that the layer cannot compute as "grouped_mm", with one warning that names the class and
@@ -58,38 +58,32 @@ def _falls_back(fallback: bool | None) -> bool:
     return os.environ.get("MOEBLAZE_FALLBACK", "1") != "0" if fallback is None else fallback
 
 
-def quantize_weights(model: torch.nn.Module, *, hold: bool = False) -> tuple[str, ...]:
-    """Gives the experts of a model e4m3 weights that last from forward to forward, for precision="fp8".
+def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str, ...]:
+    """Quantises the experts' weights of a model once, for precision="fp8": all forwards use them until the next call.
 
-    Eager forwards write them again when the memory, the address or the version of a parameter has changed, and after a
-    backward, as `MoE` does. After other writes that torch does not count, call this function again. Where a module has
-    other parameters than at the call, as under FSDP2, its forwards quantise for themselves.
-    hold: all forwards, compiled and captured ones too, use these weights unchanged until the next call: for inference,
-    and for the micro-batches of a step.
-    Returns the names of the modules: those whose experts implementation was registered with precision="fp8", and those
-    that `patch` serves with it.
-    Raises ValueError if there are none, RuntimeError for parameters that are DTensors, NotImplementedError for experts
-    that the layer cannot compute, and the errors of `moeblaze_cupy.quantize_weights`.
+    It is as `MoE.quantize_weights`: forwards do not see what is written to the parameters meanwhile, and modules with
+    adapters of peft hold nothing.
+    hold: False ends it, and every forward quantises again.
+    Returns the names of the modules that hold weights. Such can be those whose experts implementation was registered
+    with precision="fp8", and those that `patch` serves with it.
+    Raises ValueError if the model has none of these, RuntimeError for parameters that are DTensors, NotImplementedError
+    for experts that the layer cannot compute, and the errors of `moeblaze_cupy.quantize_weights`.
     """
-    names = []
+    held = {}
     for name, module in model.named_modules():
         if is_bound(module):
-            if module.moeblaze_options.get("precision") is None:
-                continue
-            quantize_bound(name, module, hold)
+            if module.moeblaze_options.get("precision") is not None:
+                held[name] = set_held_bound(name, module, hold)
         elif is_dispatched(module) and _PRECISIONS.get(module.config._experts_implementation) is not None:
             formula = formula_of(module)
             if formula.activation is None:
                 raise NotImplementedError(f"moeblaze: {name_of(type(module))}: {formula.reason}")
             w1, w2, _ = arguments_of(module)
-            quantize(name, module, weights_of(module), w1, w2, formula.gate_up, hold)
-        else:
-            continue
-        names.append(name)
-    if not names:
+            held[name] = set_held(name, module, weights_of(module), w1, w2, formula.gate_up, hold)
+    if not held:
         expected = 'experts with precision="fp8", of register or patch'
         raise checks.bad_value("quantize_weights", "model", expected, f"a {type(model).__name__} without")
-    return tuple(names)
+    return tuple(name for name, holds in held.items() if holds)
 
 
 class Patched(NamedTuple):

@@ -1,14 +1,13 @@
-"""An experts module of transformers computed by the layer, and the e4m3 copies of its weights."""
+"""An experts module of transformers computed by the layer, and the e4m3 weights that it holds."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from moeblaze_cupy.interop import torch_arguments, torch_autograd, torch_fp8
+from moeblaze_cupy.interop import torch_arguments, torch_fp8
 from moeblaze_cupy.interop.torch import moe
 from moeblaze_cupy.interop.transformers_formula import Formula
-from moeblaze_cupy.structures import Fp8Weights
 
 Tensor = torch.Tensor
 Weight = torch_fp8.Weight
@@ -32,7 +31,7 @@ def experts(
         "activation": formula.activation,
         "gate_up": formula.gate_up,
         **layer_options(save, precision),
-        **fp8_options(module, weights_of(module), w1, w2, formula.gate_up, precision),
+        **fp8_options(module, weights_of(module), precision),
     }
     if not getattr(module, "has_post_expert_norm", False):
         return layer(x, ids, weights, w1, w2, **options)
@@ -76,36 +75,20 @@ def layer_options(save: str, precision: str | None) -> dict[str, Any]:
     return {"save": save, "precision": precision, "keep_fp8_weights": save != "recompute"}
 
 
-def fp8_options(
-    module: Any, parameters: tuple[Tensor, ...], w1: Weight, w2: Tensor, gate_up: str, precision: str | None
-) -> dict[str, Any]:
-    """The option `fp8_weights` of `moe`: the module's copies if they are those of w1 and w2, else None.
-
-    parameters: those that w1 and w2 are views of.
-    """
-    return {} if precision is None else {"fp8_weights": _current_copies(module, parameters, w1, w2, gate_up)}
+def fp8_options(module: Any, parameters: tuple[Tensor, ...], precision: str | None) -> dict[str, Any]:
+    """The option `fp8_weights` of `moe`: what the module holds of these parameters, else None."""
+    held: torch_fp8.Held | None = None if precision is None else getattr(module, "moeblaze_fp8", None)
+    return {} if held is None else {"fp8_weights": held.of(*parameters)}
 
 
-def _current_copies(
-    module: Any, parameters: tuple[Tensor, ...], w1: Weight, w2: Tensor, gate_up: str
-) -> Fp8Weights | None:
-    """None has `moe` quantise."""
-    copies: torch_fp8.Copies | None = getattr(module, "moeblaze_fp8", None)
-    if copies is None:
-        return None
-    if copies.held:
-        return copies.in_order()
-    if torch_autograd.wanted((*torch_fp8.parts_of(w1), w2)) or not copies.belong_to(*parameters):
-        return None
-    return copies.current(w1, w2, gate_up)
-
-
-def quantize(
+def set_held(
     name: str, module: Any, parameters: tuple[Tensor, ...], w1: Weight, w2: Tensor, gate_up: str, hold: bool
-) -> None:
-    """Gives a module copies in e4m3 of its weights, or writes those that it has. Arguments as of `fp8_options`."""
-    torch_fp8.refuse_parts(f"quantize_weights: {name}", parameters)
-    copies = getattr(module, "moeblaze_fp8", None) or torch_fp8.Copies()
-    copies.quantize(w1, w2, gate_up, hold)
-    copies.assign(*parameters)
-    module.moeblaze_fp8 = copies
+) -> bool:
+    """Has a module hold its weights in e4m3, or no longer. w1, w2: views of the parameters. Returns whether it does."""
+    held: torch_fp8.Held = vars(module).setdefault("moeblaze_fp8", torch_fp8.Held())
+    if not hold:
+        held.release()
+        return False
+    are_parts = any(hasattr(parameter, "to_local") for parameter in parameters)
+    torch_fp8.refuse_parts(f"quantize_weights: {name}", are_parts)
+    return held.hold(module, parameters, w1, w2, gate_up) is not None

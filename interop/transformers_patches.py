@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeblaze_cupy.interop.torch_fp8 import Weight
-from moeblaze_cupy.interop.transformers_experts import fp8_options, layer, quantize
+from moeblaze_cupy.interop.transformers_experts import fp8_options, layer, set_held
 from moeblaze_cupy.interop.transformers_formula import constants_of, name_of, recognise
 
 Tensor = torch.Tensor
@@ -59,16 +59,16 @@ def is_bound(module: Any) -> bool:
     return found is not None and getattr(vars(module).get("forward"), "__func__", None) is found.forward
 
 
-def quantize_bound(name: str, module: Any, hold: bool) -> None:
-    """Gives a module whose forward has been replaced copies in e4m3 of its weights."""
+def set_held_bound(name: str, module: Any, hold: bool) -> bool:
+    """As `set_held`, of a module whose forward has been replaced."""
     w1, w2, parameters = PATCHES[name_of(type(module))].weights(module)
-    quantize(name, module, parameters, w1, w2, "halves", hold)
+    return set_held(name, module, parameters, w1, w2, "halves", hold)
 
 
 def _layer_of(module: Any, found: Weights, x: Tensor, ids: Tensor, weights: Tensor, **more: Any) -> Tensor:
     """The layer with the weights of a module and the options of its patch."""
     options, (w1, w2, parameters) = module.moeblaze_options, found
-    fp8 = fp8_options(module, parameters, w1, w2, "halves", options.get("precision"))
+    fp8 = fp8_options(module, parameters, options.get("precision"))
     return layer(x, ids, weights, w1, w2, **more, **options, **fp8)
 
 

@@ -252,6 +252,13 @@ class Torch:
         return pointer
 
     @staticmethod
+    def count_writes(given: Iterable[Any]) -> None:
+        """Tells autograd of writes through pointers, so that a backward that was to read these tensors raises."""
+        for array in given:
+            if not array.is_inference():  # which have no count, and no backward reads them
+                sys.modules["torch"].autograd.graph.increment_version(array)
+
+    @staticmethod
     def to_numpy(array: Any) -> "np.ndarray[Any, Any]":
         torch = sys.modules["torch"]
         array = array.detach()

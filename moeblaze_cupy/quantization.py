@@ -25,7 +25,8 @@ def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up
     The scale is the largest magnitude over 448, and 1 where that is 0; a weight is rounded to the nearest e4m3 number
     after multiplication with 448 over that magnitude. An infinity makes its expert's half NaN; a NaN stays where it is.
     out: what an earlier call for weights of the same shapes returned, which is written again, for a call after each
-    step of an optimizer. It allocates nothing then, and CUDA graphs can capture it.
+    step of an optimizer. It allocates nothing then, and CUDA graphs can capture it. A forward of before whose backward
+    is still to come has lost its weights then; of torch's `moe` that backward raises RuntimeError.
     gate_up: "interleaved" if the columns of w1 are gate 0, up 0, gate 1, up 1, ...; both halves then share a scale.
     Returns Fp8Weights, `out` if that is given. Gradients do not flow through it.
     Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
@@ -40,6 +41,8 @@ def quantize_weights(w1: Any, w2: Any, out: Fp8Weights | None = None, *, gate_up
     wanted = shapes_of(*sizes)
     if out is not None:
         _check_out(call, out, wanted, gate_up)
+        if call.framework is arrays.Torch:
+            arrays.Torch.count_writes(given.values())
     e4m3 = "float8_e4m3fn" if call.framework is arrays.Torch else "uint8"
     if call.on_cpu:
         return _on_cpu(call, tuple(name for name in named if name != "w2"), out, gate_up)

@@ -149,7 +149,7 @@ def test_graphs_in_fp8_follow_tokens_and_weights(trains, on_hopper):
 def test_graphs_with_weights_that_are_held(on_hopper):
     """Two micro-batches by replays of one graph, between calls of `quantize_weights`."""
     layer, x = layer_of(precision="fp8"), tokens()
-    layer.quantize_weights(hold=True)
+    layer.quantize_weights()
     layer(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -162,7 +162,7 @@ def test_graphs_with_weights_that_are_held(on_hopper):
             layer.w2_storage.neg_()
         graph.replay()
         assert torch.equal(out, before)
-        layer.quantize_weights(hold=True)
+        layer.quantize_weights()
         graph.replay()
         assert torch.equal(out, -before)
 
@@ -176,7 +176,7 @@ def test_micro_batches_in_a_graph_share_what_is_held(on_hopper):
         def step(x, target):
             optimizer.zero_grad(set_to_none=True)
             if holds:
-                layer.quantize_weights(hold=True)
+                layer.quantize_weights()
             for batch, wanted in zip(x.chunk(2), target.chunk(2), strict=True):
                 loss = (layer(batch) - wanted).square().mean()
                 loss.backward()
@@ -256,7 +256,7 @@ def test_the_module_by_reduce_overhead(held, precision, compiling):
         with torch.no_grad():
             layer.w1_storage.mul_(1.25)
         if held and precision == "fp8":
-            layer.quantize_weights(hold=True)
+            layer.quantize_weights()
         got = gradients(compiled, x, layer.parameters(), grad_out)
         for tensor, want in zip(got, gradients(layer, x, layer.parameters(), grad_out), strict=True):
             distance = (tensor.float() - want.float()).norm() / want.float().norm()

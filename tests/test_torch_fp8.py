@@ -1,4 +1,4 @@
-"""`moe` and `MoE` in e4m3 on torch tensors: the layer's own results, and weights that are quantised as they change."""
+"""`moe` and `MoE` in e4m3 on torch tensors: the layer's own results, and the weights that a forward has."""
 
 import re
 
@@ -66,70 +66,122 @@ def by_assignment(layer, others, x):
     layer.w1_storage, layer.w2_storage = own
 
 
-@pytest.mark.parametrize("in_graphs", [False, True])
-@pytest.mark.parametrize("swapped", [by_call, by_data, by_assignment])
-def test_other_parameters_between_forward_and_backward(swapped, in_graphs):
-    """As those of an averaged model: backward has the e4m3 weights of its own forward, or says that they are gone."""
+def pair_of_layers():
     torch.manual_seed(0)
-    layer = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
-    others = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
-    x = torch.randn(40, 48).bfloat16().requires_grad_()
+    made = [MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16) for _ in range(2)]
+    return *made, torch.randn(40, 48).bfloat16()
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("swapped", [by_call, by_data, by_assignment])
+def test_other_parameters_between_forward_and_backward(swapped, hold):
+    """As those of an averaged model: backward has the e4m3 weights of its own forward."""
+    layer, others, x = pair_of_layers()
+    x.requires_grad_()
     (want,) = torch.autograd.grad(layer(x).sum(), x)
-    if in_graphs:  # which read the weights where they are
-        layer.quantize_weights(hold=True)
-        layer.quantize_weights()
+    layer.quantize_weights(hold=hold)
     out = layer(x)
     with torch.no_grad():
         swapped(layer, others, x)
-    if in_graphs:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-        return
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(grad, want)
     assert torch.equal(layer(x), out)
 
 
+def by_module(x):
+    layer, *_ = pair_of_layers()
+    layer.quantize_weights()
+    return lambda: layer(x), layer.quantize_weights
+
+
+def by_function(x):
+    _, ids, weights, w1, w2, _ = tensors()
+    made = mb.quantize_weights(w1, w2)
+    options = {"precision": "fp8", "fp8_weights": made}
+    return lambda: moe(x, ids, weights, w1, w2, **options), lambda: mb.quantize_weights(-w1, -w2, out=made)
+
+
+@pytest.mark.parametrize("way", [by_module, by_function])
+def test_weights_written_again_between_forward_and_backward(way):
+    """Backward was to read what has been overwritten, also that of a forward by operators."""
+    x = torch.randn(40, 48).bfloat16().requires_grad_()
+    forward, write = way(x)
+    outs = [forward()]
+    with Mode():
+        outs.append(forward())
+    write()
+    for out in outs:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    forward().sum().backward()
+
+
+def test_weights_written_again_in_inference_mode():
+    """Whose tensors have no count of writes."""
+    with torch.inference_mode():
+        w1, w2 = tensors()[3:5]
+        made = mb.quantize_weights(-w1, w2)
+        again = mb.quantize_weights(w1, w2, out=made)
+    assert again is made and torch.equal(bits_of(made.w1), bits_of(mb.quantize_weights(w1, w2).w1))
+
+
+def bits_of(tensor):
+    return tensor.view(torch.uint8)
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
 def test_replicas_have_weights_of_their_own():
     """DataParallel's run at once, in threads, each on another GPU."""
-    layer = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
-    x = torch.randn(40, 48).bfloat16()
+    layer, _, x = pair_of_layers()
+    held = layer.quantize_weights()
     out, replica = layer(x), layer._replicate_for_data_parallel()
     for name, parameter in layer.named_parameters():
         setattr(replica, name, -parameter)  # as DataParallel does with what it sends
-    other = replica(x)
-    assert replica.fp8_weights is not layer.fp8_weights
-    assert torch.equal(layer(x), out) and not torch.equal(other, out)
+    assert torch.equal(replica(x), fresh(replica)(x))
+    assert layer.fp8_weights is held and torch.equal(layer(x), out)
 
 
-def test_module_quantises_its_weights_when_they_have_changed(monkeypatch):
-    calls, plain = [], mb.quantize_weights
+def fresh(layer):
+    """Another layer, with the parameters that this one has now."""
+    made = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
+    made.load_state_dict({name: getattr(layer, name).detach() for name in made.state_dict()})
+    return made
 
-    def counted(*arguments, **options):
-        calls.append(1)
-        return plain(*arguments, **options)
 
-    monkeypatch.setattr(mb, "quantize_weights", counted)
-    torch.manual_seed(0)
-    layer = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    x = torch.randn(40, 48, dtype=torch.bfloat16)
-    first = layer(x)
-    memory = layer.fp8_weights.w1.data_ptr()
-    layer(x).float().square().mean().backward()
-    assert len(calls) == 1
-    optimizer.step()
-    second = layer(x)
-    layer(x)
-    assert len(calls) == 2 and layer.fp8_weights.w1.data_ptr() == memory
-    assert not torch.equal(first, second)
-    fresh = MoE(48, 144, 4, 2, precision="fp8", dtype=torch.bfloat16)
-    fresh.load_state_dict(layer.state_dict())
-    np.testing.assert_array_equal(bits(fresh(x)), bits(second))
+def counted(parameter, grad):
+    with torch.no_grad():
+        parameter.add_(grad, alpha=-0.5)
+
+
+WRITES = {
+    "counted": counted,
+    "data": lambda parameter, grad: parameter.data.add_(grad, alpha=-0.5),
+    "another address": lambda parameter, grad: setattr(parameter, "data", parameter.data - 0.5 * grad),
+}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_forward_has_the_weights_as_they_are(write, evaluates):
+    """However an optimizer writes, and whether or not a forward came between backward and step."""
+    layer, _, x = pair_of_layers()
+    seen = [layer(x)]
+    for _ in range(2):
+        layer.zero_grad()
+        layer(x).float().square().mean().backward()
+        if evaluates:
+            with torch.no_grad():
+                layer(x)
+        for parameter in layer.parameters():
+            WRITES[write](parameter, 50 * parameter.grad)
+        seen.append(layer(x))
+        assert torch.equal(seen[-1], fresh(layer)(x)) and not torch.equal(seen[-1], seen[-2])
+    assert layer.fp8_weights is None
     assert "precision='fp8'" in repr(layer) and len(layer.state_dict()) == 3
-    layer.w2_storage.data = layer.w2_storage.data * 2  # another address, the same version
-    layer(x)
-    assert len(calls) == 4
 
 
 SHORT = {"w1": lambda w1: (w1[:, :, :140], w1[:, :, 144:284]), "w2": lambda w2: w2[:, :140]}
@@ -179,23 +231,3 @@ def test_on_the_gpu(k, save, on_hopper):
         exact, got = want[name].astype(np.float64), found[0][name]
         assert np.linalg.norm(got.double().cpu().numpy() - exact) <= 0.02 * np.linalg.norm(exact), name
         assert torch.equal(got, found[1][name]), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("hold", [False, True])
-def test_copies_that_another_stream_writes(hold, on_hopper):
-    """A forward on this stream, while the other one has yet to write what its forward made of new weights."""
-    torch.manual_seed(0)
-    layer = MoE(256, 256, 4, 2, precision="fp8", device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
-    other = torch.cuda.Stream()
-    with torch.no_grad():
-        before = layer(x)
-        layer.w2_storage.mul_(-1)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(other):
-            torch.cuda._sleep(500_000_000)
-            layer.quantize_weights(hold=hold)
-        got = layer(x)
-        torch.cuda.synchronize()
-        assert torch.equal(got, -before) and torch.equal(layer(x), got)

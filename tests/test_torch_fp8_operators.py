@@ -12,6 +12,7 @@ from cases import make_inputs as make_layer_inputs
 from test_torch_ops import Recorder, check_operators
 
 import moeblaze_cupy as mb
+from moeblaze_cupy import reference
 from moeblaze_cupy.arrays import Torch
 from moeblaze_cupy.layer import map_fp8
 from moeblaze_cupy.structures import pair
@@ -228,11 +229,12 @@ def test_the_compiled_module_follows_its_parameters():
     graphs = counters["stats"]["unique_graphs"]
     for _ in range(3):  # written once for two micro-batches
         for module in (layer, eager):
-            module.quantize_weights(hold=True)
+            module.quantize_weights()
         for number in range(2):
             assert same(step_of(compiled, layer, tokens(number)), step_of(eager, eager, tokens(number)))
     assert counters["stats"]["unique_graphs"] == graphs + 1
-    layer.quantize_weights(), eager.quantize_weights()
+    for module in (layer, eager):
+        module.quantize_weights(hold=False)
     assert same(step_of(compiled, layer, tokens(1)), step_of(eager, eager, tokens(1)))
     assert counters["stats"]["unique_graphs"] == graphs + 1
 
@@ -256,7 +258,7 @@ def test_quantize_weights_ends_a_graph():
     layer, eager, x = layer_of(), layer_of(), tokens(1)
 
     def run(module):
-        module.quantize_weights(hold=True)
+        module.quantize_weights()
         return module(x)
 
     compiled = torch.compile(run, backend="aot_eager")
@@ -276,20 +278,66 @@ def test_export():
         assert torch.equal(program.module()(tokens(2, number)), layer(tokens(2, number)))
 
 
+def set_another(layer):
+    layer.w2_storage = torch.nn.Parameter(layer.w2_storage.detach() * 0.5)
+
+
+def fresh_of(layer):
+    """Another layer, with the parameters that this one has now."""
+    made = layer_of()
+    made.load_state_dict(layer.state_dict())
+    return made
+
+
 def test_weights_that_are_held():
     layer, x = layer_of(), tokens(1)
-    layer.quantize_weights(hold=True)
-    before = layer(x)
+    assert layer.quantize_weights() is layer.fp8_weights
+    before, memory = layer(x), layer.fp8_weights.w1.data_ptr()
     with torch.no_grad():
         layer.w2_storage.mul_(-1)
     assert torch.equal(layer(x), before)
-    another = torch.nn.Parameter(layer.w2_storage.detach() * 0.5)
-    for end in (layer.quantize_weights, lambda: layer.to("cpu"), lambda: setattr(layer, "w2_storage", another)):
-        layer.quantize_weights(hold=True)
+    for end in (layer.quantize_weights, lambda: layer.quantize_weights(hold=False), lambda: set_another(layer)):
+        layer.quantize_weights()
+        assert layer.fp8_weights.w1.data_ptr() == memory or end is not layer.quantize_weights
+        with torch.no_grad():
+            layer.w2_storage.mul_(2)
         end()
-        want = layer_of()
-        want.load_state_dict(layer.state_dict())
-        assert torch.equal(layer(x), want(x))
+        assert torch.equal(layer(x), fresh_of(layer)(x))
+    assert layer.quantize_weights(hold=False) is None and layer.fp8_weights is None
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, weight):
+        return weight * 1.5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forwards_with_other_tensors_quantise_them(compiled):
+    """Of functional calls and parametrisations. What is held stays for the module's own parameters."""
+    layer, x = layer_of(), tokens(1)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    layer.quantize_weights()
+    with torch.no_grad():
+        held = forward(x)
+        others = {name: 2 * parameter.detach() for name, parameter in layer.named_parameters()}
+        other = layer_of()
+        other.load_state_dict(others)
+        assert torch.equal(torch.func.functional_call(layer, others, (x,)), other(x))
+        assert torch.equal(forward(x), held)
+        set_another(layer)
+        assert torch.equal(forward(x), fresh_of(layer)(x))
+
+
+def test_parametrisations_end_what_is_held():
+    """Their end writes to the parameter that the weights were made of."""
+    layer, x = layer_of(), tokens(1)
+    layer.quantize_weights()
+    torch.nn.utils.parametrize.register_parametrization(layer, "w2_storage", Scaled())
+    assert layer.quantize_weights() is None
+    within = layer(x)
+    torch.nn.utils.parametrize.remove_parametrizations(layer, "w2_storage")
+    assert torch.equal(layer(x), within) and torch.equal(within, fresh_of(layer)(x))
+    assert layer.quantize_weights() is not None
 
 
 def test_another_storage_at_the_same_address():
@@ -304,38 +352,22 @@ def test_another_storage_at_the_same_address():
     assert parameter._version == 0 and torch.equal(layer(x), -before)
 
 
-def test_optimizers_whose_writes_are_not_counted():
-    """Of a backward that gives weights gradients; without one, none are taken to have changed."""
-    layer, want, x = layer_of(), layer_of(), tokens(1)
-    versions = [parameter._version for parameter in layer.parameters()]
-    for _ in range(3):
-        found = []
-        for module in (layer, want):
-            out = module(x)
-            found.append(out)
-            grads = torch.autograd.grad((out.float() - x.float()).square().mean(), list(module.parameters()))
-            for parameter, grad in zip(module.parameters(), grads, strict=True):
-                if module is layer:
-                    parameter.data -= 4 * grad
-                else:
-                    with torch.no_grad():
-                        parameter -= 4 * grad
-        assert torch.equal(*found)
-        assert [parameter._version for parameter in layer.parameters()] == versions
-
-
-def test_frozen_weights_are_quantised_once(monkeypatch):
-    calls, plain = [], mb.quantize_weights
-    monkeypatch.setattr(mb, "quantize_weights", lambda *args, **options: calls.append(1) or plain(*args, **options))
+def test_frozen_weights_that_are_held(monkeypatch):
+    calls, plain = [], reference.experts.quantize_weights
+    monkeypatch.setattr(reference.experts, "quantize_weights", lambda *args: calls.append(1) or plain(*args))
     layer, x = layer_of().requires_grad_(False), tokens(1).requires_grad_()
-    for _ in range(3):
-        layer(x).float().sum().backward()
-    assert len(calls) == 1 and x.grad.norm() > 0
+    found = []
+    for hold in (False, True):
+        layer.quantize_weights(hold=hold)
+        for _ in range(3):
+            found += torch.autograd.grad(layer(x).float().sum(), x)
+        assert len(calls) == 3
+    assert all(torch.equal(grad, found[0]) for grad in found) and found[0].norm() > 0
 
 
 def test_copies_of_a_module_have_weights_of_their_own():
     layer, x = layer_of(), tokens(1)
-    layer.quantize_weights(hold=True)
+    layer.quantize_weights()
     want = layer(x)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert other.fp8_weights is None and torch.equal(other(x), want)
@@ -345,41 +377,29 @@ def test_copies_of_a_module_have_weights_of_their_own():
     assert torch.equal(layer(x), want)
 
 
-def test_training_after_inference_mode():
+@pytest.mark.parametrize("hold", [False, True])
+def test_training_after_inference_mode(hold):
     layer, x = layer_of(), tokens(1)
     with torch.inference_mode():
+        layer.quantize_weights(hold=hold)
         want = layer(x)
     out = layer(x)
     out.float().sum().backward()
     assert torch.equal(out, want)
 
 
-def test_after_a_capture_nothing_is_taken_for_current(monkeypatch):
-    """A capture runs nothing, and replays change parameters without a count."""
-    layer, calls, plain = layer_of(), [], mb.quantize_weights
-
-    def counted(*arguments, **options):
-        calls.append(1)
-        return plain(*arguments, **options)
-
-    monkeypatch.setattr(mb, "quantize_weights", counted)
-    layer(tokens(1))
-    layer(tokens(2))
-    assert len(calls) == 1
+def test_what_a_capture_holds_serves_captures(monkeypatch):
+    """A capture runs nothing, so nothing else reads what it is to write. Nor is that memory written elsewhere."""
+    layer, x = layer_of(), tokens(1)
+    eager = layer.quantize_weights()
     with monkeypatch.context() as patch:
         patch.setattr(torch_fp8, "_capturing", lambda tensor: True)
-        layer(tokens(1))
-        assert len(calls) == 2
-    for number in range(3):
-        layer(tokens(1))
-        assert len(calls) == 3 + number
-    layer.quantize_weights(hold=True)
-    layer(tokens(1))
-    assert len(calls) == 6
-    with monkeypatch.context() as patch:
-        patch.setattr(torch_fp8, "_capturing", lambda tensor: True)
-        layer.quantize_weights(hold=True)
-        layer(tokens(1)), layer(tokens(2))
-        assert len(calls) == 7
-    layer(tokens(1))
-    assert len(calls) == 8
+        assert layer._fp8.of(layer.w1_storage, layer.w2_storage) is eager
+        captured = layer.quantize_weights()
+        assert captured is not eager and layer._fp8.of(layer.w1_storage, layer.w2_storage) is captured
+    captured.w2_scales.fill_(torch.nan)
+    assert torch.equal(layer(x), fresh_of(layer)(x))
+    for _ in range(2):  # a graph reads what eager calls write
+        layer.quantize_weights(hold=False)
+        assert layer.quantize_weights() is eager
+    assert torch.equal(layer(x), fresh_of(layer)(x))

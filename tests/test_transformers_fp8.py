@@ -11,8 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="needs
 from test_transformers import PATCHED, step, text_model, tiny, tokens  # noqa: E402
 from torch_versions import needs_models_that_compile  # noqa: E402
 
-import moeblaze_cupy as mb  # noqa: E402
-from moeblaze_cupy.interop import torch_fp8  # noqa: E402
+from moeblaze_cupy import reference  # noqa: E402
 from moeblaze_cupy.interop import transformers as backend  # noqa: E402
 from moeblaze_cupy.interop.transformers_patches import PATCHES  # noqa: E402
 
@@ -31,13 +30,14 @@ def model_of(name=NAME, model_type="qwen3_moe", **sizes):
 @pytest.fixture
 def quantised(monkeypatch):
     """How often weights were."""
-    calls, plain = [], mb.quantize_weights
+    calls, plain = [], reference.quantize_weights
 
-    def counted(*arguments, **options):
+    def counted(*arguments):
         calls.append(1)
-        return plain(*arguments, **options)
+        return plain(*arguments)
 
-    monkeypatch.setattr(mb, "quantize_weights", counted)
+    for module in (reference, reference.experts):  # of `quantize_weights`, and of a layer that has got none
+        monkeypatch.setattr(module, "quantize_weights", counted)
     return calls
 
 
@@ -96,48 +96,54 @@ def test_weights_are_those_of_the_forward(quantised):
     for _ in range(2):
         assert torch.equal(logits(model), logits(moved(model)))
         change(model)
-    before = len(quantised)
+        model.get_submodule(NAMES[0]).down_proj.data.mul_(2)  # uncounted
+    quantised.clear()
     logits(model), logits(model)
-    assert len(quantised) == before  # the CPU backend quantises without this function
+    assert len(quantised) == 4
 
 
 def test_quantize_weights(quantised):
-    """Once for all forwards, until a parameter changes."""
+    """Once for all forwards with the same parameters, until the next call."""
     model = model_of()
     want = logits(model)
+    quantised.clear()
     assert backend.quantize_weights(model) == NAMES
-    assert len(quantised) == 2
     assert torch.equal(logits(model), want) and torch.equal(logits(model), want)
     assert len(quantised) == 2
     change(model)
+    assert backend.quantize_weights(model) == NAMES
     assert torch.equal(logits(model), logits(moved(model)))
-    assert len(quantised) == 4
     experts = model.get_submodule(NAMES[0])
     experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() * 2)  # another parameter, as FSDP2 sets them
     for _ in range(2):
         assert torch.equal(logits(model), logits(moved(model)))
-        experts.down_proj.data.mul_(2)  # uncounted
-    assert len(quantised) == 4
+        experts.down_proj.data.mul_(2)
+    quantised.clear()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits(other), logits(model))
-    assert len(quantised) == 4
+    assert len(quantised) == 2 * 2 + 2 * 1  # copies hold nothing, and the model holds those of one layer
+    assert backend.quantize_weights(model, hold=False) == ()
+    change(model)
+    assert torch.equal(logits(model), logits(moved(model)))
 
 
 @needs_models_that_compile
 def test_weights_that_are_held(quantised):
     """In compiled and eager forwards: written once, for generation among others."""
     model = model_of()
-    backend.quantize_weights(model, hold=True)
+    backend.quantize_weights(model)
+    quantised.clear()
     want = logits(model)
     generated = model.generate(tokens(), max_new_tokens=3, do_sample=False)
-    assert len(quantised) == 2
+    assert not quantised
     model.compile(fullgraph=True, backend="aot_eager")
     assert torch.equal(generated, model_of().generate(tokens(), max_new_tokens=3, do_sample=False))
     with torch.no_grad():
         model.get_submodule(NAMES[0]).down_proj.mul_(-3)
     assert torch.equal(logits(model), want)
-    backend.quantize_weights(model)
-    assert torch.equal(logits(model), logits(moved(model))) and not torch.equal(logits(model), want)
+    for hold in (True, False):
+        backend.quantize_weights(model, hold=hold)
+        assert torch.equal(logits(model), logits(moved(model))) and not torch.equal(logits(model), want)
     torch._dynamo.reset()
 
 
@@ -180,15 +186,86 @@ def test_what_is_not_served_is_named():
         backend.quantize_weights(model)
 
 
-def test_after_a_capture_nothing_is_taken_for_current(monkeypatch, quantised):
+def with_adapter(model):
+    """Of peft, on the weights of the experts."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_parameters=targets, init_lora_weights=False))
+
+
+def losses(model, before_step):
+    optimizer, found = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.5), []
+    for _ in range(4):
+        before_step(model)
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_training_of_adapters_beside_what_is_held():
+    """Their forwards have other weights than the parameters."""
+    want = losses(with_adapter(model_of()), lambda model: None)
     model = model_of()
     backend.quantize_weights(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch_fp8, "_capturing", lambda tensor: True)
-        logits(model)
-    for parameter in model.parameters():
-        parameter.data.mul_(1.25)  # as a replay, uncounted
-    assert torch.equal(logits(model), logits(moved(model)))
+    for adapted in (with_adapter(model), with_adapter(model_of())):
+        assert losses(adapted, lambda model: backend.quantize_weights(model) and pytest.fail("held")) == want
+    assert len(set(want)) == 4
+
+
+def merge_and_unload(adapted):
+    return adapted.merge_and_unload()
+
+
+def merge_into_other_memory(adapted):
+    return adapted.merge_and_unload(safe_merge=True)
+
+
+def merge(adapted):
+    adapted.merge_adapter()
+    return adapted
+
+
+def unmerge(adapted):
+    adapted.merge_adapter()
+    backend.quantize_weights(adapted)
+    adapted.unmerge_adapter()
+    return adapted
+
+
+def disable(adapted):
+    adapted.merge_adapter()
+    backend.quantize_weights(adapted)
+    adapted.base_model.disable_adapter_layers()  # whose forward unmerges
+    return adapted
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("held", ["never", "before the adapter", "with the adapter", "before and with"])
+@pytest.mark.parametrize("end", [merge_and_unload, merge_into_other_memory, merge, unmerge, disable])
+def test_what_peft_merges(end, held, frozen):
+    """As a model that has held nothing, with a forward before or none. peft writes what torch does not count."""
+    found = []
+    for holds, runs in ((False, False), (True, False), (True, True)):
+        model = model_of(initializer_range=0.3).requires_grad_(not frozen)
+        if holds and "before" in held:
+            assert backend.quantize_weights(model) == NAMES
+        adapted = with_adapter(model)
+        if holds and "with" in held:
+            assert backend.quantize_weights(adapted) == ()
+        if runs:
+            logits(adapted)
+        ended = end(adapted)
+        found.append(logits(ended))
+        if ended is not adapted:
+            assert backend.quantize_weights(ended) == NAMES
+            found.append(logits(ended))
+    assert all(torch.equal(got, found[0]) for got in found)
+    if end is not disable:
+        assert not torch.equal(found[0], logits(model_of(initializer_range=0.3)))
 
 
 @pytest.mark.parametrize("name", ["DbrxExperts", "Llama4TextMoe"])
@@ -217,7 +294,7 @@ def test_patched_models(name):
 
 @pytest.mark.parametrize("name", PATCHED)
 def test_weights_of_patched_models(name, quantised):
-    """Once for all forwards, until a parameter changes. Modules in bf16 get none."""
+    """Held for all forwards, until the next call. Modules in bf16 get none."""
     *family, sizes = PATCHED[name]
     model = text_model(*family, **sizes).bfloat16()
     backend.patch(model)
@@ -226,22 +303,25 @@ def test_weights_of_patched_models(name, quantised):
     served = backend.patch(model, precision="fp8").served
     quantises = copy.deepcopy(model)
     assert backend.patch(quantises, precision="fp8").served == served
-    assert backend.quantize_weights(model) == served
-    for times in (1, 2):
+    for _ in range(2):
+        assert backend.quantize_weights(model) == served
         want = logits(quantises)
+        quantised.clear()
         assert torch.equal(logits(model), want) and torch.equal(logits(model), want)
-        assert len(quantised) == times * len(served)
+        assert not quantised
         change(model), change(quantises)
-    backend.quantize_weights(model, hold=True)
+    backend.quantize_weights(model)
     want = logits(model)
     for module in map(model.get_submodule, served):
         module.moeblaze_fp8.weights.w2_scales.mul_(2)
         torch.nn.init.zeros_(PATCHES[name].weights(module).w2)
-    assert not torch.equal(logits(model), want) and len(quantised) == 3 * len(served)
+    assert not torch.equal(logits(model), want)
     with torch.no_grad():
         for module in map(model.get_submodule, served):
             module.moeblaze_fp8.weights.w2_scales.div_(2)
     assert torch.equal(logits(model), want)
+    assert backend.quantize_weights(model, hold=False) == ()
+    assert not torch.equal(logits(model), want)
 
 
 def test_what_patched_models_do_not_take_is_named():
