@@ -340,6 +340,25 @@ def test_parametrisations_end_what_is_held():
     assert layer.quantize_weights() is not None
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_adapters_end_what_is_held(copied):
+    """peft merges into `.data`. A forward of the adapted module has other tensors; none came before the merge."""
+    peft = pytest.importorskip("peft")
+    model, x = torch.nn.Sequential(layer_of()), tokens(1)
+    model[0].quantize_weights()
+    before = model(x)
+    options = {"target_parameters": ["0.w1_storage", "0.w2_storage"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    if copied:
+        adapted = copy.deepcopy(adapted)
+    (layer,) = (module for module in adapted.modules() if isinstance(module, MoE))
+    assert layer.fp8_weights is None and layer.quantize_weights() is None
+    merged = adapted.merge_and_unload()
+    want = fresh_of(merged[0])(x)
+    assert torch.equal(merged(x), want) and not torch.equal(want, before)
+    assert merged[0].quantize_weights() is not None and torch.equal(merged(x), want)
+
+
 def test_another_storage_at_the_same_address():
     """As allocators hand out memory that they got back: neither the address nor the version tells."""
     layer, x = layer_of(), tokens(1)
