@@ -13,7 +13,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader, runtime
-from moeblaze_cupy.backward import backward_into
+from moeblaze_cupy.backward import backward_into, described_by_name
 from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop import torch_arguments
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
@@ -225,6 +225,10 @@ class _ExpertParallel(torch.autograd.Function):
         experts = route.experts
         values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
         expect_gathered(gate, up, w2)
+        # Before rows are on their way, as `backward_into` would say it too late for those that travel.
+        described_by_name(
+            "expert_parallel_moe", arrays.Torch, {"x": values, "w1": gate, "w1[1]": up, "w2": w2, "weights": got}
+        )
         kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
         tell_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
         in_fp8: InFp8 = ctx.in_fp8

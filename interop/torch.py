@@ -83,8 +83,56 @@ def moe(
     None, an operator of its own quantises the weights in a compiled graph.
     keep_fp8_weights: False quantises the weights in backward again, rather than keep what forward made: for parameters
     whose memory is freed after forward, as FSDP2 does.
-    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does.
+    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does. Backward raises RuntimeError for a
+    tensor whose storage has been freed since forward, as FSDP2 frees that of gathered parameters.
     """
+    return _moe(
+        None,
+        x,
+        ids,
+        weights,
+        w1,
+        w2,
+        activation,
+        save,
+        keep_saved,
+        accumulate_into_main_grad,
+        b1,
+        b2,
+        gate_up,
+        token_offsets,
+        weights_on,
+        unreduced,
+        identity_experts,
+        precision,
+        fp8_weights,
+        keep_fp8_weights,
+    )
+
+
+def _moe(
+    shape: tuple[int, ...] | None,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    w2: torch.Tensor,
+    activation: str | Activation,
+    save: str | None,
+    keep_saved: bool,
+    accumulate_into_main_grad: bool | Mapping[str, Any],
+    b1: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+    b2: torch.Tensor | None,
+    gate_up: str,
+    token_offsets: torch.Tensor | None,
+    weights_on: str,
+    unreduced: bool,
+    identity_experts: int,
+    precision: str | None,
+    fp8_weights: Fp8Weights | None,
+    keep_fp8_weights: bool,
+) -> torch.Tensor:
+    """`moe`, whose result has this shape and is no view. shape: None for (L, d), or as of an unreduced output."""
     gate, up = torch_arguments.gate_and_up("w1", w1)
     b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
     layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
@@ -114,10 +162,10 @@ def moe(
     if as_operators and not differentiable and not torch_autograd.transformed():
         in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
         out = torch_ops.moe_infer(*layer, *in_fp8, *Options.of(activation, *others, precision))
-        return out
+        return torch_autograd.in_shape(out, shape)
     if not as_operators and not differentiable:
         out = forward(layer, (activation, None, *others, None), None, precision, fp8_weights)[0]
-        return out
+        return torch_autograd.in_shape(out, shape)
     if save is None and not differentiable:
         save = "recompute"  # of what torch.func may differentiate
     if save is None:
@@ -130,7 +178,7 @@ def moe(
         announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
         options = Options.of(activation, *others, precision)
         in_backward = getattr(fp8_weights, "in_backward", None)
-        told = torch_autograd.OperatorCall(save, keep_saved, announced, keep_fp8_weights, in_backward)
+        told = torch_autograd.OperatorCall(save, keep_saved, announced, keep_fp8_weights, in_backward, shape)
         in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
         out, *_ = torch_autograd.OperatorMoE.apply(told, *options, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
@@ -140,7 +188,7 @@ def moe(
     in_words = precision, fp8_weights, keep_fp8_weights
     shared = up is None and len(tensors) == 6 and not main_grads
     owners = torch_sums.owners_of(gate, w2) if shared else None
-    call = torch_autograd.EagerCall(keep_saved, main_grads, options_of_layer, *in_words, owners)
+    call = torch_autograd.EagerCall(keep_saved, main_grads, options_of_layer, *in_words, owners, shape)
     out = torch_autograd.EagerMoE.apply(call, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
@@ -455,10 +503,12 @@ class MoE(torch.nn.Module):
                 sequences=sequences,
             )
         experts = self._experts if self._fp8.gathered is None else self._gathered_experts
-        out = experts(tokens, ids, weights).reshape(x.shape)
+        out = experts(tokens, ids, weights, None if x.dim() == 2 else x.shape)
         return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
 
-    def _experts(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _experts(
+        self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shape: tuple[int, ...] | None
+    ) -> torch.Tensor:
         gathered = self._fp8.gathered
         if gathered is not None and gathered.have(self.w1_storage, self.w2_storage):
             w1, w2, fp8_weights = gathered.weights(self.w1_storage, self.w2_storage)
@@ -466,7 +516,8 @@ class MoE(torch.nn.Module):
             w1, w2 = self._weights()
             fp8_weights = self._fp8.of(self.w1_storage, self.w2_storage)
         accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
-        return moe(
+        return _moe(
+            shape,
             tokens,
             ids,
             weights,
@@ -479,7 +530,9 @@ class MoE(torch.nn.Module):
             b1=self.b1,
             b2=self.b2,
             gate_up=self.gate_up,
+            token_offsets=None,
             weights_on=self.weights_on,
+            unreduced=False,
             identity_experts=self.identity_experts,
             precision=self.precision,
             fp8_weights=fp8_weights,

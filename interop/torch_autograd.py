@@ -119,6 +119,7 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 # Whether autocast is on for any device: a quicker question than for one, which follows if the answer is True.
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
+KEEP_SAVED = "pass keep_saved=True to moe or MoE"  # what allows a second backward
 OF_GATHERED = ("gate", "up", "w2", *IN_FP8)  # what `fsdp_e4m3.Gathered` gives again in backward
 _NO_REST = (None,) * 4  # no biases and no token_offsets
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
@@ -168,6 +169,14 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
     no_export = torch.compiler.assume_constant_result(no_export)  # type: ignore[no-untyped-call]  # torch gives no types
 
 
+def in_shape(out: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """The same memory in another shape, and no view to autograd, in whose place hooks of a changed view would be lost.
+
+    FSDP2 has such hooks on what a module returns.
+    """
+    return out if shape is None else out.view(shape).detach()
+
+
 def stand_in(kind: str | None, weight: Tensor) -> Tensor | None:
     """What autograd gets for a gradient that was added elsewhere: None, or "zeros" or "empty" for its hooks."""
     if kind is None:
@@ -186,8 +195,7 @@ def _unpacked(ctx: Any) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        advice = "if an earlier backward did that, pass keep_saved=True to moe"
-        raise RuntimeError(f"moe: saved tensors: {error}; {advice}") from error
+        raise RuntimeError(f"moe: saved tensors: {error}; if an earlier backward did that, {KEEP_SAVED}") from error
     return unpacked
 
 
@@ -199,6 +207,7 @@ class OperatorCall(NamedTuple):
     announced: tuple[str | None, ...]  #: of each of Sums, the kind of its `stand_in`
     keep_fp8_weights: bool
     in_backward: Any = None  #: of `fsdp_e4m3.Gathered`
+    shape: tuple[int, ...] | None = None  #: of out, if that is another one than (L, d)
 
 
 class OperatorMoE(torch.autograd.Function):
@@ -216,8 +225,8 @@ class OperatorMoE(torch.autograd.Function):
         if options.precision is not None and layer.fp8_w1 is None:
             quantized = quantize_weights(layer.gate, layer.up, layer.w2, options.gate_up)
             layer = layer.with_fp8(quantized)
-        made: tuple[Tensor, ...] = moe_fwd(*layer, *options, call.save)
-        return (*made, *quantized) if call.keep_fp8_weights else made
+        out, *kept = moe_fwd(*layer, *options, call.save)
+        return in_shape(out, call.shape), *kept, *(quantized if call.keep_fp8_weights else ())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -256,6 +265,8 @@ class OperatorMoE(torch.autograd.Function):
         operator = (moe_bwd_acc_ if in_place else moe_bwd_acc) if ctx.accumulates else moe_bwd_ if in_place else moe_bwd
         totals = sums if ctx.accumulates else ()
         kept = saved[len(read) :]
+        if ctx.call.shape is not None:
+            grad_out = grad_out.reshape(read["x"].shape)
         made = operator(grad_out.contiguous(), *read.values(), *kept, *totals, *options, ctx.call.save, needs)
         grads = dict(zip(DIFFERENTIABLE, made, strict=True))
         for name, total, kind in zip(Sums._fields, sums, ctx.call.announced, strict=True):
@@ -286,8 +297,10 @@ class OperatorMoE(torch.autograd.Function):
         every = {name: batch(name) for name in ("x", "ids", "weights")}
         given: dict[str, Any] = {name: of for name, of in every.items() if of is not None}
         folded = layer._replace(**{name: of.flatten(0, 1).contiguous() for name, of in given.items()})
-        out, *kept = OperatorMoE.apply(*inputs[:before], *folded)  # type: ignore[no-untyped-call]
-        return (out.unflatten(0, every["x"].shape[:2]), *kept), (0, *(None,) * len(kept))
+        call, *rest = inputs[:before]
+        shape = every["x"].shape[:2] if call.shape is None else (info.batch_size, *call.shape[:-1])
+        out, *kept = OperatorMoE.apply(call._replace(shape=None), *rest, *folded)  # type: ignore[no-untyped-call]
+        return (out.unflatten(0, shape), *kept), (0, *(None,) * len(kept))
 
 
 def _here(tensor: Tensor) -> Tensor:
@@ -400,13 +413,14 @@ class EagerCall(NamedTuple):
     fp8_weights: Fp8Weights | None = None
     keep_fp8_weights: bool = True  #: where none are given
     owners: "torch_sums.Owners | None" = None  #: of w1 and w2, where their gradients are summed over ranks
+    shape: tuple[int, ...] | None = None  #: of out, if that is another one than (L, d)
 
 
 class EagerMoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: EagerCall, *tensors: Tensor | None) -> Tensor:
         """tensors: of Layer, in order; the last four may be missing."""
-        ctx.keep_saved, ctx.main_grads, options, ctx.precision, fp8_weights, keep_fp8_weights, ctx.owners = call
+        ctx.keep_saved, ctx.main_grads, options, ctx.precision, fp8_weights, keep_fp8_weights, ctx.owners, shape = call
         out: Tensor
         given = tensors if len(tensors) > 6 else (*tensors, *_NO_REST)
         out, saved = layer.forward(given, options, None, ctx.precision, fp8_weights)
@@ -421,9 +435,10 @@ class EagerMoE(torch.autograd.Function):
         read = tensors[0], tensors[2], *weights, *tensors[6:9]
         ctx.save_for_backward(*of_fp8, *read, saved.first_layer, saved.y_swi, lists)
         ctx.has_fp8_weights = kept is not None
+        ctx.shape = shape
         ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
         ctx.set_materialize_grads(False)
-        return out
+        return in_shape(out, shape)
 
     @staticmethod
     @first_derivatives_only("moe")
@@ -431,6 +446,8 @@ class EagerMoE(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         if grad_out is None:
             return (None, *(None for _ in needed))
+        if ctx.consumed:
+            raise checks.consumed("moe", KEEP_SAVED)
         if grad_out.layout != torch.strided:
             raise checks.bad_type("moe", "gradient", "a dense tensor, as to_dense() makes", grad_out.layout)
         unpacked, fp8_weights = ctx.saved_tensors, None
@@ -443,6 +460,8 @@ class EagerMoE(torch.autograd.Function):
         if ctx.in_backward is not None:
             gate, w2, fp8_weights = ctx.in_backward(save)
         torch_sums.expect_gathered(gate, up, w2)
+        if ctx.shape is not None:
+            grad_out = grad_out.reshape(x.shape)
         tell_inputs(ctx, x, weights, gate, up, w2, *biases)
         if ctx.precision is not None and fp8_weights is None:
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=gate_up)

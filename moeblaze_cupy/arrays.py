@@ -168,6 +168,10 @@ class CuPy:
         return pointer
 
 
+# A tensor whose storage has been freed lies at its offset in that, which is less than all memory there is.
+_PAST_OFFSETS = 1 << 44
+
+
 class Torch:
     """CUDA tensors by pointer, memory from torch's allocator, torch's current stream; CPU tensors through NumPy."""
 
@@ -186,8 +190,12 @@ class Torch:
         except RuntimeError as error:
             expected = "a dense tensor with memory of its own: none that is sparse, nested or batched by vmap"
             raise TypeError(f"moeblaze_cupy: memory: expected {expected}, got {error}") from error
-        if pointer == 0 and array.numel() > 0:  # distributed and fake tensors
-            raise TypeError(f"moeblaze_cupy: memory: expected a tensor with memory of its own, got {type(array)}")
+        if pointer < _PAST_OFFSETS and array.numel() > 0:
+            if _is_freed(array):
+                expected = "a tensor whose storage is there, got one whose storage was freed"
+                raise RuntimeError(f"moeblaze_cupy: memory: expected {expected}, as FSDP frees gathered parameters")
+            if pointer == 0:  # distributed and fake tensors
+                raise TypeError(f"moeblaze_cupy: memory: expected a tensor with memory of its own, got {type(array)}")
         if array.is_neg():  # its memory holds the values with the other sign
             raise TypeError("moeblaze_cupy: memory: expected a tensor's own values, got a lazy negation: resolve_neg()")
         return Array(array, pointer, shape, strides, _torch_name(array.dtype), device)
@@ -223,7 +231,9 @@ class Torch:
     def layouts(given: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]]:
         """See `DeviceFramework`. The key holds what `checks.untracked` reads, so a call with a record has passed it.
 
-        A tensor without memory of its own, such as a DTensor, has the address 0, and shares no record with others.
+        A tensor without memory of its own, such as a DTensor, has the address 0, and shares no record with others. Nor
+        does one whose storage has been freed. Its address tells that in most cases, as asking each storage would take
+        more than a microsecond of a call.
         Raises RuntimeError where a transform of torch would have to follow the call.
         """
         if Torch.transformed(given) is not None:
@@ -239,7 +249,7 @@ class Torch:
                 a.stride(),
                 a.dtype,
                 a.device,
-                pointer % ALIGNMENT if pointer else None,
+                pointer % ALIGNMENT if pointer >= _PAST_OFFSETS or (pointer and not _is_freed(a)) else None,
                 tracked and a.requires_grad,
             )
             for a, pointer in zip(given, pointers, strict=True)
@@ -289,6 +299,12 @@ class _Writeable:
         self._host = host  # keeps the memory
         interface = host.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _is_freed(tensor: Any) -> bool:
+    """Whether the storage of a tensor with elements has no bytes."""
+    freed: bool = tensor.untyped_storage().nbytes() == 0
+    return freed
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_cupy import arrays, checks, fp8_checks, overlaps, reference, runtime
-from moeblaze_cupy.arrays import Buffer, Export, Framework, Layout
+from moeblaze_cupy.arrays import Array, Buffer, Export, Framework, Layout
 from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.layer import map_saved, named_pair, values_and_scales, w1_b1_b2
@@ -73,14 +73,19 @@ def _check_rows(call: Call, saved: SavedForBackward, grad_scales: Any) -> None:
     for name, scales in of_e4m3.items():
         if scales is not None:
             array = call.described[name]
-            fp8_checks.rows(call.function, name, array, call.framework.describe(scales))
-            dtype = call.framework.describe(saved.w2).dtype
-            call.described[name] = dataclasses.replace(array, dtype=dtype)
+            given = {f"{name}.scales": scales, "saved.w2": saved.w2}
+            of_scales, w2 = described_by_name(call.function, call.framework, given).values()
+            fp8_checks.rows(call.function, name, array, of_scales)
+            call.described[name] = dataclasses.replace(array, dtype=w2.dtype)
 
 
 def _on_host(call: Call, saved: SavedForBackward, grad_scales: Any) -> tuple[reference.HostArray, SavedForBackward]:
     """grad_out and what was saved as NumPy arrays, rows in e4m3 as the numbers they stand for."""
-    host = map_saved(saved, call.framework.to_numpy) if call.framework is arrays.Torch else saved
+    host = saved
+    if call.framework is arrays.Torch:
+        if saved.fp8_weights is not None:
+            _in_e4m3(call.function, call.framework, saved.fp8_weights)  # the rest has been described
+        host = map_saved(saved, call.framework.to_numpy)
     grad_out, dtype = call.host("grad_out"), np.asarray(host.w2).dtype
     if grad_scales is not None:
         scales = arrays.Torch.to_numpy(grad_scales) if call.framework is arrays.Torch else grad_scales
@@ -91,17 +96,44 @@ def _on_host(call: Call, saved: SavedForBackward, grad_scales: Any) -> tuple[ref
     return grad_out, host
 
 
-def _check_apart(
-    function: str, framework: Framework, grad_out: Any, saved: SavedForBackward, buffers: Mapping[str, Any]
-) -> None:
-    """Checks that `buffers`, to which gradients are added, share no memory with what backward reads, or each other."""
+def described_by_name(function: str, framework: Framework, given: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays that there are, by argument name. Raises for one that cannot be read, such as a freed tensor."""
+    found = {}
+    for name, array in given.items():
+        if array is not None:
+            try:
+                found[name] = framework.describe(array)
+            except (TypeError, RuntimeError) as error:
+                raise checks.unreadable(function, name, error) from error
+    return found
+
+
+def _read(function: str, framework: Framework, grad_out: Any, saved: SavedForBackward) -> dict[str, Array]:
+    """What backward reads, by argument name; rows in e4m3 without their scales."""
     read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
     read |= named_pair(function, "saved.w1", saved.w1)
     read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
     read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
-    read |= {"saved.index.lists": saved.index.lists, "saved.index.ids": saved.index.ids}
-    described = {name: framework.describe(array) for name, array in read.items() if array is not None}
-    overlaps.apart(function, described, {name: framework.describe(array) for name, array in buffers.items()})
+    read |= {"saved.index.lists": saved.index.lists}
+    return described_by_name(function, framework, read)
+
+
+def _in_e4m3(function: str, framework: Framework, weights: Fp8Weights) -> dict[str, Array]:
+    """Its arrays by argument name, in the order of `fp8_checks.FIELDS`."""
+    fields = zip(fp8_checks.NAMES, fp8_checks.FIELDS, strict=True)
+    return described_by_name(function, framework, {name: getattr(weights, field) for name, field in fields})
+
+
+def _check_apart(
+    function: str,
+    framework: Framework,
+    read: dict[str, Array],
+    saved: SavedForBackward,
+    buffers: Mapping[str, Any],
+) -> None:
+    """Checks that `buffers`, to which gradients are added, share no memory with what backward reads, or each other."""
+    read = read | described_by_name(function, framework, {"saved.index.ids": saved.index.ids})
+    overlaps.apart(function, read, described_by_name(function, framework, buffers))
 
 
 @untraced
@@ -186,11 +218,11 @@ def moe_backward_weights(
     grad_layout, x_layout = call.layout("grad_out", "saved.x")
     _check_rows(call, saved, pending.grad_scales)
     _check_accumulated(call, buffers, saved)
-    describe = call.framework.describe
+    read = _read(function, call.framework, call.described["grad_out"].owner, saved) if parts or call.on_cpu else {}
     if parts:
-        _check_apart(function, call.framework, grad_out, saved, parts)
+        _check_apart(function, call.framework, read, saved, parts)
         left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
-        kept = {name: describe(array) for name, array in left.items() if array is not None}
+        kept = described_by_name(function, call.framework, left)
         overlaps.apart(function, kept, {part: call.described[part] for part in parts})
     limits = None if call.on_cpu else call.limits
     pending.consumed = True
@@ -200,13 +232,13 @@ def moe_backward_weights(
         host = reference.moe_backward(host_grad, host_saved, needs=needs, accumulate=totals)
         return _exported(call.export, accumulate, host)
     accumulated = tuple((name, tuple(call.layout(*names))) for name, names in buffers.items())
-    steps, read = _configured(call, pending, grad_layout, x_layout, needs, limits, accumulated)
-    prepared = call.prepared(steps)
+    steps, addresses = _configured(call, pending, grad_layout, x_layout, needs, limits, accumulated)
+    prepared, describe = call.prepared(steps), call.framework.describe
     with current_device(prepared.device):
         grads = weight_gradients.moe_backward_weights(
             Runtime.current(prepared.framework, prepared.device),
             steps,
-            *read,
+            *addresses,
             {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
             *(0 if scales is None else describe(scales).ptr for scales in (saved.x_scales, pending.grad_scales)),
         )
@@ -228,13 +260,16 @@ def _configured(
 
     grad_out, x: as they are in memory.
     """
-    saved, describe = pending.saved, call.framework.describe
-    first_layer_grad, weighted = describe(pending.first_layer_grad), describe(pending.weighted_y_swi)
+    saved = pending.saved
+    given = {"saved.index.lists": saved.index.lists, "saved.w2": saved.w2}
+    given |= {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
+    given |= named_pair(call.function, "saved.w1", saved.w1)
+    lists, w2, first_layer_grad, weighted, *w1 = described_by_name(call.function, call.framework, given).values()
     steps = weight_gradients.configure_weights(
         grad_out,
         x,
-        describe(saved.w2).layout,
-        tuple(describe(part).layout for part in pair(saved.w1)),
+        w2.layout,
+        tuple(part.layout for part in w1),
         first_layer_grad.layout,
         weighted.layout,
         accumulated,
@@ -248,7 +283,7 @@ def _configured(
         summed,
     )
     rows = call.described["grad_out"].ptr, call.described["saved.x"].ptr
-    return steps, (*rows, describe(saved.index.lists).ptr, first_layer_grad.ptr, weighted.ptr)
+    return steps, (*rows, lists.ptr, first_layer_grad.ptr, weighted.ptr)
 
 
 def summed_weights(
@@ -347,7 +382,8 @@ def backward_into(
             totals, strides_in_bytes = len(given) - _READ, found.framework is arrays.CuPy
             if overlaps.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals):
                 buffers = _buffers(function, accumulate, needs, saved)
-                _check_apart(function, found.framework, grad_out, saved, _arrays(buffers))
+                read = _read(function, found.framework, grad_out, saved)
+                _check_apart(function, found.framework, read, saved, _arrays(buffers))
     else:
         tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
         for name in ("w1", "b1", "b2"):
@@ -356,12 +392,13 @@ def backward_into(
         buffers = _buffers(function, accumulate, needs, saved)
         parts = _arrays(buffers)
         call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
-        _check_rows(call, saved, grad_scales)
         d = call.described
+        read = _read(function, call.framework, d["grad_out"].owner, saved)
+        _check_rows(call, saved, grad_scales)
         checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
         _check_accumulated(call, buffers, saved)
         if parts:
-            _check_apart(function, call.framework, d["grad_out"].owner, saved, parts)
+            _check_apart(function, call.framework, read, saved, parts)
         limits = None if call.on_cpu else call.limits
         if limits is None:
             if wait is not None:
@@ -408,7 +445,8 @@ def backward_into(
         of_x = None if grad_x is None or to else Buffer(grad_x, found.framework.describe(grad_x).ptr)
         weights_fp8 = None
         if saved.fp8_weights is not None:
-            weights_fp8 = fp8.Addresses(*(_address(found.framework, saved.fp8_weights, f) for f in fp8_checks.FIELDS))
+            described_fp8 = _in_e4m3(function, found.framework, saved.fp8_weights)
+            weights_fp8 = fp8.Addresses(*(array.ptr for array in described_fp8.values()))
         options_of_run: dict[str, Any] = {"grad_x": of_x, "weights_fp8": weights_fp8, "wait": wait}
         for name, scales in (("x_scales", saved.x_scales), ("grad_scales", grad_scales)):
             if scales is not None:
@@ -423,10 +461,6 @@ def backward_into(
         first_layer_grad = saved.first_layer if first_layer_grad is None else first_layer_grad
         weighted = saved.y_swi if weighted is None else weighted
         return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted, grad_scales=grad_scales)
-
-
-def _address(framework: Framework, weights: Fp8Weights, field: str) -> int:
-    return framework.describe(getattr(weights, field)).ptr
 
 
 _READ = 12  # arrays of `_backward_key` before those that gradients are added to: what `backward.moe_backward` reads

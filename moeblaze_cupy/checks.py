@@ -412,10 +412,13 @@ def not_consumed(function: str, saved: SavedForBackward) -> None:
         advice = "pass keep_saved=True to the earlier call"
         if function == "expert_parallel_moe":  # in whose backward all ranks take part
             advice = "each forward has one backward"
-        raise RuntimeError(
-            f"{function}: saved: expected activations that are still there, got ones that an earlier backward "
-            f"overwrote with their gradients; {advice}"
-        )
+        raise consumed(function, advice)
+
+
+def consumed(function: str, advice: str) -> RuntimeError:
+    expected = "activations that are still there"
+    got = "ones that an earlier backward overwrote with their gradients"
+    return RuntimeError(_message(function, "saved", expected, f"{got}; {advice}"))
 
 
 def rows_of_ids(function: str, array: Array, num_experts: int) -> None:

@@ -64,7 +64,7 @@ class Tensor:
         return self.strides
 
     def data_ptr(self):
-        return 1 << 20
+        return 1 << 46
 
     def is_neg(self):
         return False

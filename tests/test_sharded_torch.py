@@ -10,7 +10,7 @@ pytest.importorskip("torch.distributed.fsdp")
 
 from torch_versions import NO_SHARDING_ON_THE_CPU  # noqa: E402
 
-from moeblaze_cupy.interop.torch import MoE  # noqa: E402
+from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
 
 STEPS, TOKENS = 2, 32
 CASES = {
@@ -163,3 +163,53 @@ def test_sharded_training_equals_that_of_one_process(tmp_path):
             for got, want in zip(step, wanted, strict=True):
                 bound = 2**-7 if options.get("half") else 1e-5
                 assert relative_error(got.numpy(), want.float().numpy()) <= bound, name
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A mesh of this process alone, which shards and gathers as one of many does."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("needs torch with gloo")
+    if NO_SHARDING_ON_THE_CPU:
+        pytest.skip(NO_SHARDING_ON_THE_CPU)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+def test_a_sharded_layer_whose_output_is_changed_in_place(one_rank):
+    """FSDP2 hangs the gathering of weights for backward on the output, and loses it where that is a view."""
+    from torch.distributed.fsdp import fully_shard
+
+    x, grads = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(3)), {}
+    for sharded in (False, True):
+        first, layer = torch.nn.Linear(8, 8, bias=False), _layer()
+        with torch.no_grad():
+            first.weight.copy_(torch.eye(8))
+        if sharded:
+            fully_shard(layer, mesh=one_rank)
+        hidden = first(x)
+        out = layer(hidden)
+        out += hidden
+        out.square().sum().backward()
+        named = {"first": first.weight.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+        grads[sharded] = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in named.items()}
+    for name, want in grads[False].items():
+        assert torch.equal(grads[True][name], want), name
+
+
+def test_backward_after_the_weights_were_resharded(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    layer = _layer()
+    fully_shard(layer, mesh=one_rank)
+    x = torch.randn(6, 8)
+    weights, ids = route(x @ torch.randn(8, 4), 2)
+    layer.unshard()
+    out = moe(x, ids, weights, layer.w1_storage.transpose(1, 2), layer.w2_storage.transpose(1, 2))
+    layer.reshard()
+    with pytest.raises(
+        RuntimeError, match=r"^moe_backward: saved\.w2: memory: expected a tensor whose storage is there"
+    ):
+        out.sum().backward()

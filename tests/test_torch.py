@@ -1,5 +1,6 @@
 """`interop.torch` on CPU tensors: gradients, what is kept for backward, and the module."""
 
+import contextlib
 import copy
 import io
 import re
@@ -16,10 +17,19 @@ from moeblaze_cupy.structures import ACTIVATIONS, GRADIENTS, PLAIN_SLOTS, is_gat
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
 
 SMALL = Case(L=4, k=2, E=3, d=3, h=2)
 POLICIES = ("minimal", "paper", "recompute", "fp8")
+
+
+class Operators(TorchDispatchMode):
+    """Calls of the layer are calls of its operators."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
 def tensors(case, dtype=np.float64, seed=0):
@@ -341,8 +351,8 @@ def test_second_backward_over_consumed_activations():
     with pytest.raises(RuntimeError) as caught:
         out.backward(grad_out)
     assert str(caught.value) == (
-        "moe_backward: saved: expected activations that are still there, got ones that an earlier backward overwrote "
-        "with their gradients; pass keep_saved=True to the earlier call"
+        "moe: saved: expected activations that are still there, got ones that an earlier backward overwrote "
+        "with their gradients; pass keep_saved=True to moe or MoE"
     )
 
 
@@ -379,6 +389,74 @@ def test_backward_that_fails_half_way_has_overwritten_what_was_saved(monkeypatch
             out.backward(grad_out, retain_graph=True)
     with pytest.raises(RuntimeError, match="an earlier backward overwrote"):
         out.backward(grad_out)
+
+
+FREED = "memory: expected a tensor whose storage is there, got one whose storage was freed"
+
+
+@pytest.mark.parametrize("by_operators", [False, True])
+@pytest.mark.parametrize("which", ["x", "weights", "w1[0]", "w1[1]", "w2", "b1[0]", "b1[1]", "b2"])
+def test_backward_refuses_tensors_whose_storage_was_freed(which, by_operators):
+    """FSDP frees the storages of gathered parameters. A tensor at an offset does not have the address 0 then."""
+    x, ids, weights, w1, w2, grad_out = tensors(replace(SMALL, order="pair"))
+    b1, b2 = torch.zeros(2, SMALL.E, SMALL.h, dtype=x.dtype), torch.zeros(SMALL.E, SMALL.d, dtype=x.dtype)
+    given = {"x": x, "weights": weights, "w1[0]": w1[0], "w1[1]": w1[1], "w2": w2}
+    given |= {"b1[0]": b1[0], "b1[1]": b1[1], "b2": b2}
+    for name, tensor in given.items():  # behind 16 other bytes of a storage of its own
+        given[name] = torch.cat([torch.zeros(2, dtype=tensor.dtype), tensor.flatten()])[2:].view(tensor.shape)
+    leaf = given["x"].requires_grad_()
+    pairs = (given["w1[0]"], given["w1[1]"]), (given["b1[0]"], given["b1[1]"])
+    mode = Operators() if by_operators else contextlib.nullcontext()
+    with mode:
+        out = moe(leaf, ids, given["weights"], pairs[0], given["w2"], b1=pairs[1], b2=given["b2"])
+    given[which].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=rf"^moe_backward: saved\.{re.escape(which)}: {FREED}"):
+        out.backward(grad_out)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_backward_refuses_activations_whose_storage_was_freed(number):
+    """As hooks of saved tensors may free what they hand out."""
+    x, ids, weights, w1, w2, grad_out = tensors(SMALL)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.clone()) or packed[-1], lambda t: t):
+        out = moe(x.requires_grad_(), ids, weights, w1, w2, save="paper")
+    packed[-3:][number].untyped_storage().resize_(0)
+    name = ("first_layer", "y_swi", "index.lists")[number]
+    with pytest.raises(RuntimeError, match=rf"^moe_backward: saved\.{name}: {FREED}"):
+        out.backward(grad_out)
+
+
+def test_backward_of_the_router_refuses_freed_logits():
+    logits = torch.randn(4, 5).requires_grad_()
+    weights, _ = route(logits, 2)
+    logits.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"^route_backward: logits: {FREED}"):
+        weights.sum().backward()
+
+
+@pytest.mark.parametrize("which", ["x", "w1", "w2"])
+def test_the_halves_of_backward_refuse_freed_storage(which):
+    *given, grad_out = tensors(SMALL)
+    _, saved = mb.moe_forward(*given)
+    freed = getattr(saved, which).clone()
+    freed.untyped_storage().resize_(0)
+    _, pending = mb.moe_backward_data(grad_out, saved, keep_saved=True)
+    pending.saved = replace(saved, **{which: freed})
+    with pytest.raises(RuntimeError, match=f"^moe_backward_weights: saved.{which}: {FREED}"):
+        mb.moe_backward_weights(pending)
+    with pytest.raises(RuntimeError, match=f"^moe_backward_data: saved.{which}: {FREED}"):
+        mb.moe_backward_data(grad_out, pending.saved)
+
+
+def test_launch_records_do_not_serve_freed_tensors():
+    """Their key is that of no tensor that passed the checks, also where the address is not 0."""
+    tensor = torch.zeros(3, 8)[1:]
+    (before,), (address,) = arrays.Torch.layouts([tensor])
+    assert before[4] == address % arrays.ALIGNMENT
+    tensor.untyped_storage().resize_(0)
+    (after,), (address,) = arrays.Torch.layouts([tensor])
+    assert address == 32 and after[4] is None and after[:4] == before[:4]
 
 
 def test_a_tensor_without_memory_of_its_own_is_refused():
@@ -724,8 +802,37 @@ def composed(layer, x):
     return out.reshape(x.shape)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu"])
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8), (8,), (2, 0, 8)], ids=str)
+@pytest.mark.parametrize("mode", ["eager", "compiled", "operators", "no_grad"])
+def test_output_of_the_module_is_no_view(mode, shape):
+    """A view that is changed in place loses its hooks, such as those by which FSDP2 gathers weights for backward."""
+    torch.manual_seed(0)
+    layer = MoE(8, 6, 5, 2, dtype=torch.float64, return_routing=True)
+    called = torch.compile(layer, backend="aot_eager", fullgraph=True) if mode == "compiled" else layer
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    with contextlib.ExitStack() as stack:
+        if mode == "operators":
+            stack.enter_context(Operators())
+        if mode == "no_grad":
+            stack.enter_context(torch.no_grad())
+        out, routed = called(x)
+    assert out.shape == x.shape
+    assert all(tensor._base is None for tensor in (out, routed.logits, routed.weights, routed.ids))
+    if mode == "no_grad":
+        return
+    hooked = []
+    out.register_hook(hooked.append)
+    out += x
+    out.square().sum().backward()
+    assert len(hooked) == 1 and torch.equal(hooked[0], 2 * out)
+    again = x.detach().requires_grad_()
+    want = layer(again)[0] + again
+    want.square().sum().backward()
+    assert torch.equal(out, want) and torch.equal(x.grad, again.grad)
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu"])
 def test_module_equals_torch_operations(renormalize, activation):
     torch.manual_seed(0)
     layer = MoE(8, 6, 5, 2, activation=activation, renormalize=renormalize, dtype=torch.float64)
