@@ -33,6 +33,8 @@ from moeblaze_cupy.structures import (
     is_gated,
 )
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of MoE's parameters
+
 
 def moe(
     x: torch.Tensor,
@@ -361,17 +363,16 @@ class MoE(torch.nn.Module):
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
         options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
         router_options.group_sizes("MoE", options, k, routed)
-        options = options.renormalized(k)
         if routing is not None and not callable(routing):
             raise checks.bad_type("MoE", "routing", "None or a function of the logits", repr(routing))
         if sums and not return_routing:
             raise checks.bad_value("MoE", "sums", "() without return_routing=True", repr(sums))
-        if k == 1 and score == "softmax" and options.renormalize and routing is None:
+        if k == 1 and score == "softmax" and renormalize and routing is None:
             advice = "leave renormalize out"
             warnings.warn(
                 f"MoE: k = 1 with renormalize=True trains no router, as every weight is 1; {advice}", stacklevel=2
             )
-        self.k, self.activation, self.save, self.renormalize = k, activation, save, options.renormalize
+        self.k, self.activation, self.save, self._renormalize = k, activation, save, options.renormalize
         self.score, self.eps, self.scale, self.bias_on = score, eps, scale, bias_on
         self.groups, self.sums, self.routing, self.return_routing = (
             options.groups,
@@ -407,6 +408,15 @@ class MoE(torch.nn.Module):
         for bias in (self.b1, self.b2, self.bias):
             if bias is not None:
                 torch.nn.init.zeros_(bias)
+
+    @property
+    def renormalize(self) -> bool:
+        """Whether a token's weights are divided by their sum: what was asked for, else whether k is above 1 now."""
+        return self.k > 1 if self._renormalize is None else self._renormalize
+
+    @renormalize.setter
+    def renormalize(self, value: bool | None) -> None:
+        self._renormalize = value
 
     @property
     def fp8_weights(self) -> Fp8Weights | None:
@@ -466,15 +476,23 @@ class MoE(torch.nn.Module):
 
         A token whose token_mask is False has logits and an output of 0, and no part in any gradient, even if it is NaN.
         """
-        d = self.router.shape[1]
+        routed, d = self.router.shape
         if not isinstance(x, torch.Tensor):
             raise checks.bad_type("MoE", "x", "a torch tensor", type(x))
         if x.is_nested:
             raise checks.bad_type("MoE", "x", torch_arguments.DENSE, "a nested one")
         if x.dim() == 0 or x.shape[-1] != d:
             raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
-        dtype = self.w1_storage.dtype
+        w1 = self.w1_storage
+        dtype, experts = w1.dtype, w1.shape[0] + self.identity_experts
+        if routed != experts:
+            expected = f"shape (E + identity_experts, d) = ({experts}, {d}), as w1_storage has {w1.shape[0]} experts"
+            raise checks.bad_value("MoE", "router", expected, tuple(self.router.shape))
         if x.dtype != dtype and not torch_arguments.in_autocast(x):
+            if dtype not in DTYPES:
+                names = " or ".join(map(str, DTYPES))
+                expected = f"dtype {names}, of which precision='fp8' makes copies in e4m3"
+                raise checks.bad_type("MoE", "w1_storage", expected, dtype)
             raise checks.bad_type("MoE", "x", f"{dtype}, that of the parameters, or torch.autocast", x.dtype)
         if not isinstance(token_mask, (torch.Tensor, type(None))):
             raise checks.bad_type("MoE", "token_mask", "None or a torch tensor", type(token_mask))
@@ -492,7 +510,7 @@ class MoE(torch.nn.Module):
                 logits,
                 self.k,
                 score=self.score,
-                renormalize=self.renormalize,
+                renormalize=self._renormalize,
                 eps=self.eps,
                 scale=self.scale,
                 bias=self.bias,
@@ -502,8 +520,8 @@ class MoE(torch.nn.Module):
                 sums=self.sums,
                 sequences=sequences,
             )
-        experts = self._experts if self._fp8.gathered is None else self._gathered_experts
-        out = experts(tokens, ids, weights, None if x.dim() == 2 else x.shape)
+        layer = self._experts if self._fp8.gathered is None else self._gathered_experts
+        out = layer(tokens, ids, weights, None if x.dim() == 2 else x.shape)
         return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
 
     def _experts(

@@ -896,6 +896,47 @@ def test_autocast_casts_as_for_linear_but_leaves_the_router_in_fp32(arrives, to)
         assert got.dtype == leaf.dtype and torch.equal(got, wanted)
 
 
+def test_experts_that_were_pruned_without_the_router_are_refused():
+    """Tokens of the removed experts would lose slots in silence."""
+    layer = MoE(8, 6, 5, 2, identity_experts=1)
+    for name in ("w1_storage", "w2_storage"):
+        setattr(layer, name, torch.nn.Parameter(getattr(layer, name).detach()[:3]))
+    with pytest.raises(ValueError) as caught:
+        layer(torch.zeros(4, 8))
+    expected = "MoE: router: expected shape (E + identity_experts, d) = (4, 8), as w1_storage has 3 experts, got (6, 8)"
+    assert str(caught.value) == expected
+    layer.router = torch.nn.Parameter(layer.router.detach()[2:])
+    assert layer(torch.zeros(4, 8)).shape == (4, 8)
+
+
+def test_the_default_of_renormalize_follows_k():
+    torch.manual_seed(0)
+    x = torch.randn(7, 8)
+    for first, then in ((1, 2), (2, 1)):
+        layer = MoE(8, 6, 5, first, return_routing=True)
+        layer.k = then
+        assert layer.renormalize is (then > 1)
+        routed = layer(x)[1]
+        want, _ = route(routed.logits, then)
+        assert torch.equal(routed.weights, want) and f"renormalize={then > 1}" in repr(layer)
+        layer.renormalize = then == 1
+        asked, _ = route(routed.logits, then, renormalize=then == 1)
+        assert torch.equal(layer(x)[1].weights, asked) and not torch.equal(asked, want)
+
+
+def test_weights_in_float8_are_named():
+    x, ids, weights, w1, w2, _ = tensors(SMALL, np.float32)
+    layer = MoE(8, 6, 5, 2)
+    layer.w1_storage, layer.w2_storage = (
+        torch.nn.Parameter(w.detach().to(torch.float8_e4m3fn), requires_grad=False)
+        for w in (layer.w1_storage, layer.w2_storage)
+    )
+    with pytest.raises(TypeError, match=r"^MoE: w1_storage: expected dtype .* got torch\.float8_e4m3fn$"):
+        layer(torch.zeros(4, 8))
+    with pytest.raises(TypeError, match=r"^moe_forward: w1: expected dtype float32, that of x, got float8_e4m3fn$"):
+        moe(x, ids, weights, w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn))
+
+
 def test_autocast_follows_a_linear_layer():
     """Its output is of autocast's dtype, these weights are not. What is float64 stays so, as in linear."""
     layer, linear = MoE(8, 6, 5, 2), torch.nn.Linear(8, 8)
