@@ -484,6 +484,21 @@ def test_train_errors(tmp_path, capsys, monkeypatch):
     assert_fails(capsys, ["train", "--device", "gpu"], "--device gpu", "division by zero")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="this system has no file without an end")
+def test_train_does_not_read_a_text_without_end(capsys, monkeypatch):
+    monkeypatch.setattr(train, "MAX_TEXT_BYTES", 1 << 21)
+    message = "--text: expected at most 2097152 bytes, got more in /dev/zero"
+    assert_fails(capsys, ["train", "--text", "/dev/zero"], message)
+
+
+def test_train_reads_a_text_of_the_largest_size(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 40)
+    monkeypatch.setattr(train, "MAX_TEXT_BYTES", 256 * 40)
+    text = train.load_text(str(path))
+    assert np.concatenate([text.training, text.held_out]).tobytes() == path.read_bytes()
+
+
 def test_train_says_first_what_it_will_do(capsys, monkeypatch, tmp_path):
     """On stderr, before the first loss: why there is no GPU, the backend, the text, the model."""
     text = tmp_path / "text"

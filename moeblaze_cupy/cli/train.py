@@ -33,7 +33,7 @@ from moeblaze_cupy.structures import is_gated
 
 CONTEXT_BYTES = 16  # c
 VOCABULARY = 256
-MIN_TEXT_BYTES = 4096
+MIN_TEXT_BYTES, MAX_TEXT_BYTES = 4096, 1 << 30
 HELD_OUT_SHARE = 0.1
 MAX_HELD_OUT_BYTES = 1 << 16  # so that evaluating stays short beside training, whatever the text
 EVALUATION_TOKENS = 2048  # per piece of the held-out text, whatever --batch is
@@ -69,17 +69,29 @@ def load_text(path: str | None) -> Text:
             raise CommandError(f"--text: expected a file, as this Python ships no pydoc_data ({error})") from error
         # The topics repeat each other's paragraphs: a held-out chunk with paragraphs seen in training proves nothing.
         paragraphs = dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))
-        data, name = "\n\n".join(paragraphs).encode(), "Python's documentation topics (pydoc_data)"
+        data: bytes | bytearray = "\n\n".join(paragraphs).encode()
+        name = "Python's documentation topics (pydoc_data)"
     else:
         try:
-            data, name = Path(path).read_bytes(), path
+            data, name = _read(path), path
         except OSError as error:
             raise CommandError(f"--text: expected a readable file, got {path}: {error.strerror}") from error
+    if len(data) > MAX_TEXT_BYTES:
+        raise CommandError(f"--text: expected at most {MAX_TEXT_BYTES} bytes, got more in {name}")
     if len(data) < MIN_TEXT_BYTES:
         raise CommandError(f"--text: expected at least {MIN_TEXT_BYTES} bytes, got {len(data)} in {name}")
     values = np.frombuffer(data, np.uint8)
     split = len(values) - min(int(HELD_OUT_SHARE * len(values)), MAX_HELD_OUT_BYTES)
     return Text(name, values[:split], values[split:])
+
+
+def _read(path: str) -> bytearray:
+    """All bytes, or somewhat more than MAX_TEXT_BYTES, as devices and pipes may have no end."""
+    data = bytearray()
+    with open(path, "rb") as file:
+        while len(data) <= MAX_TEXT_BYTES and (piece := file.read(1 << 20)):
+            data += piece
+    return data
 
 
 @dataclass(frozen=True)
