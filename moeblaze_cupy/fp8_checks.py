@@ -25,7 +25,12 @@ def arrays_of(function: str, precision: Any, fp8_weights: Any) -> tuple[Any, ...
         raise checks.bad_value(function, "fp8_weights", "None without precision='fp8'", type(fp8_weights))
     if not isinstance(fp8_weights, Fp8Weights):
         raise checks.bad_type(function, "fp8_weights", "Fp8Weights from quantize_weights, or None", type(fp8_weights))
-    return tuple(getattr(fp8_weights, field) for field in FIELDS)
+    found = tuple([getattr(fp8_weights, field) for field in FIELDS])
+    for array in found:  # `in` would compare arrays
+        if array is None:
+            name = NAMES[[of is None for of in found].index(True)]
+            raise checks.bad_type(function, name, "an array, as quantize_weights makes", None)
+    return found
 
 
 def row_precision(function: str, row_precision: Any, precision: Any) -> None:

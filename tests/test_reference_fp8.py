@@ -1,5 +1,7 @@
 """precision="fp8" of the reference: exact where numbers are small integers, near the exact layer elsewhere."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,8 @@ pytest.importorskip("torch")
 from oracle import expected, make_problem
 from test_device_code import DTYPES
 
-from moeblaze_cupy import reference
+import moeblaze_cupy as mb
+from moeblaze_cupy import arrays, fp8_checks, reference
 
 NAMES = ("x", "weights", "w1", "w2")
 
@@ -109,6 +112,23 @@ def test_given_weights_are_used_and_kept():
     quantised.w1_scales[:] *= 2
     other, _ = run(problem, "fp8", fp8_weights=quantised)
     assert (np.asarray(other["out"]) != np.asarray(got["out"])).any()
+
+
+@pytest.mark.parametrize("field", fp8_checks.FIELDS)
+def test_weights_without_an_array_are_named(field):
+    from moeblaze_cupy.interop.torch import moe
+
+    problem = make_problem("swiglu", DTYPES["bfloat16"], sizes=(40, 2, 5, 48, 144), bias=None)
+    given = dataclasses.replace(mb.quantize_weights(problem.w1, problem.w2), **{field: None})
+    named = rf"fp8_weights\.{field}: expected an array, as quantize_weights makes, got None$"
+    options = problem.options | {"precision": "fp8", "fp8_weights": given}
+    with pytest.raises(TypeError, match=f"^moe_forward: {named}"):
+        mb.moe_forward(**problem.arrays(), **options)
+    tensors = {
+        name: array if array is None else arrays.Torch.from_numpy(array) for name, array in problem.arrays().items()
+    }
+    with pytest.raises(TypeError, match=f"^moe_forward: {named}"):
+        moe(**tensors, **options)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
