@@ -164,13 +164,13 @@ def offsets(function: str, array: Array) -> None:
 
 
 def max_slots(function: str, value: Any, num_slots: int) -> int | None:
-    """The bound of slots that have a row, as an int: None, or 1 to L*k. There are never more."""
+    """The bound of slots that have a row, as an int: None, or 1 to L*k, 0 without slots. There are never more."""
     if value is None:
         return None
     bound = integer(function, "max_slots", value)
     if bound < 1:
         raise bad_value(function, "max_slots", "None, or at least 1", bound)
-    return min(bound, num_slots) or None
+    return min(bound, num_slots)
 
 
 def slot_options(function: str, given: SlotOptions, has_weights: bool, has_b1: bool = False) -> SlotOptions:

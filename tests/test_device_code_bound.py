@@ -31,6 +31,31 @@ def test_bounded_dispatch(L, k, E, dtype, seed):
             np.testing.assert_array_equal(got.row_tiles[:tiles], want.row_tiles[:tiles], str(max_slots))
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_bounded_dispatch_without_slots(dtype):
+    with emulated(dispatch_limits(2)) as device:
+        got = mb.build_dispatch(device.put(np.zeros((0, 2), dtype)), 5, max_slots=3)
+        device.synchronize()
+        want = reference.dispatch(np.zeros((0, 2), dtype), 5, max_slots=0)
+        for name in (*LISTS, "dropped"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
+        assert got.dropped.shape == (1,) and got.dropped[0] == 0 and got.row_tiles[0, 0] == 0
+
+
+@pytest.mark.parametrize("save", ["minimal", "paper", "recompute", "fp8"])
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+def test_bounded_layer_without_tokens(tier, save):
+    inputs = make_inputs(replace(ALIGNED, L=0), 0, DTYPES["bfloat16"])
+    with emulated(tier=tier) as device:
+        layer = Layer(device, inputs, max_slots=4)
+        results = layer.run(save)
+        layer.assert_matches_reference(results)
+        _, saved = layer.forward(save)
+        device.synchronize()
+        assert saved.index.dropped[0] == 0
+    assert {name: np.count_nonzero(results[name]) for name in results} == dict.fromkeys(results, 0)
+
+
 TIERS = [("sm80", "bfloat16", ALIGNED), ("sm90", "bfloat16", ALIGNED), ("sm80", "bfloat16", UNALIGNED)]
 
 

@@ -44,6 +44,20 @@ def test_slots_past_the_bound_are_absent(data):
     assert want.dropped is None and want.num_rows == L * k
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (0,)], ids=str)
+def test_a_bound_without_slots_drops_none(shape):
+    """A rank may get no tokens, and its counts are then as those of others."""
+    ids, weights, offsets = np.zeros(shape, np.int32), np.zeros(shape), np.zeros(4, np.int32)
+    ragged = {"token_offsets": offsets} if len(shape) == 1 else {}
+    x, w1, w2 = np.ones((3 if ragged else 0, 8)), np.ones((6, 8, 24)), np.ones((6, 12, 8))
+    index = mb.build_dispatch(ids, 6, **ragged, max_slots=5)
+    out, saved = mb.moe_forward(x, ids, weights, w1, w2, **ragged, max_slots=5)
+    for of in (index, saved.index):
+        assert of.dropped.shape == (1,) and of.dropped[0] == 0 and of.num_rows == 0
+    grads = mb.moe_backward(out, saved)
+    assert not out.any() and not any(grad.any() for grad in grads)
+
+
 def same_bits(a, b):
     return all(np.array_equal(x, y) for x, y in zip(pair(a), pair(b), strict=True))
 
