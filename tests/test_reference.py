@@ -11,6 +11,7 @@ from cases import BASIC, CASES, ORDERS, ROUTINGS, Case, in_order, make_ids, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, reference
 from moeblaze_cupy.structures import GRADIENTS, SAVE_POLICIES, is_gated
 
@@ -593,13 +594,46 @@ def test_relu_has_no_slope_at_zero(activation):
 
 
 @pytest.mark.parametrize("activation", BASIC)
-def test_huge_preactivations_stay_finite(activation):
+def test_huge_preactivations_stay_finite(activation, monkeypatch):
     # 1e4 overflows exp in float32; a warning from NumPy would be an error here.
     case = replace(SMALL, activation=activation)
     x, ids, weights, w1, w2, grad_out = make_inputs(case, seed=18, dtype=np.float32)
+    for name in ("moe_forward", "moe_backward"):
+        monkeypatch.setattr(reference, name, getattr(reference, name).__wrapped__)  # which obeys np.errstate
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         out, grads = run_layer(case, (1e4 * x, ids, weights, w1, w2, grad_out))
     assert np.isfinite(out).all() and all(np.isfinite(grad).all() for grad in grads)
+
+
+@pytest.mark.parametrize("state", ["raise", "warn"])
+def test_results_do_not_depend_on_errstate(state):
+    """Tails of exp underflow by design, and overflow gives infinity as on a GPU."""
+    x, ids, weights, w1, w2, grad_out = make_inputs(SMALL, seed=18, dtype=np.float32)
+    logits, half = np.array([[0.0, 200.0, 3.0]], np.float32), x.astype(np.float16)
+
+    def results():
+        made = []
+        for tokens, first, second, upstream in (
+            (50 * x, w1, w2, grad_out),
+            (np.float32(1e38) * x, w1, w2, grad_out),
+            (half, *(a.astype(np.float16) * np.float16(200) for a in (w1, w2)), grad_out.astype(np.float16)),
+        ):
+            out, saved = mb.moe_forward(tokens, ids, weights, first, second)
+            made += [out, *mb.moe_backward(upstream, saved)]
+        for options in ({}, {"score": "sigmoid"}, {"score": "sqrt_softplus"}, {"sums": ("softmax", "z", "entropy")}):
+            routed, chosen, *sums = mb.route(100 * logits, 2, **options)
+            made += [routed, *(total for group in sums for total in group)]
+            grads = {"grad_z_sums": sums[0].z_sums} if sums else {}
+            made.append(mb.route_backward(routed, 100 * logits, routed, chosen, **options, **grads))
+        return made
+
+    with np.errstate(all="ignore"):
+        want = results()
+    with np.errstate(all=state):
+        got = results()
+    assert not all(np.isfinite(array).all() for array in want)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_relative_error():

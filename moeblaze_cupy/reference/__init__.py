@@ -10,19 +10,36 @@ so all save policies but "fp8" give the same gradients.
 No function here checks its arguments: the package's public functions do that before they call this module.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from moeblaze_cupy.reference import experts, fp8, router, selection
 from moeblaze_cupy.reference.dispatch import dispatch
-from moeblaze_cupy.reference.experts import moe_backward, moe_forward, sum_rows
-from moeblaze_cupy.reference.fp8 import quantize_weights
+from moeblaze_cupy.reference.experts import sum_rows
 from moeblaze_cupy.reference.numerics import HostArray, erf
-from moeblaze_cupy.reference.router import route, route_backward
-from moeblaze_cupy.reference.selection import (
-    expert_choice,
-    limit_capacity,
-    list_pairs,
-    quantile_histogram,
-    round_tokens,
-    tokens_per_expert,
-)
+from moeblaze_cupy.reference.selection import expert_choice, limit_capacity, list_pairs, round_tokens, tokens_per_expert
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _as_on_a_gpu(function: _Function) -> _Function:
+    """Overflow, underflow and invalid operations give what IEEE 754 says, whatever the caller's np.errstate is."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return function(*arguments, **options)
+
+    return cast("_Function", called)
+
+
+moe_forward, moe_backward = _as_on_a_gpu(experts.moe_forward), _as_on_a_gpu(experts.moe_backward)
+route, route_backward = _as_on_a_gpu(router.route), _as_on_a_gpu(router.route_backward)
+quantize_weights = _as_on_a_gpu(fp8.quantize_weights)
+quantile_histogram = _as_on_a_gpu(selection.quantile_histogram)
 
 __all__ = [
     "HostArray",

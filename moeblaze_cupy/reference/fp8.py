@@ -58,7 +58,7 @@ def dequantize(stored: HostArray, scales: HostArray, dtype: Any) -> HostArray:
     `quantize` along rows makes the same bytes and scales of them again, but for scales of rows that are NaN or 0
     throughout.
     """
-    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0; rows that no one has written
+    with np.errstate(all="ignore"):  # an infinite scale times 0; rows that no one has written
         rows: HostArray = (from_e4m3(stored) * scales[:, None]).astype(dtype)
     return rows
 
