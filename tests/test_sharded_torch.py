@@ -10,6 +10,8 @@ pytest.importorskip("torch.distributed.fsdp")
 
 from torch_versions import NO_SHARDING_ON_THE_CPU  # noqa: E402
 
+from moeblaze_cupy.interop.exchange import ExpertGroup  # noqa: E402
+from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe  # noqa: E402
 from moeblaze_cupy.interop.torch import MoE, moe, route  # noqa: E402
 
 STEPS, TOKENS = 2, 32
@@ -212,4 +214,20 @@ def test_backward_after_the_weights_were_resharded(one_rank):
     with pytest.raises(
         RuntimeError, match=r"^moe_backward: saved\.w2: memory: expected a tensor whose storage is there"
     ):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("keep_received", [False, True])
+@pytest.mark.parametrize("which", ["x", "w1", "w2"])
+def test_expert_parallel_backward_refuses_freed_storage(one_rank, which, keep_received):
+    experts = ExpertGroup(torch.distributed.group.WORLD, 4, keep_received=keep_received)
+    given = {"x": torch.randn(6, 8), "w1": torch.randn(4, 8, 12), "w2": torch.randn(4, 6, 8)}
+    weights, ids = route(torch.randn(6, 4), 2)
+    out = expert_parallel_moe(given["x"].requires_grad_(), ids, weights, given["w1"], given["w2"], experts)
+    if which == "x" and keep_received:  # backward does not read it
+        given["x"].untyped_storage().resize_(0)
+        out.sum().backward()
+        return
+    given[which].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"^expert_parallel_moe: {which}: .* got one whose storage was freed"):
         out.sum().backward()
