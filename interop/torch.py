@@ -164,7 +164,7 @@ def _moe(
     if as_operators and not differentiable and not torch_autograd.transformed():
         in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
         out = torch_ops.moe_infer(*layer, *in_fp8, *Options.of(activation, *others, precision))
-        return torch_autograd.in_shape(out, shape)
+        return torch_autograd.in_shape(out, shape, traceable=True)
     if not as_operators and not differentiable:
         out = forward(layer, (activation, None, *others, None), None, precision, fp8_weights)[0]
         return torch_autograd.in_shape(out, shape)
