@@ -19,7 +19,7 @@ import torch
 from bench import measure
 from examples import corpus
 from examples import language_model as lm
-from moeblaze_cupy.cli.progress import Progress
+from examples.progress import Progress
 
 TEXT_BYTES = 16 << 20
 SHARES = 50  # of a run, between which memory is read
@@ -39,20 +39,20 @@ def repeated(s: lm.Settings, arm: str, data: corpus.Corpus, device: str, repeats
     windows = lm.batch(data.training.to(device), 0, 0, s)
     start = [main.clone() for main in weights.main]
     first, equal = None, torch.zeros((), dtype=torch.int64, device=device)
-    with Progress(repeats, f"repeats, {arm}") as progress:
-        for repeat in range(repeats):
-            with torch.no_grad():
-                torch._foreach_copy_(weights.main, start)
-            weights.adam.state.clear()
-            weights._round()
-            nats, balance = model.loss(windows)
-            (nats + lm.BALANCE * balance).backward()
-            gradients = [parameter.grad for parameter in model.parameters()]
-            weights.step(s.lr)
-            results = [nats.detach(), *gradients, *weights.main]
-            first = [result.clone() for result in results] if first is None else first
-            equal += _same(results, first)
-            progress.update(repeat + 1)
+    progress = Progress(repeats, f"repeats, {arm}")
+    for repeat in range(repeats):
+        with torch.no_grad():
+            torch._foreach_copy_(weights.main, start)
+        weights.adam.state.clear()
+        weights._round()
+        nats, balance = model.loss(windows)
+        (nats + lm.BALANCE * balance).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        weights.step(s.lr)
+        results = [nats.detach(), *gradients, *weights.main]
+        first = [result.clone() for result in results] if first is None else first
+        equal += _same(results, first)
+        progress.update(repeat + 1)
     return {"arm": arm, "repeats": repeats, "equal": int(equal)}
 
 
@@ -71,18 +71,16 @@ def collapsing(s: lm.Settings, arm: str, data: corpus.Corpus, device: str, steps
         return chosen, one
 
     try:
-        with Progress(steps, f"steps, {arm}") as progress:
-            for step in range(steps):
-                lm.route = route_to_one if step in collapsed else plain
-                nats, balance = model.loss(lm.batch(training, 0, step, s))
-                (nats + lm.BALANCE * balance).backward()
-                weights.step(s.lr)
-                progress.update(step + 1)
-                if (step + 1) % between == 0:
-                    loss = float(nats.detach())
-                    history.append(
-                        {"step": step + 1, "is_collapsed": step in collapsed, "loss": loss, **_memory(device)}
-                    )
+        progress = Progress(steps, f"steps, {arm}")
+        for step in range(steps):
+            lm.route = route_to_one if step in collapsed else plain
+            nats, balance = model.loss(lm.batch(training, 0, step, s))
+            (nats + lm.BALANCE * balance).backward()
+            weights.step(s.lr)
+            progress.update(step + 1)
+            if (step + 1) % between == 0:
+                loss = float(nats.detach())
+                history.append({"step": step + 1, "is_collapsed": step in collapsed, "loss": loss, **_memory(device)})
     finally:
         lm.route = plain
     return {"arm": arm, "steps": steps, "history": history, "held_out_loss": lm.held_out_loss(model, held_out, s)}

@@ -1,4 +1,4 @@
-"""The layer on other GPUs than the one of docs/results.md's tables, from `python -m moeblaze_cupy bench --suite layer`.
+"""The layer on other GPUs than the one of docs/results.md's tables, from `python -m bench --suite layer`.
 
 bench/records/other_gpus/ has a record for each GPU.
 """

@@ -1,4 +1,4 @@
-"""Text tables of a record: what `python -m moeblaze_cupy bench` prints."""
+"""Text tables of a record: what `python -m bench` prints."""
 
 from collections.abc import Iterable
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
 
 from examples import corpus as text
-from moeblaze_cupy.cli.progress import Progress
+from examples.progress import Progress
 from moeblaze_cupy.interop.torch import moe, route
 
 OURS = {
@@ -287,27 +287,27 @@ def train(arm: str, seed: int, s: Settings, data: text.Corpus, out: Path, deadli
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     since, since_step, saved_at = synchronize(device), first, time.monotonic()
-    with Progress(s.steps, f"{arm}, seed {seed}") as progress:
-        for step in range(first, s.steps):
-            nats, balance = model.loss(batch(training, seed, step, s))
-            (nats + BALANCE * balance).backward()
-            weights.step(learning_rate(step, s))
-            done = step + 1
-            progress.update(done, lambda nats=nats: f"loss {float(nats.detach()):.3f}")
-            if done % s.evaluate_every and done < s.steps:
-                continue
-            seconds = synchronize(device) - since
-            speeds.append((done - since_step) * s.B * s.T / seconds)
-            entry = {"step": done, "training": float(nats.detach()), "held_out": held_out_loss(model, held_out, s)}
-            history.append(entry)
-            is_late = deadline is not None and time.monotonic() > deadline
-            if done < s.steps and (is_late or time.monotonic() - saved_at >= CHECKPOINT_SECONDS):
-                kept = {"about": about, "step": done, "history": history, "speeds": speeds, "weights": weights.state()}
-                save(path.with_suffix(".pt"), kept, torch.save)
-                saved_at = time.monotonic()
-                if is_late:
-                    return None
-            since, since_step = synchronize(device), done
+    progress = Progress(s.steps, f"{arm}, seed {seed}", done=first)
+    for step in range(first, s.steps):
+        nats, balance = model.loss(batch(training, seed, step, s))
+        (nats + BALANCE * balance).backward()
+        weights.step(learning_rate(step, s))
+        done = step + 1
+        progress.update(done, lambda nats=nats: f"loss {float(nats.detach()):.3f}")
+        if done % s.evaluate_every and done < s.steps:
+            continue
+        seconds = synchronize(device) - since
+        speeds.append((done - since_step) * s.B * s.T / seconds)
+        entry = {"step": done, "training": float(nats.detach()), "held_out": held_out_loss(model, held_out, s)}
+        history.append(entry)
+        is_late = deadline is not None and time.monotonic() > deadline
+        if done < s.steps and (is_late or time.monotonic() - saved_at >= CHECKPOINT_SECONDS):
+            kept = {"about": about, "step": done, "history": history, "speeds": speeds, "weights": weights.state()}
+            save(path.with_suffix(".pt"), kept, torch.save)
+            saved_at = time.monotonic()
+            if is_late:
+                return None
+        since, since_step = synchronize(device), done
     result = {
         **about,
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,

@@ -115,7 +115,7 @@ def test_ci_runs_the_commands_of_the_readme():
     pattern = re.search(r"grep -E '([^']*)' README\.md", CI)[1]
     found = re.findall(pattern + ".*", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert found == [
-        "pip install -e . && python -m moeblaze_cupy train",
+        "pip install -e . && python examples/train.py",
         'pip install -e ".[test]" && pytest -n auto',
     ]
 

@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.cli.progress import CommandError, Progress, one_line
+from moeblaze_cupy.cli.command import CommandError, one_line
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     )
     seconds, failures = 0.0, 0
     # NVRTC releases the GIL, so threads compile in parallel.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, Progress(len(variants), "compile") as progress:
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         pending = {pool.submit(loader.precompile, variant): variant for variant in variants}
         try:
             for done, future in enumerate(as_completed(pending), start=1):
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
                     print(f"{name}: {error}", file=sys.stderr)
                     continue
                 seconds += took
-                progress.update(done, f"{took:.1f} s {name}")
+                print(f"compile {done}/{len(variants)}: {took:.1f} s {name}", file=sys.stderr)
         except BaseException:  # Ctrl-C: leaving the pool would compile all the rest first
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Layout
-from moeblaze_cupy.cli.progress import CommandError, one_line
+from moeblaze_cupy.cli.command import CommandError, one_line
 from moeblaze_cupy.cli.sizes import layer_shape, slot_options
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.memory import LayerShape, format_bytes

@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from moeblaze_cupy import launch_config
-from moeblaze_cupy.cli.progress import one_line
+from moeblaze_cupy.cli.command import one_line
 from moeblaze_cupy.memory import format_bytes
 
 WIDTH = 22

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from moeblaze_cupy import fp8_checks, launch_config
-from moeblaze_cupy.cli.progress import CommandError
+from moeblaze_cupy.cli.command import CommandError
 from moeblaze_cupy.memory import LayerShape
 from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions
 

@@ -1,4 +1,4 @@
-"""`bench`: runs the suites of a checkout's bench/ folder, with a progress bar, and prints their tables."""
+"""Runs the suites of this folder, with their progress on stderr, and prints their tables: `python -m bench`."""
 
 import argparse
 import contextlib
@@ -10,18 +10,60 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import moeblaze_cupy
-from moeblaze_cupy.cli.progress import CommandError, Progress
+from bench.table import tables
+from examples.progress import Progress
+from moeblaze_cupy.cli.command import CommandError, integer, positive_number, run_guarded
+
+FOLDER = Path(__file__).resolve().parent
+PROG = "python -m bench"
+SUITES = (
+    *("layer", "experts", "memory", "grouped_gemm", "aggregation", "dispatch", "router", "selection", "slots"),
+    *("ablation", "accuracy"),
+)
+ORDERS = ("row", "transposed")
+
+
+def orders(text: str) -> str:
+    """Comma-separated memory orders, as the suites take them."""
+    unknown = [name for name in text.split(",") if name not in ORDERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(ORDERS)}, comma-separated, got {unknown[0]!r}")
+    return text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Times the layer and its kernels beside their bounds and other implementations. Needs torch, "
+        "pytest and pytest-benchmark. bench/README.md describes suites, cases and providers. Without a GPU it runs "
+        "tiny shapes, to show that the suites work.",
+    )
+    parser.add_argument("--quick", action="store_true", help="the layer on five cases, beside the cuBLAS bound")
+    parser.add_argument(
+        "--suite", action="append", choices=(*SUITES, "transformers"), metavar="NAME",
+        help=f"{', '.join(SUITES)}, transformers; repeatable (default: all but transformers, or layer with --case)",
+    )  # fmt: skip
+    parser.add_argument("--case", metavar="A,B", help="cases or groups of bench/cases.py")
+    parser.add_argument("--provider", metavar="A,B", help="providers or groups of bench/providers.py")
+    parser.add_argument(
+        "--order", type=orders, metavar="A,B", help="memory orders of the weights: transposed, row (differs by suite)"
+    )
+    parser.add_argument("--rounds", type=integer(1), metavar="N", help="timed repetitions of each row (12)")
+    parser.add_argument(
+        "--minutes", type=positive_number, metavar="T", help="start no row later than this into the run"
+    )
+    parser.add_argument("--commit", metavar="ID", help="commit to write into the records (git's)")
+    parser.add_argument("--out", metavar="DIR", help="write one JSON record per suite there")
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """0 if every row was measured or skipped for a stated reason, 1 if one failed or was wrong, or all were skipped."""
-    folder = _folder()
     pytest, torch = _needed()
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         print("no GPU: tiny shapes on the CPU, which show that the suites run and nothing else", file=sys.stderr)
-    suites = list(dict.fromkeys(args.suite or (("layer",) if args.quick or args.case else args.suites)))
+    suites = list(dict.fromkeys(args.suite or (("layer",) if args.quick or args.case else SUITES)))
     out = Path(args.out) if args.out else None
     if out:
         try:
@@ -31,27 +73,17 @@ def run(args: argparse.Namespace) -> int:
     _check_names(args, suites)
     failed, measured = False, False
     for suite in suites:
-        options = [str(folder / f"bench_{suite}.py"), "-m", "gpu" if has_gpu else "not gpu"]
+        options = [str(FOLDER / f"bench_{suite}.py"), "-m", "gpu" if has_gpu else "not gpu"]
         options += _options(args, suite)
-        record, report = _run_suite(pytest, folder, suite, options, out)
+        record, report = _run_suite(pytest, suite, options, out)
         failed |= bool(report.failed)
         measured |= bool(record["benchmarks"])
-        print("\n".join(importlib.import_module("bench.table").tables(record)) or f"{suite}: nothing was measured")
+        print("\n".join(tables(record)) or f"{suite}: nothing was measured")
         for kind, notes in (("skipped", report.skipped), ("failed", report.failed)):
             for note in dict.fromkeys(notes):
                 print(f"{kind}: {note}")
         print()
     return 1 if failed or not measured else 0
-
-
-def _folder() -> Path:
-    """bench/ beside the package: it is part of a checkout, not of an installed wheel."""
-    folder = Path(moeblaze_cupy.__file__).resolve().parent.parent / "bench"
-    if not (folder / "conftest.py").is_file():
-        raise CommandError(f"the suites are in a checkout's bench/ folder: expected {folder}, got no such folder")
-    if str(folder.parent) not in sys.path:
-        sys.path.insert(0, str(folder.parent))
-    return folder
 
 
 def _needed() -> tuple[Any, Any]:
@@ -67,10 +99,14 @@ def _check_names(args: argparse.Namespace, suites: list[str]) -> None:
     """Unknown cases and providers end the run before anything is measured. Those of "transformers" are its own."""
     try:
         if suites == ["transformers"]:
-            importlib.import_module("bench.bench_transformers").check_names(args.case, args.provider)
+            from bench import bench_transformers
+
+            bench_transformers.check_names(args.case, args.provider)
             return
-        importlib.import_module("bench.cases").select(args.case, "quick")
-        importlib.import_module("bench.providers").select(args.provider, "quick")
+        from bench import cases, providers
+
+        cases.select(args.case, "quick")
+        providers.select(args.provider, "quick")
     except ValueError as error:
         raise CommandError(str(error).removeprefix("bench: ")) from error
 
@@ -92,7 +128,7 @@ def _options(args: argparse.Namespace, suite: str) -> list[str]:
 
 
 class _Report:
-    """Follows pytest's reports with the progress bar, and keeps why rows are missing."""
+    """Follows pytest's reports with lines of progress, and keeps why rows are missing."""
 
     def __init__(self, suite: str) -> None:
         self.suite, self.done = suite, 0
@@ -116,9 +152,7 @@ class _Report:
             self.progress.update(self.done, name)
 
 
-def _run_suite(
-    pytest: Any, folder: Path, suite: str, options: list[str], out: Path | None
-) -> tuple[dict[str, Any], _Report]:
+def _run_suite(pytest: Any, suite: str, options: list[str], out: Path | None) -> tuple[dict[str, Any], _Report]:
     """The suite's record, written to OUT/<suite>.json as well, and what became of its rows."""
     report, text = _Report(suite), io.StringIO()
     with tempfile.TemporaryDirectory() as scratch:
@@ -128,8 +162,8 @@ def _run_suite(
                 [
                     *options,
                     f"--benchmark-json={path}",
-                    f"--rootdir={folder.parent}",
-                    "--capture=no",  # the progress bar is on stderr; stdout is kept out of the way here
+                    f"--rootdir={FOLDER.parent}",
+                    "--capture=no",  # the progress is on stderr; stdout is kept out of the way here
                     "-p",
                     "no:cacheprovider",
                 ],
@@ -142,3 +176,12 @@ def _run_suite(
             raise CommandError(f"{suite}: pytest ended with {code!r}: {' '.join(last)}")
         written = path.read_text() if path.is_file() else ""
         return json.loads(written) if written else {"benchmarks": []}, report
+
+
+def main(*argv: str) -> int:
+    """The exit code, as `run_guarded` has them. argparse raises SystemExit for options it cannot read."""
+    return run_guarded(PROG, lambda: run(build_parser().parse_args(argv or None)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

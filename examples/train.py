@@ -1,4 +1,6 @@
-"""`train`: a byte-level language model whose hidden layer is the MoE layer, through the public array functions only.
+"""A byte-level language model whose hidden layer is the MoE layer, through the public array functions only.
+
+python examples/train.py        on a GPU if CuPy and a driver are there, else on the CPU with NumPy
 
 Letters: L bytes to predict per step, c bytes of context each, d model width, E experts, k per token, V = 256 byte
 values. The model, in float32 but for the expert layer, which runs in `--dtype`:
@@ -25,19 +27,23 @@ from typing import Any, TextIO
 import ml_dtypes
 import numpy as np
 
-import moeblaze_cupy as mb
-from moeblaze_cupy import launch_config, loader, memory
-from moeblaze_cupy.cli.progress import CommandError, Progress, one_line
-from moeblaze_cupy.memory import format_bytes
-from moeblaze_cupy.structures import is_gated
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout need not be installed
 
+import moeblaze_cupy as mb
+from examples.progress import Progress
+from moeblaze_cupy import launch_config, loader, memory
+from moeblaze_cupy.cli.command import CommandError, integer, one_line, positive_number, run_guarded
+from moeblaze_cupy.memory import format_bytes
+from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, is_gated
+
+PROG = "python examples/train.py"
+MAX_WIDTH = 2**24  # of d and h: wider than any model's
 CONTEXT_BYTES = 16  # c
 VOCABULARY = 256
 MIN_TEXT_BYTES, MAX_TEXT_BYTES = 4096, 1 << 30
 HELD_OUT_SHARE = 0.1
 MAX_HELD_OUT_BYTES = 1 << 16  # so that evaluating stays short beside training, whatever the text
 EVALUATION_TOKENS = 2048  # per piece of the held-out text, whatever --batch is
-EVALUATION_LINES = 3  # of its progress in a log
 GPU_CHECK_STEPS = 10  # reading a loss waits for the GPU, so that a NaN is found up to this many steps late
 WARMUP_SHARE = 0.05
 BALANCE_WEIGHT = 0.01  # of the load-balancing loss, as in the Switch Transformer
@@ -277,12 +283,11 @@ def _windows(xp: Any, values: Any, starts: Any) -> tuple[Any, Any]:
 def held_out_loss(model: Model, held_out: Any) -> float:
     """Mean nats per byte over every byte of held_out (m,) that has a full context."""
     count, total = len(held_out) - CONTEXT_BYTES, 0.0
-    with Progress(count, "evaluate", plain_lines=EVALUATION_LINES) as progress:
-        for first in range(0, count, EVALUATION_TOKENS):
-            progress.update(first)
-            end = min(first + EVALUATION_TOKENS, count)
-            total += float(model.loss(*_windows(model.xp, held_out, np.arange(first, end))))
-        progress.update(count)
+    progress = Progress(count, "evaluate")
+    for first in range(0, count, EVALUATION_TOKENS):
+        end = min(first + EVALUATION_TOKENS, count)
+        total += float(model.loss(*_windows(model.xp, held_out, np.arange(first, end))))
+        progress.update(end)
     return total / count
 
 
@@ -314,8 +319,7 @@ def _check_plot(path: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        hint = 'in a checkout: pip install -e ".[plot]"'
-        raise CommandError(f"--plot: expected matplotlib ({hint}), got {error}") from error
+        raise CommandError(f'--plot: expected matplotlib (pip install -e ".[plot]"), got {error}') from error
     formats = Figure().canvas.get_supported_filetypes()
     suffix = Path(path).suffix
     if suffix[1:].lower() not in formats:
@@ -395,7 +399,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         ("busiest expert", f"{busiest:.1%} of the last batch's slots, an even share is {1 / args.experts:.1%}"),
         ("saved for backward", f"{format_bytes(saved.nbytes + saved.x.nbytes)} (x and save={args.save!r})"),
-        ("with routed buffers", f"{format_bytes(routed)} (by formula, see `plan`)"),
+        ("with routed buffers", f"{format_bytes(routed)} (by formula, see `python -m moeblaze_cupy plan`)"),
     ]
     _print_facts([*setting, *results], sys.stdout)
     if args.plot is not None:
@@ -417,18 +421,17 @@ def _train(
     adam = Adam(xp, model.theta)
     model.loss_and_gradient(*_windows(xp, training, np.arange(args.batch) % CONTEXT_BYTES))  # compiles, untimed
     start = time.perf_counter()
-    with Progress(args.steps, "train") as progress:
-        progress.update(0)
-        for step in range(args.steps):
-            starts = rng.integers(0, len(training) - CONTEXT_BYTES, args.batch)
-            loss, gradient, saved = model.loss_and_gradient(*_windows(xp, training, starts))
-            adam.update(gradient, learning_rate(step, args.steps, args.lr))
-            losses.append(loss)
-            if len(losses) - read == check_steps or len(losses) == args.steps:
-                losses[read:] = map(float, losses[read:])
-                _check_finite(losses[read:], "loss at step", args, read + 1)
-                read = len(losses)
-            progress.update(step + 1, lambda: f"loss {float(losses[-1]):.3f} nats/byte")
+    progress = Progress(args.steps, "train")
+    for step in range(args.steps):
+        starts = rng.integers(0, len(training) - CONTEXT_BYTES, args.batch)
+        loss, gradient, saved = model.loss_and_gradient(*_windows(xp, training, starts))
+        adam.update(gradient, learning_rate(step, args.steps, args.lr))
+        losses.append(loss)
+        if len(losses) - read == check_steps or len(losses) == args.steps:
+            losses[read:] = map(float, losses[read:])
+            _check_finite(losses[read:], "loss at step", args, read + 1)
+            read = len(losses)
+        progress.update(step + 1, lambda: f"loss {float(losses[-1]):.3f} nats/byte")
     return time.perf_counter() - start, saved
 
 
@@ -457,3 +460,51 @@ def _print_facts(facts: list[tuple[str, str]], stream: TextIO) -> None:
 
 def _nats_and_bits(nats: float) -> str:
     return f"{nats:.3f} nats/byte ({nats / math.log(2):.3f} bits)"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Trains a byte-level language model with an MoE hidden layer. Reports its loss, speed and memory. "
+        "The default run takes a minute or two on two CPU cores. Its progress says how long is left.",
+    )
+    parser.add_argument("--steps", type=integer(1), default=500, metavar="N", help="training steps (%(default)s)")
+    parser.add_argument("--batch", type=integer(1), default=2048, metavar="L", help="bytes per step (%(default)s)")
+    for option, letter, meaning, most, default in (
+        ("--d-model", "d", "model width", MAX_WIDTH, 256),
+        ("--d-hidden", "h", "hidden width of one expert", MAX_WIDTH, 128),
+        ("--experts", "E", "number of experts", None, 8),
+        ("--k", "k", "experts per token", None, 2),
+    ):
+        parser.add_argument(
+            option, type=integer(1, most), metavar=letter, default=default, help=f"{meaning} (%(default)s)"
+        )
+    parser.add_argument(
+        "--activation", choices=ACTIVATIONS, default="swiglu", metavar="NAME",
+        help=f"{', '.join(ACTIVATIONS)} (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--save",
+        choices=[policy for policy in SAVE_POLICIES if policy],
+        default="minimal",
+        help="what the layer keeps for backward (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16", "float64"),
+        help="of the expert layer (float32 on the CPU, bfloat16 on a GPU); float64 on the CPU only",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="(%(default)s)")
+    parser.add_argument("--lr", type=positive_number, default=3e-3, help="peak learning rate of Adam (%(default)s)")
+    parser.add_argument("--seed", type=integer(0), default=0, metavar="N", help="(%(default)s)")
+    parser.add_argument("--text", metavar="FILE", help="train on this file instead of Python's documentation topics")
+    parser.add_argument("--plot", metavar="FILE.png", help="write the loss curve (needs matplotlib)")
+    return parser
+
+
+def main(*argv: str) -> int:
+    """The exit code, as `run_guarded` has them. argparse raises SystemExit for options it cannot read."""
+    return run_guarded(PROG, lambda: run(build_parser().parse_args(argv or None)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
