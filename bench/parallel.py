@@ -5,8 +5,8 @@ layers. Efficiency is the time of forward and backward on one GPU over that on P
 training. The time on one GPU is taken on all GPUs at once, whose clocks and power are then alike. Without GPUs a tiny
 case runs on the CPU over gloo, which shows that the suite runs and nothing else.
 
-Routes that read nothing on the host have memory for SLOTS times the slots that balanced routing gives a rank. With
---plain there is also route "pull" whose rows are all read by kernels, none copied beside products.
+Route "pull" has memory for SLOTS times the slots that balanced routing gives a rank. With --plain there is also route
+"pull" whose rows are all read by kernels, none copied beside products.
 
 With --fp8 FSDP2 has rows of layers with precision="fp8" too, whose gradients travel in bfloat16: by copy engines that
 bring weights in bfloat16 ("copies-bf16-fp8") and in e4m3 ("copies-bf16-fp8-e4m3").
@@ -54,9 +54,9 @@ from moeblaze_cupy.interop.torch import MoE, moe
 TOLERANCE = 0.02
 FP8_TOLERANCE = 0.07  # with rows in e4m3 the gradients of w1 and w2 come to 0.062 and 0.060
 STACKED = 4  # layers under FSDP2
-SLOTS = 1.125  # of balanced routing's slots, for which routes "gather" and "pull" have memory
+SLOTS = 1.125  # of balanced routing's slots, for which route "pull" has memory
 PIECE_ELEMENTS = 2**26  # that are compared at a time
-ROUTES = ("exact", "gather", "pull")
+ROUTES = ("exact", "pull")
 PLAIN = "pull-plain"  # route "pull" without copies
 COPIES, COPIES_BF16 = "copies", "copies-bf16"  # FSDP2's collectives by copy engines; gradients travel in bfloat16
 STORED = f"{COPIES_BF16}-stored"  # products store weight gradients where they are summed

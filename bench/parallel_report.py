@@ -15,7 +15,6 @@ TITLES = {
     "pull-fp8-rows": "moeblaze-cupy, pull, fp8, rows in e4m3",
     "pull-graph": "moeblaze-cupy, pull, in a CUDA graph",
     "exact": "moeblaze-cupy, exact",
-    "gather": "moeblaze-cupy, gather",
     PEER: "torchtitan's order in torch",
 }
 FSDP_TITLES = {

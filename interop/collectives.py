@@ -120,5 +120,5 @@ def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
         elif name in ("dtype", "weights"):
             got = [str(SENT_DTYPES[v]) for v in values]
         elif name == "tokens":
-            expected += ' for routes "gather" and "static"'
+            expected += ' for route "static"'
         raise ValueError(f"exchange: {name}: expected {expected}, got {got}")

@@ -35,11 +35,11 @@ class ExpertGroup(RankGroup):
     group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
     num_experts: E, a multiple of the group's size.
     route: "exact" sends just the rows that are needed, any number per rank, and reads P*(10+2P) integers on the host.
-    "gather" sends all rows to all ranks. "static" sends `rows` rows from each rank to each, or L if that is None. Both
-    need as many tokens on all ranks, and on CUDA read nothing on the host. "pull" is for GPUs that reach each other's
-    memory, as by NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index, with
-    nothing packed. The host reads nothing of the device, and tells the other ranks its sizes in memory that processes
-    share. d is a multiple of 8 then, and results take the memory of P times the rows of the rank with most tokens, once
+    "static" sends `rows` rows from each rank to each, or L if that is None, which sends every row. It needs as many
+    tokens on all ranks, and on CUDA reads nothing on the host. "pull" is for GPUs that reach each other's memory, as by
+    NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index, with nothing packed.
+    The host reads nothing of the device, and tells the other ranks its sizes in memory that processes share. d is a
+    multiple of 8 then, and results take the memory of P times the rows of the rank with most tokens, once
     for all layers that share the ExpertGroup. "auto" is "pull" if `slots` bounds the layer's memory, on_overflow is
     "drop" or "raise", and the ranks' GPUs are of one host and can access each other's memory; otherwise it is "exact".
     rows: of "static"; rows past it are dropped.
@@ -153,7 +153,7 @@ class Begun:
         if self.header is None:  # the sizes are known, and the host does not wait
             return route
         by_rank = self.header.read()
-        collectives.check_same(by_rank, same_tokens=experts.route in ("gather", "static"))
+        collectives.check_same(by_rank, same_tokens=experts.route == "static")
         if isinstance(route, PullRoute):
             route.expect([values[SAME.index("tokens")] for values in by_rank])
         if exact:
@@ -161,7 +161,7 @@ class Begun:
             route.sent = by_rank[here][same : same + P]
             route.arriving = [values[same + here] for values in by_rank]
             route.slots = sum(values[same + P + here] for values in by_rank)
-            if isinstance(route, SentRoute) and route.tokens is not None:
+            if isinstance(route, SentRoute):
                 route.tokens = route.tokens[: sum(route.sent)]
             loads = [sum(values[same + P + rank] for values in by_rank) for rank in range(P)]
             if experts.slots is not None and experts.on_overflow == "raise" and max(loads) > experts.slots:
@@ -218,8 +218,8 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     Rows and weights are differentiable. n is the number of rows received, rounded up by a sixteenth at most; the rows
     that fill up have no ids.
     Raises ValueError on all ranks at once if their sizes, dtypes, call numbers or requires_grad differ, TypeError, and
-    RuntimeError if a rank does not answer within the group's timeout, with "pull" within ten minutes. With "gather" and
-    "static" on CUDA ranks are not compared, as the host would have to wait.
+    RuntimeError if a rank does not answer within the group's timeout, with "pull" within ten minutes. With "static"
+    on CUDA ranks are not compared, as the host would have to wait.
     """
     begun = Begun(x, ids, weights, experts, required((x,), (weights,)))
     route = begun.finish()

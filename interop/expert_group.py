@@ -12,7 +12,7 @@ from moeblaze_cupy.interop import collectives, hosts
 from moeblaze_cupy.interop.peers import TIMEOUT_MS, Peers
 
 Tensor = torch.Tensor
-ROUTES = ("auto", "exact", "gather", "static", "pull")
+ROUTES = ("auto", "exact", "static", "pull")
 OVERFLOWS = ("chunk", "drop", "raise")
 MAX_PASSED = 64  # calls that are remembered: where numbers of tokens vary there are ever new ones
 

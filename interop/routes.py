@@ -127,7 +127,7 @@ class Route:
 
 
 class SentRoute(Route):
-    """Rows that collectives send: "exact", "gather" or "static"."""
+    """Rows that collectives send: "exact" or "static"."""
 
     def __init__(
         self,
@@ -136,13 +136,13 @@ class SentRoute(Route):
         arriving: list[int],
         ranks: Tensor,
         positions: Tensor,
-        tokens: Tensor | None,
+        tokens: Tensor,
     ) -> None:
         super().__init__(ids, experts, arriving)
-        self.has_fixed_room = tokens is None
+        self.has_fixed_room = False
         self.ranks = ranks  # (L, k) int64: the rank of each slot's expert, P for none
         self.positions = positions  # (P, L) int64: where a token's row is among those sent, -1 if it is not sent
-        self.tokens = tokens  # (n,) int64: the token of each row that is sent; None where all are sent to all
+        self.tokens = tokens  # (n,) int64: the token of each row that is sent
         self._places: Tensor | None = None  # positions by token, int32
 
     def _what(self, name: str) -> str:
@@ -150,10 +150,7 @@ class SentRoute(Route):
 
     def _send(self, x: Tensor, name: str) -> Pending:
         """Rows of tokens (L, columns) to the ranks that need them; the result has `room` rows."""
-        group = self.experts.group
-        if self.tokens is None:
-            return collectives.all_gather(x, f"all-gather of {name} (call {self.call})", group)
-        chosen = x.index_select(0, self.tokens)
+        chosen, group = x.index_select(0, self.tokens), self.experts.group
         return collectives.all_to_all(chosen, self.sent, self.arriving, self.room, self._what(name), group)
 
     def _send_rows(self, rows: Tensor, name: str) -> Callable[[], Rows]:
@@ -176,7 +173,7 @@ class SentRoute(Route):
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
         experts, k = self.experts, self.k
         packed = torch.cat([collectives.in_bytes(ids), collectives.in_bytes(weights)], 1)
-        if self.tokens is not None and experts.route == "static" and self.num_tokens:
+        if experts.route == "static" and self.num_tokens:
             chosen = torch.zeros(len(self.tokens) + 1, dtype=torch.bool, device=ids.device)
             last = len(self.tokens)
             positions = torch.where(self.positions >= 0, self.positions, last).reshape(-1)
@@ -241,31 +238,25 @@ def sent_route(ids: Tensor, experts: RankGroup) -> tuple[SentRoute, Callable[[],
     needed = torch.zeros((P + 1, L), dtype=torch.bool, device=device)
     needed.scatter_(0, ranks.T.contiguous(), True)
     needed = needed[:P]  # (P, L) whether a rank has an expert of a token
-    tokens: Tensor | None = None
     dropped: Tensor | None = None
-    if experts.route == "gather":
-        token = torch.arange(P * L, device=device).view(P, L)
-        positions = torch.where(needed, token, -1)
-        arriving = [L] * P
+    token = torch.arange(L, device=device).expand(P, L)
+    if experts.route == "exact":
+        positions = torch.where(needed, needed.reshape(-1).cumsum(0).view(P, L) - 1, -1)
+        room, arriving = P * L, []
     else:
-        token = torch.arange(L, device=device).expand(P, L)
-        if experts.route == "exact":
-            positions = torch.where(needed, needed.reshape(-1).cumsum(0).view(P, L) - 1, -1)
-            room, arriving = P * L, []
-        else:
-            C = experts.rows or L
-            places = needed.to(torch.int64).cumsum(1) - 1
-            if experts.rows is not None:
-                dropped = (needed & (places >= C)).sum().reshape(1)
-                needed = needed & (places < C)
-            positions = torch.where(needed, places + C * torch.arange(P, device=device)[:, None], -1)
-            room, arriving = P * C, [C] * P
-        # Rows without a token are token 0's, whose ids `receive` leaves out. The last element takes what is not sent.
-        tokens = torch.zeros(room + 1, dtype=torch.int64, device=device)
-        tokens.scatter_(0, torch.where(needed, positions, room).reshape(-1), token.reshape(-1))
-        tokens = tokens[:room] if L else tokens[:0]
-        if not L:
-            arriving = [0] * len(arriving)
+        C = experts.rows or L
+        places = needed.to(torch.int64).cumsum(1) - 1
+        if experts.rows is not None:
+            dropped = (needed & (places >= C)).sum().reshape(1)
+            needed = needed & (places < C)
+        positions = torch.where(needed, places + C * torch.arange(P, device=device)[:, None], -1)
+        room, arriving = P * C, [C] * P
+    # Rows without a token are token 0's, whose ids `receive` leaves out. The last element takes what is not sent.
+    tokens = torch.zeros(room + 1, dtype=torch.int64, device=device)
+    tokens.scatter_(0, torch.where(needed, positions, room).reshape(-1), token.reshape(-1))
+    tokens = tokens[:room] if L else tokens[:0]
+    if not L:
+        arriving = [0] * len(arriving)
     route = SentRoute(ids, experts, arriving, ranks, positions, tokens)
     route.counted = dropped
     return route, lambda: torch.cat([needed.sum(1), mb.tokens_per_expert(ranks, P)[0].to(torch.int64)])

@@ -47,7 +47,7 @@ def parity(rank, size, group):
 @case
 def one_choice(rank, size, group):
     """Of ranks without tokens, elementwise functions of torch make (0, 1) with strides that no view takes."""
-    for route in ("exact", "gather"):
+    for route in ("exact", "static"):
         experts = ExpertGroup(group, E, route=route)
         for kind in ("none_here", "one_token", "none") if route == "exact" else ("none",):
             inputs = Inputs(rank, counts_of(size, kind), k=1)
@@ -72,14 +72,13 @@ def second_derivatives(rank, size, group):
 
 
 @case
-def parity_of_routes(rank, size, group):
-    for route in ("gather", "static"):
-        experts = ExpertGroup(group, E, route=route)
-        for routing in ("random", "one_rank", "absent", "duplicate", "all_absent"):
-            inputs = Inputs(rank, counts_of(size, "equal"), routing)
-            compare(inputs, results_of(inputs, experts), 1e-14)
-        inputs = Inputs(rank, [0] * size)
+def parity_of_static(rank, size, group):
+    experts = ExpertGroup(group, E, route="static")
+    for routing in ("random", "one_rank", "absent", "duplicate", "all_absent"):
+        inputs = Inputs(rank, counts_of(size, "equal"), routing)
         compare(inputs, results_of(inputs, experts), 1e-14)
+    inputs = Inputs(rank, [0] * size)
+    compare(inputs, results_of(inputs, experts), 1e-14)
 
 
 class PeersOverGloo:
@@ -349,7 +348,7 @@ def rows_in_fp8(rank, size, group):
         inputs = Inputs(rank, counts_of(size, kind), "absent", dtype=torch.bfloat16, h=32)
         routes = [{"route": "exact"}, {"keep_received": False}]
         if kind == "equal":
-            routes += [{"route": "gather"}, {"route": "static"}]
+            routes += [{"route": "static"}]
         for of_group in routes:
             compare_rows_in_fp8(inputs, ExpertGroup(group, E, **of_group), same_bits=of_group.get("route") == "exact")
         for save in ("recompute", "fp8"):
@@ -418,7 +417,7 @@ def own_experts(rank, size, group):
     """`exchange` and `collect` around experts of the caller's, and what a route tells."""
     inputs = Inputs(rank, counts_of(size, "uneven"), "duplicate")
     x, ids, weights, _, _ = inputs.local()
-    for route_name in ("exact", "static", "gather"):
+    for route_name in ("exact", "static"):
         if route_name != "exact":
             inputs = Inputs(rank, counts_of(size, "equal"), "duplicate")
             x, ids, weights, _, _ = inputs.local()

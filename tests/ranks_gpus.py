@@ -30,7 +30,7 @@ def on_gpu(inputs, dtype):
     return moved
 
 
-GPU_ROUTES = {name: {"route": name} if name != "exact" else {} for name in ("exact", "gather", "static", "pull")}
+GPU_ROUTES = {name: {"route": name} if name != "exact" else {} for name in ("exact", "static", "pull")}
 
 
 @gpu_case
@@ -41,7 +41,7 @@ def parity_on_gpus(rank, size, group):
             experts = ExpertGroup(group, E, **options)
             experts.peers.copies = name != "pull by kernels"
             for kind in ("equal", "uneven", "none_here", "one_token", "none"):
-                if experts.route in ("gather", "static") and kind not in ("equal", "none"):
+                if experts.route == "static" and kind not in ("equal", "none"):
                     continue
                 for routing in ("random", "absent", "one_rank", "duplicate"):
                     inputs = Inputs(rank, counts_of(size, kind), routing)
@@ -88,7 +88,7 @@ def rows_in_fp8_on_gpus(rank, size, group):
         plain = Inputs(rank, counts_of(size, kind), "absent", dtype=torch.bfloat16, h=32)
         inputs = on_gpu(plain, torch.bfloat16)
         ways = [{"route": "pull"}, {"route": "pull", "copies": False}, {"route": "pull", "keep_received": False}]
-        for way in (*ways, {"route": "exact"}, *[{"route": "gather"}] * (kind == "equal")):
+        for way in (*ways, {"route": "exact"}, *[{"route": "static"}] * (kind == "equal")):
             experts = ExpertGroup(group, E, **{name: value for name, value in way.items() if name != "copies"})
             experts.peers.copies = way.get("copies", True)
             for save in ("minimal", *["recompute"] * (kind == "uneven" and way == ways[0])):
@@ -187,7 +187,7 @@ def overflow_on_gpus(rank, size, group):
 @gpu_case
 def no_host_sync(rank, size, group):
     """With these routes the host waits for nothing."""
-    for route in ("gather", "static", "pull"):
+    for route in ("static", "pull"):
         for options in ({"on_overflow": "drop"}, {}, {"slots": size * 24 * K}):
             experts = ExpertGroup(group, E, route=route, **options)
             kind = "uneven" if route == "pull" else "equal"

@@ -22,13 +22,13 @@ def test_the_suite_runs_on_two_processes(tmp_path):
     named = [(row["what"], row["provider"], row["gpus"]) for row in rows]
     assert named == [
         *(("experts", "moeblaze", 1), ("experts", "moeblaze-fp8", 1)),
-        *(("experts", "exact", 2), ("experts", "gather", 2), ("experts", "slots", 2)),
+        *(("experts", "exact", 2), ("experts", "slots", 2)),
         *(("experts", "exact-fp8", 2), ("experts", "exact-fp8-rows", 2)),
         *(("fsdp", "moeblaze", 1), ("fsdp", "moeblaze-fp8", 1), ("fsdp", "moeblaze", 2), ("fsdp", "moeblaze-fp8", 2)),
     ]
     assert all(row["ms"] > 0 and row["efficiency"] > 0 and "wrong" not in row for row in rows)
     errors = {row["provider"]: row["errors"] for row in rows if row["what"] == "experts" and row["gpus"] == 2}
-    assert all(max(errors[name].values()) < 0.02 for name in ("exact", "gather", "slots"))
+    assert all(max(errors[name].values()) < 0.02 for name in ("exact", "slots"))
     of_bf16, of_e4m3 = errors["exact-fp8"], errors["exact-fp8-rows"]
     assert all(of_bf16[name] == of_e4m3[name] for name in ("out", "x", "weights"))
     assert all(of_bf16[name] < of_e4m3[name] < 0.07 for name in ("w1", "w2"))
