@@ -1,13 +1,12 @@
 """How the hosts of a group's ranks tell each other a few integers: in memory that they share, or over gloo.
 
-Only route "pull" uses it, whose ranks are on one host. Its device does not take part.
+Their devices do not take part. Ranks of route "pull" are on one host. Those of "exact" use memory where they share it.
 """
 
 import fcntl
 import mmap
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +20,6 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, 
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.collectives import Header, Pending
 
-FOLDER = "/dev/shm"  # files here are memory, and no other host sees them
 CALL_BITS = 16  # the lowest of a word
 LINE_WORDS = 8  # of a cache line; no two ranks write to one
 GAVE_UP = -1  # in place of a rank's first word
@@ -48,13 +46,16 @@ class HostMemory:
     ends, for whatever reason, even if its parent has not yet asked for its exit status. Children do not inherit it.
     """
 
-    def __init__(self, path: str, words: int, timeout: float, group: Any) -> None:
-        """path: of a file that `make_file` made. words: of a row. timeout: in seconds. Raises OSError or ValueError."""
+    def __init__(self, file: int, words: int, timeout: float, group: Any) -> None:
+        """file: a descriptor of what `make_file` made, which is closed with this, or by an error of this.
+
+        words: of a row. timeout: in seconds. Raises OSError or ValueError.
+        """
         self.calls, self._words, self._timeout, self._group = 0, words, timeout, group
         self._rank, size = dist.get_rank(group), dist.get_world_size(group)
         self._last: Answers | None = None
         self._error = ""  # of the first call that failed
-        self._file = os.open(path, os.O_RDWR)
+        self._file = file
         try:
             # mmap has a descriptor of its own. The lock is released when any descriptor of the file is closed.
             memory = memoryview(mmap.mmap(self._file, _nbytes(words, size))).cast("q")
@@ -62,8 +63,7 @@ class HostMemory:
         except (OSError, ValueError):
             os.close(self._file)
             raise
-        self.token = memory[0]
-        starts = range(LINE_WORDS, len(memory), _lines(words))
+        starts = range(0, len(memory), _lines(words))
         rows = [memory[start : start + words] for start in starts]
         self._slots = rows[:size], rows[size:]
 
@@ -190,64 +190,79 @@ class HostGloo:
 
     def send(self, values: Sequence[int], what: str) -> Header:
         """Tells the other ranks these values, as many on each. what: names the call in errors."""
-        here = torch.tensor([list(values)], dtype=torch.int64)
+        here = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         by_rank = here.new_empty((self._backend.size(), len(values)))
         with collectives.named(what, self._group):
             work = self._backend._allgather_base(by_rank, here)
         return Header(Pending(by_rank, work, what, self._group, here))
 
 
-def connect(number: int, words: int, timeout: float, group: Any) -> HostMemory | HostGloo:
+def connected(group: Any) -> HostMemory | HostGloo | None:
+    """What `connect` has made for the group."""
+    return _hosts.get(group)
+
+
+def connect(
+    number: int, words: int, timeout: float, group: Any, only_memory: bool = False
+) -> HostMemory | HostGloo | None:
     """That of a group, made once; memory if all ranks can map it. A collective call.
 
     number: of the ExpertGroup that asks. words: integers that a rank tells in a call. timeout: of a call, in seconds.
+    only_memory: None in place of gloo.
     Raises RuntimeError if other ranks do not answer.
     """
     if group not in _hosts:
         for ended in [known for known in _hosts if known not in _world.pg_map]:
             _hosts.pop(ended).close()
         with collectives.named("connection of hosts", group):
-            _hosts[group] = share_memory(words, timeout, group) or HostGloo(number, timeout, group)
+            made: HostMemory | HostGloo | None = share_memory(words, timeout, group)
+            if made is None and not only_memory:
+                made = HostGloo(number, timeout, group)
+        if made is None:
+            return None
+        _hosts[group] = made
     return _hosts[group]
 
 
 def share_memory(words: int, timeout: float, group: Any) -> HostMemory | None:
     """Memory of the group, or None on all ranks if one cannot map it. A collective call.
 
-    The first rank makes its file, and unlinks it when all have mapped it.
+    The first rank makes its file, which has no place in any folder, so that nothing is left whichever rank ends when.
+    The others open it by its descriptor in the first rank's process.
     """
-    size, memory = dist.get_world_size(group), None
-    path = make_file(words, size) if dist.get_rank(group) == 0 else None
-    try:
-        told = _tell(path, group)[0]
-        if told is not None:
-            with suppress(OSError, ValueError):  # as in a container of its own, or of another user
-                memory = HostMemory(told, words, timeout, group)
-        tokens = _tell(memory and memory.token, group)
-    finally:
-        if path is not None:
-            os.unlink(path)
-    # The same random number on all ranks: they have mapped the same file, not files of one name.
-    if memory is not None and len(set(tokens)) > 1:
+    name, file = f"moeblaze_cupy-{secrets.token_hex(16)}", None
+    if dist.get_rank(group) == 0:
+        with suppress(OSError):
+            file = make_file(name, words, dist.get_world_size(group))
+    memory = None
+    path = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
+    path, name = _tell((path, name), group)[0]
+    if path is not None:
+        with suppress(OSError, ValueError):  # as in a container of its own, or of another user
+            memory = HostMemory(open_file(path, name) if file is None else file, words, timeout, group)
+    if not all(_tell(memory is not None, group)) and memory is not None:
         memory.close()
         memory = None
     return memory
 
 
-def make_file(words: int, size: int) -> str | None:
-    """The path of a new file with a random number in it, or None if there is no room."""
-    path = None
+def make_file(name: str, words: int, size: int) -> int:
+    """The descriptor of a new file in memory. Raises OSError if there is no room."""
+    file = os.memfd_create(name)
     try:
-        file, path = tempfile.mkstemp(prefix="moeblaze_cupy-", dir=FOLDER)
-        with open(file, "wb") as opened:
-            # Memory is taken now. A write to a mapped page without any would end the process.
-            os.posix_fallocate(file, 0, _nbytes(words, size))
-            opened.write(secrets.randbits(63).to_bytes(8, "little"))
+        # Memory is taken now. A write to a mapped page without any would end the process.
+        os.posix_fallocate(file, 0, _nbytes(words, size))
     except OSError:
-        if path is not None:
-            os.unlink(path)
-        return None
-    return path
+        os.close(file)
+        raise
+    return file
+
+
+def open_file(path: str, name: str) -> int:
+    """Raises OSError unless `make_file` made it by this name, as elsewhere the path may be of another process."""
+    if name not in os.readlink(path):
+        raise FileNotFoundError(path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _lines(words: int) -> int:
@@ -256,8 +271,8 @@ def _lines(words: int) -> int:
 
 
 def _nbytes(words: int, size: int) -> int:
-    """Of the random number, in a cache line, and two slots with a row for each rank."""
-    return 8 * (LINE_WORDS + 2 * size * _lines(words))
+    """Of two slots with a row for each rank."""
+    return 8 * 2 * size * _lines(words)
 
 
 def _tell(value: Any, group: Any) -> list[Any]:

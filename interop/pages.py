@@ -6,8 +6,9 @@ torch's symmetric memory can have no others: the driver maps whole allocations a
 import os
 import secrets
 import socket
-import struct
 import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,59 +16,80 @@ import torch.distributed as dist
 
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.driver import Addresses, Physical
+from moeblaze_cupy.interop.peers import others
 
 Tensor = torch.Tensor
 TIMEOUT_S = 600.0  # of the wait for another rank's descriptor
+MAX_DESCRIPTORS = 253  # of a message, by the kernel
 
 
 class Descriptors:
-    """Descriptors of files that the ranks of a group, which are on one host, give each other. A collective call."""
+    """Descriptors of files that the ranks of a group, which are on one host, give each other. A collective call.
+
+    A rank has a socket for each other rank, connected to that rank's socket for this one. The kernel then takes
+    messages from that socket alone. Other processes may have filled its queue before, so it is emptied once. No socket
+    has a file.
+    """
 
     def __init__(self, group: Any) -> None:
-        self._group, self._rank, self._size, self._calls = group, dist.get_rank(group), dist.get_world_size(group), 0
-        self._came: dict[tuple[int, int], int] = {}  # by call and rank
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.settimeout(TIMEOUT_S)
-        weakref.finalize(self, self._socket.close)
-        name, secret = f"\0moeblaze-{secrets.token_hex(16)}", secrets.token_hex(16)  # a name of no file, which all see
-        self._socket.bind(name)
-        every: list[Any] = [None] * self._size
+        self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._sockets = {
+            rank: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for rank in others(self._rank, self._size)
+        }
+        weakref.finalize(self, _close, list(self._sockets.values()))
+        names = {rank: f"\0moeblaze-{secrets.token_hex(16)}" for rank in self._sockets}  # of no file, which all see
+        for rank, of_rank in self._sockets.items():
+            of_rank.bind(names[rank])
         with collectives.named("descriptors of CopyEngines", group):
-            dist.all_gather_object(every, (name, secret), group=group)
-        self._names, every_secret = zip(*every, strict=True)
-        self._secret, self._ranks = secret, {of_rank.encode(): rank for rank, of_rank in enumerate(every_secret)}
+            every = _all_gather(names, group)
+            failed: OSError | None = None
+            try:
+                for rank, of_rank in self._sockets.items():
+                    of_rank.connect(every[rank][self._rank])
+                    _empty(of_rank)
+                    of_rank.settimeout(TIMEOUT_S)
+            except OSError as error:
+                failed = error
+            told = _all_gather(failed and str(failed), group)  # no rank sends before all are connected
+            if any(told):
+                raise RuntimeError(f"sockets of ranks were not connected: {told} by rank") from failed
 
     def swap(self, descriptor: int) -> list[int]:
         """By rank, the descriptors of all, which this rank then closes. A collective call."""
-        call, size = self._calls, self._size
-        self._calls += 1
-        self._came[call, self._rank] = descriptor
+        every = {self._rank: descriptor}
         with collectives.named("descriptors of CopyEngines", self._group):
             try:
-                for apart in range(1, size):  # a message to each rank and one from each, as sockets queue few
-                    self._send(call, descriptor, (self._rank + apart) % size)
-                    while (call, (self._rank - apart) % size) not in self._came:
-                        self._receive()
+                for apart in range(1, self._size):  # a message to each rank and one from each, as sockets queue few
+                    socket.send_fds(self._sockets[(self._rank + apart) % self._size], [b"0"], [descriptor])
+                    source = (self._rank - apart) % self._size
+                    _, (every[source],), *_ = socket.recv_fds(self._sockets[source], 1, 1)
             except OSError as error:
-                while self._came:
-                    os.close(self._came.popitem()[1])
+                for of_rank in every.values():
+                    os.close(of_rank)
                 raise RuntimeError(str(error)) from error
-        return [self._came.pop((call, rank)) for rank in range(size)]
+        return [every[rank] for rank in range(self._size)]
 
-    def _send(self, call: int, descriptor: int, rank: int) -> None:
-        message = f"{call} {self._secret}".encode()
-        given = socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", descriptor)  # socket.send_fds takes no address
-        self._socket.sendmsg([message], [given], 0, self._names[rank])
 
-    def _receive(self) -> None:
-        message, received, *_ = socket.recv_fds(self._socket, 256, 1)
-        call, _, secret = message.partition(b" ")
-        rank = self._ranks.get(secret)
-        if rank is not None and len(received) == 1:
-            self._came[int(call), rank] = received[0]
-        else:  # of another process
-            for descriptor in received:
+def _all_gather(value: Any, group: Any) -> list[Any]:
+    """By rank."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group=group)
+    return every
+
+
+def _empty(connected: socket.socket) -> None:
+    """Drops the messages that are there, and closes the descriptors that came with them."""
+    connected.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            _, descriptors, *_ = socket.recv_fds(connected, 1, MAX_DESCRIPTORS)
+            for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for of_rank in sockets:
+        of_rank.close()
 
 
 class Pages:

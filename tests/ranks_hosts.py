@@ -4,34 +4,21 @@ import os
 import random
 import re
 import socket
-import tempfile
+import struct
 import time
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from contextlib import suppress
 from unittest import mock
 
 import torch.distributed as dist
 from ranks_common import E, Inputs, case, compare, counts_of, expect, results_of
 from ranks_exchange import peers_over_gloo
 
-from moeblaze_cupy.interop import hosts
+from moeblaze_cupy.interop import hosts, pages
 from moeblaze_cupy.interop.exchange import ExpertGroup
-from moeblaze_cupy.interop.pages import Descriptors
 
 WORDS = 11
 LARGEST = 2**47 - 1
 CALLS = 2000
-
-
-@contextmanager
-def folder_of(rank, name):
-    """Files of shared memory are made here by rank 0, which leaves none."""
-    folder = Path(tempfile.gettempdir()) / name
-    folder.mkdir(exist_ok=True)
-    with mock.patch.object(hosts, "FOLDER", str(folder)):
-        yield
-    assert rank > 0 or not list(folder.iterdir())
 
 
 def is_after_another(said, last, size):
@@ -47,8 +34,7 @@ def told_in(call, size):
 @case
 def hosts_share_memory(rank, size, group):
     """Ranks run ahead and behind, and leave some calls unread, as after an error. The number of a call begins anew."""
-    with folder_of(rank, "memory"):
-        memory = hosts.share_memory(WORDS, 60, group)
+    memory = hosts.share_memory(WORDS, 60, group)
     memory.calls = 2**16 - CALLS // 2
     rng = random.Random(rank)
     for call in range(CALLS):
@@ -75,18 +61,17 @@ def hosts_tell_what_fits(rank, size, group):
 
 @case
 def hosts_without_shared_memory(rank, size, group):
-    """If a rank has no memory, or the first makes none, or files of one name differ, all go over gloo."""
-    last, open_file = rank == size - 1, os.open
+    """If a rank has no memory, or the first makes none, or a descriptor is of another file, all go over gloo."""
+    last, open_file = rank == size - 1, hosts.open_file
 
     def fail(*_):
         raise FileNotFoundError
 
-    def open_other(path, flags, nbytes=2**16):
-        other = Path(f"{path}-other")
-        other.write_bytes(bytes(nbytes))
-        file = open_file(other, flags)
-        other.unlink()
-        return file
+    def short(*_):
+        return os.memfd_create("short")
+
+    def of_another(path, name):
+        return open_file(f"/proc/self/fd/{other}", name)
 
     def connected(number):
         found = hosts.connect(number, WORDS, 60, dist.new_group())
@@ -94,35 +79,40 @@ def hosts_without_shared_memory(rank, size, group):
         values = told_in(number, size)
         assert found.send(values[rank], "sizes").read() == values
 
-    with folder_of(rank, "some"):
-        for function in (fail, open_other, partial(open_other, nbytes=1)):
-            with mock.patch.object(hosts.os, "open", function if last else open_file):
-                assert hosts.share_memory(WORDS, 60, group) is None
-        with mock.patch.object(hosts.os, "open", fail if last else open_file):
-            connected(10**6)
-        with mock.patch.object(hosts.os, "posix_fallocate", fail):
+    other = os.memfd_create("other")
+    for function in (fail, short, of_another):
+        with mock.patch.object(hosts, "open_file", function if last else open_file):
             assert hosts.share_memory(WORDS, 60, group) is None
-    with mock.patch.object(hosts, "FOLDER", "/there is no such folder"), peers_over_gloo():
+            assert hosts.connect(1, WORDS, 60, group, only_memory=True) is None
+    os.close(other)
+    with mock.patch.object(hosts, "open_file", fail if last else open_file):
+        connected(10**6)
+    with mock.patch.object(hosts.os, "posix_fallocate", fail):
+        assert hosts.share_memory(WORDS, 60, group) is None
+    with mock.patch.object(hosts.os, "memfd_create", fail), peers_over_gloo():
         connected(10**6 + 1)
         experts = ExpertGroup(dist.new_group(), E, route="pull")
         assert isinstance(experts.hosts, hosts.HostGloo)
         inputs = Inputs(rank, counts_of(size, "uneven"))
+        compare(inputs, results_of(inputs, experts), 1e-14)
+        experts = ExpertGroup(dist.new_group(), E, route="exact")
+        assert experts.hosts is None
         compare(inputs, results_of(inputs, experts), 1e-14)
 
 
 @case
 def hosts_of_groups_that_have_ended(rank, size, group):
     """Their memory is closed when another group is connected."""
-    with folder_of(rank, "ended"):
-        for _ in range(3):
-            ended = dist.new_group()
-            memory = hosts.connect(1, WORDS, 60, ended)
-            dist.barrier(group)
-            dist.destroy_process_group(ended)
-            hosts.connect(1, WORDS, 60, group)
-            hosts._hosts.pop(group).close()
-            assert ended not in hosts._hosts
-            expect(OSError, "Bad file descriptor", memory.close)
+    for _ in range(3):
+        ended = dist.new_group()
+        memory = hosts.connect(1, WORDS, 60, ended)
+        assert hosts.connected(ended) is memory
+        dist.barrier(group)
+        dist.destroy_process_group(ended)
+        hosts.connect(1, WORDS, 60, group)
+        hosts._hosts.pop(group).close()
+        assert hosts.connected(ended) is None
+        expect(OSError, "Bad file descriptor", memory.close)
 
 
 @case
@@ -154,11 +144,33 @@ def waits_for_ended(experts, inputs, size):
 
 @case
 def ranks_swap_descriptors(rank, size, group):
-    """Of files that have no name; a rank may be a call ahead."""
-    descriptors = Descriptors(group)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        for message in (b"", b"0", b"0 9 x", b"0 1 \xff", b"0 0 " + 200 * b"x"):  # which are of no rank
-            other.sendto(message, descriptors._names[rank])
+    """Of files that have no name; a rank may be a call ahead. Other processes reach no queue once ranks are connected.
+
+    Before that they fill the queues. The descriptors that they send do not stay open.
+    """
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    stranger.setblocking(False)
+    names, junk = [], os.memfd_create("junk")
+    with_it = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=2i", junk, junk))]
+    all_gather = pages._all_gather
+
+    def names_of(own, group):
+        every = all_gather(own, group)
+        if not names:
+            names.extend(of_rank[rank] for of_rank in every if rank in of_rank)
+            for name in names:
+                with suppress(BlockingIOError):
+                    while True:
+                        stranger.sendmsg([b"junk"], with_it, 0, name)
+            all_gather(None, group)
+        return every
+
+    before = len(os.listdir("/proc/self/fd"))
+    with mock.patch.object(pages, "_all_gather", names_of), mock.patch.object(pages, "TIMEOUT_S", 20):
+        descriptors = pages.Descriptors(group)
+    assert len(names) == size - 1 and len(os.listdir("/proc/self/fd")) == before + size - 1
+    for name in names:
+        expect(PermissionError, "Operation not permitted", stranger.sendto, b"junk", name)
     for call in range(3):
         own = os.memfd_create("own")
         os.write(own, f"{call} {rank}".encode())
@@ -166,3 +178,5 @@ def ranks_swap_descriptors(rank, size, group):
         for other, descriptor in enumerate(every):
             assert os.pread(descriptor, 100, 0) == f"{call} {other}".encode()
             os.close(descriptor)
+    stranger.close()
+    os.close(junk)
