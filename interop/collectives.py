@@ -1,5 +1,7 @@
 """Collectives of torch.distributed for the exchange of tokens: bytes, uneven splits, errors that name the call."""
 
+import functools
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,11 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moeblaze_cupy.structures import ACTIVATIONS, Activation
+
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SENT_DTYPES = (*DTYPES, torch.float8_e4m3fn)  # in which rows travel, or router weights
-# In the header's order.
-SAME = ("failed", "group", "call", "d", "k", "experts", "dtype", "weights", "requires_grad", "tokens")
+DEVICES = ("cpu", "cuda")
+PRECISIONS = (None, "fp8")
+REQUIRING = ("x", "weights", "experts", "y")  # a bit each in "requires_grad"
+CONSTANTS_BITS = 32  # the lowest of "activation"
+FIRST_STEPS = ("exchange", "expert_parallel_moe")
+STEPS = (
+    *FIRST_STEPS,
+    *("collect", "backward of collect", "backward of exchange", "backward of expert_parallel_moe"),
+    "options of ExpertGroup",
+)
+# In the header's order. Other steps than the first have 0 for most.
+SAME = (
+    *("failed", "step", "group", "call", "d", "k", "experts", "dtype", "weights", "device", "activation", "precision"),
+    *("requires_grad", "tokens"),
+)
 
 
 @contextmanager
@@ -76,7 +93,7 @@ class Header:
         self._arrived: Any = None
         if is_cuda:
             on_device, self._pending = gathered.wait(), None
-            self._values = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            self._values = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=True)
             self._values.copy_(on_device, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
             self._arrived.record()
@@ -95,30 +112,54 @@ class Header:
         return values
 
 
+@functools.lru_cache
+def number_of(activation: str | Activation) -> int:
+    """Of its name in ACTIVATIONS, and of its constants."""
+    whole = activation if isinstance(activation, Activation) else Activation(activation)
+    return ACTIVATIONS.index(whole.name) << CONSTANTS_BITS | zlib.crc32(repr(whole.constants).encode())
+
+
+def header(**values: int) -> list[int]:
+    """The values by name in the order of `SAME`, 0 for the others."""
+    return [values.get(name, 0) for name in SAME]
+
+
 def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
     """Raises one ValueError on all ranks if what must be the same differs among them; `SAME` names the columns."""
+    steps = [STEPS[values[SAME.index("step")]] for values in by_rank]
     failed = [rank for rank, values in enumerate(by_rank) if values[0]]
     if failed:
-        raise ValueError(
-            f"exchange: arguments: expected ones that pass the checks on all ranks, got errors on {failed}"
-        )
+        step, expected = steps[failed[0]], "no error on any rank"
+        if step in FIRST_STEPS:
+            step, expected = "arguments", "ones that pass the checks on all ranks"
+        raise ValueError(f"exchange: {step}: expected {expected}, got errors on {failed}")
+    at, reason = "at", "of which one has skipped a layer"
+    if steps[0] not in FIRST_STEPS:
+        at, reason = f"at {steps[0]} of", "of which one has skipped a step or taken another order"
     for column, name in enumerate(SAME[1:], 1):
         values = [of_rank[column] for of_rank in by_rank]
         if len(set(values)) == 1 or (name == "tokens" and not same_tokens):
             continue
         got: list[Any] = values
         expected = "the same on all ranks"
-        if name == "group":
-            expected = (
-                "all ranks at the same ExpertGroup, in the order of their making, of which one has skipped a layer"
-            )
+        if name == "step":
+            expected, got = "all ranks at the same step", steps
+        elif name == "group":
+            expected = f"all ranks {at} the same ExpertGroup, in the order of their making, {reason}"
         elif name == "call":
-            expected = "all ranks at the same exchange, of which one has skipped a layer"
+            expected = f"all ranks {at} the same exchange, {reason}"
         elif name == "requires_grad":
             expected += ", or backward would wait for ever"
-            got = [[of for bit, of in enumerate(("x", "weights", "experts")) if v >> bit & 1] for v in values]
+            got = [[of for bit, of in enumerate(REQUIRING) if v >> bit & 1] for v in values]
         elif name in ("dtype", "weights"):
             got = [str(SENT_DTYPES[v]) for v in values]
+        elif name == "device":
+            got = [DEVICES[v] for v in values]
+        elif name == "precision":
+            got = [PRECISIONS[v] for v in values]
+        elif name == "activation":
+            got = [ACTIVATIONS[v >> CONSTANTS_BITS] for v in values]
+            expected += " with the same constants"
         elif name == "tokens":
             expected += ' for route "static"'
         raise ValueError(f"exchange: {name}: expected {expected}, got {got}")

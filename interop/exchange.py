@@ -8,7 +8,7 @@ of the experts' weights are sums in that order too.
 Letters: L tokens here, k slots per token, P ranks, E experts in all, d model width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Any, cast
@@ -72,6 +72,9 @@ def _check(x: Any, ids: Any, weights: Any, experts: Any) -> None:
         if tensor.dim() != 2:
             letters = "(L, d)" if name == "x" else "(L, k)"
             raise checks.bad_value("exchange", name, f"shape {letters}", tuple(tensor.shape))
+        if tensor.device.type not in experts.devices:
+            expected = f"a tensor on {' or '.join(experts.devices)}, as the group's backend carries"
+            raise TypeError(f"exchange: {name}: expected {expected}, got one on {tensor.device}")
         if tensor.device != x.device:
             raise TypeError(f"exchange: {name}: expected x's device {x.device}, got {tensor.device}")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -99,45 +102,58 @@ class Begun:
         weights: Tensor,
         experts: ExpertGroup,
         grads: int,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], Mapping[str, int]] = dict,
         in_fp8: bool = False,
     ) -> None:
         """check: raises an error for arguments of the caller's, which then reaches all ranks.
 
-        in_fp8: rows travel in e4m3.
+        It returns what else is to be the same on all ranks, by its name in `SAME`. in_fp8: rows travel in e4m3.
         """
         if not isinstance(experts, ExpertGroup):
             raise TypeError(f"exchange: experts: expected an ExpertGroup, got {type(experts)}")
         experts.calls += 1
         self.experts = experts
         self.error: Exception | None = None
-        device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-        gathers = experts.hosts is None and (device.type == "cpu" or experts.route == "exact")
+        device = torch.device(experts.devices[0])  # of the header, whatever x is on
+        if isinstance(x, Tensor) and x.device.type == device.type:
+            device = x.device
+        by_hosts = experts.route == "pull"
+        gathers = not by_hosts and (device.type == "cpu" or experts.route == "exact")
         counts: Tensor | None = None
+        values = collectives.header(failed=1)
         try:
             _check(x, ids, weights, experts)
-            check()
+            options = check()
             experts.check_overflow()
             self.route, count = experts.plan(ids.detach().contiguous())
             if gathers and count is not None:
-                counts = count()
+                counts = count().to(device)
+            sent = {"dtype": torch.float8_e4m3fn if in_fp8 else x.dtype, "weights": weights.dtype}
+            values = collectives.header(
+                group=experts.number,
+                call=experts.calls,
+                d=x.shape[1],
+                k=ids.shape[1],
+                experts=experts.num_experts,
+                device=collectives.DEVICES.index(x.device.type),
+                requires_grad=grads,
+                tokens=len(x),
+                **{name: collectives.SENT_DTYPES.index(dtype) for name, dtype in sent.items()},
+                **options,
+            )
+            self.route.in_fp8 = in_fp8
         except Exception as error:  # of any kind, as the others would wait for this rank until their timeout
             self.error = error
-        values = [1] + [0] * (len(SAME) - 1)
-        if self.error is None:
-            sent = torch.float8_e4m3fn if in_fp8 else x.dtype, weights.dtype
-            dtypes = map(collectives.SENT_DTYPES.index, sent)
-            values = [0, experts.number, experts.calls, x.shape[1], ids.shape[1], experts.num_experts]
-            values += [*dtypes, grads, len(x)]
-            self.route.in_fp8 = in_fp8
         self.header: Header | Answers | None = None
         what = f"all-gather of sizes (call {experts.calls})"
-        if experts.hosts is not None:  # what is compared is known to the hosts
+        if by_hosts:  # they know what is compared
+            assert experts.hosts is not None
             self.header = experts.hosts.send(values, what)
         elif gathers:
             if counts is None:
                 counts = torch.zeros(2 * experts.size, dtype=torch.int64, device=device)
-            header = torch.cat([torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True), counts])
+            on_host = torch.tensor(values, dtype=torch.int64, device="cpu")
+            header = torch.cat([on_host.to(device, non_blocking=True), counts])
             self.header = Header(collectives.all_gather(header[None], what, experts.group), header.is_cuda)
 
     def finish(self) -> Route:
@@ -183,6 +199,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: Tensor, _: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         grads = {"x": grad_rows.contiguous(), "weights": grad_weights.contiguous()}
         needed = compress(grads, ctx.needs_input_grad)
+        ctx.route.meet("backward of exchange")
         back = ctx.route.return_gradients({name: grads[name] for name in needed})()
         return back.get("x"), back.get("weights"), None, None
 
@@ -197,6 +214,7 @@ class _Collect(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
+        route.meet("backward of collect")
         return route.without_garbage(cast(Tensor, route.receive_gradients(grad.contiguous(), None)[0])), None
 
 
@@ -240,7 +258,9 @@ def collect(y: Tensor, route: Route) -> Tensor:
     """
     if not isinstance(route, Route):
         raise TypeError(f"collect: route: expected what exchange returned, got {type(route)}")
-    if not isinstance(y, Tensor) or y.dim() != 2 or len(y) != route.room:
+    wrong = not isinstance(y, Tensor) or y.dim() != 2 or len(y) != route.room
+    route.meet("collect", required((), (), (), (y,)), failed=wrong)
+    if wrong:
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y)
         raise checks.bad_value("collect", "y", f"shape ({route.room}, d), a row for each row of exchange", got)
     collected: Tensor = _Collect.apply(y, route)  # type: ignore[no-untyped-call]

@@ -57,10 +57,13 @@ class RankGroup:
         if rows is not None and self.route != "static":
             raise checks.bad_value("ExpertGroup", "rows", f'None for route "{self.route}"', rows)
         self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
-        on_nccl = "nccl" in dist.get_backend(group)
+        on_nccl, self.devices = backend_of(group)  # kinds of devices whose tensors travel; headers do on the first
         # Without a bound the layer of "pull" would have memory for all slots of all ranks. With one it cannot compute
         # in pieces, so it is only chosen for those who said what else becomes of an overflow.
         may_pull = on_nccl and route == "auto" and slots is not None and on_overflow in ("drop", "raise")
+        #: by which ranks tell each other where they are, without their GPUs
+        self.hosts: hosts.HostMemory | hosts.HostGloo | None = hosts.connected(group) if on_nccl else None
+        self.number = 0
         #: the same on all ranks, another for each ExpertGroup
         self.number = self._agree(this_gpu() if may_pull else None)
         if self.num_experts < 1 or self.num_experts % self.size:
@@ -74,10 +77,10 @@ class RankGroup:
         self.calls = 0
         self._passed: set[Any] = set()  # keys of calls whose arguments have passed the checks
         self.peers = Peers(group)  # of route "pull"
-        #: by which ranks tell each other sizes, without their GPUs
-        self.hosts: hosts.HostMemory | hosts.HostGloo | None = None
-        if self.route == "pull":
-            self.hosts = hosts.connect(self.number, len(collectives.SAME), TIMEOUT_MS / 1000, group)
+        self.hosts = None
+        if on_nccl and self.route != "static":
+            words, timeout = len(collectives.SAME), TIMEOUT_MS / 1000
+            self.hosts = hosts.connect(self.number, words, timeout, group, only_memory=self.route == "exact")
         # Counts by earlier calls, on the host or on their way there: the count, the event of its arrival, the call.
         self._overflows: deque[tuple[Tensor, Any, int]] = deque()
         self._read: list[tuple[Tensor, Any]] = []  # memory and events of those that have been read
@@ -95,6 +98,37 @@ class RankGroup:
             self._passed.clear()
         self._passed.add(key)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RankGroup":
+        """Itself: a process group has no copies, and the ranks count the calls of all layers of one ExpertGroup."""
+        return self
+
+    def meet(self, step: str, call: int = 0, requires_grad: int = 0, failed: bool = False) -> None:
+        """Raises one ValueError on all ranks unless all are at this step of this call, before they send anything.
+
+        step: one of `collectives.STEPS`. failed: this rank has an error of its own to raise, of which it tells the
+        others. Nothing is compared where the host would have to wait for a GPU.
+        """
+        what = f"{step} (call {call})" if call else step
+        values = collectives.header(
+            failed=failed,
+            step=collectives.STEPS.index(step),
+            group=self.number,
+            call=call,
+            requires_grad=requires_grad,
+        )
+        header: collectives.Header | hosts.Answers
+        if self.hosts is not None:
+            header = self.hosts.send(values, what)
+        elif self.devices[0] == "cpu":  # of as many integers as headers with counts
+            on_host = torch.tensor([values + 2 * self.size * [0]], dtype=torch.int64, device="cpu")
+            header = collectives.Header(collectives.all_gather(on_host, what, self.group))
+        else:
+            return
+        if failed:
+            header.sent()
+        else:
+            collectives.check_same(header.read(), same_tokens=False)
+
     @property
     def local_experts(self) -> int:
         """E/P."""
@@ -107,6 +141,7 @@ class RankGroup:
         """
         names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
         options = {name: getattr(self, name) for name in names}
+        self.meet("options of ExpertGroup")
         here = options | {"numbers": RankGroup._numbers, "gpu": gpu}
         by_rank: list[Any] = [None] * self.size
         with collectives.named("options of ExpertGroup", self.group):
@@ -134,7 +169,8 @@ class RankGroup:
             if not self._read:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
                 with torch.inference_mode(False):  # what inference allocates training writes, too
-                    self._read.append((torch.empty(1, dtype=torch.int64, pin_memory=True), event))
+                    count = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
+                    self._read.append((count, event))
             on_host, arrived = self._read.pop()
             dropped = on_host.copy_(dropped, non_blocking=True)
             arrived.record()
@@ -156,6 +192,14 @@ class RankGroup:
             if number:
                 expected = f"no more than rows={self.rows}, slots={self.slots} in call {call}"
                 raise ValueError(f"exchange: rows: expected {expected}, got {number} more; raise them or use None")
+
+
+def backend_of(group: Any) -> tuple[bool, tuple[str, ...]]:
+    """Whether the group is on NCCL, and the kinds of devices whose tensors it carries, first NCCL's or else the CPU."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if backends.get("cuda") != "nccl" or not torch.cuda.is_available():  # both may be configured without a GPU
+        return False, tuple(device for device in collectives.DEVICES if backends.get(device, "nccl") != "nccl")
+    return True, ("cuda",) if backends.get("cpu", "nccl") == "nccl" else ("cuda", "cpu")
 
 
 def this_gpu() -> tuple[str, str, list[str]]:

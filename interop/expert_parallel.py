@@ -15,7 +15,7 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader, runtime
 from moeblaze_cupy.backward import backward_into, described_by_name
 from moeblaze_cupy.call import untraced
-from moeblaze_cupy.interop import torch_arguments
+from moeblaze_cupy.interop import collectives, torch_arguments
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.routes import Rows
 from moeblaze_cupy.interop.torch_autograd import (
@@ -221,6 +221,24 @@ class _ExpertParallel(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only("expert_parallel_moe")
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        met = False
+
+        def meet(failed: bool = False) -> None:
+            nonlocal met
+            met = True
+            ctx.route.meet("backward of expert_parallel_moe", failed=failed)
+
+        try:
+            return _ExpertParallel.backward_at(ctx, grad_out, meet)
+        except Exception:
+            if not met:
+                with suppress(RuntimeError):  # this rank's error says more
+                    meet(failed=True)
+            raise
+
+    @staticmethod
+    def backward_at(ctx: Any, grad_out: Tensor | None, meet: Callable[[], None]) -> tuple[Tensor | None, ...]:
+        """meet: to be called when nothing of this rank's can fail before rows are on their way."""
         route: Route = ctx.route
         experts = route.experts
         values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
@@ -242,7 +260,9 @@ class _ExpertParallel(torch.autograd.Function):
         sent = None if experts.keep_received else values
         # main_grad, or zeros where several pieces add up. It may raise, so it comes before rows are on their way.
         buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
-        grad_rows, sent_again = route.receive_gradients(grad_out.contiguous(), sent)
+        grad_out = grad_out.contiguous()
+        meet()
+        grad_rows, sent_again = route.receive_gradients(grad_out, sent)
         rows, wait = kept_rows if sent_again is None else sent_again, route.wait
         x, x_scales = values_and_scales(rows)
 
@@ -374,7 +394,7 @@ def expert_parallel_moe(
     if are_tensors and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights,) = torch_arguments.autocast(x.device.type, (x, gate, up, w2), (weights,))
 
-    def check() -> None:
+    def check() -> Mapping[str, int]:
         if len(parts) not in (1, 2):
             raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
         of_fp8 = fp8_checks.arrays_of("expert_parallel_moe", precision, fp8_weights)
@@ -392,6 +412,11 @@ def expert_parallel_moe(
         if grads and save is None:
             expected = "a policy that keeps something, as gradients are required"
             raise ValueError(f"expert_parallel_moe: save: expected {expected}, got None")
+        return {
+            "step": collectives.STEPS.index("expert_parallel_moe"),
+            "activation": collectives.number_of(activation),
+            "precision": collectives.PRECISIONS.index(precision),
+        }
 
     into: dict[str, MainGrad] = {}
     in_fp8 = InFp8(precision, fp8_weights, keep_fp8_weights)

@@ -122,7 +122,7 @@ class Peers:
         table, capturing = self._tables.get(key), torch.cuda.is_current_stream_capturing()
         if table is None:
             addresses = [rows.data_ptr() + first * rows[0].nbytes for first in range(0, len(rows), each)]
-            on_host = torch.tensor(addresses, dtype=torch.int64, pin_memory=rows.is_cuda)
+            on_host = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=rows.is_cuda)
             table = on_host.to(rows.device, non_blocking=True)
             if capturing:  # each replay copies the addresses, and nothing has yet
                 self._in_graphs[on_host.data_ptr()] = on_host

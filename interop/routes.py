@@ -72,6 +72,10 @@ class Route:
         """more: (1,) of integers."""
         self.counted = more.to(torch.int64, copy=True) if self.counted is None else self.counted + more
 
+    def meet(self, step: str, requires_grad: int = 0, failed: bool = False) -> None:
+        """See `RankGroup.meet`."""
+        self.experts.meet(step, self.call, requires_grad, failed)
+
     def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
         """Starts `receive` of the same arguments, which is called once the stream waits: see what this returns.
 

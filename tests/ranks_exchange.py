@@ -1,5 +1,6 @@
 """Cases of the exchange of tokens over gloo: parity with one process, options and overflow."""
 
+import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -21,6 +22,7 @@ from ranks_common import (
 )
 
 import moeblaze_cupy as mb
+from moeblaze_cupy.interop import hosts
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
 from moeblaze_cupy.interop.peers import Offered
@@ -54,6 +56,46 @@ def one_choice(rank, size, group):
             inputs.ids = inputs.ids.long()
             inputs.weights = inputs.weights * 1
             compare(inputs, results_of(inputs, experts), 1e-14)
+
+
+@case
+def another_default_device(rank, size, group):
+    """What the host needs stays on it."""
+    inputs = Inputs(rank, counts_of(size, "equal"), "absent")
+    local = inputs.local()
+    with peers_over_gloo(), torch.device("meta"):
+        for route in ("exact", "static", "pull"):
+            experts = ExpertGroup(group, E, route=route)
+            x, _, weights, w1, w2 = named = [t.detach().requires_grad_(t.is_floating_point()) for t in local]
+            out = expert_parallel_moe(*named, experts)
+            out.backward(inputs.grad[inputs.here])
+            got = {"out": out, "x": x.grad, "weights": weights.grad, "w1": w1.grad, "w2": w2.grad}
+            with torch.device("cpu"):
+                compare(inputs, got, 1e-14)
+        found = hosts.HostGloo(10**6 + 2, 5, group)
+        assert found.send([rank, 7], "sizes").read() == [[other, 7] for other in range(size)]
+
+
+@case
+def copied_layers(rank, size, group):
+    """Deep copies of a module have its ExpertGroup."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, w1, w2):
+            super().__init__()
+            self.w1, self.w2 = torch.nn.Parameter(w1), torch.nn.Parameter(w2)
+            self.experts = ExpertGroup(group, E)
+
+        def forward(self, x, ids, weights):
+            return expert_parallel_moe(x, ids, weights, self.w1, self.w2, self.experts)
+
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+    *tokens, w1, w2 = inputs.local()
+    layer = Layer(w1, w2)
+    copied = copy.deepcopy(layer)
+    assert copied.experts is layer.experts
+    for of in (layer, copied, layer):
+        assert difference(of(*tokens), inputs.whole()["out"]) <= 1e-14
 
 
 @case
@@ -91,7 +133,7 @@ class PeersOverGloo:
     def room(self, kind, forms, device):
         if self.read == kind:
             self.close()
-        found = self.rooms.setdefault((kind, forms), [torch.empty(shape, dtype=dtype) for shape, dtype in forms])
+        found = self.rooms.setdefault((kind, forms), [torch.empty(s, dtype=dtype, device=device) for s, dtype in forms])
         for tensor in found if self.written is not found else ():
             tensor[:] = NAN_BYTE if tensor.dtype == torch.uint8 else torch.nan if tensor.is_floating_point() else 0
         self.written = found
@@ -172,7 +214,7 @@ def peers_over_gloo(timeout=TIMEOUT):
             f"{package}.pull_route.mb_rows",
             SimpleNamespace(Share=Share, quantize_rows=quantize_rows, **vars(PeersOverGloo)),
         ),
-        mock.patch(f"{package}.expert_group.dist.get_backend", lambda _: "nccl"),
+        mock.patch(f"{package}.expert_group.backend_of", lambda _: (True, ("cpu",))),
     ):
         yield
 

@@ -1,15 +1,18 @@
 """Cases of ranks that differ, skip or exit, over gloo. The last rank is at fault; the others have to be told."""
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 import torch.distributed as dist
-from ranks_common import TIMEOUT, E, Inputs, K, Leave, case, counts_of, difference, expect, results_of
+from ranks_common import TIMEOUT, E, Inputs, K, Leave, case, compare, counts_of, difference, expect, results_of
 from ranks_exchange import peers_over_gloo
 from ranks_hosts import waits_for_ended
 
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.structures import Activation
 
 
 @case
@@ -40,7 +43,7 @@ def differing(rank, size, group, route):
             named |= {name: change(named[name]) for name, change in changes.items()}
         return expert_parallel_moe(*named.values(), experts)
 
-    same = [ExpertGroup(group, E, route=route) for _ in range(9)]
+    same = [ExpertGroup(group, E, route=route) for _ in range(10)]
     got = [K] * (size - 1) + [K - 1]
     shorter = {"ids": lambda t: t[:, 1:].contiguous(), "weights": lambda t: t[:, 1:]}
     texts = [
@@ -62,6 +65,25 @@ def differing(rank, size, group, route):
             lambda: attempt(same[3], **detached),
         )
     )
+    elsewhere = {"x": lambda t: t.to("meta")}
+    text = "exchange: x: expected a tensor on cpu" if odd else f"got errors on [{size - 1}]"
+    expect(TypeError if odd else ValueError, text, lambda: attempt(same[9], **elsewhere))
+    for options, others, name, got in (
+        ({"activation": "swiglu"}, {"activation": "geglu"}, "activation", "'swiglu', 'geglu']"),
+        (
+            {"activation": Activation("swiglu_oai", limit=7.0)},
+            {"activation": Activation("swiglu_oai", limit=6.0)},
+            "activation",
+            "'swiglu_oai', 'swiglu_oai']",
+        ),
+        ({"precision": None}, {"precision": "fp8"}, "precision", "None, 'fp8']"),
+    ):
+        inputs = Inputs(rank, counts_of(size, "equal"), dtype=torch.bfloat16, h=32).local()
+        given = others if odd else options
+        call = lambda inputs=inputs, given=given: expert_parallel_moe(*inputs, same[9], **given)  # noqa: E731
+        said = expect(ValueError, f"exchange: {name}: expected the same on all ranks", call)
+        assert said.endswith(got), said
+        texts.append(said)
     if odd:
         same[4].calls += 1  # as if it had been called once more
     texts.append(expect(ValueError, "call: expected all ranks at the same exchange", lambda: attempt(same[4])))
@@ -91,6 +113,7 @@ def differing(rank, size, group, route):
     def check():
         if odd:
             raise RuntimeError("no such GPU here")
+        return {}
 
     x, ids, weights, *_ = Inputs(rank, counts_of(size, "equal")).local()
     kind, text = (RuntimeError, "no such GPU here") if odd else (ValueError, f"got errors on [{size - 1}]")
@@ -150,6 +173,95 @@ skipped a layer, got {numbers}"
     expect(ValueError, text, results_of, inputs, layers[rank == size - 1])
 
 
+def ways():
+    """Routes whose ranks are compared in every step, and what makes them run: over gloo, and as where GPUs are."""
+    yield from ((route, contextlib.nullcontext) for route in ("exact", "static"))
+    yield from ((route, peers_over_gloo) for route in ("exact", "pull"))
+
+
+def in_order(functions, reverse):
+    for function in functions[::-1] if reverse else functions:
+        function()
+
+
+@case
+def steps_in_different_orders(rank, size, group):
+    """The last rank takes two steps in the other order: one ValueError on all, at once. The groups are of use then."""
+    start, last = time.monotonic(), rank == size - 1
+    for route, way in ways():
+        kinds = ["equal", "uneven"] if route != "static" else ["equal"]
+        with way():
+            experts = [ExpertGroup(group, E, route=route) for _ in range(2)]
+            for kind in kinds:
+                inputs = [Inputs(rank, counts_of(size, of), seed=seed) for seed, of in enumerate(("equal", kind))]
+                outs = [forward_of(of, on) for of, on in zip(inputs, experts, strict=True)]
+                backwards = [lambda out=out: out.sum().backward() for out in outs]
+                text = "exchange: group: expected all ranks at backward of expert_parallel_moe of the same ExpertGroup"
+                said = expect(ValueError, text, in_order, backwards, last)
+                assert said.endswith(f"got {[experts[rank == size - 1].number for rank in range(size)]}"), said
+                exchanged = [exchange(*of.local()[:3], experts[0]) for of in inputs]
+                collects = [lambda made=made: collect(made[0], made[3]) for made in exchanged]
+                expect(ValueError, "call: expected all ranks at collect of the same exchange", in_order, collects, last)
+                outs = [collect(rows, made) for rows, _, _, made in exchanged]
+                backwards = [lambda out=out: out.sum().backward() for out in outs]
+                text = "call: expected all ranks at backward of collect of the same exchange"
+                expect(ValueError, text, in_order, backwards, last)
+                for of, on in zip(inputs, experts, strict=True):
+                    compare(of, results_of(of, on), 1e-14)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+@case
+def steps_that_differ(rank, size, group):
+    """The last rank takes another step than the others: one ValueError on all, at once."""
+    start, last = time.monotonic(), rank == size - 1
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    for route, way in ways():
+        with way():
+            experts, another = (ExpertGroup(group, E, route=route) for _ in range(2))
+            x, ids, weights, w1, w2 = inputs.local()
+            out = expert_parallel_moe(x, ids, weights, w1, w2, experts)
+            rows, _, _, made = exchange(x, ids, weights, experts)
+            steps = {
+                "forward": lambda: forward_of(inputs, another),  # noqa: B023
+                "exchange": lambda: exchange(*inputs.local()[:3], another),  # noqa: B023
+                "backward": lambda: out.sum().backward(retain_graph=True),  # noqa: B023
+                "collect": lambda: collect(rows, made),  # noqa: B023
+                "making": lambda: ExpertGroup(group, E, route=route),  # noqa: B023
+            }
+            pairs = [("backward", "collect"), ("collect", "making")]
+            if not (route == "exact" and way is peers_over_gloo):  # forwards meet by their devices
+                pairs += [("backward", "forward"), ("making", "exchange"), ("exchange", "forward")]
+            for pair in pairs:
+                text = "exchange: step: expected all ranks at the same step, got"
+                expect(ValueError, text, steps[pair[last]])
+            still = rows.detach() if last else rows
+            expect(ValueError, "exchange: requires_grad: expected the same on all ranks", collect, still, made)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+@case
+def last_rank_fails_in_a_step(rank, size, group):
+    """Before any rows are sent: it raises its own error, and the others one that names it, at once."""
+    start, last = time.monotonic(), rank == size - 1
+    others = f"got errors on [{size - 1}]"
+    for route, way in ways():
+        with way():
+            experts = ExpertGroup(group, E, route=route)
+            inputs = Inputs(rank, counts_of(size, "equal"))
+            x, ids, weights, w1, w2 = inputs.local()
+            out = expert_parallel_moe(x, ids, weights, w1, w2, experts)
+            if last:
+                with torch.no_grad():
+                    w2 += 1
+            kind, text = (RuntimeError, "modified by an inplace operation") if last else (ValueError, others)
+            expect(kind, text, lambda: out.sum().backward())  # noqa: B023
+            rows, _, _, made = exchange(x, ids, weights, experts)
+            expect(ValueError, "collect: y: expected shape" if last else others, collect, rows[last:], made)
+            compare(inputs, results_of(inputs, experts), 1e-14)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
 def until(text, function, *arguments):
     """Expects RuntimeError with the text, within the group's timeout."""
     start = time.monotonic()
@@ -181,8 +293,8 @@ def last_rank_skips(rank, size, group):
     waits = (
         ("exchange: all-gather of sizes (call 2): rank", results_of, inputs, forward),
         ("exchange: all-gather of sizes (call 2): rank", forward_of, inputs, pulling),
-        ("exchange: all-to-all of results' gradients (call 1, rows sent [", out.backward, grad),
-        ("exchange: all-to-all of results (call 1, rows sent [", collect, rows, route),
+        ("exchange: backward of expert_parallel_moe (call 1): rank", out.backward, grad),
+        ("exchange: collect (call 1): rank", collect, rows, route),
     )
     with ThreadPoolExecutor(len(waits)) as at_once:
         list(at_once.map(lambda wait: until(*wait), waits))
@@ -203,5 +315,5 @@ def last_rank_exits(rank, size, group):
         raise Leave
     waits_for_ended(pulling, inputs, size)
     until("exchange: all-gather of sizes (call 1): rank", results_of, inputs, forward)
-    until("exchange: all-to-all of results' gradients (call 1, rows sent [", out.backward, grad)
+    until("exchange: backward of expert_parallel_moe (call 1): rank", out.backward, grad)
     until("exchange: options of ExpertGroup: rank", ExpertGroup, groups[2], E)

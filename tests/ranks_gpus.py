@@ -19,6 +19,7 @@ from ranks_common import (
 
 from moeblaze_cupy.interop.exchange import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.interop.hosts import HostMemory
 
 
 def on_gpu(inputs, dtype):
@@ -174,6 +175,22 @@ def faults_of_pulled_rows(rank, size, group):
     wrong = "of this rank's experts" if odd else f"got errors on [{size - 1}]"
     expect(ValueError, wrong, call, x, ids, weights, w1[odd:], w2, experts)
     compare(inputs, results_of(inputs, experts), 1e-5, same_bits=False)
+    assert monotonic() - start < 60
+
+
+@gpu_case
+def steps_in_different_orders_on_gpus(rank, size, group):
+    """With "exact" and "pull" the last rank's steps in another order are one ValueError on all, at once."""
+    start = monotonic()
+    for route in ("exact", "pull"):
+        experts = [ExpertGroup(group, E, route=route) for _ in range(2)]
+        assert isinstance(experts[0].hosts, HostMemory)  # else "exact" does not compare
+        every = [on_gpu(Inputs(rank, counts_of(size, kind)), torch.float32) for kind in ("equal", "uneven")]
+        outs = [expert_parallel_moe(*of.local(), on) for of, on in zip(every, experts, strict=True)]
+        text = "exchange: group: expected all ranks at backward of expert_parallel_moe of the same ExpertGroup"
+        expect(ValueError, text, outs[rank == size - 1].sum().backward)
+        for of, on in zip(every, experts, strict=True):
+            compare(of, results_of(of, on), 1e-5, same_bits=False)
     assert monotonic() - start < 60
 
 

@@ -4,8 +4,10 @@
 """
 
 import json
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -71,6 +73,43 @@ def gpu_results(request, tmp_path_factory):
 @pytest.mark.parametrize("name", ranks.GPU_CASES)
 def test_case_on_gpus(gpu_results, name):
     assert_right(gpu_results, name, ranks.GPU_CASES[name])
+
+
+def test_a_process_that_is_killed_leaves_no_file():
+    """Not in its folders, when it has made the memory in which hosts tell each other sizes."""
+    killed = """
+import os, signal
+import torch.distributed as dist
+from moeblaze_cupy.interop import hosts
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+hosts._tell = lambda value, group: os.kill(os.getpid(), signal.SIGKILL)
+hosts.share_memory(10, 3, dist.group.WORLD)
+"""
+    folders = Path("/dev/shm"), Path(tempfile.gettempdir())
+    before = [set(folder.glob("moeblaze*")) for folder in folders]
+    environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", killed], env=environment, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [set(folder.glob("moeblaze*")) for folder in folders] == before
+
+
+@pytest.mark.parametrize(
+    ("config", "has_gpu", "found"),
+    [
+        ("cpu:gloo,cuda:gloo", True, (False, ("cpu", "cuda"))),
+        ("cuda:nccl", True, (True, ("cuda",))),
+        ("cpu:nccl,cuda:nccl", True, (True, ("cuda",))),
+        ("cpu:gloo,cuda:nccl", True, (True, ("cuda", "cpu"))),
+        ("cpu:gloo,cuda:nccl", False, (False, ("cpu",))),
+    ],
+)
+def test_devices_of_a_group(monkeypatch, config, has_gpu, found):
+    """Of one that is configured for both kinds, headers are on the GPU wherever a rank has its tokens."""
+    from moeblaze_cupy.interop import expert_group
+
+    monkeypatch.setattr(expert_group.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(expert_group.torch.cuda, "is_available", lambda: has_gpu)
+    assert expert_group.backend_of(None) == found
 
 
 def test_one_parameter_is_clipped_as_a_list_of_it():
