@@ -126,6 +126,9 @@ def header(**values: int) -> list[int]:
 
 def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
     """Raises one ValueError on all ranks if what must be the same differs among them; `SAME` names the columns."""
+    compared = [values[: len(SAME) - (not same_tokens)] for values in by_rank]  # "tokens" are last
+    if not compared[0][0] and compared.count(compared[0]) == len(compared):
+        return
     steps = [STEPS[values[SAME.index("step")]] for values in by_rank]
     failed = [rank for rank, values in enumerate(by_rank) if values[0]]
     if failed:
@@ -136,9 +139,8 @@ def check_same(by_rank: Sequence[Sequence[int]], same_tokens: bool) -> None:
     at, reason = "at", "of which one has skipped a layer"
     if steps[0] not in FIRST_STEPS:
         at, reason = f"at {steps[0]} of", "of which one has skipped a step or taken another order"
-    for column, name in enumerate(SAME[1:], 1):
-        values = [of_rank[column] for of_rank in by_rank]
-        if len(set(values)) == 1 or (name == "tokens" and not same_tokens):
+    for name, *values in zip(SAME[1:], *(of_rank[1:] for of_rank in compared), strict=False):
+        if len(set(values)) == 1:
             continue
         got: list[Any] = values
         expected = "the same on all ranks"

@@ -34,7 +34,7 @@ class ExpertGroup(RankGroup):
 
     group: a process group of torch.distributed or a DeviceMesh of one dimension; None is the default group.
     num_experts: E, a multiple of the group's size.
-    route: "exact" sends just the rows that are needed, any number per rank, and reads P*(10+2P) integers on the host.
+    route: "exact" sends just the rows that are needed, any number per rank, and reads P*(14+2P) integers on the host.
     "static" sends `rows` rows from each rank to each, or L if that is None, which sends every row. It needs as many
     tokens on all ranks, and on CUDA reads nothing on the host. "pull" is for GPUs that reach each other's memory, as by
     NVLink: rows stay in symmetric memory of torch, and ranks read those that they need by index, with nothing packed.
@@ -120,7 +120,6 @@ class Begun:
         by_hosts = experts.route == "pull"
         gathers = not by_hosts and (device.type == "cpu" or experts.route == "exact")
         counts: Tensor | None = None
-        values = collectives.header(failed=1)
         try:
             _check(x, ids, weights, experts)
             options = check()
@@ -128,22 +127,23 @@ class Begun:
             self.route, count = experts.plan(ids.detach().contiguous())
             if gathers and count is not None:
                 counts = count().to(device)
-            sent = {"dtype": torch.float8_e4m3fn if in_fp8 else x.dtype, "weights": weights.dtype}
+            number_of = collectives.SENT_DTYPES.index
             values = collectives.header(
                 group=experts.number,
                 call=experts.calls,
                 d=x.shape[1],
                 k=ids.shape[1],
                 experts=experts.num_experts,
+                dtype=number_of(torch.float8_e4m3fn if in_fp8 else x.dtype),
+                weights=number_of(weights.dtype),
                 device=collectives.DEVICES.index(x.device.type),
                 requires_grad=grads,
                 tokens=len(x),
-                **{name: collectives.SENT_DTYPES.index(dtype) for name, dtype in sent.items()},
                 **options,
             )
             self.route.in_fp8 = in_fp8
         except Exception as error:  # of any kind, as the others would wait for this rank until their timeout
-            self.error = error
+            self.error, values = error, collectives.header(failed=True)
         self.header: Header | Answers | None = None
         what = f"all-gather of sizes (call {experts.calls})"
         if by_hosts:  # they know what is compared
@@ -235,9 +235,10 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     Returns rows (n, d), local ids (n, k) int32 from 0 to E/P - 1 or -1, weights (n, k), and the Route for `collect`.
     Rows and weights are differentiable. n is the number of rows received, rounded up by a sixteenth at most; the rows
     that fill up have no ids.
-    Raises ValueError on all ranks at once if their sizes, dtypes, call numbers or requires_grad differ, TypeError, and
-    RuntimeError if a rank does not answer within the group's timeout, with "pull" within ten minutes. With "static"
-    on CUDA ranks are not compared, as the host would have to wait.
+    Raises ValueError on all ranks at once if their sizes, dtypes, devices, steps, call numbers or requires_grad differ,
+    TypeError, and RuntimeError if a rank does not answer within the group's timeout, with "pull" within ten minutes.
+    With "static" on CUDA ranks are not compared, as the host would have to wait. So it is in backward and `collect`,
+    where "exact" on CUDA compares ranks if the memory of a host is theirs in common.
     """
     begun = Begun(x, ids, weights, experts, required((x,), (weights,)))
     route = begun.finish()

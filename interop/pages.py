@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from moeblaze_cupy.interop import collectives
 from moeblaze_cupy.interop.driver import Addresses, Physical
-from moeblaze_cupy.interop.peers import others
 
 Tensor = torch.Tensor
 TIMEOUT_S = 600.0  # of the wait for another rank's descriptor
@@ -33,11 +32,10 @@ class Descriptors:
 
     def __init__(self, group: Any) -> None:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._sockets = {
-            rank: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for rank in others(self._rank, self._size)
-        }
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        self._sockets = {rank: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for rank in others}
         weakref.finalize(self, _close, list(self._sockets.values()))
-        names = {rank: f"\0moeblaze-{secrets.token_hex(16)}" for rank in self._sockets}  # of no file, which all see
+        names = {rank: f"\0moeblaze-{secrets.token_hex(16)}" for rank in others}  # of no file, which all see
         for rank, of_rank in self._sockets.items():
             of_rank.bind(names[rank])
         with collectives.named("descriptors of CopyEngines", group):
