@@ -11,18 +11,37 @@ import torch
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from moeblaze_cupy import checks, fp8_checks
-from moeblaze_cupy.interop.transformers_experts import arguments_of, experts, layer_options, set_held, weights_of
-from moeblaze_cupy.interop.transformers_formula import formula_of, is_dispatched, name_of, refuse
-from moeblaze_cupy.interop.transformers_patches import OUT_OF_REACH, PATCHES, bind, is_bound, set_held_bound
+from moeblaze_cupy.interop.transformers_experts import (
+    arguments_of,
+    experts,
+    layer_options,
+    set_held,
+    unfit,
+    weights_of,
+)
+from moeblaze_cupy.interop.transformers_formula import (
+    foreign_forward,
+    formula_of,
+    is_dispatched,
+    name_of,
+    refuse,
+)
+from moeblaze_cupy.interop.transformers_patches import CALLERS, OUT_OF_REACH, PATCHES, bind, is_bound, set_held_bound
 from moeblaze_cupy.structures import SAVE_POLICIES
 
 
 def register(
-    name: str = "moeblaze", *, save: str = "minimal", precision: str | None = None, fallback: bool | None = None
+    name: str = "moeblaze",
+    *,
+    save: str = "minimal",
+    keep_saved: bool = False,
+    precision: str | None = None,
+    fallback: bool | None = None,
 ) -> None:
     """Registers the layer with transformers as `experts_implementation=name`. The import does so with the defaults.
 
     save: a save policy of `moeblaze_cupy.moe_forward`, for models in training.
+    keep_saved: as of `moe`: whether a second backward through the same graph works.
     precision: None, or "fp8" as of `moe`. Every forward quantises the weights, also if it is compiled, captured in a
     CUDA graph or run on weights that FSDP2 gathered, unless `quantize_weights` has the model hold them. Backward uses
     the same e4m3 weights; with save="recompute" it quantises again. Experts that e4m3 does not serve raise the errors
@@ -41,11 +60,23 @@ def register(
         self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         formula = formula_of(self)
-        if formula.activation is None:
-            refuse(type(self), formula.reason, "grouped_mm", falls_back)
+        parameters = weights_of(self)
+        reason = formula.reason or unfit(parameters)
+        if reason:
+            refuse(type(self), reason, "grouped_mm", falls_back)
             out: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
             return out
-        return experts(self, formula, hidden_states, top_k_index, top_k_weights, save, precision=precision)
+        return experts(
+            self,
+            formula,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            save,
+            precision=precision,
+            keep_saved=keep_saved,
+            parameters=parameters,
+        )
 
     _PRECISIONS[name] = precision
     ExpertsInterface.register(name, forward)
@@ -94,24 +125,36 @@ class Patched(NamedTuple):
 
 
 def patch(
-    model: torch.nn.Module, *, save: str = "minimal", precision: str | None = None, fallback: bool | None = None
+    model: torch.nn.Module,
+    *,
+    save: str = "minimal",
+    keep_saved: bool = False,
+    precision: str | None = None,
+    fallback: bool | None = None,
 ) -> Patched:
     """Serves modules that transformers does not dispatch, and finds the formulas of those that it does.
 
-    It replaces the forward of every DbrxExperts, Llama4TextMoe, JetMoeMoE, LongcatFlashExperts and Step3p7Experts
-    within the model, on the instance. Weights stay where they are. Another call changes only `save` and `precision`.
-    It also probes modules whose experts implementation is "moeblaze", so that parts of a model that are compiled one by
-    one share their graphs.
-    save, precision: as of `register`, which decides for modules that transformers dispatches.
-    fallback: as of `register`. A module that cannot be served keeps its forward, with a warning.
+    It replaces the forward of every DbrxExperts, Llama4TextExperts, JetMoeMoE, LongcatFlashExperts and Step3p7Experts
+    within the model, and of every Llama4TextMoe around such experts, on the instance. Weights stay where they are.
+    Another call changes only the options.
+    It also finds the formulas of modules whose experts implementation is "moeblaze", so that parts of a model that are
+    compiled one by one share their graphs.
+    save, keep_saved, precision: as of `register`, which decides for modules that transformers dispatches.
+    fallback: as of `register`. A module that cannot be served keeps its forward, with a warning. So does a forward that
+    cannot be computed by the layer any more, as with adapters on parts of the module: it runs the class's own code.
     Raises ValueError for another `save` or `precision`, and NotImplementedError for a module that cannot be served if
     `fallback` is False, or if `precision` is given and the module is of these classes.
     """
     checks.one_of("patch", "save", save, SAVE_POLICIES)
     checks.one_of("patch", "precision", precision, fp8_checks.PRECISIONS)
     served, refused, falls_back = [], {}, _falls_back(fallback)
+    options = layer_options(save, precision, keep_saved)
+    callers: dict[torch.nn.Module, torch.nn.Module] = {}
     for name, module in model.named_modules():
-        reason = _serve(module, layer_options(save, precision))
+        if name_of(type(module)) in {caller.name for caller in CALLERS.values()}:
+            callers.update(dict.fromkeys(module.modules(), module))
+        serves = falls_back and precision is None
+        reason = _serve(module, callers.get(module), options, serves)
         if reason:
             refused[name] = reason
             must_serve = precision is not None and name_of(type(module)) in PATCHES
@@ -121,23 +164,27 @@ def patch(
     return Patched(tuple(served), refused)
 
 
-def _serve(module: Any, options: dict[str, Any]) -> str | None:
+def _serve(module: Any, caller: Any, options: dict[str, Any], falls_back: bool) -> str | None:
     """Patches the module if its class needs that. Returns "" if the layer serves the module, else a reason, or None for
     a module without experts.
 
-    options: of `moe`, for modules that are patched.
+    caller, options, falls_back: of `bind`, for modules that are patched.
     """
     kind = name_of(type(module))
     if kind in PATCHES:
-        return bind(module, options)
+        return bind(module, caller, options, falls_back)
     if kind in OUT_OF_REACH:
         return OUT_OF_REACH[kind]
     if not is_dispatched(module):
-        return None
+        parameters = module._parameters
+        return "transformers does not dispatch its class" if _EXPERTS.issubset(parameters) else None
     implementation = module.config._experts_implementation
     if implementation not in _PRECISIONS:
         return f"its experts implementation is {implementation!r}"
-    return formula_of(module).reason
+    return foreign_forward(module) or formula_of(module).reason
+
+
+_EXPERTS = {"gate_up_proj", "down_proj"}  # parameters that experts classes have, whoever wrote them
 
 
 register()

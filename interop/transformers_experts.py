@@ -22,16 +22,22 @@ def experts(
     save: str,
     of: Callable[[Any], Any] = lambda parameter: parameter,
     precision: str | None = None,
+    keep_saved: bool = False,
+    parameters: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The output (L, d) of a module that transformers dispatches. An id from E on is an empty slot: its expert is on
-    another rank."""
-    w1, w2, biases = arguments_of(module, of)
+    another rank.
+
+    parameters: of `weights_of`, if the caller has read them.
+    """
+    parameters = weights_of(module) if parameters is None else parameters
+    w1, w2, biases = arguments_of(module, of, parameters)
     options = {  # `|` of dictionaries would end a graph of torch 2.6
         **biases,
         "activation": formula.activation,
         "gate_up": formula.gate_up,
-        **layer_options(save, precision),
-        **fp8_options(module, weights_of(module), precision),
+        **layer_options(save, precision, keep_saved),
+        **fp8_options(module, parameters, precision),
     }
     if not getattr(module, "has_post_expert_norm", False):
         return layer(x, ids, weights, w1, w2, **options)
@@ -46,16 +52,17 @@ def weights_of(module: Any) -> tuple[Tensor, Tensor]:
 
 
 def arguments_of(
-    module: Any, of: Callable[[Any], Any] = lambda parameter: parameter
+    module: Any,
+    of: Callable[[Any], Any] = lambda parameter: parameter,
+    parameters: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """w1, w2 and the biases by name, in the layer's order. `of` is applied to each parameter first."""
-    gated = getattr(module, "has_gate", True)
-    w1, w2 = map(of, weights_of(module))
+    w1, w2 = map(of, weights_of(module) if parameters is None else parameters)
     if not getattr(module, "is_transposed", False):
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     if not getattr(module, "has_bias", False):
         return w1, w2, {}
-    b1 = module.gate_up_proj_bias if gated else module.up_proj_bias
+    b1 = module.gate_up_proj_bias if getattr(module, "has_gate", True) else module.up_proj_bias
     return w1, w2, {"b1": of(b1), "b2": of(module.down_proj_bias)}
 
 
@@ -68,11 +75,30 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor | None, w1: Weight, w2: Tensor
     return out.to(x.dtype)
 
 
-def layer_options(save: str, precision: str | None) -> dict[str, Any]:
-    """The options of `moe` for a save policy and a precision."""
-    if precision is None:
-        return {"save": save}
-    return {"save": save, "precision": precision, "keep_fp8_weights": save != "recompute"}
+def layer_options(save: str, precision: str | None, keep_saved: bool = False) -> dict[str, Any]:
+    """The options of `moe` for those of `register`."""
+    options: dict[str, Any] = {"save": save}
+    if keep_saved:
+        options["keep_saved"] = True
+    if precision is not None:
+        options.update(precision=precision, keep_fp8_weights=save != "recompute")
+    return options
+
+
+def unfit(weights: tuple[Tensor, ...]) -> str:
+    """Why the layer cannot compute with these weights of a module, or ""."""
+    dtype = weights[0].dtype
+    for weight in weights:
+        if weight.dtype is not dtype and not torch_arguments.in_autocast(weight):
+            return f"its weights have two dtypes, {dtype} and {weight.dtype}"
+        if type(weight) is not torch.nn.Parameter and type(weight) is not Tensor and _is_packed(weight):
+            return f"its weights are tensors of a class of their own, {type(weight).__name__}"
+    return ""
+
+
+def _is_packed(weight: Tensor) -> bool:
+    """Whether a tensor is made of others, as quantised ones are. A DTensor, which has a local part, is not."""
+    return hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "to_local")
 
 
 def fp8_options(module: Any, parameters: tuple[Tensor, ...], precision: str | None) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def test_what_peft_merges(end, held, frozen):
         assert not torch.equal(found[0], logits(model_of(initializer_range=0.3)))
 
 
-@pytest.mark.parametrize("name", ["DbrxExperts", "Llama4TextMoe"])
+@pytest.mark.parametrize("name", ["DbrxExperts", "Llama4TextExperts"])
 def test_patched_models(name):
     """Beside bf16, with one layer, so that no token goes to another expert for it; "recompute" has the same bits, and
     the last call of `patch` decides."""
