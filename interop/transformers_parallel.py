@@ -4,6 +4,7 @@
 parallelism, as 5.23 does and 5.17 does not, the import registers `DistributedConfig(ep_implementation="moeblaze")`.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -51,7 +52,8 @@ def parallelize_experts(
     Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
     are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
     Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
-    NotImplementedError for experts that the layer cannot compute. What is raised by `group` is raised on all ranks.
+    NotImplementedError for experts that the layer cannot compute, and for experts with adapters of peft. Experts that
+    get such adapters later raise it in forward. What is raised by `group` is raised on all ranks.
     """
     function = "parallelize_experts"
     checks.one_of(function, "save", save, SAVE_POLICIES)
@@ -60,6 +62,10 @@ def parallelize_experts(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{function}: mesh: expected a DeviceMesh of one dimension, got {type(mesh)}")
     found = {name: module for name, module in model.named_modules() if _has_experts(name, module)}
+    callers = [(model.get_submodule(name.rpartition(".")[0]), name) for name in found if name]
+    for caller, name in callers:
+        if hasattr(caller, "get_base_layer"):
+            raise NotImplementedError(_ADAPTERS.format(name=name))
     if not found:
         raise ValueError(
             f"{function}: model: expected one with experts that transformers dispatches, got {type(model)}"
@@ -75,7 +81,22 @@ def parallelize_experts(
         experts = groups[transformers_experts.weights_of(module)[0].shape[0]]
         _keep_part(module, mesh, experts, parts)
         module.forward = types.MethodType(_forward_over(experts, options), module)
+    for caller, name in callers:
+        caller.register_forward_pre_hook(functools.partial(_refuse_adapters, name))
     return tuple(found)
+
+
+_ADAPTERS = (
+    "parallelize_experts: model: expected experts without adapters, which are not spread over ranks, got adapters on "
+    "{name}"
+)
+
+
+def _refuse_adapters(name: str, caller: torch.nn.Module, _: Any) -> None:
+    """Before a call of experts that peft wrapped later: its own error would be one of DTensors."""
+    experts = getattr(caller, name.rpartition(".")[2])
+    if "forward" not in experts.__dict__ and hasattr(experts, "get_base_layer"):
+        raise NotImplementedError(_ADAPTERS.format(name=name))
 
 
 def _has_experts(name: str, module: Any) -> bool:
@@ -87,10 +108,11 @@ def _has_experts(name: str, module: Any) -> bool:
         )
     if not is_dispatched(module):
         return False
-    reason = formula_of(module).reason
+    weights = transformers_experts.weights_of(module)
+    reason = formula_of(module).reason or transformers_experts.unfit(weights)
     if reason:
         raise NotImplementedError(f"parallelize_experts: {name}: {kind}: {reason}")
-    if isinstance(transformers_experts.weights_of(module)[0], DTensor):
+    if isinstance(weights[0], DTensor):
         expected = "whole experts, before FSDP2 and any other plan"
         raise ValueError(f"parallelize_experts: model: expected {expected}, got DTensors in {name}")
     return True

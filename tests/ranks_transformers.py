@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 from moeblaze_cupy.interop import collectives, transformers_parallel
 from moeblaze_cupy.interop.exchange import ExpertGroup
-from moeblaze_cupy.interop.transformers import register
+from moeblaze_cupy.interop.transformers import patch, register
 from moeblaze_cupy.interop.transformers_parallel import parallelize_experts
 
 MODEL_CASES = {}
@@ -371,3 +371,53 @@ def models_that_cannot_be_spread(rank, size, group):
     sizes = {"d_model": 32, "n_heads": 2, "n_layers": 1, "vocab_size": 64}
     dbrx = transformers.DbrxForCausalLM(transformers.DbrxConfig(**sizes, attn_config=experts[0], ffn_config=experts[1]))
     expect(NotImplementedError, "DbrxExperts: its experts are not dispatched", parallelize_experts, dbrx, mesh)
+
+
+@case
+def adapters_on_spread_experts_are_refused(rank, size, group):
+    """Whichever comes first. Those on attention are no matter."""
+    try:
+        import peft
+    except ImportError:
+        return
+    mesh = init_device_mesh("cpu", (size,))
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    on_experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=names)
+    text = "^parallelize_experts: model: expected experts without adapters, .*, got adapters on .*mlp.experts"
+    model = peft.get_peft_model(model_of("Qwen3Moe"), on_experts)
+    with expect(NotImplementedError, text):
+        parallelize_experts(model, mesh)
+    model = model_of("Qwen3Moe")
+    parallelize_experts(model, mesh)
+    on_attention = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert torch.isfinite(on_attention(input_ids=tokens_of(rank)).logits).all()
+    model = model_of("Qwen3Moe")
+    parallelize_experts(model, mesh)
+    with expect(NotImplementedError, text):
+        peft.get_peft_model(model, on_experts)(input_ids=tokens_of(rank))
+
+
+@case
+def patched_experts_that_are_sharded_themselves(rank, size, group):
+    """`fully_shard` of Llama 4's experts, whose weights are whole only while they are called."""
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        return
+    results = []
+    for patches in (False, True):
+        sizes = SHAPE | {"intermediate_size_mlp": 24, "num_local_experts": 4, "num_experts_per_tok": 1}
+        torch.manual_seed(0)
+        model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, interleave_moe_layer_step=1))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        if patches:
+            assert len(patch(model).served) == sizes["num_hidden_layers"]
+            mesh = init_device_mesh("cpu", (size,))
+            for layer in model.model.layers:
+                fully_shard(layer.feed_forward.experts, mesh=mesh)
+        loss, logits = loss_of(model, tokens_of(0))  # the same tokens on all ranks, so that the mean changes nothing
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+        results.append({"logits": logits, **whole})
+    for name, want in results[0].items():
+        assert difference(results[1][name], want) < BOUND, name

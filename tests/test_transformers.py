@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import copy
+import functools
 import importlib
 import math
 import pickle
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
 
 from torch_versions import NO_COMPILED_TRAINER, needs_models_that_compile  # noqa: E402
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from moeblaze_cupy.interop import transformers as backend  # noqa: E402
@@ -244,6 +246,238 @@ def test_activations_of_one_class_are_told_apart_by_what_they_hold(kind, monkeyp
             got = experts(x, ids, weights)
         experts.config._experts_implementation = "eager"
         torch.testing.assert_close(got, experts(x, ids, weights), rtol=1e-4, atol=1e-5)
+
+
+def by_hand(experts, x, ids, weights, gate):
+    """The output of a module in float64, an independent loop over slots."""
+    w1, w2 = experts.gate_up_proj.double(), experts.down_proj.double()
+    rows = []
+    for token in range(len(x)):
+        slots = [w2[e] @ gate(w1[e] @ x[token].double()) for e in ids[token].tolist()]
+        rows.append(sum(weight.double() * slot for weight, slot in zip(weights[token], slots, strict=True)))
+    return torch.stack(rows)
+
+
+def in_float32():
+    return [t.float() if t.is_floating_point() else t for t in inputs()[:3]]
+
+
+@use_experts_implementation
+class Chosen(torch.nn.Module):
+    """Its gate reads what tells one module from another: a limit that may be None, an object, a parameter."""
+
+    def __init__(self, config, limit=None, kind="", scale=1.0):
+        super().__init__()
+        self.num_experts, self.limit, self.kind, self.act_fn = (
+            E,
+            limit,
+            types.SimpleNamespace(name=kind),
+            torch.nn.SiLU(),
+        )
+        self.scale = torch.nn.Parameter(torch.tensor(scale))
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(E, 2 * H, D, generator=torch.Generator().manual_seed(0)))
+        self.down_proj = torch.nn.Parameter(torch.randn(E, D, H, generator=torch.Generator().manual_seed(1)))
+
+    def _apply_gate(self, columns):
+        gate, up = columns.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (torch.relu(gate) if self.kind.name == "relu" else self.act_fn(gate)) * up * self.scale
+
+    def forward(self, x, ids, weights):
+        raise NotImplementedError
+
+
+def test_gates_of_an_unknown_source_fall_back(calls, monkeypatch):
+    """Each module to its own formula, with gradients of what the gate reads."""
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    x, ids, weights = in_float32()
+    with pytest.warns(
+        UserWarning, match="Chosen runs as grouped_mm: the layer does not know the source of Chosen._app"
+    ):
+        for options in ({"limit": None}, {"limit": 0.5}, {"kind": "relu"}, {"scale": 2.0}, {"limit": 1.5}):
+            experts = Chosen(types.SimpleNamespace(_experts_implementation="moeblaze"), **options)
+            wanted = by_hand(experts, x, ids, weights, experts._apply_gate)
+            got = experts(x, ids, weights)
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)  # sums of float32
+            (scale,) = torch.autograd.grad(got.sum(), experts.scale)
+            torch.testing.assert_close(scale.double(), torch.autograd.grad(wanted.sum(), experts.scale)[0].double(),
+                rtol=1e-4, atol=1e-3)  # fmt: skip
+    assert not calls
+
+
+DEEPSEEK = ("transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts")
+
+
+def clamped(limit):
+    def gate(columns):
+        a, b = columns.chunk(2, dim=-1)
+        return torch.nn.functional.silu(a.clamp(max=limit)) * b.clamp(-limit, limit)
+
+    return gate
+
+
+@pytest.mark.skipif(DEEPSEEK not in CLASSES, reason="this transformers has no DeepseekV4Experts")
+def test_constants_are_read_at_every_call(calls):
+    experts = made(*DEEPSEEK, "moeblaze")
+    x, ids, weights, _ = inputs()
+    for limit in (0.5, 1, math.inf, 0.5, 0.75):
+        experts.limit = limit
+        torch.testing.assert_close(experts(x, ids, weights), by_hand(experts, x, ids, weights, clamped(limit)))
+    names = [call["activation"] for call in calls]
+    assert names[2] == "swiglu" and [name.constants["limit"] for name in names[:2] + names[3:]] == [0.5, 1, 0.5, 0.75]
+
+
+@pytest.mark.skipif(DEEPSEEK not in CLASSES, reason="this transformers has no DeepseekV4Experts")
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [(0.0, "cannot be expressed: Activation: limit"), (True, "limit is no number"), (math.nan, "cannot be expressed"),
+     (torch.tensor(0.5), "limit is no number"), (torch.nn.Parameter(torch.tensor([0.5])), "limit is no number")],
+    ids=["zero", "bool", "nan", "tensor", "parameter"],
+)  # fmt: skip
+def test_constants_that_the_layer_has_not_fall_back(limit, reason, calls, monkeypatch):
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    experts = made(*DEEPSEEK, "moeblaze").float()
+    experts.limit = 0.5
+    x, ids, weights = in_float32()
+    experts(x, ids, weights)  # the formula of this one is not that of the next
+    experts.limit = limit
+    calls.clear()
+    with pytest.warns(UserWarning, match=f"DeepseekV4Experts runs as grouped_mm: its .*{reason}"):
+        got = experts(x, ids, weights)
+    wanted = by_hand(experts, x, ids, weights, lambda columns: experts._apply_gate(columns.float()).double())
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert not calls
+    del experts.limit
+    experts.limit = 0.5
+    experts(x, ids, weights)
+    assert len(calls) == 1
+
+
+@needs_models_that_compile
+@pytest.mark.skipif(DEEPSEEK not in CLASSES, reason="this transformers has no DeepseekV4Experts")
+@pytest.mark.parametrize("first", ["eager", "compiled"])
+def test_compiled_modules_follow_their_constants(first, monkeypatch):
+    monkeypatch.setattr(formulas, "_FOUND", {})
+    torch._dynamo.reset()
+    experts = made(*DEEPSEEK, "moeblaze")
+    x, ids, weights, _ = inputs()
+    if first == "eager":
+        experts(x, ids, weights)
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    for limit in (0.5, 0.75, 0.5, 0.25):
+        experts.limit = limit
+        torch.testing.assert_close(compiled(x, ids, weights), by_hand(experts, x, ids, weights, clamped(limit)))
+    torch._dynamo.reset()
+
+
+def test_gates_and_activations_that_were_changed_fall_back(calls, monkeypatch):
+    """A gate of the module itself, a decorated one, and an activation with a hook."""
+
+    def doubled(columns):
+        a, b = columns.chunk(2, dim=-1)
+        return 2 * torch.nn.functional.silu(a) * b
+
+    def decorated(function):
+        @functools.wraps(function)
+        def double(self, columns):
+            return 2 * function(self, columns)
+
+        return double
+
+    def on_the_module(experts):
+        experts._apply_gate = doubled
+
+    def on_the_class(experts):
+        kind = type(experts)
+        experts.__class__ = type("Qwen3MoeExperts", (kind,), {"_apply_gate": decorated(kind._apply_gate)})
+
+    def by_a_hook(experts):
+        experts.act_fn.register_forward_hook(lambda module, arguments, out: 2 * out)
+
+    x, ids, weights = in_float32()
+    for change in (on_the_module, on_the_class, by_a_hook):
+        monkeypatch.setattr(formulas, "_WARNED", set())
+        experts = made(*QWEN, "moeblaze").float()
+        experts(x, ids, weights)
+        assert len(calls) == 1
+        change(experts)
+        with pytest.warns(UserWarning, match="Qwen3MoeExperts runs as grouped_mm: "):
+            got = experts(x, ids, weights)
+        torch.testing.assert_close(got.double(), by_hand(experts, x, ids, weights, doubled), rtol=1e-4, atol=1e-5)
+        assert len(calls) == 1
+        calls.clear()
+
+
+def test_weights_of_two_dtypes_fall_back(calls, monkeypatch):
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    experts = made(*QWEN, "moeblaze").float()
+    experts.gate_up_proj.data = experts.gate_up_proj.data.bfloat16()
+    x, ids, weights = in_float32()
+    with pytest.warns(UserWarning, match="its weights have two dtypes, torch.bfloat16 and torch.float32"):
+        got = experts(x, ids, weights)
+    wanted = by_hand(experts, x, ids, weights, experts._apply_gate).detach()
+    assert not calls and (got - wanted).norm() < 0.02 * wanted.norm()  # the first product is one of bfloat16
+    with torch.autocast("cpu", torch.bfloat16):  # which gives both one dtype
+        got = experts(x, ids, weights)
+    assert len(calls) == 1 and (got - wanted).norm() < 0.02 * wanted.norm()
+
+
+class Packed(torch.Tensor):
+    """A tensor that is made of another one, as quantised ones are."""
+
+    @staticmethod
+    def __new__(cls, packed):
+        return torch.Tensor._make_wrapper_subclass(cls, packed.shape, dtype=packed.dtype, device=packed.device)
+
+    def __init__(self, packed):
+        self.packed = packed
+
+    def __tensor_flatten__(self):
+        return ["packed"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, kinds, arguments=(), options=None):
+        def plain(value):
+            return value.packed / 2 if isinstance(value, Packed) else value
+
+        if function is torch.ops.aten.detach.default:
+            return Packed(arguments[0].packed)
+        return function(*torch.utils._pytree.tree_map(plain, arguments), **(options or {}))
+
+
+def test_quantised_tensors_fall_back(calls, monkeypatch):
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    experts = made(*QWEN, "moeblaze").float()
+    x, ids, weights = in_float32()
+    wanted = by_hand(experts, x, ids, weights, experts._apply_gate)
+    experts.down_proj = torch.nn.Parameter(Packed(2 * experts.down_proj.detach()), requires_grad=False)
+    with pytest.warns(UserWarning, match="its weights are tensors of a class of their own, Packed"), torch.no_grad():
+        got = experts(x, ids, weights)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+    assert not calls
+
+
+@pytest.mark.parametrize("how", ["register", "patch"])
+def test_keep_saved_allows_a_second_backward(how):
+    def twice(model):
+        loss = model(tokens(), labels=tokens()).loss
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        first = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        second = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None)
+
+    if how == "register":
+        backend.register("moeblaze_keep_saved", keep_saved=True)
+        keeping, plain = tiny("mixtral", "moeblaze_keep_saved"), tiny("mixtral", "moeblaze")
+    else:
+        keeping, plain = (text_model(*PATCHED["DbrxExperts"][:3], **DBRX) for _ in range(2))
+        backend.patch(plain, keep_saved=True)
+        backend.patch(plain)  # the last call decides
+        backend.patch(keeping, keep_saved=True)
+    assert twice(keeping)
+    with pytest.raises(RuntimeError, match="keep_saved"):
+        twice(plain)
 
 
 SIZES = {
@@ -574,6 +808,156 @@ def test_patch_tells_of_implementations_that_are_not_the_layers(monkeypatch):
         backend.patch(model, fallback=False)
     model.set_experts_implementation("moeblaze")
     assert backend.patch(model) == (tuple(refused), {})
+
+
+def patched(name, **options):
+    """A model, and one of the same weights that is patched."""
+    *family, sizes = PATCHED[name]
+    model = text_model(*family, **sizes)
+    other = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "moeblaze: JetMoeMoA")
+        served = backend.patch(other, **options).served
+    assert len(served) == 2
+    return model, other, served
+
+
+ADAPTED = {
+    "Llama4TextExperts": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+    "JetMoeMoE": ["mlp.input_linear.weight", "mlp.output_linear.weight"],
+}
+
+
+@pytest.mark.parametrize("first", ["patch", "LoRA"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_patched_models_count(name, first, calls, monkeypatch):
+    """Llama 4's by the layer, JetMoe's by the class's own code. Gradients too, and without the adapters."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    module, config, model, sizes = PATCHED[name]
+    got = []
+    for patches in (False, True):
+        base = text_model(module, config, model, **sizes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if patches and first == "patch":
+                assert len(backend.patch(base).served) == 2
+            torch.manual_seed(3)
+            targets = {"target_modules": [], "target_parameters": ADAPTED[name]}
+            adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, **targets))
+            if patches and first == "LoRA":
+                assert len(backend.patch(adapted).served) == (2 if name == "Llama4TextExperts" else 0)
+            result = step(adapted)
+            with adapted.disable_adapter(), torch.no_grad():
+                result["without"] = adapted(tokens()).logits
+        got.append(result)
+        assert len([key for key in result if "lora" in key]) == 8
+        assert len(calls) == (4 if patches and name == "Llama4TextExperts" else 0)
+    check_equal(got[1], got[0], 1e-6)
+    assert not torch.equal(got[0]["without"], got[0]["logits"])
+
+
+PARTS = {
+    "DbrxExperts": "transformer.blocks.0.ffn.experts.mlp",
+    "JetMoeMoE": "model.layers.0.mlp.output_linear",
+    "Llama4TextExperts": "model.layers.0.feed_forward.experts",
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_hooks_of_modules_with_weights_run(name, calls, monkeypatch):
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    model, other, _ = patched(name)
+    seen = []
+
+    def doubles(module, arguments, out):
+        seen.append(module)
+        return 2 * out
+
+    model.get_submodule(PARTS[name]).register_forward_hook(doubles)
+    part = other.get_submodule(PARTS[name])
+    handle = part.register_forward_hook(doubles)
+    wanted = step(model)
+    seen.clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        got = step(other)
+    reasons = [str(w.message) for w in warned if "is wrapped or has hooks" in str(w.message)]
+    assert set(seen) == {part} and (len(calls), len(reasons)) == ((2, 0) if name == "Llama4TextExperts" else (1, 1))
+    check_equal(got, wanted, 1e-6)
+    handle.remove()
+    calls.clear()
+    step(other)
+    assert len(calls) == 2
+
+
+def test_a_patched_forward_that_must_not_fall_back_raises():
+    _, other, _ = patched("DbrxExperts", fallback=False)
+    other.get_submodule(PARTS["DbrxExperts"]).register_forward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match=r"^moeblaze: DbrxExperts: its mlp is wrapped or has hooks"):
+        other(tokens())
+
+
+@pytest.mark.parametrize("first", ["patch", "offload"])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_offloaded_weights(name, first, calls, monkeypatch):
+    """accelerate's hooks bring them when a module is called."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    *family, sizes = PATCHED[name]
+    other = text_model(*family, **sizes)
+    wanted = other(tokens()).logits
+    modules = [path for path, module in other.named_modules() if type(module).__name__ == name]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        if first == "patch":
+            assert len(backend.patch(other).served) == 2
+        for layer in other.model.layers:
+            block = layer.mlp if name == "JetMoeMoE" else layer.feed_forward
+            hooks.attach_align_device_hook(block, execution_device="cpu", offload=True)
+        assert any(parameter.is_meta for parameter in other.parameters())
+        found = backend.patch(other)
+        if first == "offload":
+            reasons = [found.refused[served] for served in modules]
+            assert all("forward is wrapped, as by a device_map" in reason for reason in reasons)
+        else:
+            assert list(found.served) == modules
+        calls.clear()
+        torch.testing.assert_close(other(tokens()).logits, wanted, rtol=1e-6, atol=1e-9)
+    assert len(calls) == (2 if name == "Llama4TextExperts" and first == "patch" else 0)
+
+
+def test_a_foreign_forward_is_reported(monkeypatch):
+    """Of a module, of its class, and of a class that takes the place of transformers'."""
+    monkeypatch.setattr(formulas, "_WARNED", set())
+    foreign = types.FunctionType((lambda self, x, ids, weights: x).__code__, {"__name__": "liger_kernel.ops"})
+    model = tiny("mixtral", "moeblaze")
+    names = [name for name, module in model.named_modules() if type(module).__name__ == "MixtralExperts"]
+    module = model.get_submodule(names[0])
+    module.forward = types.MethodType(foreign, module)
+    with pytest.warns(
+        UserWarning, match="MixtralExperts runs as before: its forward has been replaced by one of liger"
+    ):
+        assert backend.patch(model) == (
+            (names[1],),
+            {names[0]: "its forward has been replaced by one of liger_kernel.ops"},
+        )
+    del module.forward
+    with monkeypatch.context() as patching:
+        patching.setattr(type(module), "forward", foreign)
+        assert set(backend.patch(model).refused) == set(names)
+    assert backend.patch(model).served == tuple(names)
+    _, other, served = patched("DbrxExperts")
+    other.get_submodule(served[0]).forward = types.MethodType(foreign, other.get_submodule(served[0]))
+    assert list(backend.patch(other).refused) == [served[0]]
+
+    class LigerExperts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj, self.down_proj = (torch.nn.Parameter(torch.zeros(2, 2, 2)) for _ in range(2))
+
+    with pytest.warns(UserWarning, match="LigerExperts runs as before: transformers does not dispatch its class"):
+        assert list(backend.patch(Holder(LigerExperts())).refused) == ["experts"]
 
 
 def test_a_model_can_be_pickled_and_patched_again(calls):
