@@ -14,6 +14,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import ranks_adapters  # noqa: F401
 import ranks_changed_ids  # noqa: F401
 import ranks_composition  # noqa: F401
 import ranks_copied_gradients  # noqa: F401
@@ -24,7 +25,6 @@ import ranks_faults  # noqa: F401
 import ranks_fsdp  # noqa: F401
 import ranks_gpus  # noqa: F401
 import ranks_hosts  # noqa: F401
-import ranks_torchtitan  # noqa: F401
 import torch
 import torch.distributed as dist
 from ranks_common import CASES, GPU_CASES, GPU_TIMEOUT, TIMEOUT, Leave
