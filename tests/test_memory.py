@@ -30,6 +30,40 @@ SHAPES = (
 )
 
 
+RECORDED = {
+    "conf1": memory.LayerShape(L=65536, d=512, h=2048, E=4, k=1),
+    "qwen30b": QWEN3_30B,
+    "gpt-oss, biases": memory.LayerShape(
+        *(16384, 2880, 2880, 32, 4), activation="swiglu_oai", bias="bfloat16", gate_up="interleaved", transposed=True
+    ),
+    "float32, portable": memory.LayerShape(1000, 96, 200, 7, 3, activation="gelu", dtype="float32", tier="sm80"),
+    "k = 1 in e4m3": memory.LayerShape(512, 608, 208, 5, 1, precision="fp8"),
+    "few rows": memory.LayerShape(L=3, d=8, h=8, E=300, k=1, activation="reglu", dtype="float16", ids_are_int64=True),
+    "pairs with a bound": memory.LayerShape(300, 264, 200, 7, 3, ragged=True, ids_are_int64=True, max_slots=500),
+    "unreduced": memory.LayerShape(300, 96, 200, 7, 3, options=SlotOptions(unreduced=True)),
+}
+
+
+def recorded(s, save):
+    """Saved bytes, x among them, and both peaks as the formulas define them: without tile counters."""
+    forward, *backward = explain.rehearse(s, save, limits_of(s.tier))
+
+    def peak(of_pass):
+        counted = [a for a in of_pass.rehearsal.allocations if of_pass.contents(a) != "tile counter"]
+        return max(sum(a.nbytes for a in counted if a.is_alive(n)) for n in range(len(of_pass.rehearsal.launches)))
+
+    saved = forward.kept_bytes - memory.output(s).nbytes + (s.L * s.d * s.b if save else 0)
+    return saved, peak(forward) - forward.kept_bytes, *map(peak, backward)
+
+
+@pytest.mark.parametrize("save", memory.POLICIES)
+@pytest.mark.parametrize("name", RECORDED)
+def test_formulas_equal_what_the_recorder_allocates(name, save):
+    plan = memory.layer(RECORDED[name], save)
+    expected = plan.saved_bytes, plan.forward_peak_bytes, plan.backward_peak_bytes
+    assert recorded(RECORDED[name], save) == (expected if save else expected[:2])
+
+
 def by_name(terms):
     return {term.name: term.nbytes for term in terms}
 

@@ -116,14 +116,15 @@ class Pass:
 
 
 def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: bool = False) -> list[Pass]:
-    """Forward, and backward unless `save` is None, of packed arrays: int32 ids, float32 router weights.
+    """Forward, and backward unless `save` is None, of packed arrays and float32 router weights.
 
     accumulate: the gradients of both weights are added to sums in float32. Raises ValueError for more experts than the
     GPU's shared memory has room for.
     """
     x, options = _rows((s.L, s.d), s.dtype), s.options
     slots_shape = (s.slots,) if s.ragged else (s.L, s.k)
-    ids, weights = _rows(slots_shape, "int32"), _rows(slots_shape, "float32") if s.has_weights else None
+    ids = _rows(slots_shape, "int64" if s.ids_are_int64 else "int32")
+    weights = _rows(slots_shape, "float32") if s.has_weights else None
     w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
     b1 = (_rows((s.E, s.g * s.h), s.bias),) if s.bias and not options.on_input else ()
     b2 = (_rows((s.E, s.d), s.bias),) if s.bias else ()
@@ -135,14 +136,16 @@ def rehearse(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: 
     run, weights_fp8 = Rehearsal(), fp8.Addresses(0, 0, 0, 0, 0, 0) if s.precision else None
     result = experts.moe_forward(run, forward_steps, *[0] * 10, weights_fp8=weights_fp8)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
-    buffers |= {"y_swi": result.y_swi, "index lists": result.lists if save else None}
+    buffers |= {"y_swi": result.y_swi}
+    if save:
+        buffers |= {"index lists": result.lists, "int32 copy of the ids": result.ids}
     forward = Pass("forward", run, _present(buffers))
     if save is None:
         return [forward]
-    first_layer = _rows((s.slots, s.g * s.h), s.dtype) if result.first_layer else None
+    first_layer = _rows((s.R, s.g * s.h), s.dtype) if result.first_layer else None
     if save == "fp8":
-        first_layer = _rows((launch_config.saved_fp8(s.slots, s.h, s.g).nbytes,), "uint8")
-    y_swi = _rows((s.slots, s.h), s.dtype) if result.y_swi else None
+        first_layer = _rows((launch_config.saved_fp8(s.R, s.h, s.g).nbytes,), "uint8")
+    y_swi = _rows((s.R, s.h), s.dtype) if result.y_swi else None
     grad_out = _rows((*slots_shape, s.d), s.dtype) if options.unreduced else x
     sums: dict[str, tuple[Layout, ...]] = {}
     if accumulate:
