@@ -1,15 +1,17 @@
-"""Memory of the layer per save policy, beside the formulas of `moeblaze_cupy.memory` and a routed-buffer layer.
+"""Memory of the layer per save policy, beside a dry run and a routed-buffer layer.
 
 The paper's Figures 3 and 5 and the memory columns of Tables 2, 4 and 5. A row's time is of one forward and backward,
 so that Table 2 stands here with both of its columns, up to 2M tokens.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from bench import cases, inputs, measure, providers
 from bench.conftest import layer_specs, parametrize
-from moeblaze_cupy import launch_config, memory
+from moeblaze_cupy import dry_run, launch_config, loader, memory
 
 pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="memory")
 POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_paper": "paper"}
@@ -34,22 +36,23 @@ def pytest_generate_tests(metafunc):
     parametrize(metafunc, "table2,table2_silu,table1,table1_silu", combinations, tiny)
 
 
-def formula(case, provider: str) -> memory.Plan:
-    """The plan of what a provider keeps and allocates; x is among what it keeps."""
-    tier = "sm80"
+def expected(case, provider: str) -> dry_run.DryRun | memory.RoutedLayer:
+    """What a provider saves and allocates."""
+    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation, transposed=True)
+    if provider not in POLICIES:
+        return memory.routed_layer(shape)
+    limits = replace(launch_config.H200, tier="sm80")
     if inputs.has_gpu():
-        major, minor = torch.cuda.get_device_capability()
-        tier = launch_config.tier(10 * major + minor)
-    shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation, tier=tier, transposed=True)
-    return memory.layer(shape, POLICIES[provider]) if provider in POLICIES else memory.routed_layer(shape)
+        limits = loader.device_limits(torch.cuda.current_device())
+    return dry_run.layer(shape, POLICIES[provider], limits)
 
 
 def test_memory(spec, current, time_device):
     case, order, provider, what = spec
     layer = current.layer_of(case, order, provider)
-    plan = formula(case, provider.name)
+    plan = expected(case, provider.name)
     x_bytes = layer.inputs["x"].nbytes
-    held = sum(term.nbytes for term in plan.saved if term.name != "x")
+    held = plan.saved_bytes - (x_bytes if provider.name in POLICIES else 0)
     info = {
         **case.info,
         "provider": provider.name,

@@ -7,7 +7,7 @@ from bench import cases
 from bench.fp8_products import PRODUCTS
 from bench.recorded import MIB, RECORDS
 from bench.table import number, span
-from moeblaze_cupy import memory
+from moeblaze_cupy import dry_run, memory
 
 RECORD = RECORDS / "fp8" / "h200.json"
 PASSES = ("forward", "forward + backward")
@@ -32,7 +32,7 @@ quantises rows, calls `torch._scaled_grouped_mm` twice, and computes a weighted 
 its differentiable rowwise products, which quantise the weights in each call, and is compared with calls that do so,
 too."""
 OF_SAVED = """Time with `save="minimal"` over that with `save="fp8"`, and the MiB of a and b that each keeps, by
-formula."""
+a dry run."""
 OF_QUANTIZED = """Quantisation of x and of the weights: the time of a copy of as many bytes over the kernel's time,
 and TB/s. x is read once. Weights are read twice and written in both orientations."""
 OF_ERRORS = """The norm of the difference from bf16's results over the norm of these, in thousandths: out and each
@@ -56,8 +56,8 @@ def speed(row: dict, kind: str, base: str = "bf16") -> str:
 def kept_mib(case: cases.LayerCase) -> list[str]:
     """Of a and b under "minimal" and "fp8"."""
     shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
-    plans = [memory.layer(shape, save).saved_bytes for save in ("recompute", "minimal", "fp8")]
-    return [f"{(plan - plans[0]) / MIB:,.0f}" for plan in plans[1:]]
+    saved = [dry_run.layer(shape, save).saved_bytes for save in ("recompute", "minimal", "fp8")]
+    return [f"{(nbytes - saved[0]) / MIB:,.0f}" for nbytes in saved[1:]]
 
 
 def products_rows(found: dict[str, dict[str, dict]]) -> list[list[str]]:

@@ -87,6 +87,6 @@ def beside_peers(records: Records) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def routed_mib(case: cases.LayerCase) -> float:
-    """What a layer with routed buffers would keep, by formula."""
+    """What a layer with routed buffers would keep."""
     shape = memory.LayerShape(case.L, case.d, case.h, case.E, case.k, case.activation)
     return memory.routed_layer(shape).saved_bytes / MIB

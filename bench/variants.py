@@ -45,7 +45,7 @@ def variants(rule: str, kernel: kernels.Kernels, entry: str) -> dict[str, Callab
 def _answered(function: str, answer: int, kernel: kernels.Kernels, entry: str) -> Callable:
     """The kernel's call where a rule of gemm_config gives this answer."""
     runtime.forget()
-    with mock.patch.object(gemm_config, function, lambda *_: answer):
+    with mock.patch.object(gemm_config, function, lambda *_: (answer, "")):
         call = kernel.configured()[entry]
     runtime.forget()
     return call

@@ -3,8 +3,6 @@
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 from moeblaze_cupy import __version__
 from moeblaze_cupy.cli.command import integer, run_guarded
@@ -15,26 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
 GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # whose limits `explain` knows
 TIERS = ("sm80", "sm90")
-MAX_WIDTH = 2**24  # of d and h: wider than any model's, and `plan` lists the panels of d at once
-
-
-class _Choices(argparse.Action):
-    """A repeatable option; "all" stands for every choice. The first use replaces the default."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, *, every: Sequence[str], **rest: Any) -> None:
-        super().__init__(option_strings, dest, choices=(*every, "all"), **rest)
-        self.every = every
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        value: Any,
-        option_string: str | None = None,
-    ) -> None:
-        given = getattr(namespace, self.dest)
-        earlier = () if given is self.default else given
-        setattr(namespace, self.dest, tuple(dict.fromkeys((*earlier, *(self.every if value == "all" else (value,))))))
+MAX_WIDTH = 2**18  # of d and h: wider than any model's; the portable kernels have a launch per 256 of d's columns
 
 
 def _add_layer(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +51,16 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_passes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--save",
+        choices=[policy or "inference" for policy in SAVE_POLICIES],
+        default="minimal",
+        help="what forward keeps for backward; inference has no backward (%(default)s)",
+    )
+    parser.add_argument("--accumulate", action="store_true", help="add weight gradients to a caller's sums in float32")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moeblaze_cupy", description="Mixture-of-Experts training kernels without routed buffers."
@@ -88,30 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     compile_ = commands.add_parser(
         "compile",
-        help="compile kernels into CuPy's cache, before the first use",
-        description="Compiles the kernels of layers with these options into CuPy's cache, for sizes that are multiples "
-        "of 8. Needs CuPy and a GPU.",
+        help="compile a layer's kernels into CuPy's cache, before the first use",
+        description="Compiles into CuPy's cache what a layer launches, in training with --save and in inference: for "
+        "L tokens, half as many, and so on to one. Needs CuPy and a GPU.",
     )
-    for option, every, default, meaning in (
-        ("--dtype", DTYPES, ("bfloat16",), "element type of the layer"),
-        ("--order", ORDERS, ORDERS, "memory order of the weights"),
-        ("--activation", ACTIVATIONS, ("swiglu",), "activation of the experts"),
-        ("--weights-on", WEIGHTS_ON, ("output",), "what the router weights scale"),
-        ("--gate-up", GATE_UP, ("halves",), "order of gate and up columns in w1"),
-        ("--bias", ("none", *BIAS_DTYPES), ("none",), "dtype of the biases, weights for that of the weights"),
-    ):
-        compile_.add_argument(
-            option, action=_Choices, every=every, default=default, metavar="NAME",
-            help=f"{meaning}: {', '.join(every)}, all; repeatable (default: {' '.join(default)})",
-        )  # fmt: skip
-
-    compile_.add_argument(
-        "--accumulate", action="store_true",
-        help="also the kernels that add weight gradients to a caller's sums, in float32 or the weights' dtype",
-    )  # fmt: skip
-
-    compile_.add_argument("--save-fp8", action="store_true", help='also the kernels of save="fp8"')
-    compile_.add_argument("--precision-fp8", action="store_true", help='also the products of precision="fp8"')
+    _add_layer(compile_)
+    _add_passes(compile_)
 
     explain = commands.add_parser(
         "explain",
@@ -120,20 +91,14 @@ def build_parser() -> argparse.ArgumentParser:
         "Arrays are packed, ids int32, router weights float32. No GPU is needed.",
     )
     _add_layer(explain)
-    explain.add_argument(
-        "--save",
-        choices=[policy or "inference" for policy in SAVE_POLICIES],
-        default="minimal",
-        help="what forward keeps for backward; inference has no backward (%(default)s)",
-    )
-    explain.add_argument("--accumulate", action="store_true", help="add weight gradients to a caller's sums in float32")
+    _add_passes(explain)
     explain.add_argument("--gpu", choices=GPUS, help="a GPU by name (the one here, or h200 where there is none)")
     explain.add_argument("--tier", choices=TIERS, help="force the portable kernels, or Hopper's (what the GPU has)")
 
     plan = commands.add_parser(
         "plan",
-        help="the memory a layer will use, per save policy, by formula",
-        description="Prints the memory of a layer per save policy, by formula. No GPU is needed.",
+        help="the memory a layer will use, per save policy",
+        description="Prints the memory of a layer per save policy, from a dry run for an H200. No GPU is needed.",
     )
     _add_layer(plan)
     plan.add_argument(

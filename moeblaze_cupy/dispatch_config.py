@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from moeblaze_cupy.launch_config import (
+    ALONE_SLOTS,
     DISPATCH_THREADS,
     EXPERT_LISTS,
     HELD_PIECES,
@@ -34,6 +35,7 @@ class DispatchConfig:
     columns: int  # of the matrix of dispatch_route, and its threads that count
     route_threads: int  # per block of dispatch_route
     route_shared_bytes: int
+    why: tuple[str, ...] = ()  # dispatch_count runs or not; then so many blocks of dispatch_route
 
     @property
     def block_slots(self) -> int:
@@ -78,10 +80,10 @@ def _route_shared_bytes(num_experts: int, columns: int, part_slots: int, threads
 def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> DispatchConfig:
     """Blocks, parts, columns and shared memory of the dispatch kernels.
 
-    Up to 2048 slots there is one block and one launch. Above, there is a block per 768 slots, at most as many as are
-    resident at one time. A multiprocessor holds two blocks while matrices of 128 columns take at most a third of its
-    shared memory. Else it holds one block of more threads. A block clears and sums its matrix however many slots it
-    has, so few slots get few columns.
+    Up to ALONE_SLOTS slots there is one block and one launch. Above, there is a block per 768 slots, at most as many
+    as are resident at one time. A multiprocessor holds two blocks while matrices of 128 columns take at most a third
+    of its shared memory. Else it holds one block of more threads. A block clears and sums its matrix however many
+    slots it has, so few slots get few columns.
 
     Raises ValueError for more experts than the shared memory of a block has room for.
     """
@@ -90,10 +92,10 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
     if 128 * row_bytes > available // 3:
         resident, available = 1, limits.shared_bytes_per_block
     blocks = 1
-    if num_slots > 2048:
+    if num_slots > ALONE_SLOTS:
         blocks = min(resident * limits.multiprocessors, ceil_div(num_slots, 768))
     block_slots = max(1, ceil_div(num_slots, blocks))
-    few = block_slots <= 2048
+    few = block_slots <= ALONE_SLOTS
     less, more = DISPATCH_THREADS
     threads = less if resident == 2 or (few and (num_experts + 1) * MIN_COLUMNS // 8 <= HELD_PIECES * less) else more
     worthwhile = max(32, block_slots // 16)
@@ -125,6 +127,20 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
     counted_together = 2 if resident == 2 or (few and num_experts <= 1024) else 1
     count_matrices = 4 * counted_together * (num_experts + 1)  # bytes per column
     count_columns = _power_of_two(min(32, limits.shared_bytes_per_block // count_matrices), MIN_COUNT_COLUMNS)
+    if blocks == parts == 1:
+        one = "slot" if num_slots == 1 else "slots"
+        why: tuple[str, ...] = (
+            f"one launch: one CTA takes all {num_slots} {one} (at most {ALONE_SLOTS}) and counts them itself",
+        )
+    else:
+        reason = f"the counters of {num_experts} experts leave room for {part_slots} slots at a time"
+        if blocks > 1:
+            reason = f"{num_slots} slots are more than one CTA takes by itself"
+        why = (
+            f"two launches: {reason}, so dispatch_count counts per CTA, and dispatch_route ranks",
+            f"dispatch_route has {blocks} CTAs of {parts * part_slots} slots"
+            f"{f' in {parts} parts' if parts > 1 else ''}, with {columns} columns of counters",
+        )
     return DispatchConfig(
         blocks=blocks,
         parts=parts,
@@ -136,4 +152,5 @@ def dispatch(num_slots: int, num_experts: int, limits: DeviceLimits) -> Dispatch
         columns=columns,
         route_threads=threads,
         route_shared_bytes=_route_shared_bytes(num_experts, columns, part_slots, threads, alone),
+        why=why,
     )

@@ -40,6 +40,7 @@ MAX_K = 32768  # dispatch divides slots by k through a 32-bit reciprocal, exact 
 MIN_COLUMNS = 8  # of dispatch_route's matrix: a lane reads 8 counters of 16 bits at a time
 MIN_COUNT_COLUMNS = 4  # of dispatch_count's matrix: a lane reads 4 counters of 32 bits at a time
 HELD_PIECES = 5  # 16-byte pieces of dispatch_route's matrix per thread, which keeps their prefix sums in registers
+ALONE_SLOTS = 2048  # that one block of dispatch_route takes, and counts, by itself
 DISPATCH_THREADS = (512, 1024)  # per block of both kernels of dispatch.cu
 EXPERT_LISTS = 5  # lists of dispatch_route in shared memory, of E + 1 int32 on average
 MIN_GROUPS = 3  # groups of threads that sum the counts over blocks; fewer work as one group, without scratch memory

@@ -238,7 +238,7 @@ def variants(
     fp8: bool = False,
     fp8_saved: bool = False,
 ) -> list[Variant]:
-    """Every module a caller with these dtypes, weight memory orders and activations needs, for `precompile`.
+    """Every module that callers with these dtypes, weight memory orders and activations can need, of any sizes.
 
     accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
     multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.

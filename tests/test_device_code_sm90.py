@@ -36,9 +36,9 @@ def choose(monkeypatch):
     """Sets how CTAs share the work, whatever the sizes: by the dynamic schedule, in clusters, by split-K."""
 
     def chosen(dynamic=False, clusters=False, splits=1):
-        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: dynamic)
-        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: clusters)
-        monkeypatch.setattr(gemm_config, "split_k", lambda *_: splits)
+        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: (dynamic, ""))
+        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: (clusters, ""))
+        monkeypatch.setattr(gemm_config, "split_k", lambda *_: (splits, ""))
         runtime.forget()
 
     chosen()
@@ -99,7 +99,7 @@ def test_schedules_clusters_and_orders_do_not_change_a_bit(choose, case):
 @pytest.mark.parametrize(("seed", "square"), [(0, False), (1, True)])
 def test_weight_gradients_by_split_k_and_accumulated(choose, monkeypatch, seed, square):
     """The gradient of w1 by split-K, in either kind of tiles; that of w2 added to numbers that are there."""
-    monkeypatch.setattr(gemm_config, "square_wgrad", lambda *_: square)
+    monkeypatch.setattr(gemm_config, "square_wgrad", lambda *_: (square, ""))
     runtime.forget()
     inputs = make_inputs(GATED, 0, DTYPES["bfloat16"])
     with on_hopper(seed=seed) as device:
@@ -209,7 +209,7 @@ def mutated():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portable, "_compiled", compiled)
         for clusters in (False, True):
-            patch.setattr(gemm_config, "uses_clusters", lambda *_, clusters=clusters: clusters)
+            patch.setattr(gemm_config, "uses_clusters", lambda *_, clusters=clusters: (clusters, ""))
             with on_hopper() as device:
                 Layer(device, make_inputs(GATED, 0, DTYPES["bfloat16"])).run()
 

@@ -88,7 +88,7 @@ def test_one_slot_per_token_and_panels(tier):
     with on(tier) as device, pytest.MonkeyPatch.context() as patch:
         assert_right(device, make_problem("swiglu_oai", DTYPES["float16"], sizes=(40, 1, 3, 264, 72)))
         panels = ((0, 256), (256, 8))
-        patch.setattr(gemm_config, "panels", lambda *_: panels)
+        patch.setattr(gemm_config, "panels", lambda *_: (panels, ""))
         runtime.forget()
         assert_right(device, make_problem("swiglu_oai", DTYPES["float16"], sizes=(40, 2, 3, 264, 72)))
 
@@ -119,7 +119,7 @@ def test_square_tiles_have_the_bits_of_others(order, bias, save):
     with pytest.MonkeyPatch.context() as patch:
         results = {}
         for square, seed in ((False, 0), (True, 1), (True, 2)):
-            patch.setattr(gemm_config, "square_product", lambda *_, square=square: square)
+            patch.setattr(gemm_config, "square_product", lambda *_, square=square: (square, ""))
             runtime.forget()
             with on("sm90", seed) as device:
                 results[square, seed] = run(device, problem, save)

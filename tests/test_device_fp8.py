@@ -53,8 +53,8 @@ TO_TOKENS = Shape(L=150, k=1, E=3, d=272, h=144)
 @pytest.fixture(autouse=True)
 def choose(monkeypatch):
     def chosen(dynamic=False, clusters=False):
-        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: dynamic)
-        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: clusters)
+        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_: (dynamic, ""))
+        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: (clusters, ""))
         runtime.forget()
 
     chosen()

@@ -1,5 +1,6 @@
-"""`explain`: what it tells of a layer is what the layer does, what memory.py says, and what launch_config decides."""
+"""`explain`: what it tells of a layer is what the layer does, and what the rules of launches decide."""
 
+import itertools
 import operator
 import re
 from collections import Counter
@@ -13,11 +14,12 @@ from fakes import Layer, limits_of, use
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moeblaze_cupy import launch_config, loader, memory, runtime
+from moeblaze_cupy import dry_run, launch_config, loader, memory, runtime
 from moeblaze_cupy.__main__ import GPUS, MAX_WIDTH, main
 from moeblaze_cupy.cli import explain
+from moeblaze_cupy.dry_run import allocation_of
 from moeblaze_cupy.launch_config import H200
-from moeblaze_cupy.rehearsal import allocation_of
+from moeblaze_cupy.structures import SAVE_POLICIES, SlotOptions
 
 SHAPES = (
     memory.LayerShape(L=32768, d=2048, h=768, E=128, k=8),
@@ -34,18 +36,14 @@ SHAPES = (
 TIERS = ("sm80", "sm90")
 
 
-def rehearsed(s, save="minimal", limits=H200, **options):
-    return explain.rehearse(replace(s, tier=limits.tier), save, limits, **options)
-
-
-def alive_at(of_pass, number):
-    return [a for a in of_pass.rehearsal.allocations if a.is_alive(number)]
+def passes_of(s, save="minimal", limits=H200, **options):
+    return dry_run.layer(s, save, limits, **options).passes
 
 
 def launch_of(passes, entry):
     """The first launch of an entry, its number, and its pass."""
     for of_pass in passes:
-        for number, launch in enumerate(of_pass.rehearsal.launches):
+        for number, launch in enumerate(of_pass.run.launches):
             if launch.variant.entry.startswith(entry):
                 return launch, number, of_pass
     raise AssertionError(f"no launch of {entry}")
@@ -73,14 +71,14 @@ def noted(of_pass):
             launch.blocks,
             launch.threads,
             launch.shared_bytes,
-            Counter((a.shape, a.dtype) for a in alive_at(of_pass, number)),
+            Counter((a.shape, a.dtype) for a in of_pass.alive_at(number)),
         )
-        for number, launch in enumerate(of_pass.rehearsal.launches)
+        for number, launch in enumerate(of_pass.run.launches)
     ]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("save", memory.POLICIES)
+@pytest.mark.parametrize("save", SAVE_POLICIES)
 @pytest.mark.parametrize("tier", TIERS)
 def test_launches_and_memory_are_those_of_the_layer(monkeypatch, tier, save, accumulate):
     device = use(monkeypatch, limits_of(tier))
@@ -89,7 +87,7 @@ def test_launches_and_memory_are_those_of_the_layer(monkeypatch, tier, save, acc
         order = "transposed" if s.transposed else "row"
         sums = ("w1", "w2") if accumulate else ()
         layer = Layer(s.L, s.k, s.E, s.d, s.h, order, s.activation, save, dtypes[s.dtype], accumulate=sums)
-        passes = rehearsed(s, save, limits_of(tier), accumulate=accumulate)
+        passes = passes_of(s, save, limits_of(tier), accumulate=accumulate)
         device.restart()
         before = device.peak = device.used
         out, saved = layer.forward(device)
@@ -109,40 +107,9 @@ def test_launches_and_memory_are_those_of_the_layer(monkeypatch, tier, save, acc
     runtime.forget()
 
 
-@pytest.mark.parametrize("s", SHAPES, ids=str)
-@pytest.mark.parametrize("save", memory.POLICIES)
-@pytest.mark.parametrize("tier", TIERS)
-def test_bytes_are_the_terms_of_memory(tier, save, s):
-    """Term by term, where the stages of memory.py are: but for the tile counter, which it leaves out."""
-    s = replace(s, tier=tier)
-    plan, passes = memory.layer(s, save), rehearsed(s, save, limits_of(tier))
-    lists = memory.layer(s, "recompute").saved[1:]  # one buffer
-
-    def sizes(terms):
-        """Of buffers; the index lists are one."""
-        terms = [term for term in terms if term.name != "x"]
-        present = [term for term in terms if term in lists]
-        assert len(present) in (0, len(lists))
-        others = Counter(term.nbytes for term in terms if term not in lists)
-        return others + Counter([memory.total(present)] if present else ())
-
-    def alive(entry):
-        _, number, of_pass = launch_of(passes, entry)
-        allocated = [a for a in alive_at(of_pass, number) if of_pass.contents(a) != "tile counter"]
-        return Counter(a.nbytes for a in allocated)
-
-    assert alive("down_fwd") == sizes((*plan.saved, memory.output(s), *plan.forward[-1]))
-    assert passes[0].peak_bytes - passes[0].kept_bytes == plan.forward_peak_bytes
-    if save is not None:
-        for entry, stage in zip(("down_bwd", "down_wgrad", "up_bwd", "up_wgrad"), plan.backward, strict=True):
-            assert alive(entry) == sizes(stage), entry
-        assert passes[1].peak_bytes == plan.backward_peak_bytes
-        assert passes[1].kept_bytes == memory.total(memory.gradients(s))
-
-
 def test_memory_has_names():
-    passes = rehearsed(SHAPES[0], "recompute")
-    forward, backward = ({p.contents(a) for a in p.rehearsal.allocations} for p in passes)
+    passes = passes_of(SHAPES[0], "recompute")
+    forward, backward = ({p.contents(a) for a in p.run.allocations} for p in passes)
     assert forward == {
         *("slots per CTA and expert", "index lists", "first layer a, b", "y_swi", "tile counter", "out"),
         "column panel",
@@ -152,14 +119,17 @@ def test_memory_has_names():
         *("partial sums for the router weights", "gradient of x", "gradient of weights"),
         *("gradient of w1", "gradient of w2"),
     }
-    for s, save in ((s, save) for s in SHAPES for save in memory.POLICIES):
-        for of_pass in rehearsed(s, save):
-            assert "memory" not in map(of_pass.contents, of_pass.rehearsal.allocations)
+    in_e4m3 = replace(SHAPES[0], precision="fp8")
+    on_input = SlotOptions(weights_on="input", identity_experts=2)
+    of_pairs = replace(SHAPES[9], ids_are_int64=True, ragged=True, options=on_input, bias="float32")
+    for s, save in itertools.product((*SHAPES, in_e4m3, of_pairs, replace(of_pairs, ragged=False)), SAVE_POLICIES):
+        for of_pass in passes_of(s, save):
+            assert "memory" not in map(of_pass.contents, of_pass.run.allocations)
 
 
 def test_a_panel_in_the_left_operands_rows_is_y_swi():
-    (forward,) = rehearsed(SHAPES[4], None)
-    names = [forward.contents(a) for a in forward.rehearsal.allocations]
+    (forward,) = passes_of(SHAPES[4], None)
+    names = [forward.contents(a) for a in forward.run.allocations]
     assert "y_swi" in names and "column panel" not in names
     assert "rows of the left operand" in " ".join(launch_of([forward], "down_fwd")[0].why)
 
@@ -178,10 +148,10 @@ HOLDS = {
 def decisions(passes):
     """What each launch that has a choice does, beside its sentences."""
     for of_pass in passes:
-        launches = of_pass.rehearsal.launches
+        launches = of_pass.run.launches
         for number, launch in enumerate(launches):
             entry, macros = launch.variant.entry, dict(launch.variant.macros)
-            names = [of_pass.contents(a) for a in alive_at(of_pass, number)]
+            names = [of_pass.contents(a) for a in of_pass.alive_at(number)]
             decided = {}
             if launch.variant.source == "grouped_gemm_sm90.cu":
                 decided[
@@ -235,7 +205,7 @@ def check_sentences(passes):
 def test_sentences_are_true(rows, widths, E, k, activation, gpu, transposed):
     k = min(k, E)
     s = memory.LayerShape(-(-rows * E // k), *widths, E, k, activation, transposed=transposed)
-    check_sentences(rehearsed(s, limits=explain.GPUS[gpu]))
+    check_sentences(passes_of(s, limits=explain.GPUS[gpu]))
 
 
 ROW_TILES = {"d": 4096, "h": 4096, "E": 4, "k": 2}
@@ -271,7 +241,7 @@ BOUNDS = [  # entry; a layer; its sentence; a change; its sentence then
 @pytest.mark.parametrize(("entry", "layer", "sentence", "change", "other"), BOUNDS)
 def test_sentences_change_where_decisions_do(entry, layer, sentence, change, other):
     for fields, told in ((layer, sentence), (layer | change, other)):
-        passes = rehearsed(memory.LayerShape(**(ROW_TILES | fields)))
+        passes = passes_of(memory.LayerShape(**(ROW_TILES | fields)))
         launch, *_ = launch_of(passes, entry)
         assert told in "\n".join(launch.why), launch.why
         check_sentences(passes)
@@ -288,12 +258,12 @@ def test_sentences_change_where_decisions_do(entry, layer, sentence, change, oth
     ],
 )
 def test_sentences_of_gpus(gpu, told):
-    passes = rehearsed(SHAPES[0], limits=explain.GPUS[gpu])
+    passes = passes_of(SHAPES[0], limits=explain.GPUS[gpu])
     assert any(why.startswith(told) for why in launch_of(passes, "up_fwd")[0].why)
 
 
 def test_many_experts_are_counted_in_parts_of_the_slots():
-    passes = rehearsed(memory.LayerShape(100, 8, 8, 2800, 8), limits=explain.GPUS["l40s"])
+    passes = passes_of(memory.LayerShape(100, 8, 8, 2800, 8), limits=explain.GPUS["l40s"])
     assert check_sentences(passes) is not None
     assert "leave room for" in launch_of(passes, "dispatch_count")[0].why[0]
 
@@ -302,12 +272,12 @@ def test_many_experts_are_counted_in_parts_of_the_slots():
     ("d", "options", "tile", "why"),
     [
         (2880, {}, (192, 192), "fewer elements lie past"),
-        (2880, {"accumulate": ("w1", "w2")}, (128, 256), "it is added to sums, or takes split-K"),
+        (2880, {"accumulate": ("w1", "w2")}, (128, 256), "it is added to sums, for which"),
         (2048, {}, (128, 256), "no more elements lie past"),
     ],
 )
 def test_tiles_of_weight_gradients_and_why(d, options, tile, why):
-    passes = rehearsed(memory.LayerShape(L=16384, d=d, h=d, E=32, k=4), limits=H200, **options)
+    passes = passes_of(memory.LayerShape(L=16384, d=d, h=d, E=32, k=4), limits=H200, **options)
     for entry in ("down_wgrad", "up_wgrad"):
         launch = launch_of(passes, entry)[0]
         assert launch.tiles[:2] == tile and any(f"{tile[0]} x {tile[1]}: {why}" in line for line in launch.why)
@@ -321,7 +291,7 @@ def test_tiles_cover_what_a_launch_computes():
         (H200, 256, 128, (192, 192, 7 * 2 * 3), (192, 192, 2 * 7 * 3 * 2)),
         (limits_of("sm80"), 128, 64, (128, 128, 7 * 3 * 5), (128, 128, 2 * 7 * 5 * 3)),
     ):
-        passes = rehearsed(s, limits=limits)
+        passes = passes_of(s, limits=limits)
         assert launch_of(passes, "up_fwd")[0].tiles == (128, gated, row_tiles * -(-264 // gated), True)
         assert launch_of(passes, "down_bwd")[0].tiles == (128, columns, row_tiles * -(-264 // columns), True)
         assert launch_of(passes, "down_wgrad")[0].tiles == (*down_wgrad, False)
@@ -336,7 +306,7 @@ def test_the_first_launch_prints_the_lines_of_explain(monkeypatch, capsys):
     _, saved = layer.forward(device)
     layer.backward(device, saved)
     printed = capsys.readouterr().err
-    launches = [launch for of_pass in rehearsed(s) for launch in of_pass.rehearsal.launches]
+    launches = [launch for of_pass in passes_of(s) for launch in of_pass.run.launches]
     blocks = ["\n    ".join((f"moeblaze_cupy: device 0: {x.lines[0]}", *x.lines[1:])) for x in launches]
     assert printed == "".join(f"{block}\n" for block in blocks)
     layer.forward(device)
@@ -355,13 +325,13 @@ def words(sizes=(), *more):
 def test_command_lists_launches_in_their_order(capsys):
     assert main(words({}, "--gpu", "h200", "--order", "row")) == 0
     output = capsys.readouterr().out
-    passes = rehearsed(SHAPES[5])
+    passes = passes_of(SHAPES[5])
     for of_pass, text in zip(passes, output.split("\nforward\n")[1].split("\nbackward\n"), strict=True):
-        for launch in of_pass.rehearsal.launches:
+        for launch in of_pass.run.launches:
             assert "\n       ".join(launch.lines) in text
         numbered = re.findall(r"^  (\d+)(?:, \d+)*(?: .. \d+ \(\d+ launches\))?  \w+\.cu:", text, re.MULTILINE)
         assert list(map(int, numbered)) == sorted(map(int, numbered)) and numbered[0] == "1"
-        for allocation in of_pass.rehearsal.allocations:
+        for allocation in of_pass.run.allocations:
             name = of_pass.contents(allocation)
             shape = " x ".join(map(str, allocation.shape))
             kept = ", kept" if any(allocation_of(buffer) is allocation for buffer in of_pass.kept.values()) else ""

@@ -105,7 +105,7 @@ def test_some_routing_reaches_the_bound_on_row_tiles(slots, experts):
 @pytest.mark.parametrize("tier", ["sm80", "sm90"])
 @given(columns=st.integers(1, 20000), slots=st.one_of(st.integers(1, 5000), st.integers(1, launch_config.MAX_SLOTS)))
 def test_panels_tile_the_columns(tier, columns, slots):
-    panels = gemm_config.panels(columns, slots, tier)
+    panels, _ = gemm_config.panels(columns, slots, tier)
     assert [c for first, width in panels for c in range(first, first + width)] == list(range(columns))
     for first, width in panels:
         assert 1 <= width <= panels[0][1]
@@ -131,8 +131,8 @@ def test_panels_tile_the_columns(tier, columns, slots):
     ],
 )
 def test_hoppers_panels(columns, widths):
-    assert [width for _, width in gemm_config.panels(columns, 2**20, "sm90")] == widths
-    assert gemm_config.panels(columns, 2**24 // columns, "sm90") == ((0, columns),)
+    assert [width for _, width in gemm_config.panels(columns, 2**20, "sm90")[0]] == widths
+    assert gemm_config.panels(columns, 2**24 // columns, "sm90")[0] == ((0, columns),)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_panel_in_the_left_operands_rows(columns, spare, tier, in_place):
     ],
 )
 def test_weight_gradients_of_few_tiles_take_split_k(tiles, rows, splits):
-    assert gemm_config.split_k(tiles, 3 * rows, 3, H200) == splits
+    assert gemm_config.split_k(tiles, 3 * rows, 3, H200)[0] == splits
 
 
 @given(
@@ -175,18 +175,18 @@ def test_weight_gradients_of_few_tiles_take_split_k(tiles, rows, splits):
 )
 def test_splits_of_weight_gradients_are_bounded(tiles, slots, experts):
     """By four tiles per multiprocessor, and by the steps of 64 rows that a mean expert has."""
-    splits, rows = gemm_config.split_k(tiles, slots, experts, H200), slots // experts
+    splits, rows = gemm_config.split_k(tiles, slots, experts, H200)[0], slots // experts
     assert splits == 1 or (splits * tiles <= 528 and rows > 1024 and splits <= -(-rows // 64))
 
 
 def test_tiles_of_weight_gradients():
     tiles = {(1, 1): 3, (128, 256): 3, (129, 256): 6, (128, 257): 6, (192, 192): 3, (2880, 2880): 3 * 15 * 15}
-    assert {s: gemm_config.wgrad_tiles(*s, 3, gemm_config.square_wgrad(*s)) for s in tiles} == tiles
+    assert {s: gemm_config.wgrad_tiles(*s, 3, gemm_config.square_wgrad(*s)[0]) for s in tiles} == tiles
 
 
 @given(rows=st.integers(1, 2000).map(lambda n: 8 * n), columns=st.integers(1, 2000).map(lambda n: 8 * n))
 def test_tiles_of_weight_gradients_are_those_with_fewer_elements_past_the_edges(rows, columns):
-    square = gemm_config.square_wgrad(rows, columns)
+    square, _ = gemm_config.square_wgrad(rows, columns)
     config = gemm_config.wgrad("bfloat16", True, square, H200)
     tile = config.tile_rows, config.tile_columns
     assert tile == ((192, 192) if square else (128, 256))
@@ -210,7 +210,7 @@ def test_square_tiles_of_products_are_those_that_compute_fewer_columns(widths, r
     def computed(tile):
         return sum(-(-width // tile) * tile for width in widths)
 
-    square = gemm_config.square_product(tuple(widths), 7 * rows, 7)
+    square, _ = gemm_config.square_product(tuple(widths), 7 * rows, 7)
     assert square == (computed(192) < computed(256) and rows >= 8 * 192)
 
 

@@ -192,7 +192,7 @@ def test_parts_of_the_rows_add_up(monkeypatch, order):
     made = small_integers(case, "bfloat16")
     gpu, results = [on_gpu("cupy", a) for a in made], []
     for splits in (1, 2, 7, 33):
-        monkeypatch.setattr(gemm_config, "split_k", lambda *_, made=splits: made)
+        monkeypatch.setattr(gemm_config, "split_k", lambda *_, made=splits: (made, ""))
         runtime.forget()
         results.append(run(case, gpu))
         assert same_bits(results[0], results[-1]), splits
@@ -303,8 +303,8 @@ def test_claimed_tiles_and_pairs_of_blocks_give_the_same_bits(monkeypatch, case,
     gpu, host = inputs_of(case, dtype)
     results = []
     for dynamic, clusters in ((False, False), (True, False), (False, True), *3 * ((True, True),)):
-        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_, made=dynamic: made)
-        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_, made=clusters: made)
+        monkeypatch.setattr(gemm_config, "dynamic_schedule", lambda *_, made=dynamic: (made, ""))
+        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_, made=clusters: (made, ""))
         runtime.forget()
         results.append(run(case, gpu))
         assert same_bits(results[0], results[-1]), (dynamic, clusters)

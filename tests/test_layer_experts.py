@@ -90,7 +90,7 @@ def test_square_tiles_have_the_bits_of_others(monkeypatch, order, save, dtype):
     problem.ids[::900] = 39
     results = []
     for square in (False, True):
-        monkeypatch.setattr(gemm_config, "square_product", lambda *_, square=square: square)
+        monkeypatch.setattr(gemm_config, "square_product", lambda *_, square=square: (square, ""))
         runtime.forget()
         results.append(run(problem, save))
         squares = {v.entry for _, v in loader._kernels if dict(v.macros).get("BM") == "192" and v.source == GEMM}

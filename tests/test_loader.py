@@ -197,10 +197,10 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
     for weights_dtype, k, save, clusters in itertools.product(
         (np.float32, element), (1, 2, 9), ("minimal", "paper"), (False, True)
     ):
-        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_, made=clusters: made)
-        monkeypatch.setattr(gemm_config, "split_k", lambda *_, made=1 + 2 * clusters: made)
-        monkeypatch.setattr(gemm_config, "square_wgrad", lambda *_, made=k == 2: made)
-        monkeypatch.setattr(gemm_config, "square_product", lambda *_, made=k == 9: made)
+        monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_, made=clusters: (made, ""))
+        monkeypatch.setattr(gemm_config, "split_k", lambda *_, made=1 + 2 * clusters: (made, ""))
+        monkeypatch.setattr(gemm_config, "square_wgrad", lambda *_, made=k == 2: (made, ""))
+        monkeypatch.setattr(gemm_config, "square_product", lambda *_, made=k == 9: (made, ""))
         runtime.forget()
         layer = Layer(5, k, 9, d, h, order, activation, save, element, weights=weights_dtype, keep_saved=True)
         device.restart()
@@ -225,7 +225,7 @@ def test_variants_are_those_the_layer_launches(monkeypatch, activation, order, d
 def test_variants_of_slot_options(monkeypatch, k, limits):
     """Weights on the input have variants of their own, but not of what is computed again; others those of slots.cu."""
     device = use(monkeypatch, limits)
-    monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: False)
+    monkeypatch.setattr(gemm_config, "uses_clusters", lambda *_: (False, ""))
     for options, ragged in itertools.product(
         ({"weights_on": "input"}, {"unreduced": True}, {"identity_experts": 2}, {}), (False, True)
     ):

@@ -136,20 +136,20 @@ def test_tiles_of_the_same_rows_run_side_by_side_in_panels(kernels, counts, n_ti
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_clusters_where_products_are_long(gathers):
-    assert gemm_config.uses_clusters(gathers, 8, 7168, 16384 * 8, 256)  # DeepSeek-V3
-    assert gemm_config.uses_clusters(gathers, 8, 4096, 512, 2)
-    assert not gemm_config.uses_clusters(gathers, 8, 4096, 511, 2)  # hardly two tiles of an expert's rows
-    assert not gemm_config.uses_clusters(gathers, 8, 4088, 16384 * 8, 256)
-    assert not gemm_config.uses_clusters(gathers, 8, 7168, 0, 256)
-    assert gemm_config.uses_clusters(gathers, 8, 28672, 8192 * 2, 8) == gathers  # Mixtral's rows are many
-    assert gemm_config.uses_clusters(gathers, 7, 7168, 16384 * 8, 256) == gathers  # see test_every_tile_once
+    assert gemm_config.uses_clusters(gathers, 8, 7168, 16384 * 8, 256)[0]  # DeepSeek-V3
+    assert gemm_config.uses_clusters(gathers, 8, 4096, 512, 2)[0]
+    assert not gemm_config.uses_clusters(gathers, 8, 4096, 511, 2)[0]  # hardly two tiles of an expert's rows
+    assert not gemm_config.uses_clusters(gathers, 8, 4088, 16384 * 8, 256)[0]
+    assert not gemm_config.uses_clusters(gathers, 8, 7168, 0, 256)[0]
+    assert gemm_config.uses_clusters(gathers, 8, 28672, 8192 * 2, 8)[0] == gathers  # Mixtral's rows are many
+    assert gemm_config.uses_clusters(gathers, 7, 7168, 16384 * 8, 256)[0] == gathers  # see test_every_tile_once
 
 
 def test_the_schedule_is_dynamic_where_ctas_share_weights():
     def dynamic(entry, L, k, E, d, h):
         return gemm_config.dynamic_schedule(
             entry, h // (128 if entry == "up_fwd" else 256), d, L * k, E, launch_config.H200
-        )
+        )[0]
 
     for entry in ("up_fwd", "down_bwd"):
         assert dynamic(entry, 16384, 8, 256, 7168, 2048)  # DeepSeek-V3

@@ -1,15 +1,18 @@
-"""`compile`: fills CuPy's kernel cache, so that the first training step compiles nothing.
-
-Of sizes that are multiples of 8, that is; others have kernels of their own, which their first step compiles.
-"""
+"""`compile`: fills CuPy's kernel cache, so that the first training step of a layer compiles nothing."""
 
 import argparse
+import itertools
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 
-from moeblaze_cupy import launch_config, loader
+from moeblaze_cupy import dry_run, launch_config, loader
 from moeblaze_cupy.cli.command import CommandError, one_line
+from moeblaze_cupy.cli.sizes import layer_shape, save_policy
+from moeblaze_cupy.launch_config import DeviceLimits
+from moeblaze_cupy.loader import Variant
+from moeblaze_cupy.memory import LayerShape
 
 
 def run(args: argparse.Namespace) -> int:
@@ -18,22 +21,15 @@ def run(args: argparse.Namespace) -> int:
         limits = _device_limits()
     except Exception as error:  # a broken CuPy can fail in any way; all of them mean that nothing can be compiled
         raise CommandError(one_line(error)) from error
-    variants = loader.variants(
-        dtypes=tuple(args.dtype),
-        orders=tuple(args.order),
-        activations=tuple(args.activation),
-        limits=limits,
-        accumulates=args.accumulate,
-        weights_on=tuple(args.weights_on),
-        fp8_saved=args.save_fp8,
-        fp8=args.precision_fp8,
-        gate_ups=tuple(args.gate_up),
-        biases=tuple(None if bias == "none" else bias for bias in args.bias),
-    )
+    s = layer_shape(args, limits.tier)
+    try:
+        needed = modules(s, save_policy(args), limits, args.accumulate)
+    except ValueError as error:  # what this GPU's dispatch cannot take
+        raise CommandError(one_line(error)) from error
     seconds, failures = 0.0, 0
     # NVRTC releases the GIL, so threads compile in parallel.
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        pending = {pool.submit(loader.precompile, variant): variant for variant in variants}
+        pending = {pool.submit(loader.precompile, variant): variant for variant in needed}
         try:
             for done, future in enumerate(as_completed(pending), start=1):
                 name = pending[future].name or pending[future].source  # modules with many entries have no name
@@ -44,12 +40,29 @@ def run(args: argparse.Namespace) -> int:
                     print(f"{name}: {error}", file=sys.stderr)
                     continue
                 seconds += took
-                print(f"compile {done}/{len(variants)}: {took:.1f} s {name}", file=sys.stderr)
+                print(f"compile {done}/{len(needed)}: {took:.1f} s {name}", file=sys.stderr)
         except BaseException:  # Ctrl-C: leaving the pool would compile all the rest first
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    print(f"{len(variants) - failures} of {len(variants)} kernels ready, {seconds:.1f} s of compiler time")
+    print(f"{len(needed) - failures} of {len(needed)} kernels ready, {seconds:.1f} s of compiler time")
     return 1 if failures else 0
+
+
+def modules(s: LayerShape, save: str | None, limits: DeviceLimits, accumulate: bool = False) -> list[Variant]:
+    """What the layer launches in training and in inference, by dry runs; one variant of each module.
+
+    It is the union over s.L tokens, half of them, and so on to one token, as a last batch has fewer; over router
+    weights in float32 and in the layer's dtype; and with `accumulate` over new gradients and sums in float32.
+    """
+    tokens = [s.L >> halvings for halvings in range(s.L.bit_length())]
+    dtypes, policies, sums = dict.fromkeys(("float32", s.dtype)), dict.fromkeys((save, None)), (False, accumulate)
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], Variant] = {}
+    for L, dtype, policy, adds in itertools.product(tokens, dtypes, policies, dict.fromkeys(sums)):
+        for launch in dry_run.layer(replace(s, L=L, weights_dtype=dtype), policy, limits, adds).launches:
+            variant = launch.variant
+            module = variant if variant.macros else Variant(variant.source, "")
+            found.setdefault((variant.source, variant.macros), module)
+    return list(found.values())
 
 
 def _device_limits() -> launch_config.DeviceLimits:

@@ -1,76 +1,92 @@
 """`plan`: the memory a layer will use, per save policy, beside a layer with routed buffers."""
 
 import argparse
+import dataclasses
 
-from moeblaze_cupy import memory
+from moeblaze_cupy import dry_run, launch_config, memory
 from moeblaze_cupy.cli.sizes import layer_shape, slot_options
-from moeblaze_cupy.memory import format_bytes
+from moeblaze_cupy.dry_run import Allocation, DryRun, Pass, allocation_of
+from moeblaze_cupy.memory import Term, format_bytes
+
+POLICIES = ("recompute", "fp8", "minimal", "paper", None)  # by what they save
 
 
 def run(args: argparse.Namespace) -> int:
     s = layer_shape(args, args.tier)
-    plans = {save or "inference": memory.layer(s, save) for save in memory.POLICIES}
-    plans["routed buffers"] = memory.routed_layer(s)
-    print("\n".join(report(s, plans)))
+    limits = dataclasses.replace(launch_config.H200, tier=args.tier)
+    runs = {save or "inference": dry_run.layer(s, save, limits) for save in POLICIES}
+    print("\n".join(report(s, runs, memory.routed_layer(s))))
     return 0
 
 
-def report(s: memory.LayerShape, plans: dict[str, memory.Plan]) -> list[str]:
-    """Lines of text; `plans` by column heading, the last one the layer to compare with."""
-    routed = plans["routed buffers"]
+def report(s: memory.LayerShape, runs: dict[str, DryRun], routed: memory.RoutedLayer) -> list[str]:
+    """Lines of text; `runs` by column heading, `routed` the layer to compare with."""
+    on_hopper = any(launch.variant.source.endswith("_sm90.cu") for launch in runs["inference"].launches)
     lines = [
         f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}"
         f"{slot_options(s)}",
-        f"b = {s.b} bytes per element, g = {s.g} (2 if gated, else 1), L*k = {s.slots} routed slots",
-        f"{'Hopper' if s.on_hopper else 'portable'} kernels",
+        f"{'Hopper' if on_hopper else 'portable'} kernels",
         "",
     ]
-    columns = list(plans.values())
+    of_saved, of_forward = (
+        [getattr(run, name) for run in runs.values()] for name in ("saved_bytes", "forward_peak_bytes")
+    )
+    of_saved.append(routed.saved_bytes)
+    backward = [format_bytes(run.backward_peak_bytes) if len(run.passes) > 1 else "-" for run in runs.values()]
     rows = [
-        ["", *plans],
-        ["saved for backward", *(format_bytes(p.saved_bytes) for p in columns)],
-        ["  of routed buffers' bytes", *(f"{p.saved_bytes / routed.saved_bytes:.1%}" for p in columns)],
-        ["forward transients, peak", *(format_bytes(p.forward_peak_bytes) for p in columns)],
-        [
-            "backward with gradients, peak",
-            *(format_bytes(p.backward_peak_bytes) if p.backward else "-" for p in columns),
-        ],
+        ["", *runs, "routed buffers"],
+        ["saved for backward", *map(format_bytes, of_saved)],
+        ["  of routed buffers' bytes", *(f"{nbytes / routed.saved_bytes:.1%}" for nbytes in of_saved)],
+        ["forward transients, peak", *map(format_bytes, (*of_forward, 0))],
+        ["backward with gradients, peak", *backward, format_bytes(routed.backward_peak_bytes)],
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
         lines.append("  ".join(cells))
 
-    lines += ["", "The results, the same for every column; transients come on top of them and of what is saved:"]
-    lines += _terms({term: [] for term in (memory.output(s), *memory.gradients(s))})
-    lines += ["", "Saved for backward:"]
-    lines += _terms(_users({name: plan.saved for name, plan in plans.items()}))
-    for heading, stages_by_plan in (
-        ("Forward transients:", {name: plan.forward for name, plan in plans.items()}),
+    forwards = {name: run.passes[0] for name, run in runs.items()}
+    backwards = {name: run.passes[1] for name, run in runs.items() if len(run.passes) > 1}
+    x, out = Term("x", s.L * s.d * s.b), Term("out", allocation_of(forwards["inference"].kept["out"]).nbytes)
+    saved = {name: (x, *_terms(forwards[name], _saved(forwards[name]))) for name in backwards}
+    transients = {
+        name: _terms(of_pass, [a for a in of_pass.at_peak() if a not in _saved(of_pass)])
+        for name, of_pass in forwards.items()
+    }
+    at_peak = {name: _terms(of_pass, of_pass.at_peak()) for name, of_pass in backwards.items()}
+    for heading, columns in (
         (
-            "Backward, with the gradients that exist by then, a peak being the largest stage:",
-            {name: plan.backward for name, plan in plans.items()},
+            "The results, the same for every column; transients come on top of them and of what is saved:",
+            {"": (out, *memory.gradients(s))},
+        ),
+        ("Saved for backward:", saved | {"routed buffers": routed.saved}),
+        ("Forward transients at the peak:", transients),
+        (
+            "Backward at the peak, with the gradients that exist by then:",
+            at_peak | {"routed buffers": routed.at_peak},
         ),
     ):
-        lines += ["", heading]
-        for number in range(max(map(len, stages_by_plan.values()))):
-            if number:
-                lines.append("  then")
-            lines += _terms(_users({n: stages[number] for n, stages in stages_by_plan.items() if number < len(stages)}))
+        lines += ["", heading, *_listed(columns)]
     return lines
 
 
-def _users(terms_by_plan: dict[str, tuple[memory.Term, ...]]) -> dict[memory.Term, list[str]]:
-    """Each distinct term with the columns that have it."""
-    users: dict[memory.Term, list[str]] = {}
-    for name, terms in terms_by_plan.items():
+def _saved(forward: Pass) -> list[Allocation]:
+    return [allocation_of(array) for name, array in forward.kept.items() if name != "out"]
+
+
+def _terms(of_pass: Pass, allocations: list[Allocation]) -> tuple[Term, ...]:
+    """But for the output."""
+    named = ((of_pass.contents(a), a.nbytes) for a in allocations)
+    return tuple(Term(name, nbytes) for name, nbytes in named if name != "out")
+
+
+def _listed(columns: dict[str, tuple[Term, ...]]) -> list[str]:
+    """A line for each buffer, with the columns that have it."""
+    users: dict[Term, list[str]] = {}
+    for name, terms in columns.items():
         for term in terms:
             users.setdefault(term, []).append(name)
-    return users
-
-
-def _terms(users: dict[memory.Term, list[str]]) -> list[str]:
     return [
-        f"  {term.name:<30}{term.formula:<32}{format_bytes(term.nbytes):>10}   {', '.join(names)}".rstrip()
+        f"  {term.name:<36}{format_bytes(term.nbytes):>10}   {', '.join(names)}".rstrip()
         for term, names in users.items()
     ]

@@ -9,7 +9,7 @@ from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions
 
 
 def layer_shape(args: Namespace, tier: str) -> LayerShape:
-    """Raises CommandError for sizes that the layer refuses."""
+    """Raises CommandError for sizes that the layer refuses. tier: of the kernels."""
     if args.unreduced and args.identity_experts:
         raise CommandError(f"--identity-experts: expected 0 with --unreduced, got {args.identity_experts}")
     s = LayerShape(
@@ -20,7 +20,6 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         k=args.k,
         activation=args.activation,
         dtype=args.dtype,
-        tier=tier,
         transposed=args.order == "transposed",
         ragged=args.pairs,
         options=SlotOptions(args.weights_on, args.unreduced, args.identity_experts),
@@ -31,9 +30,9 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
     if s.gate_up == "interleaved" and s.g == 1:
         raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
     if s.precision == "fp8":
-        if not s.on_hopper or s.dtype != "bfloat16" or s.d % fp8_checks.MULTIPLE or s.h % fp8_checks.MULTIPLE:
+        if tier != "sm90" or s.dtype != "bfloat16" or s.d % fp8_checks.MULTIPLE or s.h % fp8_checks.MULTIPLE:
             expected = f"Hopper's kernels, bfloat16, d and h that are multiples of {fp8_checks.MULTIPLE}"
-            raise CommandError(f"--precision fp8: expected {expected}, got {s.tier}, {s.dtype}, {s.d} and {s.h}")
+            raise CommandError(f"--precision fp8: expected {expected}, got {tier}, {s.dtype}, {s.d} and {s.h}")
         if s.gate_up == "interleaved":
             raise CommandError("--gate-up: expected halves with --precision fp8, got interleaved")
     if s.slots > launch_config.MAX_SLOTS:
@@ -43,6 +42,10 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
     if s.k > s.E:
         raise CommandError(f"--k: expected at most {s.E} for --experts {s.E}, got {s.k}")
     return s
+
+
+def save_policy(args: Namespace) -> str | None:
+    return None if args.save == "inference" else args.save
 
 
 def slot_options(s: LayerShape) -> str:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from moeblaze_cupy import launch_config, loader, reasons
+from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.runtime import Launch
@@ -61,8 +61,15 @@ def aggregate(
         32 * launch_config.AGGREGATE_TOKENS,
         SUM_ADDRESSES,
         sizes,
-        why=(reasons.accesses(aligned),),
+        why=(_accesses(aligned),),
     )
+
+
+def _accesses(aligned: bool) -> str:
+    """What decides how the sums over slots read."""
+    if aligned:
+        return "16 bytes at a time: d and the panel's first column are multiples of 8"
+    return "an element at a time: d or the panel's first column is no multiple of 8"
 
 
 def identity_weights(index: IndexLayout, x: Layout, grad_out: Layout, weights_dtype: str) -> Launch:
@@ -78,7 +85,7 @@ def identity_weights(index: IndexLayout, x: Layout, grad_out: Layout, weights_dt
         32 * launch_config.AGGREGATE_TOKENS,
         ("x", "grad_out", "token_index_map", "token_offsets", "grad_weights"),
         {"L": L, "k": index.k or 0, "d": d},
-        why=(reasons.accesses(aligned),),
+        why=(_accesses(aligned),),
     )
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_cupy import launch_config, loader, reasons
+from moeblaze_cupy import launch_config, loader
 from moeblaze_cupy.arrays import ALIGNMENT, Layout
 from moeblaze_cupy.ops.dispatch import EXPERT_TOKEN_INDICES, EXPERT_TOKEN_OFFSETS, EXPERTS_BY_LOAD, IndexLayout, Lists
 from moeblaze_cupy.runtime import Launch, Runtime
@@ -104,7 +104,11 @@ def configure(
             "num_slots": index.num_rows,
             "accumulate": int(accumulate),
         },
-        why=(reasons.bias_accesses(aligned),),
+        why=(
+            "16 bytes at a time: rows and biases are aligned to 16 bytes"
+            if aligned
+            else "an element at a time: rows or biases are not aligned to 16 bytes",
+        ),
     )
     return BiasBwd(launch, gathers, parts)
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moeblaze_cupy import dispatch_config, launch_config, loader, reasons
+from moeblaze_cupy import dispatch_config, launch_config, loader
 from moeblaze_cupy.arrays import Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.runtime import Launch, Runtime, cached
@@ -123,7 +123,7 @@ def configure(
     index = IndexLayout(tokens, k, num_experts, num_slots if ragged else 0, max_slots)
     copies_ids, dtype = ids.dtype == "int64", "int32" if ragged else ids.dtype
     config = dispatch_config.dispatch(num_slots, num_experts, limits)
-    count, why = None, reasons.dispatch(config, num_slots, num_experts)
+    count = None
     if config.counts:
         count = Launch(
             loader.entry("dispatch.cu", f"dispatch_count_{dtype}"),
@@ -138,7 +138,7 @@ def configure(
                 "counted_together": config.counted_together,
             },
             config.count_shared_bytes,
-            why=why[:1],
+            why=config.why[:1],
         )
         dtype = "int32"  # it has copied the ids
     route = Launch(
@@ -156,7 +156,7 @@ def configure(
             "counted_together": config.counted_together,
         },
         config.route_shared_bytes,
-        why=why[-1:],
+        why=config.why[-1:],
         # What a launch reads before it waits must have been there before the last launch, which copies int64 ids.
         overlaps=count is not None and (ragged or not copies_ids),
     )

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moeblaze_cupy import checks, gemm_config, launch_config, loader, reasons
+from moeblaze_cupy import checks, gemm_config, launch_config, loader
 from moeblaze_cupy.arrays import ALIGNMENT, ITEMSIZE, Array, Buffer, Layout
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import push
@@ -241,7 +241,7 @@ def configure(
     """
     config, aligned = config_of(entry, a, weight, N, K, activation, limits, bias)
     slots, dynamic, clusters = index.num_rows, False, False
-    why = (*why_panels, *reasons.tier(config, a.result_dtype, aligned, slots, limits))
+    why = (*why_panels, *config.why)
     pairs, stores_rows = interleaved and entry == "up_fwd", loader.EPILOGUES[entry] == "STORE" and not to_tokens
     max_row_tiles, square = index.max_row_tiles, False
     num_slots = index.num_slots if to_tokens else slots
@@ -254,8 +254,8 @@ def configure(
     maps: dict[str, TensorMap] = {}
     if config.tier == "sm90" and (stores_rows or (pairs and not fp8_saved)) and not a.is_fp8:
         widths = panels or (N * (1 + pairs),)
-        square = gemm_config.square_product(widths, slots, index.num_experts)
-        why += (reasons.product_tile(square, widths, slots, index.num_experts),)
+        square, of_tiles = gemm_config.square_product(widths, slots, index.num_experts)
+        why += (of_tiles,)
     if square:
         config, max_row_tiles = gemm_config.square_gemm(pairs), index.max_square_tiles
     column_tiles = gemm_config.column_tiles(N, config.tile_columns)
@@ -265,17 +265,21 @@ def configure(
         gathers, segments = loader.gathers(entry), loader.k_segments(entry, is_gated(activation), interleaved)
         depth = segments * K // (2 if a.is_fp8 else 1)  # of as many k-steps
         rule = column_tiles, depth, slots, index.num_experts
-        clusters = not (to_tokens or square) and gemm_config.uses_clusters(gathers, *rule, a.is_fp8)
+        if square:
+            of_clusters = "no 2-CTA clusters: square tiles have none"
+        elif to_tokens:
+            of_clusters = "no 2-CTA clusters: rows go straight to their tokens"
+        else:
+            clusters, of_clusters = gemm_config.uses_clusters(gathers, *rule, a.is_fp8)
+        of_schedule = gemm_config.FIXED_ORDER
         if gathers:
-            dynamic = gemm_config.dynamic_schedule(entry, column_tiles, depth, slots, index.num_experts, limits)
+            dynamic, of_schedule = gemm_config.dynamic_schedule(entry, *rule, limits)
         else:
             maps["a"] = _rows_map(a, slots, config.tile_rows)
         box_columns = launch_config.SQUARE_TILE if square else 128
         maps["b0"] = maps["b1"] = _weight_map(weight, entry, N * (1 + pairs), K, box_columns)
         sizes |= {"result_ld": result_ld}
-        of_clusters = reasons.clusters(clusters, to_tokens, gathers, *rule, a.is_fp8)
-        of_clusters = reasons.SINGLE_CTAS if square else of_clusters
-        why += (*((reasons.E4M3,) if a.is_fp8 else ()), of_clusters, reasons.schedule(dynamic, entry, *rule, limits))
+        why += (*((gemm_config.E4M3,) if a.is_fp8 else ()), of_clusters, of_schedule)
     options: dict[str, object] = {"stored_y_swi": stored_y_swi, "clusters": clusters, "to_tokens": to_tokens}
     options["fp8"] = a.is_fp8
     options |= {"interleaved": interleaved, "bias": bias.dtype if bias else None, "weights_on_input": weights_on_input}
@@ -405,16 +409,19 @@ def configure_wgrad(
     E, dtype = num_experts or index.num_experts, gradient.dtype
     num_rows = index.num_rows * E // index.num_experts
     tiles = gemm_config.wgrad_tiles(M, N, E * halves)
-    splits = 1 if summed else gemm_config.split_k(tiles, num_rows, E, limits)
-    fits_better = gemm_config.square_wgrad(M, N)
-    square = fits_better and splits == 1 and not (accumulate or summed)
+    splits, of_splits = 1, "no split-K: it is summed with other ranks' parts"
+    if not summed:
+        splits, of_splits = gemm_config.split_k(tiles, num_rows, E, limits)
+    square, of_tiles = gemm_config.square_wgrad(M, N)
+    if square and (splits > 1 or accumulate or summed):
+        kind = "takes split-K" if splits > 1 else "is added to sums"
+        square, of_tiles = False, f"{gemm_config.WIDE}: it {kind}, for which there are no square tiles"
     if square:
         tiles = gemm_config.wgrad_tiles(M, N, E * halves, square)
     config = gemm_config.wgrad(p.dtype, aligned, square, limits)
     to: dict[str, Any] = {"accumulate": dtype if accumulate else None, "summed": dtype if summed else None}
     operands = {"ldp": p.ld, "p_half": p_half, "ldq": q.ld, "q_half": q_half, "rows": M, "columns": N}
     result = {"expert_stride": gradient.expert_stride, "ldo": gradient.ld}
-    why: tuple[str, ...] = reasons.tier(config, p.dtype, aligned, index.num_rows, limits)
 
     def launch(
         grid: tuple[int, ...],
@@ -430,14 +437,14 @@ def configure_wgrad(
     if config.tier == "sm80":
         tiles = launch_config.ceil_div(M, launch_config.TILE_ROWS) * gemm_config.column_tiles(N)
         number = tiles * E * halves
-        product = launch((tiles, E, halves), {**operands, **result}, {}, why, **to)
+        product = launch((tiles, E, halves), {**operands, **result}, {}, config.why, **to)
         return Wgrad(product, swapped, True, None, None)
     grid = (min(tiles * splits, limits.multiprocessors),)
     routed_is_q = (entry == "up_wgrad") != swapped
     maps = {"routed": _rows_map(q if routed_is_q else p, index.num_rows, launch_config.STEP_ROWS)}
     schedule = {"num_experts": E, "halves": halves, "splits": splits}
     number = tiles * splits
-    why += (reasons.wgrad_tile(square, fits_better), reasons.split_k(splits, tiles, num_rows, E, limits))
+    why = (*config.why, of_tiles, of_splits)
     if summed:
         result |= {"others_stride": E * gradient.expert_stride, **summed._asdict()}
     if splits == 1:

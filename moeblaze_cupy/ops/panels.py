@@ -5,7 +5,7 @@ kernels_cu/grouped_gemm_*.cu and aggregation.cu in turn.
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_cupy import gemm_config, reasons
+from moeblaze_cupy import gemm_config
 from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.ops import grouped_gemm, push
 from moeblaze_cupy.ops.aggregation import Source, aggregate
@@ -70,14 +70,15 @@ def configure(
             "weights_dtype": weights_dtype,
             "place": place,
         }
-        why = (reasons.panels((), d, index.num_rows, tier, False),)
-        product = grouped_gemm.configure(*call, d, K, activation, limits, why_panels=why, **options)
+        product = grouped_gemm.configure(
+            *call, d, K, activation, limits, why_panels=(gemm_config.TO_TOKENS,), **options
+        )
         return Panels((product,), (), None, a.result_dtype)
-    panels = gemm_config.panels(d, index.num_rows, tier)
+    panels, of_panels = gemm_config.panels(d, index.num_rows, tier)
     spare = a.ld if overwrites and not a.is_fp8 else 0
     in_place = gemm_config.panel_takes_left_operands_rows(d, spare, tier)
     widths = tuple(width for _, width in panels)
-    why = (reasons.panels(widths, d, index.num_rows, tier, in_place),)
+    why = (of_panels + gemm_config.IN_PLACE if in_place else of_panels,)
     products, sums = [], []
     for first_column, width in panels:
         ld = a.ld if in_place else width
