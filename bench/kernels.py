@@ -124,7 +124,7 @@ class Kernels:
         from moeblaze_cupy.ops.experts import configure_forward
         from moeblaze_cupy.ops.grouped_gemm import gemm, wgrad
         from moeblaze_cupy.ops.panels import sum_of_rows
-        from moeblaze_cupy.structures import GRADIENTS
+        from moeblaze_cupy.structures import GRADIENTS, BackwardArrays, BackwardOptions, LayerArrays, LayerOptions
 
         def layout(array):
             return Torch.describe(array).layout
@@ -136,22 +136,15 @@ class Kernels:
         names = ("x", "ids", "weights", "w1", "w2", "grad_out")
         x, ids, weights, w1, w2, grad_out = (self.inputs[name] for name in names)
         # save="paper" leaves the product alone, and keep_saved the first layer, so that calls can be repeated
-        shapes = layout(x), layout(ids), layout(weights), layout(w2), (layout(w1),)
-        forward = configure_forward(*shapes, (), (), activation, self.gate_up, "paper", self.limits)
+        layer = LayerArrays(layout(x), layout(ids), layout(weights), layout(w1), None, layout(w2))
+        options = LayerOptions(activation, "paper", self.gate_up)
+        forward = configure_forward(layer, options, self.limits)
         totals = {"w1": (layout(self.grad_w1),), "w2": (layout(self.grad_w2),)} if self.accumulate else {}
         backward = configure_backward(
-            layout(grad_out),
-            *(layout(array) for array in (x, weights, w2)),
-            (layout(w1),),
-            (),
-            (),
-            layout(self.first),
-            None,
+            BackwardArrays(layout(grad_out), layer, None, layout(self.first), None),
+            options,
+            BackwardOptions(GRADIENTS, keep_saved=True),
             tuple(totals.items()),
-            activation,
-            self.gate_up,
-            GRADIENTS,
-            True,
             self.limits,
             self.index_layout,
         )

@@ -13,7 +13,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, fp8_checks, launch_config, loader, runtime
-from moeblaze_cupy.backward import backward_into, described_by_name
+from moeblaze_cupy.backward import BackwardExtras, described_by_name, run_backward
 from moeblaze_cupy.call import untraced
 from moeblaze_cupy.interop import collectives, torch_arguments
 from moeblaze_cupy.interop.exchange import Begun, ExpertGroup, Route, required
@@ -27,11 +27,23 @@ from moeblaze_cupy.interop.torch_autograd import (
     tell_inputs,
 )
 from moeblaze_cupy.interop.torch_sums import expect_gathered
-from moeblaze_cupy.layer import forward_into, values_and_scales
-from moeblaze_cupy.structures import SAVE_POLICIES, Activation, Fp8Rows, Fp8Weights, SavedForBackward, is_gated, pair
+from moeblaze_cupy.layer import LayerExtras, values_and_scales
+from moeblaze_cupy.layer import forward as layer_forward
+from moeblaze_cupy.structures import (
+    SAVE_POLICIES,
+    Activation,
+    Fp8Rows,
+    Fp8Weights,
+    LayerArrays,
+    LayerOptions,
+    SavedForBackward,
+    is_gated,
+    pair,
+)
 
 Tensor = torch.Tensor
 Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
+_NO_ARRAYS = LayerArrays(*[None] * len(LayerArrays._fields))
 
 
 def _check_layer(
@@ -76,9 +88,7 @@ def _check_layer(
             raise checks.unreadable(function, name, error) from error
     for name in ("x", "ids", "weights"):  # which travel packed
         described[name].strides = (described[name].shape[1], 1)
-    of_w1 = tuple(described[name] for name in ("w1", "w1[1]") if name in described)
-    rows = described["x"], described["ids"], described["weights"]
-    checks.layer(function, *rows, of_w1, described["w2"], activation, save)
+    checks.layer(function, LayerArrays(*map(described.get, named)), LayerOptions(activation, save))
 
 
 def _check_fp8(
@@ -179,24 +189,16 @@ class _ExpertParallel(torch.autograd.Function):
         pieces, wait = _pieces(route, local_ids), route.wait
         if len(pieces) > 1 and save is not None:
             save = "recompute"
-        options: dict[str, Any] = {"activation": activation, "save": save, "wait": wait}
         made = in_fp8.weights_of(w1, w2)  # once for all pieces
-        options |= {"precision": in_fp8.precision, "fp8_weights": made}
         place = route.place_of_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
+            x_part, scales = values_and_scales(_part(rows, part))
+            layer = LayerArrays(x_part, local_ids[part], got[part], gate, up, w2)
+            options = LayerOptions(activation, save, max_slots=bound, precision=in_fp8.precision)
             try:
-                out, saved = forward_into(
-                    place and place.destination,
-                    _part(rows, part),
-                    local_ids[part],
-                    got[part],
-                    w1,
-                    w2,
-                    max_slots=bound,
-                    **options,
-                )
+                out, saved = layer_forward(layer, options, LayerExtras(place and place.destination, wait, made, scales))
             finally:
                 if wait is not None:  # also where nothing has read the rows
                     wait()
@@ -206,7 +208,7 @@ class _ExpertParallel(torch.autograd.Function):
                 route.count_dropped(index.dropped)
             if saved is not None:
                 (lists, _), index = saved.index.split()
-                kept.append(SavedForBackward(None, None, None, None, index, None, None, activation, saved.save))
+                kept.append(SavedForBackward(_NO_ARRAYS, saved.options, index, None, None))
                 tensors += [saved.first_layer, saved.y_swi, lists]
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
@@ -269,12 +271,9 @@ class _ExpertParallel(torch.autograd.Function):
         def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
             kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
             first_layer, y_swi, lists = tensors[3 * piece : 3 * piece + 3]
-            index = kept.index.joined((lists, None))
-            shared = kept.activation, kept.save, kept.consumed
-            saved = SavedForBackward(x[part], got[part], w1, w2, index, first_layer, y_swi, *shared)
-            saved.precision, saved.fp8_weights = in_fp8.precision, fp8_weights
-            saved.x_scales = None if x_scales is None else x_scales[part]
-            return part, saved
+            layer = LayerArrays(x[part], None, got[part], gate, up, w2)
+            made = kept.index.joined((lists, None)), first_layer, y_swi, kept.consumed, fp8_weights
+            return part, SavedForBackward(layer, kept.options, *made, None if x_scales is None else x_scales[part])
 
         bring: Callable[[], dict[str, Tensor]] = dict
         parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
@@ -287,11 +286,12 @@ class _ExpertParallel(torch.autograd.Function):
             part, saved = saved_of(piece)
             pending = None
             needs = (*of_rows, "w1", "w2") if of_experts else of_rows
-            options = _part(grad_rows, part), saved, needs, False, None, bool(of_experts), wait
             alone = len(ctx.pieces) == 1
             place = route.place_of_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
             try:
-                grads, pending = backward_into(place and place.destination, "expert_parallel_moe", *options)
+                extras = BackwardExtras(place and place.destination, wait, bool(of_experts))
+                of_part = _part(grad_rows, part), saved, needs, False
+                grads, pending = run_backward("expert_parallel_moe", *of_part, extras=extras)
             finally:
                 ctx.kept[piece].consumed = saved.consumed
                 if wait is not None:  # also where nothing has read the gradients

@@ -22,14 +22,15 @@ from moeblaze_cupy.interop import (
     torch_sums,
 )
 from moeblaze_cupy.interop.torch_ops import Options, Sums
-from moeblaze_cupy.layer import forward
+from moeblaze_cupy.layer import LayerExtras, forward
 from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.structures import (
     SAVE_POLICIES,
     Activation,
     Fp8Weights,
+    LayerArrays,
+    LayerOptions,
     RouterSums,
-    SlotOptions,
     is_gated,
 )
 
@@ -88,110 +89,96 @@ def moe(
     Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does. Backward raises RuntimeError for a
     tensor whose storage has been freed since forward, as FSDP2 frees that of gathered parameters.
     """
-    return _moe(
-        None,
-        x,
-        ids,
-        weights,
-        w1,
-        w2,
-        activation,
-        save,
-        keep_saved,
-        accumulate_into_main_grad,
-        b1,
-        b2,
-        gate_up,
-        token_offsets,
-        weights_on,
-        unreduced,
-        identity_experts,
-        precision,
-        fp8_weights,
-        keep_fp8_weights,
+    gate, up = torch_arguments.gate_and_up("w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
+    layer = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
+    options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, None, precision)
+    return _moe(layer, options, _Call(keep_saved, accumulate_into_main_grad, fp8_weights, keep_fp8_weights))
+
+
+class _Call(NamedTuple):
+    """What `moe` is told beside a layer's tensors and options."""
+
+    keep_saved: bool
+    accumulate: bool | Mapping[str, Any]  #: into main_grad
+    fp8_weights: Fp8Weights | None
+    keep_fp8_weights: bool
+    shape: tuple[int, ...] | None = (
+        None  #: of out, which is no view then; None for (L, d), or that of unreduced outputs
     )
 
 
-def _moe(
-    shape: tuple[int, ...] | None,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor | None,
-    w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    w2: torch.Tensor,
-    activation: str | Activation,
-    save: str | None,
-    keep_saved: bool,
-    accumulate_into_main_grad: bool | Mapping[str, Any],
-    b1: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
-    b2: torch.Tensor | None,
-    gate_up: str,
-    token_offsets: torch.Tensor | None,
-    weights_on: str,
-    unreduced: bool,
-    identity_experts: int,
-    precision: str | None,
-    fp8_weights: Fp8Weights | None,
-    keep_fp8_weights: bool,
-) -> torch.Tensor:
-    """`moe`, whose result has this shape and is no view. shape: None for (L, d), or as of an unreduced output."""
-    gate, up = torch_arguments.gate_and_up("w1", w1)
-    b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
-    layer: tuple[Any, ...] = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
-    others = gate_up, weights_on, unreduced, identity_experts
-    of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
+def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
+    fp8_weights = call.fp8_weights
+    of_fp8 = fp8_checks.arrays_of("moe_forward", options.precision, fp8_weights)
     as_operators = torch_autograd.wanted((*layer, *of_fp8) if of_fp8 else layer)
-    required_is_none = x is None or ids is None or gate is None or w2 is None or (weights is None and not unreduced)
-    if as_operators or required_is_none:
-        torch_arguments.check_tensors(layer, unreduced)
+    x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = layer
+    no_weights = weights is None and not options.unreduced
+    if as_operators or no_weights or x is None or ids is None or gate is None or w2 is None:
+        torch_arguments.check_tensors(layer, options.unreduced)
     if not as_operators:
         checks.untransformed("moe", "x", layer)
     main_grads = {}
-    if accumulate_into_main_grad and torch.is_grad_enabled():
-        main_grads = torch_autograd.main_grads(gate, up, w2, accumulate_into_main_grad)
+    if call.accumulate and torch.is_grad_enabled():
+        main_grads = torch_autograd.main_grads(gate, up, w2, call.accumulate)
     autocast = as_operators or torch_autograd.any_autocast()
     if autocast and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
         )
-        layer = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
+        layer = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
     differentiable = torch.is_grad_enabled() and (
         x.requires_grad or gate.requires_grad or any(t is not None and t.requires_grad for t in layer[2:])
     )
     if not differentiable:  # nothing else looks at it
-        checks.one_of("moe", "save", save, SAVE_POLICIES)
-    out: torch.Tensor
-    if as_operators and not differentiable and not torch_autograd.transformed():
-        in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
-        out = torch_ops.moe_infer(*layer, *in_fp8, *Options.of(activation, *others, precision))
-        return torch_autograd.in_shape(out, shape, traceable=True)
-    if not as_operators and not differentiable:
-        out = forward(layer, (activation, None, *others, None), None, precision, fp8_weights)[0]
-        return torch_autograd.in_shape(out, shape)
-    if save is None and not differentiable:
-        save = "recompute"  # of what torch.func may differentiate
-    if save is None:
+        checks.one_of("moe", "save", options.save, SAVE_POLICIES)
+    elif options.save is None:
         raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
     if as_operators:
-        if differentiable:
-            torch_autograd.no_export("moe")
-        sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
-        # Compiled code changes no attributes in backward, so it is told here.
-        announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
-        options = Options.of(activation, *others, precision)
-        in_backward = getattr(fp8_weights, "in_backward", None)
-        told = torch_autograd.OperatorCall(save, keep_saved, announced, keep_fp8_weights, in_backward, shape)
-        in_fp8 = _in_fp8(of_fp8, fp8_weights, gate_up)
-        out, *_ = torch_autograd.OperatorMoE.apply(told, *options, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
-        return out
+        return _by_operators(layer, options, call, of_fp8, main_grads, differentiable)
+    out: torch.Tensor
+    if not differentiable:
+        extras = None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights)
+        out = forward(layer, LayerOptions(options.activation, None, *options[2:]), extras)[0]
+        return torch_autograd.in_shape(out, call.shape)
     # apply looks at each argument, so it gets the tensors that there are.
     tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
-    options_of_layer = activation, save, *others, None
-    in_words = precision, fp8_weights, keep_fp8_weights
     shared = up is None and len(tensors) == 6 and not main_grads
     owners = torch_sums.owners_of(gate, w2) if shared else None
-    call = torch_autograd.EagerCall(keep_saved, main_grads, options_of_layer, *in_words, owners, shape)
-    out = torch_autograd.EagerMoE.apply(call, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    of_fp8_call = fp8_weights, call.keep_fp8_weights
+    told = torch_autograd.EagerCall(call.keep_saved, main_grads, options, *of_fp8_call, owners, call.shape)
+    out = torch_autograd.EagerMoE.apply(told, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return out
+
+
+def _by_operators(
+    layer: LayerArrays,
+    options: LayerOptions,
+    call: _Call,
+    of_fp8: tuple[Any, ...],
+    main_grads: dict[str, torch_autograd.MainGrad],
+    differentiable: bool,
+) -> torch.Tensor:
+    """`_moe` for compilers, dispatch modes and transforms. of_fp8: the arrays of `call.fp8_weights`."""
+    fp8_weights, save = call.fp8_weights, options.save
+    of_layer = options.gate_up, options.weights_on, options.unreduced, options.identity_experts, options.precision
+    of_operators = Options.of(options.activation, *of_layer)
+    in_fp8 = _in_fp8(of_fp8, fp8_weights, options.gate_up)
+    out: torch.Tensor
+    if not differentiable and not torch_autograd.transformed():
+        out = torch_ops.moe_infer(*layer, *in_fp8, *of_operators)
+        return torch_autograd.in_shape(out, call.shape, traceable=True)
+    if save is None:
+        save = "recompute"  # of what torch.func may differentiate
+    if differentiable:
+        torch_autograd.no_export("moe")
+    sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
+    # Compiled code changes no attributes in backward, so it is told here.
+    announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
+    in_backward = getattr(fp8_weights, "in_backward", None)
+    of_call = call.keep_saved, announced, call.keep_fp8_weights, in_backward, call.shape
+    told = torch_autograd.OperatorCall(save, *of_call)
+    out, *_ = torch_autograd.OperatorMoE.apply(told, *of_operators, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
     return out
 
 
@@ -359,7 +346,7 @@ class MoE(torch.nn.Module):
         k = _size("k", k, min(routed, launch_config.MAX_ROUTER_K))
         checks.activation("MoE", activation)
         checks.gate_up("MoE", gate_up, activation)
-        checks.slot_options("MoE", SlotOptions(weights_on), True, expert_bias)
+        checks.layer_options("MoE", LayerOptions(weights_on=weights_on), True, expert_bias)
         checks.one_of("MoE", "save", save, SAVE_POLICIES)
         options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
         router_options.group_sizes("MoE", options, k, routed)
@@ -534,28 +521,10 @@ class MoE(torch.nn.Module):
             w1, w2 = self._weights()
             fp8_weights = self._fp8.of(self.w1_storage, self.w2_storage)
         accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
-        return _moe(
-            shape,
-            tokens,
-            ids,
-            weights,
-            w1,
-            w2,
-            activation=self.activation,
-            save=self.save,
-            keep_saved=self.keep_saved,
-            accumulate_into_main_grad=accumulate,
-            b1=self.b1,
-            b2=self.b2,
-            gate_up=self.gate_up,
-            token_offsets=None,
-            weights_on=self.weights_on,
-            unreduced=False,
-            identity_experts=self.identity_experts,
-            precision=self.precision,
-            fp8_weights=fp8_weights,
-            keep_fp8_weights=not self._sharded,
-        )
+        layer = LayerArrays(tokens, ids, weights, w1, None, w2, self.b1, None, self.b2)
+        of_slots = self.weights_on, False, self.identity_experts, None
+        options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, self.precision)
+        return _moe(layer, options, _Call(self.keep_saved, accumulate, fp8_weights, not self._sharded, shape))
 
     # Compilers would look into parameters that have no numbers.
     _gathered_experts = torch.compiler.disable(_experts)  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -27,7 +27,7 @@ from moeblaze_cupy.interop.torch_ops import (
     quantize_weights,
 )
 from moeblaze_cupy.interop.torch_schema import split
-from moeblaze_cupy.structures import Fp8Weights, SavedForBackward, gate_and_up, joined, pair
+from moeblaze_cupy.structures import Fp8Weights, LayerArrays, LayerOptions, SavedForBackward, gate_and_up, joined, pair
 
 Tensor = torch.Tensor
 Grads = tuple[Tensor | None, ...]
@@ -121,7 +121,6 @@ any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled",
 
 KEEP_SAVED = "pass keep_saved=True to moe or MoE"  # what allows a second backward
 OF_GATHERED = ("gate", "up", "w2", *IN_FP8)  # what `fsdp_e4m3.Gathered` gives again in backward
-_NO_REST = (None,) * 4  # no biases and no token_offsets
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
@@ -410,8 +409,7 @@ class EagerCall(NamedTuple):
 
     keep_saved: bool
     main_grads: "dict[str, MainGrad]"  #: by name, of gate, up and w2
-    options: layer.Options
-    precision: str | None = None
+    options: LayerOptions
     fp8_weights: Fp8Weights | None = None
     keep_fp8_weights: bool = True  #: where none are given
     owners: "torch_sums.Owners | None" = None  #: of w1 and w2, where their gradients are summed over ranks
@@ -422,10 +420,10 @@ class EagerMoE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: EagerCall, *tensors: Tensor | None) -> Tensor:
         """tensors: of Layer, in order; the last four may be missing."""
-        ctx.keep_saved, ctx.main_grads, options, ctx.precision, fp8_weights, keep_fp8_weights, ctx.owners, shape = call
+        ctx.keep_saved, ctx.main_grads, options, fp8_weights, keep_fp8_weights, ctx.owners, shape = call
         out: Tensor
-        given = tensors if len(tensors) > 6 else (*tensors, *_NO_REST)
-        out, saved = layer.forward(given, options, None, ctx.precision, fp8_weights)
+        extras = None if fp8_weights is None else layer.LayerExtras(fp8_weights=fp8_weights)
+        out, saved = layer.forward(LayerArrays(*tensors), options, extras)
         assert saved is not None
         (lists, _), index = saved.index.split()  # without ids, which no backward reads: they may change meanwhile
         kept = saved.fp8_weights if keep_fp8_weights else fp8_weights
@@ -433,12 +431,12 @@ class EagerMoE(torch.autograd.Function):
         ctx.in_backward = getattr(fp8_weights, "in_backward", None)
         if ctx.in_backward is not None:
             kept, weights = None, (None,) * 3
-        of_fp8 = fp8_checks.arrays_of("moe", ctx.precision, kept)
+        of_fp8 = fp8_checks.arrays_of("moe", options.precision, kept)
         read = tensors[0], tensors[2], *weights, *tensors[6:9]
         ctx.save_for_backward(*of_fp8, *read, saved.first_layer, saved.y_swi, lists)
         ctx.has_fp8_weights = kept is not None
         ctx.shape = shape
-        ctx.kept, ctx.consumed = (index, saved.activation, saved.save, saved.gate_up, saved.slots), False
+        ctx.kept, ctx.consumed = (index, saved.options), False
         ctx.set_materialize_grads(False)
         return in_shape(out, shape)
 
@@ -453,27 +451,24 @@ class EagerMoE(torch.autograd.Function):
         if grad_out.layout != torch.strided:
             raise checks.bad_type("moe", "gradient", "a dense tensor, as to_dense() makes", grad_out.layout)
         unpacked, fp8_weights = ctx.saved_tensors, None
-        index, activation, save, gate_up, slots = ctx.kept
+        index, options = ctx.kept
         if ctx.has_fp8_weights:
             fields = fp8_checks.FIELDS
-            fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)), gate_up=gate_up)
+            fp8_weights = Fp8Weights(**dict(zip(fields, unpacked, strict=False)), gate_up=options.gate_up)
             unpacked = unpacked[len(fields) :]
         x, weights, gate, up, w2, *biases, first_layer, y_swi, lists = unpacked
         if ctx.in_backward is not None:
-            gate, w2, fp8_weights = ctx.in_backward(save)
+            gate, w2, fp8_weights = ctx.in_backward(options.save)
         torch_sums.expect_gathered(gate, up, w2)
         if ctx.shape is not None:
             grad_out = grad_out.reshape(x.shape)
         tell_inputs(ctx, x, weights, gate, up, w2, *biases)
-        if ctx.precision is not None and fp8_weights is None:
-            fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=gate_up)
-        b1 = b2 = None
-        needed_biases: tuple[bool, ...] = ()
-        if biases:
-            b1, b2, needed_biases = joined(*biases[:2]), biases[2], (needed[6] or needed[7], needed[8])
-        made = index.joined((lists, None)), first_layer, y_swi, activation, save, ctx.consumed
-        of_fp8 = ctx.precision, fp8_weights
-        saved = SavedForBackward(x, weights, joined(gate, up), w2, *made, b1, b2, gate_up, slots, *of_fp8)
+        if options.precision is not None and fp8_weights is None:
+            fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=options.gate_up)
+        needed_biases = (needed[6] or needed[7], needed[8]) if biases else ()
+        arrays = LayerArrays(x, None, weights, gate, up, w2, *biases)
+        made = index.joined((lists, None)), first_layer, y_swi, ctx.consumed, fp8_weights
+        saved = SavedForBackward(arrays, options, *made)
         needs = tuple(compress(NEEDS, (needed[0], needed[2], needed[3] or needed[4], needed[5], *needed_biases)))
         accumulate = _buffers(ctx.main_grads, needs) if ctx.main_grads else None
         summed = () if ctx.owners is None else ctx.owners.ready(needs)

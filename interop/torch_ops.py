@@ -21,6 +21,7 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import checks, fp8_checks, launch_config, quantization
 from moeblaze_cupy.interop import inductor
 from moeblaze_cupy.interop.torch_schema import concrete, declared, define, describe, nothing, split
+from moeblaze_cupy.layer import LayerExtras, forward
 from moeblaze_cupy.ops import quantize
 from moeblaze_cupy.structures import (
     BIASES,
@@ -30,8 +31,9 @@ from moeblaze_cupy.structures import (
     DispatchIndices,
     Fp8Weights,
     Gradients,
+    LayerArrays,
+    LayerOptions,
     SavedForBackward,
-    SlotOptions,
     gate_and_up,
     is_gated,
     joined,
@@ -65,12 +67,9 @@ class Layer(NamedTuple):
     fp8_w2_scales: Tensor | None = None
 
     @property
-    def w1(self) -> Any:
-        return joined(self.gate, self.up)
-
-    @property
-    def b1(self) -> Any:
-        return joined(self.b1_gate, self.b1_up)
+    def arrays(self) -> LayerArrays:
+        """All but the weights in e4m3."""
+        return LayerArrays(*list(self)[: len(LayerArrays._fields)])
 
     def with_fp8(self, made: Sequence[Tensor]) -> "Layer":
         """The layer with these weights in e4m3. torch 2.6 compiles no `_replace` and no slice of a NamedTuple."""
@@ -113,9 +112,9 @@ class Options(NamedTuple):
         names = (constant.name for constant in FORMS[self.name].constants)
         return Activation(self.name, **dict(zip(names, self.constants, strict=True)))
 
-    @property
-    def slots(self) -> SlotOptions:
-        return SlotOptions(self.weights_on, self.unreduced, self.identity_experts)
+    def of_layer(self, save: str | None) -> LayerOptions:
+        others = self.gate_up, self.weights_on, self.unreduced, self.identity_experts, None, self.precision
+        return LayerOptions(self.activation, save, *others)
 
 
 class Kept(NamedTuple):
@@ -181,40 +180,21 @@ def _check_forward(layer: Layer, options: Options, save: str | None) -> None:
     given = layer._asdict().items()
     d = {layer.argument(name): describe(tensor) for name, tensor in given if tensor is not None}
     checks.same_device("moe_forward", **d)
-    w1, b1, b2 = (
-        tuple(d[layer.argument(name)] for name in names if getattr(layer, name) is not None)
-        for names in (("gate", "up"), ("b1_gate", "b1_up"), ("b2",))
-    )
-    weights, slots = d.get("weights"), options.slots
-    checks.slot_options("moe_forward", slots, weights is not None, bool(b1))
-    arrays = d["x"], d["ids"], weights, w1, d["w2"]
-    checks.layer("moe_forward", *arrays, options.activation, save, b1, b2, options.gate_up, d.get("token_offsets"))
-    checks.identity_experts("moe_forward", slots, d["w2"])
+    arrays, of_layer = LayerArrays(*map(d.get, layer.arrays.arguments())), options.of_layer(save)
+    checks.layer_options("moe_forward", of_layer, arrays.router_weights is not None, arrays.b1_gate is not None)
+    checks.layer("moe_forward", arrays, of_layer)
+    checks.identity_experts("moe_forward", of_layer, d["w2"])
     if options.precision is not None:  # the implementation asks the GPU as well
         in_fp8 = [d[name] for name in fp8_checks.NAMES if name in d]
-        of_layer = d["x"], d["w2"], options.activation, options.gate_up
-        fp8_checks.layer("moe_forward", *of_layer, {}, in_fp8, options.gate_up, None)
+        described = d["x"], d["w2"], options.activation, options.gate_up
+        fp8_checks.layer("moe_forward", *described, {}, in_fp8, options.gate_up, None)
 
 
 def _call_forward(layer: Layer, options: Options, save: str | None) -> tuple[Any, SavedForBackward | None]:
+    fp8_weights = _fp8_weights(layer._asdict(), options)
     with torch.no_grad():
-        out, saved = mb.moe_forward(
-            layer.x,
-            layer.ids,
-            layer.weights,
-            layer.w1,
-            layer.w2,
-            activation=options.activation,
-            save=save,
-            b1=layer.b1,
-            b2=layer.b2,
-            gate_up=options.gate_up,
-            token_offsets=layer.token_offsets,
-            **options.slots._asdict(),
-            precision=options.precision,
-            fp8_weights=_fp8_weights(layer._asdict(), options),
-        )
-    return out, saved
+        extras = None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights)
+        return forward(layer.arrays, options.of_layer(save), extras)
 
 
 def _fp8_weights(tensors: Mapping[str, Any], options: Options) -> Fp8Weights | None:
@@ -236,11 +216,10 @@ def _saved(read: dict[str, Any], grad_out: Tensor, kept: Kept, options: Options,
     slots_shape, num_experts = tuple(map(concrete, _slots_shape(read, grad_out))), w2.shape[0]
     places, _ = _index_lists(concrete(read["x"].shape[0]), slots_shape, num_experts)
     index = DispatchIndices(kept.lists, None, places, num_experts)
-    w1, b1 = joined(read["gate"], read["up"]), joined(read["b1_gate"], read["b1_up"])
-    made = index, kept.first_layer, kept.y_swi, options.activation, save
-    other = {"b1": b1, "b2": read["b2"], "gate_up": options.gate_up, "slots": options.slots}
-    other |= {"precision": options.precision, "fp8_weights": _fp8_weights(read, options)}
-    return SavedForBackward(read["x"], weights, w1, w2, *made, **other)
+    biases = read["b1_gate"], read["b1_up"], read["b2"]
+    arrays = LayerArrays(read["x"], None, weights, read["gate"], read["up"], w2, *biases)
+    made = index, kept.first_layer, kept.y_swi
+    return SavedForBackward(arrays, options.of_layer(save), *made, fp8_weights=_fp8_weights(read, options))
 
 
 def _moe_fwd(*arguments: Any) -> tuple[Tensor, ...]:

@@ -2,28 +2,30 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moeblaze_cupy import arrays, checks, fp8_checks, overlaps, reference, runtime
-from moeblaze_cupy.arrays import Array, Buffer, Export, Framework, Layout
+from moeblaze_cupy.arrays import Array, Buffer, DeviceFramework, Export, Framework
 from moeblaze_cupy.call import Call, keep, untraced
-from moeblaze_cupy.launch_config import DeviceLimits
-from moeblaze_cupy.layer import map_saved, named_pair, values_and_scales, w1_b1_b2
+from moeblaze_cupy.layer import map_saved, named_pair, values_and_scales
 from moeblaze_cupy.ops import backward, fp8, weight_gradients
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.ops.grouped_gemm import Summed
 from moeblaze_cupy.ops.push import Destination
-from moeblaze_cupy.runtime import Key, Runtime, current_device
+from moeblaze_cupy.ops.weight_gradients import Totals
+from moeblaze_cupy.runtime import Runtime, current_device
 from moeblaze_cupy.structures import (
     GRADIENTS,
+    BackwardArrays,
+    BackwardOptions,
     DispatchIndices,
     Fp8Weights,
     Gradients,
+    LayerArrays,
     PendingWeights,
     SavedForBackward,
-    gate_and_up,
     is_consumed,
     one_or_pair,
     pair,
@@ -92,7 +94,7 @@ def _on_host(call: Call, saved: SavedForBackward, grad_scales: Any) -> tuple[ref
         grad_out = reference.fp8.dequantize(grad_out, scales, dtype)
     if saved.x_scales is not None:
         x = reference.fp8.dequantize(host.x, host.x_scales, dtype)
-        host = dataclasses.replace(host, x=x, x_scales=None)
+        host = dataclasses.replace(host, arrays=host.arrays._replace(x=x), x_scales=None)
     return grad_out, host
 
 
@@ -162,7 +164,7 @@ def moe_backward(
     memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
     Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
     """
-    return backward_into(None, "moe_backward", grad_out, saved, needs, keep_saved, accumulate)[0]
+    return run_backward("moe_backward", grad_out, saved, needs, keep_saved, accumulate)[0]
 
 
 @untraced
@@ -184,9 +186,9 @@ def moe_backward_data(
     Raises TypeError, ValueError or RuntimeError as `moe_backward` does, and ValueError for a layer with biases.
     """
     needs = checks.gradient_names("moe_backward_data", needs, ("x", "weights"))
-    all_needs = (*needs, "w1", "w2")
-    options: tuple[Any, ...] = all_needs, keep_saved, None, True
-    grads, pending = backward_into(None, "moe_backward_data", grad_out, saved, *options)
+    extras = BackwardExtras(defers_weights=True)
+    function, all_needs = "moe_backward_data", (*needs, "w1", "w2")
+    grads, pending = run_backward(function, grad_out, saved, all_needs, keep_saved, extras=extras)
     assert pending is not None
     return grads, pending
 
@@ -200,8 +202,8 @@ def moe_backward_weights(
 ) -> Gradients:
     """The second half of `moe_backward`: the gradients of w1 and w2, after `moe_backward_data`.
 
-    pending: what that returned, which is taken once. needs: "w1", "w2" or both. accumulate: as of
-    `moe_backward`. It runs on the current stream, which must come after that of the first half.
+    pending: what that returned, which is taken once. needs: "w1", "w2" or both. accumulate: as of `moe_backward`.
+    It runs on the current stream, which must come after that of the first half.
     Returns Gradients, of which x and weights are None.
     Raises TypeError, ValueError or RuntimeError as `moe_backward` does, and RuntimeError for a pending taken before.
     """
@@ -215,7 +217,7 @@ def moe_backward_weights(
     buffers = _buffers(function, accumulate, needs, saved)
     parts = _arrays(buffers)
     call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
-    grad_layout, x_layout = call.layout("grad_out", "saved.x")
+    in_memory = call.described["grad_out"], call.described["saved.x"]
     _check_rows(call, saved, pending.grad_scales)
     _check_accumulated(call, buffers, saved)
     read = _read(function, call.framework, call.described["grad_out"].owner, saved) if parts or call.on_cpu else {}
@@ -224,21 +226,20 @@ def moe_backward_weights(
         left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
         kept = described_by_name(function, call.framework, left)
         overlaps.apart(function, kept, {part: call.described[part] for part in parts})
-    limits = None if call.on_cpu else call.limits
     pending.consumed = True
-    if limits is None:
+    if call.on_cpu:
         host_grad, host_saved = _on_host(call, saved, pending.grad_scales)
         totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
         host = reference.moe_backward(host_grad, host_saved, needs=needs, accumulate=totals)
         return _exported(call.export, accumulate, host)
     accumulated = tuple((name, tuple(call.layout(*names))) for name, names in buffers.items())
-    steps, addresses = _configured(call, pending, grad_layout, x_layout, needs, limits, accumulated)
+    steps, addresses = _configured(call, pending, in_memory, needs, Totals(accumulated))
     prepared, describe = call.prepared(steps), call.framework.describe
     with current_device(prepared.device):
         grads = weight_gradients.moe_backward_weights(
             Runtime.current(prepared.framework, prepared.device),
             steps,
-            *addresses,
+            addresses,
             {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
             *(0 if scales is None else describe(scales).ptr for scales in (saved.x_scales, pending.grad_scales)),
         )
@@ -246,44 +247,23 @@ def moe_backward_weights(
 
 
 def _configured(
-    call: Call,
-    pending: PendingWeights,
-    grad_out: Layout,
-    x: Layout,
-    needs: tuple[str, ...],
-    limits: DeviceLimits,
-    accumulated: tuple[tuple[str, tuple[Layout, ...]], ...] = (),
-    sums: tuple[tuple[str, Layout], ...] = (),
-    summed: Summed | None = None,
-) -> tuple[weight_gradients.Weights, tuple[int, int, int, int, int]]:
-    """The launches of `weight_gradients.configure_weights`, and the addresses of what all of them read.
+    call: Call, pending: PendingWeights, in_memory: tuple[Array, Array], needs: tuple[str, ...], totals: Totals
+) -> tuple[weight_gradients.Weights, BackwardArrays]:
+    """The launches of `weight_gradients.configure_weights`, and the addresses of what they read.
 
-    grad_out, x: as they are in memory.
+    in_memory: grad_out and x as they are.
     """
-    saved = pending.saved
-    given = {"saved.index.lists": saved.index.lists, "saved.w2": saved.w2}
-    given |= {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
+    saved, (grad_out, x) = pending.saved, in_memory
+    left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
+    given = {"saved.index.lists": saved.index.lists, "saved.w2": saved.w2, **left}
     given |= named_pair(call.function, "saved.w1", saved.w1)
-    lists, w2, first_layer_grad, weighted, *w1 = described_by_name(call.function, call.framework, given).values()
-    steps = weight_gradients.configure_weights(
-        grad_out,
-        x,
-        w2.layout,
-        tuple(part.layout for part in w1),
-        first_layer_grad.layout,
-        weighted.layout,
-        accumulated,
-        saved.activation,
-        saved.gate_up,
-        needs,
-        limits,
-        _index_layout(saved.index),
-        saved.slots,
-        sums,
-        summed,
-    )
-    rows = call.described["grad_out"].ptr, call.described["saved.x"].ptr
-    return steps, (*rows, lists.ptr, first_layer_grad.ptr, weighted.ptr)
+    lists, w2, first_layer_grad, weighted, gate, *up = described_by_name(call.function, call.framework, given).values()
+    layer = LayerArrays(x, None, None, gate, up[0] if up else None, w2)
+    described = grad_out, *layer, lists, first_layer_grad, weighted
+    layouts = BackwardArrays.of([array and array.layout for array in described])
+    index = _index_layout(saved.index)
+    steps = weight_gradients.configure_weights(layouts, saved.options, needs, call.limits, index, totals)
+    return steps, BackwardArrays.of([array.ptr if array else 0 for array in described])
 
 
 def summed_weights(
@@ -310,15 +290,14 @@ def summed_weights(
     """
     function = "moe_backward"
     call = Call(function, **{"saved.x": pending.saved.x}, grad_out=pending.grad_out)
-    limits = None if call.on_cpu else call.limits
-    if limits is None:
+    if call.on_cpu:
         return False
     describe = call.framework.describe
     sums = {name: describe(totals[name]) for name in needs}
     layouts = tuple((name, described.layout) for name, described in sums.items())
-    grad_layout, x_layout = call.layout("grad_out", "saved.x")
-    summed = Summed(len(ranks) - 1, scale)
-    steps, read = _configured(call, pending, grad_layout, x_layout, needs, limits, sums=layouts, summed=summed)
+    in_memory = call.described["grad_out"], call.described["saved.x"]
+    of_ranks = Totals(sums=layouts, summed=Summed(len(ranks) - 1, scale))
+    steps, read = _configured(call, pending, in_memory, needs, of_ranks)
     if not steps.are_hoppers:
         return False
     to = {}
@@ -331,7 +310,7 @@ def summed_weights(
         weight_gradients.summed_weights(
             Runtime.current(prepared.framework, prepared.device),
             steps,
-            *read,
+            read,
             ranks,
             to,
             tell,
@@ -340,159 +319,182 @@ def summed_weights(
     return True
 
 
-def backward_into(
-    grad_x: Any,
+class BackwardExtras(NamedTuple):
+    """What few calls of a backward have beside its arrays and options."""
+
+    into: Any = None  #: what the gradient of x is to be on CUDA, as `LayerExtras.into`
+    wait: Callable[[], None] | None = None  #: has the stream wait for rows of grad_out that are on their way
+    defers_weights: bool = False  #: the gradients of w1 and w2 are left to `moe_backward_weights`
+
+    @property
+    def destination(self) -> Destination | None:
+        """Where the gradients of several GPUs' tokens go; that of x is then None on CUDA."""
+        return self.into if isinstance(self.into, Destination) else None
+
+
+_PLAIN = BackwardExtras()
+
+
+def run_backward(
     function: str,
     grad_out: Any,
     saved: SavedForBackward,
     needs: tuple[str, ...] | None,
     keep_saved: bool,
-    accumulate: Mapping[str, Any] | None,
-    defers_weights: bool = False,
-    wait: Callable[[], None] | None = None,
+    accumulate: Mapping[str, Any] | None = None,
+    extras: BackwardExtras = _PLAIN,
 ) -> tuple[Gradients, PendingWeights | None]:
     """`moe_backward`, or its first half; `function` is the one that messages name.
 
-    grad_x: None, or what the gradient of x is to be on CUDA: of out's shape, dtype and kind, and aligned. It may be a
-    `Destination` of rows of d columns, a multiple of 8; the gradient is then None on CUDA. grad_out: may be `Fp8Rows`
-    of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of weights are then
-    deferred, or not needed. wait: has the stream wait for rows of grad_out that are on their way; None where all are
-    here.
+    grad_out: may be `Fp8Rows` of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of
+    weights are then deferred, or not needed.
     """
     grad_out, grad_scales = values_and_scales(grad_out)
     if not isinstance(saved, SavedForBackward):
         raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
     needs = checks.gradient_names(function, needs, saved.gradients)
-    if defers_weights and saved.gradients != GRADIENTS:
-        given_biases = " and ".join(saved.gradients[len(GRADIENTS) :])
-        raise checks.bad_value(function, "saved", "a layer without biases, which moe_backward serves", given_biases)
-    in_e4m3 = saved.x_scales is not None, grad_scales is not None
-    if any(in_e4m3) and not (defers_weights or {"w1", "w2"}.isdisjoint(needs)):
-        expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
-        raise checks.bad_value(function, "needs", expected, needs)
-    to = grad_x if isinstance(grad_x, Destination) else None
-    place = to.place if to else None
-    options = bool(keep_saved), defers_weights, in_e4m3, place
-    key, given, pointers = _backward_key(grad_out, saved, needs, options, accumulate)
+    how = BackwardOptions(needs, bool(keep_saved), extras.defers_weights)
+    _check_extras(function, saved, how, grad_scales is not None)
+    index, to = saved.index, extras.destination
+    given: Sequence[Any] = grad_out, *saved.arrays, index.lists, saved.first_layer, saved.y_swi
+    key, totals = None, ()
+    if accumulate is None or isinstance(accumulate, Mapping):  # else the checks say what is wrong
+        in_e4m3 = saved.x_scales is not None, grad_scales is not None
+        options: tuple[Any, ...] = saved.options, how, index.is_ragged, index.max_slots, in_e4m3, to and to.place
+        for name, total in (accumulate or {}).items():
+            parts = pair(total)
+            totals, options = (*totals, *parts), (*options, name, len(parts))
+        key, pointers = runtime.key_of("moe_backward", options, (*given, *totals))
     export: Export = keep
     found = runtime.find(key)
     if found is not None:
         checks.not_consumed(function, saved)
-        if accumulate and key:
-            totals, strides_in_bytes = len(given) - _READ, found.framework is arrays.CuPy
-            if overlaps.ranges_meet(strides_in_bytes, key[-len(given) :], pointers, totals):
+        if totals and key:
+            layouts, strides_in_bytes = key[-len(pointers) :], found.framework is arrays.CuPy
+            if overlaps.ranges_meet(strides_in_bytes, layouts, pointers, len(totals)):
                 buffers = _buffers(function, accumulate, needs, saved)
-                read = _read(function, found.framework, grad_out, saved)
-                _check_apart(function, found.framework, read, saved, _arrays(buffers))
+                read_now = _read(function, found.framework, grad_out, saved)
+                _check_apart(function, found.framework, read_now, saved, _arrays(buffers))
     else:
-        tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
-        for name in ("w1", "b1", "b2"):
-            tracked |= named_pair(function, f"saved.{name}", getattr(saved, name))
-        checks.untracked(function, tracked)
-        buffers = _buffers(function, accumulate, needs, saved)
-        parts = _arrays(buffers)
-        call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
-        d = call.described
-        read = _read(function, call.framework, d["grad_out"].owner, saved)
-        _check_rows(call, saved, grad_scales)
-        checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
-        _check_accumulated(call, buffers, saved)
-        if parts:
-            _check_apart(function, call.framework, read, saved, parts)
-        limits = None if call.on_cpu else call.limits
-        if limits is None:
-            if wait is not None:
-                wait()
-            saved.consumed = is_consumed(saved.is_overwritable, saved.y_swi is not None, needs, keep_saved)
-            host_grad, host_saved = _on_host(call, saved, grad_scales)
-            host_buffers = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
-            now = tuple(name for name in needs if name in ("x", "weights")) if defers_weights else needs
-            on_host = reference.moe_backward(host_grad, host_saved, needs=now, accumulate=host_buffers)
-            exported = _exported(call.export, accumulate, on_host)
-            return exported, PendingWeights(grad_out, saved, grad_scales=grad_scales) if defers_weights else None
-        given = d["grad_out"].owner, *given[1:]
-        described = [None if array is None else call.framework.describe(array) for array in given]
+        call = _checked_backward(function, grad_out, saved, how, grad_scales, accumulate)
+        if call.on_cpu:
+            return _backward_on_cpu(call, grad_out, saved, how, grad_scales, accumulate, extras.wait)
+        given = call.described["grad_out"].owner, *given[1:]
+        described: list[Any] = [
+            None if array is None else call.framework.describe(array) for array in (*given, *totals)
+        ]
         pointers, export = [array.ptr if array else 0 for array in described], call.export
-        layouts: list[Any] = [array and array.layout for array in described]
-        grad_layout, x_layout, weights_layout, _, _, w2_layout, *_, first_layer, y_swi = layouts[:_READ]
-        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(layouts)
-        steps = backward.configure_backward(
-            grad_layout,
-            x_layout,
-            weights_layout,
-            w2_layout,
-            w1_layouts,
-            b1_layouts,
-            b2_layouts,
-            first_layer,
-            y_swi,
-            tuple(_totals(accumulate, layouts).items()),
-            saved.activation,
-            saved.gate_up,
-            needs,
-            bool(keep_saved),
-            limits,
-            _index_layout(saved.index),
-            saved.slots,
-            defers_weights,
-            saved.precision,
-            place,
+        layouts = [array and array.layout for array in described]
+        plan = backward.configure_backward(
+            BackwardArrays.of(layouts[: len(given)]),
+            saved.options,
+            how,
+            tuple(_by_name(accumulate, layouts[len(given) :]).items()),
+            call.limits,
+            _index_layout(index),
+            to and to.place,
         )
-        found = runtime.keep(key, call.prepared(steps))
+        found = runtime.keep(key, call.prepared(plan))
     with current_device(found.device):
         run = Runtime.current(found.framework, found.device)
-        into = _totals(accumulate, pointers) if accumulate else {}
-        of_x = None if grad_x is None or to else Buffer(grad_x, found.framework.describe(grad_x).ptr)
-        weights_fp8 = None
-        if saved.fp8_weights is not None:
-            described_fp8 = _in_e4m3(function, found.framework, saved.fp8_weights)
-            weights_fp8 = fp8.Addresses(*(array.ptr for array in described_fp8.values()))
-        options_of_run: dict[str, Any] = {"grad_x": of_x, "weights_fp8": weights_fp8, "wait": wait}
-        for name, scales in (("x_scales", saved.x_scales), ("grad_scales", grad_scales)):
-            if scales is not None:
-                options_of_run[name] = found.framework.describe(scales).ptr
-        if to:
-            options_of_run["to"] = to.addresses(found.framework)
-        made = backward.moe_backward(run, found.steps, saved, into, *pointers[:_READ], **options_of_run)
-        grads, first_layer_grad, weighted = made
-        exported = _exported(export, accumulate, grads)
-        if not defers_weights:
-            return exported, None
-        first_layer_grad = saved.first_layer if first_layer_grad is None else first_layer_grad
-        weighted = saved.y_swi if weighted is None else weighted
-        return exported, PendingWeights(grad_out, saved, first_layer_grad, weighted, grad_scales=grad_scales)
+        into = _by_name(accumulate, pointers[len(given) :]) if accumulate else {}
+        read = BackwardArrays.of(pointers[: len(given)])
+        of_call = _extras_of_run(function, found.framework, saved, grad_scales, extras)
+        result = backward.moe_backward(run, found.steps, saved, into, read, **of_call)
+        grads = _exported(export, accumulate, result.gradients)
+    if not how.defers_weights:
+        return grads, None
+    first_layer_grad = saved.first_layer if result.first_layer_grad is None else result.first_layer_grad
+    weighted = saved.y_swi if result.weighted_y_swi is None else result.weighted_y_swi
+    return grads, PendingWeights(grad_out, saved, first_layer_grad, weighted, grad_scales=grad_scales)
 
 
-_READ = 12  # arrays of `_backward_key` before those that gradients are added to: what `backward.moe_backward` reads
+def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, grad_in_e4m3: bool) -> None:
+    if how.defers_weights and saved.gradients != GRADIENTS:
+        given_biases = " and ".join(saved.gradients[len(GRADIENTS) :])
+        raise checks.bad_value(function, "saved", "a layer without biases, which moe_backward serves", given_biases)
+    in_e4m3, without_weights = grad_in_e4m3 or saved.x_scales is not None, {"w1", "w2"}.isdisjoint(how.needs)
+    if in_e4m3 and not (how.defers_weights or without_weights):
+        expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
+        raise checks.bad_value(function, "needs", expected, how.needs)
 
 
-def _backward_key(
-    grad_out: Any, saved: SavedForBackward, needs: tuple[str, ...], of_call: tuple[Any, ...], accumulate: Any
-) -> tuple[Key | None, tuple[Any, ...], list[int]]:
-    """`runtime.key_of` of a backward: its key, its arrays in the order of `backward.moe_backward`, their addresses."""
-    if not (accumulate is None or isinstance(accumulate, Mapping)):
-        return None, (), []
-    index, w1, b1 = saved.index, gate_and_up(saved.w1), gate_and_up(saved.b1)
-    of_layer = saved.x, saved.weights, *w1, saved.w2, *b1, saved.b2
-    given: tuple[Any, ...] = grad_out, *of_layer, index.lists, saved.first_layer, saved.y_swi
-    options: tuple[Any, ...]
-    of_layer_options = saved.slots, index.is_ragged, index.max_slots, saved.precision
-    options = saved.activation, saved.gate_up, needs, *of_call, *of_layer_options
-    if accumulate:
-        for name, total in accumulate.items():
-            parts = pair(total)
-            given, options = (*given, *parts), (*options, name, len(parts))
-    key, pointers = runtime.key_of("moe_backward", options, given)
-    return key, given, pointers
+def _checked_backward(
+    function: str,
+    grad_out: Any,
+    saved: SavedForBackward,
+    how: BackwardOptions,
+    grad_scales: Any,
+    accumulate: Mapping[str, Any] | None,
+) -> Call:
+    """The call of grad_out, saved.x and the arrays of `accumulate`; raises what checks do."""
+    tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+    for name in ("w1", "b1", "b2"):
+        tracked |= named_pair(function, f"saved.{name}", getattr(saved, name))
+    checks.untracked(function, tracked)
+    buffers = _buffers(function, accumulate, how.needs, saved)
+    parts = _arrays(buffers)
+    call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
+    in_memory, d = dict(call.described), call.described
+    read = _read(function, call.framework, d["grad_out"].owner, saved)
+    _check_rows(call, saved, grad_scales)
+    checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
+    _check_accumulated(call, buffers, saved)
+    if parts:
+        _check_apart(function, call.framework, read, saved, parts)
+    call.described = in_memory
+    return call
 
 
-def _totals(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-    """The values of the arrays of `accumulate`, by name. values: one for each array of `_backward_key`."""
-    totals, end = {}, _READ
+def _backward_on_cpu(
+    call: Call,
+    grad_out: Any,
+    saved: SavedForBackward,
+    how: BackwardOptions,
+    grad_scales: Any,
+    accumulate: Mapping[str, Any] | None,
+    wait: Callable[[], None] | None,
+) -> tuple[Gradients, PendingWeights | None]:
+    if wait is not None:
+        wait()
+    saved.consumed = is_consumed(saved.is_overwritable, saved.y_swi is not None, how.needs, how.keep_saved)
+    host_grad, host_saved = _on_host(call, saved, grad_scales)
+    buffers = _buffers(call.function, accumulate, how.needs, saved)
+    totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
+    now = tuple(name for name in how.needs if name in ("x", "weights")) if how.defers_weights else how.needs
+    on_host = reference.moe_backward(host_grad, host_saved, needs=now, accumulate=totals)
+    exported = _exported(call.export, accumulate, on_host)
+    return exported, PendingWeights(grad_out, saved, grad_scales=grad_scales) if how.defers_weights else None
+
+
+def _extras_of_run(
+    function: str, framework: DeviceFramework, saved: SavedForBackward, grad_scales: Any, extras: BackwardExtras
+) -> dict[str, Any]:
+    """What `ops.backward.moe_backward` is told by name."""
+    found: dict[str, Any] = {}
+    if saved.fp8_weights is not None:
+        described = _in_e4m3(function, framework, saved.fp8_weights)
+        found["weights_fp8"] = fp8.Addresses(*(array.ptr for array in described.values()))
+    for name, scales in (("x_scales", saved.x_scales), ("grad_scales", grad_scales)):
+        if scales is not None:
+            found[name] = framework.describe(scales).ptr
+    if extras is _PLAIN:
+        return found
+    found["wait"], to = extras.wait, extras.destination
+    if to:
+        found["to"] = to.addresses(framework)
+    elif extras.into is not None:
+        found["grad_x"] = Buffer(extras.into, framework.describe(extras.into).ptr)
+    return found
+
+
+def _by_name(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    """values: one for each array of `accumulate`, in order."""
+    found, end = {}, 0
     for name, total in (accumulate or {}).items():
         start, end = end, end + len(pair(total))
-        totals[name] = tuple(values[start:end])
-    return totals
+        found[name] = tuple(values[start:end])
+    return found
 
 
 def _index_layout(index: DispatchIndices) -> IndexLayout:

@@ -19,8 +19,9 @@ from moeblaze_cupy.structures import (
     SAVE_POLICIES,
     WEIGHTS_ON,
     Activation,
+    LayerArrays,
+    LayerOptions,
     SavedForBackward,
-    SlotOptions,
     is_gated,
 )
 
@@ -173,8 +174,8 @@ def max_slots(function: str, value: Any, num_slots: int) -> int | None:
     return min(bound, num_slots)
 
 
-def slot_options(function: str, given: SlotOptions, has_weights: bool, has_b1: bool = False) -> SlotOptions:
-    """The options with an int for the number of identity experts, if each is valid and they go together."""
+def layer_options(function: str, given: LayerOptions, has_weights: bool, has_b1: bool = False) -> LayerOptions:
+    """The options with an int for the number of identity experts, if what slots do is valid and goes together."""
     one_of(function, "weights_on", given.weights_on, WEIGHTS_ON)
     if not isinstance(given.unreduced, (bool, np.bool_)):
         raise bad_type(function, "unreduced", "True or False", repr(given.unreduced))
@@ -190,10 +191,10 @@ def slot_options(function: str, given: SlotOptions, has_weights: bool, has_b1: b
         raise bad_type(function, "weights", "an array, as only unreduced=True goes without one", None)
     if given.on_input and has_b1:
         raise bad_value(function, "b1", "None with weights_on='input', which is not served with b1", "a bias")
-    return SlotOptions(given.weights_on, bool(given.unreduced), number)
+    return given._replace(unreduced=bool(given.unreduced), identity_experts=number)
 
 
-def identity_experts(function: str, options: SlotOptions, w2: Array) -> None:
+def identity_experts(function: str, options: LayerOptions, w2: Array) -> None:
     most = 2**31 - 1 - w2.shape[0]
     if options.identity_experts > most:
         raise bad_value(function, "identity_experts", f"at most {most}, as ids are int32", options.identity_experts)
@@ -242,26 +243,13 @@ def gate_up(function: str, value: Any, of_layer: str | Activation) -> None:
         raise bad_value(function, "gate_up", f"'halves' for an activation without a gate, {of_layer!r}", repr(value))
 
 
-def layer(
-    function: str,
-    x: Array,
-    chosen: Array,
-    weights: Array | None,
-    w1: tuple[Array, ...],
-    w2: Array,
-    act: str | Activation,
-    save: str | None,
-    b1: tuple[Array, ...] = (),
-    b2: tuple[Array, ...] = (),
-    columns_order: str = "halves",
-    token_offsets: Array | None = None,
-) -> None:
-    """`w1` and `b1` as tuples: one array, or a pair (gate, up); `b1` and `b2` empty without a bias.
-
-    `token_offsets`: of pairs, for tokens of any number of experts.
-    """
+def layer(function: str, given: LayerArrays, options: LayerOptions) -> None:
+    """given: `arrays.Array` of each, None for an absent one."""
+    x, chosen, weights, w2 = given.x, given.ids, given.router_weights, given.w2
+    w1, b1, token_offsets = given.w1_parts, given.b1_parts, given.token_offsets
+    act, columns_order = options.activation, options.gate_up
     activation(function, act)
-    one_of(function, "save", save, SAVE_POLICIES)
+    one_of(function, "save", options.save, SAVE_POLICIES)
     gate_up(function, columns_order, act)
     names = ("w1",) if len(w1) == 1 else ("w1[0]", "w1[1]")
     hint = f"; x.reshape(-1, {x.shape[-1]}) has this form" if len(x.shape) > 2 else ""
@@ -299,7 +287,7 @@ def layer(
         shape(function, "weights", weights, "L, k" if token_offsets is None else "P", chosen.shape)
         dtype(function, "weights", weights, tuple(dict.fromkeys(("float32", x.dtype))))
         contiguous(function, "weights", weights)
-    _biases(function, b1, b2, x.dtype, (E, d, h), act, columns_order)
+    _biases(function, b1, given.b2_parts, x.dtype, (E, d, h), act, columns_order)
 
 
 def _biases(
@@ -396,7 +384,7 @@ def gradient_names(function: str, needs: Any, present: tuple[str, ...]) -> tuple
 
 
 def layer_backward(function: str, grad_out: Array, x: Array, saved: SavedForBackward) -> None:
-    if saved.slots.unreduced:
+    if saved.options.unreduced:
         letters = "P, d" if saved.index.is_ragged else "L, k, d"
         slots_shape = saved.index.places["token_index_map"][1]
         shape(function, "grad_out", grad_out, letters, (*slots_shape, x.shape[1]))

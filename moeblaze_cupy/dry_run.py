@@ -15,7 +15,7 @@ from moeblaze_cupy.launch_config import DeviceLimits
 from moeblaze_cupy.memory import LayerShape
 from moeblaze_cupy.ops import backward, experts, fp8
 from moeblaze_cupy.runtime import Launch, Runtime
-from moeblaze_cupy.structures import BIASES, GRADIENTS
+from moeblaze_cupy.structures import BIASES, GRADIENTS, BackwardArrays, BackwardOptions, LayerArrays
 
 GAP = 1 << 12  # bytes between buffers
 FIRST_ADDRESS = 1 << 60  # of buffers: far from the addresses that inputs are given
@@ -200,20 +200,24 @@ def layer(
     are added to a caller's buffers take no memory. Raises ValueError for more experts than the GPU's shared memory has
     room for.
     """
-    x, options = _rows((s.L, s.d), s.dtype), s.options
+    x, options = _rows((s.L, s.d), s.dtype), s.of_layer(save)
     slots_shape = (s.slots,) if s.ragged else (s.L, s.k)
-    ids = _rows(slots_shape, "int64" if s.ids_are_int64 else "int32")
-    weights = _rows(slots_shape, s.weights_dtype) if s.has_weights else None
     w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
-    b1 = (_rows((s.E, s.g * s.h), s.bias),) if s.bias and not options.on_input else ()
-    b2 = (_rows((s.E, s.d), s.bias),) if s.bias else ()
-    arrays, shared = (x, weights, w2, (w1,), b1, b2), (s.activation, s.gate_up)
-    slot_limits = s.ragged, s.max_slots
-    forward_steps = experts.configure_forward(
-        x, ids, *arrays[1:], *shared, save, limits, options, *slot_limits, s.precision
+    arrays = LayerArrays(
+        x,
+        _rows(slots_shape, "int64" if s.ids_are_int64 else "int32"),
+        _rows(slots_shape, s.weights_dtype) if s.has_weights else None,
+        w1,
+        None,
+        w2,
+        b1_gate=_rows((s.E, s.g * s.h), s.bias) if s.bias and not options.on_input else None,
+        b2=_rows((s.E, s.d), s.bias) if s.bias else None,
+        token_offsets=_rows((s.L + 1,), "int32") if s.ragged else None,
     )
+    forward_steps = experts.configure_forward(arrays, options, limits)
     run, weights_fp8 = Recorder(), fp8.Addresses(0, 0, 0, 0, 0, 0) if s.precision else None
-    result = experts.moe_forward(run, forward_steps, *[0] * 10, weights_fp8=weights_fp8)
+    addresses = LayerArrays(*[0] * len(arrays))
+    result = experts.moe_forward(run, forward_steps, addresses, weights_fp8=weights_fp8)
     buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
     buffers |= {"y_swi": result.y_swi}
     if save:
@@ -230,16 +234,21 @@ def layer(
     sums: dict[str, tuple[Layout, ...]] = {}
     if accumulate:
         sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
-    saved_layouts = first_layer, y_swi, tuple(sums.items())
-    needs = (*GRADIENTS, *(name for name, given in zip(BIASES, (b1, b2), strict=True) if given))
+    biases = (name for name, given in zip(BIASES, (arrays.b1_gate, arrays.b2), strict=True) if given)
     index = forward_steps.dispatch.index
     backward_steps = backward.configure_backward(
-        grad_out, *arrays, *saved_layouts, *shared, needs, False, limits, index, options, False, s.precision
+        BackwardArrays(grad_out, arrays, None, first_layer, y_swi),
+        options,
+        BackwardOptions((*GRADIENTS, *biases)),
+        tuple(sums.items()),
+        limits,
+        index,
     )
     run = Recorder()
     saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
-    given: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
-    gradients = backward.moe_backward(run, backward_steps, saved, given, *[0] * 12, weights_fp8=weights_fp8)[0]
+    totals: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
+    read = BackwardArrays(0, addresses, 0, 0, 0)
+    gradients = backward.moe_backward(run, backward_steps, saved, totals, read, weights_fp8=weights_fp8).gradients
     named = {f"gradient of {name}": array for name, array in vars(gradients).items()}
     return DryRun((forward, Pass("backward", run, _present(named))), x_bytes)
 

@@ -2,46 +2,56 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from moeblaze_cupy import arrays, checks, fp8_checks, reference, runtime
 from moeblaze_cupy.arrays import Buffer, Export
 from moeblaze_cupy.call import Call, keep, untraced
 from moeblaze_cupy.ops import dispatch, experts, fp8
 from moeblaze_cupy.ops.push import Destination
-from moeblaze_cupy.runtime import Runtime, current_device
+from moeblaze_cupy.runtime import Prepared, Runtime, current_device
 from moeblaze_cupy.structures import (
     Activation,
     DispatchIndices,
     Fp8Rows,
     Fp8Weights,
+    LayerArrays,
+    LayerOptions,
     SavedForBackward,
-    SlotOptions,
     gate_and_up,
-    joined,
-    one_or_pair,
     pair,
-    present,
 )
 
-# activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots
-Options = tuple[str | Activation, str | None, str, str, bool, int, int | None]
-_SAVED_ARRAYS = ("x", "x_scales", "weights", "w1", "w2", "b1", "b2", "first_layer", "y_swi")
+
+class LayerExtras(NamedTuple):
+    """What few calls of the layer have beside its arrays and options."""
+
+    into: Any = None  #: what out is to be on CUDA: of its shape, dtype and kind, aligned; or a `Destination`
+    wait: Callable[[], None] | None = None  #: has the stream wait for rows of x, which travel beside dispatch
+    fp8_weights: Fp8Weights | None = None
+    x_scales: Any = None  #: of x, where it is the values of `Fp8Rows`
+
+    @property
+    def destination(self) -> Destination | None:
+        """Where results of several GPUs' tokens go, rows of d columns, a multiple of 8; out is then None on CUDA."""
+        return self.into if isinstance(self.into, Destination) else None
 
 
 def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
     """The same, with every array passed through `convert`."""
 
     def each(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return tuple(each(v) for v in value)
         return None if value is None else convert(value)
 
-    return dataclasses.replace(
-        saved,
-        index=map_index(saved.index, convert),
-        **{name: each(getattr(saved, name)) for name in _SAVED_ARRAYS},
-        fp8_weights=map_fp8(saved.fp8_weights, convert),
+    return SavedForBackward(
+        LayerArrays(*map(each, saved.arrays)),
+        saved.options,
+        map_index(saved.index, convert),
+        each(saved.first_layer),
+        each(saved.y_swi),
+        saved.consumed,
+        map_fp8(saved.fp8_weights, convert),
+        each(saved.x_scales),
     )
 
 
@@ -223,38 +233,18 @@ def moe_forward(
     where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
     transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
     """
-    gate, up = _gate_and_up("moe_forward", "w1", w1)
-    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up("moe_forward", "b1", b1)
-    given = x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets
-    others = weights_on, unreduced, identity_experts, max_slots
-    return forward(given, (activation, save, gate_up, *others), None, precision, fp8_weights)
+    layer = layer_arrays("moe_forward", x, ids, weights, w1, w2, b1, b2, token_offsets)
+    options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
+    return forward(layer, options, None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights))
 
 
-def forward_into(
-    into: Any,
-    x: Any,
-    ids: Any,
-    weights: Any,
-    w1: Any,
-    w2: Any,
-    activation: str | Activation = "swiglu",
-    save: str | None = "minimal",
-    max_slots: int | None = None,
-    wait: Callable[[], None] | None = None,
-    precision: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
-) -> tuple[Any, SavedForBackward | None]:
-    """`moe_forward`, whose result on CUDA is `into` where that is given: of out's shape, dtype and kind, aligned.
-
-    It may be a `Destination` of rows of d columns, a multiple of 8; out is then None on CUDA.
-
-    x: may be `Fp8Rows` with precision="fp8"; what is saved then has x and x_scales of these. wait: has the stream wait
-    for rows of x that are on their way; None where all are here. It is called after dispatch, beside which they travel.
-    """
-    x, x_scales = values_and_scales(x)
-    given = x, ids, weights, *_gate_and_up("moe_forward", "w1", w1), w2, None, None, None, None
-    options = activation, save, "halves", "output", False, 0, max_slots
-    return forward(given, options, into, precision, fp8_weights, wait, x_scales)
+def layer_arrays(
+    function: str, x: Any, ids: Any, weights: Any, w1: Any, w2: Any, b1: Any = None, b2: Any = None, offsets: Any = None
+) -> LayerArrays:
+    """The arguments of a layer. Raises TypeError or ValueError for w1 and b1 that are neither arrays nor pairs."""
+    gate, up = _gate_and_up(function, "w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up(function, "b1", b1)
+    return LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, offsets)
 
 
 def values_and_scales(rows: Any) -> tuple[Any, Any]:
@@ -263,131 +253,106 @@ def values_and_scales(rows: Any) -> tuple[Any, Any]:
 
 
 def forward(
-    given: Sequence[Any],
-    options: Options,
-    into: Any = None,
-    precision: str | None = None,
-    fp8_weights: Fp8Weights | None = None,
-    wait: Callable[[], None] | None = None,
-    x_scales: Any = None,
+    layer: LayerArrays, options: LayerOptions, extras: LayerExtras | None = None
 ) -> tuple[Any, SavedForBackward | None]:
-    """`moe_forward` of its arrays in the order of `experts.moe_forward`, None for what there is not.
-
-    into, wait: as of `forward_into`. x_scales: of x, where it is the values of `Fp8Rows`.
-    """
-    of_fp8 = fp8_checks.arrays_of("moe_forward", precision, fp8_weights)
-    of_key: tuple[Any, ...] = options
-    if precision is not None:
-        given, of_key = (*given, *of_fp8), (*options, precision, fp8_weights and fp8_weights.gate_up)
-    if x_scales is not None:
-        given, of_key = (*given, x_scales), (*of_key, "x_scales")
-    to = into if isinstance(into, Destination) else None
-    place = to.place if to else None
-    if place:
-        of_key = *of_key, place
-    key, pointers = runtime.key_of("moe_forward", of_key, given)
+    """`moe_forward` of arrays and options that are not checked yet. extras: None for a plain call."""
+    key_options: Any = options
+    given: Sequence[Any] = layer
+    fp8_arrays: tuple[Any, ...] = ()
+    if extras is not None:
+        fp8_arrays = fp8_checks.arrays_of("moe_forward", options.precision, extras.fp8_weights)
+        given = (*layer, *fp8_arrays, extras.x_scales)
+        order, to = extras.fp8_weights and extras.fp8_weights.gate_up, extras.destination
+        key_options = options, order, to and to.place
+    key, pointers = runtime.key_of("moe_forward", key_options, given)
     export: Export = keep
     found = runtime.find(key)  # a record says that such arguments have passed all checks
-    activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots = options
     if found is None:
-        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets, *_ = given
-        names = (*_forward_names(up is not None, b1_up is not None), *fp8_checks.NAMES[: len(of_fp8)])
-        names = (*names, *["x.scales"] * (x_scales is not None))
-        required = (*names[:2], names[3], names[5])
-        named = {n: array for n, array in zip(names, given, strict=True) if array is not None or n in required}
-        checks.untracked("moe_forward", named)
-        call = Call("moe_forward", **named)
-        slots = SlotOptions(weights_on, unreduced, identity_experts)
-        slots = checks.slot_options("moe_forward", slots, weights is not None, b1_gate is not None)
-        described: list[Any] = [call.described.get(name) for name in names]
-        x_array, ids_array, weights_array, _, _, w2_array, _, _, _, offsets, *fp8_arrays = described
-        fp8_arrays = fp8_arrays[: len(of_fp8)]
-        if x_scales is not None:  # the checks are of what the rows stand for
-            x_array = dataclasses.replace(x_array, dtype=w2_array.dtype)
-        w1_arrays, b1_arrays, b2_arrays = w1_b1_b2(described)
-        layer = x_array, ids_array, weights_array, w1_arrays, w2_array, activation, save, b1_arrays, b2_arrays, gate_up
-        checks.layer("moe_forward", *layer, offsets)
-        checks.identity_experts("moe_forward", slots, w2_array)
-        max_slots = checks.max_slots("moe_forward", max_slots, ids_array.size)
-        limits = None if call.on_cpu else call.limits
-        if precision is not None:
-            biases = {name: call.described[name] for name in names[6:9] if name in named}
-            order = None if fp8_weights is None else fp8_weights.gate_up
-            of_layer = x_array, w2_array, activation, gate_up, biases, fp8_arrays, order
-            fp8_checks.layer("moe_forward", *of_layer, limits)
-        if x_scales is not None:
-            if precision is None:
-                raise checks.bad_value("moe_forward", "x", "bf16 rows without precision='fp8'", "rows in e4m3")
-            fp8_checks.rows("moe_forward", "x", described[0], described[-1])
-        if limits is None:
-            if wait is not None:
-                wait()
-            w1_names, b1_names = (tuple(n for n in part if n in named) for part in (names[3:5], names[6:8]))
-            in_fp8: dict[str, Any] = {} if precision is None else {"precision": precision}
-            if of_fp8:
-                on_host = (call.host(name) for name in fp8_checks.NAMES)
-                in_fp8["fp8_weights"] = Fp8Weights(
-                    **dict(zip(fp8_checks.FIELDS, on_host, strict=True)), gate_up=gate_up
-                )
-            on_cpu = w1_names, b1_names, activation, save, gate_up, slots, max_slots, in_fp8, x_scales is not None
-            out, saved = _forward_on_cpu(call, *on_cpu)
-            if saved is not None and fp8_weights is not None:
-                saved = dataclasses.replace(saved, fp8_weights=fp8_weights)
-            if saved is not None and call.framework is arrays.Torch:
-                own = {"x": x, "weights": weights, "w1": joined(gate, up), "w2": w2, "b1": joined(b1_gate, b1_up)}
-                saved = dataclasses.replace(saved, b2=b2, x_scales=x_scales, **own)
-            return out, saved
-        layouts: list[Any] = [array and array.layout for array in described]
-        x_layout, ids_layout, weights_layout, _, _, w2_layout, *_ = layouts
-        w1_layouts, b1_layouts, b2_layouts = w1_b1_b2(layouts)
-        steps = experts.configure_forward(
-            x_layout,
-            ids_layout,
-            weights_layout,
-            w2_layout,
-            w1_layouts,
-            b1_layouts,
-            b2_layouts,
-            activation,
-            gate_up,
-            save,
-            limits,
-            slots,
-            token_offsets is not None,
-            max_slots,
-            precision,
-            not of_fp8,
-            place,
-        )
+        extras_given = extras or LayerExtras()
+        call, options, described = _checked_forward(layer, options, extras_given, fp8_arrays)
+        if call.on_cpu:
+            return _forward_on_cpu(call, layer, options, extras_given)
+        to, layouts = extras_given.destination, [array and array.layout for array in described]
+        arrays_of_layer = LayerArrays(*layouts[: len(layer)])
+        plan = experts.configure_forward(arrays_of_layer, options, call.limits, not fp8_arrays, to and to.place)
         given = [array and array.owner for array in described]
         pointers = [array.ptr if array else 0 for array in described]
-        export, found = call.export, runtime.keep(key, call.prepared((steps, slots)))
-    steps, slots = found.steps
+        export, found = call.export, runtime.keep(key, call.prepared(plan))
     with current_device(found.device):
-        run = Runtime.current(found.framework, found.device)
-        memory = None if into is None or to else Buffer(into, found.framework.describe(into).ptr)
-        weights_fp8 = fp8.Addresses(*pointers[10 : 10 + len(of_fp8)]) if of_fp8 else None
-        if steps.quantize:
-            made, weights_fp8 = steps.quantize.make(run, pointers[3:5], pointers[5])
-            fp8_weights = Fp8Weights(**made)
-        options_of_run: dict[str, Any] = {"out": memory, "weights_fp8": weights_fp8, "wait": wait}
-        if x_scales is not None:
-            options_of_run["x_scales"] = pointers[-1]
+        return _launched_forward(found, given, pointers, extras, export)
+
+
+def _launched_forward(
+    found: Prepared, given: Sequence[Any], pointers: list[int], extras: LayerExtras | None, export: Export
+) -> tuple[Any, SavedForBackward | None]:
+    """given, pointers: of `LayerArrays`; with extras then those of `Fp8Weights`, if there are any, and x's scales."""
+    plan: experts.Forward = found.steps
+    run = Runtime.current(found.framework, found.device)
+    fp8_weights = x_scales = weights_fp8 = to = None
+    how: dict[str, Any] = {}
+    if extras is not None:
+        fp8_weights, x_scales, to = extras.fp8_weights, extras.x_scales, extras.destination
+        how = {"wait": extras.wait, "x_scales": pointers[-1]}
         if to:
-            options_of_run["to"] = to.addresses(found.framework)
-        made_by_forward = experts.moe_forward(run, steps, *pointers[:10], **options_of_run)
-        out, lists, ids_copy, first_layer, y_swi = made_by_forward
-        out = None if to else export(out)
-        if save is None:
-            return out, None
-        x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, _, *own_fp8 = given
-        own_fp8 = own_fp8[: len(of_fp8)]
-        if own_fp8 and export is not keep:  # what it was imported to, as of the other arrays
-            fp8_weights = Fp8Weights(**dict(zip(fp8_checks.FIELDS, own_fp8, strict=True)), gate_up=gate_up)
-        index = _index(steps.dispatch, lists, ids if ids_copy is None else ids_copy)
-        kept = x, weights, joined(gate, up), w2, index, first_layer, y_swi, activation, save, False
-        of_biases = joined(b1_gate, b1_up), b2
-        return out, SavedForBackward(*kept, *of_biases, gate_up, slots, precision, fp8_weights, x_scales)
+            how["to"] = to.addresses(found.framework)
+        elif extras.into is not None:
+            how["out"] = Buffer(extras.into, found.framework.describe(extras.into).ptr)
+        if fp8_weights is not None:
+            weights_fp8 = fp8.Addresses(*pointers[_LAYER:-1])
+            if export is not keep:  # what it was imported to, as of the other arrays
+                imported = dict(zip(fp8_checks.FIELDS, given[_LAYER:-1], strict=True))
+                fp8_weights = Fp8Weights(**imported, gate_up=fp8_weights.gate_up)
+    if plan.quantize:
+        made, weights_fp8 = plan.quantize.make(run, (pointers[3], pointers[4]), pointers[5])
+        fp8_weights = Fp8Weights(**made)
+    result = experts.moe_forward(run, plan, LayerArrays(*pointers[:_LAYER]), weights_fp8=weights_fp8, **how)
+    out = None if to else export(result.out)
+    if plan.options.save is None:
+        return out, None
+    x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, *_ = given
+    index = _index(plan.dispatch, result.lists, ids if result.ids is None else result.ids)
+    kept = LayerArrays(x, None, weights, gate, up, w2, b1_gate, b1_up, b2)
+    made_by_forward = result.first_layer, result.y_swi, False, fp8_weights, x_scales
+    return out, SavedForBackward(kept, plan.options, index, *made_by_forward)
+
+
+_LAYER = len(LayerArrays._fields)
+
+
+def _checked_forward(
+    layer: LayerArrays, options: LayerOptions, extras: LayerExtras, fp8_arrays: tuple[Any, ...]
+) -> tuple[Call, LayerOptions, list[Any]]:
+    """The call, its options as launches have them, and its arrays in the order of `forward`; raises what checks do."""
+    function, names = "moe_forward", layer.arguments()
+    required = names[0], names[1], names[3], names[5]
+    named = {n: array for n, array in zip(names, layer, strict=True) if array is not None or n in required}
+    named |= dict(zip(fp8_checks.NAMES, fp8_arrays, strict=False))
+    if extras.x_scales is not None:
+        named["x.scales"] = extras.x_scales
+    checks.untracked(function, named)
+    call = Call(function, **named)
+    options = checks.layer_options(function, options, layer.router_weights is not None, layer.b1_gate is not None)
+    in_e4m3 = call.described["x"]
+    if extras.x_scales is not None:  # the checks are of what the rows stand for
+        call.described["x"] = dataclasses.replace(in_e4m3, dtype=call.described["w2"].dtype)
+    d = LayerArrays(*map(call.described.get, names))
+    checks.layer(function, d, options)
+    checks.identity_experts(function, options, d.w2)
+    options = options._replace(max_slots=checks.max_slots(function, options.max_slots, d.ids.size))
+    checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
+    if options.precision is not None:
+        limits = None if call.on_cpu else call.limits
+        order = None if extras.fp8_weights is None else extras.fp8_weights.gate_up
+        biases = {name: call.described[name] for name in names[6:9] if name in named}
+        weights = [call.described[name] for name in fp8_checks.NAMES if name in named]
+        fp8_checks.layer(function, d.x, d.w2, options.activation, options.gate_up, biases, weights, order, limits)
+    if extras.x_scales is not None:
+        if options.precision is None:
+            raise checks.bad_value(function, "x", "bf16 rows without precision='fp8'", "rows in e4m3")
+        fp8_checks.rows(function, "x", in_e4m3, call.described["x.scales"])
+    others = [*map(call.described.get, fp8_checks.NAMES[: len(fp8_arrays)]), call.described.get("x.scales")]
+    call.described["x"] = in_e4m3
+    return call, options, [in_e4m3, *d[1:], *others]
 
 
 def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
@@ -400,49 +365,36 @@ def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
     return gate_and_up(weight)
 
 
-def _forward_names(w1_is_pair: bool, b1_is_pair: bool) -> tuple[str, ...]:
-    """Argument names of the arrays of a forward, in the order of `experts.moe_forward`."""
-    w1, b1 = ("w1[0]" if w1_is_pair else "w1"), ("b1[0]" if b1_is_pair else "b1")
-    return "x", "ids", "weights", w1, "w1[1]", "w2", b1, "b1[1]", "b2", "token_offsets"
-
-
-def w1_b1_b2(values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-    """The values of w1, b1 and b2 without None. values: in the order of a forward's arrays, or of a backward's."""
-    _, _, _, gate, up, _, b1_gate, b1_up, b2, *_ = values
-    return present(gate, up), present(b1_gate, b1_up), present(b2)
-
-
 def _forward_on_cpu(
-    call: Call,
-    w1_names: tuple[str, ...],
-    b1_names: tuple[str, ...],
-    activation: str | Activation,
-    save: str | None,
-    gate_up: str,
-    slots: SlotOptions,
-    max_slots: int | None,
-    in_fp8: dict[str, Any],
-    has_scales: bool,
+    call: Call, layer: LayerArrays, options: LayerOptions, extras: LayerExtras
 ) -> tuple[Any, SavedForBackward | None]:
-    host = {name: call.host(name) for name in call.described}
-    if has_scales:
-        host["x"] = reference.fp8.dequantize(host["x"], host["x.scales"], host["w2"].dtype)
-    w1, b1 = (tuple(host[name] for name in names) for names in (w1_names, b1_names))
-    options: dict[str, Any] = {name: host.get(name) for name in ("b2", "token_offsets")} | slots._asdict()
+    if extras.wait is not None:
+        extras.wait()
+    given = {name: call.host(name) for name in call.described}
+    host = LayerArrays(*map(given.get, layer.arguments()))
+    fp8_weights = None
+    if extras.fp8_weights is not None:
+        fields = zip(fp8_checks.FIELDS, map(given.get, fp8_checks.NAMES), strict=True)
+        fp8_weights = Fp8Weights(**dict(fields), gate_up=options.gate_up)
+    x = host.x
+    if extras.x_scales is not None:
+        x = reference.fp8.dequantize(x, given["x.scales"], host.w2.dtype)
     out, saved = reference.moe_forward(
-        host["x"],
-        host["ids"],
-        host.get("weights"),
-        one_or_pair(w1),
-        host["w2"],
-        activation=activation,
-        save=save,
-        b1=one_or_pair(b1) if b1 else None,
-        gate_up=gate_up,
-        max_slots=max_slots,
-        **options,
-        **in_fp8,
+        x,
+        *host[1:3],
+        host.w1,
+        host.w2,
+        b1=host.b1,
+        b2=host.b2,
+        token_offsets=host.token_offsets,
+        fp8_weights=fp8_weights,
+        **options._asdict(),
     )
-    if saved is not None and call.framework is arrays.Torch:
-        saved = map_saved(saved, call.export)
+    if saved is not None:
+        if call.framework is arrays.Torch:
+            saved = map_saved(saved, call.export)
+            own = layer._replace(ids=None, token_offsets=None)
+            saved = dataclasses.replace(saved, arrays=own, x_scales=extras.x_scales)
+        if extras.fp8_weights is not None:
+            saved = dataclasses.replace(saved, fp8_weights=extras.fp8_weights)
     return call.export(out), saved

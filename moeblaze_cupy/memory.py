@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moeblaze_cupy.arrays import ITEMSIZE
-from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions, is_gated
+from moeblaze_cupy.structures import LayerOptions, is_gated
+
+PLAIN = LayerOptions()
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,19 @@ class LayerShape:
     bias: str | None = None  # the dtype of b1 and b2, if the layer has them; of b2 alone with weights on the input
     gate_up: str = "halves"  # "interleaved": the order of w1's columns
     ragged: bool = False  # the L*k slots are pairs, of tokens with any number of them
-    options: SlotOptions = PLAIN_SLOTS
+    options: LayerOptions = PLAIN  # what slots do; the fields beside it say the rest
     max_slots: int | None = None  # of slots that have a row; None: all L*k
     precision: str | None = None  # "fp8": products in e4m3, of weights that were quantised before
+
+    def of_layer(self, save: str | None) -> LayerOptions:
+        """The options of the layer's calls."""
+        return self.options._replace(
+            activation=self.activation,
+            save=save,
+            gate_up=self.gate_up,
+            max_slots=self.max_slots,
+            precision=self.precision,
+        )
 
     @property
     def slots(self) -> int:

@@ -68,21 +68,6 @@ NO_EXPERT, IDENTITY = -1, -2  # in token_index_map, of slots that have no row
 BIASES = ("b1", "b2")
 
 
-class SlotOptions(NamedTuple):
-    """What slots do beside the plain layer; see `moeblaze_cupy.moe_forward`."""
-
-    weights_on: str = "output"
-    unreduced: bool = False
-    identity_experts: int = 0
-
-    @property
-    def on_input(self) -> bool:
-        return self.weights_on == "input"
-
-
-PLAIN_SLOTS = SlotOptions()
-
-
 class Activation:
     """An activation with its constants, for `activation=` of the layer: Activation("swiglu_oai", limit=5.0).
 
@@ -167,6 +152,37 @@ def activation_of(activation: str | Activation) -> Activation:
 def is_gated(activation: str | Activation) -> bool:
     """True where the first layer has a gate and an up half: y = V(x w_gate) * M(x w_up)."""
     return (activation.name if isinstance(activation, Activation) else activation) in GATED_ACTIVATIONS
+
+
+class LayerOptions(NamedTuple):
+    """What a layer is told beside its arrays; see `moeblaze_cupy.moe_forward`. It is part of a record's key."""
+
+    activation: str | Activation = "swiglu"
+    save: str | None = "minimal"
+    gate_up: str = "halves"
+    weights_on: str = "output"
+    unreduced: bool = False
+    identity_experts: int = 0
+    max_slots: int | None = None
+    precision: str | None = None
+
+    @property
+    def gated(self) -> bool:
+        return is_gated(self.activation)
+
+    @property
+    def halves(self) -> int:
+        """2 where the first layer has gate and up columns, else 1."""
+        return 1 + is_gated(self.activation)
+
+    @property
+    def interleaved(self) -> bool:
+        return self.gate_up == "interleaved"
+
+    @property
+    def on_input(self) -> bool:
+        """Whether the router weights scale the experts' input."""
+        return self.weights_on == "input"
 
 
 def nbytes(array: Any) -> int:
@@ -305,6 +321,79 @@ def present(*values: Any) -> tuple[Any, ...]:
     return tuple(value for value in values if value is not None)
 
 
+class LayerArrays(NamedTuple):
+    """The arrays of a layer, in the one order that they have everywhere; also their layouts, or their addresses.
+
+    An absent array is None, and its address 0. w1 and b1 are one array, which is the gate's, or a pair (gate, up).
+    """
+
+    x: Any
+    ids: Any
+    router_weights: Any
+    w1_gate: Any
+    w1_up: Any
+    w2: Any
+    b1_gate: Any = None
+    b1_up: Any = None
+    b2: Any = None
+    token_offsets: Any = None
+
+    @property
+    def w1(self) -> Any:
+        """One array, or a pair."""
+        return joined(self.w1_gate, self.w1_up)
+
+    @property
+    def b1(self) -> Any:
+        """One array, a pair, or None."""
+        return joined(self.b1_gate, self.b1_up)
+
+    @property
+    def w1_parts(self) -> tuple[Any, ...]:
+        return present(self.w1_gate, self.w1_up)
+
+    @property
+    def b1_parts(self) -> tuple[Any, ...]:
+        return present(self.b1_gate, self.b1_up)
+
+    @property
+    def b2_parts(self) -> tuple[Any, ...]:
+        return present(self.b2)
+
+    def arguments(self) -> tuple[str, ...]:
+        """What callers call the arrays."""
+        w1, b1 = ("w1" if self.w1_up is None else "w1[0]"), ("b1" if self.b1_up is None else "b1[0]")
+        return "x", "ids", "weights", w1, "w1[1]", "w2", b1, "b1[1]", "b2", "token_offsets"
+
+
+class BackwardArrays(NamedTuple):
+    """The arrays that a backward reads; also their layouts, or their addresses. `layer` has no ids and offsets."""
+
+    grad_out: Any
+    layer: LayerArrays
+    lists: Any  #: the buffer of the index lists
+    first_layer: Any  #: None if it was not kept
+    y_swi: Any
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> "BackwardArrays":
+        """values: one for each array, in order, those of the layer among them."""
+        return cls(values[0], LayerArrays(*values[1:-3]), *values[-3:])
+
+
+class BackwardOptions(NamedTuple):
+    """What a backward is told beside its arrays; see `moeblaze_cupy.moe_backward`."""
+
+    needs: tuple[str, ...]
+    keep_saved: bool = False
+    defers_weights: bool = False  #: the gradients of w1 and w2 are left to `moe_backward_weights`
+
+    @property
+    def first_layer(self) -> bool:
+        """Whether the gradient of the first layer is needed."""
+        return not {"x", "w1", "b1"}.isdisjoint(self.needs)
+
+
 def is_consumed(has_first_layer: bool, has_y_swi: bool, needs: tuple[str, ...], keep_saved: bool) -> bool:
     """Whether a backward for the gradients `needs` overwrites what was saved.
 
@@ -353,43 +442,70 @@ class Fp8Rows(NamedTuple):
         return Fp8Rows(self.values[of], self.scales[of])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class SavedForBackward:
     """What `moe_forward` keeps for `moe_backward`.
 
-    x, weights, w1, w2, b1, b2 and int32 ids are the caller's own arrays, not copies: what changes in them before
-    backward changes the gradients. `nbytes` counts what is held beyond them.
+    The arrays are the caller's own, not copies: what changes in them before backward changes the gradients. `nbytes`
+    counts what is held beyond them.
     """
 
-    x: Any  #: (L, d)
-    weights: Any  #: (L, k) or (P,); None if the output is unreduced and no weight is on the input
-    w1: Any  #: (E, d, 2h) or (E, d, h), or a pair of (E, d, h)
-    w2: Any  #: (E, h, d)
+    arrays: LayerArrays  #: without ids and token_offsets, for which `index` stands
+    options: LayerOptions
     index: DispatchIndices
     #: (R, 2h): a, b in the order of w1's columns, or (R, h) if not gated; None if recomputed; with save="fp8" the bytes
     #: (uint8) of `launch_config.saved_fp8`
     first_layer: Any
     y_swi: Any  #: (R, h), R being L*k or max_slots: V(a) * M(b); None unless save="paper"
-    activation: str | Activation
-    save: str
     consumed: bool = False  #: a backward may have overwritten first_layer or y_swi
-    b1: Any = None  #: (E, 2h) or (E, h), or a pair of (E, h); None without a bias
-    b2: Any = None  #: (E, d); None without a bias
-    gate_up: str = "halves"  #: order of w1's columns in gated layers
-    slots: SlotOptions = PLAIN_SLOTS
-    precision: str | None = None  #: "fp8": the four products that are no weight gradients multiply e4m3
-    fp8_weights: Fp8Weights | None = None  #: what they multiply with
+    fp8_weights: Fp8Weights | None = None  #: what precision="fp8" multiplies with
     x_scales: Any = None  #: (L,) float32 where x is in e4m3, as of `Fp8Rows`; else None
+
+    @property
+    def x(self) -> Any:
+        """(L, d)."""
+        return self.arrays.x
+
+    @property
+    def weights(self) -> Any:
+        """(L, k) or (P,); None if the output is unreduced and no weight is on the input."""
+        return self.arrays.router_weights
+
+    @property
+    def w1(self) -> Any:
+        """(E, d, 2h) or (E, d, h), or a pair of (E, d, h)."""
+        return self.arrays.w1
+
+    @property
+    def w2(self) -> Any:
+        """(E, h, d)."""
+        return self.arrays.w2
+
+    @property
+    def b1(self) -> Any:
+        """(E, 2h) or (E, h), or a pair of (E, h); None without a bias."""
+        return self.arrays.b1
+
+    @property
+    def b2(self) -> Any:
+        """(E, d); None without a bias."""
+        return self.arrays.b2
+
+    # Names of 0.1, which stay for one release.
+    activation = property(lambda self: self.options.activation)
+    save = property(lambda self: self.options.save)
+    gate_up = property(lambda self: self.options.gate_up)
+    precision = property(lambda self: self.options.precision)
 
     @property
     def is_overwritable(self) -> bool:
         """Whether backward may put the first layer's gradient in its place."""
-        return self.first_layer is not None and self.save != "fp8"
+        return self.first_layer is not None and self.options.save != "fp8"
 
     @property
     def gradients(self) -> tuple[str, ...]:
         """The names of what this layer has gradients of; "weights" among them always."""
-        if self.b1 is None and self.b2 is None:
+        if self.arrays.b1_gate is None and self.arrays.b2 is None:
             return GRADIENTS
         return (*GRADIENTS, *(name for name in BIASES if getattr(self, name) is not None))
 

@@ -12,8 +12,9 @@ import numpy as np
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import launch_config, loader, runtime, tensor_map
+from moeblaze_cupy.memory import PLAIN
 from moeblaze_cupy.params import params_of
-from moeblaze_cupy.structures import GRADIENTS, PLAIN_SLOTS, SlotOptions, is_gated
+from moeblaze_cupy.structures import GRADIENTS, LayerOptions, is_gated
 
 GAP = 1 << 20  # bytes around every buffer, so that an address is in one or near one
 SMALL = 1 << 40  # buffers lie beyond: no size or stride of these tests is as large
@@ -206,7 +207,7 @@ class Layer:
     accumulate: tuple = ()
     totals: type = np.float32
     max_slots: int | None = None
-    slots: SlotOptions = PLAIN_SLOTS
+    slots: LayerOptions = PLAIN  # of which what slots do is taken
     ragged: bool = False  # the L*k slots as pairs
 
     @property
@@ -236,7 +237,8 @@ class Layer:
     def forward(self, device):
         offsets = device.array(("token_offsets",), (self.L + 1,), np.int32) if self.ragged else None
         options = {"activation": self.activation, "save": self.save, "max_slots": self.max_slots}
-        options |= {"token_offsets": offsets, **self.slots._asdict()}
+        of_slots = {name: getattr(self.slots, name) for name in ("weights_on", "unreduced", "identity_experts")}
+        options |= {"token_offsets": offsets, **of_slots}
         return mb.moe_forward(*self.arguments(device), **options)
 
     def backward(self, device, saved):

@@ -20,7 +20,15 @@ from conftest import MISSING_GPU
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, checks, launch_config, loader, overlaps, runtime
-from moeblaze_cupy.structures import ACTIVATIONS, GATED_ACTIVATIONS, DispatchIndices, SavedForBackward
+from moeblaze_cupy.structures import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    DispatchIndices,
+    LayerArrays,
+    LayerOptions,
+    SavedForBackward,
+    gate_and_up,
+)
 
 L, K, E, D, H = 5, 2, 3, 4, 6
 BF16 = ml_dtypes.bfloat16
@@ -92,11 +100,10 @@ def convert(value, to):
 
 def saved(x=None, consumed=False, w1=None, to=lambda array: array):
     index = DispatchIndices(to(ids(4 * L * K)), to(ids(L, K)), {}, E)
-    return SavedForBackward(
-        x=to(zeros(L, D)) if x is None else x, weights=to(zeros(L, K)), w1=to(zeros(E, D, 2 * H)) if w1 is None else w1,
-        w2=to(zeros(E, H, D)), index=index, first_layer=None, y_swi=None,
-        activation="swiglu", save="minimal", consumed=consumed,
-    )  # fmt: skip
+    gate, up = gate_and_up(to(zeros(E, D, 2 * H)) if w1 is None else w1)
+    x = to(zeros(L, D)) if x is None else x
+    layer = LayerArrays(x, None, to(zeros(L, K)), gate, up, to(zeros(E, H, D)))
+    return SavedForBackward(layer, LayerOptions(), index, None, None, consumed)
 
 
 GOOD = {
@@ -648,7 +655,10 @@ def test_sums_do_not_lie_over_what_backward_reads(other):
     elif other != "w1":
         field = other.partition(".")[2]
         moved, total = end_to_end(getattr(kept, field), kept.w2)
-        setattr(kept, field, moved)
+        if field == "x":
+            kept.arrays = kept.arrays._replace(x=moved)
+        else:
+            setattr(kept, field, moved)
     totals = {name: total}
     if other == "w1":
         totals, other = dict(zip(("w1", "w2"), end_to_end(kept.w1, kept.w2), strict=True)), "accumulate['w1']"

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from cases import make_inputs
+from layer_calls import backward_into, forward_into
 from test_device_code import ALIGNED, DTYPES, Layer, differences, emulated
 
-from moeblaze_cupy import backward, launch_config, layer, reference
+from moeblaze_cupy import launch_config, reference
 from moeblaze_cupy.ops import pull
 from moeblaze_cupy.rows import PeerArray, Share, pull_rows, pull_slots, pull_values, sum_peer_rows
 
@@ -196,9 +197,9 @@ def test_results_in_given_memory():
         plain = whole.run("minimal")
         x, ids, weights, w1, w2, grad_out = whole.on_device
         into, grad_x = device.allocate(x.shape, x.dtype), device.allocate(x.shape, x.dtype)
-        out, saved = layer.forward_into(into, x, ids, weights, w1, w2)
+        out, saved = forward_into(into, x, ids, weights, w1, w2)
         needs = ("x", "weights", "w1", "w2")
-        grads, _ = backward.backward_into(grad_x, "moe_backward", grad_out, saved, needs, False, None)
+        grads, _ = backward_into(grad_x, "moe_backward", grad_out, saved, needs, False, None)
         device.synchronize()
         assert out is into and grads.x is grad_x
         found = {"out": out, "x": grads.x, "weights": grads.weights, "w1": grads.w1, "w2": grads.w2}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import Case
 from cases import make_inputs as make_layer_inputs
+from layer_calls import backward_into, forward_into
 from test_device_code import MARGIN, emulated
 from test_device_code_pull import Peers
 from test_device_code_sm90 import ONE_CLUSTER
@@ -16,7 +17,7 @@ from test_device_fp8 import LAYERS, host
 from test_quantize import rows_of
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, backward, launch_config, layer, reference
+from moeblaze_cupy import arrays, launch_config, reference
 from moeblaze_cupy import rows as mb_rows
 from moeblaze_cupy.ops import pull, quantize
 from moeblaze_cupy.runtime import Runtime
@@ -102,9 +103,9 @@ def test_launches():
 
 def in_halves(into, x, ids, weights, w1, w2, grad_out, options):
     """out and gradients by name, by the calls of a layer on many GPUs."""
-    out, saved = layer.forward_into(into, x, ids, weights, w1, w2, precision="fp8", **options)
+    out, saved = forward_into(into, x, ids, weights, w1, w2, precision="fp8", **options)
     of_all = ("x", "weights", "w1", "w2"), False, None, True
-    grads, pending = backward.backward_into(None, "moe_backward_data", grad_out, saved, *of_all)
+    grads, pending = backward_into(None, "moe_backward_data", grad_out, saved, *of_all)
     made = mb.moe_backward_weights(pending)
     return {"out": out, "x": grads.x, "weights": grads.weights, "w1": made.w1, "w2": made.w2}
 
@@ -170,11 +171,11 @@ def test_rows_that_arrive(precision):
                 return (made, wait) if late else (made, None)
 
             rows, comes = arriving(x)
-            out, saved = layer.forward_into(None, rows, *others, precision=precision, wait=comes)
+            out, saved = forward_into(None, rows, *others, precision=precision, wait=comes)
             device.synchronize()
             rows, comes = arriving(grad_out)
             of_all = ("x", "weights", "w1", "w2"), False, None, True, comes
-            grads, pending = backward.backward_into(None, "moe_backward_data", rows, saved, *of_all)
+            grads, pending = backward_into(None, "moe_backward_data", rows, saved, *of_all)
             made = mb.moe_backward_weights(pending)
             device.synchronize()
             found = {"out": out, "x": grads.x, "weights": grads.weights, "w1": made.w1, "w2": made.w2}
@@ -261,14 +262,14 @@ def test_messages():
             mb_rows.quantize_rows(rows, Fp8Rows(*wrong))
     x, *others, grad_out = make_layer_inputs(SMALL, 0, BF16)
     with pytest.raises(TypeError, match=r"moe_forward: x: expected dtype"):  # bytes without scales
-        layer.forward_into(None, quantised(x).values, *others, precision="fp8")
+        forward_into(None, quantised(x).values, *others, precision="fp8")
     with pytest.raises(ValueError, match=r"moe_forward: x\.scales: expected shape"):
-        layer.forward_into(None, Fp8Rows(quantised(x).values, scales), *others, precision="fp8")
+        forward_into(None, Fp8Rows(quantised(x).values, scales), *others, precision="fp8")
     with pytest.raises(ValueError, match=r"moe_forward: x: expected bf16 rows without precision='fp8'"):
-        layer.forward_into(None, quantised(x), *others)
-    _, saved = layer.forward_into(None, quantised(x), *others, precision="fp8")
+        forward_into(None, quantised(x), *others)
+    _, saved = forward_into(None, quantised(x), *others, precision="fp8")
     with pytest.raises(ValueError, match="moe_backward: needs: expected 'x' and 'weights' alone"):
-        backward.backward_into(None, "moe_backward", quantised(grad_out), saved, None, False, None)
+        backward_into(None, "moe_backward", quantised(grad_out), saved, None, False, None)
     with emulated() as device:
         peers = Peers(device, [np.zeros((4, 24), np.uint8)] * 2, [np.zeros(4, np.float32)] * 2)
         needed = device.put(np.ones(8, np.bool_))

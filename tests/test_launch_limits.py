@@ -16,7 +16,17 @@ from moeblaze_cupy.launch_config import MAX_GRID_Y, MAX_SLOTS
 from moeblaze_cupy.ops import backward, balance, dispatch, experts, fp8, router, selection
 from moeblaze_cupy.router_options import RouterOptions
 from moeblaze_cupy.runtime import Launch
-from moeblaze_cupy.structures import CAPACITY_ORDERS, GRADIENTS, ROUNDINGS, SCORES, SlotOptions, is_gated
+from moeblaze_cupy.structures import (
+    CAPACITY_ORDERS,
+    GRADIENTS,
+    ROUNDINGS,
+    SCORES,
+    BackwardArrays,
+    BackwardOptions,
+    LayerArrays,
+    LayerOptions,
+    is_gated,
+)
 
 # The portable tier on Hopper, too.
 LIMITS = [A100, RTX_3090, JETSON_ORIN, RTX_4090, H200, B200, RTX_5090]
@@ -117,7 +127,7 @@ def of_layer(draw, limits):
     E, d, h, k = draw.one(*EXPERTS), draw.one(*SIZES), draw.one(*SIZES), draw.one(1, 2, 8, 64, 1000)
     g, itemsize = 1 + is_gated(activation), ITEMSIZE[dtype]
     E = max(1, min(E, ARRAY_BYTES // (g * d * h * itemsize)))
-    options = SlotOptions(draw.one("output", "input"), draw.random() < 0.3, 0)
+    options = LayerOptions(weights_on=draw.one("output", "input"), unreduced=draw.random() < 0.3)
     if not options.unreduced:
         options = options._replace(identity_experts=draw.one(0, 100))
     L = draw.tokens(k, d * itemsize * (k if options.unreduced else 1))
@@ -139,10 +149,12 @@ def of_layer(draw, limits):
     in_fp8 = limits.tier == "sm90" and dtype == "bfloat16" and not (d % 16 or h % 16) and gate_up == "halves"
     precision = draw.one(None, "fp8") if in_fp8 else None
     save = draw.one("minimal", "fp8", "paper", "recompute")
-    layer = weights, w2, w1, b1, b2
-    forward = experts.configure_forward(
-        x, ids, *layer, activation, gate_up, save, limits, options, ragged, bound, precision, precision is not None
-    )
+    parts = [(*pair, None)[:2] if pair else (None, None) for pair in (w1, b1)]
+    offsets = draw.rows(L + 1, dtype="int32") if ragged else None
+    layer = LayerArrays(x, ids, weights, *parts[0], w2, *parts[1], b2[0] if b2 else None, offsets)
+    own = {"activation": activation, "gate_up": gate_up, "save": save, "max_slots": bound, "precision": precision}
+    options = options._replace(**own)
+    forward = experts.configure_forward(layer, options, limits, precision is not None)
     R = forward.dispatch.index.num_rows
     first_layer = draw.rows(R, h * g, dtype=dtype) if save in ("minimal", "paper") else None
     if save == "fp8":
@@ -154,8 +166,9 @@ def of_layer(draw, limits):
     sums = ()
     if "w2" in needs and draw.one(True, False):
         sums = (("w2", (draw.weight(E, h, d, draw.one(dtype, "float32")),)),)
-    kept = first_layer, y_swi, sums, activation, gate_up, needs, draw.one(True, False), limits, forward.dispatch.index
-    return forward, backward.configure_backward(grad_out, x, *layer, *kept, options, False, precision)
+    how = BackwardOptions(needs, draw.one(True, False))
+    read = BackwardArrays(grad_out, layer, None, first_layer, y_swi)
+    return forward, backward.configure_backward(read, options, how, sums, limits, forward.dispatch.index)
 
 
 def of_quantized_weights(draw, limits):

@@ -19,7 +19,7 @@ from fakes import Layer, launches, use
 
 from moeblaze_cupy import arrays, gemm_config, launch_config, loader, runtime
 from moeblaze_cupy.loader import Variant, gemm_variant
-from moeblaze_cupy.structures import ACTIVATIONS, FORMS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, SlotOptions
+from moeblaze_cupy.structures import ACTIVATIONS, FORMS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, LayerOptions
 
 ROOT = Path(loader.__file__).resolve().parent.parent
 A100 = launch_config.DeviceLimits(80, 108, 166912, 167936)
@@ -233,7 +233,7 @@ def test_variants_of_slot_options(monkeypatch, k, limits):
         device.restart()
         launched = set()
         for save in ("minimal", "paper", "recompute"):
-            layer = Layer(5, k, 9, 24, 40, save=save, slots=SlotOptions(**options), ragged=ragged)
+            layer = Layer(5, k, 9, 24, 40, save=save, slots=LayerOptions(**options), ragged=ragged)
             _, saved = layer.forward(device)
             layer.backward(device, saved)
             launched |= {variant for variant, *_ in launches(device)}

@@ -8,7 +8,7 @@ from fakes import Layer, launches, limits_of, use
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import dry_run, gemm_config, launch_config, memory, runtime
-from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, SlotOptions
+from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, LayerOptions
 
 MIB = 2**20
 QWEN3_30B = memory.LayerShape(L=32768, d=2048, h=768, E=128, k=8)
@@ -89,7 +89,7 @@ def test_bytes_of_pairs_with_a_bound():
 
 def test_bytes_of_an_unreduced_layer():
     """Of the output a row is a slot's. Hopper's rows go there by a list, without a panel."""
-    s = memory.LayerShape(L=300, d=96, h=200, E=7, k=3, options=SlotOptions(unreduced=True))
+    s = memory.LayerShape(L=300, d=96, h=200, E=7, k=3, options=LayerOptions(unreduced=True))
     run = dry_run.layer(s, "recompute")
     forward = run.passes[0]
     assert dry_run.allocation_of(forward.kept["out"]).nbytes == 900 * 96 * 2
@@ -169,12 +169,12 @@ def test_a_dry_run_allocates_what_the_layer_does(save, tier, d, k, E, max_slots,
 
 
 OPTIONS = [
-    (False, SlotOptions(weights_on="input")),
-    (False, SlotOptions(identity_experts=3)),
-    (False, SlotOptions(unreduced=True)),
-    (True, SlotOptions(unreduced=True, weights_on="input")),
-    (True, SlotOptions(identity_experts=3, weights_on="input")),
-    (True, SlotOptions()),
+    (False, LayerOptions(weights_on="input")),
+    (False, LayerOptions(identity_experts=3)),
+    (False, LayerOptions(unreduced=True)),
+    (True, LayerOptions(unreduced=True, weights_on="input")),
+    (True, LayerOptions(identity_experts=3, weights_on="input")),
+    (True, LayerOptions()),
 ]
 
 

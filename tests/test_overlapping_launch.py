@@ -28,7 +28,7 @@ from moeblaze_cupy.arrays import Layout
 from moeblaze_cupy.ops import balance, dispatch, quantize, router, selection
 from moeblaze_cupy.params import params_of
 from moeblaze_cupy.router_options import RouterOptions
-from moeblaze_cupy.structures import PLAIN_SLOTS
+from moeblaze_cupy.structures import LayerOptions
 
 L, E, K = 65536, 128, 8
 
@@ -238,7 +238,7 @@ def public_calls(device) -> dict[str, Callable[[], object]]:
         histogram = device.array(("histogram",), (E, 100), np.int32)
         bias, bounds = (device.array((name,), (n,), np.float32) for name, n in (("bias", E), ("bounds", 2)))
         found[f"quantile_histogram {named}"] = partial(mb.quantile_histogram, scores, ids, bias, histogram, bounds)
-        for slots in (PLAIN_SLOTS, PLAIN_SLOTS._replace(identity_experts=2)):
+        for slots in (LayerOptions(), LayerOptions(identity_experts=2)):
             layer = fakes.Layer(tokens, K, E, 64, 64, ids=dtype, slots=slots, save=None)
             found[f"moe_forward {named} {slots.identity_experts}"] = partial(layer.forward, device)
     for order, gate_up in (("row", "halves"), ("row", "interleaved"), ("transposed", "halves"), ("pair", "halves")):

@@ -4,11 +4,10 @@ import emulator
 import numpy as np
 import pytest
 from cases import Case, make_inputs
+from layer_calls import backward_into, forward_into
 from test_device_code import DTYPES, differences, emulated
 
 from moeblaze_cupy import launch_config
-from moeblaze_cupy.backward import backward_into
-from moeblaze_cupy.layer import forward_into
 from moeblaze_cupy.ops.dispatch import IndexLayout
 from moeblaze_cupy.ops.push import Destination, Place, push_sum
 

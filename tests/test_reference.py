@@ -383,7 +383,7 @@ def test_saved_holds_what_the_policy_says(case, dtype):
         _, saved = reference.moe_forward(x, ids, weights, w1, w2, activation=case.activation, save=save)
         kept = ((saved.x, x), (saved.weights, weights), (saved.w1, w1), (saved.w2, w2))
         assert all(mine is given for mine, given in kept)
-        assert (saved.save, saved.activation, saved.consumed) == (save, case.activation, False)
+        assert (saved.options.save, saved.options.activation, saved.consumed) == (save, case.activation, False)
         shapes = [None if a is None else (a.shape, a.dtype) for a in (saved.first_layer, saved.y_swi)]
         first_layer, y_swi = ((slots, columns), np.dtype(dtype)), ((slots, case.h), np.dtype(dtype))
         in_fp8 = (launch_config.saved_fp8(slots, case.h, columns // case.h).nbytes,), np.dtype(np.uint8)

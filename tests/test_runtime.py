@@ -18,7 +18,7 @@ import moeblaze_cupy as mb
 from moeblaze_cupy import arrays, loader, runtime
 from moeblaze_cupy.ops import backward, experts
 from moeblaze_cupy.runtime import Launch
-from moeblaze_cupy.structures import GRADIENTS
+from moeblaze_cupy.structures import GRADIENTS, LayerArrays, LayerOptions
 
 
 @pytest.fixture
@@ -447,7 +447,7 @@ def test_a_size_beyond_32_bits_is_refused(device, value):
 def test_records_are_made_without_a_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     runtime.forget()
-    layouts = [
+    x, ids, weights, w2 = (
         arrays.Layout(shape, strides, dtype, 0)
         for shape, strides, dtype in (
             ((40, 64), (64, 1), "bfloat16"),
@@ -455,11 +455,11 @@ def test_records_are_made_without_a_gpu(monkeypatch):
             ((40, 2), (2, 1), "float32"),
             ((5, 32, 64), (2048, 64, 1), "bfloat16"),
         )
-    ]
-    w1 = (arrays.Layout((5, 64, 64), (4096, 64, 1), "bfloat16", 0),)
-    steps = experts.configure_forward(*layouts, w1, (), (), "swiglu", "halves", "minimal", limits_of("sm90"))
+    )
+    layer = LayerArrays(x, ids, weights, arrays.Layout((5, 64, 64), (4096, 64, 1), "bfloat16", 0), None, w2)
+    steps = experts.configure_forward(layer, LayerOptions(), limits_of("sm90"))
     assert isinstance(steps.up_fwd.launch, Launch) and steps.first_layer == (80, 64)
-    assert experts.configure_forward(*layouts, w1, (), (), "swiglu", "halves", "minimal", limits_of("sm90")) is steps
+    assert experts.configure_forward(layer, LayerOptions(), limits_of("sm90")) is steps
 
 
 def test_the_cpu_has_no_records():

@@ -49,7 +49,9 @@ def parts(saved):
     place, buffer = launch_config.saved_fp8(R, h, halves), np.asarray(saved.first_layer)
     values = buffer[: R * h * halves].view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(R, -1)
     by_half = (
-        values.reshape(R, h, halves).swapaxes(1, 2) if saved.gate_up == "interleaved" else values.reshape(R, halves, h)
+        values.reshape(R, h, halves).swapaxes(1, 2)
+        if saved.options.gate_up == "interleaved"
+        else values.reshape(R, halves, h)
     )
     return by_half, buffer[place.scales :].view(np.float32).reshape(R, place.groups, halves)
 
@@ -63,7 +65,7 @@ def halves_of(saved):
     """(R, halves, h) of a first layer that is kept as it is."""
     R, h = saved.index.num_rows, saved.w2.shape[1]
     both = np.asarray(saved.first_layer).astype(np.float64)
-    return both.reshape(R, h, -1).swapaxes(1, 2) if saved.gate_up == "interleaved" else both.reshape(R, -1, h)
+    return both.reshape(R, h, -1).swapaxes(1, 2) if saved.options.gate_up == "interleaved" else both.reshape(R, -1, h)
 
 
 def test_the_reference_keeps_the_nearest_numbers():

@@ -4,8 +4,8 @@ from argparse import Namespace
 
 from moeblaze_cupy import fp8_checks, launch_config
 from moeblaze_cupy.cli.command import CommandError
-from moeblaze_cupy.memory import LayerShape
-from moeblaze_cupy.structures import PLAIN_SLOTS, SlotOptions
+from moeblaze_cupy.memory import PLAIN, LayerShape
+from moeblaze_cupy.structures import LayerOptions
 
 
 def layer_shape(args: Namespace, tier: str) -> LayerShape:
@@ -22,7 +22,9 @@ def layer_shape(args: Namespace, tier: str) -> LayerShape:
         dtype=args.dtype,
         transposed=args.order == "transposed",
         ragged=args.pairs,
-        options=SlotOptions(args.weights_on, args.unreduced, args.identity_experts),
+        options=LayerOptions(
+            weights_on=args.weights_on, unreduced=args.unreduced, identity_experts=args.identity_experts
+        ),
         bias=args.dtype if args.bias == "weights" else args.bias,
         gate_up=args.gate_up,
         precision=None if args.precision == "bf16" else args.precision,
@@ -52,6 +54,6 @@ def slot_options(s: LayerShape) -> str:
     """What is not as in the plain layer, each after a comma."""
     found = ["L*k pairs"] if s.ragged else []
     found += [f"precision={s.precision!r}"] if s.precision else []
-    plain = PLAIN_SLOTS._asdict()
+    plain = PLAIN._asdict()
     found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != plain[name]]
     return "".join(f", {text}" for text in found)

@@ -16,9 +16,11 @@ from moeblaze_cupy.structures import (
     DispatchIndices,
     Fp8Weights,
     Gradients,
+    LayerArrays,
+    LayerOptions,
     SavedForBackward,
-    SlotOptions,
     activation_of,
+    gate_and_up,
     is_gated,
 )
 
@@ -150,20 +152,24 @@ def _row_weights(weights: HostArray | None, index: DispatchIndices, compute: np.
 
 
 def _slot_weights(
-    weights: HostArray | None, index: DispatchIndices, slots: SlotOptions, compute: np.dtype[Any], on_rows: bool = True
+    weights: HostArray | None,
+    index: DispatchIndices,
+    options: LayerOptions,
+    compute: np.dtype[Any],
+    on_rows: bool = True,
 ) -> HostArray | None:
     """(L*k,): what scales each slot in a sum, 1 for all rows if not on_rows or if weights are on the input."""
-    if weights is None or (not slots.identity_experts and not (on_rows and not slots.on_input)):
+    if weights is None or (not options.identity_experts and not (on_rows and not options.on_input)):
         return None
     scale = cast(weights.reshape(-1), compute)  # (L*k,)
-    if on_rows and not slots.on_input:
+    if on_rows and not options.on_input:
         return scale
     return np.where(index.token_index_map.reshape(-1) == IDENTITY, scale, 1)
 
 
-def _source(rows: HostArray, slots: SlotOptions, compute: np.dtype[Any]) -> HostArray | None:
+def _source(rows: HostArray, options: LayerOptions, compute: np.dtype[Any]) -> HostArray | None:
     """What identity experts add, if there are any."""
-    return cast(rows, compute) if slots.identity_experts else None
+    return cast(rows, compute) if options.identity_experts else None
 
 
 def sum_rows(rows: HostArray, positions: HostArray) -> HostArray:
@@ -233,12 +239,12 @@ def moe_forward(
     # Token dispatch: index lists only, no routed copy of x.
     index = dispatch(ids, num_experts, token_offsets, max_slots)
     num_rows = index.num_rows
-    slots = SlotOptions(weights_on, unreduced, identity_experts)
+    options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     if identity_experts:
         is_identity = (ids.reshape(-1) >= num_experts) & (ids.reshape(-1) < num_experts + identity_experts)  # (L*k,)
         positions[is_identity & _has_token(index)] = IDENTITY
-    row_weights = _row_weights(weights, index, compute) if slots.on_input else None  # (R, 1)
+    row_weights = _row_weights(weights, index, compute) if options.on_input else None  # (R, 1)
 
     first_layer = y_swi = None
     if save in ("minimal", "fp8", "paper"):
@@ -267,15 +273,15 @@ def moe_forward(
         out[positions >= 0] = expert_out[positions[positions >= 0]]
         out = out.reshape(*ids.shape, d)  # (L, k, d) or (P, d)
     else:
-        scale = _slot_weights(weights, index, slots, compute)  # (L*k,)
-        out = cast(_sum_over_slots(expert_out, index, scale, _source(x, slots, compute)), x.dtype)  # (L, d)
+        scale = _slot_weights(weights, index, options, compute)  # (L*k,)
+        out = cast(_sum_over_slots(expert_out, index, scale, _source(x, options, compute)), x.dtype)  # (L, d)
     if save is None:
         return out, None
     if save == "fp8" and first_layer is not None:
         first_layer = save_first_layer(first_layer, h, gate_up == "interleaved")
-    kept = first_layer, y_swi, activation, save
-    of_fp8: dict[str, Any] = {"precision": precision, "fp8_weights": fp8_weights if precision == "fp8" else None}
-    return out, SavedForBackward(x, weights, w1, w2, index, *kept, b1=b1, b2=b2, gate_up=gate_up, slots=slots, **of_fp8)
+    arrays = LayerArrays(x, None, weights, *gate_and_up(w1), w2, *gate_and_up(b1), b2)
+    multiplied = fp8_weights if precision == "fp8" else None
+    return out, SavedForBackward(arrays, options, index, first_layer, y_swi, fp8_weights=multiplied)
 
 
 def moe_backward(
@@ -299,8 +305,9 @@ def moe_backward(
     b2 in the form and memory order of the weights, exactly zero for experts with no token, or what `accumulate` names.
     Each has the dtype of its input. Arguments are not checked.
     """
-    x, w2, b2, index, activation = saved.x, saved.w2, saved.b2, saved.index, activation_of(saved.activation)
-    needs, gate_up = saved.gradients if needs is None else needs, saved.gate_up
+    x, w2, b2, index, options = saved.x, saved.w2, saved.b2, saved.index, saved.options
+    activation, gate_up = activation_of(options.activation), options.gate_up
+    needs = saved.gradients if needs is None else needs
     compute = compute_dtype(x)
     num_rows = index.num_rows
     w1_parts = _parts(saved.w1, activation, gate_up)  # each (E, d, h)
@@ -317,14 +324,14 @@ def moe_backward(
     grad_x_rows: Any = np.empty((num_rows, x.shape[1]), compute) if "x" in needs else None  # (R, d)
     grad_row_weights = np.empty(num_rows, compute)  # (R,)
     kept = saved.first_layer
-    if saved.save == "fp8":
+    if options.save == "fp8":
         kept = first_layer_of(kept, num_rows, w2.shape[1], len(w1_parts), gate_up == "interleaved")  # (R, 2h) or (R, h)
-    slots, weights = saved.slots, saved.weights
+    weights = saved.weights
     positions = index.token_index_map.reshape(-1)  # (L*k,)
     present = positions >= 0  # (L*k,)
     row_weights = _row_weights(weights, index, compute)  # (R, 1)
     grad_of_row = index.expert_token_indices  # (L*k,) which of grad_out's rows is a row's
-    if slots.unreduced:
+    if options.unreduced:
         grad_of_row = np.empty(num_rows, int)
         grad_of_row[positions[present]] = np.flatnonzero(present)
         grad_out = grad_out.reshape(-1, x.shape[1])  # (L*k, d)
@@ -336,14 +343,14 @@ def moe_backward(
         else:
             ab = cast(kept[rows], compute)  # (n, 2h) or (n, h)
         scale = row_weights[rows]  # (n, 1)
-        scaled = ab * scale if slots.on_input else ab  # (n, 2h) or (n, h)
+        scaled = ab * scale if options.on_input else ab  # (n, 2h) or (n, h)
         (V, V_slope), (M, M_slope) = activate(*_halves(scaled, activation, gate_up), activation)  # (n, h) each, line 24
         y = cast(V * M, x.dtype) if saved.y_swi is None else saved.y_swi[rows]  # (n, h)
         y = cast(y, compute)  # (n, h)
 
         # 1. Expert summation backward: the routed gradient is gathered by token.
         grad_rows = cast(grad_out[grad_of_row[rows]], compute)  # (n, d) still without the router weight
-        on_output = 1 if slots.on_input else scale
+        on_output = 1 if options.on_input else scale
 
         # 2. Expert computation backward.
         if "w2" in needs:
@@ -360,7 +367,7 @@ def moe_backward(
             grad_row_weights[rows] += grad_rows @ cast(b2[expert], compute)
         grad_y *= on_output  # (n, h)
         grad_ab = (grad_y * M * V_slope, grad_y * V * M_slope)[: len(w1_parts)]  # each (n, h) lines 26 and 28
-        if slots.on_input:  # these are the gradients of w a and w b
+        if options.on_input:  # these are the gradients of w a and w b
             halves = _parts(ab, activation, gate_up)  # each (n, h)
             dots = [(half * g).sum(axis=1) for half, g in zip(halves, grad_ab, strict=True)]  # each (n,)
             grad_row_weights[rows] = sum(dots)
@@ -375,8 +382,8 @@ def moe_backward(
     # 3. Token gradient accumulation.
     grad_x = None
     if "x" in needs:
-        of_slots = _slot_weights(weights, index, slots, compute, on_rows=False)  # (L*k,)
-        source = _source(grad_out, slots, compute)  # (L, d)
+        of_slots = _slot_weights(weights, index, options, compute, on_rows=False)  # (L*k,)
+        source = _source(grad_out, options, compute)  # (L, d)
         grad_x = cast(_sum_over_slots(grad_x_rows, index, of_slots, source), x.dtype)  # (L, d)
     grad_weights = None
     if "weights" in needs and weights is not None:
