@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import loader
-from moeblaze_cupy.interop import dlpack
+from moeblaze_cupy import dlpack
+from moeblaze_cupy.cuda import loader
 
 checkout = Path(sys.argv[1]).resolve()
 package = Path(mb.__file__).resolve().parent
@@ -15,8 +15,8 @@ assert checkout not in package.parents, f"{package} is in the checkout"
 assert (package / "py.typed").is_file()
 assert dlpack.is_dlpack(np.zeros(1))
 
-kernels = {path.name: path.read_bytes() for path in (checkout / "kernels_cu").glob("*.cu*")}
-assert kernels == {path.name: path.read_bytes() for path in Path(loader.source_folder()).glob("*.cu*")}
+kernels = {path.name: path.read_bytes() for path in (checkout / "kernels_cu").rglob("*.cu*")}
+assert kernels == {path.name: path.read_bytes() for path in Path(loader.source_folder()).rglob("*.cu*")}
 
 random = np.random.default_rng(0)
 L, k, E, d, h = 32, 2, 4, 16, 8

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.table import tables
 from examples.progress import Progress
-from moeblaze_cupy.cli.command import CommandError, integer, positive_number, run_guarded
+from moeblaze_cupy.tools.command import CommandError, integer, positive_number, run_guarded
 
 FOLDER = Path(__file__).resolve().parent
 PROG = "python -m bench"

@@ -11,7 +11,8 @@ import torch
 
 from bench import cases, inputs, measure, providers
 from bench.conftest import layer_specs, parametrize
-from moeblaze_cupy import dry_run, launch_config, loader, memory
+from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.tools import dry_run, memory
 
 pytestmark = pytest.mark.benchmark(timer=measure.CLOCK, group="memory")
 POLICIES = {"moeblaze": "minimal", "moeblaze_recompute": "recompute", "moeblaze_paper": "paper"}

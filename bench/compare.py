@@ -9,6 +9,7 @@ is that of the medians over all windows but the first.
 """
 
 import argparse
+import importlib
 import json
 import random
 import statistics
@@ -21,6 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 WINDOW_SECONDS = 0.3
 ROUNDS = 7
 HOST_CALLS = 100
+
+
+def module_of(*names: str):
+    """The first module of the package that a checkout has under one of these names."""
+    for name in names:
+        try:
+            return importlib.import_module(f"moeblaze_cupy.{name}")
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError(f"compare: expected one of {names}, got none")
 
 
 class Side:
@@ -86,7 +97,8 @@ class Worker:
     def fp8(self, name: str, order: str) -> list[str]:
         """Loads the products whose epilogues make e4m3, beside up_fwd in bf16; returns their names."""
         from bench import cases, fp8, inputs, kernels
-        from moeblaze_cupy.arrays import Torch
+
+        Torch = module_of("frameworks", "arrays").Torch
 
         self.free()
         case = cases.LAYERS[name]
@@ -152,19 +164,19 @@ def saved_up_fwd(framework, run, lists, index, limits, case, x, layout, w1: int,
 
     layout, w1: the weight's, and its address. y: (R, h), written. saved: bytes for the first layer, made if None.
     """
-    from moeblaze_cupy import launch_config
-    from moeblaze_cupy.ops.grouped_gemm import Operand, Weight, configure, gemm
+    launch_config = module_of("cuda.launch_config", "launch_config")
+    products = module_of("gemm.products", "ops.grouped_gemm")
 
     halves = case.first_columns // case.h
-    weight = Weight.of((layout,), case.h if halves == 2 else None)
-    rows = Operand("bfloat16", case.d)
-    step = configure("up_fwd", index, rows, weight, case.h, case.d, case.activation, limits, fp8_saved=True)
+    weight = products.Weight.of((layout,), case.h if halves == 2 else None)
+    rows = products.Operand("bfloat16", case.d)
+    step = products.configure("up_fwd", index, rows, weight, case.h, case.d, case.activation, limits, fp8_saved=True)
     if saved is None:
         saved = run.empty((launch_config.saved_fp8(case.slots, case.h, halves).nbytes,), "uint8").array
     from_x, to, result = (framework.describe(array).ptr for array in (x, saved, y))
 
     def call():
-        gemm(run, step, lists, from_x, weight.halves(w1), first_layer=to, result=result)
+        products.gemm(run, step, lists, from_x, weight.halves(w1), first_layer=to, result=result)
         return saved, y  # which the call keeps
 
     return call

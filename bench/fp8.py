@@ -26,8 +26,9 @@ import torch
 import moeblaze_cupy as mb
 from bench import cases, fp8_quantize, fp8_torch, fp8_torchao, inputs, kernels, measure, table, verify
 from bench.fp8_products import PRODUCTS, Products, buffer_shapes
-from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.arrays import Torch
+from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.frameworks import Torch
+from moeblaze_cupy.gemm import variants as gemm_variants
 
 CASES = "readme,conf3,qwen30b,conf1,mixtral,olmoe,sonic7b,dsv3"
 E4M3, LARGEST, GROUP = torch.float8_e4m3fn, 448.0, launch_config.GROUP_COLUMNS
@@ -187,9 +188,9 @@ def precompile(names: list[str]) -> None:
     for fp8, saved, entry, pairs in itertools.product(both, both, PRODUCTS, both):
         for to_tokens in k_is_1 if entry in kernels.SUMMED else {False}:
             options = {"clusters": pairs and not to_tokens, "to_tokens": to_tokens, "fp8": fp8, "fp8_saved": saved}
-            found[loader.gemm_variant(entry, **common, **options)] = None
+            found[gemm_variants.gemm_variant(entry, **common, **options)] = None
     for entry, split_k in itertools.product(kernels.WGRADS, both):
-        found[loader.gemm_variant(entry, **common, split_k=split_k)] = None
+        found[gemm_variants.gemm_variant(entry, **common, split_k=split_k)] = None
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(loader.precompile, found))
 

@@ -6,14 +6,15 @@ R = L*k routed rows, g = 2 in gated layers, else 1. e4m3 arrays are uint8. Group
 from collections.abc import Callable
 from typing import Any
 
-from moeblaze_cupy import launch_config
-from moeblaze_cupy.arrays import Layout
-from moeblaze_cupy.ops import aggregation, dispatch
-from moeblaze_cupy.ops.grouped_gemm import Fp8, Operand, Weight, configure, gemm
-from moeblaze_cupy.ops.panels import configure as configure_panels
-from moeblaze_cupy.ops.panels import sum_of_rows
-from moeblaze_cupy.runtime import Runtime
-from moeblaze_cupy.structures import is_gated
+from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.cuda.runtime import Runtime
+from moeblaze_cupy.dispatch import launches as dispatch
+from moeblaze_cupy.frameworks import Layout
+from moeblaze_cupy.gemm.panels import configure as configure_panels
+from moeblaze_cupy.gemm.panels import sum_of_rows
+from moeblaze_cupy.gemm.products import Fp8, Operand, Weight, configure, gemm
+from moeblaze_cupy.rows import aggregation
+from moeblaze_cupy.types import is_gated
 
 PRODUCTS = ("up_fwd", "down_fwd", "down_bwd", "up_bwd")
 

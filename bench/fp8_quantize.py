@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 import moeblaze_cupy as mb
-from moeblaze_cupy.arrays import Torch
-from moeblaze_cupy.ops import quantize
-from moeblaze_cupy.runtime import Runtime
+from moeblaze_cupy.cuda.runtime import Runtime
+from moeblaze_cupy.fp8 import quantize
+from moeblaze_cupy.frameworks import Torch
 
 KERNELS = ("quantize_rows", "quantize_weights")
 MOST_COPIED = 1 << 30  # bytes that a copy reads and writes; the time of more is in proportion

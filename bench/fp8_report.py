@@ -7,7 +7,7 @@ from bench import cases
 from bench.fp8_products import PRODUCTS
 from bench.recorded import MIB, RECORDS
 from bench.table import number, span
-from moeblaze_cupy import dry_run, memory
+from moeblaze_cupy.tools import dry_run, memory
 
 RECORD = RECORDS / "fp8" / "h200.json"
 PASSES = ("forward", "forward + backward")

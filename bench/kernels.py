@@ -1,6 +1,6 @@
-"""The single kernels of a layer on CUDA. The only file of the suites that calls `moeblaze_cupy.ops`.
+"""The single kernels of a layer on CUDA. The only file of the suites that calls their launches.
 
-Names are those of `ops/grouped_gemm.py`, `ops/panels.py` and the paper's gradients: up_fwd and down_fwd (forward),
+Names are those of `gemm/products.py`, `gemm/panels.py` and the paper's gradients: up_fwd and down_fwd (forward),
 down_bwd (dA), up_wgrad (dW1), down_wgrad (dW2), up_bwd (dX). down_fwd and up_bwd include the sum over each token's
 slots. R = L*k routed rows.
 """
@@ -71,11 +71,12 @@ class Kernels:
     """
 
     def __init__(self, case, inputs: dict, contiguous: bool = False, accumulate: bool = False, gate_up: str = "halves"):
-        from moeblaze_cupy import gemm_config, loader
-        from moeblaze_cupy.arrays import Torch
-        from moeblaze_cupy.ops import dispatch
-        from moeblaze_cupy.runtime import Runtime
-        from moeblaze_cupy.structures import DispatchIndices
+        from moeblaze_cupy.cuda import loader
+        from moeblaze_cupy.cuda.runtime import Runtime
+        from moeblaze_cupy.dispatch import launches as dispatch
+        from moeblaze_cupy.frameworks import Torch
+        from moeblaze_cupy.gemm import config as gemm_config
+        from moeblaze_cupy.types import DispatchIndices
 
         self.case, self.inputs, self.accumulate, self.gate_up = case, dict(inputs), accumulate, gate_up
         if contiguous:
@@ -118,13 +119,15 @@ class Kernels:
 
     def configured(self) -> dict:
         """Calls by name, of records made now."""
-        from moeblaze_cupy.arrays import Torch
-        from moeblaze_cupy.ops import aggregation, dispatch, square_tiles
-        from moeblaze_cupy.ops.backward import configure_backward
-        from moeblaze_cupy.ops.experts import configure_forward
-        from moeblaze_cupy.ops.grouped_gemm import gemm, wgrad
-        from moeblaze_cupy.ops.panels import sum_of_rows
-        from moeblaze_cupy.structures import GRADIENTS, BackwardArrays, BackwardOptions, LayerArrays, LayerOptions
+        from moeblaze_cupy.dispatch import launches as dispatch
+        from moeblaze_cupy.frameworks import Torch
+        from moeblaze_cupy.gemm import square_tiles
+        from moeblaze_cupy.gemm.panels import sum_of_rows
+        from moeblaze_cupy.gemm.products import gemm, wgrad
+        from moeblaze_cupy.layer.backward import configure_backward
+        from moeblaze_cupy.layer.forward import configure_forward
+        from moeblaze_cupy.rows import aggregation
+        from moeblaze_cupy.types import GRADIENTS, BackwardArrays, BackwardOptions, LayerArrays, LayerOptions
 
         def layout(array):
             return Torch.describe(array).layout
@@ -292,8 +295,8 @@ class SortedDispatch:
 
     def __enter__(self):
         from moeblaze_cupy import build_dispatch
-        from moeblaze_cupy.arrays import Buffer
-        from moeblaze_cupy.ops import dispatch
+        from moeblaze_cupy.dispatch import launches as dispatch
+        from moeblaze_cupy.frameworks import Buffer
 
         index = build_dispatch(self.ids, self.E)
         for name, want in zip(

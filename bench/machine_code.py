@@ -29,9 +29,17 @@ ARCHITECTURES = ("90a", "80")
 
 # Runs in either checkout. `tier` is a field of DeviceLimits at some commits and read from the environment at others.
 LIST = """
-import dataclasses, json, sys
-from moeblaze_cupy import launch_config, loader
-from moeblaze_cupy.structures import ACTIVATIONS
+import dataclasses, json, os, sys
+try:
+    from moeblaze_cupy.cuda import launch_config, loader
+    from moeblaze_cupy.tools.variants import variants
+    from moeblaze_cupy.types import ACTIVATIONS
+    paths = loader.source_paths(loader.source_folder())
+except ModuleNotFoundError:  # commits with all modules in one folder
+    from moeblaze_cupy import launch_config, loader
+    from moeblaze_cupy.structures import ACTIVATIONS
+    variants = loader.variants
+    paths = {name: os.path.join(loader.source_folder(), name) for name in os.listdir(loader.source_folder())}
 limits = launch_config.H200
 if sys.argv[1] == "80":
     a100 = dict(compute_capability=80, multiprocessors=108)
@@ -39,8 +47,8 @@ if sys.argv[1] == "80":
     a100 |= dict(tier="sm80") if hasattr(limits, "tier") else {}
     limits = dataclasses.replace(limits, **a100)
 orders = ("row", "transposed")
-found = loader.variants(tuple(loader.ELEMENTS), orders, ACTIVATIONS, (True, False), limits, accumulates=True)
-print(json.dumps([(v.source, v.name or v.source, loader.source_folder(), loader.options(v)) for v in found]))
+found = variants(tuple(loader.ELEMENTS), orders, ACTIVATIONS, (True, False), limits, accumulates=True)
+print(json.dumps([(v.source, v.name or v.source, os.path.dirname(paths[v.source]), loader.options(v)) for v in found]))
 """
 
 

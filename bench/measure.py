@@ -262,7 +262,7 @@ def _bus_id() -> str:
 
     Raises OSError without CuPy.
     """
-    from moeblaze_cupy import loader
+    from moeblaze_cupy.cuda import loader
 
     try:
         return loader.import_cupy().cuda.runtime.deviceGetPCIBusId(0)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from bench import inputs as make
 from bench import peers
 from bench.layer import Layer
-from moeblaze_cupy import runtime
+from moeblaze_cupy.cuda import runtime
 
 
 class _Ours(Layer):
@@ -241,7 +241,7 @@ def _lacks_cupy() -> str | None:
     """This package on CUDA needs CuPy; on the CPU it runs on NumPy."""
     if not make.has_gpu():
         return None
-    from moeblaze_cupy import loader
+    from moeblaze_cupy.cuda import loader
 
     try:
         loader.import_cupy()

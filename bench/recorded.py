@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench import cases
 from bench.table import PASSES, merged_layers, rows_of
-from moeblaze_cupy import memory
+from moeblaze_cupy.tools import memory
 
 RECORDS = Path(__file__).resolve().parent / "records"
 MIB = 2**20

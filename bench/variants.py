@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 from bench import cases, inputs, kernels, measure, table
-from moeblaze_cupy import gemm_config, launch_config, runtime
+from moeblaze_cupy.cuda import launch_config, runtime
+from moeblaze_cupy.gemm import config as gemm_config
 
 WINDOW_SECONDS, ROUNDS = 0.15, 8  # of a variant's calls back to back; the median is of all rounds but the first
 SPLITS = (1, 2, 3, 4, 6, 8, 16)

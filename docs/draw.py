@@ -13,7 +13,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyBboxPatch, Rectangle  # noqa: E402
 
 import moeblaze_cupy as mb  # noqa: E402
-from moeblaze_cupy import launch_config  # noqa: E402
+from moeblaze_cupy.cuda import launch_config  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "drawings"
 INK, FAINT, KERNEL, ARRAY, KEPT = "#222222", "#9a9a9a", "#0b5394", "#eef3f8", "#f9cb9c"
@@ -306,15 +306,15 @@ def call_path() -> Figure:
     width, step, height = 2.1, 2.6, 0.75
     rows = (
         (0.55, "Once per layout, cached", (
-            ("ops/experts.py\nconfigure_forward", "kernels in order,\nshapes of buffers"),
-            ("ops/grouped_gemm.py\nconfigure", "one kernel: variant,\ngrid, constants"),
+            ("layer/forward.py\nconfigure_forward", "kernels in order,\nshapes of buffers"),
+            ("gemm/products.py\nconfigure", "one kernel: variant,\ngrid, constants"),
             ("launch_config.py", "tiles, stages, shared memory,\ndynamic scheduling, clusters"),
             ("Launch", "a record of all but\nthe addresses"),
         )),
         (2.35, "At every call", (
             ("layer.py\nmoe_forward", "looks the layout up;\nchecks arguments if it is new"),
-            ("ops/experts.py\nmoe_forward", "allocates and launches,\nin a straight line"),
-            ("ops/grouped_gemm.py\ngemm", "passes the addresses"),
+            ("layer/forward.py\nmoe_forward", "allocates and launches,\nin a straight line"),
+            ("gemm/products.py\ngemm", "passes the addresses"),
             ("runtime.py\nRuntime.launch", "fills the kernel's struct,\ncalls the driver"),
         )),
     )  # fmt: skip

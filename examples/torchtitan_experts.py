@@ -19,8 +19,7 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-from moeblaze_cupy.interop.exchange import ExpertGroup
-from moeblaze_cupy.interop.expert_parallel import expert_parallel_moe
+from moeblaze_cupy.interop.parallel import ExpertGroup, expert_parallel_moe
 from moeblaze_cupy.interop.torch import moe
 
 Tensor = torch.Tensor

@@ -31,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ne
 
 import moeblaze_cupy as mb
 from examples.progress import Progress
-from moeblaze_cupy import launch_config, loader, memory
-from moeblaze_cupy.cli.command import CommandError, integer, one_line, positive_number, run_guarded
-from moeblaze_cupy.memory import format_bytes
-from moeblaze_cupy.structures import ACTIVATIONS, SAVE_POLICIES, is_gated
+from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.tools import memory
+from moeblaze_cupy.tools.command import CommandError, integer, one_line, positive_number, run_guarded
+from moeblaze_cupy.tools.memory import format_bytes
+from moeblaze_cupy.types import ACTIVATIONS, SAVE_POLICIES, is_gated
 
 PROG = "python examples/train.py"
 MAX_WIDTH = 2**24  # of d and h: wider than any model's

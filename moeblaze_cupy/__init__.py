@@ -1,11 +1,11 @@
 """Mixture-of-Experts training kernels without routed buffers, after the MoEBlaze paper (arXiv 2601.05296)."""
 
-from moeblaze_cupy.backward import moe_backward, moe_backward_data, moe_backward_weights
-from moeblaze_cupy.layer import build_dispatch, moe_forward
-from moeblaze_cupy.quantization import quantize_weights
-from moeblaze_cupy.routing import route, route_backward
-from moeblaze_cupy.rows import sum_rows
-from moeblaze_cupy.selection import (
+from moeblaze_cupy.fp8.api import quantize_weights
+from moeblaze_cupy.layer.api import build_dispatch, moe_forward
+from moeblaze_cupy.layer.backward_api import moe_backward, moe_backward_data, moe_backward_weights
+from moeblaze_cupy.router.api import route, route_backward
+from moeblaze_cupy.rows.api import sum_rows
+from moeblaze_cupy.selection.api import (
     expert_choice,
     limit_capacity,
     list_pairs,
@@ -13,7 +13,7 @@ from moeblaze_cupy.selection import (
     round_tokens,
     tokens_per_expert,
 )
-from moeblaze_cupy.structures import (
+from moeblaze_cupy.types import (
     Activation,
     DispatchIndices,
     Fp8Weights,

@@ -5,8 +5,8 @@ import importlib
 import sys
 
 from moeblaze_cupy import __version__
-from moeblaze_cupy.cli.command import integer, run_guarded
-from moeblaze_cupy.structures import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHTS_ON
+from moeblaze_cupy.tools.command import integer, run_guarded
+from moeblaze_cupy.types import ACTIVATIONS, GATE_UP, SAVE_POLICIES, WEIGHTS_ON
 
 BIAS_DTYPES = ("weights", "float32")
 DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         # Only the subcommand's module is imported: `info` must work where what the others need does not.
         return run_guarded(
             f"moeblaze_cupy {args.command}",
-            lambda: int(importlib.import_module(f"moeblaze_cupy.cli.{args.command}").run(args)),
+            lambda: int(importlib.import_module(f"moeblaze_cupy.tools.{args.command}").run(args)),
         )
 
     return run_guarded("moeblaze_cupy", run)

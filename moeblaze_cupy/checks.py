@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_cupy import arrays, launch_config
-from moeblaze_cupy.arrays import CPU, Array
-from moeblaze_cupy.structures import (
+from moeblaze_cupy import frameworks as arrays
+from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.frameworks import CPU, Array
+from moeblaze_cupy.types import (
     ACTIVATIONS,
     GATE_UP,
     SAVE_POLICIES,
@@ -23,6 +24,7 @@ from moeblaze_cupy.structures import (
     LayerOptions,
     SavedForBackward,
     is_gated,
+    pair,
 )
 
 GPU_DTYPES = ("bfloat16", "float16", "float32")
@@ -479,3 +481,23 @@ def writable(function: str, argument: str, array: Any) -> None:
         raise bad_type(function, argument, "a NumPy, CuPy or torch array", type(array))
     if framework is arrays.NumPy and not array.flags.writeable:
         raise bad_value(function, argument, "an array that can be written", "a read-only one")
+
+
+def named_pair(function: str, name: str, w1: Any) -> dict[str, Any]:
+    """The arrays of a weight or a bias by argument name; none for None."""
+    if w1 is None:
+        return {}
+    parts = pair(w1)
+    if len(parts) not in (1, 2):
+        raise bad_value(function, name, "one array or a pair (gate, up)", f"{len(parts)} arrays")
+    return {name: parts[0]} if len(parts) == 1 else {f"{name}[0]": parts[0], f"{name}[1]": parts[1]}
+
+
+def fp8_rows(function: str, name: str, values: Array, scales: Array) -> None:
+    """Of `Fp8Rows`, the argument `name`; the shape of the values is left to the checks of rows."""
+    dtype(function, f"{name}.values", values, ("uint8",))
+    shape(function, f"{name}.scales", scales, "L", values.shape[:1])
+    dtype(function, f"{name}.scales", scales, ("float32",))
+    contiguous(function, f"{name}.scales", scales)
+    if values.device != arrays.CPU and values.ptr % arrays.ALIGNMENT:
+        raise bad_value(function, f"{name}.values", "16-byte aligned memory", hex(values.ptr))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.arrays import Array
+from moeblaze_cupy.frameworks import Array
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeblaze_cupy.structures import ACTIVATIONS, is_gated
+from moeblaze_cupy.types import ACTIVATIONS, is_gated
 
 # What CASES have. The other activations have tests of their own, against tests/oracle.py.
 BASIC_GATED = ("swiglu", "geglu", "reglu")

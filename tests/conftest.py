@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from moeblaze_cupy import arrays, loader, runtime
+from moeblaze_cupy import frameworks as arrays
+from moeblaze_cupy.cuda import loader, runtime
 
 # How long an example takes says nothing on a machine that has other work.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

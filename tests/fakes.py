@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import launch_config, loader, runtime, tensor_map
-from moeblaze_cupy.memory import PLAIN
-from moeblaze_cupy.params import params_of
-from moeblaze_cupy.structures import GRADIENTS, LayerOptions, is_gated
+from moeblaze_cupy.cuda import launch_config, loader, runtime, tensor_map
+from moeblaze_cupy.cuda.structs import params_of
+from moeblaze_cupy.tools.memory import PLAIN
+from moeblaze_cupy.types import GRADIENTS, LayerOptions, is_gated
 
 GAP = 1 << 20  # bytes around every buffer, so that an address is in one or near one
 SMALL = 1 << 40  # buffers lie beyond: no size or stride of these tests is as large

@@ -1,8 +1,8 @@
 """The layer's calls of one rank among several: rows in e4m3 or on their way, results in given memory."""
 
-from moeblaze_cupy.backward import BackwardExtras, run_backward
-from moeblaze_cupy.layer import LayerExtras, forward, layer_arrays, values_and_scales
-from moeblaze_cupy.structures import LayerOptions
+from moeblaze_cupy.layer.api import LayerExtras, forward, layer_arrays, values_and_scales
+from moeblaze_cupy.layer.backward_api import BackwardExtras, run_backward
+from moeblaze_cupy.types import LayerOptions
 
 
 def forward_into(into, x, ids, weights, w1, w2, activation="swiglu", fp8_weights=None, wait=None, **options):

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import torch
-from cases import in_order
 from torch.nn import functional as F
 
 from moeblaze_cupy import Activation
+from tests.cases import in_order
 
 FORMULAS = {
     "swiglu": lambda a, b: F.silu(a) * b,

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
-from cases import Case, make_inputs, relative_error
 
 from moeblaze_cupy import reference
+from tests.cases import Case, make_inputs, relative_error
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 NAMES = ("x", "weights", "w1", "w2")
-# Relative norms, as of tests/test_layer.py, and the largest error of one element, in units of these and of its own size
-# plus the result's root mean square.
+# Relative norms, as of tests/layer/test_layer.py, and the largest error of one element, in units of these and of its
+# own size plus the result's root mean square.
 TOLERANCES = {"bfloat16": 1.5 * 2**-8, "float16": 1.5 * 2**-11, "float32": 3e-6}
 OUTLIER = 10
 TIERS = {  # an expert with more than 128 rows, a last tile that is not full; two column panels on the portable tier

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from environment import plain_environment
+
+from tests.environment import plain_environment
 
 torch = pytest.importorskip("torch")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from environment import plain_environment
+
+from tests.environment import plain_environment
 
 torch = pytest.importorskip("torch")
 
@@ -34,7 +35,9 @@ from bench import (  # noqa: E402
     verify,
 )
 from bench.layer import Layer  # noqa: E402
-from moeblaze_cupy import arrays, gemm_config, reference  # noqa: E402
+from moeblaze_cupy import frameworks as arrays  # noqa: E402
+from moeblaze_cupy import reference  # noqa: E402
+from moeblaze_cupy.gemm import config as gemm_config  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -614,7 +617,7 @@ EDGES = cases.LayerCase("edges", 150, 264, 72, 3, 2, "tiles and panels that end 
 )
 def test_single_kernels_on_the_emulator(case, order, options, monkeypatch):
     """The suites' calls of ops, launched on the CPU, and their check against float64: right, and sharp for sums."""
-    import test_device_code as emulation  # skips where there is no compiler
+    from tests.layer import test_device_code as emulation  # skips where there is no compiler
 
     with emulation.emulated() as device:
         known = {}

@@ -4,9 +4,9 @@ import re
 import sys
 
 import pytest
-from environment import run_python
 
 from bench import __main__ as bench_command
+from tests.environment import run_python
 
 
 @pytest.mark.parametrize(

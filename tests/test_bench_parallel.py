@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from environment import plain_environment
+
+from tests.environment import plain_environment
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,16 +11,15 @@ import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import fakes
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import Case, make_inputs, relative_error
-from conftest import MISSING_GPU
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import arrays, checks, launch_config, loader, overlaps, runtime
-from moeblaze_cupy.structures import (
+from moeblaze_cupy import checks, overlaps
+from moeblaze_cupy import frameworks as arrays
+from moeblaze_cupy.cuda import launch_config, loader, runtime
+from moeblaze_cupy.types import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
     DispatchIndices,
@@ -29,6 +28,9 @@ from moeblaze_cupy.structures import (
     SavedForBackward,
     gate_and_up,
 )
+from tests import fakes
+from tests.cases import Case, make_inputs, relative_error
+from tests.conftest import MISSING_GPU
 
 L, K, E, D, H = 5, 2, 3, 4, 6
 BF16 = ml_dtypes.bfloat16

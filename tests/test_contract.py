@@ -5,79 +5,55 @@ import configparser
 import inspect
 import re
 from fnmatch import fnmatch
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import moeblaze_cupy as mb
-from moeblaze_cupy import launch_config, loader, reference
-from moeblaze_cupy.ops import balance, dispatch, experts, router, selection
+from moeblaze_cupy import reference
+from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.dispatch import launches as dispatch
+from moeblaze_cupy.layer import forward as experts
+from moeblaze_cupy.router import launches as router
+from moeblaze_cupy.selection import balance
+from moeblaze_cupy.selection import launches as selection
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 
-# Imports go down only: from a line to lines above it. A name stands for the module and all within it.
+# Imports go down only: from a line to lines above it. A name stands for a module, or for a folder and all within it.
 LEVELS = [
-    ["launch_config", "overlapping_launch", "params", "structures"],
-    ["arrays", "dispatch_config", "gemm_config", "router_config", "selection_config", "tensor_map"],
-    ["loader"],
-    ["interop.dlpack", "checks", "memory", "runtime"],
-    ["reference.numerics", "fp8_checks", "overlaps", "router_options"],
-    ["reference.activations", "reference.dispatch", "reference.fp8", "reference.router"],
-    ["reference.products", "reference.selection"],
-    ["reference.experts"],
-    ["reference", "ops.clear", "ops.dispatch", "ops.router"],
-    ["ops.selection"],
-    [
-        "ops.aggregation",
-        "ops.balance",
-        "ops.biases",
-        "ops.pull",
-        "ops.saved_fp8",
-        "ops.square_tiles",
-    ],
-    ["ops.push"],
-    ["ops.grouped_gemm"],
-    ["ops.panels", "ops.quantize"],
-    ["ops.fp8"],
-    ["ops.experts", "call"],
-    ["ops.weight_gradients"],
-    ["ops.backward"],
-    ["dry_run"],
-    ["layer", "routing", "rows", "selection"],
-    ["backward", "quantization"],
+    ["frameworks"],
+    ["cuda"],
+    ["dlpack"],
+    ["types"],
+    ["checks"],
+    ["overlaps"],
+    ["reference"],
+    ["calls"],
+    ["dispatch"],
+    ["rows"],
+    ["gemm"],
+    ["fp8"],
+    ["layer"],
+    ["selection"],
+    ["router"],
     ["__init__"],
-    ["interop.inductor", "interop.collectives", "interop.driver", "interop.torch_sums", "cli.command"],
-    ["interop.hosts", "interop.pages", "interop.peers"],
-    [
-        "interop.torch_schema",
-        "interop.torch_fp8",
-        "interop.torch_arguments",
-        "interop.expert_group",
-        "interop.fsdp_memory",
-    ],
-    ["interop.torch_ops", "interop.torch_router_ops", "interop.fsdp_gather"],
-    ["interop.fsdp_e4m3", "interop.fsdp_sums", "interop.routes"],
-    ["interop.fsdp"],
-    ["interop.pull_route"],
-    ["interop.exchange"],
-    ["interop.torch_autograd"],
-    ["interop.torch_router"],
-    ["interop.torch", "interop.expert_parallel"],
-    ["interop.transformers_formula"],
-    ["interop.transformers_experts"],
-    ["interop.transformers_patches"],
-    ["interop.transformers"],
-    ["interop.transformers_parallel"],
-    ["cli.sizes"],
-    ["cli"],
+    ["interop.torch"],
+    ["interop.parallel"],
+    ["interop.fsdp", "interop.transformers"],
+    ["tools"],
     ["__main__"],
 ]
+# Documented paths of the version before, which import from the present ones.
+FORMER = ("memory", *(f"interop.{n}" for n in ("dlpack", "exchange", "expert_parallel", "transformers_parallel")))
+SPEAK_TORCH = ("interop.torch.", "interop.parallel.", "interop.fsdp.", "interop.transformers.")
 
 
 def module_name(path: Path) -> str:
-    """ "ops.router" of moeblaze_cupy/ops/router.py; "ops" of an __init__.py, "__init__" of the package's own."""
+    """ "ops.router" of moeblaze_cupy/router/launches.py; "ops" of an __init__.py, "__init__" of the package's own."""
     relative = path.relative_to(ROOT).with_suffix("")
     dotted = ".".join((FOLDERS[relative.parts[0]], *relative.parts[1:]))
     inside = dotted.removeprefix("moeblaze_cupy.")
@@ -85,7 +61,7 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
-KERNELS = sorted((ROOT / "kernels_cu").glob("*.cu*"))
+KERNELS = sorted((ROOT / "kernels_cu").rglob("*.cu*"))
 
 
 def imports_of(path: Path) -> list[str]:
@@ -112,52 +88,64 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-def level_of(module: str) -> int:
+def room_of(module: str) -> tuple[int, str]:
+    """The number of a module's line in LEVELS, and the name there."""
     names = (module, *(module.rsplit(".", n)[0] for n in range(1, module.count(".") + 1)))
     for name in names:
         for number, line in enumerate(LEVELS):
             if name in line:
-                return number
+                return number, name
     pytest.fail(f"{module} is in no line of LEVELS")
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in FORMER])
 def test_imports_go_down_only(module):
     imported = imported_modules(MODULES[module])
-    if module in ("ops", "interop", "cli"):  # empty package files
+    if module == "interop":
         assert not imported
         return
     for other in imported:
-        assert level_of(other) < level_of(module), f"{module} imports {other}"
+        assert room_of(other) == room_of(module) or room_of(other)[0] < room_of(module)[0], f"{module} imports {other}"
 
 
 def test_imports_are_seen():
     """The test above proves nothing if it finds no imports."""
-    assert imported_modules(MODULES["layer"]) >= {"arrays", "call", "checks", "reference", "ops.dispatch"}
-    assert imported_modules(MODULES["cli.info"]) >= {"__init__", "cli.command", "memory"}
+    assert imported_modules(MODULES["layer.api"]) >= {"calls", "checks", "frameworks", "reference", "dispatch.launches"}
+    assert imported_modules(MODULES["tools.info"]) >= {"__init__", "tools.command", "tools.memory"}
+
+
+def test_no_module_imports_itself_by_others():
+    """Within folders too."""
+    graph = {module: imported_modules(path) for module, path in MODULES.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the names
+
+
+@pytest.mark.parametrize("module", FORMER)
+def test_former_paths_only_import(module):
+    tree = ast.parse(MODULES[module].read_text())
+    assert [type(node) for node in tree.body[:2]] == [ast.Expr, ast.ImportFrom] and len(tree.body) < 4
+    (new,) = imported_modules(MODULES[module])
+    assert new not in FORMER
+    assert not [other for other, path in MODULES.items() if module in imported_modules(path)]
+
+
+def test_features_have_one_name_in_all_folders():
+    features = {path.name for path in (ROOT / "moeblaze_cupy").iterdir() if path.is_dir() and not path.is_symlink()}
+    libraries = {path.name for path in (ROOT / "interop").iterdir() if path.is_dir()}
+    folders = {name: {path.parent for path in (ROOT / name).rglob("*.[cp][uy]*")} for name in ("kernels_cu", "tests")}
+    found = {name: {path.name for path in paths if path.parent == ROOT / name} for name, paths in folders.items()}
+    assert found["kernels_cu"] <= features | {"common", "__pycache__"}
+    assert found["tests"] <= features | libraries | {"emulator", "__pycache__"}
+    assert not [name for name in ("torch", "transformers") if (ROOT / "tests" / name / "__init__.py").exists()]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_frameworks_are_optional(module):
-    """torch is for interop alone, transformers for its module; CuPy and matplotlib are never imported at import."""
+    """torch is for interop's folders, transformers for its module; CuPy and matplotlib are never imported at import."""
     path = MODULES[module]
     roots = {name.partition(".")[0] for name in imports_of(path)}
-    names = (
-        "t",
-        "inductor",
-        "collectives",
-        "peers",
-        "ex",
-        "routes",
-        "pull_route",
-        "fsdp",
-        "hosts",
-        "driver",
-        "pages",
-    )
-    speaks_torch = tuple(f"interop.{name}" for name in names)
-    assert "torch" not in roots or module.startswith(speaks_torch)
-    assert "transformers" not in roots or module.startswith("interop.transformers")
+    assert "torch" not in roots or module.startswith(SPEAK_TORCH)
+    assert "transformers" not in roots or module.startswith("interop.transformers.")
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in at_import for alias in node.names} | {getattr(n, "module", "") for n in at_import}
     assert not {"cupy", "matplotlib"} & {(name or "").partition(".")[0] for name in names}
@@ -165,13 +153,13 @@ def test_frameworks_are_optional(module):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_raw_module_belongs_to_the_loader(module):
-    assert "RawModule" not in MODULES[module].read_text() or module == "loader"
+    assert "RawModule" not in MODULES[module].read_text() or module == "cuda.loader"
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_say_what_they_are_for(module):
     tree = ast.parse(MODULES[module].read_text())
-    assert ast.get_docstring(tree) or not tree.body
+    assert ast.get_docstring(tree)
 
 
 def public_functions():
@@ -189,7 +177,7 @@ def test_public_functions_have_docstrings(name):
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [("interop.torch", {"moe", "route", "MoE"}), ("interop.transformers", {"register", "patch", "Patched"})],
+    [("interop.torch.api", {"moe", "route", "MoE"}), ("interop.transformers.api", {"register", "patch", "Patched"})],
 )
 def test_functions_of_frameworks_have_docstrings(module, names):
     """By the source, as torch and transformers may be missing."""
@@ -233,9 +221,9 @@ def setup_cfg():
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
 def test_kernels_ship(kernel, setup_cfg):
     patterns = re.split(r"[,\s]+", setup_cfg["options.package_data"]["moeblaze_cupy.kernels_cu"])
-    assert any(fnmatch(kernel.name, pattern) for pattern in patterns)
-    assert kernel.parent == Path(loader.source_folder()).resolve()  # nothing hides in a subfolder
-    assert not [p for p in (ROOT / "kernels_cu").rglob("*.cu*") if p.parent != kernel.parent]
+    assert any(fnmatch(kernel.relative_to(ROOT / "kernels_cu").as_posix(), pattern) for pattern in patterns)
+    assert kernel.parent.parent == Path(loader.source_folder()).resolve()
+    assert [path.name for path in KERNELS].count(kernel.name) == 1  # headers are included by name
 
 
 def test_packages_ship(setup_cfg):

@@ -6,11 +6,11 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import Case, make_inputs, relative_error
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
-from moeblaze_cupy.structures import ACTIVATIONS
+from moeblaze_cupy.types import ACTIVATIONS
+from tests.cases import Case, make_inputs, relative_error
 
 CASE = Case(L=7, k=2, E=3, d=4, h=6)
 

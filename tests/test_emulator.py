@@ -5,9 +5,9 @@ import time
 
 import numpy as np
 import pytest
-from emulator import COMPILER, EmulatorError, build, engine_of, own_sources, preprocess_with, run_compiler
 
-from moeblaze_cupy.params import Params
+from moeblaze_cupy.cuda.structs import Params
+from tests.emulator import COMPILER, EmulatorError, build, engine_of, own_sources, preprocess_with, run_compiler
 
 if COMPILER is None:
     pytest.skip("g++ is not installed", allow_module_level=True)

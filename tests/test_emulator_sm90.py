@@ -7,9 +7,9 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import COMPILER, EmulatedTensorMap, EmulatorError, build
 
-from moeblaze_cupy.params import Params
+from moeblaze_cupy.cuda.structs import Params
+from tests.emulator import COMPILER, EmulatedTensorMap, EmulatorError, build
 
 if COMPILER is None or platform.system() != "Linux":
     pytest.skip("the emulator needs Linux and g++", allow_module_level=True)

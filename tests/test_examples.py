@@ -23,7 +23,7 @@ def run(command: str, **environment: str) -> str:
     for package in (*NEEDS[name], *(["accelerate", "peft"] if "--lora" in options else ())):
         pytest.importorskip(package)
     if name == "hf_fsdp.py":
-        from torch_versions import NO_SHARDING_ON_THE_CPU
+        from tests.torch_versions import NO_SHARDING_ON_THE_CPU
 
         if NO_SHARDING_ON_THE_CPU:
             pytest.skip(NO_SHARDING_ON_THE_CPU)

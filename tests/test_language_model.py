@@ -9,11 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch_versions import needs_grouped_mm  # noqa: E402
-
 from bench import language_model_report, language_model_runs, training_step  # noqa: E402
 from examples import corpus, plot_losses  # noqa: E402
 from examples import language_model as lm  # noqa: E402
+from tests.torch_versions import needs_grouped_mm  # noqa: E402
 
 TOY = replace(lm.SIZES["toy"], steps=6, B=4, T=16, evaluate_every=3)
 

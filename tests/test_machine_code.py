@@ -26,7 +26,7 @@ def compare_routers(folder, capsys) -> tuple[int, list[str]]:
 
 @needs_nvrtc
 def test_comments_and_lines_change_nothing(edited, capsys):
-    source = edited / "moeblaze_cupy" / "kernels_cu" / "router_sums.cu"
+    source = edited / "moeblaze_cupy" / "kernels_cu" / "router" / "router_sums.cu"
     source.write_text("// one line more\n" + source.read_text())
     code, lines = compare_routers(edited, capsys)
     assert code == 0
@@ -38,7 +38,7 @@ def test_comments_and_lines_change_nothing(edited, capsys):
 
 @needs_nvrtc
 def test_other_instructions_are_seen(edited, capsys):
-    source = edited / "moeblaze_cupy" / "kernels_cu" / "router_sums.cu"
+    source = edited / "moeblaze_cupy" / "kernels_cu" / "router" / "router_sums.cu"
     source.write_text(source.read_text() + '\nextern "C" __global__ void more(int* place) { *place = 1; }\n')
     code, lines = compare_routers(edited, capsys)
     assert code == 1

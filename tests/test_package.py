@@ -30,9 +30,9 @@ def requirements(setup_cfg) -> dict[str, list[str]]:
     return {name: [line.strip() for line in text.splitlines() if line.strip()] for name, text in texts.items()}
 
 
-@pytest.mark.parametrize("name", ["moeblaze_cupy.structures", "interop.dlpack", "tests", "bench", "kernels_cu"])
+@pytest.mark.parametrize("name", ["moeblaze_cupy.types", "interop.dlpack", "tests", "bench", "kernels_cu"])
 def test_a_module_has_one_name(name):
-    """A second name, such as moeblaze_cupy.moeblaze_cupy.structures, would make a second class of each in it."""
+    """A second name, such as moeblaze_cupy.moeblaze_cupy.types, would make a second class of each in it."""
     try:
         found = importlib.util.find_spec(f"moeblaze_cupy.{name}")
     except ModuleNotFoundError:  # the parent
@@ -48,7 +48,7 @@ def test_the_package_links_to_the_folders_beside_it(folder):
 
 def test_a_checkout_is_enough(tmp_path):
     """As on a machine where nothing may be installed: another folder, and the checkout on PYTHONPATH."""
-    code = "import moeblaze_cupy.interop.dlpack; from moeblaze_cupy import loader; print(loader.source_folder())"
+    code = "import moeblaze_cupy.dlpack; from moeblaze_cupy.cuda import loader; print(loader.source_folder())"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert Path(done.stdout.strip()).resolve() == ROOT / "kernels_cu", done.stderr

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from environment import run_python
 
 from examples import progress, train
-from moeblaze_cupy import loader, memory
+from moeblaze_cupy.cuda import loader
+from moeblaze_cupy.tools import memory
+from tests.environment import run_python
 
 TINY = "--device cpu --steps 2 --batch 64 --d-model 32 --d-hidden 24 --experts 4"
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moeblaze_cupy.reference.numerics import HostArray, cast, erf
-from moeblaze_cupy.structures import FORMS, Activation
+from moeblaze_cupy.types import FORMS, Activation
 
 Values = tuple[HostArray, HostArray]  # of a function and of its derivative, elementwise
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from moeblaze_cupy import launch_config
+from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.reference.numerics import HostArray
-from moeblaze_cupy.structures import DispatchIndices
+from moeblaze_cupy.types import DispatchIndices
 
 
 def _offsets_up_to(offsets: HostArray, num_pairs: int) -> HostArray:

@@ -10,7 +10,7 @@ from moeblaze_cupy.reference.dispatch import dispatch
 from moeblaze_cupy.reference.fp8 import first_layer_of, quantize_weights, save_first_layer
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
 from moeblaze_cupy.reference.products import InFp8, Plain, Products
-from moeblaze_cupy.structures import (
+from moeblaze_cupy.types import (
     IDENTITY,
     Activation,
     DispatchIndices,

@@ -1,4 +1,4 @@
-"""Numbers in e4m3 with float32 scales, as kernels_cu/fp8.cuh has them.
+"""Numbers in e4m3 with float32 scales, as kernels_cu/common/fp8.cuh has them.
 
 A number is its e4m3 number times the scale of its group: scale = amax / 448, amax being the group's largest magnitude
 and at least 2^-100, and e4m3 = v * (448 / amax), rounded to nearest even, all in float32. A group of zeros has the
@@ -10,9 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from moeblaze_cupy import launch_config
+from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.reference.numerics import HostArray
-from moeblaze_cupy.structures import Fp8Weights
+from moeblaze_cupy.types import Fp8Weights
 
 E4M3_MAX = np.float32(448)
 MIN_AMAX = np.float32(2.0**-100)

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moeblaze_cupy.launch_config import GROUP_COLUMNS
+from moeblaze_cupy.cuda.launch_config import GROUP_COLUMNS
 from moeblaze_cupy.reference.fp8 import from_e4m3, quantize
 from moeblaze_cupy.reference.numerics import HostArray, cast
-from moeblaze_cupy.structures import Fp8Weights
+from moeblaze_cupy.types import Fp8Weights
 
 
 class Products(Protocol):

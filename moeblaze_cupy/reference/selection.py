@@ -5,11 +5,28 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moeblaze_cupy import selection_config
 from moeblaze_cupy.reference.numerics import HostArray, cast, compute_dtype
 from moeblaze_cupy.reference.router import scores_of
 
 Sequences = int | HostArray
+
+
+def expert_choice_pairs(num_tokens: int, num_experts: int, capacity: int, num_sequences: int, equal: bool) -> int:
+    """Room for the pairs of expert choice, which it fills where all sequences are equally long (`equal`)."""
+    if equal:
+        return num_sequences * num_experts * min(capacity, num_tokens // num_sequences)
+    return num_experts * min(num_sequences * capacity, num_tokens)
+
+
+def rounded_pairs(num_tokens: int, k: int, num_experts: int, tile: int, rounding: str) -> int:
+    """Room for the pairs of token rounding, whatever the router has chosen."""
+    added = {
+        "up": num_experts * (tile - 1),
+        "down": 0,
+        "nearest": num_experts * ((tile - 1) // 2),
+        "balance": tile // 2,
+    }
+    return min(num_tokens * k + added[rounding], num_tokens * num_experts)
 
 
 def tokens_per_expert(ids: HostArray, num_experts: int, *, sequences: Sequences = 1) -> HostArray:
@@ -68,7 +85,7 @@ def expert_choice(scores: HostArray, capacity: int, *, sequences: Sequences = 1)
         for column, into in zip(_descending(scores[begin:end]).T, taken[begin:end].T, strict=True):
             into[np.argsort(column, kind="stable")[:capacity]] = True
     lengths = (sequences, None) if isinstance(sequences, int) else (len(sequences) - 1, sequences)
-    return list_pairs(taken, selection_config.expert_choice_pairs(L, E, capacity, lengths[0], lengths[1] is None))
+    return list_pairs(taken, expert_choice_pairs(L, E, capacity, lengths[0], lengths[1] is None))
 
 
 def round_tokens(
@@ -87,7 +104,7 @@ def round_tokens(
     taken = np.zeros((L, E), bool)
     for expert, target in enumerate(rounded(chosen.sum(axis=0), L, tile, rounding)):
         taken[np.lexsort((rank[:, expert], ~chosen[:, expert]))[:target], expert] = True
-    return list_pairs(taken, selection_config.rounded_pairs(L, ids.shape[1], E, tile, rounding))
+    return list_pairs(taken, rounded_pairs(L, ids.shape[1], E, tile, rounding))
 
 
 def rounded(frequencies: HostArray, L: int, tile: int, rounding: str) -> list[int]:

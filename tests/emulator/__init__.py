@@ -176,7 +176,7 @@ def build(source_name, macros=None, source_text=None, headers=None) -> Emulated:
     """
     if COMPILER is None:
         raise EmulatorError("g++ not found")
-    sources = {path.name: path.read_bytes() for path in sorted(KERNELS.glob("*.cu*"))}
+    sources = {path.name: path.read_bytes() for path in sorted(KERNELS.rglob("*.cu*"))}
     sources |= own_sources()
     sources |= {name: text.encode() for name, text in (headers or {}).items()}
     if source_text is not None:

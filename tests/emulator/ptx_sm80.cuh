@@ -1,4 +1,4 @@
-// The emulator's version of kernels_cu/ptx_sm80.cuh: the same functions in plain C++. Fragment layouts
+// The emulator's version of kernels_cu/common/ptx_sm80.cuh: the same functions in plain C++. Fragment layouts
 // follow the PTX ISA. Shared addresses are byte offsets into dynamic_shared, or of static arrays those from STATIC on.
 #pragma once
 

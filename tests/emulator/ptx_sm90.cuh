@@ -1,4 +1,4 @@
-// The emulator's version of kernels_cu/ptx_sm90.cuh: the same functions in plain C++, by the PTX ISA. What the device does
+// The emulator's version of kernels_cu/common/ptx_sm90.cuh: the same functions in plain C++, by the PTX ISA. What the device does
 // beside the threads is late here.
 #pragma once
 #include "ptx_sm80.cuh"

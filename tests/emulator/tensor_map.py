@@ -1,4 +1,4 @@
-"""Tensor maps for the emulator's cp.async.bulk.tensor: what `moeblaze_cupy.tensor_map.encode` is told, as 128 bytes."""
+"""Tensor maps for the emulator's cp.async.bulk.tensor: what `cuda.tensor_map.encode` is told, as 128 bytes."""
 
 import struct
 from dataclasses import dataclass

@@ -1,0 +1,178 @@
+"""Collectives of FSDP2 by the GPUs' copy engines, for GPUs of one host that access each other's memory.
+
+Each of this package's products takes all multiprocessors. A collective of NCCL is a kernel: it waits for them, and
+products that run beside it wait for those that it has. Copy engines take none.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.interop.fsdp.e4m3 import parts_of, tell_modules
+from moeblaze_cupy.interop.fsdp.gather import AllGather, groups_of, shards_of, straight_of
+from moeblaze_cupy.interop.fsdp.memory import Memory
+from moeblaze_cupy.interop.fsdp.sums import Owner, Sums, can_be_summed
+from moeblaze_cupy.interop.parallel import collectives
+from moeblaze_cupy.interop.parallel.driver import Moment
+from moeblaze_cupy.interop.parallel.group import reach_each_other, this_gpu
+from moeblaze_cupy.interop.parallel.peers import Peers, others
+
+Tensor = torch.Tensor
+
+
+class CopyEngines:
+    """All-gathers and reduce-scatters of a group, for modules of `torch.distributed.fsdp.fully_shard`.
+
+    group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
+    ranks make it at the same point. It keeps a buffer of the largest module's gradients that FSDP2 reduces, in the
+    dtype of their reduction, and 2 buffers of what the other ranks store of the largest module's other gradients.
+    For as many modules as have been gathered at once, but at least 2, it keeps memory of the shares of large parameters
+    that come from other ranks, of this rank's too where modules stay gathered after forward, and a buffer of this
+    rank's share where the parameter itself is not what travels. Shares of what travels in e4m3 are there in both
+    orientations. Parameters of the same sizes in all modules have the same memory in turn. Gradients are summed in
+    float32, always in the same order, and rounded once. So where parameters are bfloat16,
+    `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
+
+    A CUDA graph can capture steps of served modules, if shares of large parameters are multiples of 2 MiB and two such
+    steps have run. Then what would change the memory of a gather raises RuntimeError: gathers in another order, another
+    reshard_after_forward.
+
+    All-gathers and reduce-scatters have buffers of their own, with barriers of their own. Each kind runs in one order,
+    which is that of the host on all ranks, and waits only for what the host called before. So no barrier waits for one
+    that another rank calls later.
+
+    Raises ValueError on all ranks where the GPUs are not of one host or do not access each other's memory.
+    """
+
+    def __init__(self, group: Any) -> None:
+        group = group.get_group() if hasattr(group, "get_group") else group
+        group = dist.group.WORLD if group is None else group
+        gpus: list[Any] = [None] * dist.get_world_size(group)
+        with collectives.named("GPUs of CopyEngines", group):
+            dist.all_gather_object(gpus, this_gpu() if "nccl" in dist.get_backend(group) else None, group=group)
+        if not reach_each_other(gpus):
+            expected = "GPUs of one host that access each other's memory, a rank each"
+            got = [" ".join(gpu[:2]) if gpu else dist.get_backend(group) for gpu in gpus]
+            raise ValueError(f"CopyEngines: group: expected {expected}, got {got}")
+        place = dist.get_rank(group), len(gpus)
+        self._gathers: weakref.WeakValueDictionary[int, AllGather] = weakref.WeakValueDictionary()  # by module's id
+        self._group, self._memory = group, Memory(Peers(group), *place, group)
+        self.reduce_scatter, self._sums = ReduceScatter(Peers(group), *place), Sums(Peers(group), *place)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers, on this rank, which torch.cuda does not count."""
+        return self._memory.nbytes + self.reduce_scatter.peers.nbytes + self._sums.peers.nbytes
+
+    def serve(self, *modules: Any, in_e4m3: bool = True, stores_gradients: bool = True) -> None:
+        """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
+
+        All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
+        first dimension the ranks share evenly are gathered straight to their place. If they have the dtype of
+        `MixedPrecisionPolicy.param_dtype`, a rank's part moves to memory that the other ranks read; optimizers and
+        state dicts see the same parameters. A gathered weight has that memory where modules reshard after forward, so
+        no parameter may change between `unshard` and `reshard`. After `load_state_dict(assign=True)` or a conversion of
+        the module, call it again.
+
+        in_e4m3: the weights of `MoE(precision="fp8")` that are gathered straight in bfloat16 travel in e4m3. Each rank
+        quantises its own experts. The results have the same bits. Gathered parameters then hold no numbers: whatever
+        else than the module's forward reads them raises RuntimeError. Modules with accumulate_into_main_grad are left.
+
+        stores_gradients: where `moe` or `MoE` computes the gradient of a weight that is gathered straight, on at most 8
+        ranks, the products store the gradients of other ranks' experts in the memory of those ranks, and those of this
+        rank's add to what the others stored. So FSDP2 reduces no gradient of it: the sum is in float32, of what each
+        rank rounded to the products' dtype, and is rounded once to the parameter's dtype. FSDP2 reduces gradients as
+        before where they add up on each rank first (`set_requires_gradient_sync(False)`), or a hook is to see them.
+        All ranks have to call the layer equally often in a module's forward, with the same such hooks and dispatch
+        modes, and all or none of them in compiled code. Else they would wait for each other.
+
+        Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2 than
+        this serves, and ValueError for one that is not sharded over this group alone, or over fewer ranks after
+        forward. No module is served then.
+        """
+        groups = [self._group_of(module) for module in modules]
+        found: list[tuple[dict[Any, torch.dtype], dict[Any, Any], AllGather]] = []
+        for module, group in zip(modules, groups, strict=True):  # first all memory, of which there may be too little
+            straight: dict[Any, torch.dtype] = {}
+            parts: dict[Any, Any] = {}
+            if group is not None:
+                module.reshard()
+                straight = straight_of(group, self._memory.size)
+                parts = parts_of(straight if in_e4m3 else {}, group, self._memory)
+            shards = shards_of(straight, self._memory, parts)
+            found.append((straight, parts, AllGather(self._memory, shards, group)))
+        for module, group, (straight, parts, gather) in zip(modules, groups, found, strict=True):
+            if (before := self._gathers.get(id(module))) is not None:
+                before.give_up()
+            self._gathers[id(module)] = gather
+            if group is not None:
+                tell_modules(group, parts)
+            for parameter, shard in zip(straight, gather.shards, strict=True):
+                shard.hook(parameter)
+                if stores_gradients and can_be_summed(parameter, shard.whole, group, self._memory.size):
+                    shard.owner = Owner(self._sums, shard, parameter, group)
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(self.reduce_scatter)
+
+    def _group_of(self, module: Any) -> Any:
+        """FSDP2's group of a module's parameters; None if all are of modules in it."""
+        if not hasattr(module, "set_custom_all_gather"):
+            expected = "modules after fully_shard, of a torch with set_custom_all_gather"
+            raise checks.bad_type("CopyEngines.serve", "modules", expected, type(module))
+        groups, here, found = groups_of(module), dist.get_process_group_ranks(self._group), []
+        for group in groups:
+            over = getattr(group.mesh_info, "shard_process_group", None)
+            got = "replicated" if over is None else f"over {dist.get_process_group_ranks(over)}"
+            found.append(got + ", but fewer after forward" * group._use_post_forward_mesh)
+        if found not in ([], [f"over {here}"]):
+            got = " and ".join(found)
+            raise ValueError(f"CopyEngines.serve: modules: expected one sharded over ranks {here}, got {got}")
+        return groups[0] if groups else None
+
+
+class ReduceScatter:
+    """As FSDP2 calls it, always on one stream; it writes what is to be reduced on another."""
+
+    def __init__(self, peers: Peers, rank: int, size: int) -> None:
+        self.peers, self._rank, self._size = peers, rank, size
+        self._is_next = True  # memory to be allocated is for what is to be reduced
+        self._done: Moment | None = None  # since when nobody reads what was reduced last
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """First memory that the other ranks read, for what is to be reduced, then some of torch for the result."""
+        if not self._is_next:
+            return torch.empty(size, dtype=dtype, device=device)
+        self._is_next = False
+        if self._done is not None:
+            self._done.wait(torch.cuda.current_stream(device.index))
+        room: Tensor = self.peers.room("gradients", ((tuple(size), dtype),), device)[0]
+        return room
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            expected = "a sum or mean: call set_force_sum_reduction_for_comms(True) for another divisor"
+            raise ValueError(f"CopyEngines: reduction: expected {expected}, got {op}")
+        self._is_next = True
+        offered = self.peers.offer("gradients", [input_tensor], len(input_tensor))[0]
+        places = input_tensor.view(self._size, -1)
+        total, own, is_mean = output_tensor.view(-1), places[self._rank], op == dist.ReduceOp.AVG
+        parts: Any = places.new_empty(places.shape) if self._size > 2 else {1 - self._rank: total}  # by rank
+        for rank in others(self._rank, self._size):
+            parts[rank].copy_(offered.at[rank].view_as(places)[self._rank])
+        self.peers.close()
+        if self._size == 2 and is_mean and total.dtype.itemsize == 2:
+            torch.lerp(total, own, 0.5, out=total)  # one pass, with the bits of half a sum
+        elif self._size == 2:
+            total += own
+            if is_mean:
+                total *= 0.5
+        else:
+            parts[self._rank].copy_(own)
+            (torch.mean if is_mean else torch.sum)(parts, 0, out=total)
+        if input_tensor.is_cuda:
+            self._done = Moment(torch.cuda.current_stream(input_tensor.device.index))

@@ -1,0 +1,274 @@
+"""All-gathers of FSDP2 by copy engines, which bring large parameters straight to where products read them.
+
+FSDP2 would copy a rank's shards into one buffer, and on the stream of the products what was gathered out of it. For
+tensors with the hooks `fsdp_pre_all_gather` and `fsdp_post_all_gather` it leaves the place of a parameter to them.
+"""
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.interop.fsdp.memory import Memory, Place, Shared, Whole
+from moeblaze_cupy.interop.parallel.peers import Form, others
+from moeblaze_cupy.interop.torch import sums as torch_sums
+
+Tensor = torch.Tensor
+STRAIGHT_BYTES = 2**25  # of a parameter, from which the copies take longer than the calls that avoid them
+
+
+class Shard:
+    """A rank's part of a parameter of E rows, with the hooks that FSDP2 calls.
+
+    local (E / ranks, ...): contiguous. If it has the dtype that travels, it moves to memory that the other ranks read.
+    Otherwise each all-gather writes it to a buffer that they read.
+    """
+
+    forms: tuple[Form, ...] = ()  #: of what each all-gather writes to a buffer that the other ranks read
+    part: Shared | None = None  #: what the other ranks read, if it is the parameter's own memory
+    gather: "AllGather | None" = None
+    owner: Any = None  #: `fsdp_sums.Owner` of what has this part's gradient, for `torch_sums`
+    name = ""  #: of the parameter in its module
+    stream: Any = None  #: of what reads the whole parameter
+    whole: Tensor  #: as products read it
+    inner: list[Tensor]  #: what has memory while the parameter is whole, which FSDP2 then frees
+    _whole: Whole | None = None
+
+    def __init__(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
+        form = tuple(local.shape), dtype
+        if local.dtype == dtype:
+            self.part = memory.share(form, local.device)
+            local = self.part.own.copy_(local)
+        else:
+            self.forms = (form,)
+        self.keep(memory, local, dtype)
+
+    def keep(self, memory: Memory, local: Tensor, dtype: torch.dtype) -> None:
+        """dtype: of the whole parameter."""
+        self._memory, self.local = memory, local
+        self._for_fsdp = local.new_empty(16 // dtype.itemsize, dtype=dtype)  # that its own all-gather has something
+
+    def hook(self, parameter: Any) -> None:
+        """Has FSDP2 call this for its parameter."""
+        local, self.name = self.local, parameter._module_info.param_name
+        torch_sums.register(self.whole, self)
+        local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
+        local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+        parameter.sharded_param._local_tensor = local
+        parameter._sharded_param_data = local.view(-1)
+        parameter._init_extensions()
+        # where a forward has run before, FSDP2 has made a whole parameter that is not the shard's
+        parameter.__dict__.pop("_unsharded_param", None)
+        parameter.all_gather_outputs = []
+
+    def settle(self, place: Place, name: int, rooms: list[Shared], was_captured: bool) -> None:
+        """Has the whole at a place. name: of this in its module. rooms: a buffer of each of `forms`."""
+        part = self.part or rooms[0]
+        if self._whole is None:
+            self._whole = Whole(self._memory, part, place, name)
+            self.whole, self.inner = self._whole.array, [self._whole.token]
+        self._whole.move(part, place, was_captured)
+
+    def offer(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
+        """Has this rank's part where the other ranks read it. rooms: a buffer of each of `forms`.
+
+        Returns what is to be copied: where to, and by rank what comes there.
+        """
+        assert self._whole is not None
+        if self.part is None:
+            rooms[0].own.copy_(self.local)
+        return [(self._whole, (self.part or rooms[0]).at)]
+
+    @property
+    def is_there(self) -> bool:
+        """The whole parameter. If it is not, other modules may have its memory."""
+        return self._whole is not None and self._whole.is_there
+
+    def expect_there(self) -> None:
+        if not self.is_there:
+            expected, got = "a gathered parameter", "one that FSDP2 has freed"
+            raise RuntimeError(f"CopyEngines: {self.name}: expected {expected}, got {got}")
+
+    def made(self) -> Tensor:
+        """What FSDP2 makes the whole parameter of."""
+        return self.whole.data  # autograd counts the writes to a tensor that it has saved; this has a count of its own
+
+    def __deepcopy__(self, memo: Any) -> "Shard":
+        """For the copy of a parameter: its hooks raise, as they would gather this one."""
+        twin = object.__new__(Shard)
+        twin.gather = twin.owner = None
+        return twin
+
+    def __reduce__(self) -> Any:
+        expected = "the module's state_dict(), or detach() of its parameters"
+        raise TypeError(f"CopyEngines: pickle: expected {expected}, got a parameter that serve was called with")
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """On a stream of FSDP2 beside the products': gets memory for the whole, and shows others this rank's part."""
+        if self.gather is None:
+            raise other_parameters()
+        self.gather.start(self)
+        return (self._for_fsdp,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """On the products' stream, which waits for the copies. The first time FSDP2 is told where the whole lies."""
+        self.stream = getattr(torch, self.local.device.type).current_stream()
+        self._memory.note_freed(self.stream)
+        return (self.made(), self.inner) if out is None else None
+
+
+class AllGather:
+    """Of one module, as FSDP2 calls it after the shards' hooks. Other parameters travel in the given tensors.
+
+    A barrier comes before the copies, when all ranks have written their parts. Where parts are the parameters' own
+    memory another comes after them, so that whatever follows on any rank may change its part, as an optimizer does.
+    """
+
+    def __init__(self, memory: Memory, shards: list[Shard], group: Any) -> None:
+        """A collective call. group: FSDP2's."""
+        self._memory, self.shards, self._group = memory, shards, group
+        self._rooms: dict[Shard, list[Shared]] = {}
+        self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.offer`
+        self.bank = memory.next_bank(shards)
+        self.has_moved = False  #: from the bank that it had first
+        self.was_captured = False  #: in a CUDA graph, which has the addresses
+        for shard in shards:
+            shard.gather = self
+        self._settle()
+
+    def _settle(self) -> None:
+        """Has memory of the bank for what is gathered, and buffers for the parts."""
+        is_kept = self._group is not None and self._group.post_forward_mesh_info is None  # after forward
+        for name, shard in enumerate(self.shards):
+            forms, device = enumerate(shard.forms), shard.local.device
+            rooms = [self._memory.room(self.bank, (name, i), form, device) for i, form in forms]
+            shard.settle(Place(self.bank, is_kept and shard.part is not None), name, rooms, self.was_captured)
+            self._rooms[shard] = rooms
+
+    def start(self, shard: Shard) -> None:
+        """Of one of the shards, all of which come before the other calls."""
+        if not self._started or shard in self._started:  # or the last call has failed
+            self._begin(shard.local.device)
+        try:
+            copies = self._started[shard] = shard.offer(self._rooms[shard])
+            self._memory.use(shard, self.bank, [whole for whole, _ in copies])
+        except Exception:
+            self.give_up()
+            raise
+
+    def _begin(self, device: torch.device) -> None:
+        self.give_up()
+        self._memory.begin(self, device)
+        self._settle()
+
+    def give_up(self) -> None:
+        """Frees what FSDP2 will not, as it has not got it: of a call that has failed."""
+        for shard in self._started:
+            self._memory.free(shard)
+        self._started = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of torch, for parameters without hooks. FSDP2 may hold as many results at once as it likes."""
+        if len(self._started) < len(self.shards):
+            self.give_up()
+            raise other_parameters()
+        if not self.shards:
+            self._begin(device)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        memory, own = self._memory, input_tensor.view(-1)
+        rank, offered = memory.rank, memory.offer(own, self.bank)
+        places = output_tensor.view(memory.size, -1)
+        copies = [copy for of_shard in self._started.values() for copy in of_shard]
+        pairs = [(whole.parts[rank], at[rank]) for whole, at in copies if not whole.own_is_mapped]
+        if places[rank].data_ptr() != own.data_ptr():
+            pairs.append((places[rank], own))
+        wait_for_own = memory.peers.copy(pairs) if pairs else None  # beside the others, which come over links
+        for other in others(rank, memory.size):
+            places[other].copy_(offered.at[other])
+            for whole, at in copies:
+                whole.parts[other].copy_(at[other])
+        if wait_for_own is not None:
+            wait_for_own()
+        memory.end(own.device, any(shard.part is not None for shard in self.shards))
+        self._started = {}
+
+    @property
+    def is_dropped(self) -> bool:
+        """FSDP2 has let go of what this gathered, as it does unread if it prefetched a module that did not run."""
+        group = self._group
+        return not (self._started or group.is_unsharded or group._all_gather_result is not None)
+
+
+def other_parameters() -> RuntimeError:
+    """The error of parameters that `CopyEngines.serve` has not been called with."""
+    expected = "those that serve was called with"
+    got = "others, as after load_state_dict(assign=True) or a conversion: call serve again"
+    return RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
+
+
+# What is read and set here of FSDP2, beside its interface.
+_of_group = attrgetter(
+    *("fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "_use_post_forward_mesh"),
+    *("reduce_grads", "gradient_divide_factor", "_all_reduce_hook", "_post_reduce_event"),
+    *("is_unsharded", "_all_gather_result"),
+)
+_of_parameter = attrgetter(
+    *("sharded_param._local_tensor", "fsdp_placement.dim", "offload_to_cpu", "all_gather_outputs"),
+    *("_orig_size", "_sharded_param_data", "_init_extensions", "_module_info.module", "_module_info.param_name"),
+    *("unsharded_accumulated_grad", "to_sharded_dtensor"),
+)
+
+
+def groups_of(module: Any) -> list[Any]:
+    """FSDP2's groups of a module's parameters, one for each mesh. TypeError where FSDP2 keeps them in another way."""
+    try:
+        state = module._get_fsdp_state()
+        every = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        groups = [group for group in every if group is not None]
+        for group in groups:
+            for parameter in _of_group(group)[0]:
+                _of_parameter(parameter)
+    except AttributeError as error:
+        expected = "those of an FSDP2 that is made as this needs it"
+        raise checks.bad_type(
+            "CopyEngines.serve", "modules", expected, f"torch {torch.__version__}: {error}"
+        ) from error
+    return groups
+
+
+def goes_straight(parameter: Any, group: Any, size: int) -> torch.dtype | None:
+    """The dtype in which a parameter of FSDP2's group travels, if it can by hooks and is large enough."""
+    local = parameter.sharded_param._local_tensor
+    dtype: torch.dtype = group.mp_policy.param_dtype or local.dtype
+    rows = parameter._orig_size[0] if len(parameter._orig_size) else 0
+    is_plain = type(local) is Tensor and local.is_floating_point() and not local.is_meta
+    if size == 1 or parameter.offload_to_cpu or not is_plain:
+        return None
+    if parameter.fsdp_placement.dim != 0 or rows % size or size * local.numel() * dtype.itemsize < STRAIGHT_BYTES:
+        return None
+    return dtype
+
+
+def straight_of(group: Any, size: int) -> dict[Any, torch.dtype]:
+    """The parameters of FSDP2's group that travel by hooks, and in which dtype."""
+    found = {parameter: goes_straight(parameter, group, size) for parameter in group.fsdp_params}
+    return {parameter: dtype for parameter, dtype in found.items() if dtype is not None}
+
+
+def shards_of(straight: dict[Any, torch.dtype], memory: Memory, made: Mapping[Any, Shard]) -> list[Shard]:
+    """Those of the parameters of `straight_of`. A collective call.
+
+    made: shards of some of them; the others' are made here.
+    """
+    return [
+        made.get(parameter) or Shard(memory, parameter.sharded_param._local_tensor, dtype)
+        for parameter, dtype in straight.items()
+    ]

@@ -1,0 +1,167 @@
+"""Gradients of weights under FSDP2 that are summed where a rank has the weight, without a reduce-scatter.
+
+FSDP2 would copy a layer's gradients into one buffer on the stream of the products, have that reduced by a collective,
+and sum on multiprocessors that the next layer's products need. Here the products store the gradients of other ranks'
+experts in the memory of those ranks, and those of this rank's add to what the other ranks have stored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import moeblaze_cupy as mb
+from moeblaze_cupy.interop.parallel.driver import capture_of
+from moeblaze_cupy.interop.parallel.peers import Peers, others
+from moeblaze_cupy.layer import backward_api as backward
+
+Tensor = torch.Tensor
+TURNS = 2  # of memory: ranks may store a layer's gradients while another still reads those of the layer before
+MOST_RANKS = 8  # whose parts the kernel adds
+
+
+class Sums:
+    """What the sums of the same ranks share: memory that the other ranks store parts in, of two turns.
+
+    A rank tells the others when it has stored a layer's, and waits for them before it adds, on the stream of the
+    products. The others tell this rank of a layer after they have read what it stored for the layer before. So what it
+    has waited for lets it write the memory of the other turn again.
+    """
+
+    def __init__(self, peers: Peers, rank: int, size: int) -> None:
+        self.peers, self.rank, self.size, self._turn = peers, rank, size, 0
+        self._capture = 0  # in a CUDA graph, of the last sums
+
+    def sum(self, weights: Mapping[str, tuple[Tensor, bool, "Owner"]], pending: Any) -> None:
+        """Gives the owners of "w1" and "w2", or of one of them, the sums of their gradients.
+
+        weights: each (E, M, N), whether the parameter's memory order is that of (E, N, M), and its owner. pending: of
+        `moe_backward_data`.
+        """
+        needs, every = tuple(weights), others(self.rank, self.size)
+        of_any, _, owner = weights[needs[0]]
+        device = of_any.device
+        self.peers.follow(device)
+        self._turn = (self._turn + 1) % TURNS
+        kinds = [f"sums {turn}" for turn in range(TURNS)]
+        kind = kinds[self._turn]
+        forms = tuple(
+            ((self.size - 1, len(weight) // self.size, *weight.shape[1:]), weight.dtype)
+            for weight, *_ in weights.values()
+        )
+        arrays = [self.peers.arrays(of_turn, forms, device) for of_turn in kinds]  # all in the first step
+        capture = capture_of(getattr(torch, device.type).current_stream())
+        if capture != self._capture:  # a replay, or an eager step after some, may have the turn of the sums before it
+            self._capture = capture
+            self.peers.meet()
+        parts: dict[str, Tensor] = {}
+        at: dict[str, dict[int, Tensor]] = {}
+        totals: dict[str, Tensor] = {}
+        for name, stored, offered in zip(needs, *arrays[self._turn], strict=True):
+            _, transposed, of = weights[name]
+            parts[name] = _in_order(stored, transposed)
+            own = {rank: offered.at[rank][others(rank, self.size).index(self.rank)] for rank in every}
+            at[name] = {rank: _in_order(place, transposed) for rank, place in own.items()}
+            total = torch.empty(stored.shape[1:], dtype=of.dtype, device=device)
+            totals[name] = _in_order(total, transposed)
+        scale, channels = 1 / owner.divisor(self.size), {"w1": 1, "w2": 2}
+
+        def tell(name: str) -> None:
+            self.peers.tell(kind, channels[name])
+
+        def wait(name: str) -> None:
+            self.peers.wait(kind, channels[name])
+
+        ranks = [self.rank, *every]
+        # what hooks of saved tensors gave back may have another memory order than the parameter
+        as_they_were = all((weight.stride(-1) != 1) == transposed for weight, transposed, _ in weights.values())
+        if not (as_they_were and backward.summed_weights(pending, needs, ranks, scale, totals, parts, at, tell, wait)):
+            self._sum_by_copies(pending, needs, scale, totals, parts, at, tell, wait)
+        for name, (_, transposed, of) in weights.items():
+            of.take(totals[name].transpose(1, 2) if transposed else totals[name])
+
+    def _sum_by_copies(
+        self,
+        pending: Any,
+        needs: tuple[str, ...],
+        scale: float,
+        totals: Mapping[str, Tensor],
+        parts: Mapping[str, Tensor],
+        at: Mapping[str, Mapping[int, Tensor]],
+        tell: Any,
+        wait: Any,
+    ) -> None:
+        """Where Hopper's kernels do not serve this rank, which the others need not know."""
+        grads = mb.moe_backward_weights(pending, needs=needs)
+        for name in needs:
+            by_rank = getattr(grads, name).unflatten(0, (self.size, -1))
+            for rank, place in at[name].items():
+                place.copy_(by_rank[rank])
+            tell(name)
+        for name in needs:
+            wait(name)
+            total = getattr(grads, name).unflatten(0, (self.size, -1))[self.rank].float()
+            for part in parts[name]:
+                total += part
+            totals[name].copy_(total * scale)
+
+
+def _in_order(array: Tensor, transposed: bool) -> Tensor:
+    """A packed array (..., M, N), or one whose memory order is that of (..., N, M)."""
+    if not transposed:
+        return array
+    return array.view(*array.shape[:-2], *array.shape[:-3:-1]).transpose(-1, -2)
+
+
+class Owner:
+    """This rank's part of a parameter of E experts that FSDP2 shards. `parameter` and `group` are FSDP2's."""
+
+    def __init__(self, sums: Sums, shard: Any, parameter: Any, group: Any) -> None:
+        """shard: `fsdp_gather.Shard`."""
+        self.sums, self._parameter, self._group = sums, parameter, group
+        self.numel, self.dtype = shard.whole.numel(), parameter.sharded_param.dtype
+        self.sums_with = id(sums), id(group)
+
+    def is_of(self, variable: Any) -> bool:
+        """Whether a leaf of autograd is the whole parameter."""
+        return variable is not None and variable is getattr(self._parameter, "_unsharded_param", None)
+
+    def is_ready(self) -> bool:
+        """Whether it takes the gradient of this backward. What says so is to be the same on all ranks.
+
+        False while gradients add up on each rank, or if something of the caller's is to see them when FSDP2 does, or if
+        FSDP2 also reduces what a rank has no gradient of.
+        """
+        parameter, group = self._parameter, self._group
+        whole = parameter._unsharded_param
+        adds_up = parameter.unsharded_accumulated_grad is not None or whole.grad is not None
+        hooked = getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None) or group._all_reduce_hook
+        reduces_all = getattr(group, "reduce_scatter_unused_params", False)
+        return bool(group.reduce_grads and not (adds_up or hooked or reduces_all))
+
+    def divisor(self, size: int) -> float:
+        given: float | None = self._group.gradient_divide_factor
+        return size if given is None else given
+
+    def take(self, total: Tensor) -> None:
+        """Sets the gradient of the part, or adds to it, as FSDP2 does after a reduce-scatter. total: contiguous."""
+        parameter = self._parameter.sharded_param
+        local = total.view(parameter._local_tensor.shape)
+        if parameter.grad is None:
+            parameter.grad = self._parameter.to_sharded_dtensor(local)
+            return
+        if self._group._post_reduce_event is not None:  # of another backward, which FSDP2 may have reduced
+            getattr(torch, total.device.type).current_stream().wait_event(self._group._post_reduce_event)
+        parameter.grad._local_tensor += local
+
+
+def can_be_summed(parameter: Any, whole: Tensor, group: Any, size: int) -> bool:
+    """Whether the gradient of FSDP2's parameter, whose dtype in products is that of `whole`, is summed so.
+
+    It is not where other ranks have the same part, over which FSDP2 sums as well.
+    """
+    if getattr(group.mesh_info, "replicate_process_group", None) is not None:
+        return False
+    halves = torch.bfloat16, torch.float16
+    dtypes = whole.dtype, torch.float32
+    return size <= MOST_RANKS and whole.dtype in halves and whole.dim() == 3 and parameter.sharded_param.dtype in dtypes

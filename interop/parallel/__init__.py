@@ -1,0 +1,10 @@
+"""Experts on many GPUs: groups, the exchange of rows, and the layer around it.
+
+May import torch and `interop.torch`. Touches process groups, symmetric memory, memory that processes share and
+the driver's virtual memory.
+"""
+
+from moeblaze_cupy.interop.parallel.api import clip_grad_norm_, expert_parallel_moe
+from moeblaze_cupy.interop.parallel.exchanges import ExpertGroup, Route, collect, exchange
+
+__all__ = ["ExpertGroup", "Route", "clip_grad_norm_", "collect", "exchange", "expert_parallel_moe"]

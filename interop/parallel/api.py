@@ -1,0 +1,455 @@
+"""The MoE layer with its experts on many GPUs, as one function of autograd, so that exchanges and products overlap.
+
+In forward the sizes, or the rows, travel while a shared expert is launched. In backward the gradient of x travels back
+while the gradients of the experts' weights are computed, but with route "pull", whose last kernels store it there.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+
+import moeblaze_cupy as mb
+from moeblaze_cupy import checks
+from moeblaze_cupy import frameworks as arrays
+from moeblaze_cupy.calls import untraced
+from moeblaze_cupy.cuda import launch_config, loader, runtime
+from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.interop.parallel import collectives
+from moeblaze_cupy.interop.parallel.exchanges import Begun, ExpertGroup, Route, required
+from moeblaze_cupy.interop.parallel.routes import Rows
+from moeblaze_cupy.interop.torch import arguments as torch_arguments
+from moeblaze_cupy.interop.torch.autograd import (
+    MainGrad,
+    any_autocast,
+    first_derivatives_only,
+    main_grads,
+    stand_in,
+    tell_inputs,
+)
+from moeblaze_cupy.interop.torch.sums import expect_gathered
+from moeblaze_cupy.layer.api import LayerExtras, values_and_scales
+from moeblaze_cupy.layer.api import forward as layer_forward
+from moeblaze_cupy.layer.backward_api import BackwardExtras, described_by_name, run_backward
+from moeblaze_cupy.types import (
+    SAVE_POLICIES,
+    Activation,
+    Fp8Rows,
+    Fp8Weights,
+    LayerArrays,
+    LayerOptions,
+    SavedForBackward,
+    is_gated,
+    pair,
+)
+
+Tensor = torch.Tensor
+Pieces = list[tuple[int, int, int | None]]  # first row, last row, bound of slots
+_NO_ARRAYS = LayerArrays(*[None] * len(LayerArrays._fields))
+
+
+def _check_layer(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Any,
+    up: Any,
+    w2: Any,
+    activation: str | Activation,
+    save: Any,
+    experts: ExpertGroup,
+) -> None:
+    """The layer's own checks, before any rank waits for another."""
+    function = "expert_parallel_moe"
+    checks.activation(function, activation)
+    checks.one_of(function, "save", save, SAVE_POLICIES)
+    columns = "2h" if up is None and is_gated(activation) else "h"
+    first = experts.rank * experts.local_experts
+    for name, weight, letters in (("w1", gate, f"d, {columns}"), ("w1[1]", up, "d, h"), ("w2", w2, "h, d")):
+        if weight is None and name == "w1[1]":
+            continue
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{function}: {name}: expected a torch tensor, got {type(weight)}")
+        if hasattr(weight, "to_local"):
+            raise ValueError(f"{function}: {name}: expected this rank's tensor, got a DTensor; pass .to_local()")
+        if weight.dim() != 3 or len(weight) != experts.local_experts:
+            last = first + experts.local_experts - 1
+            expected = f"the ({experts.local_experts}, {letters}) of this rank's experts {first}..{last}"
+            raise checks.bad_value(function, name, expected, tuple(weight.shape))
+        if weight.device != x.device or weight.dtype != x.dtype:
+            expected = f"x's {x.dtype} on {x.device}"
+            raise TypeError(f"{function}: {name}: expected {expected}, got {weight.dtype} on {weight.device}")
+    named = {"x": x, "ids": ids, "weights": weights, "w1": gate, "w1[1]": up, "w2": w2}
+    described: dict[str, arrays.Array] = {}
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        try:
+            described[name] = arrays.Torch.describe(tensor)
+        except TypeError as error:
+            raise checks.unreadable(function, name, error) from error
+    for name in ("x", "ids", "weights"):  # which travel packed
+        described[name].strides = (described[name].shape[1], 1)
+    checks.layer(function, LayerArrays(*map(described.get, named)), LayerOptions(activation, save))
+
+
+def _check_fp8(
+    x: Tensor,
+    w2: Tensor,
+    activation: str | Activation,
+    experts: ExpertGroup,
+    precision: Any,
+    fp8_weights: Any,
+    row_precision: Any,
+) -> None:
+    function = "expert_parallel_moe"
+    of_fp8 = fp8_checks.arrays_of(function, precision, fp8_weights)
+    fp8_checks.row_precision(function, row_precision, precision)
+    if precision is None:
+        return
+    describe = arrays.Torch.describe
+    limits = loader.device_limits(x.device.index) if x.is_cuda else None
+    order = None if fp8_weights is None else fp8_weights.gate_up
+    arrays_of_fp8 = [describe(array) for array in of_fp8]
+    fp8_checks.layer(function, describe(x), describe(w2), activation, "halves", {}, arrays_of_fp8, order, limits)
+
+
+def _part(rows: Rows, part: slice) -> Rows:
+    return rows.part(part) if isinstance(rows, Fp8Rows) else rows[part]
+
+
+def _pieces(route: Route, local_ids: Tensor) -> Pieces:
+    """The rows that are computed together: all, or as many as `slots` of the group bounds."""
+    experts, room, k = route.experts, route.room, route.k
+    if room == 0:
+        return [(0, 0, None)]
+    bound = experts.slots
+    if route.slots is None:
+        return [(0, room, None if bound is None else min(bound, room * k))]
+    if bound is None or route.slots <= bound or experts.on_overflow == "drop":
+        known = launch_config.size_class(max(route.slots, 1))
+        return [(0, room, min(known, room * k, known if bound is None else bound))]
+    pieces: Pieces = []
+    start = slots = 0
+    for row, more in enumerate((local_ids >= 0).sum(1).tolist()):
+        if slots + more > bound:
+            pieces.append((start, row, min(bound, (row - start) * k)))
+            start, slots = row, 0
+        slots += more
+    return [*pieces, (start, room, min(bound, (room - start) * k))]
+
+
+class InFp8(NamedTuple):
+    """The precision of products, and the weights for it; keep: what forward has made of them is kept for backward."""
+
+    precision: str | None
+    given: Fp8Weights | None
+    keep: bool
+
+    def weights_of(self, w1: Any, w2: Tensor) -> Fp8Weights | None:
+        if self.precision is None or self.given is not None:
+            return self.given
+        made: Fp8Weights = mb.quantize_weights(w1, w2)
+        return made
+
+    def kept(self, made: Fp8Weights | None) -> list[Tensor]:
+        """Of what `weights_of` returned, for `again`."""
+        keeps = made is not None and (self.keep or self.given is not None)
+        return [getattr(made, field) for field in fp8_checks.FIELDS] if keeps else []
+
+    def again(self, tensors: list[Tensor], w1: Any, w2: Tensor) -> tuple[Fp8Weights | None, list[Tensor]]:
+        """What `weights_of` returned in forward, and the tensors after those of `kept`."""
+        number = len(fp8_checks.FIELDS)
+        if self.precision is None:
+            return None, tensors
+        if self.given is None and not self.keep:
+            return self.weights_of(w1, w2), tensors
+        fields: dict[str, Any] = dict(zip(fp8_checks.FIELDS, tensors[:number], strict=True))
+        return Fp8Weights(**fields), tensors[number:]
+
+
+class _ExpertParallel(torch.autograd.Function):
+    """w1 arrives as gate and up; up is None where w1 is one tensor. into: where gradients are added, by weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        w2: Tensor,
+        ids: Tensor,
+        route: Route,
+        activation: str | Activation,
+        save: str | None,
+        into: dict[str, MainGrad],
+        in_fp8: InFp8,
+    ) -> Tensor:
+        experts, w1 = route.experts, gate if up is None else (gate, up)
+        rows, local_ids, got = route.receive(x, ids, weights)
+        pieces, wait = _pieces(route, local_ids), route.wait
+        if len(pieces) > 1 and save is not None:
+            save = "recompute"
+        made = in_fp8.weights_of(w1, w2)  # once for all pieces
+        place = route.place_of_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
+        results, kept, tensors = [], [], []
+        for start, stop, bound in pieces:
+            part = slice(start, stop)
+            x_part, scales = values_and_scales(_part(rows, part))
+            layer = LayerArrays(x_part, local_ids[part], got[part], gate, up, w2)
+            options = LayerOptions(activation, save, max_slots=bound, precision=in_fp8.precision)
+            try:
+                out, saved = layer_forward(layer, options, LayerExtras(place and place.destination, wait, made, scales))
+            finally:
+                if wait is not None:  # also where nothing has read the rows
+                    wait()
+            results.append(place.landing if place else out)
+            if bound is not None and (experts.slots is not None):
+                index = saved.index if saved else mb.build_dispatch(local_ids[part], len(w2), max_slots=bound)
+                route.count_dropped(index.dropped)
+            if saved is not None:
+                (lists, _), index = saved.index.split()
+                kept.append(SavedForBackward(_NO_ARRAYS, saved.options, index, None, None))
+                tensors += [saved.first_layer, saved.y_swi, lists]
+        y = results[0] if len(results) == 1 else torch.cat(results)
+        del results
+        experts.count_overflow(route.counted)
+        ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.in_fp8 = route, pieces, kept, into, in_fp8
+        ctx.set_materialize_grads(False)
+        values, scales = values_and_scales(rows) if experts.keep_received else (x, None)
+        read_ids = ids if experts.route == "pull" else None  # other routes may see them change before backward
+        ctx.save_for_backward(values, scales, got, gate, up, w2, read_ids, *in_fp8.kept(made), *tensors)
+        return route.bring_back(y)()
+
+    @staticmethod
+    @first_derivatives_only("expert_parallel_moe")
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        met = False
+
+        def meet(failed: bool = False) -> None:
+            nonlocal met
+            met = True
+            ctx.route.meet("backward of expert_parallel_moe", failed=failed)
+
+        try:
+            return _ExpertParallel.backward_at(ctx, grad_out, meet)
+        except Exception:
+            if not met:
+                with suppress(RuntimeError):  # this rank's error says more
+                    meet(failed=True)
+            raise
+
+    @staticmethod
+    def backward_at(ctx: Any, grad_out: Tensor | None, meet: Callable[[], None]) -> tuple[Tensor | None, ...]:
+        """meet: to be called when nothing of this rank's can fail before rows are on their way."""
+        route: Route = ctx.route
+        experts = route.experts
+        values, scales, got, gate, up, w2, _, *tensors = ctx.saved_tensors
+        expect_gathered(gate, up, w2)
+        # Before rows are on their way, as `backward_into` would say it too late for those that travel.
+        described_by_name(
+            "expert_parallel_moe", arrays.Torch, {"x": values, "w1": gate, "w1[1]": up, "w2": w2, "weights": got}
+        )
+        kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
+        tell_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
+        in_fp8: InFp8 = ctx.in_fp8
+        if grad_out is None:  # other ranks may wait for this one
+            grad_out = gate.new_zeros((route.num_tokens, w2.shape[2]))
+        w1 = gate if up is None else (gate, up)
+        fp8_weights, tensors = in_fp8.again(tensors, w1, w2)
+        needed = ctx.needs_input_grad
+        of_rows = tuple(compress(("x", "weights"), needed[:2]))
+        of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
+        sent = None if experts.keep_received else values
+        # main_grad, or zeros where several pieces add up. It may raise, so it comes before rows are on their way.
+        buffers = {name: main_grad.buffer() for name, main_grad in ctx.into.items()}
+        grad_out = grad_out.contiguous()
+        meet()
+        grad_rows, sent_again = route.receive_gradients(grad_out, sent)
+        rows, wait = kept_rows if sent_again is None else sent_again, route.wait
+        x, x_scales = values_and_scales(rows)
+
+        def saved_of(piece: int) -> tuple[slice, SavedForBackward]:
+            kept, part = ctx.kept[piece], slice(*ctx.pieces[piece][:2])
+            first_layer, y_swi, lists = tensors[3 * piece : 3 * piece + 3]
+            layer = LayerArrays(x[part], None, got[part], gate, up, w2)
+            made = kept.index.joined((lists, None)), first_layer, y_swi, kept.consumed, fp8_weights
+            return part, SavedForBackward(layer, kept.options, *made, None if x_scales is None else x_scales[part])
+
+        bring: Callable[[], dict[str, Tensor]] = dict
+        parts: dict[str, list[Tensor]] = {name: [] for name in of_rows}
+        sums: dict[str, Any] = {}
+        if buffers:
+            of_w1 = (buffers["gate"], buffers["up"]) if "up" in buffers else buffers.get("gate")
+            sums = {name: {"w1": of_w1, "w2": buffers.get("w2")}[name] for name in of_experts}
+        wide = torch.promote_types(w2.dtype, torch.float32)
+        for piece in range(len(ctx.pieces)):
+            part, saved = saved_of(piece)
+            pending = None
+            needs = (*of_rows, "w1", "w2") if of_experts else of_rows
+            alone = len(ctx.pieces) == 1
+            place = route.place_of_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
+            try:
+                extras = BackwardExtras(place and place.destination, wait, bool(of_experts))
+                of_part = _part(grad_rows, part), saved, needs, False
+                grads, pending = run_backward("expert_parallel_moe", *of_part, extras=extras)
+            finally:
+                ctx.kept[piece].consumed = saved.consumed
+                if wait is not None:  # also where nothing has read the gradients
+                    wait()
+            for name in of_rows:
+                parts[name].append(place.landing if place and name == "x" else getattr(grads, name))
+            if piece == len(ctx.pieces) - 1:  # the gradients travel while those of the weights are computed
+                wholes = {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in parts.items()}
+                bring = route.return_gradients(wholes)
+            if pending is not None and len(ctx.pieces) == 1 and not buffers:
+                made = mb.moe_backward_weights(pending, needs=of_experts)
+                sums = {name: getattr(made, name) for name in of_experts}
+            elif pending is not None:
+                if not sums:
+                    of = {"w1": w1, "w2": w2}
+                    zeros = {n: tuple(torch.zeros_like(w, dtype=wide) for w in pair(of[n])) for n in of_experts}
+                    sums = {n: z if len(z) == 2 else z[0] for n, z in zeros.items()}
+                mb.moe_backward_weights(pending, needs=of_experts, accumulate=sums)
+        brought = bring()
+        made_w1 = (*pair(sums.get("w1")), None)[:2]
+        experts_grads: list[Tensor | None] = []
+        of_weights = zip(("gate", "up", "w2"), (gate, up, w2), (*made_w1, sums.get("w2")), needed[2:5], strict=True)
+        for name, weight, total, need in of_weights:
+            if total is None or not need:
+                experts_grads.append(None)
+            elif name in ctx.into:
+                experts_grads.append(stand_in(ctx.into[name].announce(), weight))
+            else:
+                experts_grads.append(total.to(w2.dtype))
+        return brought.get("x"), brought.get("weights"), *experts_grads, *6 * [None]
+
+
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for parameters that are DTensors on several meshes; returns the norm of all.
+
+    Each mesh's gradients have a norm of their own, whose powers are added. Plain tensors have to be the same on all
+    ranks: give the experts of one rank as a DTensor, as otherwise each rank has its own norm, and clips by it.
+    All ranks call it with the same parameters in the same order, so not with a set.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in (parameters,) if isinstance(parameters, Tensor) else parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    norms = []
+    for group in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    for group in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+@untraced
+def expert_parallel_moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor | tuple[Tensor, Tensor],
+    w2: Tensor,
+    experts: ExpertGroup,
+    *,
+    shared: Callable[[Tensor], Tensor] | None = None,
+    activation: str | Activation = "swiglu",
+    save: str | None = "minimal",
+    accumulate_into_main_grad: bool | Mapping[str, Any] = False,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+    keep_fp8_weights: bool = True,
+    row_precision: str | None = None,
+) -> Tensor:
+    """The MoE layer (L, d) whose experts are spread over a group of ranks; differentiable in x, weights, w1 and w2.
+
+    x, ids, weights: this rank's tokens, ids of all E experts, as `moeblaze_cupy.moe_forward` takes them. With routes
+    "exact" and "pull" L may differ by rank, and be 0. w1, w2: this rank's E/P experts, of a DTensor `.to_local()`.
+    shared: a function of x whose result is added, such as a shared expert; it is launched while the sizes travel, or
+    with route "pull" the rows. If it fails on a rank, that rank first does its part of the forward, then raises the
+    error. The other ranks get their results, and no error.
+    activation, save: as of `moeblaze_cupy.moe_forward`. More slots than the group's `slots` are computed in pieces with
+    save="recompute".
+    accumulate_into_main_grad: as of `moeblaze_cupy.interop.torch.moe`. Parameters that are DTensors have to be given,
+    {"w1": parameter or pair, "w2": parameter}; their main_grad is a DTensor too, or this rank's part.
+    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`, of this rank's experts.
+    keep_fp8_weights: as of `moeblaze_cupy.interop.torch.moe`. So is what torch.autocast does.
+    row_precision: the same on all ranks. None sends rows in x's dtype. "fp8", with precision="fp8", sends rows of x and
+    of out's gradient in e4m3 with a float32 scale for each token, half the bytes, and keeps those of x so. The output
+    and the gradients of x and weights are the same, as the products multiply these very numbers. But the gradients of
+    w1 and w2 are those of the e4m3 rows, rounded to bf16, in place of the rows. Results travel in x's dtype.
+    Every rank's output is that of one process with all tokens, but for the order of its sums: over the experts of a
+    rank in the order of slots, rounded to x's dtype, then over ranks. Gradients of w1 and w2 are sums over the tokens
+    of all ranks, in the order of ranks. They are of the sum of all ranks' losses: divide these by all ranks' tokens.
+    All ranks call it, forward and backward, equally often. There are no second derivatives.
+    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.interop.parallel.exchange` does.
+    """
+    parts = pair(w1)
+    gate, up = (*parts, None, None)[:2]
+    first, second, given = gate, up, w2  # as the caller has them
+    tokens = x  # as `shared` gets them
+    are_tensors = any_autocast() and all(isinstance(of, Tensor) for of in (x, weights, *parts, w2))
+    if are_tensors and torch_arguments.in_autocast(x):
+        (x, gate, up, w2), (weights,) = torch_arguments.autocast(x.device.type, (x, gate, up, w2), (weights,))
+
+    def check() -> Mapping[str, int]:
+        if len(parts) not in (1, 2):
+            raise ValueError(f"expert_parallel_moe: w1: expected one tensor or a pair, got {len(parts)} tensors")
+        of_fp8 = fp8_checks.arrays_of("expert_parallel_moe", precision, fp8_weights)
+        order = None if fp8_weights is None else fp8_weights.gate_up
+        options = activation, save, precision, order, row_precision, experts.local_experts
+        key, _ = runtime.key_of("expert_parallel_moe", options, (x, ids, weights, gate, up, w2, *of_fp8))
+        if not experts.has_passed(key):
+            _check_layer(x, ids, weights, gate, up, w2, activation, save, experts)
+            _check_fp8(x, w2, activation, experts, precision, fp8_weights, row_precision)
+            if x.is_cuda and key is not None:
+                experts.note_passed(key)
+        if accumulate_into_main_grad and torch.is_grad_enabled():
+            function = "expert_parallel_moe"
+            into.update(main_grads(first, second, given, accumulate_into_main_grad, function))
+        if grads and save is None:
+            expected = "a policy that keeps something, as gradients are required"
+            raise ValueError(f"expert_parallel_moe: save: expected {expected}, got None")
+        return {
+            "step": collectives.STEPS.index("expert_parallel_moe"),
+            "activation": collectives.number_of(activation),
+            "precision": collectives.PRECISIONS.index(precision),
+        }
+
+    into: dict[str, MainGrad] = {}
+    in_fp8 = InFp8(precision, fp8_weights, keep_fp8_weights)
+    grads = required((x,), (weights,), (*parts, given))
+    begun = Begun(x, ids, weights, experts, grads, check, row_precision == "fp8")
+    route: Route | None = None
+    wait: Callable[[], None] | None = None
+    if shared is not None and begun.error is None and begun.route.begins_early:
+        route = begun.finish()
+        x, weights = x.contiguous(), weights.contiguous()
+        wait = route.begin(x.detach(), route.ids, weights.detach())
+
+    def of_experts() -> Tensor:
+        found = begun.finish() if route is None else route
+        arguments = x.contiguous(), weights.contiguous(), gate, up, w2, found.ids, found
+        told = activation, save if grads else None, into, in_fp8
+        out: Tensor = _ExpertParallel.apply(*arguments, *told)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        return out
+
+    if shared is None or begun.error is not None:
+        return of_experts()
+    try:
+        try:
+            beside = shared(tokens)
+        finally:
+            if wait is not None:
+                wait()  # also where `shared` fails, as what is copied to would be freed
+    except Exception:
+        with suppress(Exception):  # the caller's error says more
+            of_experts()  # the other ranks know of no error, and wait for rows and results of this rank
+        raise
+    return of_experts() + beside

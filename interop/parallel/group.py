@@ -1,0 +1,223 @@
+"""The group of ranks that experts are spread over, and the counts of what it had no room for."""
+
+import socket
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.interop.parallel import collectives, hosts
+from moeblaze_cupy.interop.parallel.peers import TIMEOUT_MS, Peers
+
+Tensor = torch.Tensor
+ROUTES = ("auto", "exact", "static", "pull")
+OVERFLOWS = ("chunk", "drop", "raise")
+MAX_PASSED = 64  # calls that are remembered: where numbers of tokens vary there are ever new ones
+
+
+class RankGroup:
+    """The options of an `ExpertGroup`, which all ranks have agreed on, and what it counts."""
+
+    _numbers = 0  # the highest that is in use
+
+    def __init__(
+        self,
+        group: Any,
+        num_experts: int,
+        *,
+        route: str = "auto",
+        rows: int | None = None,
+        slots: int | None = None,
+        on_overflow: str | None = None,
+        keep_received: bool = True,
+    ) -> None:
+        if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
+            if group.ndim != 1:
+                expected = "a process group or a one-dimensional DeviceMesh"
+                names, last = group.mesh_dim_names, (group.mesh_dim_names or ["ep"])[-1]
+                got = f'a mesh of {names}: pass mesh["{last}"]'
+                raise ValueError(f"ExpertGroup: group: expected {expected}, got {got}")
+            group = group.get_group()
+        group = dist.group.WORLD if group is None else group
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("ExpertGroup: group: expected one that this process is in, got another")
+        self.num_experts = checks.integer("ExpertGroup", "num_experts", num_experts)
+        checks.one_of("ExpertGroup", "route", route, ROUTES)
+        self.route = route
+        if on_overflow is not None:
+            may_chunk = route in ("auto", "exact")
+            checks.one_of("ExpertGroup", "on_overflow", on_overflow, OVERFLOWS if may_chunk else OVERFLOWS[1:])
+        self.on_overflow = on_overflow
+        for name, value in (("rows", rows), ("slots", slots)):
+            if value is not None and checks.integer("ExpertGroup", name, value) < 1:
+                raise checks.bad_value("ExpertGroup", name, "None, or at least 1", value)
+        if rows is not None and self.route != "static":
+            raise checks.bad_value("ExpertGroup", "rows", f'None for route "{self.route}"', rows)
+        self.rows, self.slots, self.keep_received = rows, slots, bool(keep_received)
+        on_nccl, self.devices = backend_of(group)  # kinds of devices whose tensors travel; headers do on the first
+        # Without a bound the layer of "pull" would have memory for all slots of all ranks. With one it cannot compute
+        # in pieces, so it is only chosen for those who said what else becomes of an overflow.
+        may_pull = on_nccl and route == "auto" and slots is not None and on_overflow in ("drop", "raise")
+        #: by which ranks tell each other where they are, without their GPUs
+        self.hosts: hosts.HostMemory | hosts.HostGloo | None = hosts.connected(group) if on_nccl else None
+        self.number = 0
+        #: the same on all ranks, another for each ExpertGroup
+        self.number = self._agree(this_gpu() if may_pull else None)
+        if self.num_experts < 1 or self.num_experts % self.size:
+            expected = f"a multiple of the group's {self.size} ranks"
+            raise checks.bad_value("ExpertGroup", "num_experts", expected, num_experts)
+        if self.route == "pull" and not on_nccl:
+            backend = dist.get_backend(group)
+            raise ValueError(f'ExpertGroup: route: expected another than "pull" on a group of {backend}, got "pull"')
+        if self.on_overflow is None:
+            self.on_overflow = "chunk" if self.route == "exact" else "raise"
+        self.calls = 0
+        self._passed: set[Any] = set()  # keys of calls whose arguments have passed the checks
+        self.peers = Peers(group)  # of route "pull"
+        self.hosts = None
+        if on_nccl and self.route != "static":
+            words, timeout = len(collectives.SAME), TIMEOUT_MS / 1000
+            self.hosts = hosts.connect(self.number, words, timeout, group, only_memory=self.route == "exact")
+        # Counts by earlier calls, on the host or on their way there: the count, the event of its arrival, the call.
+        self._overflows: deque[tuple[Tensor, Any, int]] = deque()
+        self._read: list[tuple[Tensor, Any]] = []  # memory and events of those that have been read
+
+    def has_passed(self, key: Any) -> bool:
+        """Whether `note_passed` was called with this key, of `runtime.key_of`."""
+        try:
+            return key in self._passed
+        except TypeError:  # an option that is not hashable is not a valid one
+            return False
+
+    def note_passed(self, key: Any) -> None:
+        """Remembers that the arguments of a call passed its checks; forgets the others if they are many."""
+        if len(self._passed) >= MAX_PASSED:
+            self._passed.clear()
+        self._passed.add(key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RankGroup":
+        """Itself: a process group has no copies, and the ranks count the calls of all layers of one ExpertGroup."""
+        return self
+
+    def meet(self, step: str, call: int = 0, requires_grad: int = 0, failed: bool = False) -> None:
+        """Raises one ValueError on all ranks unless all are at this step of this call, before they send anything.
+
+        step: one of `collectives.STEPS`. failed: this rank has an error of its own to raise, of which it tells the
+        others. Nothing is compared where the host would have to wait for a GPU.
+        """
+        what = f"{step} (call {call})" if call else step
+        values = collectives.header(
+            failed=failed,
+            step=collectives.STEPS.index(step),
+            group=self.number,
+            call=call,
+            requires_grad=requires_grad,
+        )
+        header: collectives.Header | hosts.Answers
+        if self.hosts is not None:
+            header = self.hosts.send(values, what)
+        elif self.devices[0] == "cpu":  # of as many integers as headers with counts
+            on_host = torch.tensor([values + 2 * self.size * [0]], dtype=torch.int64, device="cpu")
+            header = collectives.Header(collectives.all_gather(on_host, what, self.group))
+        else:
+            return
+        if failed:
+            header.sent()
+        else:
+            collectives.check_same(header.read(), same_tokens=False)
+
+    @property
+    def local_experts(self) -> int:
+        """E/P."""
+        return self.num_experts // self.size
+
+    def _agree(self, gpu: Any) -> int:
+        """Raises ValueError on all ranks if their options differ; returns the group's number, and decides on "auto".
+
+        gpu: what `this_gpu` tells of this rank's, or None where "auto" is "exact".
+        """
+        names = ("num_experts", "route", "rows", "slots", "on_overflow", "keep_received")
+        options = {name: getattr(self, name) for name in names}
+        self.meet("options of ExpertGroup")
+        here = options | {"numbers": RankGroup._numbers, "gpu": gpu}
+        by_rank: list[Any] = [None] * self.size
+        with collectives.named("options of ExpertGroup", self.group):
+            dist.all_gather_object(by_rank, here, group=self.group)
+        # Ranks may have made unequally many groups with others, so it is the highest of all that counts.
+        RankGroup._numbers = 1 + max(other["numbers"] for other in by_rank)
+        for name in options:
+            for rank, other in enumerate(by_rank):
+                if other[name] != by_rank[0][name]:
+                    got = f"{name}={by_rank[0][name]!r} on rank 0 and {name}={other[name]!r} on rank {rank}"
+                    raise ValueError(f"ExpertGroup: options: expected the same on all ranks, got {got}")
+        if self.route == "auto":
+            self.route = "pull" if reach_each_other([other["gpu"] for other in by_rank]) else "exact"
+        return RankGroup._numbers
+
+    def count_overflow(self, dropped: Tensor | None) -> None:
+        """Remembers a count of what was dropped. With on_overflow="raise" a later call raises for it.
+
+        Nothing can be dropped where the count is None. In a CUDA graph no host reads it, and nothing is raised.
+        """
+        if dropped is None or self.on_overflow != "raise" or self.route == "exact" or _is_captured(dropped):
+            return
+        arrived = None
+        if dropped.is_cuda:
+            if not self._read:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
+                with torch.inference_mode(False):  # what inference allocates training writes, too
+                    count = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
+                    self._read.append((count, event))
+            on_host, arrived = self._read.pop()
+            dropped = on_host.copy_(dropped, non_blocking=True)
+            arrived.record()
+        self._overflows.append((dropped, arrived, self.calls))
+
+    def check_overflow(self) -> None:
+        """Raises ValueError for what an earlier call has dropped, as far as that is known. Never waits.
+
+        Calls are launched ahead of the GPU, so several counts may be on their way.
+        """
+        while self._overflows:
+            dropped, arrived, call = self._overflows[0]
+            if arrived is not None and (torch.cuda.is_current_stream_capturing() or not arrived.query()):
+                return
+            self._overflows.popleft()
+            number = int(dropped)
+            if arrived is not None:
+                self._read.append((dropped, arrived))
+            if number:
+                expected = f"no more than rows={self.rows}, slots={self.slots} in call {call}"
+                raise ValueError(f"exchange: rows: expected {expected}, got {number} more; raise them or use None")
+
+
+def backend_of(group: Any) -> tuple[bool, tuple[str, ...]]:
+    """Whether the group is on NCCL, and the kinds of devices whose tensors it carries, first NCCL's or else the CPU."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if backends.get("cuda") != "nccl" or not torch.cuda.is_available():  # both may be configured without a GPU
+        return False, tuple(device for device in collectives.DEVICES if backends.get(device, "nccl") != "nccl")
+    return True, ("cuda",) if backends.get("cpu", "nccl") == "nccl" else ("cuda", "cpu")
+
+
+def this_gpu() -> tuple[str, str, list[str]]:
+    """This process's host, its GPU, and the GPUs whose memory this GPU can access."""
+    here, devices = torch.cuda.current_device(), range(torch.cuda.device_count())
+    names = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
+    others = [names[i] for i in devices if i != here and torch.cuda.can_device_access_peer(here, i)]
+    return socket.gethostname(), names[here], others
+
+
+def reach_each_other(gpus: list[Any]) -> bool:
+    """Whether the GPUs of all ranks can read each other's memory. gpus: what `this_gpu` told on each rank, or None."""
+    if None in gpus or len({host for host, _, _ in gpus}) > 1:
+        return False
+    names = [name for _, name, _ in gpus]
+    return len(set(names)) == len(names) and all(set(names) <= {name, *others} for _, name, others in gpus)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether what is done with the tensor now becomes part of a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,266 @@
+"""Which rows of tokens travel to which ranks: those of a collective for each step, and what all routes share."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+import moeblaze_cupy as mb
+from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.fp8 import rows as fp8_rows
+from moeblaze_cupy.interop.parallel import collectives
+from moeblaze_cupy.interop.parallel.collectives import Pending
+from moeblaze_cupy.interop.parallel.group import RankGroup
+from moeblaze_cupy.rows.push import Destination
+from moeblaze_cupy.types import Fp8Rows
+
+Tensor = torch.Tensor
+Rows = Tensor | Fp8Rows
+
+
+class Stored(NamedTuple):
+    """Where results are stored, and `landing` (room, d), where those of this rank's tokens come, by rank."""
+
+    destination: Destination
+    landing: Tensor
+
+
+class Route:
+    """Which rows one exchange sends where. `exchange` makes it, `collect` and backward follow it."""
+
+    begins_early = False  #: rows can travel before a shared expert is launched, as the host waits for no GPU
+
+    def __init__(self, ids: Tensor, experts: RankGroup, arriving: list[int]) -> None:
+        self.experts, self.ids, self.call = experts, ids, experts.calls
+        self.num_tokens, self.k = ids.shape  #: L and k
+        self.sent = list(arriving)  #: rows to each rank
+        self.arriving = arriving  #: rows from each rank
+        self.slots: int | None = None  #: of this rank's experts in the rows received; None if the host does not know it
+        self.has_fixed_room = True  # the number of rows received is known from L
+        self.one_by_one = False  # its steps are functions of autograd that run in the caller's order
+        self.in_fp8 = False  # rows of x and of results' gradients travel in e4m3; never if one_by_one
+        self.counted: Tensor | None = None  # (1,) of what was dropped; None if nothing can be
+        #: has the stream wait for the rows received last, while they are on their way; never set if one_by_one
+        self.wait: Callable[[], None] | None = None
+
+    @property
+    def received(self) -> int:
+        """Rows from all ranks."""
+        return sum(self.arriving)
+
+    @property
+    def room(self) -> int:
+        """Rows of the buffer they are in, a size that comes again in other steps."""
+        return self.received if self.has_fixed_room else launch_config.size_class(self.received)
+
+    @cached_property
+    def choices(self) -> Tensor:
+        """(E,) int64: this rank's slots per expert; their sum over ranks feeds bias rules of the router.
+
+        Counted when it is first asked for, from the ids as they are then. `exchange` with route "pull" has a copy.
+        """
+        counts: Tensor = mb.tokens_per_expert(self.ids, self.experts.num_experts)
+        return counts[0].to(torch.int64)
+
+    @property
+    def dropped(self) -> Tensor:
+        """(1,) int64: rows and slots that found no place."""
+        return self.ids.new_zeros(1, dtype=torch.int64) if self.counted is None else self.counted
+
+    def count_dropped(self, more: Tensor) -> None:
+        """more: (1,) of integers."""
+        self.counted = more.to(torch.int64, copy=True) if self.counted is None else self.counted + more
+
+    def meet(self, step: str, requires_grad: int = 0, failed: bool = False) -> None:
+        """See `RankGroup.meet`."""
+        self.experts.meet(step, self.call, requires_grad, failed)
+
+    def begin(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], None]:
+        """Starts `receive` of the same arguments, which is called once the stream waits: see what this returns.
+
+        Until then rows travel beside what the stream does. `receive` alone does all of it.
+        """
+        raise NotImplementedError
+
+    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
+        """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k).
+
+        The rows are `Fp8Rows` if `in_fp8`. They may be on their way: see `wait`.
+        """
+        raise NotImplementedError
+
+    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Rows, Rows | None]:
+        """The gradients of results (room, d), of (L, d), and the rows of x once more where they are not kept.
+
+        The gradients may be on their way: see `wait`.
+        """
+        raise NotImplementedError
+
+    def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Starts the way back of results (room, d). What it returns gives (L, d), the sums over ranks in order.
+
+        rows: `landing` of `place_of_results` if they are stored there.
+        """
+        raise NotImplementedError
+
+    def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Starts the way back of gradients of received rows: "x" (room, d) and "weights" (room, k), one, or none.
+
+        "x" is `landing` of `place_of_gradients` if it is stored there.
+
+        What it returns gives them by name: of x the sums over ranks (L, d), of each slot its rank's (L, k).
+        """
+        raise NotImplementedError
+
+    def place_of_results(self, d: int, dtype: torch.dtype) -> Stored | None:
+        """Where the layer stores its results on CUDA, if not in an array."""
+        return None
+
+    def place_of_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Stored | None:
+        """Where the layer stores the gradient of x on CUDA, if not in an array.
+
+        needs: the gradients that there will be. weights: those received.
+        """
+        return None
+
+    def without_garbage(self, rows: Tensor) -> Tensor:
+        """Zeros in rows that only fill the buffer up, or were not asked for."""
+        rows[self.received :] = 0
+        return rows
+
+
+class SentRoute(Route):
+    """Rows that collectives send: "exact" or "static"."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        experts: RankGroup,
+        arriving: list[int],
+        ranks: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+    ) -> None:
+        super().__init__(ids, experts, arriving)
+        self.has_fixed_room = False
+        self.ranks = ranks  # (L, k) int64: the rank of each slot's expert, P for none
+        self.positions = positions  # (P, L) int64: where a token's row is among those sent, -1 if it is not sent
+        self.tokens = tokens  # (n,) int64: the token of each row that is sent
+        self._places: Tensor | None = None  # positions by token, int32
+
+    def _what(self, name: str) -> str:
+        return f"all-to-all of {name} (call {self.call}, rows sent {self.sent}, expected {self.arriving})"
+
+    def _send(self, x: Tensor, name: str) -> Pending:
+        """Rows of tokens (L, columns) to the ranks that need them; the result has `room` rows."""
+        chosen, group = x.index_select(0, self.tokens), self.experts.group
+        return collectives.all_to_all(chosen, self.sent, self.arriving, self.room, self._what(name), group)
+
+    def _send_rows(self, rows: Tensor, name: str) -> Callable[[], Rows]:
+        """As `_send`, in e4m3 if `in_fp8`; what this returns waits for them."""
+        if not self.in_fp8:
+            return self._send(rows, name).wait
+        quantized = Fp8Rows(
+            rows.new_empty(rows.shape, dtype=torch.uint8), rows.new_empty(len(rows), dtype=torch.float32)
+        )
+        fp8_rows.quantize_rows(rows, quantized)
+        values = self._send(quantized.values, name)
+        scales = self._send(quantized.scales[:, None], f"scales of {name}")
+        return lambda: Fp8Rows(values.wait(), scales.wait()[:, 0])
+
+    def _give_back(self, rows: Tensor, name: str) -> Pending:
+        """Results of received rows (room, columns) to where the rows came from; the result has a row per row sent."""
+        group, what = self.experts.group, self._what(name)
+        return collectives.all_to_all(rows[: self.received], self.arriving, self.sent, sum(self.sent), what, group)
+
+    def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
+        experts, k = self.experts, self.k
+        packed = torch.cat([collectives.in_bytes(ids), collectives.in_bytes(weights)], 1)
+        if experts.route == "static" and self.num_tokens:
+            chosen = torch.zeros(len(self.tokens) + 1, dtype=torch.bool, device=ids.device)
+            last = len(self.tokens)
+            positions = torch.where(self.positions >= 0, self.positions, last).reshape(-1)
+            chosen.scatter_(0, positions.to(torch.int64), True)  # an assignment would copy its value from the host
+            no_id = packed.new_full((1, 4 * k), 255)  # int32 -1 is four bytes of 255
+            absent = torch.cat([no_id, packed[:1, 4 * k :]], 1)
+            rows = torch.where(chosen[:last, None], packed.index_select(0, self.tokens), absent)
+            what = self._what("ids and weights")
+            pending = collectives.all_to_all(rows, self.sent, self.arriving, self.room, what, experts.group)
+        else:
+            pending = self._send(packed, "ids and weights")
+        received = pending.wait()
+        ids_bytes, weights_bytes = received[:, : 4 * k], received[:, 4 * k :]
+        got_ids = ids_bytes.clone(memory_format=torch.contiguous_format).view(torch.int32)
+        got_weights = weights_bytes.clone(memory_format=torch.contiguous_format).view(weights.dtype)
+        local = got_ids - experts.rank * experts.local_experts
+        local = torch.where((local >= 0) & (local < experts.local_experts), local, -1)
+        if self.received < self.room:  # rows that only fill the buffer up
+            local[self.received :] = -1
+            got_weights[self.received :] = 0
+        return self._send_rows(x, "rows")(), local, got_weights
+
+    def receive_gradients(self, grad: Tensor, x: Tensor | None) -> tuple[Rows, Rows | None]:
+        wait = self._send_rows(grad, "results' gradients")
+        rows = None if x is None else self._send_rows(x, "rows")()
+        return wait(), rows
+
+    def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
+        pending = self._give_back(rows, "results")
+        return lambda: self._sum(pending.wait())
+
+    def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        pending = {name: self._give_back(grad, f"gradients of {name}") for name, grad in grads.items()}
+        take = {"x": self._sum, "weights": self._slots_of}
+        return lambda: {name: take[name](of_name.wait()) for name, of_name in pending.items()}
+
+    def _sum(self, returned: Tensor) -> Tensor:
+        """(L, columns): of each token the rows that came back, added in the order of ranks, in fp32 or wider."""
+        if self._places is None:
+            self._places = self.positions.T.to(torch.int32).contiguous()
+        total: Tensor = mb.sum_rows(returned, self._places)
+        return total
+
+    def _slots_of(self, returned: Tensor) -> Tensor:
+        """(L, k): what each slot's rank gave back in the slot's column; 0 for slots without an expert."""
+        shape = self.num_tokens, self.k
+        if not len(returned):
+            return returned.new_zeros(shape)
+        present = self.ranks < self.experts.size
+        ranks = torch.where(present, self.ranks, 0)  # (L, k)
+        rows = self.positions.gather(0, ranks.T.contiguous()).T  # (L, k)
+        columns = torch.arange(self.k, device=returned.device).expand(shape)
+        return torch.where(present & (rows >= 0), returned[rows.clamp(min=0), columns], 0)
+
+
+def sent_route(ids: Tensor, experts: RankGroup) -> tuple[SentRoute, Callable[[], Tensor]]:
+    """The route as far as this rank knows it, and what gives (2P,) int64: rows, then slots, for each rank."""
+    L, P, E, device = len(ids), experts.size, experts.num_experts, ids.device
+    wide = ids.to(torch.int64)
+    present = (wide >= 0) & (wide < E)  # (L, k)
+    ranks = torch.where(present, wide // experts.local_experts, P)
+    needed = torch.zeros((P + 1, L), dtype=torch.bool, device=device)
+    needed.scatter_(0, ranks.T.contiguous(), True)
+    needed = needed[:P]  # (P, L) whether a rank has an expert of a token
+    dropped: Tensor | None = None
+    token = torch.arange(L, device=device).expand(P, L)
+    if experts.route == "exact":
+        positions = torch.where(needed, needed.reshape(-1).cumsum(0).view(P, L) - 1, -1)
+        room, arriving = P * L, []
+    else:
+        C = experts.rows or L
+        places = needed.to(torch.int64).cumsum(1) - 1
+        if experts.rows is not None:
+            dropped = (needed & (places >= C)).sum().reshape(1)
+            needed = needed & (places < C)
+        positions = torch.where(needed, places + C * torch.arange(P, device=device)[:, None], -1)
+        room, arriving = P * C, [C] * P
+    # Rows without a token are token 0's, whose ids `receive` leaves out. The last element takes what is not sent.
+    tokens = torch.zeros(room + 1, dtype=torch.int64, device=device)
+    tokens.scatter_(0, torch.where(needed, positions, room).reshape(-1), token.reshape(-1))
+    tokens = tokens[:room] if L else tokens[:0]
+    if not L:
+        arriving = [0] * len(arriving)
+    route = SentRoute(ids, experts, arriving, ranks, positions, tokens)
+    route.counted = dropped
+    return route, lambda: torch.cat([needed.sum(1), mb.tokens_per_expert(ranks, P)[0].to(torch.int64)])

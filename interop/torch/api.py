@@ -1,0 +1,534 @@
+"""PyTorch: `moe`, a differentiable function, and `MoE`, a module with a router.
+
+Outputs and workspace come from torch's allocator and launches go to torch's current stream, in
+backward too, which autograd runs on another thread. Everything kept for backward goes through
+save_for_backward, so saved-tensor hooks see it. CPU tensors run on the NumPy backend.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.interop.torch import arguments as torch_arguments
+from moeblaze_cupy.interop.torch import autograd as torch_autograd
+from moeblaze_cupy.interop.torch import fp8 as torch_fp8
+from moeblaze_cupy.interop.torch import operators as torch_ops
+from moeblaze_cupy.interop.torch import router as torch_router
+from moeblaze_cupy.interop.torch import router_operators as torch_router_ops
+from moeblaze_cupy.interop.torch import sums as torch_sums
+from moeblaze_cupy.interop.torch.operators import Options, Sums
+from moeblaze_cupy.layer.api import LayerExtras, forward
+from moeblaze_cupy.router import options as router_options
+from moeblaze_cupy.router.options import RouterOptions
+from moeblaze_cupy.types import SAVE_POLICIES, Activation, Fp8Weights, LayerArrays, LayerOptions, RouterSums, is_gated
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of MoE's parameters
+
+
+def moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    w1: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    w2: torch.Tensor,
+    *,
+    activation: str | Activation = "swiglu",
+    save: str | None = "minimal",
+    keep_saved: bool = False,
+    accumulate_into_main_grad: bool | Mapping[str, Any] = False,
+    b1: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    b2: torch.Tensor | None = None,
+    gate_up: str = "halves",
+    token_offsets: torch.Tensor | None = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+    keep_fp8_weights: bool = True,
+) -> torch.Tensor:
+    """The MoE layer (L, d), differentiable in x, weights, w1, w2, b1, b2; arguments as `moeblaze_cupy.moe_forward`.
+
+    With unreduced it is (L, k, d), or (P, d) with token_offsets, and weights are None unless they are on the input.
+    Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
+    their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`, on the CPU
+    too, where nothing is overwritten. With save="recompute" or "fp8" it needs no `keep_saved`. torch's gradcheck runs
+    several backwards.
+    Backward computes the gradients of all tensors that required one in forward, also where torch.autograd.grad asks
+    for some of them only, and adds to every main_grad.
+    accumulate_into_main_grad: Megatron's contract for w1 and w2, which then are parameters, or views of parameters
+    such as transposed ones. Backward adds their gradients to `main_grad` of the parameter, a tensor of the
+    parameter's shape and strides in float32 or its dtype, as `accumulate` of `moeblaze_cupy.moe_backward` does, and
+    .grad stays None. main_grad shares no memory with the parameter. A parameter with the attribute
+    `grad_added_to_main_grad` has it set to True and gets a .grad of no meaning (zeros if its `zero_out_wgrad` is true),
+    for hooks that wait for one. In what torch.compile compiles a view does not tell its parameter: give the
+    parameters, {"w1": parameter or pair, "w2": parameter}, of which w1 and w2 are views as a whole. The attribute is
+    then set in forward.
+    There are no second derivatives: a graph made by create_graph=True raises RuntimeError where it is used.
+    torch.compile, torch.export, make_fx, dispatch modes, tensor subclasses, and grad, vjp and vmap of torch.func (vmap
+    over tokens with the same experts) get operators of the namespace `moeblaze`. Forward-mode differentiation,
+    is_grads_batched, torch.jit.trace, and torch.export with gradients are refused.
+    Under torch.autocast x, w1 and w2 are cast as linear casts its tensors, and out is in autocast's dtype. weights stay
+    in float32; of another dtype than that and autocast's they come to it.
+    precision, fp8_weights: as of `moeblaze_cupy.moe_forward`. Gradients are those of w1 and w2. Where `fp8_weights` is
+    None, an operator of its own quantises the weights in a compiled graph.
+    keep_fp8_weights: False quantises the weights in backward again, rather than keep what forward made: for parameters
+    whose memory is freed after forward, as FSDP2 does.
+    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.moe_forward` does. Backward raises RuntimeError for a
+    tensor whose storage has been freed since forward, as FSDP2 frees that of gathered parameters.
+    """
+    gate, up = torch_arguments.gate_and_up("w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else torch_arguments.gate_and_up("b1", b1)
+    layer = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
+    options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, None, precision)
+    return _moe(layer, options, _Call(keep_saved, accumulate_into_main_grad, fp8_weights, keep_fp8_weights))
+
+
+class _Call(NamedTuple):
+    """What `moe` is told beside a layer's tensors and options."""
+
+    keep_saved: bool
+    accumulate: bool | Mapping[str, Any]  #: into main_grad
+    fp8_weights: Fp8Weights | None
+    keep_fp8_weights: bool
+    shape: tuple[int, ...] | None = (
+        None  #: of out, which is no view then; None for (L, d), or that of unreduced outputs
+    )
+
+
+def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
+    fp8_weights = call.fp8_weights
+    of_fp8 = fp8_checks.arrays_of("moe_forward", options.precision, fp8_weights)
+    as_operators = torch_autograd.wanted((*layer, *of_fp8) if of_fp8 else layer)
+    x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = layer
+    no_weights = weights is None and not options.unreduced
+    if as_operators or no_weights or x is None or ids is None or gate is None or w2 is None:
+        torch_arguments.check_tensors(layer, options.unreduced)
+    if not as_operators:
+        checks.untransformed("moe", "x", layer)
+    main_grads = {}
+    if call.accumulate and torch.is_grad_enabled():
+        main_grads = torch_autograd.main_grads(gate, up, w2, call.accumulate)
+    autocast = as_operators or torch_autograd.any_autocast()
+    if autocast and torch_arguments.in_autocast(x):
+        (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
+            x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
+        )
+        layer = LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets)
+    differentiable = torch.is_grad_enabled() and (
+        x.requires_grad or gate.requires_grad or any(t is not None and t.requires_grad for t in layer[2:])
+    )
+    if not differentiable:  # nothing else looks at it
+        checks.one_of("moe", "save", options.save, SAVE_POLICIES)
+    elif options.save is None:
+        raise ValueError("moe: save: expected a policy that keeps something, as gradients are required, got None")
+    if as_operators:
+        return _by_operators(layer, options, call, of_fp8, main_grads, differentiable)
+    out: torch.Tensor
+    if not differentiable:
+        extras = None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights)
+        out = forward(layer, LayerOptions(options.activation, None, *options[2:]), extras)[0]
+        return torch_autograd.in_shape(out, call.shape)
+    # apply looks at each argument, so it gets the tensors that there are.
+    tensors = layer[:6] if b1_gate is b1_up is b2 is token_offsets is None else layer
+    shared = up is None and len(tensors) == 6 and not main_grads
+    owners = torch_sums.owners_of(gate, w2) if shared else None
+    of_fp8_call = fp8_weights, call.keep_fp8_weights
+    told = torch_autograd.EagerCall(call.keep_saved, main_grads, options, *of_fp8_call, owners, call.shape)
+    out = torch_autograd.EagerMoE.apply(told, *tensors)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return out
+
+
+def _by_operators(
+    layer: LayerArrays,
+    options: LayerOptions,
+    call: _Call,
+    of_fp8: tuple[Any, ...],
+    main_grads: dict[str, torch_autograd.MainGrad],
+    differentiable: bool,
+) -> torch.Tensor:
+    """`_moe` for compilers, dispatch modes and transforms. of_fp8: the arrays of `call.fp8_weights`."""
+    fp8_weights, save = call.fp8_weights, options.save
+    of_layer = options.gate_up, options.weights_on, options.unreduced, options.identity_experts, options.precision
+    of_operators = Options.of(options.activation, *of_layer)
+    in_fp8 = _in_fp8(of_fp8, fp8_weights, options.gate_up)
+    out: torch.Tensor
+    if not differentiable and not torch_autograd.transformed():
+        out = torch_ops.moe_infer(*layer, *in_fp8, *of_operators)
+        return torch_autograd.in_shape(out, call.shape, traceable=True)
+    if save is None:
+        save = "recompute"  # of what torch.func may differentiate
+    if differentiable:
+        torch_autograd.no_export("moe")
+    sums = Sums(**{name: main_grad.buffer() for name, main_grad in main_grads.items()})
+    # Compiled code changes no attributes in backward, so it is told here.
+    announced = tuple(main_grads[name].announce() if name in main_grads else None for name in Sums._fields)
+    in_backward = getattr(fp8_weights, "in_backward", None)
+    of_call = call.keep_saved, announced, call.keep_fp8_weights, in_backward, call.shape
+    told = torch_autograd.OperatorCall(save, *of_call)
+    out, *_ = torch_autograd.OperatorMoE.apply(told, *of_operators, *sums, *layer, *in_fp8)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return out
+
+
+def _in_fp8(arrays: tuple[Any, ...], fp8_weights: Fp8Weights | None, gate_up: str) -> tuple[Any, ...]:
+    """The last tensors of torch_ops.Layer: `arrays` of `fp8_weights`, or None for each.
+
+    Operators get no `fp8_weights.gate_up`, so it is compared here.
+    """
+    if fp8_weights is None:
+        return (None,) * len(torch_ops.IN_FP8)
+    if fp8_weights.gate_up != gate_up:
+        raise checks.bad_value("moe_forward", "fp8_weights.gate_up", repr(gate_up), repr(fp8_weights.gate_up))
+    return arrays
+
+
+def route(
+    logits: torch.Tensor,
+    k: int | None = None,
+    *,
+    score: str = "softmax",
+    renormalize: bool | None = None,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    bias_on: str = "scores",
+    groups: tuple[int, int, int] | None = None,
+    ids: torch.Tensor | None = None,
+    token_offsets: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    top_p: float | None = None,
+    threshold: float | None = None,
+    sums: tuple[str, ...] = (),
+    sequences: int | torch.Tensor = 1,
+) -> tuple[Any, ...]:
+    """`moeblaze_cupy.route` on tensors: weights (L, k), differentiable in logits (L, E), and ids (L, k) int32.
+
+    With `sums` a `moeblaze_cupy.RouterSums` follows, whose tensors are differentiable in the logits too: a balancing
+    loss is a function of them, and no gradient of its own of size (L, E) exists. The bias gets no gradient.
+    renormalize: None means k > 1. Where k = 1, True makes every weight of softmax 1 and its gradient 0.
+    Backward needs the ids as they are: to drop tokens, pass torch.where(mask, -1, ids) on, and change none in place.
+    Second derivatives and transforms as for `moe`; vmap takes logits alone, with a bias of all.
+    Raises TypeError, ValueError or RuntimeError as `moeblaze_cupy.route` does.
+    """
+    offsets = sequences if isinstance(sequences, torch.Tensor) else None
+    tensors = logits, bias, ids, token_offsets, token_mask, offsets
+    as_operators = torch_autograd.wanted(tensors)
+    if as_operators or logits is None:
+        for name, tensor in zip(("logits", *torch_router.ROUTE_OTHERS), tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
+                raise TypeError(f"route: {name}: expected a torch tensor, got {type(tensor)}")
+    if not as_operators:
+        checks.untransformed("route", "logits", tensors)
+    others = None if bias is None else bias.detach(), *tensors[2:]
+    options: dict[str, Any] = {
+        "score": score,
+        "renormalize": renormalize,
+        "eps": eps,
+        "scale": scale,
+        "bias_on": bias_on,
+        "groups": groups,
+        "top_p": top_p,
+        "threshold": threshold,
+        "sums": sums,
+    }
+    if as_operators:
+        options |= {"sums": tuple(sums), "sequences": sequences if offsets is None else None}
+        arguments = (logits, *others, k, *RouterOptions(**options))
+        differentiable = torch.is_grad_enabled() and logits.requires_grad
+        if differentiable:
+            torch_autograd.no_export("route")
+        if differentiable or torch_autograd.transformed():
+            routed = torch_router.OperatorRoute.apply(*arguments)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+        else:
+            routed = torch_router_ops.route(*arguments)
+        asked = zip(routed[2:], torch_router_ops.asked_sums(sums), strict=True)
+        routed = *routed[:2], *(total if wanted else None for total, wanted in asked)
+    else:
+        if offsets is None:
+            options["sequences"] = sequences
+        present = others if any(tensor is not None for tensor in others) else ()
+        routed = torch_router.EagerRoute.apply((k, options), logits, *present)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
+    return (*routed[:2], RouterSums(*routed[2:])) if sums else routed[:2]
+
+
+class Routed(NamedTuple):
+    """What a MoE routed in one forward."""
+
+    logits: torch.Tensor  #: (L, E) float32 (float64 of such x)
+    weights: torch.Tensor  #: (L, k)
+    ids: torch.Tensor  #: (L, k) int32
+    sums: Any  #: `moeblaze_cupy.RouterSums`, or None without `sums`
+
+
+def _size(argument: str, value: int, most: int | None = None) -> int:
+    size = checks.integer("MoE", argument, value)
+    if size < 1 or (most is not None and size > most):
+        raise checks.bad_value("MoE", argument, "at least 1" if most is None else f"1 to {most}", size)
+    return size
+
+
+class MoE(torch.nn.Module):
+    """A router and its experts: (..., d) -> (..., d).
+
+    w1 is (E, d, 2h), or (E, d, h) without a gate, and w2 (E, h, d), each the transposed view of a parameter
+    stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
+    logits are float32 (fp64 of such x), under torch.autocast too. On CUDA those of 16-bit tokens and a router of their
+    dtype come from one product with a float32 result.
+    score, renormalize, eps, scale, bias_on, groups, sums: as of `route`; a choice for k = 1 that makes every weight the
+    same, so that the router is not trained, is warned of.
+    bias: True makes a buffer `bias` (E,) of zeros that `route` gets as its bias. It stays float32 whatever dtype the
+    module is cast to, or the state has that it loads. A rule of the caller's changes it; no forward does.
+    routing: a callable to be used instead of `route`, of logits (L, E), that returns weights, ids and at will
+    RouterSums, such as one that takes given ids; the options of `route` then have no effect. It takes no token_mask.
+    return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
+    keeps no state of a forward, so recomputation in backward counts nothing twice.
+    keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
+    expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
+    identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
+    precision: as of `moe`. With "fp8" every forward quantises w1 and w2, in CUDA graphs and compiled code too, unless
+    they are held by `quantize_weights`. Of parameters that FSDP2 has gathered no e4m3 weights are kept for backward,
+    which quantises again. Where `CopyEngines.serve` has these parameters travel in e4m3, both use what came, and
+    torch.compile calls the experts between its graphs.
+    Raises TypeError or ValueError for sizes and names that no forward would take.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int,
+        num_experts: int,
+        k: int,
+        *,
+        activation: str | Activation = "swiglu",
+        save: str | None = "minimal",
+        score: str = "softmax",
+        renormalize: bool | None = None,
+        eps: float = 0.0,
+        scale: float = 1.0,
+        bias: bool = False,
+        bias_on: str = "scores",
+        groups: tuple[int, int, int] | None = None,
+        sums: tuple[str, ...] = (),
+        routing: Callable[[torch.Tensor], tuple[Any, ...]] | None = None,
+        return_routing: bool = False,
+        keep_saved: bool = False,
+        accumulate_into_main_grad: bool = False,
+        expert_bias: bool = False,
+        gate_up: str = "halves",
+        weights_on: str = "output",
+        identity_experts: int = 0,
+        precision: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        d_model, d_hidden = _size("d_model", d_model), _size("d_hidden", d_hidden)
+        num_experts = _size("num_experts", num_experts, launch_config.MAX_ROUTER_EXPERTS)
+        identity_experts = checks.integer("MoE", "identity_experts", identity_experts)
+        most = launch_config.MAX_ROUTER_EXPERTS - num_experts
+        if not 0 <= identity_experts <= most:
+            raise checks.bad_value("MoE", "identity_experts", f"0 to {most}", identity_experts)
+        routed = num_experts + identity_experts
+        k = _size("k", k, min(routed, launch_config.MAX_ROUTER_K))
+        checks.activation("MoE", activation)
+        checks.gate_up("MoE", gate_up, activation)
+        checks.layer_options("MoE", LayerOptions(weights_on=weights_on), True, expert_bias)
+        checks.one_of("MoE", "save", save, SAVE_POLICIES)
+        options = router_options.of("MoE", score, renormalize, eps, scale, bias_on, groups, None, None, sums, 1)
+        router_options.group_sizes("MoE", options, k, routed)
+        if routing is not None and not callable(routing):
+            raise checks.bad_type("MoE", "routing", "None or a function of the logits", repr(routing))
+        if sums and not return_routing:
+            raise checks.bad_value("MoE", "sums", "() without return_routing=True", repr(sums))
+        if k == 1 and score == "softmax" and renormalize and routing is None:
+            advice = "leave renormalize out"
+            warnings.warn(
+                f"MoE: k = 1 with renormalize=True trains no router, as every weight is 1; {advice}", stacklevel=2
+            )
+        self.k, self.activation, self.save, self._renormalize = k, activation, save, options.renormalize
+        self.score, self.eps, self.scale, self.bias_on = score, eps, scale, bias_on
+        self.groups, self.sums, self.routing, self.return_routing = (
+            options.groups,
+            options.sums,
+            routing,
+            return_routing,
+        )
+        self.keep_saved, self.accumulate_into_main_grad = keep_saved, accumulate_into_main_grad
+        self.gate_up, self.weights_on, self.identity_experts = gate_up, weights_on, identity_experts
+        checks.one_of("MoE", "precision", precision, fp8_checks.PRECISIONS)
+        if precision is not None:
+            fp8_checks.form("MoE", d_model, d_hidden, gate_up)
+        self.precision = precision
+        self._fp8 = torch_fp8.Held()
+        self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
+        width = d_hidden * (2 if is_gated(activation) else 1)
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = parameter(routed, d_model)
+        self.w1_storage = parameter(num_experts, width, d_model)
+        self.w2_storage = parameter(num_experts, d_model, d_hidden)
+        self.b1 = parameter(num_experts, width) if expert_bias else None
+        self.b2 = parameter(num_experts, d_model) if expert_bias else None
+        self.register_buffer("bias", torch.zeros(routed, device=device, dtype=torch.float32) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with standard deviation 1 / sqrt(fan in); biases are 0."""
+        for parameter in (self.router, self.w1_storage, self.w2_storage):
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        for bias in (self.b1, self.b2, self.bias):
+            if bias is not None:
+                torch.nn.init.zeros_(bias)
+
+    @property
+    def renormalize(self) -> bool:
+        """Whether a token's weights are divided by their sum: what was asked for, else whether k is above 1 now."""
+        return self.k > 1 if self._renormalize is None else self._renormalize
+
+    @renormalize.setter
+    def renormalize(self, value: bool | None) -> None:
+        self._renormalize = value
+
+    @property
+    def fp8_weights(self) -> Fp8Weights | None:
+        """What is held; None where each forward quantises."""
+        return self._fp8.weights
+
+    def quantize_weights(self, *, hold: bool = True) -> Fp8Weights | None:
+        """Quantises the parameters once for all forwards until the next call, eager, compiled and captured ones.
+
+        The caller answers for what is written to the parameters meanwhile, which these forwards do not see: call this
+        again after each step of an optimizer, and after loading weights. A forward with other parameter objects
+        quantises for itself. The call writes the memory of the last one, so a backward of a forward before raises
+        RuntimeError. In a CUDA graph it is for what is captured after it.
+        An adapter of peft or a parametrisation ends it, and modules with these hold nothing: their forwards quantise
+        the weights that they are given.
+        hold: False ends it and makes nothing.
+        Returns what is held, or None. Raises RuntimeError for parameters that FSDP2 shards.
+        """
+        if not hold:
+            self._fp8.release()
+            return None
+        parameters = self.w1_storage, self.w2_storage
+        torch_fp8.refuse_parts("MoE: quantize_weights", self._sharded)
+        made: Fp8Weights | None = self._fp8.hold(self, parameters, *self._weights(), self.gate_up)
+        return made
+
+    @property
+    def travel_in_e4m3(self) -> tuple[str, ...]:
+        """The names of the parameters of w1 and w2, if all-gathers may bring them in e4m3 alone."""
+        only = self.precision is not None and not self.accumulate_into_main_grad
+        return ("w1_storage", "w2_storage") if only else ()
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("w1_storage", "w2_storage") and hasattr(value, "to_local"):  # FSDP2 sets its parameters here
+            self._sharded = True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "MoE":
+        bias = self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch gives it no types
+        if bias is not None and self.bias is not None and self.bias.dtype != torch.float32:
+            self.bias = bias.to(self.bias.device)  # its small steps are lost in fewer digits
+        return self
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.bias is not None and self.bias.dtype != torch.float32:  # assign=True takes that of the state
+            self.bias = self.bias.float()
+
+    def forward(
+        self, x: torch.Tensor, *, token_mask: torch.Tensor | None = None, sequences: int | torch.Tensor = 1
+    ) -> Any:
+        """out, or (out, Routed) with `return_routing`. token_mask, sequences: as of `route`, of x's tokens in order.
+
+        A token whose token_mask is False has logits and an output of 0, and no part in any gradient, even if it is NaN.
+        """
+        routed, d = self.router.shape
+        if not isinstance(x, torch.Tensor):
+            raise checks.bad_type("MoE", "x", "a torch tensor", type(x))
+        if x.is_nested:
+            raise checks.bad_type("MoE", "x", torch_arguments.DENSE, "a nested one")
+        if x.dim() == 0 or x.shape[-1] != d:
+            raise ValueError(f"MoE: x: expected shape (..., d) = (..., {d}), got {tuple(x.shape)}")
+        w1 = self.w1_storage
+        dtype, experts = w1.dtype, w1.shape[0] + self.identity_experts
+        if routed != experts:
+            expected = f"shape (E + identity_experts, d) = ({experts}, {d}), as w1_storage has {w1.shape[0]} experts"
+            raise checks.bad_value("MoE", "router", expected, tuple(self.router.shape))
+        if x.dtype != dtype and not torch_arguments.in_autocast(x):
+            if dtype not in DTYPES:
+                names = " or ".join(map(str, DTYPES))
+                expected = f"dtype {names}, of which precision='fp8' makes copies in e4m3"
+                raise checks.bad_type("MoE", "w1_storage", expected, dtype)
+            raise checks.bad_type("MoE", "x", f"{dtype}, that of the parameters, or torch.autocast", x.dtype)
+        if not isinstance(token_mask, (torch.Tensor, type(None))):
+            raise checks.bad_type("MoE", "token_mask", "None or a torch tensor", type(token_mask))
+        tokens = x.reshape(-1, d).contiguous()
+        if token_mask is not None:
+            if self.routing is not None:
+                raise checks.bad_value("MoE", "token_mask", "None with routing, which gets logits alone", "a mask")
+            token_mask = token_mask.reshape(-1).contiguous()
+            torch_arguments.check_mask(token_mask, tokens)
+        logits = torch_router.router_logits(tokens, self.router, token_mask)
+        if self.routing is not None:
+            weights, ids, *sums = self.routing(logits)
+        else:
+            weights, ids, *sums = route(
+                logits,
+                self.k,
+                score=self.score,
+                renormalize=self._renormalize,
+                eps=self.eps,
+                scale=self.scale,
+                bias=self.bias,
+                bias_on=self.bias_on,
+                groups=self.groups,
+                token_mask=token_mask,
+                sums=self.sums,
+                sequences=sequences,
+            )
+        layer = self._experts if self._fp8.gathered is None else self._gathered_experts
+        out = layer(tokens, ids, weights, None if x.dim() == 2 else x.shape)
+        return (out, Routed(logits, weights, ids, sums[0] if sums else None)) if self.return_routing else out
+
+    def _experts(
+        self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shape: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        gathered = self._fp8.gathered
+        if gathered is not None and gathered.have(self.w1_storage, self.w2_storage):
+            w1, w2, fp8_weights = gathered.weights(self.w1_storage, self.w2_storage)
+        else:
+            w1, w2 = self._weights()
+            fp8_weights = self._fp8.of(self.w1_storage, self.w2_storage)
+        accumulate = {"w1": self.w1_storage, "w2": self.w2_storage} if self.accumulate_into_main_grad else False
+        layer = LayerArrays(tokens, ids, weights, w1, None, w2, self.b1, None, self.b2)
+        of_slots = self.weights_on, False, self.identity_experts, None
+        options = LayerOptions(self.activation, self.save, self.gate_up, *of_slots, self.precision)
+        return _moe(layer, options, _Call(self.keep_saved, accumulate, fp8_weights, not self._sharded, shape))
+
+    # Compilers would look into parameters that have no numbers.
+    _gathered_experts = torch.compiler.disable(_experts)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+    def extra_repr(self) -> str:
+        E, d, h = self.w2_storage.shape
+        options = ("activation", "save", "score", "renormalize", "keep_saved", "accumulate_into_main_grad")
+        unusual = {"eps": 0.0, "scale": 1.0, "bias_on": "scores", "groups": None, "sums": (), "return_routing": False}
+        unusual |= {"gate_up": "halves", "weights_on": "output", "identity_experts": 0, "precision": None}
+        named = [*options, *(name for name, usual in unusual.items() if getattr(self, name) != usual)]
+        sizes = f"d_model={d}, d_hidden={h}, num_experts={E}, k={self.k}"
+        shown = [sizes, *(f"{name}={getattr(self, name)!r}" for name in named)]
+        biases = {"bias=True": self.bias, "expert_bias=True": self.b1}
+        return ", ".join([*shown, *(name for name, bias in biases.items() if bias is not None)])

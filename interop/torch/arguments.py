@@ -1,0 +1,75 @@
+"""The tensors of a call of `moe`: what they must be, and their dtypes under torch.autocast."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moeblaze_cupy import checks
+from moeblaze_cupy import types as structures
+from moeblaze_cupy.checks import named_pair
+
+DENSE = "a dense tensor, as values() of a nested one is"
+
+
+def gate_and_up(name: str, weight: Any) -> tuple[Any, Any]:
+    """w1 or b1 as (gate, up): a tensor alone is the gate, and up is None then."""
+    if not isinstance(weight, (tuple, list)):
+        return weight, None
+    for part, tensor in named_pair("moe", name, weight).items():
+        check_tensor(part, tensor)
+    return structures.gate_and_up(weight)
+
+
+def check_tensors(layer: Sequence[Any], unreduced: bool) -> None:
+    """layer: the first tensors of torch_ops.Layer, in order. Optional ones, such as biases, may be None."""
+    x, ids, weights, gate, _, w2, b1_gate, _, b2, token_offsets = layer  # `gate_and_up` has checked the up halves
+    for name, tensor in (("x", x), ("ids", ids), ("w1", gate), ("w2", w2)):
+        check_tensor(name, tensor)
+    if weights is not None or not unreduced:
+        check_tensor("weights", weights)
+    for name, optional in (("b1", b1_gate), ("b2", b2), ("token_offsets", token_offsets)):
+        if optional is not None:
+            check_tensor(name, optional)
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"moe: {name}: expected a torch tensor, got {type(tensor)}")
+    if tensor.is_nested:  # there are no operators for them
+        raise checks.bad_type("moe", name, DENSE, "a nested one")
+
+
+def check_mask(token_mask: Any, tokens: torch.Tensor) -> None:
+    """The token_mask of `MoE`, flat, against its tokens (L, d)."""
+    if token_mask.dtype != torch.bool:
+        raise checks.bad_type("MoE", "token_mask", "dtype bool", str(token_mask.dtype).removeprefix("torch."))
+    if len(token_mask) != len(tokens):
+        raise checks.bad_value("MoE", "token_mask", f"one for each of {len(tokens)} tokens", len(token_mask))
+    if token_mask.device != tokens.device:
+        raise checks.bad_type("MoE", "token_mask", f"x's device {tokens.device}", token_mask.device)
+
+
+def in_autocast(x: torch.Tensor) -> bool:
+    """Whether torch.autocast is on for the tensor's device. It knows no meta tensors, which give models shapes."""
+    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+
+
+def autocast(device: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """operands, x first: cast to autocast's dtype, as torch casts those of a linear layer. float64 is not cast.
+
+    others: router weights and biases. One in float32 or in the new dtype of x stays as it is. Another becomes float32.
+    """
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Any) -> Any:  # a tensor or None, which torch 2.6 cannot compile as an annotation
+        of_autocast = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if tensor is not None and of_autocast else tensor
+
+    def widened(tensor: Any) -> Any:
+        stays = tensor is None or tensor.dtype in (torch.float32, of_x) or not tensor.is_floating_point()
+        return tensor if tensor is None or stays else tensor.float()
+
+    products = list(map(cast, operands))
+    of_x = products[0].dtype
+    return products, list(map(widened, others))

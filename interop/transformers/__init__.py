@@ -1,0 +1,9 @@
+"""Hugging Face transformers: its import registers the layer as the experts implementation `"moeblaze"`.
+
+May import torch, transformers, `interop.torch` and `interop.parallel`. Touches transformers' registry of experts
+and the modules that it is given. `parallel` is imported apart, as it registers an option of its own.
+"""
+
+from moeblaze_cupy.interop.transformers.api import Patched, patch, quantize_weights, register
+
+__all__ = ["Patched", "patch", "quantize_weights", "register"]

@@ -1,0 +1,178 @@
+"""Hugging Face transformers: importing this module registers `experts_implementation="moeblaze"`.
+
+A module that the layer cannot compute runs as "grouped_mm" does, with one warning for its class. `patch` serves the
+classes that transformers does not dispatch.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.interop.transformers.experts import arguments_of, experts, layer_options, set_held, unfit, weights_of
+from moeblaze_cupy.interop.transformers.formula import foreign_forward, formula_of, is_dispatched, name_of, refuse
+from moeblaze_cupy.interop.transformers.patches import CALLERS, OUT_OF_REACH, PATCHES, bind, is_bound, set_held_bound
+from moeblaze_cupy.types import SAVE_POLICIES
+
+
+def register(
+    name: str = "moeblaze",
+    *,
+    save: str = "minimal",
+    keep_saved: bool = False,
+    precision: str | None = None,
+    fallback: bool | None = None,
+) -> None:
+    """Registers the layer with transformers as `experts_implementation=name`. The import does so with the defaults.
+
+    save: a save policy of `moeblaze_cupy.moe_forward`, for models in training.
+    keep_saved: as of `moe`: whether a second backward through the same graph works.
+    precision: None, or "fp8" as of `moe`. Every forward quantises the weights, also if it is compiled, captured in a
+    CUDA graph or run on weights that FSDP2 gathered, unless `quantize_weights` has the model hold them. Backward uses
+    the same e4m3 weights; with save="recompute" it quantises again. Experts that e4m3 does not serve raise the errors
+    of `moe`: nothing falls back.
+    fallback: True runs experts that the layer cannot compute as "grouped_mm", with one warning that names the class and
+    the reason. False raises NotImplementedError. None reads the environment variable MOEBLAZE_FALLBACK: "0" means
+    False.
+    """
+    checks.one_of("register", "save", save, SAVE_POLICIES)
+    checks.one_of("register", "precision", precision, fp8_checks.PRECISIONS)
+    if name == "eager" or (name in ExpertsInterface._global_mapping and name not in _PRECISIONS):
+        raise checks.bad_value("register", "name", "one that transformers does not use itself", repr(name))
+    falls_back = _falls_back(fallback) and precision is None
+
+    def forward(
+        self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        formula = formula_of(self)
+        parameters = weights_of(self)
+        reason = formula.reason or unfit(parameters)
+        if reason:
+            refuse(type(self), reason, "grouped_mm", falls_back)
+            out: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+            return out
+        return experts(
+            self,
+            formula,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            save,
+            precision=precision,
+            keep_saved=keep_saved,
+            parameters=parameters,
+        )
+
+    _PRECISIONS[name] = precision
+    ExpertsInterface.register(name, forward)
+
+
+_PRECISIONS: dict[str, str | None] = {}  # by the names under which the layer is registered
+
+
+def _falls_back(fallback: bool | None) -> bool:
+    return os.environ.get("MOEBLAZE_FALLBACK", "1") != "0" if fallback is None else fallback
+
+
+def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str, ...]:
+    """Quantises the experts' weights of a model once, for precision="fp8": all forwards use them until the next call.
+
+    It is as `MoE.quantize_weights`: forwards do not see what is written to the parameters meanwhile, and modules with
+    adapters of peft hold nothing.
+    hold: False ends it, and every forward quantises again.
+    Returns the names of the modules that hold weights. Such can be those whose experts implementation was registered
+    with precision="fp8", and those that `patch` serves with it.
+    Raises ValueError if the model has none of these, RuntimeError for parameters that are DTensors, NotImplementedError
+    for experts that the layer cannot compute, and the errors of `moeblaze_cupy.quantize_weights`.
+    """
+    held = {}
+    for name, module in model.named_modules():
+        if is_bound(module):
+            if module.moeblaze_options.get("precision") is not None:
+                held[name] = set_held_bound(name, module, hold)
+        elif is_dispatched(module) and _PRECISIONS.get(module.config._experts_implementation) is not None:
+            formula = formula_of(module)
+            if formula.activation is None:
+                raise NotImplementedError(f"moeblaze: {name_of(type(module))}: {formula.reason}")
+            w1, w2, _ = arguments_of(module)
+            held[name] = set_held(name, module, weights_of(module), w1, w2, formula.gate_up, hold)
+    if not held:
+        expected = 'experts with precision="fp8", of register or patch'
+        raise checks.bad_value("quantize_weights", "model", expected, f"a {type(model).__name__} without")
+    return tuple(name for name, holds in held.items() if holds)
+
+
+class Patched(NamedTuple):
+    """What `patch` did: names of modules it serves, and reasons by the names of those that it cannot serve."""
+
+    served: tuple[str, ...]
+    refused: dict[str, str]
+
+
+def patch(
+    model: torch.nn.Module,
+    *,
+    save: str = "minimal",
+    keep_saved: bool = False,
+    precision: str | None = None,
+    fallback: bool | None = None,
+) -> Patched:
+    """Serves modules that transformers does not dispatch, and finds the formulas of those that it does.
+
+    It replaces the forward of every DbrxExperts, Llama4TextExperts, JetMoeMoE, LongcatFlashExperts and Step3p7Experts
+    within the model, and of every Llama4TextMoe around such experts, on the instance. Weights stay where they are.
+    Another call changes only the options.
+    It also finds the formulas of modules whose experts implementation is "moeblaze", so that parts of a model that are
+    compiled one by one share their graphs.
+    save, keep_saved, precision: as of `register`, which decides for modules that transformers dispatches.
+    fallback: as of `register`. A module that cannot be served keeps its forward, with a warning. So does a forward that
+    cannot be computed by the layer any more, as with adapters on parts of the module: it runs the class's own code.
+    Raises ValueError for another `save` or `precision`, and NotImplementedError for a module that cannot be served if
+    `fallback` is False, or if `precision` is given and the module is of these classes.
+    """
+    checks.one_of("patch", "save", save, SAVE_POLICIES)
+    checks.one_of("patch", "precision", precision, fp8_checks.PRECISIONS)
+    served, refused, falls_back = [], {}, _falls_back(fallback)
+    options = layer_options(save, precision, keep_saved)
+    callers: dict[torch.nn.Module, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if name_of(type(module)) in {caller.name for caller in CALLERS.values()}:
+            callers.update(dict.fromkeys(module.modules(), module))
+        serves = falls_back and precision is None
+        reason = _serve(module, callers.get(module), options, serves)
+        if reason:
+            refused[name] = reason
+            must_serve = precision is not None and name_of(type(module)) in PATCHES
+            refuse(type(module), reason, "before", falls_back and not must_serve)
+        elif reason is not None:
+            served.append(name)
+    return Patched(tuple(served), refused)
+
+
+def _serve(module: Any, caller: Any, options: dict[str, Any], falls_back: bool) -> str | None:
+    """Patches the module if its class needs that. Returns "" if the layer serves the module, else a reason, or None for
+    a module without experts.
+
+    caller, options, falls_back: of `bind`, for modules that are patched.
+    """
+    kind = name_of(type(module))
+    if kind in PATCHES:
+        return bind(module, caller, options, falls_back)
+    if kind in OUT_OF_REACH:
+        return OUT_OF_REACH[kind]
+    if not is_dispatched(module):
+        parameters = module._parameters
+        return "transformers does not dispatch its class" if _EXPERTS.issubset(parameters) else None
+    implementation = module.config._experts_implementation
+    if implementation not in _PRECISIONS:
+        return f"its experts implementation is {implementation!r}"
+    return foreign_forward(module) or formula_of(module).reason
+
+
+_EXPERTS = {"gate_up_proj", "down_proj"}  # parameters that experts classes have, whoever wrote them
+
+
+register()

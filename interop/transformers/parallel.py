@@ -1,0 +1,244 @@
+"""Models of Hugging Face transformers whose experts are spread over ranks that have tokens of their own.
+
+`parallelize_experts` does so for a model in memory. If transformers offers a choice of implementations of expert
+parallelism, as 5.23 does and 5.17 does not, the import registers `DistributedConfig(ep_implementation="moeblaze")`.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import moeblaze_cupy.interop.transformers  # noqa: F401  # registers "moeblaze"
+from moeblaze_cupy import checks
+from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.interop.parallel.api import expert_parallel_moe
+from moeblaze_cupy.interop.parallel.exchanges import ExpertGroup, collect, exchange
+from moeblaze_cupy.interop.torch import arguments as torch_arguments
+from moeblaze_cupy.interop.transformers import experts as transformers_experts
+from moeblaze_cupy.interop.transformers.formula import formula_of, is_dispatched, name_of
+from moeblaze_cupy.interop.transformers.patches import OUT_OF_REACH, PATCHES
+from moeblaze_cupy.types import SAVE_POLICIES
+
+Tensor = torch.Tensor
+
+
+def parallelize_experts(
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    *,
+    group: Callable[[DeviceMesh, int], ExpertGroup] = ExpertGroup,
+    save: str = "minimal",
+    precision: str | None = None,
+    row_precision: str | None = None,
+) -> tuple[str, ...]:
+    """Spreads the experts of every layer over the ranks of a mesh; returns the names of their modules.
+
+    model: has all experts, of classes that transformers dispatches; the experts implementation of its config is of no
+    matter from here on. Call this before FSDP2 and before the optimizer is made.
+    mesh: of one dimension. Its rank r keeps the experts r*E/P to (r+1)*E/P - 1 of every layer: parameters whose first
+    dimension is E become DTensors that are sharded along it, each with memory of its own, so that the whole is freed.
+    group: makes the ExpertGroup of all layers with E experts from the mesh and E, such as
+    `functools.partial(ExpertGroup, slots=65536)`.
+    save: a save policy of `moeblaze_cupy.moe_forward`.
+    precision: as of `moeblaze_cupy.interop.transformers.register`: with "fp8" every forward quantises this rank's
+    weights. They are kept for backward, or with save="recompute" quantised again. What cannot be computed in e4m3
+    raises the errors of `expert_parallel_moe` and `moe` in forward.
+    row_precision: as of `expert_parallel_moe`: "fp8", with precision="fp8", sends rows in e4m3. Experts that run by
+    `exchange`, such as those with biases, raise ValueError in forward.
+    Under torch.autocast rows, and results but those of a norm, travel in autocast's dtype.
+    Ranks have tokens of their own, also in unequal numbers, and run the layers equally often. Gradients of the experts
+    are sums over the tokens of all ranks of the mesh; those of other parameters are the caller's to sum.
+    Nothing is changed if an error is raised: TypeError, ValueError for a mesh, a model or a name that does not fit,
+    NotImplementedError for experts that the layer cannot compute, and for experts with adapters of peft. Experts that
+    get such adapters later raise it in forward. What is raised by `group` is raised on all ranks.
+    """
+    function = "parallelize_experts"
+    checks.one_of(function, "save", save, SAVE_POLICIES)
+    checks.one_of(function, "precision", precision, fp8_checks.PRECISIONS)
+    fp8_checks.row_precision(function, row_precision, precision)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{function}: mesh: expected a DeviceMesh of one dimension, got {type(mesh)}")
+    found = {name: module for name, module in model.named_modules() if _has_experts(name, module)}
+    callers = [(model.get_submodule(name.rpartition(".")[0]), name) for name in found if name]
+    for caller, name in callers:
+        if hasattr(caller, "get_base_layer"):
+            raise NotImplementedError(_ADAPTERS.format(name=name))
+    if not found:
+        raise ValueError(
+            f"{function}: model: expected one with experts that transformers dispatches, got {type(model)}"
+        )
+    groups: dict[int, ExpertGroup] = {}
+    for module in found.values():
+        number = transformers_experts.weights_of(module)[0].shape[0]
+        if number not in groups:
+            groups[number] = group(mesh, number)
+    options = _Options(save, precision, row_precision)
+    parts: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in found.values():
+        experts = groups[transformers_experts.weights_of(module)[0].shape[0]]
+        _keep_part(module, mesh, experts, parts)
+        module.forward = types.MethodType(_forward_over(experts, options), module)
+    for caller, name in callers:
+        caller.register_forward_pre_hook(functools.partial(_refuse_adapters, name))
+    return tuple(found)
+
+
+_ADAPTERS = (
+    "parallelize_experts: model: expected experts without adapters, which are not spread over ranks, got adapters on "
+    "{name}"
+)
+
+
+def _refuse_adapters(name: str, caller: torch.nn.Module, _: Any) -> None:
+    """Before a call of experts that peft wrapped later: its own error would be one of DTensors."""
+    experts = getattr(caller, name.rpartition(".")[2])
+    if "forward" not in experts.__dict__ and hasattr(experts, "get_base_layer"):
+        raise NotImplementedError(_ADAPTERS.format(name=name))
+
+
+def _has_experts(name: str, module: Any) -> bool:
+    """Raises for experts that cannot be spread."""
+    kind = name_of(type(module))
+    if kind in PATCHES or kind in OUT_OF_REACH:
+        raise NotImplementedError(
+            f"parallelize_experts: {name}: {kind}: its experts are not dispatched by transformers"
+        )
+    if not is_dispatched(module):
+        return False
+    weights = transformers_experts.weights_of(module)
+    reason = formula_of(module).reason or transformers_experts.unfit(weights)
+    if reason:
+        raise NotImplementedError(f"parallelize_experts: {name}: {kind}: {reason}")
+    if isinstance(weights[0], DTensor):
+        expected = "whole experts, before FSDP2 and any other plan"
+        raise ValueError(f"parallelize_experts: model: expected {expected}, got DTensors in {name}")
+    return True
+
+
+def _keep_part(
+    module: torch.nn.Module,
+    mesh: DeviceMesh,
+    experts: ExpertGroup,
+    parts: dict[torch.nn.Parameter, torch.nn.Parameter],
+) -> None:
+    """parts: of parameters, which modules may share."""
+    first = experts.rank * experts.local_experts
+    for name, whole in list(module.named_parameters(recurse=False)):
+        if whole.shape[:1] != (experts.num_experts,):
+            continue
+        if whole not in parts:
+            part = whole.detach()[first : first + experts.local_experts].clone(memory_format=torch.preserve_format)
+            sharded = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+            parts[whole] = torch.nn.Parameter(sharded, requires_grad=whole.requires_grad)
+        setattr(module, name, parts[whole])
+
+
+class _Options(NamedTuple):
+    """Of `parallelize_experts`."""
+
+    save: str
+    precision: str | None
+    row_precision: str | None
+
+
+def _forward_over(experts: ExpertGroup, options: _Options) -> Callable[..., Tensor]:
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return _over_ranks(self, hidden_states, top_k_index, top_k_weights, experts, options)
+
+    return forward
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _over_ranks(
+    module: Any,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertGroup,
+    options: _Options,
+) -> Tensor:
+    """(L, d) of this rank's tokens x (L, d), whose ids (L, k) are of all E experts; module has this rank's."""
+    formula, name = formula_of(module), name_of(type(module))
+    if formula.activation is None:
+        raise NotImplementedError(f"moeblaze: {name}: {formula.reason}")
+    save, precision, row_precision = options
+    w1, w2, biases = transformers_experts.arguments_of(module, _local)
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    plain = not biases and formula.gate_up == "halves" and not has_norm
+    rows, wide = x, weights
+    follows_autocast = torch_arguments.in_autocast(x)
+    if follows_autocast and not plain:  # before rows travel; `expert_parallel_moe` does so itself
+        (rows,), (wide,) = torch_arguments.autocast(x.device.type, (x,), (weights,))
+    elif plain and not follows_autocast:
+        rows = x.to(w2.dtype)
+        wide = weights if weights.dtype in (torch.float32, rows.dtype) else weights.float()
+    if plain:
+        of_layer = transformers_experts.layer_options(save, precision)
+        of_layer.update(activation=formula.activation, row_precision=row_precision)
+        out = expert_parallel_moe(rows, ids, wide, w1, w2, experts, **of_layer)
+    elif row_precision is not None:
+        expected = f"None for {name}, as `exchange` sends rows as they are"
+        raise checks.bad_value("moeblaze", "row_precision", expected, repr(row_precision))
+    else:
+        rows, local_ids, got, route = exchange(rows, ids, wide, experts)
+        if has_norm:  # which computes in the dtype that experts get
+            rows = rows.to(x.dtype)
+        out = collect(
+            transformers_experts.experts(module, formula, rows, local_ids, got, save, _local, precision), route
+        )
+    return out.to(x.dtype)
+
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+except ImportError:  # transformers has none to choose from
+    pass
+else:
+
+    class ExpertParallel(EPImplementation):
+        """`DistributedConfig(ep_implementation="moeblaze")`: a row travels once to each rank with an expert of it.
+
+        The ranks of a tensor parallel group have the same tokens. Each rank sends its part of them.
+        A subclass sets `save`, `precision` and `row_precision`, of `parallelize_experts`, and is registered under its
+        own name.
+        """
+
+        save: str = "minimal"
+        precision: str | None = None
+        row_precision: str | None = None
+
+        def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self.experts = experts
+            local: Any = self.num_local_experts
+            self.group = ExpertGroup(ep_mesh, local * ep_mesh.size())
+
+        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            x, ids, weights = hidden_states, top_k_index, top_k_weights
+            if self.tp_mesh.size() > 1:
+                x, ids, weights = (
+                    DTensor.from_local(tensor, self.tp_mesh, [Replicate()], run_check=False)
+                    .redistribute(placements=[Shard(0)])
+                    .to_local()
+                    for tensor in (x, ids, weights)
+                )
+            options = _Options(self.save, self.precision, self.row_precision)
+            out = _over_ranks(self.experts, x, ids, weights, self.group, options)
+            if self.tp_mesh.size() == 1:
+                return out
+            shape = hidden_states.shape
+            parts = DTensor.from_local(
+                out, self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
+            )
+            whole: Tensor = parts.full_tensor()
+            return whole
+
+    EPImplementationInterface.register("moeblaze", ExpertParallel)

@@ -1,0 +1,246 @@
+"""Kernel sources to kernels and their launches: the only user of `cupy.RawModule`.
+
+A kernel is named by its source file, its entry and its JIT constants. CuPy keeps the compiled cubins on
+disk (`CUPY_CACHE_DIR`, else ~/.cupy/kernel_cache); its key does not see included headers, so a digest of
+every kernel source goes into the options.
+"""
+
+import functools
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeblaze_cupy.cuda import launch_config, overlapping_launch
+from moeblaze_cupy.cuda import structs as params
+from moeblaze_cupy.cuda.structs import source_folder as source_folder  # for whoever reads the kernels
+from moeblaze_cupy.cuda.structs import source_paths as source_paths
+
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
+IMPLIED_MACROS = (
+    *("ENTRY", "MMA", "WGMMA", "TILE_COLUMNS", "CONSTANTS", "EXPERT_SCALES"),
+    *("BK", "PRODUCER_REGISTERS", "CONSUMER_REGISTERS", "TILE_BYTES", "SPARE_BYTES"),
+)  # by the others
+
+_lock = threading.Lock()
+_kernels: dict[tuple[int, "Variant"], "_Kernel"] = {}
+_usable: Any = None  # CuPy, from when it has found a device
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled entry: source file, entry name, JIT constants."""
+
+    source: str
+    entry: str
+    macros: tuple[tuple[str, str], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:  # every launch looks its kernel up
+        object.__setattr__(self, "_hash", hash((self.source, self.entry, self.macros)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def name(self) -> str:
+        return f"{self.entry} {self.constants}".rstrip()
+
+    @property
+    def constants(self) -> str:
+        """The JIT constants as text, but for those that others imply."""
+        return " ".join(f"{k.lower()}={v}" for k, v in self.macros if k not in IMPLIED_MACROS)
+
+
+@functools.cache
+def entry(source: str, name: str) -> Variant:
+    """An entry of a source without JIT constants."""
+    return Variant(source, name)
+
+
+def variant_of(source: str, entry: str, macros: Mapping[str, str | int]) -> Variant:
+    """An entry of a source with JIT constants."""
+    return Variant(source, entry, tuple((k, str(v)) for k, v in macros.items()))
+
+
+def sources() -> list[str]:
+    """Names of the kernel sources, without headers."""
+    return sorted(name for name in source_paths(source_folder()) if name.endswith(".cu"))
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest over every kernel source and header."""
+    digest = hashlib.sha256()
+    for name, path in source_paths(source_folder()).items():
+        with open(path, "rb") as file:
+            digest.update(name.encode() + b"\0" + file.read() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def has_line_info() -> bool:
+    """Whether kernels are compiled for Nsight Compute's source view, which MOEBLAZE_LINEINFO asks for."""
+    return os.environ.get("MOEBLAZE_LINEINFO", "0") not in ("", "0")
+
+
+def source(variant: Variant) -> str:
+    """What is compiled: the source file, and after it assertions on the layout of its parameters.
+
+    Both have names for the compiler's messages. With line information that of the file is its path, by which Nsight
+    Compute and cuda-gdb find it.
+    """
+    path = source_paths(source_folder())[variant.source]
+    with open(path) as file:
+        code = file.read()
+    name = path.replace("\\", "/") if has_line_info() else variant.source
+    structs = {table.struct: table for table in params.tables(variant.source, variant.macros).values()}
+    checks = "".join(table.assertions() for table in structs.values())
+    return f'#line 1 "{name}"\n{code}\n#line 1 "<parameters of {variant.source}>"\n{checks}'
+
+
+def options(variant: Variant) -> tuple[str, ...]:
+    """NVRTC options of a variant, without the architecture."""
+    constants = launch_config.kernel_constants(variant.source) | dict(variant.macros)  # e4m3 has a few of its own
+    defines = tuple(f"-D{key}={value}" for key, value in constants.items())
+    # CuPy appends -arch=sm_90; beside it NVRTC 12.9 and later let the "a" of this one stand
+    arch = ("-arch=sm_90a",) if variant.source.endswith("_sm90.cu") else ()
+    line_info = ("-lineinfo",) if has_line_info() else ()
+    folders = dict.fromkeys(os.path.dirname(path) for path in source_paths(source_folder()).values())
+    includes = [f"-I{folder}" for folder in sorted(folders)]
+    return ("-std=c++17", *includes, "-DSOURCE_DIGEST=0x" + source_digest(), *defines, *arch, *line_info)
+
+
+def import_cupy() -> Any:
+    """CuPy with a usable device. Raises RuntimeError saying what is missing and what to install or update."""
+    global _usable
+    if _usable is not None and sys.modules.get("cupy") is _usable:
+        return _usable
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(
+            "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays "
+            f'(in a checkout: pip install -e ".[cuda13]" or ".[cuda12]"), got {error!r}'
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(
+            "moeblaze_cupy: CUDA driver: expected a GPU and a driver that supports CUDA "
+            f"{cupy.cuda.runtime.runtimeGetVersion() // 1000}, got {error}"
+        ) from error
+    if count == 0:
+        raise RuntimeError("moeblaze_cupy: GPU: expected at least one CUDA device, got 0")
+    _usable = cupy
+    return cupy
+
+
+def device_limits(device: int) -> launch_config.DeviceLimits:
+    """What launch configurations depend on. MOEBLAZE_TIER is read here alone, where a layout is new."""
+    return _device_limits(device, os.environ.get("MOEBLAZE_TIER"))
+
+
+@functools.cache
+def _device_limits(device: int, forced_tier: str | None) -> launch_config.DeviceLimits:
+    runtime = import_cupy().cuda.runtime
+
+    def attribute(number: int) -> int:  # a cudaDeviceAttr
+        return int(runtime.deviceGetAttribute(number, device))
+
+    compute_capability = 10 * attribute(75) + attribute(76)
+    return launch_config.DeviceLimits(
+        compute_capability=compute_capability,
+        multiprocessors=attribute(16),
+        shared_bytes_per_block=attribute(97),
+        shared_bytes_per_multiprocessor=attribute(81),
+        tier=launch_config.tier(compute_capability, forced_tier),
+    )
+
+
+@functools.cache
+def _module(name: str, macros: tuple[tuple[str, str], ...]) -> Any:
+    variant = Variant(name, "", macros)
+    return import_cupy().RawModule(code=source(variant), options=options(variant))
+
+
+class _Thread(threading.local):
+    """What one thread keeps: the devices whose contexts it has."""
+
+    def __init__(self) -> None:
+        self.bound: set[int] = set()
+
+
+_thread = _Thread()
+
+
+class _Kernel:
+    """A compiled entry on one device, and the dynamic shared memory it may be launched with."""
+
+    def __init__(self, device: int, variant: Variant) -> None:
+        self.compute_capability = device_limits(device).compute_capability  # raises for a GPU that is too old
+        self.name = variant.name
+        self.function = _module(variant.source, variant.macros).get_function(variant.entry)
+        self.loaded = self.function.kernel  # compiled here, and kept: it holds the module that `pointer` is in
+        self.pointer = self.loaded.ptr
+        self.shared_bytes = launch_config.DEFAULT_SHARED_BYTES
+
+    def launcher(self, geometry: tuple[int, ...], overlaps: bool) -> Callable[[int, int, int], None]:
+        """A function of a stream, a pointer to the list of arguments, and 0, for threads with the device's context.
+
+        geometry: grid and block, three numbers each, and bytes of shared memory. overlaps: with the launch before it,
+        where device and driver can.
+        """
+        cuda = sys.modules["cupy"].cuda
+        if overlaps and overlapping_launch.supported(self.compute_capability, cuda.runtime.driverGetVersion()):
+            return overlapping_launch.launcher(self.pointer, geometry)
+        # CuPy's binding of the driver: a call of CuPy's RawKernel would make a NumPy scalar of every argument.
+        return functools.partial(cuda.driver.launchKernel, self.pointer, *geometry)
+
+    def refused(self, geometry: tuple[int, ...], error: RuntimeError) -> RuntimeError:
+        """The driver's error with the kernel's name. geometry: grid, block and bytes of shared memory."""
+        return RuntimeError(
+            f"moeblaze_cupy: {self.name}: expected a launch of grid {geometry[:3]}, {geometry[3]} threads and "
+            f"{geometry[6]} bytes of shared memory to succeed, got {error}"
+        )
+
+    def allow(self, shared_bytes: int) -> None:
+        """Raises the limit. It belongs to the function, not to a launch, so it must never go down again."""
+        if shared_bytes > self.shared_bytes:
+            self.function.max_dynamic_shared_size_bytes = shared_bytes
+            self.shared_bytes = shared_bytes
+
+
+def kernel(device: int, variant: Variant, shared_bytes: int = 0) -> _Kernel:
+    """The launchable kernel on a device (which must be current), compiled at first use."""
+    found = _kernels.get((device, variant))
+    if found is None or found.shared_bytes < shared_bytes:
+        with _lock:
+            found = _kernels.get((device, variant)) or _kernels.setdefault((device, variant), _Kernel(device, variant))
+            found.allow(shared_bytes)
+    return found
+
+
+def bind_context(device: int) -> None:
+    """Makes the context of the current device current to this thread: autograd's threads have only named the device."""
+    if device not in _thread.bound:
+        runtime = import_cupy().cuda.runtime
+        runtime.setDevice(device)
+        runtime.memGetInfo()
+        _thread.bound.add(device)
+
+
+def clear(pointer: int, nbytes: int, stream: int) -> None:
+    """Zeroes, in the stream's order."""
+    import_cupy().cuda.runtime.memsetAsync(pointer, 0, nbytes, stream)
+
+
+def precompile(variant: Variant) -> float:
+    """Compiles one variant for the current device, or takes it from the disk cache; returns the seconds it took."""
+    start = time.perf_counter()
+    import_cupy()
+    _module(variant.source, variant.macros).compile()
+    return time.perf_counter() - start

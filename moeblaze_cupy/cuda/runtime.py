@@ -1,0 +1,255 @@
+"""Launch records, and what carries them out: the device, the stream and the allocator of one public call.
+
+A `Launch` is all of a kernel launch but its addresses. It depends on shapes, strides, dtypes and options alone, so the
+operations make it once per layout. `Runtime.launch` fills in addresses and passes the kernel's struct to the driver.
+"""
+
+import functools
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from moeblaze_cupy import frameworks as arrays
+from moeblaze_cupy.cuda import loader, tensor_map
+from moeblaze_cupy.cuda.loader import Variant
+from moeblaze_cupy.cuda.structs import Params, params_of
+from moeblaze_cupy.cuda.tensor_map import TensorMap
+from moeblaze_cupy.frameworks import Buffer
+
+
+class Tiles(NamedTuple):
+    """The tiles of a product: rows and columns of each, and how many there are; `at_most`: the routing decides."""
+
+    rows: int
+    columns: int
+    number: int
+    at_most: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel launch without its addresses.
+
+    addresses: the names, in the kernel's struct, of what `Runtime.launch` is given, in that order. Names that the
+    struct does not have are left out, as the tiers' kernels differ in a few. scalars: the struct's numbers. maps: its
+    tensor maps, without their addresses. why: what decided for this variant and grid, for `explain`. overlaps: it may
+    start while the launch before it in the stream ends; see wait_for_last_launch in kernels_cu/common/ptx_sm80.cuh.
+    """
+
+    variant: Variant
+    grid: tuple[int, ...]
+    threads: int
+    addresses: tuple[str, ...]
+    scalars: Mapping[str, float]
+    shared_bytes: int = 0
+    maps: Mapping[str, TensorMap] = field(default_factory=dict)
+    why: tuple[str, ...] = ()
+    tiles: Tiles | None = None
+    overlaps: bool = False
+    bound: dict[int, "_Bound"] = field(default_factory=dict, repr=False)  # by device
+
+    @property
+    def params(self) -> Params:
+        return params_of(self.variant)
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        x, y, z = (*self.grid, 1, 1)[:3]
+        return x, y, z
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What `explain` and MOEBLAZE_LOG print: kernel and geometry, then the variant's constants, tiles, reasons."""
+        grid = " x ".join(map(str, self.grid))
+        shared = f", {self.shared_bytes:,} bytes of dynamic shared memory" if self.shared_bytes else ""
+        found = [f"{self.variant.source}:{self.variant.entry}, grid {grid}, {self.threads} threads{shared}"]
+        if constants := self.variant.constants:
+            found.append(f"constants: {constants}")
+        if self.tiles:
+            rows, columns, number, at_most = self.tiles
+            found.append(f"tiles: {rows} rows x {columns} columns, {'at most ' if at_most else ''}{number:,}")
+        if self.overlaps:
+            found.append("from sm_90 on it may start while the launch before it ends")
+        return (*found, *self.why)
+
+
+class _Arguments:
+    """One struct of parameters in host memory, and the list of one pointer to it that the driver reads.
+
+    pack: writes the addresses that are no tensor maps, in the order of the struct.
+    """
+
+    __slots__ = ("_keep", "encoded", "memory", "pack", "pointer")
+
+    def __init__(self, params: Params, scalars: Mapping[str, float]) -> None:
+        raw = np.zeros(params.size + 64, np.uint8)
+        raw = raw[-raw.ctypes.data % 64 :][: params.size]  # tensor maps lie on multiples of 64
+        values = raw.view(params.dtype)
+        for name in params.scalars:
+            values[name] = scalars[name]
+        addresses = np.array([raw.ctypes.data], np.uint64)
+        self.memory, self.pointer = raw.data, addresses.ctypes.data
+        self.encoded: list[int | None] = [None] * len(params.maps)  # the address in each map
+        pointers = struct.Struct(f"={len(params.pointers)}Q")
+        self.pack = functools.partial(pointers.pack_into, self.memory, 128 * len(params.maps))
+        self._keep = addresses
+
+
+class _Bound:
+    """A launch on one device: its kernel, and memory for its arguments.
+
+    A launch in progress has a struct to itself, so threads do not share one. The driver copies it while it launches.
+    """
+
+    __slots__ = (*("driver_launch", "free", "geometry", "kernel", "maps", "params", "pointers", "scalars"),)
+
+    def __init__(self, device: int, launch: Launch) -> None:
+        params = self.params = launch.params
+        self.scalars = launch.scalars
+        place = {name: i for i, name in enumerate(launch.addresses)}  # among the values of a launch
+        self.kernel = loader.kernel(device, launch.variant, launch.shared_bytes)
+        self.geometry = (*launch.blocks, launch.threads, 1, 1, launch.shared_bytes)
+        self.driver_launch = self.kernel.launcher(self.geometry, launch.overlaps)
+        self.maps = [(i, 128 * i, place[name], launch.maps[name]) for i, name in enumerate(params.maps)]
+        first, *others = (place[name] for name in params.pointers)
+        picks = (first, *others) if others else (slice(first, first + 1),)  # a tuple in both cases
+        self.pointers: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*picks)
+        self.free: list[_Arguments] = []
+        if os.environ.get("MOEBLAZE_LOG", "0") not in ("", "0"):
+            print(
+                "\n    ".join((f"moeblaze_cupy: device {device}: {launch.lines[0]}", *launch.lines[1:])),
+                file=sys.stderr,
+            )
+
+    def run(self, stream: int, values: tuple[int, ...]) -> None:
+        """Raises RuntimeError with the kernel's name if the driver refuses the launch."""
+        try:
+            arguments = self.free.pop()
+        except IndexError:
+            arguments = _Arguments(self.params, self.scalars)
+        if self.maps:
+            memory, encoded = arguments.memory, arguments.encoded
+            for index, offset, place, spec in self.maps:
+                address = values[place]
+                if encoded[index] != address:
+                    memory[offset : offset + 128] = tensor_map.encode(address, spec)
+                    encoded[index] = address
+        arguments.pack(*self.pointers(values))
+        try:
+            self.driver_launch(stream, arguments.pointer, 0)
+        except RuntimeError as error:
+            raise self.kernel.refused(self.geometry, error) from error
+        self.free.append(arguments)
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Where one call runs: whose allocator (a framework of `arrays`), which device, which stream (a pointer)."""
+
+    framework: arrays.DeviceFramework
+    device: int
+    stream: int
+
+    @classmethod
+    def current(cls, framework: arrays.DeviceFramework, device: int) -> "Runtime":
+        """On the framework's current stream of the device, which must be current."""
+        loader.bind_context(device)
+        return cls(framework, device, framework.stream(device))
+
+    def empty(self, shape: tuple[int, ...], dtype: str, transposed: bool = False) -> Buffer:
+        """New memory of the framework's, without contents; see `arrays.DeviceFramework`."""
+        return self.framework.empty(shape, dtype, self.device, transposed)
+
+    def clear(self, address: int, nbytes: int) -> None:
+        """Zeroes memory, in the stream's order."""
+        loader.clear(address, nbytes, self.stream)
+
+    def launch(self, launch: Launch, *values: int) -> None:
+        """Launches with these addresses, in the order of `launch.addresses`; 0 for an absent array."""
+        bound = launch.bound.get(self.device)
+        if bound is None:
+            bound = launch.bound[self.device] = _Bound(self.device, launch)
+        bound.run(self.stream, values)
+
+
+def current_device(device: int) -> AbstractContextManager[Any]:
+    """A context manager within which the device is current."""
+    cuda = loader.import_cupy().cuda
+    return _ALREADY_CURRENT if cuda.runtime.getDevice() == device else cuda.Device(device)
+
+
+_ALREADY_CURRENT = nullcontext()
+
+
+MAX_RECORDS = 256  # of each cache: layouts that come once, such as those of varying numbers of tokens, push others out
+Key = tuple[Any, ...]  # what two calls share if one record serves both
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_lock = threading.Lock()
+_prepared: dict[Key, "Prepared"] = {}
+_caches: list[Any] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A public call whose arguments have passed all checks: where it runs, and its launch records."""
+
+    framework: arrays.DeviceFramework
+    device: int
+    steps: Any  # what the public function's operation was configured to
+
+
+def cached(configure: Function) -> Function:
+    """Keeps what a pure function of layouts, options and device limits returned."""
+    kept = functools.lru_cache(maxsize=MAX_RECORDS)(configure)
+    _caches.append(kept)
+    return kept  # type: ignore[return-value]  # it is called as `configure` is
+
+
+def key_of(function: str, options: tuple[Any, ...], given: Sequence[Any]) -> tuple[Key | None, list[int]]:
+    """The key of a call's record, and the addresses of its arrays. An absent array is None, and its address 0.
+
+    The key is None for arrays that neither CuPy nor torch made, and for arrays of more than one framework. Such calls
+    have no record. Nor has a call on the CPU, though tensors there have a key.
+    """
+    framework = arrays.device_framework_of(tuple(map(type, given)))
+    if framework is None:
+        return None, []
+    try:
+        layouts, pointers = framework.layouts(given)
+    except (AttributeError, RuntimeError, TypeError):  # arrays that cannot be read: checks say why
+        return None, []
+    return (function, options, framework, *layouts), pointers
+
+
+def find(key: Key | None) -> Prepared | None:
+    try:
+        return _prepared.get(key)  # type: ignore[arg-type]  # None is no key of it
+    except TypeError:  # an option that is not hashable is not a valid one
+        return None
+
+
+def keep(key: Key | None, prepared: Prepared) -> Prepared:
+    """Keeps a record, drops the oldest of too many, and returns it. Options that are not hashable have no record."""
+    if key is not None:
+        with _lock, suppress(TypeError):
+            _prepared[key] = prepared
+            if len(_prepared) > MAX_RECORDS:
+                del _prepared[next(iter(_prepared))]
+    return prepared
+
+
+def forget() -> None:
+    """Drops all records, for whoever changes what they are made from, such as MOEBLAZE_TIER."""
+    with _lock:
+        _prepared.clear()
+    for cache in _caches:
+        cache.cache_clear()

@@ -1,0 +1,245 @@
+"""The three dispatch steps of the paper's section 4.2: kernels_cu/dispatch/dispatch.cu."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.cuda.launch_config import DeviceLimits
+from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached
+from moeblaze_cupy.dispatch import config as dispatch_config
+from moeblaze_cupy.frameworks import Buffer, Layout
+
+LISTS = (
+    *("token_index_map", "expert_token_indices", "row_tiles", "expert_token_offsets", "experts_by_load"),
+    "token_offsets",
+)
+EXPERT_TOKEN_INDICES = LISTS.index("expert_token_indices")
+EXPERT_TOKEN_OFFSETS = LISTS.index("expert_token_offsets")
+EXPERTS_BY_LOAD = LISTS.index("experts_by_load")
+TOKEN_INDEX_MAP = LISTS.index("token_index_map")
+TOKEN_OFFSETS = LISTS.index("token_offsets")
+Lists = tuple[int, int, int, int, int, int]  # their addresses, in this order; 0 for token_offsets that there are not
+
+
+@dataclass(frozen=True)
+class IndexLayout:
+    """Sizes of the index lists, and where each lies in their one buffer.
+
+    num_pairs: of slots, where tokens have any number of them; k is None then.
+    """
+
+    num_tokens: int
+    k: int | None
+    num_experts: int
+    num_pairs: int = 0
+    max_slots: int | None = None  # of slots that have a row
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pairs if self.k is None else self.num_tokens * self.k
+
+    @property
+    def slots_shape(self) -> tuple[int, ...]:
+        """The shape of arrays with an element per slot."""
+        return (self.num_pairs,) if self.k is None else (self.num_tokens, self.k)
+
+    @property
+    def by_slot(self) -> "IndexLayout":
+        """The same slots, each as a token of its own."""
+        return IndexLayout(self.num_slots, 1, self.num_experts, max_slots=self.max_slots)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of buffers in expert order."""
+        return self.num_slots if self.max_slots is None else self.max_slots
+
+    @property
+    def max_row_tiles(self) -> int:
+        return launch_config.max_row_tiles(self.num_rows, self.num_experts)
+
+    @property
+    def max_square_tiles(self) -> int:
+        return launch_config.max_row_tiles(self.num_rows, self.num_experts, height=launch_config.SQUARE_TILE)
+
+    @property
+    def _lists(self) -> tuple[Mapping[str, tuple[int, tuple[int, ...]]], int]:
+        sizes = self.num_tokens, self.k, self.num_experts, self.num_pairs
+        return launch_config.index_lists(*sizes, bounded=self.max_slots is not None)
+
+    @functools.cached_property
+    def places(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+        """First element and shape of each list."""
+        return self._lists[0]
+
+    @property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return self._lists[1]
+
+    @functools.cached_property
+    def _offsets(self) -> tuple[int, int, int, int, int, int | None]:
+        a, b, c, d, e = (4 * self.places[name][0] for name in LISTS[:TOKEN_OFFSETS])
+        return a, b, c, d, e, 4 * self.places["token_offsets"][0] if self.k is None else None
+
+    def addresses(self, lists: int) -> Lists:
+        """The addresses of LISTS in a buffer at `lists`."""
+        a, b, c, d, e, f = self._offsets
+        return lists + a, lists + b, lists + c, lists + d, lists + e, 0 if f is None else lists + f
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """What the three steps launch and allocate for ids of one layout."""
+
+    index: IndexLayout
+    copies_ids: bool  # int64 ids become int32
+    counts: int  # int32 elements of workspace
+    count: Launch | None  # None where one block knows all counts itself
+    route: Launch
+    list_tokens: Launch | None  # where tokens have any number of slots
+    rows_to_tokens: Launch | None  # where tokens have any number of slots
+    mark_identity: Launch | None  # where there are identity experts
+    bound: Launch | None  # where max_slots bounds the rows
+
+
+@cached
+def configure(
+    ids: Layout,
+    num_experts: int,
+    limits: DeviceLimits,
+    num_tokens: int | None = None,
+    identity_experts: int = 0,
+    max_slots: int | None = None,
+) -> Dispatch:
+    """The launches for ids (L, k), int32 or int64; (P,) of `num_tokens` tokens if that is given.
+
+    Pairs are dispatched as P tokens with one expert each, from a copy of the ids that has none for pairs of no token.
+    A launch before finds each pair's token, and one after puts tokens in the place of pairs. max_slots: of slots that
+    have a row, by expert, then token.
+    """
+    ragged, num_slots = num_tokens is not None, math.prod(ids.shape)
+    tokens, k = (num_tokens, None) if num_tokens is not None else ids.shape
+    index = IndexLayout(tokens, k, num_experts, num_slots if ragged else 0, max_slots)
+    copies_ids, dtype = ids.dtype == "int64", "int32" if ragged else ids.dtype
+    config = dispatch_config.dispatch(num_slots, num_experts, limits)
+    count = None
+    if config.counts:
+        count = Launch(
+            loader.entry("dispatch.cu", f"dispatch_count_{dtype}"),
+            (config.count_blocks,),
+            config.count_threads,
+            ("ids", "token_expert_indices", "block_counts"),
+            {
+                "num_slots": num_slots,
+                "num_experts": num_experts,
+                "columns": config.count_columns,
+                "block_slots": config.block_slots,
+                "counted_together": config.counted_together,
+            },
+            config.count_shared_bytes,
+            why=config.why[:1],
+        )
+        dtype = "int32"  # it has copied the ids
+    route = Launch(
+        loader.entry("dispatch.cu", f"dispatch_route_{dtype}"),
+        (config.blocks,),
+        config.route_threads,
+        ("ids", "token_expert_indices", "block_counts", *LISTS),
+        {
+            "num_slots": num_slots,
+            "k": index.k or 1,
+            "num_experts": num_experts,
+            "columns": config.columns,
+            "block_slots": config.block_slots,
+            "part_slots": config.part_slots,
+            "counted_together": config.counted_together,
+        },
+        config.route_shared_bytes,
+        why=config.why[-1:],
+        # What a launch reads before it waits must have been there before the last launch, which copies int64 ids.
+        overlaps=count is not None and (ragged or not copies_ids),
+    )
+    counts = config.workspace_bytes(num_experts) // 4 if config.counts else 0
+    list_tokens = rows_to_tokens = mark_identity = None
+    if num_tokens is not None:
+        sizes = {"num_slots": num_slots, "num_tokens": num_tokens, "num_experts": num_experts}
+        given = ("ids", "offsets", "masked_ids", "tokens", *LISTS)
+        list_tokens = _per_slot(f"list_tokens_{ids.dtype}", max(num_slots, num_tokens + 1), given, sizes)
+    if ragged and num_slots:
+        rows_to_tokens = _per_slot("rows_to_tokens", num_slots, ("tokens", *LISTS), {"num_slots": num_slots})
+    if identity_experts and num_slots:
+        sizes = {"num_slots": num_slots, "num_experts": num_experts, "identity_experts": identity_experts}
+        mark_identity = _per_slot(f"mark_identity_{ids.dtype}", num_slots, ("ids", "tokens", *LISTS), sizes)
+    return Dispatch(index, copies_ids, counts, count, route, list_tokens, rows_to_tokens, mark_identity, _bound(index))
+
+
+def _bound(index: IndexLayout) -> Launch | None:
+    """The launch that cuts off the lists at `max_slots`. The launches before it make them as without a bound."""
+    if index.max_slots is None:
+        return None
+    return Launch(
+        loader.entry("bound_slots.cu", "bound_slots"),
+        (1 + launch_config.ceil_div(index.num_slots, launch_config.BOUND_THREADS),),
+        launch_config.BOUND_THREADS,
+        (*LISTS, "dropped"),
+        {"num_slots": index.num_slots, "num_experts": index.num_experts, "max_slots": index.max_slots},
+    )
+
+
+def _per_slot(entry: str, number: int, addresses: tuple[str, ...], scalars: dict[str, int]) -> Launch:
+    grid = (launch_config.ceil_div(number, launch_config.SLOTS_PER_BLOCK),)
+    return Launch(loader.entry("slots.cu", entry), grid, launch_config.SLOTS_PER_BLOCK, addresses, scalars)
+
+
+def dispatch(run: Runtime, steps: Dispatch, ids: int, token_offsets: int = 0) -> tuple[Buffer, Buffer | None, Lists]:
+    """The index lists in one buffer, the int32 copy of int64 ids (see `DispatchIndices`), and each list's address."""
+    if steps.list_tokens or steps.mark_identity:
+        return _dispatch_slots(run, steps, ids, token_offsets)
+    index = steps.index
+    counts = run.empty((steps.counts,), "int32") if steps.counts else None
+    copy = run.empty(index.slots_shape, "int32") if steps.copies_ids else None
+    counts_ptr, copy_ptr = counts.ptr if counts else 0, copy.ptr if copy else 0
+    if steps.count:
+        run.launch(steps.count, ids, copy_ptr, counts_ptr)
+        if copy:
+            ids, copy_ptr = copy_ptr, 0
+    lists = run.empty((index.size,), "int32")
+    addresses = index.addresses(lists.ptr)
+    run.launch(steps.route, ids, copy_ptr, counts_ptr, *addresses)
+    _cut_off(run, steps, lists, addresses)
+    return lists, copy, addresses
+
+
+def _cut_off(run: Runtime, steps: Dispatch, lists: Buffer, addresses: Lists) -> None:
+    if steps.bound:
+        run.launch(steps.bound, *addresses, lists.ptr + 4 * steps.index.places["dropped"][0])
+
+
+def _dispatch_slots(run: Runtime, steps: Dispatch, ids: int, token_offsets: int) -> tuple[Buffer, Buffer | None, Lists]:
+    """`dispatch` of pairs, or with identity experts."""
+    index = steps.index
+    lists = run.empty((index.size,), "int32")
+    addresses = index.addresses(lists.ptr)
+    tokens, plain_ids, masked, copy_ptr = None, ids, None, 0
+    copy = run.empty(index.slots_shape, "int32") if steps.copies_ids else None
+    if steps.list_tokens:
+        tokens, masked = run.empty((index.num_slots,), "int32"), copy or run.empty((index.num_slots,), "int32")
+        run.launch(steps.list_tokens, ids, token_offsets, masked.ptr, tokens.ptr, *addresses)
+        plain_ids = masked.ptr
+    elif copy:
+        copy_ptr = copy.ptr
+    counts = run.empty((steps.counts,), "int32") if steps.counts else None
+    counts_ptr = counts.ptr if counts else 0
+    if steps.count:
+        run.launch(steps.count, plain_ids, copy_ptr, counts_ptr)
+        if copy_ptr:
+            plain_ids, copy_ptr = copy_ptr, 0
+    run.launch(steps.route, plain_ids, copy_ptr, counts_ptr, *addresses)
+    if steps.mark_identity:
+        run.launch(steps.mark_identity, ids, tokens.ptr if tokens else 0, *addresses)
+    if tokens and steps.rows_to_tokens:
+        run.launch(steps.rows_to_tokens, tokens.ptr, *addresses)
+    _cut_off(run, steps, lists, addresses)
+    return lists, copy, addresses

@@ -1,0 +1,49 @@
+"""Rows in e4m3, before they travel."""
+
+from typing import Any
+
+import numpy as np
+
+from moeblaze_cupy import checks, reference
+from moeblaze_cupy.calls import Call, untraced
+from moeblaze_cupy.cuda import runtime
+from moeblaze_cupy.cuda.runtime import Runtime, current_device
+from moeblaze_cupy.fp8 import quantize
+from moeblaze_cupy.types import Fp8Rows
+
+
+@untraced
+def quantize_rows(rows: Any, out: Fp8Rows) -> None:
+    """Writes rows in e4m3 into `out`, with a float32 scale for each, as precision="fp8" has x and out's gradient.
+
+    rows: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. out: (L, d) uint8 and (L,) float32, contiguous, which
+    share no memory with the rows. A row's scale is its largest magnitude over 448, and 1 where that is 0. A NaN stays
+    in its element, and an infinity makes its row NaN.
+    Raises TypeError (dtype, device), ValueError (shape, memory order), or RuntimeError of tensors that autograd or a
+    transform of torch would have to follow.
+    """
+    function = "quantize_rows"
+    named = {"rows": rows, "out.values": out.values, "out.scales": out.scales}
+    key, pointers = runtime.key_of(function, (), tuple(named.values()))
+    found = runtime.find(key)
+    if found is None:
+        checks.untracked(function, named)
+        call = Call(function, **named)
+        given, values, scales = (call.described[name] for name in named)
+        checks.shape(function, "rows", given, "L, d", (None, None))
+        checks.dtype(function, "rows", given, checks.floats(given))
+        checks.contiguous(function, "rows", given)
+        checks.shape(function, "out.values", values, "L, d", given.shape)
+        checks.contiguous(function, "out.values", values)
+        checks.fp8_rows(function, "out", values, scales)
+        if call.on_cpu:
+            stored, of_rows = reference.fp8.quantize(call.host("rows"), axis=1)
+            np.copyto(call.host("out.values"), stored)
+            np.copyto(call.host("out.scales"), of_rows[:, 0])
+            return
+        pointers = call.pointers()
+        found = runtime.keep(key, call.prepared(quantize.rows(given.layout)))
+    if found.steps is None:
+        return
+    with current_device(found.device):
+        Runtime.current(found.framework, found.device).launch(found.steps, *pointers)

@@ -1,0 +1,360 @@
+"""Launch geometry of the grouped GEMMs: tiles, stages, panels, clusters, schedules and splits; see `launch_config`.
+
+A function that decides also returns why, in a sentence for `explain` and MOEBLAZE_LOG.
+tests/tools/test_explain.py checks the numbers of the sentences on both sides of every bound.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from moeblaze_cupy.cuda.launch_config import (
+    ADDITION_ROWS,
+    ADDITION_ROWS_PER_SPLIT,
+    GEMM_BLOCKS,
+    GEMM_THREADS,
+    HOPPER_SPARE_BYTES,
+    HOPPER_STAGE_BYTES,
+    HOPPER_STAGES,
+    HOPPER_THREADS,
+    HOPPER_TILE_BYTES,
+    MAX_PANEL_COLUMNS,
+    MAX_WAVES,
+    ONE_PANEL_ELEMENTS,
+    PANEL_COLUMNS,
+    RESERVED_BYTES,
+    SPLIT_ROWS,
+    SQUARE_ROWS,
+    SQUARE_SPARE_BYTES,
+    SQUARE_TILE,
+    STAGE_BYTES,
+    STATIC_BYTES,
+    STEP_BYTES,
+    STEP_ROWS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    WGRAD_SPARE_BYTES,
+    DeviceLimits,
+    ceil_div,
+)
+
+SHARED_WEIGHT_ROWS = 2 * TILE_ROWS  # of an expert on average, from which on CTAs share its weights
+CLUSTER_DEPTH = 4096  # what an element sums over, from which on 2-CTA clusters pay
+MAX_CLUSTER_ROWS = 1024  # of an expert on average, up to which they pay for products that are summed over slots
+DYNAMIC_DEPTH = 2048  # what an element of up_fwd sums over, from which on its tiles are long
+WIDE, SQUARE = f"tiles of {TILE_ROWS} x {PANEL_COLUMNS}", f"tiles of {SQUARE_TILE} x {SQUARE_TILE}"
+
+# Sentences of decisions that need no more than their condition, which stands where they are used.
+TO_TOKENS = "no column panel: with k = 1 a row of the product is its token's result"
+IN_PLACE = "; it lies in the rows of the left operand, which nothing reads again"
+FIXED_ORDER = "static tile scheduling: products that are summed per token take row tiles in twos, in a fixed order"
+E4M3 = "e4m3 operands: two count as one of what an element sums over, as a k-step has twice as many"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 row", "2 rows"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def fp8_constants(gathers: bool, to_tokens: bool) -> dict[str, int]:
+    """What differs from `kernel_constants` in a Hopper product of e4m3: a stage of as many bytes is twice as deep.
+
+    The products that promote hold 64 more accumulators, and their producer is one thread. With rows that go to tokens
+    another warp of the producer writes zeros.
+    """
+    producer, consumer = (72, 216) if gathers else (56, 224) if to_tokens else (40, 232)
+    return {"BK": STEP_BYTES, "PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
+
+
+def square_constants(consumer_registers: int) -> dict[str, int]:
+    """What differs from `kernel_constants` in a Hopper kernel with square tiles: three warpgroups of consumers.
+
+    A stage has as many bytes: 192 and 192 rows or columns are 128 and 256.
+    """
+    return {
+        "BM": SQUARE_TILE,
+        "BN": SQUARE_TILE,
+        "THREADS": (1 + SQUARE_TILE // 64) * 128,
+        "TILE_BYTES": 2 * SQUARE_TILE**2,
+        "CONSUMER_REGISTERS": consumer_registers,
+    }
+
+
+def square_product_constants(epilogue: str) -> dict[str, int]:
+    """The same of a product with this epilogue; nothing for one that has no square tiles."""
+    if epilogue not in ("StoreRows", "ActivatePairs"):
+        return {}
+    columns = SQUARE_TILE // 2 if epilogue == "ActivatePairs" else SQUARE_TILE
+    producer = {"TILE_COLUMNS": columns, "SPARE_BYTES": SQUARE_SPARE_BYTES, "PRODUCER_REGISTERS": 80}
+    return square_constants(144) | producer
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Geometry of one grouped GEMM launch."""
+
+    tier: str
+    tile_columns: int  # of the result; a gated up projection's tile holds as many of gate and of up
+    threads: int
+    shared_bytes: int
+    stages: int
+    tile_rows: int = TILE_ROWS
+    why: tuple[str, ...] = ()  # these kernels, and so many stages
+
+    def blocks(self, columns: int, max_row_tiles: int, limits: DeviceLimits, clusters: bool = False) -> int:
+        """One CTA per tile; on Hopper at most one per multiprocessor, in clusters an even number."""
+        tiles = column_tiles(columns, self.tile_columns) * max_row_tiles
+        if clusters:
+            return 2 * min(ceil_div(tiles, 2), limits.multiprocessors // 2)
+        return tiles if self.tier == "sm80" else min(tiles, limits.multiprocessors)
+
+
+@functools.lru_cache(maxsize=256)
+def gemm(dtype: str, aligned: bool, split: bool, limits: DeviceLimits) -> GemmConfig:
+    """The grouped GEMM kernel for a call: Hopper's for 16-bit elements and sizes that are multiples of 8.
+
+    split: a gated up projection, half of whose tile is gate. `square_gemm` has other tiles.
+    """
+    if limits.tier == "sm90" and aligned and dtype in ("bfloat16", "float16"):
+        shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + HOPPER_TILE_BYTES + HOPPER_SPARE_BYTES
+        why = (
+            f"Hopper's kernels: compute capability {_capability(limits)}, {dtype}, 16-byte-aligned addresses and "
+            "strides, sizes that are multiples of 8",
+            f"{HOPPER_STAGES} stages of {HOPPER_STAGE_BYTES // 1024} KiB; a persistent grid with at most one CTA per "
+            "multiprocessor",
+        )
+        columns = tile_columns("sm90", split)
+        return GemmConfig("sm90", columns, HOPPER_THREADS, shared_bytes, HOPPER_STAGES, why=why)
+    stages = gemm_stages(limits)
+    columns, shared_bytes = tile_columns("sm80", split), stages * STAGE_BYTES
+    why = _why_portable(dtype, aligned, limits), _why_stages(stages, limits)
+    return GemmConfig("sm80", columns, GEMM_THREADS, shared_bytes, stages, why=why)
+
+
+def _capability(limits: DeviceLimits) -> str:
+    return f"{limits.compute_capability // 10}.{limits.compute_capability % 10}"
+
+
+def _why_portable(dtype: str, aligned: bool, limits: DeviceLimits) -> str:
+    if limits.tier != "sm90" and limits.compute_capability == 90:
+        why = "the portable tier is forced"
+    elif limits.tier != "sm90":
+        why = f"compute capability is {_capability(limits)}, not 9.0"
+    elif dtype == "float32":
+        why = "Hopper's take bfloat16 and float16, not float32"
+    else:
+        why = "Hopper's need slots, 16-byte-aligned addresses and strides, and sizes that are multiples of 8"
+    accesses = "16 bytes at a time" if aligned else "an element at a time, as 16 bytes would not be aligned"
+    return f"portable kernels: {why}; memory is read {accesses}"
+
+
+def _why_stages(stages: int, limits: DeviceLimits) -> str:
+    shared = limits.shared_bytes_per_multiprocessor
+    resident = "two CTAs fit" if GEMM_BLOCKS * stages * STAGE_BYTES < shared else "one CTA fits"
+    in_all = f"{shared // 1024} KiB of a multiprocessor"
+    return f"{stages} stages of {STAGE_BYTES // 1024} KiB, with which {resident} in the {in_all}; a CTA per tile"
+
+
+def square_gemm(pairs: bool) -> GemmConfig:
+    """Hopper's kernel with square tiles. pairs: an up projection whose gate and up columns alternate."""
+    constants = square_product_constants("ActivatePairs" if pairs else "StoreRows")
+    shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + constants["TILE_BYTES"] + SQUARE_SPARE_BYTES
+    columns, threads = constants["TILE_COLUMNS"], constants["THREADS"]
+    return GemmConfig("sm90", columns, threads, shared_bytes, HOPPER_STAGES, tile_rows=SQUARE_TILE)
+
+
+def square_product(widths: tuple[int, ...], num_slots: int, num_experts: int) -> tuple[bool, str]:
+    """Whether Hopper's tiles of a product that is no gradient of a weight are square.
+
+    widths: of its column panels, or of the one matrix that it is, in columns of the weight. Tiles are square where
+    they compute fewer columns and experts have eight row tiles on average: a last tile that is not full costs nearly as
+    much as a full one. Figures: docs/decisions/018.
+    """
+    wide, narrow = (sum(ceil_div(width, tile) * tile for width in widths) for tile in (PANEL_COLUMNS, SQUARE_TILE))
+    columns = " + ".join(map(str, widths))
+    if narrow >= wide:
+        return False, f"{WIDE}: these compute {wide} columns for {columns}, {SQUARE} {narrow}"
+    if num_slots < SQUARE_ROWS * num_experts:
+        rows = count(num_slots // num_experts, "row")
+        return False, f"{WIDE}: an expert has {rows} on average, fewer than {SQUARE_ROWS}"
+    return True, f"{SQUARE}: these compute {narrow} columns for {columns}, {WIDE} {wide}"
+
+
+def tile_columns(tier: str, split: bool) -> int:
+    """Columns of the result in a tile; a gated up projection's (`split`) has as many of gate beside as many of up."""
+    columns = PANEL_COLUMNS if tier == "sm90" else TILE_COLUMNS
+    return columns // 2 if split else columns
+
+
+def gemm_stages(limits: DeviceLimits) -> int:
+    """Pipeline depth of the portable GEMMs.
+
+    Two CTAs per multiprocessor hide each other's epilogue, so depth yields to the second CTA: 3
+    stages where 2 CTAs of 96 KiB fit (sm_90, sm_100), 2 on sm_80's 164 KiB, and 3 with one CTA where
+    even 2 x 64 KiB do not fit (sm_86, sm_89, sm_120).
+    """
+    static_and_reserved = STATIC_BYTES + RESERVED_BYTES
+    for stages in (3, 2):
+        if GEMM_BLOCKS * (stages * STAGE_BYTES + static_and_reserved) <= limits.shared_bytes_per_multiprocessor:
+            return stages
+    return 3 if 3 * STAGE_BYTES + static_and_reserved <= limits.shared_bytes_per_block else 2
+
+
+@functools.lru_cache(maxsize=1024)
+def dynamic_schedule(
+    entry: str, column_tiles: int, depth: int, num_slots: int, num_experts: int, limits: DeviceLimits
+) -> tuple[bool, str]:
+    """Whether CTAs of up_fwd and down_bwd on Hopper take their tiles from a counter, in place of every n-th tile.
+
+    depth: what an element of the result sums over.
+    With the static schedule CTAs drift apart by whole tiles, and the L2 cache loses what others have read before they
+    need it. The dynamic schedule keeps CTAs together that read the same weights. It also makes CTAs finish their tiles
+    at one time, which slows up_fwd where its tiles are short and many to an expert. Figures: docs/decisions/003.
+    """
+    rows, most = num_slots // num_experts, 2 * limits.multiprocessors
+    average, tiles = f"an expert has {count(rows, 'row')} on average", rows // TILE_ROWS * column_tiles
+    if rows < SHARED_WEIGHT_ROWS:
+        few = f"{average}, fewer than {SHARED_WEIGHT_ROWS}, so CTAs share few weights"
+        return False, f"static tile scheduling: {few}"
+    why = f"dynamic tile scheduling: {average} (at least {SHARED_WEIGHT_ROWS}), whose tiles share its weights"
+    if entry == "down_bwd":
+        return True, why
+    if depth >= DYNAMIC_DEPTH:
+        return True, f"{why}, and an element sums over {depth} (at least {DYNAMIC_DEPTH})"
+    if tiles <= most:
+        return True, f"{why}, and it has {count(tiles, 'tile')} (at most {most}, two per multiprocessor)"
+    short = f"an element sums over {depth}, less than {DYNAMIC_DEPTH}"
+    return False, f"static tile scheduling: {short}, and an expert has {count(tiles, 'tile')}, more than {most}"
+
+
+def uses_clusters(
+    gathers: bool, column_tiles: int, depth: int, num_slots: int, num_experts: int, fp8: bool = False
+) -> tuple[bool, str]:
+    """Whether a product on Hopper runs in 2-CTA clusters, where each CTA fetches half of the weight's tile for both.
+
+    depth: what an element of the result sums over. gathers: up_fwd and down_bwd. TMA multicast takes a third off what
+    the L2 cache gives, and with it some of the power that limits long products. But a CTA then waits for the consumers
+    of the other CTA too, at every k-step. So clusters pay where the sum is long and experts have two row tiles or more.
+    Of the products that are summed over slots only those of experts with few rows gain, whose weights are most of what
+    is read. There an odd number of column tiles would give half of the clusters tiles of different columns, as row
+    tiles come in twos. Figures: docs/decisions/004. Products of e4m3 need what the L2 cache gives in half the time, and
+    gain wherever an expert has two row tiles.
+    """
+    rows, none = num_slots // num_experts, "no 2-CTA clusters: "
+    if not fp8 and depth < CLUSTER_DEPTH:
+        return False, f"{none}an element sums over {depth}, less than {CLUSTER_DEPTH}"
+    if rows < SHARED_WEIGHT_ROWS:
+        return False, f"{none}an expert has {count(rows, 'row')} on average, fewer than {SHARED_WEIGHT_ROWS}"
+    if not (gathers or fp8) and num_slots > MAX_CLUSTER_ROWS * num_experts:
+        average = f"{num_slots / num_experts:.10g} rows on average"
+        return False, f"{none}an expert has {average}, more than {MAX_CLUSTER_ROWS}"
+    if not gathers and column_tiles % 2:
+        return False, f"{none}the number of column tiles is odd ({column_tiles})"
+    reason = "operands are e4m3" if fp8 else f"an element sums over {depth} (at least {CLUSTER_DEPTH})"
+    few = "" if gathers or fp8 else f", at most {MAX_CLUSTER_ROWS}"
+    even = "" if gathers else f", the number of column tiles is even ({column_tiles})"
+    return True, (
+        f"2-CTA clusters with TMA multicast of the weight: {reason}, an expert has {count(rows, 'row')} on average "
+        f"(at least {SHARED_WEIGHT_ROWS}{few}){even}"
+    )
+
+
+def square_wgrad(rows: int, columns: int) -> tuple[bool, str]:
+    """Whether Hopper's tiles of a weight gradient, (rows, columns) in memory, are square where they can be.
+
+    They are where fewer elements lie past its edges then: of 2880 x 2880 none, and 9% with 128 x 256.
+    """
+    wide = ceil_div(rows, TILE_ROWS) * ceil_div(columns, PANEL_COLUMNS) * TILE_ROWS * PANEL_COLUMNS
+    if ceil_div(rows, SQUARE_TILE) * ceil_div(columns, SQUARE_TILE) * SQUARE_TILE**2 < wide:
+        return True, f"{SQUARE}: fewer elements lie past the gradient's edges than with 128 x 256"
+    return False, f"{WIDE}: no more elements lie past the gradient's edges than with 192 x 192"
+
+
+def wgrad(dtype: str, aligned: bool, square: bool, limits: DeviceLimits) -> GemmConfig:
+    """The kernel of a weight gradient, in square tiles if it is Hopper's; as of `gemm`."""
+    config = gemm(dtype, aligned, False, limits)
+    if config.tier == "sm80":
+        return config
+    tile, tile_bytes, threads = (TILE_ROWS, PANEL_COLUMNS), HOPPER_TILE_BYTES, HOPPER_THREADS
+    if square:
+        constants = square_constants(152)
+        tile, tile_bytes, threads = (SQUARE_TILE, SQUARE_TILE), constants["TILE_BYTES"], constants["THREADS"]
+    shared_bytes = HOPPER_STAGES * HOPPER_STAGE_BYTES + tile_bytes + WGRAD_SPARE_BYTES
+    return GemmConfig("sm90", tile[1], threads, shared_bytes, HOPPER_STAGES, tile_rows=tile[0], why=config.why)
+
+
+def wgrad_tiles(rows: int, columns: int, gradients: int, square: bool = False) -> int:
+    """The number of tiles of Hopper's weight gradients: one gradient per expert and half, (rows, columns) in memory."""
+    height, width = (SQUARE_TILE, SQUARE_TILE) if square else (TILE_ROWS, PANEL_COLUMNS)
+    return gradients * ceil_div(rows, height) * ceil_div(columns, width)
+
+
+@functools.lru_cache(maxsize=1024)
+def split_k(tiles: int, num_slots: int, num_experts: int, limits: DeviceLimits) -> tuple[int, str]:
+    """Into how many splits a weight gradient on Hopper divides each expert's rows: 1 but for few tiles of many rows.
+
+    A tile takes one CTA. So fewer tiles than multiprocessors leave some idle, and so do a few more. Splits fill them.
+    But each split ends with a tile of float32 sums, 128 KiB, to be written and read again, and adding them is one more
+    launch. There are at most MAX_WAVES tiles per multiprocessor, which bounds the memory of the sums: 66 MiB on an
+    H200. Figures: docs/decisions/008.
+    """
+    steps = ceil_div(num_slots // num_experts, STEP_ROWS)
+    full_waves = (waves * limits.multiprocessors // tiles for waves in range(1, MAX_WAVES + 1))
+    candidates = {1, *(min(splits, steps) for splits in full_waves if splits > 1)} - {0}
+
+    def time(splits: int) -> int:  # in rows of a tile
+        rows_per_split = ceil_div(steps, splits) * STEP_ROWS + (SPLIT_ROWS if splits > 1 else 0)
+        addition = ADDITION_ROWS + ADDITION_ROWS_PER_SPLIT * splits if splits > 1 else 0
+        return ceil_div(tiles * splits, limits.multiprocessors) * rows_per_split + addition
+
+    splits = min(sorted(candidates), key=time)
+    rows = count(num_slots // num_experts, "row")
+    of_all = f"{count(tiles, 'tile')} on {limits.multiprocessors} multiprocessors, {rows} per expert on average"
+    if splits == 1:
+        return splits, f"no split-K: {of_all}; more CTAs per tile would cost more than they save"
+    waves = count(ceil_div(tiles * splits, limits.multiprocessors), "wave")
+    why = f"{tiles * splits} shorter tiles in {waves} leave fewer multiprocessors idle"
+    return splits, f"split-K, {splits} CTAs per tile: {of_all}; {why}"
+
+
+def column_tiles(columns: int, width: int = TILE_COLUMNS) -> int:
+    return ceil_div(columns, width)
+
+
+@functools.lru_cache(maxsize=256)
+def panels(columns: int, num_slots: int, tier: str) -> tuple[tuple[tuple[int, int], ...], str]:
+    """(first column, width) of each panel of a product that is summed over slots.
+
+    On Hopper the left operand comes from memory once per panel, so that wide panels are faster. Up to 512 columns are
+    one panel, as are few rows, for which the last wave of a launch's CTAs counts. Others are two or more panels, of
+    half the columns in whole tiles, 2048 columns at most. Figures: docs/decisions/006.
+    """
+    if tier == "sm80":
+        widest, of_width = PANEL_COLUMNS, f"the portable tier's are {PANEL_COLUMNS} wide, or d = {columns}"
+    elif columns <= 2 * PANEL_COLUMNS:
+        widest, of_width = columns, f"d = {columns} is at most {2 * PANEL_COLUMNS}"
+    elif num_slots * columns <= ONE_PANEL_ELEMENTS:
+        elements = f"L*k*d = {num_slots * columns} elements, at most {ONE_PANEL_ELEMENTS}"
+        widest, of_width = columns, f"{elements}, stay in the L2 cache"
+    else:
+        widest = min(ceil_div(columns, 2 * PANEL_COLUMNS) * PANEL_COLUMNS, MAX_PANEL_COLUMNS)
+        of_width = f"half of d = {columns} in multiples of {PANEL_COLUMNS}, at most {MAX_PANEL_COLUMNS}"
+    found = tuple((c, min(widest, columns - c)) for c in range(0, columns, widest))
+    number = "one column panel" if len(found) == 1 else f"{len(found)} column panels"
+    width = f" of {count(found[0][1], 'column')}" if tier == "sm80" or widest < columns else ""
+    return found, f"{number}{width}: {of_width}"
+
+
+def rows_go_to_tokens(k: int | None, tier: str) -> bool:
+    """Whether a product needs no panel (TO_TOKENS): with one slot per token a row is the token's sum.
+
+    k is None where tokens have any number of slots.
+    """
+    return tier == "sm90" and k == 1
+
+
+def panel_takes_left_operands_rows(columns: int, spare_columns: int, tier: str) -> bool:
+    """Whether the panel may lie in the left operand's rows (IN_PLACE), with `spare_columns` if they may be overwritten.
+
+    A tile of all columns is the last reader of its rows.
+    """
+    return tier == "sm90" and columns <= min(PANEL_COLUMNS, spare_columns)

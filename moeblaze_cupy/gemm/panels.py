@@ -1,0 +1,123 @@
+"""Products of the experts summed over the k slots of each token, through panels of columns:
+kernels_cu/grouped_gemm_*.cu and aggregation.cu in turn.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moeblaze_cupy.cuda.launch_config import DeviceLimits
+from moeblaze_cupy.cuda.runtime import Launch, Runtime
+from moeblaze_cupy.dispatch.launches import TOKEN_INDEX_MAP, TOKEN_OFFSETS, IndexLayout, Lists
+from moeblaze_cupy.gemm import config as gemm_config
+from moeblaze_cupy.gemm import products as grouped_gemm
+from moeblaze_cupy.gemm.biases import Bias
+from moeblaze_cupy.gemm.products import NOT_FP8, Fp8, Gemm, Operand, Weight
+from moeblaze_cupy.rows import push
+from moeblaze_cupy.rows.aggregation import Source, aggregate
+from moeblaze_cupy.types import Activation
+
+
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """A product for one panel of columns after another, each followed by its sum over the slots.
+
+    panel: shape of the buffer of routed rows between the two; None where it lies in the left operand's rows, or where
+    rows go straight to their tokens, as with k = 1 on Hopper.
+    """
+
+    products: tuple[Gemm, ...]
+    sums: tuple[Launch, ...]  # empty where rows go to their tokens
+    panel: tuple[int, int] | None
+    dtype: str
+
+    @property
+    def square(self) -> bool:
+        """Whether the products have square tiles, and take the lists of `square_tiles.listed`."""
+        return self.products[0].square
+
+
+def configure(
+    entry: str,
+    index: IndexLayout,
+    a: Operand,
+    weight: Weight,
+    K: int,
+    d: int,
+    activation: str | Activation,
+    limits: DeviceLimits,
+    *,
+    interleaved: bool = False,
+    bias: Bias | None = None,
+    weights_dtype: str | None = None,
+    overwrites: bool = False,
+    source: Source | None = None,
+    place: push.Place | None = None,
+) -> Panels:
+    """down_fwd: sum over slots of weights * row of product w2; up_bwd: of rows of first_layer_grad w1^T. (L, d) both.
+
+    K: of a segment; up_bwd has one where gate and up columns are interleaved. bias: is added to each slot's row.
+    overwrites: the left operand may be used as scratch. weights_dtype: of the router weights that scale the rows.
+    source: the rows that identity experts add, where there are such experts. place: where the results of several GPUs'
+    tokens go; there are no identity experts then.
+    """
+    call = entry, index, a, weight
+    tier = grouped_gemm.config_of(entry, a, weight, d, K, activation, limits, bias)[0].tier
+    shared: dict[str, Any] = {"interleaved": interleaved, "bias": bias}
+    if gemm_config.rows_go_to_tokens(index.k, tier) and source is None:
+        options: dict[str, Any] = {
+            **shared,
+            "result_ld": d,
+            "to_tokens": True,
+            "weights_dtype": weights_dtype,
+            "place": place,
+        }
+        product = grouped_gemm.configure(
+            *call, d, K, activation, limits, why_panels=(gemm_config.TO_TOKENS,), **options
+        )
+        return Panels((product,), (), None, a.result_dtype)
+    panels, of_panels = gemm_config.panels(d, index.num_rows, tier)
+    spare = a.ld if overwrites and not a.is_fp8 else 0
+    in_place = gemm_config.panel_takes_left_operands_rows(d, spare, tier)
+    widths = tuple(width for _, width in panels)
+    why = (of_panels + gemm_config.IN_PLACE if in_place else of_panels,)
+    products, sums = [], []
+    for first_column, width in panels:
+        ld = a.ld if in_place else width
+        options = {**shared, "first_column": first_column, "result_ld": ld, "panels": widths}
+        products.append(grouped_gemm.configure(*call, width, K, activation, limits, why_panels=why, **options))
+        of_sums = index, a.result_dtype, weights_dtype, d, first_column, width, ld
+        sums.append(aggregate(*of_sums, source) if place is None else push.push_sum(*of_sums, place))
+    panel = None if in_place else (index.num_rows, panels[0][1])
+    return Panels(tuple(products), tuple(sums), panel, a.result_dtype)
+
+
+def sum_of_rows(
+    run: Runtime,
+    step: Panels,
+    lists: Lists,
+    a: int,
+    halves: tuple[int, int],
+    weights: int,
+    out: int,
+    *,
+    bias: int = 0,
+    source: int = 0,
+    fp8: Fp8 = NOT_FP8,
+    to: push.Addresses = push.NOWHERE,
+) -> None:
+    """Writes out (L, d). a: the left operand. halves: where the weight's gate and up begin.
+
+    weights, bias: 0 for none. source: the rows of identity experts. fp8: the scales of a and of the weight. to: where
+    the results go in place of out, which is then 0.
+    """
+    biases = bias, bias
+    if not step.sums:
+        options: dict[str, Any] = {"weights": weights, "bias": biases, "fp8": fp8, "to": to}
+        grouped_gemm.gemm(run, step.products[0], lists, a, halves, result=out, **options)
+        return
+    memory = run.empty(step.panel, step.dtype) if step.panel else None
+    panel = memory.ptr if memory else a
+    token_index_map, token_offsets = lists[TOKEN_INDEX_MAP], lists[TOKEN_OFFSETS]
+    for product, sums in zip(step.products, step.sums, strict=True):
+        grouped_gemm.gemm(run, product, lists, a, halves, result=panel, bias=biases, fp8=fp8)
+        run.launch(sums, panel, token_index_map, weights, out, token_offsets, source, *to)

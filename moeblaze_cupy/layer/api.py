@@ -1,0 +1,395 @@
+"""Dispatch and forward of the layer: check arguments, choose NumPy or CUDA, hand back the caller's kind of array."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
+
+from moeblaze_cupy import checks, reference
+from moeblaze_cupy import frameworks as arrays
+from moeblaze_cupy.calls import Call, keep, untraced
+from moeblaze_cupy.checks import named_pair
+from moeblaze_cupy.cuda import runtime
+from moeblaze_cupy.cuda.runtime import Prepared, Runtime, current_device
+from moeblaze_cupy.dispatch import launches as dispatch
+from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.fp8 import operands as fp8
+from moeblaze_cupy.frameworks import Buffer, Export
+from moeblaze_cupy.layer import forward as experts
+from moeblaze_cupy.rows.push import Destination
+from moeblaze_cupy.types import (
+    Activation,
+    DispatchIndices,
+    Fp8Rows,
+    Fp8Weights,
+    LayerArrays,
+    LayerOptions,
+    SavedForBackward,
+    gate_and_up,
+)
+
+
+class LayerExtras(NamedTuple):
+    """What few calls of the layer have beside its arrays and options."""
+
+    into: Any = None  #: what out is to be on CUDA: of its shape, dtype and kind, aligned; or a `Destination`
+    wait: Callable[[], None] | None = None  #: has the stream wait for rows of x, which travel beside dispatch
+    fp8_weights: Fp8Weights | None = None
+    x_scales: Any = None  #: of x, where it is the values of `Fp8Rows`
+
+    @property
+    def destination(self) -> Destination | None:
+        """Where results of several GPUs' tokens go, rows of d columns, a multiple of 8; out is then None on CUDA."""
+        return self.into if isinstance(self.into, Destination) else None
+
+
+def map_saved(saved: SavedForBackward, convert: Export) -> SavedForBackward:
+    """The same, with every array passed through `convert`."""
+
+    def each(value: Any) -> Any:
+        return None if value is None else convert(value)
+
+    return SavedForBackward(
+        LayerArrays(*map(each, saved.arrays)),
+        saved.options,
+        map_index(saved.index, convert),
+        each(saved.first_layer),
+        each(saved.y_swi),
+        saved.consumed,
+        map_fp8(saved.fp8_weights, convert),
+        each(saved.x_scales),
+    )
+
+
+def map_fp8(weights: Fp8Weights | None, convert: Export) -> Fp8Weights | None:
+    if weights is None:
+        return None
+    fields = (*fp8_checks.FIELDS, "amax")
+    made = {name: getattr(weights, name) for name in fields}
+    return Fp8Weights(**{n: None if a is None else convert(a) for n, a in made.items()}, gate_up=weights.gate_up)
+
+
+def map_index(index: DispatchIndices, convert: Export) -> DispatchIndices:
+    lists, rest = index.split()
+    return rest.joined([None if array is None else convert(array) for array in lists])
+
+
+@untraced
+def build_dispatch(
+    ids: Any, num_experts: int, token_offsets: Any = None, *, max_slots: int | None = None
+) -> DispatchIndices:
+    """The paper's index lists (section 4.1), built in its three steps (section 4.2).
+
+    ids: (L, k) int32 or int64; an id < 0 or >= num_experts is "no expert in this slot", an expert named
+    twice by a token is two slots. num_experts <= 4096, L*k <= 2^31 - 128.
+    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each. ids are then (P,), and pair p is of
+    token t for token_offsets[t] <= p < token_offsets[t+1]; a pair of no token is no slot. Whatever the offsets hold, a
+    pair has at most one token, one whose offsets enclose it, and a larger pair has no smaller token.
+    max_slots: at least 1, a bound of the slots that have a position, for buffers in expert order of so many rows.
+    Slots past it, by expert, then token, then slot, count as absent, and `dropped` of the result says how many there
+    are.
+    Returns DispatchIndices of int32 arrays of the caller's kind.
+    Raises TypeError (dtype, device) or ValueError (shape, memory order, sizes).
+    """
+    num_experts = checks.integer("build_dispatch", "num_experts", num_experts)
+    named = {"ids": ids} if token_offsets is None else {"ids": ids, "token_offsets": token_offsets}
+    key, pointers = runtime.key_of("build_dispatch", (num_experts, max_slots), tuple(named.values()))
+    export: Export = keep
+    found, kept = runtime.find(key), ids
+    if found is None:
+        checks.untracked("build_dispatch", named)
+        call = Call("build_dispatch", **named)
+        offsets = call.described.get("token_offsets")
+        checks.ids("build_dispatch", call.described["ids"], num_experts, offsets)
+        max_slots = checks.max_slots("build_dispatch", max_slots, call.described["ids"].size)
+        if call.on_cpu:
+            offsets_on_host = None if offsets is None else call.host("token_offsets")
+            on_host = reference.dispatch(call.host("ids"), num_experts, offsets_on_host, max_slots)
+            index = map_index(on_host, call.export)
+            # The caller's own array, as the view of it may be read-only, of which DLPack makes a copy.
+            return index if index.ids_copied or call.export is keep else dataclasses.replace(index, ids=ids)
+        (layout,), pointers, export, kept = call.layout("ids"), call.pointers(), call.export, call.owners()[0]
+        num_tokens = None if offsets is None else offsets.size - 1
+        steps = dispatch.configure(layout, num_experts, call.limits, num_tokens, max_slots=max_slots)
+        found = runtime.keep(key, call.prepared(steps))
+    with current_device(found.device):
+        run = Runtime.current(found.framework, found.device)
+        lists, copy, _ = dispatch.dispatch(run, found.steps, *pointers)
+        return map_index(_index(found.steps, lists.array, copy.array if copy else kept), export)
+
+
+def _index(steps: dispatch.Dispatch, lists: Any, ids: Any) -> DispatchIndices:
+    index = steps.index
+    return DispatchIndices(lists, ids, index.places, index.num_experts, steps.copies_ids, index.max_slots)
+
+
+@overload
+def moe_forward(
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str | Activation = "swiglu",
+    save: str = "minimal",
+    b1: Any = None,
+    b2: Any = None,
+    gate_up: str = "halves",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
+    max_slots: int | None = None,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+) -> tuple[Any, SavedForBackward]: ...
+
+
+@overload
+def moe_forward(
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str | Activation = "swiglu",
+    save: None,
+    b1: Any = None,
+    b2: Any = None,
+    gate_up: str = "halves",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
+    max_slots: int | None = None,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+) -> tuple[Any, None]: ...
+
+
+@untraced
+def moe_forward(
+    x: Any,
+    ids: Any,
+    weights: Any,
+    w1: Any,
+    w2: Any,
+    *,
+    activation: str | Activation = "swiglu",
+    save: str | None = "minimal",
+    b1: Any = None,
+    b2: Any = None,
+    gate_up: str = "halves",
+    token_offsets: Any = None,
+    weights_on: str = "output",
+    unreduced: bool = False,
+    identity_experts: int = 0,
+    max_slots: int | None = None,
+    precision: str | None = None,
+    fp8_weights: Fp8Weights | None = None,
+) -> tuple[Any, SavedForBackward | None]:
+    """out[t] = sum over slots j of weights[t, j] * expert ids[t, j] of x[t] (paper sections 2.3, 3.1, 5).
+
+    x: (L, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. ids: (L, k) int32 or int64, see
+    `build_dispatch`. weights: (L, k) float32 or x's dtype.
+    w1: (E, d, 2h), gate columns then up columns, or a pair (gate, up) of (E, d, h), for the gated activations swiglu,
+    geglu (exact gelu), reglu, geglu_tanh, swiglu_clamp, swiglu_oai, swiglu_clamp_after and swiglu_softcap; (E, d, h)
+    for silu, gelu (exact), relu, gelu_tanh and relu2. w2: (E, h, d). Both in x's dtype, read in place, row-major or as
+    the transposed view of (E, 2h, d) / (E, d, h) storage.
+    activation: a name, or an `Activation` with constants of its own.
+    b1, b2: biases of both products, added in float32, or None: b1 (E, 2h), or a pair of (E, h), or (E, h) without a
+    gate; b2 (E, d). In x's dtype or float32, the last dimension contiguous. Empty slots get none.
+    gate_up: "interleaved" if the columns of w1, and of b1, are gate 0, up 0, gate 1, up 1, ...; else "halves".
+    save: "minimal" keeps a, b; "paper" also V(a) * M(b) (Algorithm 1); "recompute" only x; None nothing. "fp8" keeps
+    a, b in e4m3 with a float32 scale for each row and 128 columns of either, whatever x's dtype: 0.52 of bf16's bytes.
+    token_offsets: None, or (L+1,) int32 of tokens with any number of experts each, as of `build_dispatch`; ids and
+    weights are then (P,).
+    weights_on: "output" as above, or "input" for experts of weight * x, as in Llama 4; x is not copied for it. Not with
+    b1. b2 is not weighted then.
+    unreduced: True returns the experts' outputs of each slot, (L, k, d), or (P, d) with token_offsets, in the order of
+    the slots and 0 without an expert: neither weighted nor summed. weights are then None, unless they are on the input.
+    This result has L*k rows of d.
+    identity_experts: number Z of experts without weights and biases, ids E to E+Z-1, that return their input, as in
+    LongCat-Flash; not with unreduced.
+    max_slots: None, or a bound of the slots that are present, at least 1; those of identity experts count
+    nothing. All buffers in expert order but the index lists then have so many rows in place of L*k. Slots past it count
+    as absent; saved.index.dropped says how many.
+    precision: None, or "fp8": the products but those of weight gradients multiply e4m3, with a float32 scale for each
+    token of x and of out's gradient, for each row and 128 columns of V(a) * M(b) and of the gradients of a, b, and for
+    each expert of w2 and half of w1. For bf16 on Hopper, d and h that are multiples of 16, and gate_up="halves".
+    fp8_weights: what `quantize_weights` made of w1 and w2, or None: it is made in the call and kept for backward.
+    Returns out (L, d) in x's dtype and SavedForBackward (None for save=None).
+    The arrays are kept by reference: whoever changes one in place before backward, as by x += out, gets wrong
+    gradients. Where 2h = d (w1) or h = d (w2), storage order has the same shape and cannot be told apart.
+    A NaN in x reaches its token's output and its gradients of weights, w1, w2 and x, but for "relu" not that of x. One
+    in an expert's bias reaches the tokens of that expert alone.
+    Raises TypeError (dtype, device, framework), ValueError (shape, memory order, names), or RuntimeError
+    where CUDA arrays meet no CuPy, no usable driver or a GPU before sm_80, and of torch tensors that autograd or a
+    transform of torch would have to follow: for those use `moeblaze_cupy.interop.torch`.
+    """
+    layer = layer_arrays("moe_forward", x, ids, weights, w1, w2, b1, b2, token_offsets)
+    options = LayerOptions(activation, save, gate_up, weights_on, unreduced, identity_experts, max_slots, precision)
+    return forward(layer, options, None if fp8_weights is None else LayerExtras(fp8_weights=fp8_weights))
+
+
+def layer_arrays(
+    function: str, x: Any, ids: Any, weights: Any, w1: Any, w2: Any, b1: Any = None, b2: Any = None, offsets: Any = None
+) -> LayerArrays:
+    """The arguments of a layer. Raises TypeError or ValueError for w1 and b1 that are neither arrays nor pairs."""
+    gate, up = _gate_and_up(function, "w1", w1)
+    b1_gate, b1_up = (None, None) if b1 is None else _gate_and_up(function, "b1", b1)
+    return LayerArrays(x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, offsets)
+
+
+def values_and_scales(rows: Any) -> tuple[Any, Any]:
+    """Of `Fp8Rows`; of other rows these and None."""
+    return rows if isinstance(rows, Fp8Rows) else (rows, None)
+
+
+def forward(
+    layer: LayerArrays, options: LayerOptions, extras: LayerExtras | None = None
+) -> tuple[Any, SavedForBackward | None]:
+    """`moe_forward` of arrays and options that are not checked yet. extras: None for a plain call."""
+    key_options: Any = options
+    given: Sequence[Any] = layer
+    fp8_arrays: tuple[Any, ...] = ()
+    if extras is not None:
+        fp8_arrays = fp8_checks.arrays_of("moe_forward", options.precision, extras.fp8_weights)
+        given = (*layer, *fp8_arrays, extras.x_scales)
+        order, to = extras.fp8_weights and extras.fp8_weights.gate_up, extras.destination
+        key_options = options, order, to and to.place
+    key, pointers = runtime.key_of("moe_forward", key_options, given)
+    export: Export = keep
+    found = runtime.find(key)  # a record says that such arguments have passed all checks
+    if found is None:
+        extras_given = extras or LayerExtras()
+        call, options, described = _checked_forward(layer, options, extras_given, fp8_arrays)
+        if call.on_cpu:
+            return _forward_on_cpu(call, layer, options, extras_given)
+        to, layouts = extras_given.destination, [array and array.layout for array in described]
+        arrays_of_layer = LayerArrays(*layouts[: len(layer)])
+        plan = experts.configure_forward(arrays_of_layer, options, call.limits, not fp8_arrays, to and to.place)
+        given = [array and array.owner for array in described]
+        pointers = [array.ptr if array else 0 for array in described]
+        export, found = call.export, runtime.keep(key, call.prepared(plan))
+    with current_device(found.device):
+        return _launched_forward(found, given, pointers, extras, export)
+
+
+def _launched_forward(
+    found: Prepared, given: Sequence[Any], pointers: list[int], extras: LayerExtras | None, export: Export
+) -> tuple[Any, SavedForBackward | None]:
+    """given, pointers: of `LayerArrays`; with extras then those of `Fp8Weights`, if there are any, and x's scales."""
+    plan: experts.Forward = found.steps
+    run = Runtime.current(found.framework, found.device)
+    fp8_weights = x_scales = weights_fp8 = to = None
+    how: dict[str, Any] = {}
+    if extras is not None:
+        fp8_weights, x_scales, to = extras.fp8_weights, extras.x_scales, extras.destination
+        how = {"wait": extras.wait, "x_scales": pointers[-1]}
+        if to:
+            how["to"] = to.addresses(found.framework)
+        elif extras.into is not None:
+            how["out"] = Buffer(extras.into, found.framework.describe(extras.into).ptr)
+        if fp8_weights is not None:
+            weights_fp8 = fp8.Addresses(*pointers[_LAYER:-1])
+            if export is not keep:  # what it was imported to, as of the other arrays
+                imported = dict(zip(fp8_checks.FIELDS, given[_LAYER:-1], strict=True))
+                fp8_weights = Fp8Weights(**imported, gate_up=fp8_weights.gate_up)
+    if plan.quantize:
+        made, weights_fp8 = plan.quantize.make(run, (pointers[3], pointers[4]), pointers[5])
+        fp8_weights = Fp8Weights(**made)
+    result = experts.moe_forward(run, plan, LayerArrays(*pointers[:_LAYER]), weights_fp8=weights_fp8, **how)
+    out = None if to else export(result.out)
+    if plan.options.save is None:
+        return out, None
+    x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, *_ = given
+    index = _index(plan.dispatch, result.lists, ids if result.ids is None else result.ids)
+    kept = LayerArrays(x, None, weights, gate, up, w2, b1_gate, b1_up, b2)
+    made_by_forward = result.first_layer, result.y_swi, False, fp8_weights, x_scales
+    return out, SavedForBackward(kept, plan.options, index, *made_by_forward)
+
+
+_LAYER = len(LayerArrays._fields)
+
+
+def _checked_forward(
+    layer: LayerArrays, options: LayerOptions, extras: LayerExtras, fp8_arrays: tuple[Any, ...]
+) -> tuple[Call, LayerOptions, list[Any]]:
+    """The call, its options as launches have them, and its arrays in the order of `forward`; raises what checks do."""
+    function, names = "moe_forward", layer.arguments()
+    required = names[0], names[1], names[3], names[5]
+    named = {n: array for n, array in zip(names, layer, strict=True) if array is not None or n in required}
+    named |= dict(zip(fp8_checks.NAMES, fp8_arrays, strict=False))
+    if extras.x_scales is not None:
+        named["x.scales"] = extras.x_scales
+    checks.untracked(function, named)
+    call = Call(function, **named)
+    options = checks.layer_options(function, options, layer.router_weights is not None, layer.b1_gate is not None)
+    in_e4m3 = call.described["x"]
+    if extras.x_scales is not None:  # the checks are of what the rows stand for
+        call.described["x"] = dataclasses.replace(in_e4m3, dtype=call.described["w2"].dtype)
+    d = LayerArrays(*map(call.described.get, names))
+    checks.layer(function, d, options)
+    checks.identity_experts(function, options, d.w2)
+    options = options._replace(max_slots=checks.max_slots(function, options.max_slots, d.ids.size))
+    checks.one_of(function, "precision", options.precision, fp8_checks.PRECISIONS)
+    if options.precision is not None:
+        limits = None if call.on_cpu else call.limits
+        order = None if extras.fp8_weights is None else extras.fp8_weights.gate_up
+        biases = {name: call.described[name] for name in names[6:9] if name in named}
+        weights = [call.described[name] for name in fp8_checks.NAMES if name in named]
+        fp8_checks.layer(function, d.x, d.w2, options.activation, options.gate_up, biases, weights, order, limits)
+    if extras.x_scales is not None:
+        if options.precision is None:
+            raise checks.bad_value(function, "x", "bf16 rows without precision='fp8'", "rows in e4m3")
+        checks.fp8_rows(function, "x", in_e4m3, call.described["x.scales"])
+    others = [*map(call.described.get, fp8_checks.NAMES[: len(fp8_arrays)]), call.described.get("x.scales")]
+    call.described["x"] = in_e4m3
+    return call, options, [in_e4m3, *d[1:], *others]
+
+
+def _gate_and_up(function: str, name: str, weight: Any) -> tuple[Any, Any]:
+    """The array and None, or the pair (gate, up)."""
+    if not isinstance(weight, (tuple, list)):
+        return weight, None
+    for part, array in named_pair(function, name, weight).items():
+        if array is None:
+            raise checks.bad_type(function, part, "a NumPy, CuPy or torch array, or one with __dlpack__", type(array))
+    return gate_and_up(weight)
+
+
+def _forward_on_cpu(
+    call: Call, layer: LayerArrays, options: LayerOptions, extras: LayerExtras
+) -> tuple[Any, SavedForBackward | None]:
+    if extras.wait is not None:
+        extras.wait()
+    given = {name: call.host(name) for name in call.described}
+    host = LayerArrays(*map(given.get, layer.arguments()))
+    fp8_weights = None
+    if extras.fp8_weights is not None:
+        fields = zip(fp8_checks.FIELDS, map(given.get, fp8_checks.NAMES), strict=True)
+        fp8_weights = Fp8Weights(**dict(fields), gate_up=options.gate_up)
+    x = host.x
+    if extras.x_scales is not None:
+        x = reference.fp8.dequantize(x, given["x.scales"], host.w2.dtype)
+    out, saved = reference.moe_forward(
+        x,
+        *host[1:3],
+        host.w1,
+        host.w2,
+        b1=host.b1,
+        b2=host.b2,
+        token_offsets=host.token_offsets,
+        fp8_weights=fp8_weights,
+        **options._asdict(),
+    )
+    if saved is not None:
+        if call.framework is arrays.Torch:
+            saved = map_saved(saved, call.export)
+            own = layer._replace(ids=None, token_offsets=None)
+            saved = dataclasses.replace(saved, arrays=own, x_scales=extras.x_scales)
+        if extras.fp8_weights is not None:
+            saved = dataclasses.replace(saved, fp8_weights=extras.fp8_weights)
+    return call.export(out), saved

@@ -1,0 +1,516 @@
+"""Backward of the layer, whole or in two halves: check arguments, choose NumPy or CUDA, hand back the caller's kind."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moeblaze_cupy import checks, overlaps, reference
+from moeblaze_cupy import frameworks as arrays
+from moeblaze_cupy.calls import Call, keep, untraced
+from moeblaze_cupy.checks import named_pair
+from moeblaze_cupy.cuda import runtime
+from moeblaze_cupy.cuda.runtime import Runtime, current_device
+from moeblaze_cupy.dispatch.launches import IndexLayout
+from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.fp8 import operands as fp8
+from moeblaze_cupy.frameworks import Array, Buffer, DeviceFramework, Export, Framework
+from moeblaze_cupy.gemm.products import Summed
+from moeblaze_cupy.layer import backward, weight_gradients
+from moeblaze_cupy.layer.api import map_saved, values_and_scales
+from moeblaze_cupy.layer.weight_gradients import Totals
+from moeblaze_cupy.rows.push import Destination
+from moeblaze_cupy.types import (
+    GRADIENTS,
+    BackwardArrays,
+    BackwardOptions,
+    DispatchIndices,
+    Fp8Weights,
+    Gradients,
+    LayerArrays,
+    PendingWeights,
+    SavedForBackward,
+    is_consumed,
+    one_or_pair,
+    pair,
+)
+
+Parts = dict[str, dict[str, Any]]  # of a weight or bias by name: its arrays by argument name
+
+
+def _buffers(function: str, accumulate: Any, needs: tuple[str, ...], saved: SavedForBackward) -> Parts:
+    """The arrays of `accumulate` by argument name, for each weight or bias that has one, in its form: one or a pair."""
+    if accumulate is None:
+        return {}
+    checks.accumulated_names(function, accumulate, needs, saved.gradients)
+    found: Parts = {}
+    for name, given in accumulate.items():
+        if given is None:
+            raise checks.bad_type(function, f"accumulate[{name!r}]", "a NumPy, CuPy or torch array", type(given))
+        argument, wanted = f"accumulate[{name!r}]", len(pair(getattr(saved, name)))
+        found[name] = named_pair(function, argument, given)
+        if len(found[name]) != wanted:
+            forms = {1: "one array", 2: "a pair (gate, up)"}
+            raise checks.bad_value(function, argument, f"{forms[wanted]}, as the weight is", forms[len(found[name])])
+        for part, array in found[name].items():
+            framework = arrays.framework_of(array)
+            if framework is None:  # what speaks DLPack alone may be immutable
+                raise checks.bad_type(function, part, "a NumPy, CuPy or torch array", type(array))
+            if framework is arrays.NumPy and not array.flags.writeable:
+                raise checks.bad_value(function, part, "an array that can be written", "a read-only one")
+    return found
+
+
+def _arrays(buffers: Parts) -> dict[str, Any]:
+    """All arrays of `_buffers` by argument name."""
+    return {name: array for parts in buffers.values() for name, array in parts.items()}
+
+
+def _check_accumulated(call: Call, buffers: Parts, saved: SavedForBackward) -> None:
+    for name, parts in buffers.items():
+        shapes = tuple(tuple(w.shape) for w in pair(getattr(saved, name)))
+        described = {part: call.described[part] for part in parts}
+        checks.accumulated(call.function, described, shapes, call.described["saved.x"].dtype)
+
+
+def _check_rows(call: Call, saved: SavedForBackward, grad_scales: Any) -> None:
+    """Of x and grad_out in e4m3, which are then described as what they stand for."""
+    of_e4m3 = {"saved.x": saved.x_scales, "grad_out": grad_scales}
+    for name, scales in of_e4m3.items():
+        if scales is not None:
+            array = call.described[name]
+            given = {f"{name}.scales": scales, "saved.w2": saved.w2}
+            of_scales, w2 = described_by_name(call.function, call.framework, given).values()
+            checks.fp8_rows(call.function, name, array, of_scales)
+            call.described[name] = dataclasses.replace(array, dtype=w2.dtype)
+
+
+def _on_host(call: Call, saved: SavedForBackward, grad_scales: Any) -> tuple[reference.HostArray, SavedForBackward]:
+    """grad_out and what was saved as NumPy arrays, rows in e4m3 as the numbers they stand for."""
+    host = saved
+    if call.framework is arrays.Torch:
+        if saved.fp8_weights is not None:
+            _in_e4m3(call.function, call.framework, saved.fp8_weights)  # the rest has been described
+        host = map_saved(saved, call.framework.to_numpy)
+    grad_out, dtype = call.host("grad_out"), np.asarray(host.w2).dtype
+    if grad_scales is not None:
+        scales = arrays.Torch.to_numpy(grad_scales) if call.framework is arrays.Torch else grad_scales
+        grad_out = reference.fp8.dequantize(grad_out, scales, dtype)
+    if saved.x_scales is not None:
+        x = reference.fp8.dequantize(host.x, host.x_scales, dtype)
+        host = dataclasses.replace(host, arrays=host.arrays._replace(x=x), x_scales=None)
+    return grad_out, host
+
+
+def described_by_name(function: str, framework: Framework, given: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays that there are, by argument name. Raises for one that cannot be read, such as a freed tensor."""
+    found = {}
+    for name, array in given.items():
+        if array is not None:
+            try:
+                found[name] = framework.describe(array)
+            except (TypeError, RuntimeError) as error:
+                raise checks.unreadable(function, name, error) from error
+    return found
+
+
+def _read(function: str, framework: Framework, grad_out: Any, saved: SavedForBackward) -> dict[str, Array]:
+    """What backward reads, by argument name; rows in e4m3 without their scales."""
+    read = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+    read |= named_pair(function, "saved.w1", saved.w1)
+    read |= named_pair(function, "saved.b1", saved.b1) | {"saved.b2": saved.b2}
+    read |= {"saved.first_layer": saved.first_layer, "saved.y_swi": saved.y_swi}
+    read |= {"saved.index.lists": saved.index.lists}
+    return described_by_name(function, framework, read)
+
+
+def _in_e4m3(function: str, framework: Framework, weights: Fp8Weights) -> dict[str, Array]:
+    """Its arrays by argument name, in the order of `fp8_checks.FIELDS`."""
+    fields = zip(fp8_checks.NAMES, fp8_checks.FIELDS, strict=True)
+    return described_by_name(function, framework, {name: getattr(weights, field) for name, field in fields})
+
+
+def _check_apart(
+    function: str,
+    framework: Framework,
+    read: dict[str, Array],
+    saved: SavedForBackward,
+    buffers: Mapping[str, Any],
+) -> None:
+    """Checks that `buffers`, to which gradients are added, share no memory with what backward reads, or each other."""
+    read = read | described_by_name(function, framework, {"saved.index.ids": saved.index.ids})
+    overlaps.apart(function, read, described_by_name(function, framework, buffers))
+
+
+@untraced
+def moe_backward(
+    grad_out: Any,
+    saved: SavedForBackward,
+    *,
+    needs: tuple[str, ...] | None = None,
+    keep_saved: bool = False,
+    accumulate: Mapping[str, Any] | None = None,
+) -> Gradients:
+    """Gradients of `moe_forward` (paper section 3.2; Algorithm 1, lines 15-31).
+
+    grad_out: of out's shape, (L, d) or per slot, x's dtype, contiguous. needs: which of "x", "weights", "w1", "w2",
+    "b1", "b2" to compute. The others are None, and their kernels do not run. None asks for all that the layer has: b1
+    and b2 only with such a bias, weights only if it has some.
+    On CUDA the saved activations are overwritten by their own gradients unless `keep_saved`; a second
+    backward over them raises RuntimeError, on the CPU too. With save="recompute" or "fp8" there are none to overwrite.
+    accumulate: NumPy, CuPy or torch arrays that the gradients of w1, w2, b1 or b2 are added to, {"w2": total}, of the
+    weight's shape, a pair for a pair, in float32 or the weights' dtype, in either memory order of the weights. The
+    products' float32 sums are added unrounded, and the total is rounded once to the array's dtype. No other
+    memory is taken for these gradients, but while backward runs up to 66 MiB for those of few large experts, and
+    nothing of experts without tokens is written. They share no memory with each other or with what backward reads;
+    views of one buffer may lie among each other. If backward fails, say for want of memory, some may have been added.
+    Returns Gradients: x (L, d), weights (L, k) or (P,) (0 for empty slots), w1, w2, b1 and b2 in the form, dtype and
+    memory order of the weights and biases, exactly zero for experts without tokens; or the very arrays of `accumulate`.
+    Raises TypeError, ValueError or RuntimeError as `moe_forward` does, and RuntimeError for a second backward.
+    """
+    return run_backward("moe_backward", grad_out, saved, needs, keep_saved, accumulate)[0]
+
+
+@untraced
+def moe_backward_data(
+    grad_out: Any,
+    saved: SavedForBackward,
+    *,
+    needs: tuple[str, ...] = ("x", "weights"),
+    keep_saved: bool = False,
+) -> tuple[Gradients, PendingWeights]:
+    """The first half of `moe_backward`: the gradients of x and weights, before those of w1 and w2.
+
+    The gradient of x can then travel to other GPUs while `moe_backward_weights` computes, or a pipeline's stage can
+    hand it on and compute the gradients of its weights in a bubble. The halves give the bits of the whole.
+    grad_out, saved, keep_saved: as of `moe_backward`. needs: "x", "weights", both or none.
+    Between the halves the saved activations' gradients stay in memory, and with them (R, h) of weighted act(a) * b,
+    R being L*k or max_slots. grad_out and saved.x are read again, so they must not change.
+    Returns Gradients, of which w1 and w2 are None, and PendingWeights.
+    Raises TypeError, ValueError or RuntimeError as `moe_backward` does, and ValueError for a layer with biases.
+    """
+    needs = checks.gradient_names("moe_backward_data", needs, ("x", "weights"))
+    extras = BackwardExtras(defers_weights=True)
+    function, all_needs = "moe_backward_data", (*needs, "w1", "w2")
+    grads, pending = run_backward(function, grad_out, saved, all_needs, keep_saved, extras=extras)
+    assert pending is not None
+    return grads, pending
+
+
+@untraced
+def moe_backward_weights(
+    pending: PendingWeights,
+    *,
+    needs: tuple[str, ...] = ("w1", "w2"),
+    accumulate: Mapping[str, Any] | None = None,
+) -> Gradients:
+    """The second half of `moe_backward`: the gradients of w1 and w2, after `moe_backward_data`.
+
+    pending: what that returned, which is taken once. needs: "w1", "w2" or both. accumulate: as of `moe_backward`.
+    It runs on the current stream, which must come after that of the first half.
+    Returns Gradients, of which x and weights are None.
+    Raises TypeError, ValueError or RuntimeError as `moe_backward` does, and RuntimeError for a pending taken before.
+    """
+    function = "moe_backward_weights"
+    if not isinstance(pending, PendingWeights):
+        raise checks.bad_type(function, "pending", "PendingWeights from moe_backward_data", type(pending))
+    needs = checks.gradient_names(function, needs, ("w1", "w2"))
+    if pending.consumed:
+        raise RuntimeError(f"{function}: pending: expected gradients that are still to be taken, got ones taken before")
+    grad_out, saved = pending.grad_out, pending.saved
+    buffers = _buffers(function, accumulate, needs, saved)
+    parts = _arrays(buffers)
+    call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
+    in_memory = call.described["grad_out"], call.described["saved.x"]
+    _check_rows(call, saved, pending.grad_scales)
+    _check_accumulated(call, buffers, saved)
+    read = _read(function, call.framework, call.described["grad_out"].owner, saved) if parts or call.on_cpu else {}
+    if parts:
+        _check_apart(function, call.framework, read, saved, parts)
+        left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
+        kept = described_by_name(function, call.framework, left)
+        overlaps.apart(function, kept, {part: call.described[part] for part in parts})
+    pending.consumed = True
+    if call.on_cpu:
+        host_grad, host_saved = _on_host(call, saved, pending.grad_scales)
+        totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
+        host = reference.moe_backward(host_grad, host_saved, needs=needs, accumulate=totals)
+        return _exported(call.export, accumulate, host)
+    accumulated = tuple((name, tuple(call.layout(*names))) for name, names in buffers.items())
+    steps, addresses = _configured(call, pending, in_memory, needs, Totals(accumulated))
+    prepared, describe = call.prepared(steps), call.framework.describe
+    with current_device(prepared.device):
+        grads = weight_gradients.moe_backward_weights(
+            Runtime.current(prepared.framework, prepared.device),
+            steps,
+            addresses,
+            {name: tuple(call.described[part].ptr for part in names) for name, names in buffers.items()},
+            *(0 if scales is None else describe(scales).ptr for scales in (saved.x_scales, pending.grad_scales)),
+        )
+        return _exported(call.export, accumulate, grads)
+
+
+def _configured(
+    call: Call, pending: PendingWeights, in_memory: tuple[Array, Array], needs: tuple[str, ...], totals: Totals
+) -> tuple[weight_gradients.Weights, BackwardArrays]:
+    """The launches of `weight_gradients.configure_weights`, and the addresses of what they read.
+
+    in_memory: grad_out and x as they are.
+    """
+    saved, (grad_out, x) = pending.saved, in_memory
+    left = {"pending.first_layer_grad": pending.first_layer_grad, "pending.weighted_y_swi": pending.weighted_y_swi}
+    given = {"saved.index.lists": saved.index.lists, "saved.w2": saved.w2, **left}
+    given |= named_pair(call.function, "saved.w1", saved.w1)
+    lists, w2, first_layer_grad, weighted, gate, *up = described_by_name(call.function, call.framework, given).values()
+    layer = LayerArrays(x, None, None, gate, up[0] if up else None, w2)
+    described = grad_out, *layer, lists, first_layer_grad, weighted
+    layouts = BackwardArrays.of([array and array.layout for array in described])
+    index = _index_layout(saved.index)
+    steps = weight_gradients.configure_weights(layouts, saved.options, needs, call.limits, index, totals)
+    return steps, BackwardArrays.of([array.ptr if array else 0 for array in described])
+
+
+def summed_weights(
+    pending: PendingWeights,
+    needs: tuple[str, ...],
+    ranks: Sequence[int],
+    scale: float,
+    totals: Mapping[str, Any],
+    others: Mapping[str, Any],
+    at: Mapping[str, Mapping[int, Any]],
+    tell: Callable[[str], None],
+    wait: Callable[[str], None],
+) -> bool:
+    """The second half of `moe_backward` where ranks with the same weights own E / P experts each, in order.
+
+    The gradients of other ranks' experts are stored in the memory of those ranks. Those of this one's are added to
+    what the others have stored, and the sum is scaled and rounded once.
+    pending: what `moe_backward_data` returned. needs: "w1", "w2" or both; w1 is one array. ranks: this one, then the
+    others, 8 at most. totals: by name, arrays (E / P, ...) in the memory order of the weights, in their dtype or
+    float32. others: by name, arrays (P - 1, E / P, ...) of this rank, in the weights' dtype. at: by name and other
+    rank, the array among the `others` of that rank that is this rank's. tell: tells the other ranks, on the current
+    stream, that "w1" or "w2" is stored. wait: has the stream wait until all have.
+    Returns False, and does nothing, where Hopper's kernels do not serve: without a GPU or tokens, say.
+    """
+    function = "moe_backward"
+    call = Call(function, **{"saved.x": pending.saved.x}, grad_out=pending.grad_out)
+    if call.on_cpu:
+        return False
+    describe = call.framework.describe
+    sums = {name: describe(totals[name]) for name in needs}
+    layouts = tuple((name, described.layout) for name, described in sums.items())
+    in_memory = call.described["grad_out"], call.described["saved.x"]
+    of_ranks = Totals(sums=layouts, summed=Summed(len(ranks) - 1, scale))
+    steps, read = _configured(call, pending, in_memory, needs, of_ranks)
+    if not steps.are_hoppers:
+        return False
+    to = {}
+    for name in needs:
+        places = {rank: describe(array).ptr for rank, array in at[name].items()}
+        to[name] = weight_gradients.OfRanks(sums[name].ptr, describe(others[name]).ptr, places)
+    prepared = call.prepared(steps)
+    pending.consumed = True
+    with current_device(prepared.device):
+        weight_gradients.summed_weights(
+            Runtime.current(prepared.framework, prepared.device),
+            steps,
+            read,
+            ranks,
+            to,
+            tell,
+            wait,
+        )
+    return True
+
+
+class BackwardExtras(NamedTuple):
+    """What few calls of a backward have beside its arrays and options."""
+
+    into: Any = None  #: what the gradient of x is to be on CUDA, as `LayerExtras.into`
+    wait: Callable[[], None] | None = None  #: has the stream wait for rows of grad_out that are on their way
+    defers_weights: bool = False  #: the gradients of w1 and w2 are left to `moe_backward_weights`
+
+    @property
+    def destination(self) -> Destination | None:
+        """Where the gradients of several GPUs' tokens go; that of x is then None on CUDA."""
+        return self.into if isinstance(self.into, Destination) else None
+
+
+_PLAIN = BackwardExtras()
+
+
+def run_backward(
+    function: str,
+    grad_out: Any,
+    saved: SavedForBackward,
+    needs: tuple[str, ...] | None,
+    keep_saved: bool,
+    accumulate: Mapping[str, Any] | None = None,
+    extras: BackwardExtras = _PLAIN,
+) -> tuple[Gradients, PendingWeights | None]:
+    """`moe_backward`, or its first half; `function` is the one that messages name.
+
+    grad_out: may be `Fp8Rows` of a layer with precision="fp8", as saved.x may be by saved.x_scales; the gradients of
+    weights are then deferred, or not needed.
+    """
+    grad_out, grad_scales = values_and_scales(grad_out)
+    if not isinstance(saved, SavedForBackward):
+        raise checks.bad_type(function, "saved", "SavedForBackward from moe_forward (save is not None)", type(saved))
+    needs = checks.gradient_names(function, needs, saved.gradients)
+    how = BackwardOptions(needs, bool(keep_saved), extras.defers_weights)
+    _check_extras(function, saved, how, grad_scales is not None)
+    index, to = saved.index, extras.destination
+    given: Sequence[Any] = grad_out, *saved.arrays, index.lists, saved.first_layer, saved.y_swi
+    key, totals = None, ()
+    if accumulate is None or isinstance(accumulate, Mapping):  # else the checks say what is wrong
+        in_e4m3 = saved.x_scales is not None, grad_scales is not None
+        options: tuple[Any, ...] = saved.options, how, index.is_ragged, index.max_slots, in_e4m3, to and to.place
+        for name, total in (accumulate or {}).items():
+            parts = pair(total)
+            totals, options = (*totals, *parts), (*options, name, len(parts))
+        key, pointers = runtime.key_of("moe_backward", options, (*given, *totals))
+    export: Export = keep
+    found = runtime.find(key)
+    if found is not None:
+        checks.not_consumed(function, saved)
+        if totals and key:
+            layouts, strides_in_bytes = key[-len(pointers) :], found.framework is arrays.CuPy
+            if overlaps.ranges_meet(strides_in_bytes, layouts, pointers, len(totals)):
+                buffers = _buffers(function, accumulate, needs, saved)
+                read_now = _read(function, found.framework, grad_out, saved)
+                _check_apart(function, found.framework, read_now, saved, _arrays(buffers))
+    else:
+        call = _checked_backward(function, grad_out, saved, how, grad_scales, accumulate)
+        if call.on_cpu:
+            return _backward_on_cpu(call, grad_out, saved, how, grad_scales, accumulate, extras.wait)
+        given = call.described["grad_out"].owner, *given[1:]
+        described: list[Any] = [
+            None if array is None else call.framework.describe(array) for array in (*given, *totals)
+        ]
+        pointers, export = [array.ptr if array else 0 for array in described], call.export
+        layouts = [array and array.layout for array in described]
+        plan = backward.configure_backward(
+            BackwardArrays.of(layouts[: len(given)]),
+            saved.options,
+            how,
+            tuple(_by_name(accumulate, layouts[len(given) :]).items()),
+            call.limits,
+            _index_layout(index),
+            to and to.place,
+        )
+        found = runtime.keep(key, call.prepared(plan))
+    with current_device(found.device):
+        run = Runtime.current(found.framework, found.device)
+        into = _by_name(accumulate, pointers[len(given) :]) if accumulate else {}
+        read = BackwardArrays.of(pointers[: len(given)])
+        of_call = _extras_of_run(function, found.framework, saved, grad_scales, extras)
+        result = backward.moe_backward(run, found.steps, saved, into, read, **of_call)
+        grads = _exported(export, accumulate, result.gradients)
+    if not how.defers_weights:
+        return grads, None
+    first_layer_grad = saved.first_layer if result.first_layer_grad is None else result.first_layer_grad
+    weighted = saved.y_swi if result.weighted_y_swi is None else result.weighted_y_swi
+    return grads, PendingWeights(grad_out, saved, first_layer_grad, weighted, grad_scales=grad_scales)
+
+
+def _check_extras(function: str, saved: SavedForBackward, how: BackwardOptions, grad_in_e4m3: bool) -> None:
+    if how.defers_weights and saved.gradients != GRADIENTS:
+        given_biases = " and ".join(saved.gradients[len(GRADIENTS) :])
+        raise checks.bad_value(function, "saved", "a layer without biases, which moe_backward serves", given_biases)
+    in_e4m3, without_weights = grad_in_e4m3 or saved.x_scales is not None, {"w1", "w2"}.isdisjoint(how.needs)
+    if in_e4m3 and not (how.defers_weights or without_weights):
+        expected = "'x' and 'weights' alone of rows in e4m3, before the gradients of weights"
+        raise checks.bad_value(function, "needs", expected, how.needs)
+
+
+def _checked_backward(
+    function: str,
+    grad_out: Any,
+    saved: SavedForBackward,
+    how: BackwardOptions,
+    grad_scales: Any,
+    accumulate: Mapping[str, Any] | None,
+) -> Call:
+    """The call of grad_out, saved.x and the arrays of `accumulate`; raises what checks do."""
+    tracked = {"grad_out": grad_out, "saved.x": saved.x, "saved.weights": saved.weights, "saved.w2": saved.w2}
+    for name in ("w1", "b1", "b2"):
+        tracked |= named_pair(function, f"saved.{name}", getattr(saved, name))
+    checks.untracked(function, tracked)
+    buffers = _buffers(function, accumulate, how.needs, saved)
+    parts = _arrays(buffers)
+    call = Call(function, **{"saved.x": saved.x}, grad_out=grad_out, **parts)
+    in_memory, d = dict(call.described), call.described
+    read = _read(function, call.framework, d["grad_out"].owner, saved)
+    _check_rows(call, saved, grad_scales)
+    checks.layer_backward(function, d["grad_out"], d["saved.x"], saved)
+    _check_accumulated(call, buffers, saved)
+    if parts:
+        _check_apart(function, call.framework, read, saved, parts)
+    call.described = in_memory
+    return call
+
+
+def _backward_on_cpu(
+    call: Call,
+    grad_out: Any,
+    saved: SavedForBackward,
+    how: BackwardOptions,
+    grad_scales: Any,
+    accumulate: Mapping[str, Any] | None,
+    wait: Callable[[], None] | None,
+) -> tuple[Gradients, PendingWeights | None]:
+    if wait is not None:
+        wait()
+    saved.consumed = is_consumed(saved.is_overwritable, saved.y_swi is not None, how.needs, how.keep_saved)
+    host_grad, host_saved = _on_host(call, saved, grad_scales)
+    buffers = _buffers(call.function, accumulate, how.needs, saved)
+    totals = {name: one_or_pair(tuple(map(call.host, names))) for name, names in buffers.items()}
+    now = tuple(name for name in how.needs if name in ("x", "weights")) if how.defers_weights else how.needs
+    on_host = reference.moe_backward(host_grad, host_saved, needs=now, accumulate=totals)
+    exported = _exported(call.export, accumulate, on_host)
+    return exported, PendingWeights(grad_out, saved, grad_scales=grad_scales) if how.defers_weights else None
+
+
+def _extras_of_run(
+    function: str, framework: DeviceFramework, saved: SavedForBackward, grad_scales: Any, extras: BackwardExtras
+) -> dict[str, Any]:
+    """What `ops.backward.moe_backward` is told by name."""
+    found: dict[str, Any] = {}
+    if saved.fp8_weights is not None:
+        described = _in_e4m3(function, framework, saved.fp8_weights)
+        found["weights_fp8"] = fp8.Addresses(*(array.ptr for array in described.values()))
+    for name, scales in (("x_scales", saved.x_scales), ("grad_scales", grad_scales)):
+        if scales is not None:
+            found[name] = framework.describe(scales).ptr
+    if extras is _PLAIN:
+        return found
+    found["wait"], to = extras.wait, extras.destination
+    if to:
+        found["to"] = to.addresses(framework)
+    elif extras.into is not None:
+        found["grad_x"] = Buffer(extras.into, framework.describe(extras.into).ptr)
+    return found
+
+
+def _by_name(accumulate: Mapping[str, Any] | None, values: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    """values: one for each array of `accumulate`, in order."""
+    found, end = {}, 0
+    for name, total in (accumulate or {}).items():
+        start, end = end, end + len(pair(total))
+        found[name] = tuple(values[start:end])
+    return found
+
+
+def _index_layout(index: DispatchIndices) -> IndexLayout:
+    num_pairs = index.num_slots if index.is_ragged else 0
+    return IndexLayout(index.num_tokens, index.k, index.num_experts, num_pairs, index.max_slots)
+
+
+def _exported(export: Export, accumulate: Mapping[str, Any] | None, grads: Gradients) -> Gradients:
+    """The gradients as the caller's kind of array. Those that were accumulated are the caller's own arrays."""
+    if export is keep and not accumulate:
+        return grads
+    own = accumulate or {}
+    made = {name: value for name, value in vars(grads).items() if value is not None and name not in own}
+    return Gradients(**{name: one_or_pair(tuple(map(export, pair(value)))) for name, value in made.items()}, **own)

@@ -1,0 +1,312 @@
+"""The forward of the MoE layer on CUDA: the paper's Algorithm 1 over the index lists of dispatch, kernel by kernel.
+
+`configure_forward` chooses all launches and buffers from layouts alone, once per layout; `moe_forward` allocates and
+launches, in a straight line.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.cuda.launch_config import DeviceLimits
+from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached
+from moeblaze_cupy.dispatch import launches as dispatch
+from moeblaze_cupy.dispatch.launches import (
+    EXPERT_TOKEN_INDICES,
+    EXPERT_TOKEN_OFFSETS,
+    TOKEN_INDEX_MAP,
+    Dispatch,
+    IndexLayout,
+    Lists,
+)
+from moeblaze_cupy.fp8 import operands as fp8
+from moeblaze_cupy.fp8 import saved as saved_fp8
+from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout
+from moeblaze_cupy.gemm import panels, square_tiles
+from moeblaze_cupy.gemm import products as grouped_gemm
+from moeblaze_cupy.gemm.biases import Bias
+from moeblaze_cupy.gemm.panels import Panels
+from moeblaze_cupy.gemm.products import NOT_FP8, Fp8, Gemm, Operand, Weight
+from moeblaze_cupy.rows import aggregation, push
+from moeblaze_cupy.rows.aggregation import Source
+from moeblaze_cupy.types import LayerArrays, LayerOptions
+
+Shape = tuple[int, ...]
+
+
+def half_columns(parts: tuple[Layout, ...], h: int, options: LayerOptions) -> int | None:
+    """h if w1, or b1, is one array of gate columns, then up columns; else None. parts: its arrays."""
+    return h if options.gated and len(parts) == 1 and not options.interleaved else None
+
+
+def rows_of_slots(
+    run: Runtime, launch: Launch | None, lists: Lists, row_weights: int = 0
+) -> tuple[Lists, Buffer | None]:
+    """The lists with the slot of each row in place of its token, and the slots' memory; without `launch` as they are.
+
+    row_weights: of each row, to be filled with 1; 0 for none.
+    """
+    if launch is None:
+        return lists, None
+    slots = run.empty((int(launch.scalars["num_slots"]),), "int32")
+    run.launch(launch, lists[TOKEN_INDEX_MAP], lists[EXPERT_TOKEN_OFFSETS], slots.ptr, row_weights)
+    before, after = lists[:EXPERT_TOKEN_INDICES], lists[EXPERT_TOKEN_INDICES + 1 :]
+    return (*before, slots.ptr, *after), slots  # type: ignore[return-value]  # as many as before
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """What a forward launches and allocates. Launches are None where there are no tokens or slots, or no need."""
+
+    options: LayerOptions
+    dispatch: Dispatch
+    dtype: str
+    first_layer: Shape | None  # saved: a then b; None if it is not kept
+    first_layer_dtype: str
+    y_swi: Shape
+    out: Shape
+    up: Weight
+    down: Weight
+    up_bias: Bias | None
+    unquantized: Shape  # of the first layer where `quantize_saved` reads it
+    up_fwd: Gemm | None = None
+    down_fwd: Panels | None = None
+    weights_by_row: Launch | None = None  # where router weights scale the experts' input
+    slots_by_row: Launch | None = None  # where rows go straight to their slots
+    quantize_saved: Launch | None = None  # where up_fwd writes a first layer, to be kept in e4m3, in `dtype`
+    in_e4m3: fp8.Pass | None = None  # where the products are in e4m3
+    square_tiles: Launch | None = None  # where a product has square tiles
+    quantize: fp8.WeightsMade | None = None  # where the weights are quantised in the call
+
+    @functools.cached_property
+    def cleared_bytes(self) -> int:
+        """Bytes of out to clear, because no product writes it; else 0."""
+        return 0 if self.down_fwd else math.prod(self.out) * ITEMSIZE[self.dtype]
+
+    @functools.cached_property
+    def keeps_y_swi(self) -> bool:
+        return self.options.save == "paper"
+
+    @functools.cached_property
+    def scales_slots(self) -> bool:
+        """Whether the sums over slots take the router weights, of identity experts at least."""
+        return not self.options.on_input or self.options.identity_experts > 0
+
+
+@cached
+def configure_forward(
+    layer: LayerArrays,
+    options: LayerOptions,
+    limits: DeviceLimits,
+    quantizes: bool = False,
+    place: push.Place | None = None,
+) -> Forward:
+    """The launches of `moe_forward` for arrays of these layouts and options, which have passed their checks.
+
+    x may be in e4m3 (uint8) with precision="fp8". quantizes: `moe_forward` makes the weights in e4m3 itself then.
+    place: where the results go, which are then of the tokens of several GPUs.
+    """
+    (L, d), (E, h, _), dtype = layer.x.shape, layer.w2.shape, layer.w2.dtype
+    num_tokens = None if layer.token_offsets is None else L
+    ids = layer.ids._replace(device=0)
+    steps = dispatch.configure(ids, E, limits, num_tokens, options.identity_experts, options.max_slots)
+    index, R = steps.index, steps.index.num_rows
+    keeps_fp8 = options.save == "fp8"
+    first_layer: Shape | None = (R, h * options.halves) if options.save in ("minimal", "paper") else None
+    if keeps_fp8:
+        first_layer = (launch_config.saved_fp8(R, h, options.halves).nbytes,)
+    w1, b1 = layer.w1_parts, layer.b1_parts
+    up, down = Weight.of(w1, half_columns(w1, h, options)), Weight.of((layer.w2,))
+    up_bias = Bias.of(b1, half_columns(b1, h, options)) if b1 else None
+    launches: dict[str, Any] = {}
+    in_e4m3 = None
+    if options.precision == "fp8":
+        in_e4m3 = fp8.configure(layer.x, E, R, h, options.halves, 1, options.interleaved)
+        launches["quantize"] = fp8.configure_weights(w1, layer.w2, options.interleaved) if quantizes else None
+    if L and R:
+        launches |= _forward_launches(layer, options, limits, index, (up, down, up_bias), in_e4m3, place)
+    return Forward(
+        options=options,
+        dispatch=steps,
+        dtype=dtype,
+        first_layer=first_layer,
+        first_layer_dtype="uint8" if keeps_fp8 else dtype,
+        y_swi=(R, h),
+        out=(*index.slots_shape, d) if options.unreduced else (L, d),
+        up=up,
+        down=down,
+        up_bias=up_bias,
+        unquantized=(R, h * options.halves),
+        in_e4m3=in_e4m3,
+        **launches,
+    )
+
+
+def _forward_launches(
+    layer: LayerArrays,
+    options: LayerOptions,
+    limits: DeviceLimits,
+    index: IndexLayout,
+    parameters: tuple[Weight, Weight, Bias | None],
+    in_e4m3: fp8.Pass | None,
+    place: push.Place | None,
+) -> dict[str, Any]:
+    """The launches after dispatch, by the names of `Forward`."""
+    (_, d), (_, h, _), dtype = layer.x.shape, layer.w2.shape, layer.w2.dtype
+    up_read, down_read, up_bias = parameters
+    x_rows, y_rows = Operand(dtype, d, layer.x.misalignment), Operand(dtype, h)
+    if in_e4m3:
+        up_read, down_read = in_e4m3.weights.up_fwd, in_e4m3.weights.down_fwd
+        x_rows, y_rows = in_e4m3.rows_operand, in_e4m3.routed_operand
+    weights, interleaved, keeps_fp8 = layer.router_weights, options.interleaved, options.save == "fp8"
+    up_fwd = grouped_gemm.configure(
+        "up_fwd",
+        index,
+        x_rows,
+        up_read,
+        h,
+        d,
+        options.activation,
+        limits,
+        interleaved=interleaved,
+        bias=up_bias,
+        result_ld=h,
+        weights_on_input=options.on_input,
+        fp8_saved=keeps_fp8,
+    )
+    down_fwd = panels.configure(
+        "down_fwd",
+        index.by_slot if options.unreduced else index,
+        y_rows,
+        down_read,
+        h,
+        d,
+        options.activation,
+        limits,
+        bias=Bias.of(layer.b2_parts) if layer.b2 else None,
+        weights_dtype=None if weights is None or options.on_input else weights.dtype,
+        overwrites=options.save != "paper",
+        source=identity_rows(layer.x, weights, options),
+        place=place,
+    )
+    launches: dict[str, Any] = {"up_fwd": up_fwd, "down_fwd": down_fwd}
+    if keeps_fp8 and up_fwd.tier == "sm80":
+        form = dtype, h, options.halves, interleaved
+        launches["quantize_saved"] = saved_fp8.configure("quantize", index, *form, limits)
+    if options.on_input and weights is not None:
+        launches["weights_by_row"] = aggregation.weights_by_row(index, weights.dtype)
+    if options.unreduced and not down_fwd.sums:
+        launches["slots_by_row"] = aggregation.slots_by_row(index)
+    if up_fwd.square or down_fwd.square:
+        launches["square_tiles"] = square_tiles.configure(index)
+    return launches
+
+
+def identity_rows(rows: Layout, weights: Layout | None, options: LayerOptions) -> Source | None:
+    """The rows that identity experts add, if there are such experts."""
+    return Source(rows.misalignment, weights.dtype) if options.identity_experts and weights else None
+
+
+class ForwardResult(NamedTuple):
+    """The arrays that forward made. All but `out` are what backward needs, None if not kept."""
+
+    out: Any  # None if it went to several GPUs
+    lists: Any
+    ids: Any  # the int32 copy of int64 ids
+    first_layer: Any
+    y_swi: Any
+
+
+def moe_forward(
+    run: Runtime,
+    steps: Forward,
+    layer: LayerArrays,
+    *,
+    out: Buffer | None = None,
+    weights_fp8: fp8.Addresses | None = None,
+    wait: Callable[[], None] | None = None,
+    x_scales: int = 0,
+    to: push.Addresses = push.NOWHERE,
+) -> ForwardResult:
+    """Paper section 3.1, from the addresses of the layer's arrays.
+
+    out: memory for the result; None allocates it. weights_fp8: where the products are in e4m3. wait: has the stream
+    wait for rows of x that are on their way. x_scales: of the rows of x, if these are in e4m3. to: where the result
+    goes, in place of an array.
+    """
+    lists, ids_copy, index = dispatch.dispatch(run, steps.dispatch, layer.ids, layer.token_offsets)
+    squares, of_squares = square_tiles.listed(run, steps.square_tiles, steps.dispatch.index, index)
+    if wait is not None:
+        wait()
+    row_weights = None
+    if steps.weights_by_row:
+        row_weights = run.empty((steps.dispatch.index.num_rows,), "float32")
+        run.launch(steps.weights_by_row, layer.router_weights, index[TOKEN_INDEX_MAP], row_weights.ptr)
+    first_layer = run.empty(steps.first_layer, steps.first_layer_dtype) if steps.first_layer else None
+    y_swi = run.empty(steps.y_swi, steps.dtype) if steps.keeps_y_swi or not steps.in_e4m3 else None
+    y_swi_ptr = y_swi.ptr if y_swi else 0
+    up_weight, down_weight, rows = steps.up.halves(layer.w1_gate, layer.w1_up), (layer.w2, layer.w2), layer.x
+    of_up_fwd = of_down_fwd = NOT_FP8
+    x_e4m3 = y_e4m3 = None
+    if steps.in_e4m3 and weights_fp8:
+        x_e4m3, y_e4m3 = fp8.quantized_rows(run, steps.in_e4m3, rows, x_scales), fp8.routed_rows(run, steps.in_e4m3)
+        rows, up_weight = x_e4m3.values, steps.in_e4m3.weights.up_fwd.halves(weights_fp8.w1_transposed)
+        down_weight = weights_fp8.w2_transposed, weights_fp8.w2_transposed
+        of_up_fwd = Fp8(x_e4m3.scales, weights_fp8.w1_scales, y_e4m3[0].ptr, y_e4m3[1].ptr)
+        of_down_fwd = Fp8(y_e4m3[1].ptr, weights_fp8.w2_scales)
+    if steps.up_fwd:
+        first_layer_ptr = first_layer.ptr if first_layer else 0
+        unquantized = None
+        if steps.quantize_saved:
+            out = out or (None if to.peers else run.empty(steps.out, steps.dtype))
+            unquantized = run.empty(steps.unquantized, steps.dtype)
+            first_layer_ptr = unquantized.ptr
+        row_weights_ptr = row_weights.ptr if row_weights else 0
+        bias = steps.up_bias.halves(layer.b1_gate, layer.b1_up) if steps.up_bias else (0, 0)
+        grouped_gemm.gemm(
+            run,
+            steps.up_fwd,
+            squares if steps.up_fwd.square else index,
+            rows,
+            up_weight,
+            first_layer=first_layer_ptr,
+            result=y_swi_ptr,
+            weights=row_weights_ptr,
+            bias=bias,
+            fp8=of_up_fwd,
+        )
+        if steps.quantize_saved and unquantized and first_layer:
+            offsets = index[EXPERT_TOKEN_OFFSETS]
+            run.launch(steps.quantize_saved, unquantized.ptr, offsets, first_layer.ptr)
+        del unquantized
+    del row_weights, x_e4m3
+    if not (out or to.peers):
+        out = run.empty(steps.out, steps.dtype)  # after the first launches, which it can wait for
+    if steps.down_fwd:
+        rows_index, by_row = rows_of_slots(run, steps.slots_by_row, squares if steps.down_fwd.square else index)
+        panels.sum_of_rows(
+            run,
+            steps.down_fwd,
+            rows_index,
+            y_e4m3[0].ptr if y_e4m3 else y_swi_ptr,
+            down_weight,
+            layer.router_weights if steps.scales_slots else 0,
+            out.ptr if out else 0,
+            bias=layer.b2,
+            source=layer.x,
+            fp8=of_down_fwd,
+            to=to,
+        )
+        del by_row, of_squares
+    elif steps.cleared_bytes and out:
+        run.clear(out.ptr, steps.cleared_bytes)
+    return ForwardResult(
+        out.array if out else None,
+        lists.array,
+        ids_copy.array if ids_copy else None,
+        first_layer.array if first_layer else None,
+        y_swi.array if y_swi and steps.keeps_y_swi else None,
+    )

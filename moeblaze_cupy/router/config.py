@@ -1,0 +1,151 @@
+"""How the router's kernels are launched: lanes per token, tokens per block, shared memory."""
+
+from dataclasses import dataclass
+
+from moeblaze_cupy.cuda.launch_config import (
+    DEFAULT_SHARED_BYTES,
+    ROUTER_LANE_K,
+    ROUTER_LISTED,
+    ROUTER_LISTED_ROW,
+    ROUTER_SUM_BLOCKS,
+    ceil_div,
+)
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How threads hold tokens: lanes per token, its values per lane, tokens per block at a time and in all."""
+
+    lanes: int
+    values: int
+    threads: int
+    aligned: bool  # rows are read in vectors of 16 bytes
+    full: bool  # lanes hold no columns but those of experts
+    tokens_per_block: int
+    blocks: int
+    shared_bytes: int
+    group_lanes: int = 0  # that hold a group, a vector each, where the kernel ranks groups in registers
+    lane_k: int = 0  # k where one lane chooses and weighs a token's experts
+
+
+def _router_values(E: int, lanes: int, itemsize: int, aligned: bool) -> int:
+    """A lane's share of a row, in whole vectors."""
+    width = 16 // itemsize if aligned else 1
+    return ceil_div(E, lanes * width) * width
+
+
+def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) -> int:
+    """For groups of `size` experts that rank by their `top` best ones; 0 where a lane would end up with several."""
+    width = 16 // itemsize
+    found = size // width
+    power_of_two = size % width == 0 and found & (found - 1) == 0
+    return found if top <= 2 and power_of_two and values // width <= found <= lanes else 0
+
+
+def _sum_row_words(E: int, lanes: int) -> int:
+    """From a token's row of sums in shared memory to the next: E + 2 columns, rounded up as router_forward.cu does."""
+    columns = E + 2
+    if lanes == 1:
+        return columns | 1
+    return (columns + 15) // 32 * 32 + 16 if lanes == 4 else (columns + 3) // 4 * 4
+
+
+def _router_in_lane(
+    L: int, E: int, k: int, *, itemsize: int, aligned: bool, groups: int, top: int, sums: bool, narrow: bool
+) -> RouterConfig:
+    """One lane chooses and weighs a token's experts. Of more than 32 it chooses from what other lanes have listed.
+
+    Blocks list 32 tokens at a time, and with sums or groups several times 32: while one warp chooses, the others go on.
+    With fewer experts, small blocks spread over more multiprocessors.
+    """
+    if E <= 32:
+        values, threads = _router_values(E, 1, itemsize, aligned), 64
+        return RouterConfig(
+            1, values, threads, aligned, values == E, threads, max(1, ceil_div(L, threads)), 0, lane_k=k
+        )
+    most = 16 if narrow else 32  # values of a lane
+    lanes = 4
+    while lanes * most < E:
+        lanes *= 2
+    values, threads = _router_values(E, lanes, itemsize, aligned), 32 * min(lanes, 8)
+    tokens = threads // lanes
+    per_block, shared_bytes = 32, 32 * ROUTER_LISTED_ROW
+    if sums or groups:
+        per_block *= ceil_div(ceil_div(max(L, 1), per_block), ROUTER_SUM_BLOCKS)
+        shared_bytes += 32 * ROUTER_LISTED_ROW + (4 * tokens * _sum_row_words(E, lanes) if sums else 0)
+    blocks, full = max(1, ceil_div(L, per_block)), lanes * values == E
+    group_lanes = _group_lanes(E // groups, top, lanes, values, itemsize) if groups and aligned else 0
+    return RouterConfig(lanes, values, threads, aligned, full, per_block, blocks, shared_bytes, group_lanes, lane_k=k)
+
+
+def router_forward(
+    L: int,
+    E: int,
+    k: int | None,
+    *,
+    itemsize: int,
+    aligned: bool,
+    selects: bool,
+    groups: int,
+    top: int,
+    sums: bool,
+    biased: bool = False,
+    cut: bool = False,
+    over_row: bool = False,
+    narrow: bool = False,
+) -> RouterConfig:
+    """aligned: 16-byte loads are possible. k: None where tokens have varying numbers of slots, which are not selected.
+    cut: slots may stay empty. over_row: weights are shares of a sum over all experts. narrow: sums need more registers
+    than those of softmax and z do.
+
+    A token of up to 32 experts has a thread; others as many lanes as have a largest key each for k, so that the k-th of
+    these bounds the k-th key of all.
+    """
+    plain = not (biased or groups or sums)
+    in_lane = plain if E <= 32 else E <= 512 and not (groups and sums)
+    if selects and k and k <= ROUTER_LANE_K and not cut and in_lane:
+        vectors = aligned and E % (16 // itemsize) == 0
+        # Where 32 values of a lane would leave too few registers.
+        narrow |= biased or bool(groups) or (E > 256 and (sums or over_row))
+        found = _router_in_lane(
+            L, E, k, itemsize=itemsize, aligned=vectors, groups=groups, top=top, sums=sums, narrow=narrow
+        )
+        if found.shared_bytes <= DEFAULT_SHARED_BYTES and bool(groups) == bool(found.group_lanes):
+            return found
+    if E <= 32:
+        lanes = 1
+    elif E <= 64 and (k or 1) <= 8:
+        lanes = 8
+    elif E <= 512 and (k or 1) <= 16:
+        lanes = 16
+    else:
+        lanes = 32
+    aligned = aligned and E % (16 // itemsize) == 0
+    words = 2 * ((k or 0) + (ROUTER_LISTED if lanes > 1 else 0)) if selects else 0
+    values = _router_values(E, lanes, itemsize, aligned)
+    group_lanes = _group_lanes(E // groups, top, lanes, values, itemsize) if groups and aligned else 0
+    words += (E + 2 * groups + 3) // 4 * 4 if groups and not group_lanes else 0
+    if sums:
+        words += _sum_row_words(E, lanes)
+    threads = 128 if lanes == 1 else 256
+    while threads > 32 and 4 * words * (threads // lanes) + 16 > DEFAULT_SHARED_BYTES:
+        threads //= 2
+    tokens = threads // lanes
+    per_block = tokens * ceil_div(ceil_div(max(L, 1), tokens), ROUTER_SUM_BLOCKS) if sums else tokens
+    blocks, shared_bytes = max(1, ceil_div(L, per_block)), 4 * words * tokens + 16
+    full = lanes * values == E
+    return RouterConfig(lanes, values, threads, aligned, full, per_block, blocks, shared_bytes, group_lanes)
+
+
+def router_backward(L: int, E: int, *, itemsize: int, aligned: bool) -> RouterConfig:
+    aligned = aligned and E % (16 // itemsize) == 0
+    lanes = 4
+    while lanes < 32 and lanes * 16 < E:
+        lanes *= 2
+    words, threads = (E + 3) // 4 * 4, 256
+    while threads > 32 and 4 * words * (threads // lanes) > DEFAULT_SHARED_BYTES:
+        threads //= 2
+    tokens = threads // lanes
+    values = _router_values(E, lanes, itemsize, aligned)
+    blocks, full = max(1, ceil_div(L, tokens)), lanes * values == E
+    return RouterConfig(lanes, values, threads, aligned, full, tokens, blocks, 4 * words * tokens)

@@ -1,0 +1,234 @@
+"""Rows named by index, here or in the memory of other GPUs, and sums of them: a token's way to its experts and back."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from moeblaze_cupy import checks, reference
+from moeblaze_cupy import frameworks as arrays
+from moeblaze_cupy.calls import Call, untraced
+from moeblaze_cupy.cuda import runtime
+from moeblaze_cupy.cuda.runtime import Launch, Runtime, cached, current_device
+from moeblaze_cupy.dispatch.launches import IndexLayout
+from moeblaze_cupy.rows import aggregation, pull
+from moeblaze_cupy.types import Fp8Rows
+
+
+@untraced
+def sum_rows(rows: Any, positions: Any) -> Any:
+    """out[t] = sum over j, in order, of rows[positions[t, j]], in fp32, rounded once.
+
+    rows: (n, d) bf16, fp16 or fp32 (fp64 on the CPU), contiguous. positions: (L, P) int32, contiguous, each below n;
+    one below 0 names no row. On CUDA the host does not look at positions, so the rows that they name must exist.
+    Returns out (L, d) in rows' dtype. No row is copied, and equal inputs give equal bits.
+    Raises TypeError (dtype, device), ValueError (shape, memory order, on the CPU positions from n on), or RuntimeError
+    of tensors that autograd or a transform of torch would have to follow.
+    """
+    named = {"rows": rows, "positions": positions}
+    checks.untracked("sum_rows", named)
+    call = Call("sum_rows", **named)
+    of_rows, of_positions = call.described["rows"], call.described["positions"]
+    checks.shape("sum_rows", "rows", of_rows, "n, d", (None, None))
+    checks.dtype("sum_rows", "rows", of_rows, checks.floats(of_rows))
+    checks.contiguous("sum_rows", "rows", of_rows)
+    checks.shape("sum_rows", "positions", of_positions, "L, P", (None, None))
+    checks.dtype("sum_rows", "positions", of_positions, ("int32",))
+    checks.contiguous("sum_rows", "positions", of_positions)
+    (n, d), (L, P) = of_rows.shape, of_positions.shape
+    for name, shape in (("rows", (n, d)), ("positions", (L, P))):
+        if shape[1] < 1:
+            raise checks.bad_value("sum_rows", name, "at least one column", shape)
+    if call.on_cpu:
+        on_host, where = call.host("rows"), call.host("positions")
+        if where.size and where.max() >= n:
+            raise checks.bad_value("sum_rows", "positions", f"rows below {n}", where.max())
+        return call.export(reference.sum_rows(on_host, where))
+    step = _configure(L, P, d, of_rows.dtype, of_rows.ptr % arrays.ALIGNMENT)
+    with current_device(call.device):
+        run = Runtime.current(call.prepared(step).framework, call.device)
+        out = run.empty((L, d), of_rows.dtype)
+        if step:
+            run.launch(step, of_rows.ptr, of_positions.ptr, 0, out.ptr)
+        return call.export(out.array)
+
+
+@cached
+def _configure(L: int, P: int, d: int, dtype: str, misalignment: int) -> Launch | None:
+    if L == 0:
+        return None
+    return aggregation.aggregate(IndexLayout(L, P, 1), dtype, None, d, 0, d, d, misalignment=misalignment)
+
+
+class PeerArray(NamedTuple):
+    """An array of every rank of a group, at the same place of a buffer of which GPUs of all ranks can read all."""
+
+    addresses: Any  #: (P,) int64, CuPy or torch on CUDA: the buffers, by rank
+    offset: int  #: bytes from there to the array
+    dtype: str
+
+
+class Share(NamedTuple):
+    """One of P ranks. It has the experts rank * experts to (rank + 1) * experts - 1."""
+
+    rank: int
+    experts: int  #: as many on every rank
+    tokens: int  #: rows that every rank has for the tokens of each; some may have no token
+
+
+def pull_slots(ids: PeerArray, weights: PeerArray, share: Share, local_ids: Any, pulled: Any, needed: Any) -> None:
+    """What this rank has to know of the slots of all ranks' tokens; rows are by rank, then token.
+
+    M is share.tokens. ids: of all ranks (M, k) int32 or int64; one that is none of all experts is no expert. weights:
+    likewise (M, k).
+    Writes local_ids (P*M, k) int32, from 0 to share.experts - 1, or -1 without an expert here, the weights (P*M, k)
+    into `pulled`, and needed (P*M,) bool, whether a row has an expert here. These are CuPy or torch arrays on CUDA,
+    contiguous. Nothing is looked at on the host. The peers have written their arrays before: a barrier comes first.
+    Raises TypeError (dtype, device) or ValueError (shape, memory order).
+    """
+    function = "pull_slots"
+
+    def step(call: Call) -> Launch | None:
+        of_ids, of_weights, of_needed = (call.described[name] for name in ("local_ids", "weights", "needed"))
+        P = call.described["peers"].size
+        checks.shape(function, "local_ids", of_ids, "P*M, k", (P * share.tokens, None))
+        checks.dtype(function, "local_ids", of_ids, ("int32",))
+        checks.shape(function, "weights", of_weights, "P*M, k", of_ids.shape)
+        checks.dtype(function, "weights", of_weights, (weights.dtype,))
+        checks.shape(function, "needed", of_needed, "P*M", of_ids.shape[:1])
+        checks.dtype(function, "needed", of_needed, ("bool",))
+        (rows, k), first = of_ids.shape, share.rank * share.experts
+        if not rows * k:
+            return None
+        sizes = P, share.tokens, k, ids.offset, weights.offset, first, share.experts
+        return pull.pull_slots(*sizes, ids.dtype, weights.dtype)
+
+    outputs = {"local_ids": local_ids, "weights": pulled, "needed": needed}
+    _pull(function, (ids[1:], weights[1:], share), {"peers": ids.addresses, **outputs}, step)
+
+
+def pull_rows(rows: PeerArray, needed: Any, out: Any) -> None:
+    """out[r * L + t] = row t of rank r where needed[r * L + t]; other rows of `out` stay as they are.
+
+    rows: of all ranks (L, d) in out's dtype. needed: (P*L,) bool. out: (P*L, d), aligned, d a multiple of 8. Otherwise
+    as `pull_slots`.
+    """
+    function = "pull_rows"
+
+    def step(call: Call) -> Launch | None:
+        into, P = _output(function, call), call.described["peers"].size
+        checks.dtype(function, "rows", into, (rows.dtype,))
+        checks.shape(function, "needed", call.described["needed"], "P*L", into.shape[:1])
+        checks.dtype(function, "needed", call.described["needed"], ("bool",))
+        if into.shape[0] % P:
+            raise checks.bad_value(function, "out", f"rows in multiples of P = {P}", into.shape[0])
+        L, d = into.shape[0] // P, into.shape[1]
+        return pull.pull_rows(P, L, d, into.dtype, rows.offset) if L else None
+
+    _pull(function, rows[1:], {"peers": rows.addresses, "needed": needed, "out": out}, step)
+
+
+def pull_scaled_rows(values: PeerArray, scales: PeerArray, needed: Any, out: Fp8Rows) -> None:
+    """As `pull_rows`, of rows in e4m3 with their scales.
+
+    values: of all ranks (L, d) uint8, d a multiple of 16. scales: likewise (L,) float32. out: (P*L, d), aligned, and
+    (P*L,).
+    """
+    function = "pull_scaled_rows"
+
+    def step(call: Call) -> Launch | None:
+        into, into_scales = call.described["out.values"], call.described["out.scales"]
+        P = call.described["peers"].size
+        checks.shape(function, "out.values", into, "P*L, d", (None, None))
+        checks.fp8_rows(function, "out", into, into_scales)
+        checks.shape(function, "needed", call.described["needed"], "P*L", into.shape[:1])
+        checks.dtype(function, "needed", call.described["needed"], ("bool",))
+        for name, peers, dtype in (("values", values, "uint8"), ("scales", scales, "float32")):
+            if peers.dtype != dtype:
+                raise checks.bad_type(function, name, dtype, peers.dtype)
+        if into.shape[0] % P:
+            raise checks.bad_value(function, "out.values", f"rows in multiples of P = {P}", into.shape[0])
+        L, d = into.shape[0] // P, into.shape[1]
+        if d % 16:
+            raise checks.bad_value(function, "out.values", "columns in multiples of 16", d)
+        return pull.pull_scaled_rows(P, L, d, values.offset, scales.offset) if L else None
+
+    arrays_here = {"needed": needed, "out.values": out.values, "out.scales": out.scales}
+    _pull(function, (values[1:], scales[1:]), {"peers": values.addresses, **arrays_here}, step)
+
+
+def sum_peer_rows(rows: PeerArray, ids: Any, share: Share, out: Any) -> None:
+    """out[t] = sum over ranks that have an expert of token t, in order, of their row share.rank * M + t; 0 without any.
+
+    The sum is in fp32 and rounded once. rows: of all ranks (P*M, d) in out's dtype, rows by rank, then token. ids:
+    (L, k) int32 or int64, this rank's, L <= M. out: (L, d), aligned, d a multiple of 8. Otherwise as `pull_slots`.
+    """
+    function = "sum_peer_rows"
+
+    def step(call: Call) -> Launch | None:
+        into, of_ids, P = _output(function, call), call.described["ids"], call.described["peers"].size
+        checks.dtype(function, "rows", into, (rows.dtype,))
+        checks.shape(function, "ids", of_ids, "L, k", (into.shape[0], None))
+        checks.dtype(function, "ids", of_ids, ("int32", "int64"))
+        _check_tokens(function, into, share)
+        L, d = into.shape
+        sizes = P, L, of_ids.shape[1], d, share.rank * share.tokens, share.experts
+        return pull.pull_sum(*sizes, of_ids.dtype, into.dtype, rows.offset) if L else None
+
+    _pull(function, (rows[1:], share), {"peers": rows.addresses, "ids": ids, "out": out}, step)
+
+
+def pull_values(values: PeerArray, ids: Any, share: Share, out: Any) -> None:
+    """out[t, j] = element (share.rank * M + t, j) of the rank that has expert ids[t, j]; 0 for slots without an expert.
+
+    values: of all ranks (P*M, k) in out's dtype. ids: (L, k) int32 or int64, this rank's, L <= M. out: (L, k).
+    Otherwise as `pull_slots`.
+    """
+    function = "pull_values"
+
+    def step(call: Call) -> Launch | None:
+        into, of_ids, P = call.described["out"], call.described["ids"], call.described["peers"].size
+        checks.shape(function, "out", into, "L, k", (None, None))
+        checks.dtype(function, "out", into, (values.dtype,))
+        checks.shape(function, "ids", of_ids, "L, k", into.shape)
+        checks.dtype(function, "ids", of_ids, ("int32", "int64"))
+        _check_tokens(function, into, share)
+        first_slot, offset = share.rank * share.tokens * into.shape[1], values.offset
+        sizes = P, into.size, first_slot, share.experts
+        return pull.pull_values(*sizes, of_ids.dtype, into.dtype, offset) if into.size else None
+
+    _pull(function, (values[1:], share), {"peers": values.addresses, "ids": ids, "out": out}, step)
+
+
+def _pull(function: str, options: Any, named: dict[str, Any], step: Callable[[Call], Launch | None]) -> None:
+    """Launches what `step` makes of the checked call, whose record the next call of such arrays finds."""
+    key, pointers = runtime.key_of(function, (options,), tuple(named.values()))
+    found = runtime.find(key)
+    if found is None:
+        checks.untracked(function, named)
+        call = Call(function, **named)
+        if call.on_cpu:
+            raise checks.bad_type(function, "peers", "an array on CUDA", "one on the CPU, which has no peers")
+        for name, array in call.described.items():
+            checks.contiguous(function, name, array)
+        checks.shape(function, "peers", call.described["peers"], "P", (None,))
+        checks.dtype(function, "peers", call.described["peers"], ("int64",))
+        pointers = call.pointers()
+        found = runtime.keep(key, call.prepared(step(call)))
+    if found.steps is None:
+        return
+    with current_device(found.device):
+        Runtime.current(found.framework, found.device).launch(found.steps, *pointers)
+
+
+def _check_tokens(function: str, out: arrays.Array, share: Share) -> None:
+    if out.shape[0] > share.tokens:
+        raise checks.bad_value(function, "out", f"at most share.tokens = {share.tokens} rows", out.shape[0])
+
+
+def _output(function: str, call: Call) -> arrays.Array:
+    out = call.described["out"]
+    checks.shape(function, "out", out, "rows, d", (None, None))
+    checks.dtype(function, "out", out, checks.floats(out))
+    if out.shape[1] % 8 or out.ptr % arrays.ALIGNMENT:
+        got = f"{out.shape[1]} at {out.ptr % arrays.ALIGNMENT} bytes past one"
+        raise checks.bad_value(function, "out", "columns in multiples of 8 at a multiple of 16 bytes", got)
+    return out

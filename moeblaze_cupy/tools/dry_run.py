@@ -1,0 +1,269 @@
+"""A dry run of a layer: what its passes launch and allocate on a GPU, which none of it needs.
+
+The passes of `ops` run on a `Recorder` as they run on a GPU, so what it notes is what they do.
+"""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.cuda.launch_config import DeviceLimits
+from moeblaze_cupy.cuda.runtime import Launch, Runtime
+from moeblaze_cupy.fp8 import operands as fp8
+from moeblaze_cupy.frameworks import ITEMSIZE, Buffer, Layout, in_memory
+from moeblaze_cupy.layer import backward
+from moeblaze_cupy.layer import forward as experts
+from moeblaze_cupy.tools.memory import LayerShape
+from moeblaze_cupy.types import BIASES, GRADIENTS, BackwardArrays, BackwardOptions, LayerArrays
+
+GAP = 1 << 12  # bytes between buffers
+FIRST_ADDRESS = 1 << 60  # of buffers: far from the addresses that inputs are given
+
+# What an allocation is, by the name of a field in a kernel's struct: the first of its uses that is listed here tells.
+CONTENTS: dict[str, str | dict[str, str]] = {
+    "block_counts": "slots per CTA and expert",
+    "row_tiles": {"square_tiles": "square row tiles"},
+    "token_index_map": "index lists",
+    "token_expert_indices": "int32 copy of the ids",
+    "tile_counter": "tile counter",
+    "result": {"up_fwd": "y_swi", "down_bwd": "weighted y_swi"},
+    "first_layer": {"up_fwd": "first layer, computed again", "down_bwd": "gradient of the first layer"},
+    "first_layer_grad": "gradient of the first layer",
+    "quantised": {"up_fwd": "y_swi in e4m3", "down_bwd": "gradient of the first layer in e4m3"},
+    "quantised_scales": {"up_fwd": "scales of y_swi", "down_bwd": "scales of the gradient of the first layer"},
+    "a": {"up_fwd": "x in e4m3", "down_bwd": "gradient of out in e4m3"},
+    "a_scales": {"up_fwd": "scales of x", "down_bwd": "scales of the gradient of out"},
+    "row_weights": "router weights by row",
+    "slots": "slots by row",
+    "tokens": "token of each pair",
+    "masked_ids": "ids without those of no token",
+    "partial_sums": "partial sums for the router weights",
+    "panel": "column panel",
+    "sums": "split-K sums",
+}
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Memory that a pass took. It is alive during the launches made .. freed - 1, which count from 0.
+
+    freed: None until it is free. uses: each launch that was given an address in it, and the name of that address in the
+    kernel's struct.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    made: int
+    freed: int | None = None
+    uses: list[tuple[Launch, str]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def is_alive(self, launch: int) -> bool:
+        return self.made <= launch and (self.freed is None or launch < self.freed)
+
+
+class _Memory:
+    """Stands for an array. The allocation is free when the last reference to it goes."""
+
+    def __init__(self, run: "Recorder", allocation: Allocation) -> None:
+        self.run, self.allocation = run, allocation
+
+    def __del__(self) -> None:
+        self.allocation.freed = len(self.run.launches)
+        self.run.used -= self.allocation.nbytes
+
+
+class Recorder(Runtime):
+    """A `Runtime` that carries nothing out: it notes launches, allocations, and the most bytes allocated at a time."""
+
+    launches: list[Launch]
+    allocations: list[Allocation]
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, 0)  # type: ignore[arg-type]  # it asks no framework for memory
+        self.launches, self.allocations = [], []
+        self.used = self.peak = 0
+        self._starts: list[int] = []
+        self._end = FIRST_ADDRESS
+
+    def empty(self, shape: tuple[int, ...], dtype: str, transposed: bool = False) -> Buffer:
+        made = Allocation(in_memory(shape, transposed), dtype, self._end, len(self.launches))
+        self.allocations.append(made)
+        self._starts.append(made.start)
+        self._end += made.nbytes + GAP
+        self.used += made.nbytes
+        self.peak = max(self.peak, self.used)
+        return Buffer(_Memory(self, made), made.start)
+
+    def clear(self, address: int, nbytes: int) -> None:
+        pass
+
+    def launch(self, launch: Launch, *values: int) -> None:
+        self.launches.append(launch)
+        fields = {*launch.params.maps, *launch.params.pointers}
+        for name, address in zip(launch.addresses, values, strict=True):
+            if name in fields and address >= FIRST_ADDRESS:
+                place = bisect_right(self._starts, address) - 1
+                self.allocations[place].uses.append((launch, name))
+
+
+def allocation_of(array: Any) -> Allocation:
+    """The allocation of an array that a recorder gave."""
+    memory: _Memory = array
+    return memory.allocation
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass as it was recorded. kept: what the caller has when it ends, by name; not free while this lives."""
+
+    name: str
+    run: Recorder
+    kept: dict[str, Any]
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(allocation_of(array).nbytes for array in self.kept.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at one time, kept buffers included, those of an earlier pass not."""
+        return self.run.peak
+
+    def alive_at(self, launch: int) -> list[Allocation]:
+        """In the order of their allocation. launch: its number from 0."""
+        return [allocation for allocation in self.run.allocations if allocation.is_alive(launch)]
+
+    def at_peak(self) -> list[Allocation]:
+        """What is allocated when most is."""
+        stages = map(self.alive_at, range(len(self.run.launches)))
+        return max(stages, key=lambda stage: sum(allocation.nbytes for allocation in stage), default=[])
+
+    def contents(self, allocation: Allocation) -> str:
+        """What it holds."""
+        for name, kept in self.kept.items():
+            if allocation_of(kept) is allocation:
+                return name
+        for launch, field_name in allocation.uses:
+            found = CONTENTS.get(field_name)
+            if isinstance(found, dict):
+                found = found.get(launch.variant.entry)
+            if found and field_name == "first_layer" and self.name == "forward":
+                return "first layer, before it is kept in e4m3"
+            if found:
+                return found
+        return "memory"
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The passes of a layer: forward, and backward unless it is inference. x_bytes: of x, which backward needs."""
+
+    passes: tuple[Pass, ...]
+    x_bytes: int
+
+    @property
+    def launches(self) -> list[Launch]:
+        return [launch for of_pass in self.passes for launch in of_pass.run.launches]
+
+    @property
+    def saved_bytes(self) -> int:
+        """What is held from forward to backward, x included; 0 of inference."""
+        if len(self.passes) == 1:
+            return 0
+        forward = self.passes[0]
+        return self.x_bytes + forward.kept_bytes - allocation_of(forward.kept["out"]).nbytes
+
+    @property
+    def forward_peak_bytes(self) -> int:
+        """The most that forward has at one time beyond the output and what it saves."""
+        forward = self.passes[0]
+        return forward.peak_bytes - forward.kept_bytes
+
+    @property
+    def backward_peak_bytes(self) -> int:
+        """The most that backward has at one time beyond what was saved, with the gradients that exist by then."""
+        return self.passes[1].peak_bytes if len(self.passes) > 1 else 0
+
+
+def layer(
+    s: LayerShape, save: str | None, limits: DeviceLimits = launch_config.H200, accumulate: bool = False
+) -> DryRun:
+    """Forward, and backward unless `save` is None, of packed arrays, on a GPU with these limits.
+
+    save: as of `moe_forward`. accumulate: the gradients of both weights are added to sums in float32. Gradients that
+    are added to a caller's buffers take no memory. Raises ValueError for more experts than the GPU's shared memory has
+    room for.
+    """
+    x, options = _rows((s.L, s.d), s.dtype), s.of_layer(save)
+    slots_shape = (s.slots,) if s.ragged else (s.L, s.k)
+    w1, w2 = _weight(s, s.d, s.g * s.h, s.dtype), _weight(s, s.h, s.d, s.dtype)
+    arrays = LayerArrays(
+        x,
+        _rows(slots_shape, "int64" if s.ids_are_int64 else "int32"),
+        _rows(slots_shape, s.weights_dtype) if s.has_weights else None,
+        w1,
+        None,
+        w2,
+        b1_gate=_rows((s.E, s.g * s.h), s.bias) if s.bias and not options.on_input else None,
+        b2=_rows((s.E, s.d), s.bias) if s.bias else None,
+        token_offsets=_rows((s.L + 1,), "int32") if s.ragged else None,
+    )
+    forward_steps = experts.configure_forward(arrays, options, limits)
+    run, weights_fp8 = Recorder(), fp8.Addresses(0, 0, 0, 0, 0, 0) if s.precision else None
+    addresses = LayerArrays(*[0] * len(arrays))
+    result = experts.moe_forward(run, forward_steps, addresses, weights_fp8=weights_fp8)
+    buffers = {"out": result.out, "first layer a, b" if s.g == 2 else "first layer a": result.first_layer}
+    buffers |= {"y_swi": result.y_swi}
+    if save:
+        buffers |= {"index lists": result.lists, "int32 copy of the ids": result.ids}
+    forward = Pass("forward", run, _present(buffers))
+    x_bytes = s.L * s.d * s.b
+    if save is None:
+        return DryRun((forward,), x_bytes)
+    first_layer = _rows((s.R, s.g * s.h), s.dtype) if result.first_layer else None
+    if save == "fp8":
+        first_layer = _rows((launch_config.saved_fp8(s.R, s.h, s.g).nbytes,), "uint8")
+    y_swi = _rows((s.R, s.h), s.dtype) if result.y_swi else None
+    grad_out = _rows((*slots_shape, s.d), s.dtype) if options.unreduced else x
+    sums: dict[str, tuple[Layout, ...]] = {}
+    if accumulate:
+        sums = {"w1": (_weight(s, s.d, s.g * s.h, "float32"),), "w2": (_weight(s, s.h, s.d, "float32"),)}
+    biases = (name for name, given in zip(BIASES, (arrays.b1_gate, arrays.b2), strict=True) if given)
+    index = forward_steps.dispatch.index
+    backward_steps = backward.configure_backward(
+        BackwardArrays(grad_out, arrays, None, first_layer, y_swi),
+        options,
+        BackwardOptions((*GRADIENTS, *biases)),
+        tuple(sums.items()),
+        limits,
+        index,
+    )
+    run = Recorder()
+    saved: Any = SimpleNamespace(consumed=False)  # all that backward touches of SavedForBackward
+    totals: dict[str, tuple[int, ...]] = dict.fromkeys(sums, (0,))
+    read = BackwardArrays(0, addresses, 0, 0, 0)
+    gradients = backward.moe_backward(run, backward_steps, saved, totals, read, weights_fp8=weights_fp8).gradients
+    named = {f"gradient of {name}": array for name, array in vars(gradients).items()}
+    return DryRun((forward, Pass("backward", run, _present(named))), x_bytes)
+
+
+def _rows(shape: tuple[int, ...], dtype: str) -> Layout:
+    """Of a packed array."""
+    return Layout(shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), dtype, 0)
+
+
+def _weight(s: LayerShape, rows: int, columns: int, dtype: str) -> Layout:
+    strides = (rows * columns, 1, rows) if s.transposed else (rows * columns, columns, 1)
+    return Layout((s.E, rows, columns), strides, dtype, 0)
+
+
+def _present(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if array is not None}

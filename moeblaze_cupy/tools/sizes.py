@@ -1,0 +1,60 @@
+"""The sizes of a layer among a subcommand's options, checked as the layer checks them."""
+
+from argparse import Namespace
+
+from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.tools.command import CommandError
+from moeblaze_cupy.tools.memory import PLAIN, LayerShape
+from moeblaze_cupy.types import LayerOptions
+
+
+def layer_shape(args: Namespace, tier: str) -> LayerShape:
+    """Raises CommandError for sizes that the layer refuses. tier: of the kernels."""
+    if args.unreduced and args.identity_experts:
+        raise CommandError(f"--identity-experts: expected 0 with --unreduced, got {args.identity_experts}")
+    s = LayerShape(
+        L=args.tokens,
+        d=args.d_model,
+        h=args.d_hidden,
+        E=args.experts,
+        k=args.k,
+        activation=args.activation,
+        dtype=args.dtype,
+        transposed=args.order == "transposed",
+        ragged=args.pairs,
+        options=LayerOptions(
+            weights_on=args.weights_on, unreduced=args.unreduced, identity_experts=args.identity_experts
+        ),
+        bias=args.dtype if args.bias == "weights" else args.bias,
+        gate_up=args.gate_up,
+        precision=None if args.precision == "bf16" else args.precision,
+    )
+    if s.gate_up == "interleaved" and s.g == 1:
+        raise CommandError(f"--gate-up: expected halves for --activation {s.activation}, which has no gate")
+    if s.precision == "fp8":
+        if tier != "sm90" or s.dtype != "bfloat16" or s.d % fp8_checks.MULTIPLE or s.h % fp8_checks.MULTIPLE:
+            expected = f"Hopper's kernels, bfloat16, d and h that are multiples of {fp8_checks.MULTIPLE}"
+            raise CommandError(f"--precision fp8: expected {expected}, got {tier}, {s.dtype}, {s.d} and {s.h}")
+        if s.gate_up == "interleaved":
+            raise CommandError("--gate-up: expected halves with --precision fp8, got interleaved")
+    if s.slots > launch_config.MAX_SLOTS:
+        raise CommandError(f"--tokens times --k: expected at most {launch_config.MAX_SLOTS} slots, got {s.slots}")
+    if s.E > launch_config.MAX_EXPERTS:
+        raise CommandError(f"--experts: expected at most {launch_config.MAX_EXPERTS}, got {s.E}")
+    if s.k > s.E:
+        raise CommandError(f"--k: expected at most {s.E} for --experts {s.E}, got {s.k}")
+    return s
+
+
+def save_policy(args: Namespace) -> str | None:
+    return None if args.save == "inference" else args.save
+
+
+def slot_options(s: LayerShape) -> str:
+    """What is not as in the plain layer, each after a comma."""
+    found = ["L*k pairs"] if s.ragged else []
+    found += [f"precision={s.precision!r}"] if s.precision else []
+    plain = PLAIN._asdict()
+    found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != plain[name]]
+    return "".join(f", {text}" for text in found)

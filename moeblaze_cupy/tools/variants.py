@@ -1,0 +1,96 @@
+"""Every variant of every kernel that a layer can need, for the tests and for the comparison of machine code."""
+
+import itertools
+from collections.abc import Sequence
+
+from moeblaze_cupy.cuda import launch_config
+from moeblaze_cupy.cuda.loader import Variant
+from moeblaze_cupy.gemm import config as gemm_config
+from moeblaze_cupy.gemm.variants import EPILOGUES, bias_variant, gemm_variant
+
+SELECTIONS = ("selection.cu", "pairs.cu", "capacity.cu", "balance.cu", "clear.cu")
+SHAPE_INDEPENDENT = (
+    *("dispatch.cu", "bound_slots.cu", "router_sums.cu", "aggregation.cu", "slots.cu", "wgrad_parts.cu", "pull.cu"),
+    "push.cu",
+    *("quantize.cu", "saved_fp8.cu", "square_tiles.cu", "rank_experts.cu"),
+    *SELECTIONS,
+)
+
+
+def variants(
+    dtypes: Sequence[str] = ("bfloat16",),
+    orders: Sequence[str] = ("row", "transposed"),
+    activations: Sequence[str] = ("swiglu",),
+    aligned: Sequence[bool] = (True,),
+    limits: launch_config.DeviceLimits = launch_config.H200,
+    accumulates: bool = False,
+    *,
+    gate_ups: Sequence[str] = ("halves",),
+    biases: Sequence[str | None] = (None,),
+    weights_on: Sequence[str] = ("output",),
+    fp8: bool = False,
+    fp8_saved: bool = False,
+) -> list[Variant]:
+    """Every module that callers with these dtypes, weight memory orders and activations can need, of any sizes.
+
+    accumulates: also those that add weight gradients to sums in float32 or the weights' dtype. Of sizes that are not
+    multiples of 8 (`aligned` False) whole panels of 256 columns may take kernels for those that are, too.
+    gate_ups: "halves", "interleaved" or both. biases: "weights" for biases in the weights' dtype, "float32", None for
+    layers without, or several of these. weights_on: "output", "input" or both.
+    fp8: also the products of precision="fp8", which bfloat16 layers with gate_up="halves" have on Hopper.
+    fp8_saved: also those of save="fp8".
+    """
+    found = dict.fromkeys(Variant(source, "") for source in SHAPE_INDEPENDENT)
+    entries = (*EPILOGUES, "down_wgrad", "up_wgrad")
+    for dtype, order, activation, is_aligned, entry, gate_up, bias in itertools.product(
+        dtypes, orders, activations, aligned, entries, gate_ups, biases
+    ):
+        bias_dtype = dtype if bias == "weights" else bias
+        config = gemm_config.gemm(dtype, is_aligned, False, limits)
+        weights_dtypes = dict.fromkeys(("float32", dtype)) if entry == "down_fwd" else ("float32",)
+        totals = (None, *dict.fromkeys(("float32", dtype))) if accumulates and entry.endswith("_wgrad") else (None,)
+        either, on_input = (False, True), [place == "input" for place in weights_on]
+        takes_fp8 = config.tier == "sm90" and dtype == "bfloat16" and gate_up == "halves" and entry in EPILOGUES
+        plain_and_e4m3, plain_and_saved = either[: 1 + (fp8 and takes_fp8)], either[: 1 + fp8_saved]
+        for (
+            weights_dtype,
+            accumulate,
+            stored_y_swi,
+            clusters,
+            to_tokens,
+            split_k,
+            weights_on_input,
+            e4m3,
+            in_fp8,
+            square,
+        ) in itertools.product(
+            weights_dtypes, totals, either, either, either, either, on_input, plain_and_e4m3, plain_and_saved, either
+        ):
+            if stored_y_swi and (weights_on_input or e4m3 or in_fp8):  # then down_bwd reads no y_swi
+                continue
+            variant = gemm_variant(
+                entry,
+                dtype=dtype,
+                activation=activation,
+                transposed=order == "transposed",
+                aligned=is_aligned,
+                weights_dtype=weights_dtype,
+                stages=config.stages,
+                tier=config.tier,
+                stored_y_swi=stored_y_swi,
+                clusters=clusters,
+                to_tokens=to_tokens,
+                accumulate=accumulate,
+                split_k=split_k,
+                interleaved=gate_up == "interleaved",
+                bias=None if weights_on_input and entry == "up_fwd" else bias_dtype,
+                weights_on_input=weights_on_input,
+                fp8=e4m3,
+                fp8_saved=in_fp8,
+                square=square,
+            )
+            found[variant] = None
+        if bias_dtype is not None:
+            outs = dict.fromkeys((bias_dtype, "float32", dtype) if accumulates else (bias_dtype,))
+            found |= dict.fromkeys(bias_variant(dtype, is_aligned, bias_dtype, out) for out in outs)
+    return list(found)

@@ -1,0 +1,328 @@
+"""Cases of ranks that differ, skip or exit, over gloo. The last rank is at fault; the others have to be told."""
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe
+from moeblaze_cupy.interop.parallel.exchanges import Begun
+from moeblaze_cupy.types import Activation
+from tests.parallel.ranks_common import (
+    TIMEOUT,
+    E,
+    Inputs,
+    K,
+    Leave,
+    case,
+    compare,
+    counts_of,
+    difference,
+    expect,
+    results_of,
+)
+from tests.parallel.ranks_exchange import peers_over_gloo
+from tests.parallel.ranks_hosts import waits_for_ended
+
+
+@case
+def faults(rank, size, group):
+    """What differs among ranks is the same ValueError on all of them, at once."""
+    start = time.monotonic()
+    expect(ValueError, "num_experts: expected a multiple of the group's", ExpertGroup, group, E + 1)
+    options = "options: expected the same on all ranks, got slots=64 on rank 0 and slots=65 on rank 1"
+    expect(ValueError, options, lambda: ExpertGroup(group, E, slots=64 + (rank == 1)))
+    expect(ValueError, 'expected another than "pull" on a group of gloo', lambda: ExpertGroup(group, E, route="pull"))
+    for route in ("exact", "pull"):
+        with peers_over_gloo():
+            differing(rank, size, group, route)
+    padded = ExpertGroup(group, E, route="static")
+    inputs = Inputs(rank, counts_of(size, "uneven"))
+    expect(ValueError, 'tokens: expected the same on all ranks for route "static"', results_of, inputs, padded)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+def differing(rank, size, group, route):
+    odd = rank == size - 1
+
+    def attempt(experts, **changes):
+        inputs = Inputs(rank, counts_of(size, "equal"))
+        x, ids, weights, w1, w2 = inputs.local()
+        named = {"x": x, "ids": ids, "weights": weights, "w1": w1, "w2": w2}
+        if odd:
+            named |= {name: change(named[name]) for name, change in changes.items()}
+        return expert_parallel_moe(*named.values(), experts)
+
+    same = [ExpertGroup(group, E, route=route) for _ in range(10)]
+    got = [K] * (size - 1) + [K - 1]
+    shorter = {"ids": lambda t: t[:, 1:].contiguous(), "weights": lambda t: t[:, 1:]}
+    texts = [
+        expect(
+            ValueError, f"exchange: k: expected the same on all ranks, got {got}", lambda: attempt(same[0], **shorter)
+        )
+    ]
+    narrower = {"x": lambda t: t[:, :8], "w1": lambda t: t[:, :8], "w2": lambda t: t[:, :, :8]}
+    texts.append(expect(ValueError, "exchange: d: expected the same", lambda: attempt(same[1], **narrower)))
+    narrow = {"weights": lambda t: t.float()}
+    texts.append(expect(ValueError, "exchange: weights: expected the same", lambda: attempt(same[6], **narrow)))
+    halved = dict.fromkeys(("x", "w1", "w2", "weights"), lambda t: t.float())
+    texts.append(expect(ValueError, "exchange: dtype: expected the same", lambda: attempt(same[2], **halved)))
+    detached = {"x": lambda t: t.detach()}
+    texts.append(
+        expect(
+            ValueError,
+            "requires_grad: expected the same on all ranks, or backward",
+            lambda: attempt(same[3], **detached),
+        )
+    )
+    elsewhere = {"x": lambda t: t.to("meta")}
+    text = "exchange: x: expected a tensor on cpu" if odd else f"got errors on [{size - 1}]"
+    expect(TypeError if odd else ValueError, text, lambda: attempt(same[9], **elsewhere))
+    for options, others, name, got in (
+        ({"activation": "swiglu"}, {"activation": "geglu"}, "activation", "'swiglu', 'geglu']"),
+        (
+            {"activation": Activation("swiglu_oai", limit=7.0)},
+            {"activation": Activation("swiglu_oai", limit=6.0)},
+            "activation",
+            "'swiglu_oai', 'swiglu_oai']",
+        ),
+        ({"precision": None}, {"precision": "fp8"}, "precision", "None, 'fp8']"),
+    ):
+        inputs = Inputs(rank, counts_of(size, "equal"), dtype=torch.bfloat16, h=32).local()
+        given = others if odd else options
+        call = lambda inputs=inputs, given=given: expert_parallel_moe(*inputs, same[9], **given)  # noqa: E731
+        said = expect(ValueError, f"exchange: {name}: expected the same on all ranks", call)
+        assert said.endswith(got), said
+        texts.append(said)
+    if odd:
+        same[4].calls += 1  # as if it had been called once more
+    texts.append(expect(ValueError, "call: expected all ranks at the same exchange", lambda: attempt(same[4])))
+    wrong = {"w1": lambda t: t[1:]}
+    first, last = (size - 1) * (E // size), E - 1
+    text = f"of this rank's experts {first}..{last}, got" if odd else f"got errors on [{size - 1}]"
+    expect(ValueError, text, lambda: attempt(same[5], **wrong))
+    for name, change, what in (
+        ("w1", lambda t: t[:, 1:], "shape (E, d, 2h) = ("),
+        ("w1", lambda t: t[:, :, 2:], "shape (E, d, 2h) = ("),
+        ("w1", lambda t: t.repeat_interleave(2, 2)[:, :, ::2], "the last dimension contiguous, or the transposed view"),
+        ("w2", lambda t: t[:, :, 1:], "shape (E, h, d) = ("),
+    ):
+        text = f"expert_parallel_moe: {name}: expected {what}" if odd else f"got errors on [{size - 1}]"
+        expect(ValueError, text, lambda name=name, change=change: attempt(same[7], **{name: change}))
+    inputs = Inputs(rank, counts_of(size, "equal")).local()
+    text = "expert_parallel_moe: save: expected one of"  # also of an option that is not hashable
+    expect(ValueError, text, lambda: expert_parallel_moe(*inputs, same[7], save=["minimal"]))
+    for name, value, kind, what in (
+        ("w1", None, TypeError, "a torch tensor"),
+        ("w2", None, TypeError, "a torch tensor"),
+        ("w1", [], ValueError, "one tensor or a pair, got 0"),
+    ):
+        kind, text = (kind, f"{name}: expected {what}") if odd else (ValueError, f"got errors on [{size - 1}]")
+        expect(kind, text, lambda name=name, value=value: attempt(same[7], **{name: lambda _: value}))
+
+    def check():
+        if odd:
+            raise RuntimeError("no such GPU here")
+        return {}
+
+    x, ids, weights, *_ = Inputs(rank, counts_of(size, "equal")).local()
+    kind, text = (RuntimeError, "no such GPU here") if odd else (ValueError, f"got errors on [{size - 1}]")
+    expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0, check).finish())
+    if odd:
+        same[7].plan = lambda ids: check()  # as where there is no memory for it
+    expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0).finish())
+    if route == "exact":  # plans of "pull" count nothing
+        if odd:
+            same[7].plan = lambda ids: (ExpertGroup.plan(same[7], ids)[0], check)
+        expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0).finish())
+    x, ids, weights, w1, w2 = Inputs(rank, counts_of(size, "equal")).local()
+    text = "save: expected a policy that keeps something" if odd else f"got errors on [{size - 1}]"
+    save = None if odd else "minimal"
+    expect(ValueError, text, lambda: expert_parallel_moe(x, ids, weights, w1, w2, same[8], save=save))
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, texts, group=group)
+    assert all(other == texts for other in everyone)
+
+
+@case
+def shared_fails_on_the_last_rank(rank, size, group):
+    """The others get their results, and the next calls fit together; one that does not is an error on all, at once."""
+    start, last, doubled = time.monotonic(), rank == size - 1, lambda tokens: 2 * tokens
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    want = inputs.whole()["out"] + 2 * inputs.x[inputs.here]
+
+    def fail(_):
+        raise MemoryError("no memory for the shared expert")
+
+    def call(experts, shared):
+        return expert_parallel_moe(*inputs.local(), experts, shared=shared)
+
+    for route in ("exact", "static", "pull"):
+        with peers_over_gloo():
+            experts, another = (ExpertGroup(group, E, route=route) for _ in range(2))
+            for shared in (fail, doubled, fail):
+                if last and shared is fail:
+                    expect(MemoryError, "no memory for the shared expert", call, experts, shared)
+                else:
+                    assert difference(call(experts, doubled), want) <= 1e-14
+            text = "exchange: group: expected all ranks at the same ExpertGroup"
+            expect(ValueError, text, call, experts if last else another, doubled)
+    assert time.monotonic() - start < TIMEOUT.total_seconds()
+
+
+@case
+def last_rank_is_a_layer_ahead(rank, size, group):
+    """It skips the first of two layers, each with an ExpertGroup of its own, and has called neither before."""
+    layers = [ExpertGroup(group, E) for _ in range(2)]
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    numbers = [layers[0].number] * (size - 1) + [layers[1].number]
+    text = (
+        f"exchange: group: expected all ranks at the same ExpertGroup, in the order of their making, of which one has \
+skipped a layer, got {numbers}"
+    )
+    expect(ValueError, text, results_of, inputs, layers[rank == size - 1])
+
+
+def ways():
+    """Routes whose ranks are compared in every step, and what makes them run: over gloo, and as where GPUs are."""
+    yield from ((route, contextlib.nullcontext) for route in ("exact", "static"))
+    yield from ((route, peers_over_gloo) for route in ("exact", "pull"))
+
+
+def in_order(functions, reverse):
+    for function in functions[::-1] if reverse else functions:
+        function()
+
+
+@case
+def steps_in_different_orders(rank, size, group):
+    """The last rank takes two steps in the other order: one ValueError on all, at once. The groups are of use then."""
+    last = rank == size - 1
+    for route, way in ways():
+        kinds = ["equal", "uneven"] if route != "static" else ["equal"]
+        with way():
+            experts = [ExpertGroup(group, E, route=route) for _ in range(2)]
+            for kind in kinds:
+                inputs = [Inputs(rank, counts_of(size, of), seed=seed) for seed, of in enumerate(("equal", kind))]
+                outs = [forward_of(of, on) for of, on in zip(inputs, experts, strict=True)]
+                backwards = [lambda out=out: out.sum().backward() for out in outs]
+                text = "exchange: group: expected all ranks at backward of expert_parallel_moe of the same ExpertGroup"
+                said = expect(ValueError, text, in_order, backwards, last)
+                assert said.endswith(f"got {[experts[rank == size - 1].number for rank in range(size)]}"), said
+                exchanged = [exchange(*of.local()[:3], experts[0]) for of in inputs]
+                collects = [lambda made=made: collect(made[0], made[3]) for made in exchanged]
+                expect(ValueError, "call: expected all ranks at collect of the same exchange", in_order, collects, last)
+                outs = [collect(rows, made) for rows, _, _, made in exchanged]
+                backwards = [lambda out=out: out.sum().backward() for out in outs]
+                text = "call: expected all ranks at backward of collect of the same exchange"
+                expect(ValueError, text, in_order, backwards, last)
+                for of, on in zip(inputs, experts, strict=True):
+                    compare(of, results_of(of, on), 1e-14)
+
+
+@case
+def steps_that_differ(rank, size, group):
+    """The last rank takes another step than the others: one ValueError on all, at once."""
+    last = rank == size - 1
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    for route, way in ways():
+        with way():
+            experts, another = (ExpertGroup(group, E, route=route) for _ in range(2))
+            x, ids, weights, w1, w2 = inputs.local()
+            out = expert_parallel_moe(x, ids, weights, w1, w2, experts)
+            rows, _, _, made = exchange(x, ids, weights, experts)
+            steps = {
+                "forward": lambda: forward_of(inputs, another),  # noqa: B023
+                "exchange": lambda: exchange(*inputs.local()[:3], another),  # noqa: B023
+                "backward": lambda: out.sum().backward(retain_graph=True),  # noqa: B023
+                "collect": lambda: collect(rows, made),  # noqa: B023
+                "making": lambda: ExpertGroup(group, E, route=route),  # noqa: B023
+            }
+            pairs = [("backward", "collect"), ("collect", "making")]
+            if not (route == "exact" and way is peers_over_gloo):  # forwards meet by their devices
+                pairs += [("backward", "forward"), ("making", "exchange"), ("exchange", "forward")]
+            for pair in pairs:
+                text = "exchange: step: expected all ranks at the same step, got"
+                expect(ValueError, text, steps[pair[last]])
+            still = rows.detach() if last else rows
+            expect(ValueError, "exchange: requires_grad: expected the same on all ranks", collect, still, made)
+
+
+@case
+def last_rank_fails_in_a_step(rank, size, group):
+    """Before any rows are sent: it raises its own error, and the others one that names it, at once."""
+    last = rank == size - 1
+    others = f"got errors on [{size - 1}]"
+    for route, way in ways():
+        with way():
+            experts = ExpertGroup(group, E, route=route)
+            inputs = Inputs(rank, counts_of(size, "equal"))
+            x, ids, weights, w1, w2 = inputs.local()
+            out = expert_parallel_moe(x, ids, weights, w1, w2, experts)
+            if last:
+                with torch.no_grad():
+                    w2 += 1
+            kind, text = (RuntimeError, "modified by an inplace operation") if last else (ValueError, others)
+            expect(kind, text, lambda: out.sum().backward())  # noqa: B023
+            rows, _, _, made = exchange(x, ids, weights, experts)
+            expect(ValueError, "collect: y: expected shape" if last else others, collect, rows[last:], made)
+            compare(inputs, results_of(inputs, experts), 1e-14)
+
+
+def until(text, function, *arguments):
+    """Expects RuntimeError with the text, within the group's timeout."""
+    start = time.monotonic()
+    expect(RuntimeError, text, function, *arguments)
+    assert time.monotonic() - start < TIMEOUT.total_seconds() + 5
+
+
+def forward_of(inputs, experts):
+    x, ids, weights, w1, w2 = inputs.local()
+    return expert_parallel_moe(x, ids, weights, w1, w2, experts)
+
+
+@case
+def last_rank_skips(rank, size, group):
+    """A layer, a backward, the way back: the others' error names the call. The groups are of no use after it."""
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    grad = inputs.grad[inputs.here]
+    forward, backward, way_back = (ExpertGroup(dist.new_group(timeout=TIMEOUT), E) for _ in range(3))
+    results_of(inputs, forward)
+    with peers_over_gloo():
+        pulling = ExpertGroup(group, E, route="pull")
+        results_of(inputs, pulling)
+    out = forward_of(inputs, backward)
+    x, ids, weights, _, _ = inputs.local()
+    rows, _, _, route = exchange(x, ids, weights, way_back)
+    if rank == size - 1:
+        time.sleep(TIMEOUT.total_seconds() + 4)
+        return
+    waits = (
+        ("exchange: all-gather of sizes (call 2): rank", results_of, inputs, forward),
+        ("exchange: all-gather of sizes (call 2): rank", forward_of, inputs, pulling),
+        ("exchange: backward of expert_parallel_moe (call 1): rank", out.backward, grad),
+        ("exchange: collect (call 1): rank", collect, rows, route),
+    )
+    with ThreadPoolExecutor(len(waits)) as at_once:
+        list(at_once.map(lambda wait: until(*wait), waits))
+
+
+@case
+def last_rank_exits(rank, size, group):
+    """The same when it is gone. After all other cases, as it runs none of them."""
+    inputs = Inputs(rank, counts_of(size, "equal"))
+    grad = inputs.grad[inputs.here]
+    groups = [dist.new_group(timeout=TIMEOUT) for _ in range(3)]
+    forward, backward = (ExpertGroup(of, E) for of in groups[:2])
+    out = forward_of(inputs, backward)
+    with peers_over_gloo():
+        pulling = ExpertGroup(group, E, route="pull")
+        results_of(inputs, pulling)
+    if rank == size - 1:
+        raise Leave
+    waits_for_ended(pulling, inputs, size)
+    until("exchange: all-gather of sizes (call 1): rank", results_of, inputs, forward)
+    until("exchange: backward of expert_parallel_moe (call 1): rank", out.backward, grad)
+    until("exchange: options of ExpertGroup: rank", ExpertGroup, groups[2], E)

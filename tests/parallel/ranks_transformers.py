@@ -1,0 +1,421 @@
+"""Cases of models of transformers over two processes of gloo, each compared with one process and its eager experts."""
+
+import functools
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from moeblaze_cupy.interop.parallel import ExpertGroup, collectives
+from moeblaze_cupy.interop.transformers import parallel as transformers_parallel
+from moeblaze_cupy.interop.transformers import patch, register
+from moeblaze_cupy.interop.transformers.parallel import parallelize_experts
+from tests.parallel.ranks_common import expect, rounded
+from tests.torch_versions import NO_EXPERT_PARALLELISM_OF_TRANSFORMERS, NO_SUMS_OF_SHARDING, needs_none
+
+MODEL_CASES = {}
+BOUND = 2e-5  # parts of all models compute in float32
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 3,
+    "pad_token_id": 0,
+}
+
+
+def case(function):
+    MODEL_CASES[function.__name__] = function
+    return function
+
+
+def model_of(kind, experts="moeblaze", num_experts=8, **options):
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    sizes = SHAPE | {"num_experts": num_experts, "num_local_experts": num_experts} | options
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+        if "norm" in name:
+            parameter.data += 1
+    return model.float()
+
+
+def tokens_of(rank, length=9):
+    return torch.randint(64, (1, length), generator=torch.Generator().manual_seed(rank))
+
+
+def loss_of(model, tokens):
+    logits = model(input_ids=tokens).logits
+    return (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum(), logits.detach()
+
+
+def difference(got, want):
+    return float((got.detach() - want).norm() / want.norm())
+
+
+def assert_gradients(model, reference, summed=None):
+    """summed: a group over which gradients that are no DTensors are partial sums."""
+    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        elif summed is not None:
+            dist.all_reduce(grad, group=summed)
+        assert difference(grad, whole.grad) <= BOUND, name
+
+
+@functools.cache
+def saved():
+    """A folder with a model, by the name that all processes know."""
+    folder = Path(tempfile.gettempdir()) / "model"
+    if dist.get_rank() == 0:
+        model_of("Qwen3Moe").save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def compare_distributed(shares_batch, **config):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        saved(), experts_implementation="moeblaze", distributed_config=DistributedConfig(**config), dtype=torch.float32
+    )
+    batches = [tokens_of(0)] * 2 if shares_batch else [tokens_of(0), tokens_of(1)]
+    mine, reference = batches[dist.get_rank()], model_of("Qwen3Moe", "eager")
+    loss, logits = loss_of(loaded, mine)
+    loss.backward()
+    losses = [loss_of(reference, batch) for batch in batches]
+    assert difference(logits, losses[dist.get_rank()][1]) <= BOUND
+    (sum(each for each, _ in losses) / 2).backward()  # the mean over ranks, as FSDP2 takes it
+    assert_gradients(loaded, reference)
+    with torch.no_grad():
+        assert difference(loaded(input_ids=mine).logits, losses[dist.get_rank()][1]) <= BOUND
+    return loaded
+
+
+@case
+@needs_none(NO_EXPERT_PARALLELISM_OF_TRANSFORMERS)
+def plans_of_transformers(rank, size, group):
+    """Each expert parallelism of the installed transformers around this layer: its ids are local, or past the last."""
+    if hasattr(DistributedConfig, "ep_implementation"):
+        for how in ("all_to_all", "all_reduce"):
+            compare_distributed(True, tp_size=2, ep_size=2, ep_implementation=how)
+        compare_distributed(False, fsdp_size=2, ep_size=2)
+    elif hasattr(DistributedConfig, "tp_size"):
+        compare_distributed(True, tp_size=2, enable_expert_parallel=True)
+
+
+@case
+@needs_none(NO_EXPERT_PARALLELISM_OF_TRANSFORMERS)
+def implementation_for_transformers(rank, size, group):
+    """`ep_implementation="moeblaze"`, for ranks with the same tokens and with other tokens."""
+    if not hasattr(DistributedConfig, "ep_implementation"):
+        return
+    for shares_batch, config in ((True, {"tp_size": 2}), (False, {"fsdp_size": 2})):
+        loaded = compare_distributed(shares_batch, ep_size=2, ep_implementation="moeblaze", **config)
+        experts = loaded.model.layers[0].mlp.experts
+        assert isinstance(experts.gate_up_proj, DTensor) and experts.num_experts == 4
+
+
+@case
+def tokens_that_differ(rank, size, group):
+    """Sequences of other lengths; experts with and without biases; pieces; a base that has no gradients."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    batches = [tokens_of(0, 9), tokens_of(1, 4)]
+    for kind in ("Qwen3Moe", "GptOss"):
+        reference = model_of(kind, "eager")
+        losses = [loss_of(reference, batch) for batch in batches]
+        sum(loss for loss, _ in losses).backward()
+        for make_group in (ExpertGroup, functools.partial(ExpertGroup, slots=8)):
+            model = model_of(kind, "eager")
+            names = parallelize_experts(model, mesh, group=make_group)
+            if make_group is not ExpertGroup:
+                model.train().gradient_checkpointing_enable()
+            assert names == tuple(f"model.layers.{layer}.mlp.experts" for layer in range(2))
+            loss, logits = loss_of(model, batches[rank])
+            loss.backward()
+            assert difference(logits, losses[rank][1]) <= BOUND
+            assert_gradients(model, reference, summed=group)
+            for parameter in model.model.layers[1].mlp.experts.parameters():
+                here = parameter.to_local()
+                assert len(here) == 4 and here.untyped_storage().nbytes() == here.nbytes
+        with torch.no_grad():
+            assert difference(model(input_ids=batches[rank]).logits, losses[rank][1]) <= BOUND
+
+
+@contextmanager
+def dtypes_that_travel():
+    """By name, the dtypes of what is sent."""
+    found, all_to_all = {}, collectives.all_to_all
+
+    def noted(rows, sent, received, room, what, group):
+        found[what.partition("all-to-all of ")[2].partition(" (")[0]] = rows.dtype
+        return all_to_all(rows, sent, received, room, what, group)
+
+    with mock.patch.object(collectives, "all_to_all", noted):
+        yield found
+
+
+@case
+def experts_that_layers_share_stay_shared(rank, size, group):
+    model = model_of("Qwen3Moe")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    before = len(list(model.parameters()))
+    reference = loss_of(model, tokens_of(0))
+    parallelize_experts(model, DeviceMesh.from_group(group, "cpu"))
+    assert len(list(model.parameters())) == before and second.down_proj is first.down_proj
+    assert difference(loss_of(model, tokens_of(0))[1], reference[1]) <= BOUND
+
+
+@case
+def autocast_is_followed(rank, size, group):
+    """With one expert per token no sum over ranks rounds, so products in another dtype would show."""
+    rng = torch.Generator().manual_seed(rank)
+    x, ids = torch.randn(12, 32, generator=rng), torch.randint(8, (12, 1), generator=rng)
+    scores = torch.rand(12, 1, generator=rng)
+    names = "rows", "results", "results' gradients", "gradients of x"
+
+    def run(experts, dtype, to):
+        """out, the gradients of x and weights."""
+        leaves = x.to(dtype).clone().requires_grad_(), scores.clone().requires_grad_()
+        with torch.autocast("cpu", to):
+            out = experts(leaves[0], ids, leaves[1])
+        out.sum().backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in experts.parameters())
+        return out.detach(), *(leaf.grad for leaf in leaves)
+
+    for kind, with_norm in (("Qwen3Moe", False), ("GptOss", False), ("Qwen3Moe", True)):
+        for dtype, to in ((torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16,) * 2):
+            experts = model_of(kind).model.layers[0].mlp.experts
+            if with_norm:
+                experts.has_post_expert_norm, experts.post_expert_norm = True, torch.nn.RMSNorm(32)
+            want = run(experts, dtype, to)
+            parallelize_experts(experts, DeviceMesh.from_group(group, "cpu"))
+            with dtypes_that_travel() as found:
+                got = run(experts, dtype, to)
+            of_results = dtype if with_norm else to
+            expected = dict(zip(names, (to, of_results, of_results, to), strict=True))
+            assert {name: found[name] for name in names} == expected, found
+            for mine, whole in zip(got, want, strict=True):
+                assert mine.dtype == whole.dtype and difference(mine, whole) <= 1e-4
+
+
+@case
+def experts_in_fp8(rank, size, group):
+    """One expert per token, whose numbers then are those of one process, and errors on all ranks."""
+    register("moeblaze_fp8", precision="fp8")
+    mesh, rng = DeviceMesh.from_group(group, "cpu"), torch.Generator().manual_seed(rank)
+    x = torch.randn(12, 32, generator=rng).bfloat16().requires_grad_()
+    inputs = x, torch.randint(8, (12, 1), generator=rng), torch.rand(12, 1, generator=rng)
+
+    def experts_of(kind="Qwen3Moe", **options):
+        return model_of(kind, "moeblaze_fp8", **options).bfloat16().model.layers[0].mlp.experts
+
+    want = experts_of(moe_intermediate_size=32)(*inputs)
+    (grad,) = torch.autograd.grad(want.sum(), x)
+    for save in ("minimal", "fp8", "recompute"):
+        experts = experts_of(moe_intermediate_size=32)
+        parallelize_experts(experts, mesh, save=save, precision="fp8")
+        out = experts(*inputs)
+        assert torch.equal(out, want)
+        x.grad = None
+        out.sum().backward()
+        assert save == "fp8" or torch.equal(x.grad, grad)
+        assert all(parameter.grad is not None for parameter in experts.parameters())
+    if hasattr(DistributedConfig, "ep_implementation"):
+
+        class InFp8(transformers_parallel.ExpertParallel):
+            precision = "fp8"
+
+        experts = experts_of(moe_intermediate_size=32)
+        experts.num_experts = 4
+        for name, whole in list(experts.named_parameters()):
+            setattr(experts, name, torch.nn.Parameter(whole.detach()[rank * 4 : rank * 4 + 4]))
+        both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+        assert torch.equal(InFp8(experts, both["ep"], both["tp"])(*inputs), want)
+    interleaved = experts_of("GptOss", intermediate_size=32)
+    for error, text, experts, given in (
+        (ValueError, "for 'fp8', got (d, h) = (32, 24)", experts_of(), inputs),
+        (TypeError, "x: expected bfloat16 with precision='fp8'", experts_of().float(), (x.float(), *inputs[1:])),
+        (ValueError, "gate_up: expected 'halves' with precision='fp8'", interleaved, inputs),
+    ):
+        parallelize_experts(experts, mesh, precision="fp8")
+        expect(error, text, experts, *given)
+    for name, value in (("precision", "fp4"), ("save", "some")):
+        spread = functools.partial(parallelize_experts, experts_of(), mesh, **{name: value})
+        expect(ValueError, f"parallelize_experts: {name}: expected one of", spread)
+
+
+@case
+def rows_in_fp8(rank, size, group):
+    """The numbers beside bf16 rows and beside one process; by subclasses of `ExpertParallel` too; errors."""
+    register("moeblaze_fp8", precision="fp8")
+    mesh, in_fp8 = DeviceMesh.from_group(group, "cpu"), {"precision": "fp8", "row_precision": "fp8"}
+    rng = torch.Generator().manual_seed(0)
+    tokens, grads = (torch.randn(12 * size, 32, generator=rng).bfloat16() for _ in range(2))
+    ids = torch.stack([torch.randperm(8, generator=rng)[:3] for _ in tokens])
+    weights, here = torch.rand(12 * size, 3, generator=rng), slice(12 * rank, 12 * rank + 12)
+
+    def experts_of(kind="Qwen3Moe", **options):
+        sizes = {"moe_intermediate_size": 32, "intermediate_size": 32} | options
+        return model_of(kind, "moeblaze_fp8", **sizes).bfloat16().model.layers[0].mlp.experts
+
+    def run(experts, tokens, grads, part):
+        """out and the gradients of x, weights and the experts' parameters."""
+        x, scores = (tensor[part].clone().requires_grad_() for tensor in (tokens, weights))
+        out = experts(x, ids[part], scores)
+        out.backward(grads[part])
+        of_experts = [parameter.grad for parameter in experts.parameters()]
+        return out, x.grad, scores.grad, *(g.full_tensor() if isinstance(g, DTensor) else g for g in of_experts)
+
+    def spread(**options):
+        experts = experts_of()
+        parallelize_experts(experts, mesh, **options)
+        return experts
+
+    in_bf16 = run(spread(precision="fp8"), tokens, grads, here)
+    of_rounded = run(experts_of(), rounded(tokens), rounded(grads), slice(None))
+    for save in ("minimal", "recompute"):
+        got = run(spread(save=save, **in_fp8), tokens, grads, here)
+        assert all(torch.equal(mine, of_bf16) for mine, of_bf16 in zip(got[:3], in_bf16[:3], strict=True))
+        for mine, of_bf16, whole in zip(got[3:], in_bf16[3:], of_rounded[3:], strict=True):
+            assert torch.equal(mine, whole) and not torch.equal(mine, of_bf16)
+    if hasattr(DistributedConfig, "ep_implementation"):
+
+        class InFp8(transformers_parallel.ExpertParallel):
+            precision = row_precision = "fp8"
+
+        experts = experts_of()
+        experts.num_experts = 4
+        for name, whole in list(experts.named_parameters()):
+            setattr(experts, name, torch.nn.Parameter(whole.detach()[rank * 4 : rank * 4 + 4]))
+        both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+        InFp8(experts, both["ep"], both["tp"])(tokens[here], ids[here], weights[here]).backward(grads[here])
+        for parameter, whole in zip(experts.parameters(), of_rounded[3:], strict=True):
+            assert torch.equal(parameter.grad, whole[rank * 4 : rank * 4 + 4])
+    inputs = tokens[here], ids[here], weights[here]
+    want = spread(**in_fp8)(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(spread(**in_fp8)(*inputs), want)
+    with_biases = experts_of("GptOss")
+    parallelize_experts(with_biases, mesh, **in_fp8)
+    expect(ValueError, "moeblaze: row_precision: expected None for GptOssExperts, as", with_biases, *inputs)
+    for text, options in (
+        ("expected None without precision='fp8', got 'fp8'", {"row_precision": "fp8"}),
+        ("expected one of None, 'fp8', got 'e5m2'", in_fp8 | {"row_precision": "e5m2"}),
+    ):
+        expect(ValueError, f"parallelize_experts: row_precision: {text}", functools.partial(spread, **options))
+
+
+@case
+@needs_none(NO_SUMS_OF_SHARDING)
+def sharded_beside(rank, size, group):
+    """FSDP2 shards what is not an expert, after the experts are spread."""
+    everyone = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    batches = [tokens_of(0, 9), tokens_of(1, 4)]
+    model, reference = model_of("Qwen3Moe"), model_of("Qwen3Moe", "eager")
+    parallelize_experts(model, everyone["ep"])
+    flat = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=everyone["efsdp"])
+        fully_shard(layer, mesh=flat)
+    fully_shard(model, mesh=flat)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    loss_of(model, batches[rank])[0].backward()
+    sum(loss_of(reference, batch)[0] for batch in batches).backward()
+    assert_gradients(model, reference)
+
+
+@case
+def models_that_cannot_be_spread(rank, size, group):
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = model_of("Qwen3Moe")
+    expect(TypeError, "mesh: expected a DeviceMesh of one dimension, got", parallelize_experts, model, group)
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    expect(ValueError, """got a mesh of ('efsdp', 'ep'): pass mesh["ep"]""", parallelize_experts, model, both)
+    assert type(model.model.layers[0].mlp.experts.gate_up_proj) is torch.nn.Parameter
+    expect(
+        ValueError,
+        "num_experts: expected a multiple of",
+        parallelize_experts,
+        model_of("Qwen3Moe", num_experts=7),
+        mesh,
+    )
+    other = model_of("Qwen3Moe", hidden_act="sigmoid")
+    text = "model.layers.0.mlp.experts: Qwen3MoeExperts: its activation is none of"
+    expect(NotImplementedError, text, parallelize_experts, other, mesh)
+    expect(ValueError, "expected one with experts that transformers", parallelize_experts, torch.nn.Linear(2, 2), mesh)
+    assert parallelize_experts(model, mesh)
+    expect(ValueError, "expected whole experts, before FSDP2", parallelize_experts, model, mesh)
+    experts = (
+        {"kv_n_heads": 2, "rope_theta": 1e4},
+        {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+    sizes = {"d_model": 32, "n_heads": 2, "n_layers": 1, "vocab_size": 64}
+    dbrx = transformers.DbrxForCausalLM(transformers.DbrxConfig(**sizes, attn_config=experts[0], ffn_config=experts[1]))
+    expect(NotImplementedError, "DbrxExperts: its experts are not dispatched", parallelize_experts, dbrx, mesh)
+
+
+@case
+def adapters_on_spread_experts_are_refused(rank, size, group):
+    """Whichever comes first. Those on attention are no matter."""
+    try:
+        import peft
+    except ImportError:
+        return
+    mesh = init_device_mesh("cpu", (size,))
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    on_experts = peft.LoraConfig(r=2, target_modules=[], target_parameters=names)
+    text = "parallelize_experts: model: expected experts without adapters, which are not spread over ranks, got"
+    model = peft.get_peft_model(model_of("Qwen3Moe"), on_experts)
+    expect(NotImplementedError, text, parallelize_experts, model, mesh)
+    model = model_of("Qwen3Moe")
+    parallelize_experts(model, mesh)
+    on_attention = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert torch.isfinite(on_attention(input_ids=tokens_of(rank)).logits).all()
+    model = model_of("Qwen3Moe")
+    parallelize_experts(model, mesh)
+    expect(NotImplementedError, text, loss_of, peft.get_peft_model(model, on_experts), tokens_of(rank))
+
+
+@case
+def patched_experts_that_are_sharded_themselves(rank, size, group):
+    """`fully_shard` of Llama 4's experts, whose weights are whole only while they are called."""
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        return
+    results = []
+    for patches in (False, True):
+        sizes = SHAPE | {"intermediate_size_mlp": 24, "num_local_experts": 4, "num_experts_per_tok": 1}
+        torch.manual_seed(0)
+        model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, interleave_moe_layer_step=1))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        if patches:
+            assert len(patch(model).served) == sizes["num_hidden_layers"]
+            mesh = init_device_mesh("cpu", (size,))
+            for layer in model.model.layers:
+                fully_shard(layer.feed_forward.experts, mesh=mesh)
+        loss, logits = loss_of(model, tokens_of(0))  # the same tokens on all ranks, so that the mean changes nothing
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+        results.append({"logits": logits, **whole})
+    for name, want in results[0].items():
+        assert difference(results[1][name], want) < BOUND, name
