@@ -18,7 +18,7 @@ from moeblaze_cupy.cuda import launch_config, loader, runtime
 from moeblaze_cupy.cuda.launch_config import H200
 from moeblaze_cupy.tools import dry_run, explain, memory
 from moeblaze_cupy.tools.dry_run import allocation_of
-from moeblaze_cupy.types import SAVE_POLICIES, SlotOptions
+from moeblaze_cupy.types import SAVE_POLICIES, LayerOptions
 from tests.fakes import Layer, limits_of, use
 
 SHAPES = (
@@ -120,7 +120,7 @@ def test_memory_has_names():
         *("gradient of w1", "gradient of w2"),
     }
     in_e4m3 = replace(SHAPES[0], precision="fp8")
-    on_input = SlotOptions(weights_on="input", identity_experts=2)
+    on_input = LayerOptions(weights_on="input", identity_experts=2)
     of_pairs = replace(SHAPES[9], ids_are_int64=True, ragged=True, options=on_input, bias="float32")
     for s, save in itertools.product((*SHAPES, in_e4m3, of_pairs, replace(of_pairs, ragged=False)), SAVE_POLICIES):
         for of_pass in passes_of(s, save):

@@ -110,7 +110,7 @@ def check_operators(layer, options, save, grad_out):
     kept = torch_ops.Kept(lists, first_layer if save != "recompute" else None, y_swi if save == "paper" else None)
     backward = (grad_out, *(getattr(layer, name) for name in torch_ops.READ_IN_BACKWARD), *kept)
     sums = torch_ops.Sums(*(None if w is None else torch.zeros_like(w) for w in (layer.gate, layer.up, layer.w2)))
-    needs = [True, layer.weights is not None, True, True, layer.b1 is not None, layer.b2 is not None]
+    needs = [True, layer.weights is not None, True, True, layer.b1_gate is not None, layer.b2 is not None]
     check(torch_ops.moe_bwd, (*backward, *options, save, needs))
     check(torch_ops.moe_bwd_, (*backward, *options, save, [False, *needs[1:2], False, *needs[3:]]))
     check(torch_ops.moe_bwd_acc, (*backward, *sums, *options, save, needs))
