@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import moeblaze_cupy as mb
 from moeblaze_cupy import reference
 from moeblaze_cupy.cuda import launch_config
-from moeblaze_cupy.types import GRADIENTS, SAVE_POLICIES, is_gated
+from moeblaze_cupy.types import GRADIENTS, SAVE_POLICIES, is_gated, pair
 from tests.cases import BASIC, CASES, ORDERS, ROUTINGS, Case, in_order, make_ids, make_inputs, relative_error
 
 # Two float64 evaluations of one formula: sums of at most a few hundred products, each rounded to 2^-53 = 1.1e-16,
@@ -182,10 +182,12 @@ def test_route_backward_in_low_precision_and_with_absent_ids(renormalize):
     want = reference.route_backward(grad_weights, exact, reference.route(exact, 3, **options)[0], ids, **options)
     assert relative_error(grad, want) < LOW_PRECISION[ml_dtypes.bfloat16]
 
-    # An absent slot changes nothing for the others; where the softmax is over the chosen, its logit gets nothing.
-    dropped = ids.copy()
-    dropped[:, 1] = -1
+    # An absent slot counts as one whose weight has no gradient, whatever is there. Where the softmax is over those
+    # that were chosen, its logit gets nothing.
+    dropped, of_present = ids.copy(), grad_weights.copy()
+    dropped[:, 1], of_present[:, 1] = -1, 0
     got = reference.route_backward(grad_weights, exact, weights, dropped, **options)
+    want = reference.route_backward(of_present, exact, weights, ids, **options)
     if renormalize:
         assert not np.take_along_axis(got, ids[:, 1:2], axis=1).any()
     first = ids[:, :1]
@@ -305,8 +307,8 @@ def test_gradient_equals_finite_differences(case, name):
 
     got = getattr(run_layer(case, inputs)[1], name)
     variable = {"x": x, "weights": weights, "w1": w1, "w2": w2}[name]
-    pair = isinstance(variable, tuple)
-    want = tuple(finite_difference(loss, part) for part in variable) if pair else finite_difference(loss, variable)
+    is_pair = isinstance(variable, tuple)
+    want = tuple(finite_difference(loss, part) for part in variable) if is_pair else finite_difference(loss, variable)
     assert relative_error(got, want) < FINITE_DIFFERENCE
 
 
@@ -382,7 +384,7 @@ def test_saved_holds_what_the_policy_says(case, dtype):
     slots, item = case.L * case.k, np.dtype(dtype).itemsize
     for save in POLICIES:
         _, saved = reference.moe_forward(x, ids, weights, w1, w2, activation=case.activation, save=save)
-        kept = ((saved.x, x), (saved.weights, weights), (saved.w1, w1), (saved.w2, w2))
+        kept = ((saved.x, x), (saved.weights, weights), *zip(pair(saved.w1), pair(w1), strict=True), (saved.w2, w2))
         assert all(mine is given for mine, given in kept)
         assert (saved.options.save, saved.options.activation, saved.consumed) == (save, case.activation, False)
         shapes = [None if a is None else (a.shape, a.dtype) for a in (saved.first_layer, saved.y_swi)]
