@@ -462,7 +462,7 @@ def test_parameters():
 def test_a_table_of_another_layout_does_not_compile(fields):
     table = Params("S", pointers=("x", "y"), int64=("m",), int32=("n",))
     with pytest.raises(
-        EmulatorError, match=r"static assertion failed: moeblaze_cupy/params\.py|has no member|names provided"
+        EmulatorError, match=r"static assertion failed: moeblaze_cupy/cuda/structs\.py|has no member|names provided"
     ):
         build("selftest.cu", source_text=f"{PREAMBLE}struct S {{ {fields} }};\n{table.assertions()}")
 
