@@ -1,4 +1,4 @@
-"""The suite for several GPUs in docs/results.md: one row per case, way of the rows and number of GPUs."""
+"""The suite for several GPUs in docs/results.md: one row per case and number of GPUs, a column per way."""
 
 import json
 
@@ -50,45 +50,63 @@ def rows() -> list[dict]:
     return sorted(found.values(), key=lambda row: row["case"])
 
 
-def expert_cells(found: list[dict]) -> list[list[str]]:
-    """Cells: case, GPUs, experts' way, ms, efficiency, speed over the peer, peak MiB, share of the peer's."""
-    peers = {(r["case"], r["gpus"]): r for r in found if r["provider"] == PEER and r["ms"]}
-    lines = []
+def _pivot(found: list[dict], titles: dict[str, str], cell) -> tuple[list[str], list[list[str]]]:
+    """Head and lines: a line per case and number of GPUs, a column per provider that any has; `cell` writes a row."""
+    ways = [name for name in titles if any(row["provider"] == name and cell(row) for row in found)]
+    by_place: dict[tuple[str, int], dict[str, dict]] = {}
     for row in found:
-        if row["what"] != "experts" or not row["ms"] or row["gpus"] == 1:
-            continue
-        peer = peers.get((row["case"], row["gpus"]))
-        beside = peer is not None and row is not peer
-        peak = row.get("peak_mib")  # None of a CUDA graph
-        lines.append(
-            [
-                row["case"],
-                str(row["gpus"]),
-                TITLES[row["provider"]],
-                number(row["ms"]),
-                f"{100 * row['efficiency']:.0f}%",
-                number(peer["ms"] / row["ms"] if beside else None),
-                "-" if peak is None else f"{peak:,.0f}",
-                number(peak / peer["peak_mib"] if beside and peak is not None else None),
-            ]
-        )
-    return lines
+        by_place.setdefault((row["case"], row["gpus"]), {})[row["provider"]] = row
+    lines = [
+        [case, str(gpus), *((cell(rows[name]) if name in rows else "") or "-" for name in ways)]
+        for (case, gpus), rows in by_place.items()
+    ]
+    return ["case", "GPUs", *(titles[name] for name in ways)], lines
 
 
-def fsdp_cells(found: list[dict]) -> list[list[str]]:
-    """Cells: case, GPUs, collectives, ms, efficiency, peak MiB."""
-    alone = {"moeblaze": "-", "moeblaze-fp8": "-; fp8", "moeblaze-graph": "-; in a CUDA graph"}
+def _ms(row: dict) -> str:
+    return f"{number(row['ms'])} ({100 * row['efficiency']:.0f}%)"
+
+
+def _peak(row: dict) -> str:
+    return f"{row['peak_mib']:,.0f}" if "peak_mib" in row else ""  # a CUDA graph has none
+
+
+def expert_tables(found: list[dict], table) -> list[str]:
+    """Times with efficiency and speed over the peer, then peak memory with its share of the peer's."""
+    spread = [row for row in found if row["what"] == "experts" and row["ms"] and row["gpus"] > 1]
+    peers = {(row["case"], row["gpus"]): row for row in spread if row["provider"] == PEER}
+
+    def peer_of(row: dict) -> dict | None:
+        return None if row["provider"] == PEER else peers.get((row["case"], row["gpus"]))
+
+    def time(row: dict) -> str:
+        peer = peer_of(row)
+        return _ms(row) if peer is None else f"{_ms(row)[:-1]}, {number(peer['ms'] / row['ms'])})"
+
+    def peak(row: dict) -> str:
+        peer, mib = peer_of(row), _peak(row)
+        return f"{mib} ({number(row['peak_mib'] / peer['peak_mib'])})" if mib and peer is not None else mib
+
     return [
-        [
-            r["case"],
-            str(r["gpus"]),
-            (FSDP_TITLES if r["gpus"] > 1 else alone)[r["provider"]],
-            number(r["ms"]),
-            f"{100 * r['efficiency']:.0f}%",
-            f"{r['peak_mib']:,.0f}" if "peak_mib" in r else "-",
-        ]
-        for r in found
-        if r["what"] == "fsdp" and r["ms"]
+        *("", "Milliseconds, and in brackets efficiency and speed:", *table(*_pivot(spread, TITLES, time))),
+        *("", "Peak memory in MiB, and in brackets the share:", *table(*_pivot(spread, TITLES, peak))),
+    ]
+
+
+def fsdp_tables(found: list[dict], table) -> list[str]:
+    """Times, efficiency and peak memory; a GPU alone has a table of its own, without the 100%."""
+    alone = {"moeblaze": "bf16", "moeblaze-fp8": "fp8", "moeblaze-graph": "in a CUDA graph"}
+    fsdp = [row for row in found if row["what"] == "fsdp" and row["ms"]]
+    one, several = ([row for row in fsdp if (row["gpus"] == 1) is here] for here in (True, False))
+
+    def with_peak(time: str, row: dict) -> str:
+        return f"{time}; {_peak(row)}" if _peak(row) else time
+
+    head, lines = _pivot(one, alone, lambda row: with_peak(number(row["ms"]), row))
+    about = ["", "Milliseconds, on several GPUs in brackets efficiency, and peak memory in MiB:"]
+    return [
+        *(*about, *table(head, lines)),
+        *table(*_pivot(several, FSDP_TITLES, lambda row: with_peak(_ms(row), row))),
     ]
 
 
@@ -156,7 +174,5 @@ def section(table) -> list[str]:
         "",
         f"{found[0]['gpu']}, commit {commits}.",
     ]
-    head = ["case", "GPUs", "experts", "ms", "efficiency", "speed", "peak, MiB", "share"]
-    lines += ["", "### Expert parallelism, forward and backward", *table(head, expert_cells(found))]
-    head = ["case", "GPUs", "collectives, gradients", "ms", "efficiency", "peak, MiB"]
-    return [*lines, "", "### FSDP2, four layers, forward and backward", *table(head, fsdp_cells(found))]
+    lines += ["", "### Expert parallelism, forward and backward", *expert_tables(found, table)]
+    return [*lines, "", "### FSDP2, four layers, forward and backward", *fsdp_tables(found, table)]

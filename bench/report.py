@@ -5,6 +5,7 @@
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,24 +56,28 @@ def printed_ms(value: float | None) -> str:
 
 
 def sources(records: Records) -> list[str]:
-    rows = []
+    """The records, and once above them the GPU and the versions that most of them have."""
+    about = {}
     for name, record in records.by_name.items():
         machine = record["machine_info"]
-        versions = ", ".join(
-            f"{n} {machine[n]}" for n in ("torch", "triton", "cupy") if machine.get(n)
-        ) + "".join(f", {n} {v}" for n, v in machine.get("peers", {}).items())  # fmt: skip
+        gpu = f"{machine['gpu']}, {machine.get('power_limit_w', '?')} W, driver {machine.get('driver')}"
+        versions = (f"{n} {machine[n]}" for n in ("torch", "triton", "cupy") if machine.get(n))
+        about[name] = ", ".join([gpu, *versions])
+    most, _ = Counter(about.values()).most_common(1)[0] if about else ("", 0)
+    rows = []
+    for name, record in records.by_name.items():
         busy = {row["extra_info"]["busy_s"] for row in record["benchmarks"] if "busy_s" in row["extra_info"]}
         warm_up = f"{max(busy):g} s busy" if busy else "3 calls"
-        gpu = f"{machine['gpu']}, {machine.get('power_limit_w', '?')} W, driver {machine.get('driver')}"
-        rows.append(
-            [f"`{name}.json`", gpu, record["datetime"][:10], f"`{record['commit_info']['id']}`", warm_up, versions]
-        )
-    lines = table(["record", "GPU", "date", "commit", "warm-up", "versions"], rows)
+        own = [] if about[name] == most else [about[name]]
+        own += [f"{n} {v}" for n, v in record["machine_info"].get("peers", {}).items()]
+        commit = f"`{record['commit_info']['id']}`"
+        rows.append([f"`{name}.json`", record["datetime"][:10], commit, warm_up, ", ".join(own) or "-"])
+    lines = table(["record", "date", "commit", "warm-up", "beside these"], rows)
     notes = [f"`{name}.json`: {record['note']}\n" for name, record in records.by_name.items() if "note" in record]
-    return [*lines, *notes]
+    return ["", f"Records are of {most}, unless they say otherwise.", *lines, *notes]
 
 
-def layer_section(records: Records, what: str, heading: str) -> list[str]:
+def layer_section(records: Records, what: str, heading: str, shapes: bool = False) -> list[str]:
     """Cases by providers: ms, and in brackets times the bound of the same run. The bound shown is moeblaze's.
     [] where no record has this."""
     entries = {key: entry for key, entry in records.entries().items() if what in entry}
@@ -86,11 +91,11 @@ def layer_section(records: Records, what: str, heading: str) -> list[str]:
         and (name, order) != ("cublas_and_traffic", "row")
         and any(key[1:] == (order, name) for key in entries)
     ]
-    head = ["case", "shape", "cuBLAS bound"]
+    head = ["case", *(["shape"] if shapes else []), "cuBLAS bound"]
     head += [title(name) + (", row-major" if order == "row" else "") for name, order in columns]
     rows = []
     for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
-        cells = [case, cases.LAYERS[case].shape]
+        cells = [case, *([cases.LAYERS[case].shape] if shapes else [])]
         cells.append(ms(entries.get((case, "transposed", "moeblaze"), {}).get(f"{what}_bound")))
         for name, order in columns:
             entry = entries.get((case, order, name))
@@ -130,7 +135,8 @@ def power_section(records: Records) -> list[str]:
     for case in named:
         of_case = [entries.get((case, name), {}) for name in shown]
         watts = [[entry.get(f"{what}_watts") for what in ("forward", "forward_backward")] for entry in of_case]
-        rows.append([case, *(" / ".join(f"{w:.0f}" if w else "-" for w in pair) for pair in watts)])
+        pairs = (" / ".join(f"{w:.0f}" if w else "-" for w in pair) if any(pair) else "-" for pair in watts)
+        rows.append([case, *pairs])
     return table(["case", *map(title, shown)], rows) if rows else []
 
 
@@ -186,6 +192,10 @@ def layer_memory(records: Records) -> list[str]:
     return ["", "### Memory of one forward and backward, MiB", *table(head, rows)]
 
 
+TABLE2 = (*cases.GROUPS["table2"], *cases.GROUPS["table2_silu"])
+IN_TABLE2 = {"moeblaze", "torch_grouped_mm"}  # whose memory table 2 has
+
+
 def memory_section(records: Records) -> list[str]:
     by_case: dict[str, dict] = {}
     for row in records.rows("memory"):
@@ -193,7 +203,7 @@ def memory_section(records: Records) -> list[str]:
     providers = [n for n in (*POLICIES, "torch_grouped_mm") if any(n in rows for rows in by_case.values())]
     head = ["case", *(f"{title(n)} {w}" for n in providers for w in ("saved", "peak")), "paper, MB", "MegaBlocks, MB"]
     lines = []
-    for name in (n for n in cases.LAYERS if n in by_case):
+    for name in (n for n in cases.LAYERS if n in by_case and not (n in TABLE2 and by_case[n].keys() <= IN_TABLE2)):
         cells = [name]
         for provider in providers:
             row = by_case[name].get(provider, {})
@@ -213,20 +223,21 @@ def table2_section(records: Records) -> list[str]:
     entries = records.entries()
     memory_rows = {(r["case"], r["provider"]): r for r in records.rows("memory")}
     rows = []
-    for name in (*cases.GROUPS["table2"], *cases.GROUPS["table2_silu"]):
+    for name in TABLE2:
         case = cases.LAYERS[name]
         printed = {p.system: p for p in case.paper}
-        kept = memory_rows.get((name, "moeblaze"), {})
+        kept, torchs = (memory_rows.get((name, provider), {}) for provider in sorted(IN_TABLE2))
         measured = entries.get((name, "transposed", "moeblaze"), {}).get("forward_backward", kept.get("seconds"))
         if measured is None:
             continue
         nothing = cases.Paper("Table 2", "")  # it prints h = 256 alone
         blaze, block = (printed.get(system, nothing) for system in ("MoEBlaze", "MegaBlocks"))
         cells = [name, case.shape, ms(measured), printed_ms(blaze.time_ms), block.note or printed_ms(block.time_ms)]
-        cells += [mib(kept.get("saved_mib")), mib(kept.get("peak_mib"))]
+        cells += [mib(row.get(figure)) for row in (kept, torchs) for figure in ("saved_mib", "peak_mib")]
         rows.append([*cells, mib(blaze.memory_mb), block.note or mib(block.memory_mb)])
     head = ["case", "shape", "moeblaze, H200, ms", "paper, H100, ms", "MegaBlocks, H100, ms"]
-    head += ["moeblaze saved, MiB", "peak, MiB", "paper, MB", "MegaBlocks, MB"]
+    head += [f"{title(n)} {w}, MiB" for n in sorted(IN_TABLE2) for w in ("saved", "peak")]
+    head += ["paper, MB", "MegaBlocks, MB"]
     return table(head, rows) if rows else []
 
 
@@ -248,13 +259,20 @@ def dispatch_section(records: Records) -> list[str]:
 
 
 def kernel_section(records: Records) -> list[str]:
-    lines = []
+    """A row per case and product: ms, times cuBLAS, TFLOP/s and share of the roofline, in both memory orders."""
+    orders = ("transposed", "row")
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in records.rows("grouped_gemm"):
         if row["provider"] == "moeblaze" and row["rows"] == "gathered":
-            names = [row["case"], row["kernel"], row["order"]]
             figures = [ms(row["seconds"]), ratio(row.get("times_bound")), number(row.get("tflops"))]
-            lines.append([*names, *figures, ratio(row.get("share_of_roofline"))])
-    return table(["case", "kernel", "order", "ms", "times cuBLAS", "TFLOP/s", "of roofline"], lines)
+            of_orders = found.setdefault((row["case"], row["kernel"]), {})
+            of_orders[row["order"]] = [*figures, ratio(row.get("share_of_roofline"))]
+    lines = [
+        [*key, *(cell for order in orders for cell in by_order.get(order, ["-"] * 4))]
+        for key, by_order in found.items()
+    ]
+    head = ["ms", "times cuBLAS", "TFLOP/s", "of roofline"]
+    return table(["case", "kernel", *head, *(f"row-major, {word}" for word in head)], lines)
 
 
 def gather_section(records: Records) -> list[str]:
@@ -365,7 +383,7 @@ def results(records: Records) -> str:
     """The whole of docs/results.md."""
     groups = {row["group"] for record in records.by_name.values() for row in record["benchmarks"]}
     lines = [INTRODUCTION, *sources(records), "## Layer", "", "![Time over the bound](time_over_bound.svg)"]
-    lines += layer_section(records, "forward", "Forward")
+    lines += layer_section(records, "forward", "Forward", shapes=True)
     lines += layer_section(records, "forward_backward", "Forward and backward")
     lines += layer_section(records, "forward_back_to_back", "Forward, calls back to back")
     lines += layer_section(records, "forward_backward_back_to_back", "Forward and backward, calls back to back")
@@ -373,7 +391,7 @@ def results(records: Records) -> str:
     lines += ["", "![Saved for backward](memory.svg)", *layer_memory(records)]
     lines += ["Parameters and x are excluded. The last column is by formula, for a layer that recomputes nothing."]
     if "memory" in groups:
-        lines += ["", "### Figures 3 and 5, Table 2: memory per save policy, MiB", *memory_section(records)]
+        lines += ["", "### Figures 3 and 5: memory per save policy, MiB", *memory_section(records)]
     if table2 := table2_section(records):
         lines += ["", "### Table 2: forward and backward, time and memory", *table2]
     if peers := peer_section(records):
