@@ -27,7 +27,7 @@ def run(size, folder, backend):
     environment |= {"NCCL_NVLS_ENABLE": "0"}  # not all machines that share GPUs allow NVLink's multicast
     command = [sys.executable, "-m", "tests.parallel.ranks"]
     said = [folder / f"{rank}.txt" for rank in range(size)]
-    processes, end = [], time.monotonic() + 300
+    processes, end = [], time.monotonic() + 900
     try:
         for rank, path in enumerate(said):
             words = [*command, str(rank), str(size), str(folder), backend]
