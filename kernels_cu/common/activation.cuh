@@ -8,15 +8,13 @@
 
 enum { SILU, GELU, RELU, GELU_TANH, RELU2, SWIGLU_CLAMP, SWIGLU_OAI, SWIGLU_CLAMP_AFTER, SWIGLU_SOFTCAP };
 
-// The activation's constants, in the order of structures.FORMS. Those that it does not have are 0.
+// The activation's constants, in the order of types.FORMS. Those that it does not have are 0.
 struct ActivationConstants {
     float first, second;
 };
 
 // ACTIVATION_CONSTANTS declares a kernel's parameters for the constants. CONSTANTS_OF(p) reads them.
-#if !defined(CONSTANTS)
-#error "CONSTANTS is given by loader.gemm_variant"
-#elif CONSTANTS == 2
+#if CONSTANTS == 2
 #define ACTIVATION_CONSTANTS float constant0, constant1;
 #define CONSTANTS_OF(p) {(p).constant0, (p).constant1}
 #elif CONSTANTS == 1

@@ -5,10 +5,6 @@
 // with the launch before it.
 #include "common.cuh"
 
-#if !defined(CLEAR_THREADS)
-#error "CLEAR_THREADS is given by launch_config.py"
-#endif
-
 struct ClearParams {
     int* memory;  // (number,) int32, out; its address is a multiple of 16 bytes
     int64 number;

@@ -7,9 +7,6 @@
 // slot.
 #include "common.cuh"
 
-#ifndef BOUND_THREADS
-#error "BOUND_THREADS is given by launch_config.py"
-#endif
 static_assert(BOUND_THREADS <= 1024 && BOUND_THREADS % 32 == 0, "threads of a block");
 
 struct BoundSlotsParams {

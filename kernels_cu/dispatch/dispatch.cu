@@ -53,46 +53,14 @@
 //   dispatch_route    C is a power of two of 8 to 128, C * (E + 1) / 8 is at most HELD_PIECES per thread, and 32 threads or
 //                     more remain beside the C that count. part_slots < 65536; part_slots / C is 2 more than a multiple
 //                     of 4.
-#include "dispatch_matrix.cuh"
+#include "dispatch_count.cuh"
+#include "dispatch_route.cuh"
 
-#if !defined(TILE_ROWS) || !defined(MAX_EXPERTS) || !defined(MAX_K) || !defined(MAX_BLOCK_THREADS) || !defined(MIN_COLUMNS) || \
-    !defined(MIN_COUNT_COLUMNS) || !defined(HELD_PIECES) || !defined(EXPERT_LISTS) || !defined(MIN_GROUPS)
-#error \
-    "TILE_ROWS, MAX_EXPERTS, MAX_K, MAX_BLOCK_THREADS, MIN_COLUMNS, MIN_COUNT_COLUMNS, HELD_PIECES, EXPERT_LISTS and \
-MIN_GROUPS are given by launch_config.py"
-#endif
 static_assert(4 * MAX_EXPERTS < 65536, "4 * the row of an expert is half a word, beside a rank, a place or a slot");
 static_assert((65536ull + MAX_K) * MAX_K < 1ull << 32, "slot / k by a 32-bit reciprocal is exact");
 static_assert(MIN_COLUMNS % 8 == 0 && MIN_COUNT_COLUMNS % 4 == 0, "a lane reads 16 bytes of counters");
 static_assert(MAX_BLOCK_THREADS <= 1024, "threads of a block");
 static_assert(MIN_GROUPS >= 2, "one group writes its sums where they belong, and has no scratch memory");
-
-template <class Id>
-struct DispatchCountParams {
-    const Id* ids;              // (L*k,) int32 or int64, in; id < 0 or >= E: no expert in this slot
-    int* token_expert_indices;  // (L*k,) int32, out: from int64 ids, -1 for "none"; null where ids are int32
-    int* block_counts;          // (ceil(B/G), G, E') int32, out: slots of each expert in each G blocks of dispatch_route,
-                                // and if G = 2 in the first of the two
-    int64 block_slots;
-    int num_slots, num_experts, columns, counted_together;
-};
-
-template <class Id>
-struct DispatchRouteParams {
-    const Id* ids;              // (L*k,) int32 or int64, in
-    int* token_expert_indices;  // (L*k,) int32, out; null where ids are int32
-    const int* block_counts;    // (ceil(B/G), G, E') int32, in; null if one part holds all slots
-    int* expert_token_indices;  // (L*k,) int32, out: token of each routed slot; -1 past the last
-    int* expert_token_offsets;  // (E+1,) int32, out
-    int* token_index_map;       // (L*k,) int32, out: position in expert_token_indices, or -1
-    int* row_tiles;             // (T+1, 2) int32, out: [0] = (count, TILE_ROWS), then (expert, first row)
-    int* experts_by_load;       // (E,) int32, out: ids by falling slot count, equal ones by rising id
-    int64 block_slots;
-    int num_slots, k, num_experts, columns, part_slots, counted_together;
-};
-
-#include "dispatch_count.cuh"  // work on the parameters
-#include "dispatch_route.cuh"
 
 #define DISPATCH(NAME, ID)                                                                                                   \
     extern "C" __global__ void __launch_bounds__(MAX_BLOCK_THREADS) dispatch_count_##NAME(const DispatchCountParams<ID> p) { \

@@ -3,6 +3,16 @@
 #pragma once
 #include "dispatch_matrix.cuh"
 
+template <class Id>
+struct DispatchCountParams {
+    const Id* ids;              // (L*k,) int32 or int64, in; id < 0 or >= E: no expert in this slot
+    int* token_expert_indices;  // (L*k,) int32, out: from int64 ids, -1 for "none"; null where ids are int32
+    int* block_counts;          // (ceil(B/G), G, E') int32, out: slots of each expert in each G blocks of dispatch_route,
+                                // and if G = 2 in the first of the two
+    int64 block_slots;
+    int num_slots, num_experts, columns, counted_together;
+};
+
 // Four ids of a thread, several times, on their way from global memory while as many are counted.
 template <class Id>
 constexpr int COUNT_LOADS = sizeof(Id) == 4 ? 4 : 2;

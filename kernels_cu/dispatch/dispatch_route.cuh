@@ -2,6 +2,20 @@
 #pragma once
 #include "dispatch_matrix.cuh"
 
+template <class Id>
+struct DispatchRouteParams {
+    const Id* ids;              // (L*k,) int32 or int64, in
+    int* token_expert_indices;  // (L*k,) int32, out; null where ids are int32
+    const int* block_counts;    // (ceil(B/G), G, E') int32, in; null if one part holds all slots
+    int* expert_token_indices;  // (L*k,) int32, out: token of each routed slot; -1 past the last
+    int* expert_token_offsets;  // (E+1,) int32, out
+    int* token_index_map;       // (L*k,) int32, out: position in expert_token_indices, or -1
+    int* row_tiles;             // (T+1, 2) int32, out: [0] = (count, TILE_ROWS), then (expert, first row)
+    int* experts_by_load;       // (E,) int32, out: ids by falling slot count, equal ones by rising id
+    int64 block_slots;
+    int num_slots, k, num_experts, columns, part_slots, counted_together;
+};
+
 constexpr int ROUTE_INT32_LOADS = 6;  // times 4 ids of a thread on their way from global memory
 constexpr int ROUTE_INT64_LOADS = 2;
 constexpr int RANKED_PAIRS = 4;     // pairs of slots on their way through the counters

@@ -10,9 +10,6 @@
 // weights_amax, then quantize_weights: a scale for each expert and half of its weight, and e4m3 in both orientations. Blocks have
 // THREADS threads, one block for each tile of TILE x TILE elements. Grid: (tiles of a half, E * halves). weights_amax finds the
 // largest magnitudes with integer atomics, whose result has the same bits in any order. Their memory holds zeros at launch.
-#if !defined(THREADS) || !defined(ROW_VECTORS) || !defined(TILE) || !defined(GROUP_COLUMNS)
-#error "THREADS, ROW_VECTORS, TILE and GROUP_COLUMNS are given by launch_config.py"
-#endif
 #include "fp8.cuh"
 
 static_assert(TILE == 128 && THREADS == 256, "16 threads span a row of a tile, 16 blocks of 8 rows its rows");

@@ -1,14 +1,12 @@
 // Conversions of the first layer for save="fp8", an addition to the paper: the layer keeps e4m3 with scales for backward.
-// SavedScales in fp8.cuh describes the layout. These kernels serve the portable GEMMs. Hopper's GEMMs write and read e4m3
+// SavedScales in saved_scales.cuh describes the layout. These kernels serve the portable GEMMs. Hopper's GEMMs write and read e4m3
 // themselves.
 //   quantize_saved    first_layer to saved
 //   dequantize_saved  saved to first_layer
 //
 // Launch: a grid of any size, WARPS warps per block. A warp converts GROUP_COLUMNS columns of each half of one row at a time.
-#if !defined(WARPS) || !defined(GROUP_COLUMNS)
-#error "WARPS and GROUP_COLUMNS are given by launch_config.py"
-#endif
 #include "fp8.cuh"
+#include "saved_scales.cuh"
 
 static_assert(WARPS <= 32 && GROUP_COLUMNS % 32 == 0, "threads of a block, and columns of a lane");
 
@@ -16,7 +14,7 @@ template <class T>
 struct SavedFp8Params {
     T* first_layer;                   // (num_rows, halves * columns) T, into quantize_saved, out of dequantize_saved
     const int* expert_token_offsets;  // (E+1,) int32, in: the last one is the number of routed rows, which are converted
-    unsigned char* saved;             // SavedScales of fp8.cuh, out of quantize_saved, into dequantize_saved
+    unsigned char* saved;             // SavedScales of saved_scales.cuh, out of quantize_saved, into dequantize_saved
     int num_rows, num_experts;        // rows of both buffers, E
     int columns;                      // of a half: h
     int halves;                       // 2 (gate and up) if gated, else 1

@@ -11,13 +11,6 @@
 // columns of the same rows. Experts with many rows come first, so that the last blocks are short.
 #include "common.cuh"
 
-#if !defined(ENTRY) || !defined(ELEMENT) || !defined(BIAS) || !defined(OUT) || !defined(ALIGNED)
-#error "ENTRY, ELEMENT, BIAS, OUT and ALIGNED are given by loader.bias_variant"
-#endif
-#if !defined(COLUMNS) || !defined(ROWS)
-#error "COLUMNS and ROWS are given by launch_config.py"
-#endif
-
 typedef ELEMENT element;
 
 constexpr int GROUP = 8;           // threads that span a row's columns

@@ -33,14 +33,14 @@ struct ActivateBwdRows : EpilogueBase {
     const unsigned slots;   // shared address of the lane's part of the warp's first slot
     unsigned row0, column;  // the warp's first row, and the lane's first column
     float weights;          // the router weight of the warp's row lane % 16
-#ifdef OPERAND
+#if FP8
     static constexpr bool SCALES_ROWS = true;
     float scales;  // the scale of this row: grad_y_swi is the accumulator times it
     __device__ __forceinline__ void take_scales(const float* rows, float of_weight) {
         scales = rows[threadIdx.x & 15] * of_weight;
     }
 #endif
-#ifdef OPERAND
+#if FP8
     // The gradients of a and b of row done - 1. The next call of next() stores them as e4m3, which overlaps with its
     // activations.
     using Shared = SharedScaling<1 + GATED>;
@@ -158,7 +158,7 @@ struct ActivateBwdRows : EpilogueBase {
         rows = count, done = 0;
         row0 = static_cast<unsigned>(first_row), column = n0 + lane * (INTERLEAVED ? LANE_COLUMNS / 2 : LANE_COLUMNS);
         weights = to_float(params.weights[row0 + min(lane & 15, rows - 1)]);  // rows <= 0: that of the tile's last row
-#ifdef OPERAND
+#if FP8
         begin_quantised();
 #endif
         fetch(0);
@@ -169,7 +169,7 @@ struct ActivateBwdRows : EpilogueBase {
         const int lane = threadIdx.x & 31;
         if (done == 0) load_a(0);
         const float w = __shfl_sync(0xffffffffu, weights, done);
-#ifdef OPERAND
+#if FP8
         const float scale = __shfl_sync(0xffffffffu, scales, done);
         auto scaled = [&](float v) { return v * scale; };
 #else
@@ -181,7 +181,7 @@ struct ActivateBwdRows : EpilogueBase {
         unpack_saved(a, b);
         grad_row(done).unpack(grad);
         fetch(done + SLOTS);
-#ifdef OPERAND
+#if FP8
         store_held();
 #endif
         if (STORED_Y_SWI) load_y_swi(y_swi, done);
@@ -218,7 +218,7 @@ struct ActivateBwdRows : EpilogueBase {
             if (GATED && inside() && params.first_layer_grad) store_global_vector(first_layer_grad + params.columns, grad_b);
             if (inside() && params.result) store_global_vector(at<1>(params.result, done), weighted_y_swi);
         }
-#ifdef OPERAND
+#if FP8
 #pragma unroll
         for (int c = 0; c < 8; ++c) held[0][c] = a[c], held[GATED][c] = GATED ? b[c] : a[c];
 #endif
@@ -231,7 +231,7 @@ struct ActivateBwdRows : EpilogueBase {
 
     // Stores the partial sums. A row has 32 parts, of which two lanes add 16 each.
     __device__ __forceinline__ void end() const {
-#ifdef OPERAND
+#if FP8
         store_held();
 #endif
         const int row = threadIdx.x & 15, half = (threadIdx.x & 31) / 16;

@@ -2,10 +2,11 @@
 // does with its 16 rows of a finished tile; EpilogueBase in gemm_core_sm90.cuh describes begin() and next(). A lane has 8
 // columns of a row, 16 bytes.
 #pragma once
-#include "activation.cuh"
 #include "gemm_core_sm90.cuh"
-#include "tile_bias_sm90.cuh"
-#if FP8_SAVED || defined(OPERAND)
+#include "grouped_gemm_params_sm90.cuh"
+#include "peers.cuh"
+#if FP8_SAVED || FP8
+#include "saved_scales.cuh"
 #include "scales_sm90.cuh"
 #endif
 
@@ -106,7 +107,7 @@ struct StoreTokenRows : EpilogueBase {
 struct ActivateRows : EpilogueBase {
     static constexpr bool SPLIT = GATED;
     static constexpr int LANES = (SPLIT ? BN / 2 : BN) / LANE_COLUMNS;  // that span a row of the result
-#if FP8_SAVED || defined(OPERAND)
+#if FP8_SAVED || FP8
     static constexpr int LANE_ROWS = 2;  // rows of a lane per call of next()
 #else
     static constexpr int LANE_ROWS = 1;
@@ -117,10 +118,10 @@ struct ActivateRows : EpilogueBase {
     saved_t* first_layer;
     bool inside;
     float weights;  // WEIGHTS_ON_INPUT: the router weight of the warp's row lane % 16
-#if FP8_SAVED || defined(OPERAND)
+#if FP8_SAVED || FP8
     bool group_inside;  // the group of the lane's columns begins before the last column
 #endif
-#ifndef OPERAND
+#if !FP8
     element* y_swi;
 #else
     using SharedY = SharedScaling<LANE_ROWS>;
@@ -135,13 +136,13 @@ struct ActivateRows : EpilogueBase {
         rows = count, done = 0, inside = column < params.columns;
         const int64 r = row0 + lane / LANES;
         first_layer = params.first_layer + r * first_layer_ld() + column;
-#ifndef OPERAND
+#if !FP8
         y_swi = params.result + r * params.columns + column;
 #else
         quantised = params.quantised + r * params.columns + column;
         quantised_scale = params.quantised_scales + column / GROUP_COLUMNS * params.scales_ld + r + SharedY::vector() * STEP;
 #endif
-#if FP8_SAVED || defined(OPERAND)
+#if FP8_SAVED || FP8
         const int first_column = column - lane % GROUP_LANES * LANE_COLUMNS;
         group_inside = first_column < params.columns;
 #endif
@@ -177,7 +178,7 @@ struct ActivateRows : EpilogueBase {
             for (int c = 0; c < 8; ++c)
                 y[i][c] = y_swi_of<ACTIVATION>(w[i] * y[i][c], SPLIT ? w[i] * b[c] : 1.f, constants_of(params));
         }
-#ifdef OPERAND
+#if FP8
         if (params.quantised) {
             const float scale = store_quantised(quantised, STEP * params.columns, y, [&](int i) { return valid[i]; });
             if (SharedY::stores() && group_inside && row + SharedY::vector() * STEP < rows) *quantised_scale = scale;
@@ -192,7 +193,7 @@ struct ActivateRows : EpilogueBase {
 #endif
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; ++i) {
-#ifndef OPERAND
+#if !FP8
             const uint4 packed = pack8(element(), y[i]);
 #endif
 #if !FP8_SAVED
@@ -200,12 +201,12 @@ struct ActivateRows : EpilogueBase {
             if (valid[i] && params.first_layer) gate[i].store(to);
             if (SPLIT && valid[i] && params.first_layer) up[i].store(to + params.columns);
 #endif
-#ifndef OPERAND
+#if !FP8
             if (valid[i] && params.result) store_global_16(y_swi + i * STEP * params.columns, packed);
 #endif
         }
         first_layer += ROWS * first_layer_ld();
-#ifndef OPERAND
+#if !FP8
         y_swi += ROWS * params.columns;
 #endif
         done += ROWS;

@@ -15,14 +15,6 @@
 #include "row_staging.cuh"
 #include "tile_raster.cuh"
 
-#if !defined(BM) || !defined(BN) || !defined(THREADS) || !defined(BLOCKS_PER_MULTIPROCESSOR) || !defined(STAGE_BYTES) || \
-    !defined(STATIC_BYTES)
-#error "BM, BN, THREADS, BLOCKS_PER_MULTIPROCESSOR, STAGE_BYTES and STATIC_BYTES are given by launch_config.py"
-#endif
-#if !defined(ENTRY) || !defined(ELEMENT) || !defined(MMA) || !defined(ALIGNED) || !defined(STAGES)
-#error "ENTRY, ELEMENT, MMA, ALIGNED and STAGES are given by loader.gemm_variant"
-#endif
-
 typedef ELEMENT element;
 
 constexpr int LINE = 128 / sizeof(element);  // elements per line: 64 (16-bit) or 32 (fp32)

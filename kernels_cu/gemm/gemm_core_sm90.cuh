@@ -59,7 +59,7 @@ struct EpilogueBase {
     const FinishedRows finished;
     int rows = 0, done = 0;  // of this warp's rows: how many the tile has, and how many are done
     __device__ __forceinline__ void end() {}
-#ifdef OPERAND
+#if FP8
     static constexpr bool SCALES_ROWS = false;  // the epilogue itself multiplies rows by their scales; else scale_rows does
     __device__ __forceinline__ void take_scales(const float*, float) {}
 #endif

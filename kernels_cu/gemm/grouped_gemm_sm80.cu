@@ -26,14 +26,6 @@
 #include "gemm_core_sm80.cuh"
 #include "activation.cuh"
 
-#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||      \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
-    !defined(BIAS) || !defined(WEIGHTS_ON_INPUT)
-#error \
-    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, INTERLEAVED, CONSTANTS, BIASED, BIAS and \
-WEIGHTS_ON_INPUT are given by loader.gemm_variant"
-#endif
-
 struct GroupedGemmParams {
     const element* a;                 // (L, lda) element, in, with GATHER: row r of the product is the row of r's token; else
                                       // (R, lda)

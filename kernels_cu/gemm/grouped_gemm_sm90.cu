@@ -14,9 +14,9 @@
 //   INTERLEAVED       The columns of w1, of its bias and of first_layer are gate 0, up 0, gate 1, up 1, ... up_bwd then has one
 //                     K segment.
 //   WEIGHTS_ON_INPUT  The input of an expert is w * x, where w is the row's router weight; see grouped_gemm_sm80.cu.
-//   FP8_SAVED         up_fwd writes and down_bwd reads first_layer as e4m3 with scales (fp8.cuh).
+//   FP8_SAVED         up_fwd writes and down_bwd reads first_layer as e4m3 with scales (saved_scales.cuh).
 //   PUSHES            StoreTokenRows stores each row in the memory of the GPU that has the token, as push.cu does for k > 1.
-//   OPERAND           A and B are e4m3 with scales (scaled_products_sm90.cuh). up_fwd also writes y_swi as e4m3, and down_bwd
+//   FP8               A and B are e4m3 with scales (scaled_products_sm90.cuh). up_fwd also writes y_swi as e4m3, and down_bwd
 //                     first_layer_grad.
 // If the layer's output has a row per slot, slots take the place of tokens in down_fwd and down_bwd: expert_token_indices are
 // slots.
@@ -52,99 +52,11 @@
 // the consumers of both CTAs have released it (docs/decisions/004).
 #include "gemm_core_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
-
-#if !defined(EPILOGUE) || !defined(GATED) || !defined(ACTIVATION) || !defined(GATHER) || !defined(B_K_CONTIGUOUS) ||  \
-    !defined(K_SEGMENTS) || !defined(TILE_COLUMNS) || !defined(WEIGHTS_ON_INPUT) || !defined(STORED_Y_SWI) ||         \
-    !defined(CLUSTER_CTAS) || !defined(WEIGHT) || !defined(INTERLEAVED) || !defined(CONSTANTS) || !defined(BIASED) || \
-    !defined(BIAS) || (defined(OPERAND) && !defined(EXPERT_SCALES))
-#error \
-    "EPILOGUE, GATED, ACTIVATION, GATHER, B_K_CONTIGUOUS, K_SEGMENTS, TILE_COLUMNS, WEIGHTS_ON_INPUT, STORED_Y_SWI, \
-CLUSTER_CTAS, WEIGHT, INTERLEAVED, CONSTANTS, BIASED and BIAS, of e4m3 EXPERT_SCALES, are given by loader.gemm_variant"
-#endif
-#ifndef GROUP_COLUMNS
-#error "GROUP_COLUMNS is given by launch_config.py"
-#endif
-#include "activation.cuh"  // defines ACTIVATION_CONSTANTS
-
-#if PUSHES
-#include "peers.cuh"
-#endif
-
-typedef WEIGHT weight_t;
-#if FP8_SAVED
-#include "fp8.cuh"
-typedef unsigned char saved_t;
-#else
-typedef element saved_t;
-#endif
-
-struct GroupedGemmParams {
-#if !GATHER
-    TensorMap a;  // (lda, R, 1) operand, in, boxes of BK x 128 x 1; K segment i begins at column i * depth
-#endif
-    TensorMap b0, b1;  // operand, in: (k, n, expert) with B_K_CONTIGUOUS in boxes of BK x 128 x 1, else
-                       // (n, k, expert) in boxes of 64 x 64 x 1; gate and up, or K segments 0 and 1
-#if GATHER
-    const operand* a;  // (L, lda) operand, in: rows of tokens
-#endif
-    const int* expert_token_indices;  // (num_slots,) int32, in: the token of each row
-    const int* expert_token_offsets;  // (E+1,) int32, in: the first row of each expert, then R
-    const int* row_tiles;             // (T+1, 2) int32, in: [0] = (row tile count, BM), then (expert, first row) of each
-    saved_t* first_layer;             // (R, 2N) or (R, N) element, a then b, or pairs of both with INTERLEAVED; out of up_fwd
-                                      // (null: not kept), into down_bwd; in the layout of SavedScales with FP8_SAVED
-    element* first_layer_grad;        // (R, 2N) or (R, N) element, out of down_bwd; without FP8_SAVED it may be first_layer;
-                                      // null: not wanted
-    element* result;                  // element, out.
-                                      // ActivateRows, ActivatePairs: (R, N) y_swi, null: not wanted
-                                      // ActivateBwdRows: (R, N) weighted_y_swi, may be y_swi itself, null: not wanted
-                                      // StoreRows: the panel, (R, result_ld). It may be A's memory if N <= BN: then no other
-                                      // tile needs the rows of A that a tile overwrites
-                                      // StoreTokenRows: (L, result_ld), zeros for tokens without an expert; unused if PUSHES
-    const element* y_swi;             // (R, N) element, in: the result of up_fwd; read by down_bwd with STORED_Y_SWI
-    const weight_t* weights;          // in. ActivateBwdRows, and others with WEIGHTS_ON_INPUT: (R,) fp32, the router weight of
-                                      // each row. StoreTokenRows: (L,) weight_t, that of each token; null: 1
-    float* partial_sums;              // (column tiles, num_slots) fp32, out of down_bwd: row sums over each tile's columns;
-                                      // null: not wanted
-    const int* token_index_map;       // (L,) int32, in: read by StoreTokenRows, below 0 for tokens without an expert
-    int* tile_counter;                // (1,) int32, in and out: of the dynamic schedule, 0 at launch; null: static schedule
-#ifdef OPERAND
-    const float* a_scales;    // fp32, in. GATHER: (L,), one per token. Else (k-steps, scales_ld), one per row and k-step
-    const float* b_scales;    // (E, EXPERT_SCALES) fp32, in: one for the expert's weight, or one for gate and one for up
-    operand* quantised;       // e4m3, out; null: not wanted. ActivateRows: (R, N) y_swi. ActivateBwdRows: (R, 2N) or (R, N)
-                              // first_layer_grad
-    float* quantised_scales;  // (groups, scales_ld) fp32, out: one per row and GROUP_COLUMNS columns of each half of quantised
-#endif
 #if BIASED
-    const BIAS *bias0, *bias1;  // (E, columns of B) BIAS, in. SPLIT: gate's and up's, (E, N) each; else bias0 alone
+#include "tile_bias_sm90.cuh"
 #endif
-#if PUSHES
-    const unsigned long long* peers;  // (P,) addresses of the buffers of P GPUs, in
-    const unsigned char* needed;      // (L,) bool, in: tokens whose GPU reads the result; rows of others are not stored
-#endif
-#if GATHER
-    int64 lda;  // elements from row to row of a
-#endif
-    int64 result_ld;  // elements from row to row of result; only read by StoreRows and StoreTokenRows
-#ifdef OPERAND
-    int64 scales_ld;  // elements of a_scales and quantised_scales from one group of columns to the next; at least R
-#endif
-#if BIASED
-    int64 bias_stride;  // elements of a bias from expert to expert
-#endif
-#if PUSHES
-    int64 offset;     // bytes from a GPU's address to its (L, result_ld) element, out
-    int64 first_row;  // row there of the GPU's first token
-#endif
-    int columns, depth;  // N, K
-    int num_slots;       // L*k, or max_slots if that bounds the rows. StoreTokenRows: L
-#if PUSHES
-    int rows_per_peer;  // tokens of each GPU; L is P times as many
-#endif
-    ACTIVATION_CONSTANTS  // for the epilogues of up_fwd and down_bwd
-};
-
-#include "epilogue_bwd_sm90.cuh"  // needs GroupedGemmParams
-#ifdef OPERAND
+#include "epilogue_bwd_sm90.cuh"
+#if FP8
 #include "scaled_products_sm90.cuh"
 #endif
 
@@ -158,6 +70,7 @@ static_assert(!(SPLIT && INTERLEAVED), "interleaved columns have ActivatePairs")
 static_assert(K_SEGMENTS == 1 || (K_SEGMENTS == 2 && !SPLIT), "b1 is up, or the second K segment");
 static_assert(sizeof(operand) == 2 || (!INTERLEAVED && !STORED_Y_SWI),
               "e4m3: no interleaved columns, and y_swi is computed again");
+static_assert(EXPERT_SCALES == 1 || (EXPERT_SCALES == 2 && FP8), "scales of an expert's weight");
 static_assert(CLUSTER_CTAS == 1 || CLUSTER_CTAS == 2, "CTAs of a cluster");
 constexpr int B_BOX = BN % 128 ? BN : 128;  // columns of B in a box of the tensor map, with B_K_CONTIGUOUS
 static_assert((BM == 128 && BN == 256) || (BM == 192 && BN == 192 && Epilogue::SQUARE && CLUSTER_CTAS == 1),
@@ -322,7 +235,7 @@ __device__ __forceinline__ void produce(const GroupedGemmParams& p, Scheduler& s
                     }
                 }
             }
-#if GATHER && defined(OPERAND)
+#if GATHER && FP8
             if (step == 0) rows.load_scales(shared_address(gathered_scales[number % SCALE_TILES]), p.a_scales);
 #endif
             if (GATHER) rows.load(stage, k0, K, full);
@@ -391,17 +304,17 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
         const int n0 = now.column_tile * TILE_COLUMNS * B_PER_COLUMN;
         if (active) bias.fetch<SPLIT>(p, now.expert, n0, p.columns * B_PER_COLUMN);
 #endif
-#ifdef OPERAND
+#if FP8
         const ExpertScales expert_scales(p.b_scales, now.expert, active);
 #endif
-#if defined(OPERAND) && !GATHER
+#if FP8 && !GATHER
         RowScales scales(p.a_scales, p.scales_ld, now, warp_row, steps_per_segment, expert_scales);
         promoting_main_loop(acc, last ? 0 : steps, active, state, barriers, epilogue, scales);
 #else
         main_loop<true, B_K_CONTIGUOUS>(acc, last ? 0 : steps, active, state, barriers, epilogue);
 #endif
         if (last) return;
-#if defined(OPERAND) && GATHER
+#if FP8 && GATHER
         const float* const row_scales = gathered_scales[number % SCALE_TILES] + warp_row;
         if (!Epilogue::SCALES_ROWS && active) scale_rows(acc, row_scales, expert_scales);
 #endif
@@ -411,7 +324,7 @@ extern "C" __global__ void CLUSTERS __launch_bounds__(THREADS, 1) ENTRY(const __
         if (active) epilogue.finished.put(acc);
         const WorkTile tile = read_by_lane_0(queue[number % QUEUE]);
         if (tile.rows <= 0) continue;
-#if defined(OPERAND) && GATHER
+#if FP8 && GATHER
         epilogue.take_scales(row_scales, expert_scales.first);
 #endif
         epilogue.begin(tile.row + warp_row, min(WARP_ROWS, tile.rows - warp_row), tile.column_tile * TILE_COLUMNS);

@@ -16,10 +16,6 @@
 // halves is 2 (gate and up) for up_wgrad of gated layers, else 1. A tile is BM x BN.
 #include "gemm_core_sm80.cuh"
 
-#if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT)
-#error "GATHER_P, GATHER_Q, ACCUMULATE and OUT are given by loader.gemm_variant"
-#endif
-
 struct GroupedWgradParams {
     const element *p, *q;             // (L, ldp) and (L, ldq) element, in; R rows in place of L in the one that is not gathered
                                       // by token (GATHER_P, GATHER_Q)

@@ -35,12 +35,6 @@
 // not the expert's: these may hold any numbers, NaN among them.
 #include "gemm_core_sm90.cuh"
 
-#if !defined(GATHER_P) || !defined(GATHER_Q) || !defined(ACCUMULATE) || !defined(OUT) || !defined(SPLIT_K)
-#error "GATHER_P, GATHER_Q, ACCUMULATE, OUT and SPLIT_K are given by loader.gemm_variant"
-#endif
-#ifndef OTHERS
-#define OTHERS 0
-#endif
 static_assert(GATHER_P != GATHER_Q, "one operand is gathered, the other comes through a tensor map");
 static_assert(!(ACCUMULATE && SPLIT_K), "wgrad_parts.cu adds the sums of split-K");
 static_assert(!(OTHERS && (ACCUMULATE || SPLIT_K)), "SummedTile adds rounded values");

@@ -20,20 +20,10 @@
 #include "common.cuh"
 #include "ptx_sm90.cuh"
 
-#if !defined(BM) || !defined(BN) || !defined(BK) || !defined(THREADS) || !defined(STAGES) || !defined(STAGE_BYTES) || \
-    !defined(TILE_BYTES) || !defined(SPARE_BYTES) || !defined(PRODUCER_REGISTERS) || !defined(CONSUMER_REGISTERS)
-#error \
-    "BM, BN, BK, THREADS, STAGES, STAGE_BYTES, TILE_BYTES, SPARE_BYTES, PRODUCER_REGISTERS and CONSUMER_REGISTERS are \
-given by launch_config.py"
-#endif
-#if !defined(ENTRY) || !defined(ELEMENT) || !defined(WGMMA)
-#error "ENTRY, ELEMENT and WGMMA are given by loader.gemm_variant"
-#endif
-
 typedef ELEMENT element;
-#ifdef OPERAND
+#if FP8
 #include "fp8.cuh"
-typedef OPERAND operand;  // e4m3: the type of A and B
+typedef e4m3 operand;  // the type of A and B
 #else
 typedef element operand;
 #endif

@@ -5,9 +5,6 @@
 // Launch: P blocks of THREADS threads, one for each rank.
 #include "common.cuh"
 
-#ifndef THREADS
-#error "THREADS is given by launch_config.py"
-#endif
 static_assert(THREADS == 32, "a block is one warp");
 
 struct RankExpertsParams {

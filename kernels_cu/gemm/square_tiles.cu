@@ -4,9 +4,6 @@
 // Launch: one block of TILES_THREADS threads.
 #include "common.cuh"
 
-#if !defined(TILES_THREADS) || !defined(TILE_ROWS)
-#error "TILES_THREADS and TILE_ROWS are given by launch_config.py"
-#endif
 constexpr int WARPS = TILES_THREADS / 32;
 static_assert(TILES_THREADS <= 1024 && TILES_THREADS % 32 == 0, "threads of a block");
 

@@ -2,7 +2,6 @@
 #pragma once
 #include "gemm_core_sm90.cuh"
 
-#if BIASED
 // The bias of a tile's columns. Each consumer warp fetches it to its own part of the spare shared memory while the tile's
 // products are computed, and then adds it to the fp32 accumulators.
 struct TileBias {
@@ -12,8 +11,8 @@ struct TileBias {
 
     // SPLIT: the tile has BN / 2 columns of gate, then as many of up. n0: the tile's first column of B. columns: those of B.
     // Columns past the last get zeros.
-    template <bool SPLIT>
-    __device__ __forceinline__ void fetch(const GroupedGemmParams& p, int expert, int n0, int columns) const {
+    template <bool SPLIT, class Params>
+    __device__ __forceinline__ void fetch(const Params& p, int expert, int n0, int columns) const {
 #pragma unroll
         for (int byte = threadIdx.x % 32 * 16; byte < BYTES; byte += 32 * 16) {
             const int column = byte / int(sizeof(BIAS)), n = n0 + (SPLIT ? column % (BN / 2) : column);
@@ -42,4 +41,3 @@ private:
         return make_float2(to_float(Half{static_cast<unsigned short>(v)}), to_float(Half{static_cast<unsigned short>(v >> 16)}));
     }
 };
-#endif

@@ -1,10 +1,6 @@
 // Tile scheduler of grouped_gemm_sm90.cu: which tiles a CTA of the persistent grid computes, and in which order.
 #pragma once
 
-#ifndef BM
-#error "BM is given by launch_config.py"
-#endif
-
 constexpr int NO_TILE = -1;
 
 // A tile of the result: rows `row` to `row + rows` of one expert, and a column tile. With rows = 0 this CTA has no tile, but

@@ -6,9 +6,6 @@
 // 8 columns of a row. As in grouped_wgrad_sm90.cu, sizes and strides are multiples of 8 elements and addresses of 16 bytes.
 #include "common.cuh"
 
-#ifndef GROUPS_PER_BLOCK
-#error "GROUPS_PER_BLOCK is given by launch_config.py"
-#endif
 static_assert(GROUPS_PER_BLOCK <= 1024, "threads of a block");
 
 template <class OUT>

@@ -16,10 +16,6 @@
 // tokens. Dynamic shared memory: for each of them E floats, rounded up to a multiple of 4.
 #include "router_scores.cuh"
 
-#if !defined(SCORE) || !defined(RENORMALIZE) || !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY)
-#error "SCORE, RENORMALIZE, SHARES, SUM_Z and SUM_ENTROPY are given by loader.py"
-#endif
-
 struct RouterBackwardParams {
     const float* grad_weights;        // (L, k) or (P,) fp32, in
     const ELEMENT* logits;            // (L, E) ELEMENT, in

@@ -16,14 +16,6 @@
 // groups.
 #include "router_select.cuh"
 
-#if !defined(SCORE) || !defined(RENORMALIZE) || !defined(GIVEN) || !defined(BIAS) || !defined(GROUP_TOP) || !defined(CUT) || \
-    !defined(SHARES) || !defined(SUM_Z) || !defined(SUM_ENTROPY) || !defined(LANE_K)
-#error "SCORE, RENORMALIZE, GIVEN, BIAS, GROUP_TOP, CUT, SHARES, SUM_Z, SUM_ENTROPY and LANE_K are given by loader.py"
-#endif
-#if !defined(LISTED_ROW_BYTES)
-#error "LISTED_ROW_BYTES is given by launch_config.py"
-#endif
-
 struct RouterForwardParams {
     const ELEMENT* logits;                         // (L, E), in
     const float* bias;                             // (E,) or (L, E), in; absent without BIAS

@@ -6,11 +6,6 @@
 #pragma once
 #include "common.cuh"
 
-#if !defined(ELEMENT) || !defined(LANES) || !defined(VALUES) || !defined(ALIGNED) || !defined(FULL) || !defined(THREADS) || \
-    !defined(MAX_ROUTER_EXPERTS)
-#error "ELEMENT, LANES, VALUES, ALIGNED, FULL, THREADS and MAX_ROUTER_EXPERTS are given by launch_config.py and loader.py"
-#endif
-
 #define SOFTMAX 1
 #define SIGMOID 2
 #define SQRT_SOFTPLUS 3

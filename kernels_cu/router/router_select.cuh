@@ -9,9 +9,6 @@
 
 typedef unsigned long long Entry;  // key, then the complement of its column; larger entries rank first
 
-#if !defined(MAX_LISTED) || !defined(GROUP_LANES)
-#error "MAX_LISTED (keys that are listed) and GROUP_LANES (lanes that hold a group) are given by launch_config.py"
-#endif
 static_assert(MAX_LISTED >= 64 && MAX_LISTED % 4 == 0, "k keys fit, in groups of four, and what follows is aligned");
 static_assert(LANES == 1 || LANES >= 4, "up to 3 lanes fill the last group of four entries");
 

@@ -4,9 +4,6 @@
 // every 32nd row. Then warp i adds the warps' sums of column i. The order of the additions is fixed.
 #include "common.cuh"
 
-#if !defined(ROWS_AT_ONCE)
-#error "ROWS_AT_ONCE is given by launch_config.py"
-#endif
 static_assert(ROWS_AT_ONCE == 32, "a lane for each warp's sum, and a warp for each column");
 
 struct RouterSumsParams {

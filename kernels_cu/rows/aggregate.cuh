@@ -3,9 +3,6 @@
 #pragma once
 #include "common.cuh"
 
-#if !defined(TOKENS_PER_BLOCK) || !defined(SLOTS_PER_BLOCK) || !defined(PANEL_COLUMNS)
-#error "TOKENS_PER_BLOCK, SLOTS_PER_BLOCK and PANEL_COLUMNS are given by launch_config.py"
-#endif
 static_assert(PANEL_COLUMNS == 32 * 8, "a warp spans the columns of its grid row, 8 to a lane");
 static_assert(TOKENS_PER_BLOCK * 32 <= 1024 && SLOTS_PER_BLOCK <= 1024, "threads of a block");
 

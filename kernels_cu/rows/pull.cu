@@ -18,9 +18,6 @@
 //   pull_values  grid num_slots / PULL_THREADS, rounded up; one thread per slot, PULL_THREADS threads per block
 #include "peers.cuh"
 
-#if !defined(PULL_THREADS) || !defined(SLOT_ROWS) || !defined(TOKENS_PER_BLOCK) || !defined(PANEL_COLUMNS)
-#error "PULL_THREADS, SLOT_ROWS, TOKENS_PER_BLOCK and PANEL_COLUMNS are given by launch_config.py"
-#endif
 static_assert(PULL_THREADS % 32 == 0 && PULL_THREADS <= 1024, "threads of a block, in warps");
 static_assert(SLOT_ROWS <= PULL_THREADS, "a thread per row tells whether it is needed");
 static_assert(PANEL_COLUMNS == 32 * 8 && TOKENS_PER_BLOCK * 32 <= 1024, "a warp spans the columns of its grid row");

@@ -13,9 +13,6 @@
 //                      two up to 32. Dynamic shared memory (columns, bins) int32
 #include "token_parts.cuh"
 
-#if !defined(COUNT_THREADS)
-#error "COUNT_THREADS is given by launch_config.py"
-#endif
 static_assert(COUNT_THREADS % 32 == 0 && COUNT_THREADS <= 1024, "threads of a block");
 constexpr int LOADS = 8;       // scores that a thread of quantile_counts loads at once
 constexpr int LINE_LOADS = 4;  // the same of quantile_lines

@@ -2,9 +2,6 @@
 #pragma once
 #include "token_parts.cuh"
 
-#if !defined(FINISH_THREADS) || !defined(FINISH_SHARED_BYTES)
-#error "FINISH_THREADS and FINISH_SHARED_BYTES are given by launch_config.py"
-#endif
 static_assert(FINISH_THREADS % 32 == 0 && FINISH_THREADS <= 1024, "threads of a block");
 
 typedef unsigned long long Candidate;

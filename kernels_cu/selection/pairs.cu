@@ -10,9 +10,6 @@
 // (WARPS + 1,) int32 for pairs_write.
 #include "token_parts.cuh"
 
-#if !defined(PAIRS_THREADS) || !defined(PAIRS_BLOCKS)
-#error "PAIRS_THREADS and PAIRS_BLOCKS are given by launch_config.py"
-#endif
 static_assert(PAIRS_THREADS % 32 == 0 && PAIRS_THREADS <= 1024, "whole warps, whose sums one warp adds up");
 static_assert(PAIRS_BLOCKS <= 4 * PAIRS_THREADS, "a thread reads few counts of blocks");
 constexpr int WARPS = PAIRS_THREADS / 32;

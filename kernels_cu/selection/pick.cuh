@@ -2,9 +2,6 @@
 #pragma once
 #include "token_parts.cuh"
 
-#if !defined(SELECT_THREADS) || !defined(SELECT_BITS)
-#error "SELECT_THREADS and SELECT_BITS are given by launch_config.py"
-#endif
 static_assert(SELECT_THREADS == 1024, "a lane sums the counts of all warps");
 static_assert(SELECT_BITS >= 5, "a warp has a bin at least");
 constexpr int PICK_WARPS = SELECT_THREADS / 32;

@@ -2,9 +2,6 @@
 #pragma once
 #include "token_parts.cuh"
 
-#if !defined(SELECT_THREADS)
-#error "SELECT_THREADS is given by launch_config.py"
-#endif
 constexpr int WARPS = SELECT_THREADS / 32;
 constexpr int LOADS = 8;  // scores that a thread loads at once, while it works on as many
 static_assert(32 % LOADS == 0, "lanes that have a word of chosen pairs each");

@@ -30,12 +30,6 @@
 #include "pick.cuh"
 #include "score_columns.cuh"
 
-#if !defined(SPLIT_SHARED_BYTES)
-#error "SPLIT_SHARED_BYTES is given by launch_config.py"
-#endif
-#if !defined(PAIRS_BLOCKS) || !defined(MAX_EXPERTS) || !defined(DEFAULT_SHARED_BYTES)
-#error "PAIRS_BLOCKS, MAX_EXPERTS and DEFAULT_SHARED_BYTES are given by launch_config.py"
-#endif
 static_assert(4 * MAX_EXPERTS <= DEFAULT_SHARED_BYTES, "launches ask for no more shared memory");
 constexpr int SPLIT_TOKENS = 2048;   // after so many tokens a block of columns_split copies its candidates to the list
 constexpr int BINS_AT_ONCE = 8;      // bins that a warp of columns_count adds to global memory together

@@ -114,7 +114,6 @@ def kernel_constants(source: str) -> dict[str, int]:
         "THREADS": GEMM_THREADS,
         "BLOCKS_PER_MULTIPROCESSOR": GEMM_BLOCKS,
         "STAGE_BYTES": STAGE_BYTES,
-        "STATIC_BYTES": STATIC_BYTES,
     }
     hopper = {
         "BM": TILE_ROWS,
@@ -132,7 +131,7 @@ def kernel_constants(source: str) -> dict[str, int]:
         "PANEL_COLUMNS": PANEL_COLUMNS,
     }
     return {
-        "grouped_gemm_sm80.cu": portable,
+        "grouped_gemm_sm80.cu": portable | {"STATIC_BYTES": STATIC_BYTES},
         "grouped_wgrad_sm80.cu": portable,
         # setmaxnreg moves registers from the producer's threads to the consumers'
         "grouped_gemm_sm90.cu": hopper
@@ -145,7 +144,6 @@ def kernel_constants(source: str) -> dict[str, int]:
             "THREADS": QUANTIZE_THREADS,
             "ROW_VECTORS": QUANTIZE_VECTORS,
             "TILE": QUANTIZE_TILE,
-            "GROUP_COLUMNS": GROUP_COLUMNS,
         },
         "saved_fp8.cu": {"WARPS": SAVED_WARPS, "GROUP_COLUMNS": GROUP_COLUMNS},
         "bound_slots.cu": {"BOUND_THREADS": BOUND_THREADS},

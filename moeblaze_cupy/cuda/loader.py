@@ -90,8 +90,11 @@ def has_line_info() -> bool:
 def source(variant: Variant) -> str:
     """What is compiled: the source file, and after it assertions on the layout of its parameters.
 
-    Both have names for the compiler's messages. With line information that of the file is its path, by which Nsight
-    Compute and cuda-gdb find it.
+    All variants of a source are given the same macros, an option that is off as 0. A missing one is an error: the
+    pragma makes one of #if with an undefined name, which C++ takes for 0.
+
+    File and assertions have names for the compiler's messages. With line information that of the file is its path, by
+    which Nsight Compute and cuda-gdb find it.
     """
     path = source_paths(source_folder())[variant.source]
     with open(path) as file:
@@ -99,7 +102,7 @@ def source(variant: Variant) -> str:
     name = path.replace("\\", "/") if has_line_info() else variant.source
     structs = {table.struct: table for table in params.tables(variant.source, variant.macros).values()}
     checks = "".join(table.assertions() for table in structs.values())
-    return f'#line 1 "{name}"\n{code}\n#line 1 "<parameters of {variant.source}>"\n{checks}'
+    return f'#pragma nv_diag_error 193\n#line 1 "{name}"\n{code}\n#line 1 "<parameters of {variant.source}>"\n{checks}'
 
 
 def options(variant: Variant) -> tuple[str, ...]:

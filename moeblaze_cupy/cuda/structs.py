@@ -124,21 +124,33 @@ def source_paths(folder: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def _without_comments(name: str) -> str:
+    with open(source_paths(source_folder())[name]) as file:
+        return re.sub(r"//.*", "", file.read())
+
+
+def included(source: str) -> list[str]:
+    """The source and all headers that it includes, by name, also those under conditions."""
+    names = [source]
+    for name in names:
+        headers = re.findall(r'^#include "(.+)"', _without_comments(name), re.MULTILINE)
+        names += [header for header in dict.fromkeys(headers) if header not in names]
+    return names
+
+
 @cache
 def _code(source: str) -> str:
-    """A source without comments, each macro on one line."""
-    with open(source_paths(source_folder())[source]) as file:
-        return re.sub(r"//.*", "", file.read()).replace("\\\n", " ")
+    """A source and what it includes, without comments, each macro on one line."""
+    return "".join(map(_without_comments, included(source))).replace("\\\n", " ")
 
 
 def _declarations(body: str, macros: Mapping[str, str]) -> Iterable[str]:
-    """Those of a struct under these macros: a condition names one macro, by #if, #if ! or #ifdef."""
+    """Those of a struct under these macros: a condition names one macro, by #if or #if !."""
     conditions, kept = [True], []
     for line in map(str.strip, body.splitlines()):
-        if condition := re.fullmatch(r"#(if|ifdef) (!?)(\w+)", line):
-            directive, negated, name = condition.groups()
-            holds = name in macros if directive == "ifdef" else macros.get(name, "0") != "0"
-            conditions.append(holds != bool(negated))
+        if condition := re.fullmatch(r"#if (!?)(\w+)", line):
+            negated, name = condition.groups()
+            conditions.append((macros[name] != "0") != bool(negated))
         elif line == "#endif":
             conditions.pop()
         elif all(conditions):

@@ -83,12 +83,9 @@ def gemm_variant(
         macros |= {"GATHER_P": int(gathers_p), "GATHER_Q": int(not gathers_p)}
         if tier == "sm90":
             accumulate = None if split_k else accumulate
-            macros |= {
-                "SPLIT_K": int(split_k),
-                **(gemm_config.square_constants(152) if square and not split_k and accumulate is None else {}),
-            }
-            if summed is not None:
-                macros |= {"OTHERS": 1}
+            macros |= {"SPLIT_K": int(split_k), "OTHERS": int(summed is not None), "FP8": 0}
+            if square and not split_k and accumulate is None:
+                macros |= gemm_config.square_constants(152)
         out = "float32" if macros.get("SPLIT_K") else accumulate or summed or dtype
         macros |= {"ACCUMULATE": int(accumulate is not None), "OUT": ELEMENTS[out]}
         return variant_of(f"grouped_wgrad_{tier}.cu", entry, macros)
@@ -118,16 +115,15 @@ def gemm_variant(
             "STORED_Y_SWI": int(stored_y_swi and epilogue == "ACTIVATE_BWD"),
             "CLUSTER_CTAS": 2 if clusters and not to_tokens else 1,
             "WEIGHT": ELEMENTS[weights_dtype] if to_tokens and forward else "float",
+            "PUSHES": int(pushes and to_tokens),
+            "FP8_SAVED": int(fp8_saved and epilogue != "STORE"),
+            "FP8": int(fp8),
+            "EXPERT_SCALES": 2 if fp8 and gated and entry.startswith("up") else 1,
         }
-        if pushes and to_tokens:
-            macros |= {"PUSHES": 1}
-        if fp8_saved and epilogue != "STORE":
-            macros |= {"FP8_SAVED": 1}
-        if square and not (fp8 or "FP8_SAVED" in macros or macros["CLUSTER_CTAS"] == 2):
+        if square and not (fp8 or macros["FP8_SAVED"] or macros["CLUSTER_CTAS"] == 2):
             macros |= gemm_config.square_product_constants(name)
     if fp8:
-        scales = 2 if gated and entry.startswith("up") else 1
-        macros |= {"WGMMA": "wgmma_e4m3", "OPERAND": "e4m3", "B_K_CONTIGUOUS": 1, "EXPERT_SCALES": scales}
+        macros |= {"WGMMA": "wgmma_e4m3", "B_K_CONTIGUOUS": 1}
         macros |= gemm_config.fp8_constants(gathers(entry), to_tokens)
     return variant_of(f"grouped_gemm_{tier}.cu", entry, macros)
 

@@ -17,7 +17,7 @@ import pytest
 import moeblaze_cupy as mb
 from bench import nvrtc
 from bench.machine_code import code_sections
-from moeblaze_cupy.cuda import launch_config, loader
+from moeblaze_cupy.cuda import launch_config, loader, structs
 from moeblaze_cupy.frameworks import Layout
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm import variants as gemm_variants
@@ -275,7 +275,7 @@ def variants_of(arch: str) -> list:
         every += [v for v in plain if beside.isdisjoint(v.macros)]
         every += accumulating(arch) + router_variants()
         if arch == "90a":
-            in_e4m3 = ("OPERAND", "e4m3")
+            in_e4m3 = ("FP8", "1")
             of_fp8 = variants(bf16, row, ("gelu",), (True,), fp8=True, weights_on=("input",))
             of_fp8 += variants(bf16, row, ("swiglu_softcap",), (True,), fp8=True, biases=("weights",))
             of_fp8 = [v for v in of_fp8 if beside.isdisjoint(v.macros)]
@@ -283,7 +283,7 @@ def variants_of(arch: str) -> list:
             every += [v for v in of_fp8 if in_e4m3 in v.macros]
             to_tokens = {("EPILOGUE", "StoreTokenRows"), ("ELEMENT", "bf16")}
             pushes = [v for v in every if to_tokens <= set(v.macros)]
-            every += [replace(v, macros=(*v.macros, ("PUSHES", "1"))) for v in pushes]
+            every += [replace(v, macros=tuple((dict(v.macros) | {"PUSHES": "1"}).items())) for v in pushes]
             every += summing()
         every += variants(fp32, row, ("swiglu_oai",), (False,), **pairs)
         kept = variants(bf16, row, ("swiglu", "gelu"), (True,), fp8_saved=True)
@@ -311,13 +311,34 @@ def one_of_each_source() -> list:
 
 @pytest.mark.parametrize("variant", one_of_each_source(), ids=lambda variant: variant.source)
 def test_a_missing_macro_is_an_error_that_names_it(variant):
+    """Without one that this variant does not use, such as the bias's dtype without a bias, the code is the same."""
     source, options = loader.source(variant), loader.options(variant)
     given = [option for option in options if option.startswith("-D") and "SOURCE_DIGEST" not in option]
     assert given
     for option in given:
         name = option[2:].partition("=")[0]
-        with pytest.raises(RuntimeError, match=rf"#error directive: .*\b{name}\b.* given by"):
-            attempt(source, variant.source, tuple(o for o in options if o != option), "90a")
+        try:
+            without = attempt(source, variant.source, tuple(o for o in options if o != option), "90a")
+        except RuntimeError as error:
+            assert re.search(rf'error: .*"{name}"', str(error)), name
+        else:
+            assert sorted(code_sections(without.cubin)) == sorted(code_sections(compiled(variant, "90a").cubin)), name
+
+
+HEADERS = [name for name in loader.source_paths(loader.source_folder()) if name.endswith(".cuh")]
+NEEDS_ITS_SOURCE = ("router_lane.cuh",)
+
+
+@pytest.mark.parametrize("header", [name for name in HEADERS if name not in NEEDS_ITS_SOURCE])
+def test_headers_compile_alone(header):
+    """With the macros of a kernel that includes them; those of e4m3 come first, as some headers are theirs alone."""
+    in_e4m3 = [
+        v
+        for v in all_variants.variants(fp8=True, fp8_saved=True)
+        if {("FP8", "1"), ("FP8_SAVED", "1")} <= set(v.macros)
+    ]
+    variant = next(v for v in (*in_e4m3, *one_of_each_source()) if header in structs.included(v.source))
+    attempt(f'#pragma nv_diag_error 193\n#include "{header}"\n', "alone.cu", loader.options(variant), "90a")
 
 
 WRONG = [

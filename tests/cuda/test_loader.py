@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,13 +17,14 @@ import numpy as np
 import pytest
 
 from moeblaze_cupy import frameworks as arrays
-from moeblaze_cupy.cuda import launch_config, loader, runtime
+from moeblaze_cupy.cuda import launch_config, loader, runtime, structs
 from moeblaze_cupy.cuda.loader import Variant
 from moeblaze_cupy.gemm import config as gemm_config
 from moeblaze_cupy.gemm.variants import gemm_variant
 from moeblaze_cupy.tools import variants as all_variants
 from moeblaze_cupy.types import ACTIVATIONS, FORMS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, LayerOptions
 from tests.cases import ORDERS
+from tests.cuda.test_compile import router_variants
 from tests.fakes import Layer, launches, use
 
 ROOT = Path(loader.__file__).resolve().parent.parent.parent
@@ -121,15 +123,52 @@ def test_tiers_have_their_own_sources_and_constants(entry):
     family = "grouped_wgrad" if entry in WGRADS else "grouped_gemm"
     options = {"dtype": "float16", "activation": "swiglu", "transposed": False, "aligned": True, "stages": 2}
     portable, hopper = (gemm_variant(entry, **options, tier=tier) for tier in ("sm80", "sm90"))
-    constants = {("SPLIT_K", "0")}
+    constants = {("SPLIT_K", "0"), ("OTHERS", "0"), ("FP8", "0")}
     if entry in GEMMS:
         plain = {"STORED_Y_SWI": "0", "CLUSTER_CTAS": "1", "WEIGHT": "float"}
+        plain |= {"PUSHES": "0", "FP8_SAVED": "0", "FP8": "0", "EXPERT_SCALES": "1"}
         columns = {"TILE_COLUMNS": "128" if entry == "up_fwd" else "256"}
         constants = {("EPILOGUE", HOPPER_EPILOGUES[entry]), *plain.items(), *columns.items()}
     assert (portable.source, hopper.source) == (f"{family}_sm80.cu", f"{family}_sm90.cu")
     assert portable.entry == hopper.entry == dict(portable.macros)["ENTRY"] == dict(hopper.macros)["ENTRY"] == entry
     assert {("MMA", "mma_fp16"), ("ALIGNED", "1"), ("STAGES", "2")} <= set(portable.macros) - set(hopper.macros)
     assert set(hopper.macros) - set(portable.macros) == {("WGMMA", "wgmma_fp16"), *constants}
+
+
+def every_variant():
+    """Variants of every source, with every option of the products and the router's that differ most."""
+    found = all_variants.variants(
+        ("bfloat16", "float32"),
+        aligned=(True, False),
+        accumulates=True,
+        gate_ups=("halves", "interleaved"),
+        biases=(None, "float32"),
+        weights_on=("output", "input"),
+        fp8=True,
+        fp8_saved=True,
+    )
+    options = {"dtype": "bfloat16", "activation": "swiglu", "transposed": False, "aligned": True, "tier": "sm90"}
+    found += [gemm_variant("down_fwd", **options, to_tokens=True, pushes=True)]
+    found += [gemm_variant("up_wgrad", **options, summed="float32"), *router_variants()]
+    return found
+
+
+def test_all_variants_of_a_source_are_given_the_same_macros():
+    names = {}
+    for variant in every_variant():
+        given = [option[2:].partition("=")[0] for option in loader.options(variant) if option.startswith("-D")]
+        names.setdefault(variant.source, set()).add(frozenset(given))
+    assert names.keys() == set(loader.sources()) and all(len(found) == 1 for found in names.values())
+
+
+@pytest.mark.parametrize("source", loader.sources())
+def test_conditions_test_macros_that_are_given(source):
+    """So that a missing one is an error, a condition tests a value and not whether there is one."""
+    variant = next(v for v in every_variant() if v.source == source)
+    given = {option[2:].partition("=")[0] for option in loader.options(variant) if option.startswith("-D")}
+    conditions = re.findall(r"^#\s*(?:el)?if(.*)", structs._code(source), re.MULTILINE)
+    tested = [condition for condition in conditions if condition != "def __CUDACC_RTC__"]
+    assert set(re.findall(r"[A-Za-z_]\w*", " ".join(tested))) <= given | {"__CUDA_ARCH__"}
 
 
 @pytest.mark.parametrize("entry", GEMMS)
@@ -320,7 +359,7 @@ def test_line_information_is_for_those_who_ask(monkeypatch, value):
         monkeypatch.setenv("MOEBLAZE_LINEINFO", value)
     variant = Variant("aggregation.cu", "")
     path = Path(loader.source_folder()) / "rows" / "aggregation.cu"
-    name, asked = loader.source(variant).partition("\n")[0], value == "1"
+    name, asked = loader.source(variant).splitlines()[1], value == "1"
     assert name == (f'#line 1 "{path.as_posix()}"' if asked else '#line 1 "aggregation.cu"')
     assert ("-lineinfo" in loader.options(variant)) == asked
 

@@ -14,7 +14,7 @@ struct ScaleParams {
     const T* a;  // (n,) T, in
 #endif
     const W *b, *c;  // (n,) W, in
-#ifdef SCALES
+#if SCALES
     float* scales;  // (n,) fp32, out
 #endif
     int64 ld;
@@ -41,11 +41,11 @@ def source(tmp_path, monkeypatch):
 
 
 def test_fields_follow_the_macros(source):
-    plain = params._struct(source, "ScaleParams", {})
+    plain = params._struct(source, "ScaleParams", {"MAPPED": "0", "SCALES": "0"})
     assert plain == params.Params(
         "ScaleParams<float, float>", pointers=("a", "b", "c"), int64=("ld",), int32=("rows", "columns")
     )
-    mapped = params._struct(source, "ScaleParams", {"MAPPED": "1", "SCALES": "e4m3", "CONSTANTS": "2"})
+    mapped = params._struct(source, "ScaleParams", {"MAPPED": "1", "SCALES": "1", "CONSTANTS": "2"})
     assert (mapped.maps, mapped.pointers) == (("a",), ("b", "c", "scales"))
     assert mapped.float32 == ("constant0", "constant1")
     assert [field.offset for field in mapped.fields] == [0, 128, 136, 144, 152, 160, 164, 168, 172]

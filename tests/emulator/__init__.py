@@ -31,7 +31,8 @@ COMPILER = shutil.which("g++")
 FLAGS = shlex.split(
     "-std=c++17 -O2 -g1 -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-extern-tls-init "
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow -fsanitize-undefined-trap-on-error "
-    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE -Wno-attributes -Wno-psabi"
+    "-fno-optimize-sibling-calls -fno-crossjumping -fno-tree-tail-merge -U_FORTIFY_SOURCE -Wno-attributes -Wno-psabi "
+    "-Werror=undef"  # a macro that is missing is an error here as it is for NVRTC
 )
 ENGINE_FLAGS = ("-O3", "-fno-sanitize=all")  # in addition: kernels' accesses are in their own library's code
 # Added to the preprocessed source for each of its kernels.

@@ -97,7 +97,7 @@ class Module:
 
     def __init__(self, device, code: str, options: tuple):
         self.device = device
-        self.source = re.match(r'#line 1 "(\w+\.cu)"\n', code)[1]
+        self.source = re.search(r'^#line 1 "(\w+\.cu)"\n', code, re.MULTILINE)[1]
         macros = (option[2:].split("=") for option in options if option.startswith("-D"))
         self.macros = tuple((name, value) for name, value in macros)
         self.compiled = _compiled(self.source, code, self.macros)

@@ -157,7 +157,10 @@ def decisions(passes):
                 decided[
                     "2-CTA clusters with TMA multicast" if macros["CLUSTER_CTAS"] == "2" else "no 2-CTA clusters"
                 ] = True
-                if macros["EPILOGUE"] in ("StoreRows", "ActivatePairs") and not {"OPERAND", "FP8_SAVED"} & set(macros):
+                if macros["EPILOGUE"] in ("StoreRows", "ActivatePairs") and not {
+                    ("FP8", "1"),
+                    ("FP8_SAVED", "1"),
+                } & set(macros.items()):
                     decided["tiles of 192 x 192" if macros.get("BM") == "192" else "tiles of 128 x 256"] = True
                 decided[f"{'dynamic' if 'tile counter' in names else 'static'} tile scheduling"] = True
             if launch.variant.source == "grouped_wgrad_sm90.cu":
