@@ -1,4 +1,4 @@
-"""Of the processes of `test_exchange.py`: their inputs, and comparisons with one process that has all tokens.
+"""Of the processes of `ranks.py`: their inputs, and comparisons with one process that has all tokens.
 
 Every rank draws the inputs of all ranks. A case is a function of the rank, the number of ranks and a group of its own.
 """
@@ -17,10 +17,6 @@ TIMEOUT = timedelta(seconds=6)
 GPU_TIMEOUT = timedelta(seconds=120)  # compiling takes some of it
 E, K, D, H = 8, 3, 16, 12
 CASES, GPU_CASES = {}, {}
-
-
-class Leave(Exception):
-    """Of a case that passes by the end of the process."""
 
 
 def case(function):

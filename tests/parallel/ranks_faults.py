@@ -10,12 +10,12 @@ import torch.distributed as dist
 from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe
 from moeblaze_cupy.interop.parallel.exchanges import Begun
 from moeblaze_cupy.types import Activation
+from tests.parallel.rank_processes import Leave
 from tests.parallel.ranks_common import (
     TIMEOUT,
     E,
     Inputs,
     K,
-    Leave,
     case,
     compare,
     counts_of,
@@ -285,7 +285,7 @@ def forward_of(inputs, experts):
 
 @case
 def last_rank_skips(rank, size, group):
-    """A layer, a backward, the way back: the others' error names the call. The groups are of no use after it."""
+    """A layer, a backward, the way back: the others' error names the call."""
     inputs = Inputs(rank, counts_of(size, "equal"))
     grad = inputs.grad[inputs.here]
     forward, backward, way_back = (ExpertGroup(dist.new_group(timeout=TIMEOUT), E) for _ in range(3))
@@ -311,7 +311,7 @@ def last_rank_skips(rank, size, group):
 
 @case
 def last_rank_exits(rank, size, group):
-    """The same when it is gone. After all other cases, as it runs none of them."""
+    """The same when it is gone."""
     inputs = Inputs(rank, counts_of(size, "equal"))
     grad = inputs.grad[inputs.here]
     groups = [dist.new_group(timeout=TIMEOUT) for _ in range(3)]

@@ -1,84 +1,59 @@
-"""Experts on 2 and 4 processes over gloo, and on as many GPUs over NCCL. One start of the processes runs all cases.
+"""Experts on 2 and 4 processes over gloo, and on as many GPUs over NCCL.
 
 `ranks.py` runs the cases, which are in `ranks_*.py`.
 """
 
-import json
 import signal
 import subprocess
 import sys
-import tempfile
-import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.environment import plain_environment
+from tests.environment import ROOT, plain_environment
 
 pytest.importorskip("torch")
 from tests.parallel import ranks
+from tests.parallel.rank_processes import RankProcesses
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def run(size, folder, backend):
-    """By rank, then case: None, or what went wrong."""
-    environment = plain_environment() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment |= {"NCCL_NVLS_ENABLE": "0"}  # not all machines that share GPUs allow NVLink's multicast
-    command = [sys.executable, "-m", "tests.parallel.ranks"]
-    said = [folder / f"{rank}.txt" for rank in range(size)]
-    processes, end = [], time.monotonic() + 900
-    try:
-        for rank, path in enumerate(said):
-            words = [*command, str(rank), str(size), str(folder), backend]
-            with path.open("w") as file:
-                processes.append(
-                    subprocess.Popen(words, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-                )
-        for process in processes:
-            process.wait(timeout=max(end - time.monotonic(), 1))
-    except subprocess.TimeoutExpired:
-        pass  # where one rank fails others may wait for it; each has written what it came to
-    finally:
-        for process in processes:
-            process.kill()
-    found = [folder / f"{rank}.json" for rank in range(size)]
-    assert all(path.exists() for path in found), "\n".join(path.read_text() for path in said)
-    return [json.loads(path.read_text()) for path in found]
+RANKS = "-m", "tests.parallel.ranks"
 
 
-def assert_right(results, name, function):
-    """function: the case of this name."""
+def skip_if_missing(function):
+    """function: a case, which may need what the installed torch lacks."""
     if getattr(function, "missing", None):
         pytest.skip(function.missing)
-    wrong = {rank: found.get(name, "did not come so far") for rank, found in enumerate(results)}
-    assert not any(wrong.values()), "\n".join(f"rank {rank}: {text}" for rank, text in wrong.items() if text)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def results(request, tmp_path_factory):
-    return run(request.param, tmp_path_factory.mktemp("ranks"), "gloo")
+def processes(request, tmp_path_factory):
+    with closing(RankProcesses(request.param, tmp_path_factory.mktemp("ranks"), *RANKS, "gloo")) as processes:
+        yield processes
 
 
 @pytest.mark.parametrize("name", ranks.CASES)
-def test_case(results, name):
-    assert_right(results, name, ranks.CASES[name])
+def test_case(processes, name):
+    skip_if_missing(ranks.CASES[name])
+    processes.run(name)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def gpu_results(request, tmp_path_factory):
+def gpu_processes(request, tmp_path_factory):
     if ranks.torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, here are {ranks.torch.cuda.device_count()}")
-    return run(request.param, tmp_path_factory.mktemp("ranks"), "nccl")
+    with closing(RankProcesses(request.param, tmp_path_factory.mktemp("ranks"), *RANKS, "nccl")) as processes:
+        yield processes
 
 
 @pytest.mark.gpus
 @pytest.mark.parametrize("name", ranks.GPU_CASES)
-def test_case_on_gpus(gpu_results, name):
-    assert_right(gpu_results, name, ranks.GPU_CASES[name])
+def test_case_on_gpus(gpu_processes, name):
+    skip_if_missing(ranks.GPU_CASES[name])
+    gpu_processes.run(name)
 
 
-def test_a_process_that_is_killed_leaves_no_file():
+def test_a_process_that_is_killed_leaves_no_file(tmp_path):
     """Not in its folders, when it has made the memory in which hosts tell each other sizes."""
     killed = """
 import os, signal
@@ -88,9 +63,9 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 hosts._tell = lambda value, group: os.kill(os.getpid(), signal.SIGKILL)
 hosts.share_memory(10, 3, dist.group.WORLD)
 """
-    folders = Path("/dev/shm"), Path(tempfile.gettempdir())
+    folders = Path("/dev/shm"), tmp_path
     before = [set(folder.glob("moeblaze*")) for folder in folders]
-    environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+    environment = plain_environment() | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", killed], env=environment, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
     assert [set(folder.glob("moeblaze*")) for folder in folders] == before
