@@ -1,6 +1,6 @@
 """Arrays of any framework, seen as a kernel sees them: pointer, shape, strides, dtype, device.
 
-CuPy and torch are read directly; other DLPack arrays come in through `interop.dlpack`. Nothing here
+CuPy and torch are read directly; other DLPack arrays come in through `dlpack`. Nothing here
 imports CuPy or torch: an array can only exist if its framework is loaded.
 """
 
@@ -13,6 +13,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
+
+from moeblaze_cupy import private
 
 ITEMSIZE = {
     **{"bool": 1, "uint8": 1, "float8_e4m3fn": 1, "int32": 4, "int64": 8},
@@ -200,27 +202,9 @@ class Torch:
             raise TypeError("moeblaze_cupy: memory: expected a tensor's own values, got a lazy negation: resolve_neg()")
         return Array(array, pointer, shape, strides, _torch_name(array.dtype), device)
 
-    @staticmethod
-    def transformed(given: Iterable[Any]) -> str | None:
-        """What transforms this call and would take its results for constants, or None."""
-        torch = sys.modules.get("torch")
-        if torch is None:  # a subclass by name alone
-            return None
-        if torch._C._is_tracing():
-            return "torch.jit.trace"
-        if torch._C._are_functorch_transforms_active():
-            return "a transform of torch.func (functorch wrappers are not supported)"
-        # Every tracer of torch.fx works under a function mode; asking for the tracer itself takes four times as long.
-        if torch._C._len_torch_function_stack():
-            proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-            if proxies is not None and proxies.get_proxy_mode() is not None:
-                return "make_fx"
-        forward_ad = torch.autograd.forward_ad
-        if forward_ad._current_level >= 0 and any(
-            a is not None and forward_ad.unpack_dual(a).tangent is not None for a in given
-        ):
-            return "forward-mode differentiation (a tensor with a tangent)"
-        return None
+    #: What transforms a call with these tensors and would take its results for constants, or None.
+    transformed: ClassVar[Callable[[Iterable[Any]], str | None]] = staticmethod(private.transform)
+    stream: ClassVar[Callable[[int], int]] = staticmethod(private.stream)
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bool) -> Buffer:
@@ -255,11 +239,6 @@ class Torch:
             for a, pointer in zip(given, pointers, strict=True)
         ]
         return tuple(layouts), pointers
-
-    @staticmethod
-    def stream(device: int) -> int:
-        pointer: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)  # without a Stream object around it
-        return pointer
 
     @staticmethod
     def count_writes(given: Iterable[Any]) -> None:
@@ -316,7 +295,7 @@ def _torch_name(dtype: Any) -> str:
 def _torch_empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bool) -> Callable[[], Any]:
     """Makes such tensors, from objects that torch would take several microseconds to parse from text.
 
-    On torch's current device they come from the function that torch.compile allocates with, which skips the dispatcher.
+    On torch's current device they come from the function that torch.compile allocates with.
     """
     torch = sys.modules["torch"]
     shape = tuple(map(int, shape))  # that function takes nothing derived from tuple and int
@@ -327,10 +306,10 @@ def _torch_empty(shape: tuple[int, ...], dtype: str, device: int, transposed: bo
     by_dispatcher = functools.partial(
         torch.empty_strided, shape, strides, dtype=kind, device=torch.device("cuda", device)
     )
-    on_current = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    if on_current is None:
+    found = private.empty_on_current_device()
+    if found is None:
         return by_dispatcher
-    current_device = torch._C._cuda_getDevice
+    on_current, current_device = found
     return lambda: on_current(shape, strides, kind) if current_device() == device else by_dispatcher()
 
 

@@ -25,6 +25,7 @@ FOLDERS = {"moeblaze_cupy": "moeblaze_cupy", "interop": "moeblaze_cupy.interop"}
 
 # Imports go down only: from a line to lines above it. A name stands for a module, or for a folder and all within it.
 LEVELS = [
+    ["private"],
     ["frameworks"],
     ["cuda"],
     ["dlpack"],
@@ -149,6 +150,70 @@ def test_frameworks_are_optional(module):
     at_import = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in at_import for alias in node.names} | {getattr(n, "module", "") for n in at_import}
     assert not {"cupy", "matplotlib"} & {(name or "").partition(".")[0] for name in names}
+
+
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_definitions(tree: ast.AST) -> set[str]:
+    """Names of classes, functions and variables, and attributes that methods set of `self` or `cls`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls"):
+            found |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+    return {name for name in found if is_private(name)}
+
+
+def private_uses(tree: ast.AST) -> list[str]:
+    """Private attributes, imports, and attributes that `getattr` and its kin are given by name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.append(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "attrgetter"):
+            found += [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return [name for name in found if is_private(name) and name not in OF_NAMED_TUPLES]
+
+
+def other_private_names(module: str, text: str) -> list[str]:
+    """The private names in a module's text that neither it nor a module that it imports defines."""
+    trees = [ast.parse(text), *(ast.parse(MODULES[other].read_text()) for other in imported_modules(MODULES[module]))]
+    own = set().union(*map(private_definitions, trees))
+    return [name for name in private_uses(trees[0]) if name not in own]
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.rpartition(".")[2] != "private"])
+def test_private_names_of_other_libraries_stand_in_private(module):
+    assert other_private_names(module, MODULES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.rpartition(".")[2] == "private"])
+def test_private_names_come_with_the_versions_they_were_tested_with(module):
+    text = MODULES[module].read_text()
+    assert other_private_names(module, text)
+    docstring = " ".join(ast.get_docstring(ast.parse(text)).split())
+    assert re.search(r"[Tt]ested with (torch|transformers) \d+\.\d+", docstring)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["torch._C.name", "import torch._dynamo", "from torch import _C", "getattr(torch, '_C')", "attrgetter('a._b')(x)"],
+)
+def test_private_names_are_seen(text):
+    assert other_private_names("interop.torch.api", text)
+    assert not other_private_names("interop.torch.api", "self._fp8 = layer._replace(x=torch.nn.Module)")
 
 
 @pytest.mark.parametrize("module", MODULES)

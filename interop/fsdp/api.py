@@ -1,4 +1,4 @@
-"""Collectives of FSDP2 by the GPUs' copy engines, for GPUs of one host that access each other's memory.
+"""Experimental: collectives of FSDP2 by the GPUs' copy engines, for GPUs of one host that access each other's memory.
 
 Each of this package's products takes all multiprocessors. A collective of NCCL is a kernel: it waits for them, and
 products that run beside it wait for those that it has. Copy engines take none.
@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.interop.fsdp.e4m3 import parts_of, tell_modules
-from moeblaze_cupy.interop.fsdp.gather import AllGather, groups_of, shards_of, straight_of
+from moeblaze_cupy.interop.fsdp.gather import AllGather, shards_of, straight_of
 from moeblaze_cupy.interop.fsdp.memory import Memory
+from moeblaze_cupy.interop.fsdp.private import Group, Parameter, groups_of
 from moeblaze_cupy.interop.fsdp.sums import Owner, Sums, can_be_summed
 from moeblaze_cupy.interop.parallel import collectives
 from moeblaze_cupy.interop.parallel.driver import Moment
@@ -25,6 +26,8 @@ Tensor = torch.Tensor
 
 class CopyEngines:
     """All-gathers and reduce-scatters of a group, for modules of `torch.distributed.fsdp.fully_shard`.
+
+    Experimental: it needs private names of FSDP2, those in `interop/fsdp/private.py`, which another torch may lack.
 
     group: the process group or one-dimensional mesh that shards the modules' parameters, with a GPU for each rank. All
     ranks make it at the same point. It keeps a buffer of the largest module's gradients that FSDP2 reduces, in the
@@ -94,10 +97,10 @@ class CopyEngines:
         forward. No module is served then.
         """
         groups = [self._group_of(module) for module in modules]
-        found: list[tuple[dict[Any, torch.dtype], dict[Any, Any], AllGather]] = []
+        found: list[tuple[dict[Parameter, torch.dtype], dict[Parameter, Any], AllGather]] = []
         for module, group in zip(modules, groups, strict=True):  # first all memory, of which there may be too little
-            straight: dict[Any, torch.dtype] = {}
-            parts: dict[Any, Any] = {}
+            straight: dict[Parameter, torch.dtype] = {}
+            parts: dict[Parameter, Any] = {}
             if group is not None:
                 module.reshard()
                 straight = straight_of(group, self._memory.size)
@@ -112,21 +115,26 @@ class CopyEngines:
                 tell_modules(group, parts)
             for parameter, shard in zip(straight, gather.shards, strict=True):
                 shard.hook(parameter)
-                if stores_gradients and can_be_summed(parameter, shard.whole, group, self._memory.size):
+                if (
+                    stores_gradients
+                    and group is not None
+                    and can_be_summed(parameter, shard.whole, group, self._memory.size)
+                ):
                     shard.owner = Owner(self._sums, shard, parameter, group)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(self.reduce_scatter)
 
-    def _group_of(self, module: Any) -> Any:
-        """FSDP2's group of a module's parameters; None if all are of modules in it."""
+    def _group_of(self, module: Any) -> Group | None:
+        """The group of a module's parameters; None if all are of modules in it."""
         if not hasattr(module, "set_custom_all_gather"):
             expected = "modules after fully_shard, of a torch with set_custom_all_gather"
             raise checks.bad_type("CopyEngines.serve", "modules", expected, type(module))
-        groups, here, found = groups_of(module), dist.get_process_group_ranks(self._group), []
+        groups, here = groups_of(module, "CopyEngines.serve"), dist.get_process_group_ranks(self._group)
+        found = []
         for group in groups:
-            over = getattr(group.mesh_info, "shard_process_group", None)
+            over = group.process_group
             got = "replicated" if over is None else f"over {dist.get_process_group_ranks(over)}"
-            found.append(got + ", but fewer after forward" * group._use_post_forward_mesh)
+            found.append(got + ", but fewer after forward" * group.has_fewer_after_forward)
         if found not in ([], [f"over {here}"]):
             got = " and ".join(found)
             raise ValueError(f"CopyEngines.serve: modules: expected one sharded over ranks {here}, got {got}")

@@ -1,4 +1,4 @@
-"""All-gathers of FSDP2 that bring w1 and w2 of `MoE(precision="fp8")` in e4m3, with their scales.
+"""Experimental: all-gathers of FSDP2 that bring w1 and w2 of `MoE(precision="fp8")` in e4m3, with their scales.
 
 A scale is of one expert, so a rank quantises its own experts and gets the others' numbers as the other ranks made them.
 Whole parameters exist in e4m3 alone, in the orientations that are read: one in forward, the other in backward.
@@ -11,8 +11,10 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.fp8.checks import FIELDS
+from moeblaze_cupy.interop.fsdp import private
 from moeblaze_cupy.interop.fsdp.gather import Shard
 from moeblaze_cupy.interop.fsdp.memory import Memory, Place, Shared, Whole
+from moeblaze_cupy.interop.fsdp.private import Group, Parameter
 from moeblaze_cupy.types import Fp8Weights
 
 Tensor = torch.Tensor
@@ -99,10 +101,10 @@ class Part(Shard):
 class Experts:
     """The parameters of w1 (E, 2h, d) or (E, h, d), and of w2 (E, d, h), of a MoE that FSDP2 shards.
 
-    group: FSDP2's. w1, w2: of this rank's experts.
+    w1, w2: of this rank's experts.
     """
 
-    def __init__(self, memory: Memory, group: Any, w1: Tensor, w2: Tensor) -> None:
+    def __init__(self, memory: Memory, group: Group, w1: Tensor, w2: Tensor) -> None:
         self._group, halves = group, w1.shape[1] // w2.shape[2]
         self.parts = Part(memory, w1, halves, self), Part(memory, w2, 1, self)
         self._rooms: dict[Part, list[Tensor]] = {}
@@ -110,8 +112,8 @@ class Experts:
 
     def state(self) -> str:
         """FSDP2's, or "recomputation" of a forward in backward, which reads what it gathers as well."""
-        state: str = getattr(getattr(self._group, "_training_state", None), "name", "")
-        return "recomputation" if state == "FORWARD" and torch._C._current_graph_task_id() != -1 else state
+        state = self._group.state
+        return "recomputation" if state == "FORWARD" and private.is_in_backward() else state
 
     def offer(self, part: Part, rooms: list[Tensor]) -> None:
         """rooms: for what `part.forms` says. Quantises this rank's experts when both parts have called it."""
@@ -168,13 +170,11 @@ class InE4m3(Tensor):
 
     @staticmethod
     def __new__(cls: Any, part: Part) -> "InE4m3":
-        form = part.whole
-        options: dict[str, Any] = {"strides": form.stride(), "dtype": form.dtype, "device": form.device}
-        made: InE4m3 = Tensor._make_wrapper_subclass(cls, form.shape, **options)
+        made: InE4m3 = private.without_memory(cls, part.whole)
         made.part = part
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way to say this
+    __torch_function__ = private.only_dispatch
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
         return f"InE4m3({self.part.name}, shape={tuple(self.shape)}, requires_grad={self.requires_grad})"
@@ -186,36 +186,33 @@ class InE4m3(Tensor):
             return cls(first.part)
         if call in LIKE:
             return func(first.part.whole, *rest, **(options or {}))
-        given = torch.utils._pytree.tree_leaves((arguments, options))
-        name = next(value.part.name for value in given if isinstance(value, InE4m3))
+        given = [*arguments, *(options or {}).values()]
+        leaves = [leaf for value in given for leaf in (value if isinstance(value, (list, tuple)) else (value,))]
+        name = next(leaf.part.name for leaf in leaves if isinstance(leaf, InE4m3))
         expected = "the forward of its MoE alone to use what travels in e4m3"
         raise RuntimeError(f"CopyEngines: {name}: expected {expected}, or serve(..., in_e4m3=False), got {func}")
 
 
-def parts_of(straight: Mapping[Any, torch.dtype], group: Any, memory: Memory) -> dict[Any, Part]:
-    """Of FSDP2's group, the parts of parameters that travel in e4m3. straight: of `straight_of`, or none of them."""
-    by_module: dict[Any, dict[str, Any]] = {}
-    for parameter in group.fsdp_params:
-        of = parameter._module_info
-        if of.param_name not in getattr(of.module, "travel_in_e4m3", ()):
+def parts_of(straight: Mapping[Parameter, torch.dtype], group: Group, memory: Memory) -> dict[Parameter, Part]:
+    """Of a group, the parts of parameters that travel in e4m3. straight: of `straight_of`, or none of them."""
+    by_module: dict[Any, dict[str, Parameter]] = {}
+    for parameter in group.parameters:
+        if parameter.name not in getattr(parameter.module, "travel_in_e4m3", ()):
             continue
-        large = 2 * memory.size * parameter.sharded_param._local_tensor.numel() >= LEAST_BYTES
-        own = not (parameter.is_dtensor or of.shared_modules)
-        if large and own and straight.get(parameter) == torch.bfloat16:
-            by_module.setdefault(of.module, {})[of.param_name] = parameter
-    parts: dict[Any, Part] = {}
+        is_large = 2 * memory.size * parameter.local.numel() >= LEAST_BYTES
+        if is_large and parameter.is_alone and straight.get(parameter) == torch.bfloat16:
+            by_module.setdefault(parameter.module, {})[parameter.name] = parameter
+    parts: dict[Parameter, Part] = {}
     for module, found in by_module.items():
         if len(found) == len(module.travel_in_e4m3):
             both = [found[name] for name in module.travel_in_e4m3]
-            w1, w2 = (parameter.sharded_param._local_tensor for parameter in both)
-            experts = Experts(memory, group, w1, w2)
+            experts = Experts(memory, group, *(parameter.local for parameter in both))
             parts |= dict(zip(both, experts.parts, strict=True))
     return parts
 
 
-def tell_modules(group: Any, parts: Mapping[Any, Part]) -> None:
+def tell_modules(group: Group, parts: Mapping[Parameter, Part]) -> None:
     """Has modules use what `parts_of` found, and those of which it found nothing their parameters."""
-    for parameter in group.fsdp_params:
-        of = parameter._module_info
-        if of.param_name in getattr(of.module, "travel_in_e4m3", ()):
-            of.module._fp8.gathered = parts[parameter].experts if parameter in parts else None
+    for parameter in group.parameters:
+        if parameter.name in getattr(parameter.module, "travel_in_e4m3", ()):
+            parameter.module.gather_in_e4m3(parts[parameter].experts if parameter in parts else None)

@@ -1,17 +1,16 @@
-"""All-gathers of FSDP2 by copy engines, which bring large parameters straight to where products read them.
+"""Experimental: all-gathers of FSDP2 by copy engines, which bring large parameters straight to where they are read.
 
 FSDP2 would copy a rank's shards into one buffer, and on the stream of the products what was gathered out of it. For
 tensors with the hooks `fsdp_pre_all_gather` and `fsdp_post_all_gather` it leaves the place of a parameter to them.
 """
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from moeblaze_cupy import checks
 from moeblaze_cupy.interop.fsdp.memory import Memory, Place, Shared, Whole
+from moeblaze_cupy.interop.fsdp.private import Group, Parameter
 from moeblaze_cupy.interop.parallel.peers import Form, others
 from moeblaze_cupy.interop.torch import sums as torch_sums
 
@@ -50,18 +49,13 @@ class Shard:
         self._memory, self.local = memory, local
         self._for_fsdp = local.new_empty(16 // dtype.itemsize, dtype=dtype)  # that its own all-gather has something
 
-    def hook(self, parameter: Any) -> None:
+    def hook(self, parameter: Parameter) -> None:
         """Has FSDP2 call this for its parameter."""
-        local, self.name = self.local, parameter._module_info.param_name
+        local, self.name = self.local, parameter.name
         torch_sums.register(self.whole, self)
         local.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]  # FSDP2 looks there
         local.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
-        parameter.sharded_param._local_tensor = local
-        parameter._sharded_param_data = local.view(-1)
-        parameter._init_extensions()
-        # where a forward has run before, FSDP2 has made a whole parameter that is not the shard's
-        parameter.__dict__.pop("_unsharded_param", None)
-        parameter.all_gather_outputs = []
+        parameter.gather_from(local)
 
     def settle(self, place: Place, name: int, rooms: list[Shared], was_captured: bool) -> None:
         """Has the whole at a place. name: of this in its module. rooms: a buffer of each of `forms`."""
@@ -130,8 +124,8 @@ class AllGather:
     memory another comes after them, so that whatever follows on any rank may change its part, as an optimizer does.
     """
 
-    def __init__(self, memory: Memory, shards: list[Shard], group: Any) -> None:
-        """A collective call. group: FSDP2's."""
+    def __init__(self, memory: Memory, shards: list[Shard], group: Group | None) -> None:
+        """A collective call. group: None for a module without parameters of its own."""
         self._memory, self.shards, self._group = memory, shards, group
         self._rooms: dict[Shard, list[Shared]] = {}
         self._started: dict[Shard, list[tuple[Whole, list[Tensor]]]] = {}  # what is to be copied, as of `Shard.offer`
@@ -144,7 +138,7 @@ class AllGather:
 
     def _settle(self) -> None:
         """Has memory of the bank for what is gathered, and buffers for the parts."""
-        is_kept = self._group is not None and self._group.post_forward_mesh_info is None  # after forward
+        is_kept = self._group is not None and self._group.stays_gathered  # after forward
         for name, shard in enumerate(self.shards):
             forms, device = enumerate(shard.forms), shard.local.device
             rooms = [self._memory.room(self.bank, (name, i), form, device) for i, form in forms]
@@ -203,8 +197,7 @@ class AllGather:
     @property
     def is_dropped(self) -> bool:
         """FSDP2 has let go of what this gathered, as it does unread if it prefetched a module that did not run."""
-        group = self._group
-        return not (self._started or group.is_unsharded or group._all_gather_result is not None)
+        return not (self._started or (self._group is not None and self._group.is_gathered))
 
 
 def other_parameters() -> RuntimeError:
@@ -214,61 +207,22 @@ def other_parameters() -> RuntimeError:
     return RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
 
 
-# What is read and set here of FSDP2, beside its interface.
-_of_group = attrgetter(
-    *("fsdp_params", "mesh_info", "post_forward_mesh_info", "mp_policy", "_use_post_forward_mesh"),
-    *("reduce_grads", "gradient_divide_factor", "_all_reduce_hook", "_post_reduce_event"),
-    *("is_unsharded", "_all_gather_result"),
-)
-_of_parameter = attrgetter(
-    *("sharded_param._local_tensor", "fsdp_placement.dim", "offload_to_cpu", "all_gather_outputs"),
-    *("_orig_size", "_sharded_param_data", "_init_extensions", "_module_info.module", "_module_info.param_name"),
-    *("unsharded_accumulated_grad", "to_sharded_dtensor"),
-)
+def straight_of(group: Group, size: int) -> dict[Parameter, torch.dtype]:
+    """The parameters of a group that are large enough to travel by hooks and can, and in which dtype they do."""
+    found: dict[Parameter, torch.dtype] = {}
+    for parameter in group.parameters:
+        local = parameter.local
+        dtype = group.param_dtype or local.dtype
+        is_plain = type(local) is Tensor and local.is_floating_point() and not local.is_meta
+        is_large = size * local.numel() * dtype.itemsize >= STRAIGHT_BYTES
+        if size > 1 and is_plain and is_large and parameter.rows and parameter.rows % size == 0:
+            found[parameter] = dtype
+    return found
 
 
-def groups_of(module: Any) -> list[Any]:
-    """FSDP2's groups of a module's parameters, one for each mesh. TypeError where FSDP2 keeps them in another way."""
-    try:
-        state = module._get_fsdp_state()
-        every = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        groups = [group for group in every if group is not None]
-        for group in groups:
-            for parameter in _of_group(group)[0]:
-                _of_parameter(parameter)
-    except AttributeError as error:
-        expected = "those of an FSDP2 that is made as this needs it"
-        raise checks.bad_type(
-            "CopyEngines.serve", "modules", expected, f"torch {torch.__version__}: {error}"
-        ) from error
-    return groups
-
-
-def goes_straight(parameter: Any, group: Any, size: int) -> torch.dtype | None:
-    """The dtype in which a parameter of FSDP2's group travels, if it can by hooks and is large enough."""
-    local = parameter.sharded_param._local_tensor
-    dtype: torch.dtype = group.mp_policy.param_dtype or local.dtype
-    rows = parameter._orig_size[0] if len(parameter._orig_size) else 0
-    is_plain = type(local) is Tensor and local.is_floating_point() and not local.is_meta
-    if size == 1 or parameter.offload_to_cpu or not is_plain:
-        return None
-    if parameter.fsdp_placement.dim != 0 or rows % size or size * local.numel() * dtype.itemsize < STRAIGHT_BYTES:
-        return None
-    return dtype
-
-
-def straight_of(group: Any, size: int) -> dict[Any, torch.dtype]:
-    """The parameters of FSDP2's group that travel by hooks, and in which dtype."""
-    found = {parameter: goes_straight(parameter, group, size) for parameter in group.fsdp_params}
-    return {parameter: dtype for parameter, dtype in found.items() if dtype is not None}
-
-
-def shards_of(straight: dict[Any, torch.dtype], memory: Memory, made: Mapping[Any, Shard]) -> list[Shard]:
+def shards_of(straight: dict[Parameter, torch.dtype], memory: Memory, made: Mapping[Parameter, Shard]) -> list[Shard]:
     """Those of the parameters of `straight_of`. A collective call.
 
     made: shards of some of them; the others' are made here.
     """
-    return [
-        made.get(parameter) or Shard(memory, parameter.sharded_param._local_tensor, dtype)
-        for parameter, dtype in straight.items()
-    ]
+    return [made.get(parameter) or Shard(memory, parameter.local, dtype) for parameter, dtype in straight.items()]

@@ -1,4 +1,4 @@
-"""Memory for parameters that all-gathers of FSDP2 bring, and for the parts that other ranks read."""
+"""Experimental: memory for parameters that all-gathers of FSDP2 bring, and for the parts that other ranks read."""
 
 import weakref
 from operator import attrgetter

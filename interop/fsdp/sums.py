@@ -1,4 +1,4 @@
-"""Gradients of weights under FSDP2 that are summed where a rank has the weight, without a reduce-scatter.
+"""Experimental: gradients of weights under FSDP2 that are summed where a rank has the weight, without a reduce-scatter.
 
 FSDP2 would copy a layer's gradients into one buffer on the stream of the products, have that reduced by a collective,
 and sum on multiprocessors that the next layer's products need. Here the products store the gradients of other ranks'
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import moeblaze_cupy as mb
+from moeblaze_cupy.interop.fsdp.private import Group, Parameter
 from moeblaze_cupy.interop.parallel.driver import capture_of
 from moeblaze_cupy.interop.parallel.peers import Peers, others
 from moeblaze_cupy.layer import backward_api as backward
@@ -114,17 +115,17 @@ def _in_order(array: Tensor, transposed: bool) -> Tensor:
 
 
 class Owner:
-    """This rank's part of a parameter of E experts that FSDP2 shards. `parameter` and `group` are FSDP2's."""
+    """This rank's part of a parameter of E experts that FSDP2 shards."""
 
-    def __init__(self, sums: Sums, shard: Any, parameter: Any, group: Any) -> None:
+    def __init__(self, sums: Sums, shard: Any, parameter: Parameter, group: Group) -> None:
         """shard: `fsdp_gather.Shard`."""
         self.sums, self._parameter, self._group = sums, parameter, group
-        self.numel, self.dtype = shard.whole.numel(), parameter.sharded_param.dtype
+        self.numel, self.dtype = shard.whole.numel(), parameter.local.dtype
         self.sums_with = id(sums), id(group)
 
     def is_of(self, variable: Any) -> bool:
         """Whether a leaf of autograd is the whole parameter."""
-        return variable is not None and variable is getattr(self._parameter, "_unsharded_param", None)
+        return self._parameter.is_whole(variable)
 
     def is_ready(self) -> bool:
         """Whether it takes the gradient of this backward. What says so is to be the same on all ranks.
@@ -132,36 +133,23 @@ class Owner:
         False while gradients add up on each rank, or if something of the caller's is to see them when FSDP2 does, or if
         FSDP2 also reduces what a rank has no gradient of.
         """
-        parameter, group = self._parameter, self._group
-        whole = parameter._unsharded_param
-        adds_up = parameter.unsharded_accumulated_grad is not None or whole.grad is not None
-        hooked = getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None) or group._all_reduce_hook
-        reduces_all = getattr(group, "reduce_scatter_unused_params", False)
-        return bool(group.reduce_grads and not (adds_up or hooked or reduces_all))
+        return self._group.reduces_only_gradients and not self._parameter.has_other_gradients
 
     def divisor(self, size: int) -> float:
-        given: float | None = self._group.gradient_divide_factor
+        given = self._group.divide_factor
         return size if given is None else given
 
     def take(self, total: Tensor) -> None:
-        """Sets the gradient of the part, or adds to it, as FSDP2 does after a reduce-scatter. total: contiguous."""
-        parameter = self._parameter.sharded_param
-        local = total.view(parameter._local_tensor.shape)
-        if parameter.grad is None:
-            parameter.grad = self._parameter.to_sharded_dtensor(local)
-            return
-        if self._group._post_reduce_event is not None:  # of another backward, which FSDP2 may have reduced
-            getattr(torch, total.device.type).current_stream().wait_event(self._group._post_reduce_event)
-        parameter.grad._local_tensor += local
+        """Sets the gradient of the part, or adds to it. total: contiguous."""
+        self._parameter.accumulate_gradient(total, self._group)
 
 
-def can_be_summed(parameter: Any, whole: Tensor, group: Any, size: int) -> bool:
-    """Whether the gradient of FSDP2's parameter, whose dtype in products is that of `whole`, is summed so.
+def can_be_summed(parameter: Parameter, whole: Tensor, group: Group, size: int) -> bool:
+    """Whether the gradient of a parameter, whose dtype in products is that of `whole`, is summed so.
 
     It is not where other ranks have the same part, over which FSDP2 sums as well.
     """
-    if getattr(group.mesh_info, "replicate_process_group", None) is not None:
-        return False
     halves = torch.bfloat16, torch.float16
     dtypes = whole.dtype, torch.float32
-    return size <= MOST_RANKS and whole.dtype in halves and whole.dim() == 3 and parameter.sharded_param.dtype in dtypes
+    fits = whole.dtype in halves and whole.dim() == 3 and parameter.local.dtype in dtypes
+    return fits and size <= MOST_RANKS and not group.is_replicated

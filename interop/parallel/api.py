@@ -21,9 +21,9 @@ from moeblaze_cupy.interop.parallel import collectives
 from moeblaze_cupy.interop.parallel.exchanges import Begun, ExpertGroup, Route, required
 from moeblaze_cupy.interop.parallel.routes import Rows
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
+from moeblaze_cupy.interop.torch import private as torch_private
 from moeblaze_cupy.interop.torch.autograd import (
     MainGrad,
-    any_autocast,
     first_derivatives_only,
     main_grads,
     stand_in,
@@ -394,7 +394,7 @@ def expert_parallel_moe(
     gate, up = (*parts, None, None)[:2]
     first, second, given = gate, up, w2  # as the caller has them
     tokens = x  # as `shared` gets them
-    are_tensors = any_autocast() and all(isinstance(of, Tensor) for of in (x, weights, *parts, w2))
+    are_tensors = torch_private.any_autocast() and all(isinstance(of, Tensor) for of in (x, weights, *parts, w2))
     if are_tensors and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights,) = torch_arguments.autocast(x.device.type, (x, gate, up, w2), (weights,))
 

@@ -10,14 +10,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
-from moeblaze_cupy.interop.parallel import collectives
+from moeblaze_cupy.interop.parallel import collectives, private
 from moeblaze_cupy.interop.parallel.collectives import Header, Pending
 
 CALL_BITS = 16  # the lowest of a word
@@ -175,14 +173,8 @@ class HostGloo:
     """The same over gloo, where ranks share no memory."""
 
     def __init__(self, number: int, timeout: float, group: Any) -> None:
-        """number: of the first ExpertGroup that asks.
-
-        torch's `new_group` finds no name for it unless all processes have made equally many groups.
-        """
-        ranks = dist.get_process_group_ranks(group)
-        store = PrefixStore(f"moeblaze_cupy/{number}/{ranks}", _get_default_store())
-        rank, self._group = dist.get_rank(group), group
-        self._backend: Any = dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=timeout))
+        """number: of the first ExpertGroup that asks."""
+        self._group, self._backend = group, private.gloo_backend(f"moeblaze_cupy/{number}", timeout, group)
 
     def close(self) -> None:
         """Ends its threads."""
@@ -193,7 +185,7 @@ class HostGloo:
         here = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         by_rank = here.new_empty((self._backend.size(), len(values)))
         with collectives.named(what, self._group):
-            work = self._backend._allgather_base(by_rank, here)
+            work = private.all_gather(self._backend, by_rank, here)
         return Header(Pending(by_rank, work, what, self._group, here))
 
 
@@ -212,7 +204,7 @@ def connect(
     Raises RuntimeError if other ranks do not answer.
     """
     if group not in _hosts:
-        for ended in [known for known in _hosts if known not in _world.pg_map]:
+        for ended in [known for known in _hosts if not private.is_alive(known)]:
             _hosts.pop(ended).close()
         with collectives.named("connection of hosts", group):
             made: HostMemory | HostGloo | None = share_memory(words, timeout, group)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 
 from moeblaze_cupy.interop.parallel.driver import capture_of
+from moeblaze_cupy.interop.parallel.private import symmetric_memory
 from moeblaze_cupy.rows.api import PeerArray
 
 Tensor = torch.Tensor

@@ -18,6 +18,7 @@ from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.torch import autograd as torch_autograd
 from moeblaze_cupy.interop.torch import fp8 as torch_fp8
 from moeblaze_cupy.interop.torch import operators as torch_ops
+from moeblaze_cupy.interop.torch import private
 from moeblaze_cupy.interop.torch import router as torch_router
 from moeblaze_cupy.interop.torch import router_operators as torch_router_ops
 from moeblaze_cupy.interop.torch import sums as torch_sums
@@ -114,7 +115,7 @@ def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor
     main_grads = {}
     if call.accumulate and torch.is_grad_enabled():
         main_grads = torch_autograd.main_grads(gate, up, w2, call.accumulate)
-    autocast = as_operators or torch_autograd.any_autocast()
+    autocast = as_operators or private.any_autocast()
     if autocast and torch_arguments.in_autocast(x):
         (x, gate, up, w2), (weights, b1_gate, b1_up, b2) = torch_arguments.autocast(
             x.device.type, (x, gate, up, w2), (weights, b1_gate, b1_up, b2)
@@ -428,6 +429,10 @@ class MoE(torch.nn.Module):
         """The names of the parameters of w1 and w2, if all-gathers may bring them in e4m3 alone."""
         only = self.precision is not None and not self.accumulate_into_main_grad
         return ("w1_storage", "w2_storage") if only else ()
+
+    def gather_in_e4m3(self, experts: Any) -> None:
+        """Has forwards use what all-gathers bring in e4m3. experts: a `fsdp.e4m3.Experts`, or None to end it."""
+        self._fp8.gathered = experts
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.w1_storage.transpose(1, 2), self.w2_storage.transpose(1, 2)

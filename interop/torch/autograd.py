@@ -1,7 +1,6 @@
 """The layer for autograd: `EagerMoE` over plain calls, `OperatorMoE` over operators, and gradients in main_grad."""
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks
 from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.interop.torch import private
 from moeblaze_cupy.interop.torch import sums as torch_sums
 from moeblaze_cupy.interop.torch.operators import (
     DIFFERENTIABLE,
@@ -52,16 +52,6 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError(f"{ctx.function}: no second derivatives")
 
 
-def _is_batched(tensor: Tensor | None) -> bool:
-    """Whether vmap, at any level of nested transforms of torch.func, has made this tensor of many."""
-    functorch = torch._C._functorch
-    while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
 def tell_inputs(ctx: Any, *tensors: Tensor | None) -> None:
     """Called by a backward in eager mode: these are the inputs that it reads, for `first_derivatives_only`.
 
@@ -83,7 +73,7 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
 
     def decorate(backward: Backward) -> Backward:
         def eager(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
-            if transformed() and any(map(_is_batched, (*grad_outputs, *ctx.saved_tensors))):
+            if transformed() and any(map(private.is_batched, (*grad_outputs, *ctx.saved_tensors))):
                 expected = "no vmap over its backward, as per-sample gradients have"
                 raise RuntimeError(f"{function}: gradient: expected {expected}, got tensors batched by vmap")
             if not torch.is_grad_enabled():
@@ -118,9 +108,6 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
     return decorate
 
 
-# Whether autocast is on for any device: a quicker question than for one, which follows if the answer is True.
-any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
 KEEP_SAVED = "pass keep_saved=True to moe or MoE"  # what allows a second backward
 OF_GATHERED = ("gate", "up", "w2", *IN_FP8)  # what `fsdp_e4m3.Gathered` gives again in backward
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
@@ -131,20 +118,15 @@ def wanted(tensors: Sequence[Any]) -> bool:
     return (
         torch.compiler.is_compiling()
         or getattr(tensors[0], "is_meta", False)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        or private.number_of_dispatch_modes() > 0
+        or private.has_transforms()
         or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
 def transformed() -> bool:
     """Whether a transform of torch.func is at work, whose tensors do not say whether they require gradients."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def _is_exporting() -> bool:
-    """Whether torch.export runs. torch.compiler.is_exporting is true in all that torch 2.11 compiles."""
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+    return not torch.compiler.is_compiling() and private.has_transforms()
 
 
 def no_export(function: str) -> None:
@@ -152,20 +134,12 @@ def no_export(function: str) -> None:
 
     An exported program has operators in place of autograd Functions, and these have no gradients.
     """
-    if _is_exporting():
+    if private.is_exporting():
         expected = "torch.no_grad() around torch.export, as an exported program has no gradients"
         raise RuntimeError(f"{function}: expected {expected}, got tensors that require a gradient")
 
 
-# torch 2.6 sets no flag, 2.7 and 2.8 none while dynamo traces.
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
-
-    def _is_exporting() -> bool:
-        """As above. While dynamo traces, it knows. Outside of dynamo only torch.export sets this flag."""
-        dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
-        tracing = None if dynamo is None else getattr(dynamo.tls, "current_tx", None)
-        return bool(torch.compiler._is_compiling_flag if tracing is None else getattr(tracing, "export", False))
-
+if not private.HAS_EXPORT_FLAG:
     # Dynamo calls such a function rather than trace it, and keeps the message of what it raises.
     no_export = torch.compiler.assume_constant_result(no_export)  # type: ignore[no-untyped-call]  # torch gives no types
 
@@ -217,7 +191,7 @@ class OperatorMoE(torch.autograd.Function):
     """The layer by operators. What backward needs are outputs, so that transforms of torch.func may replace them.
 
     In eager mode backward calls an operator that overwrites what was saved. In a graph it calls one that does not, and
-    `inductor` puts the other in its place where that memory is free.
+    inductor puts the other in its place where that memory is free.
     """
 
     @staticmethod
@@ -343,7 +317,7 @@ class MainGrad:
 
     def __init__(self, name: str, weight: Tensor, parameter: Tensor | None) -> None:
         """name: of the function and its argument, for errors."""
-        self.name, self.parameter = name, weight if weight.is_leaf else weight._base
+        self.name, self.parameter = name, weight if weight.is_leaf else private.base_of(weight)
         if parameter is not None:
             self.parameter = parameter
         self.shape, self.strides = weight.shape, weight.stride()
@@ -364,7 +338,7 @@ class MainGrad:
                 raise ValueError(f"{self.name}: expected {expected}, got other memory")
             self.first = weight.storage_offset() - whole.storage_offset() if is_part else 0
             return
-        copy = weight._base if is_part else weight  # of all of the parameter
+        copy = private.base_of(weight) if is_part else weight  # of all of the parameter
         if copy is None or copy.numel() != whole.numel():
             expected = "a view of the parameter, or of a copy of all of it in another dtype"
             raise ValueError(f"{self.name}: expected {expected}, got shape {tuple(weight.shape)} of other memory")

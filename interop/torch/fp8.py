@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 import moeblaze_cupy as mb
 from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.interop.torch import private
 from moeblaze_cupy.types import Fp8Weights
 
 Tensor = torch.Tensor
@@ -85,7 +85,7 @@ class Held:
         with torch.inference_mode(False), torch.no_grad():
             made: Fp8Weights = mb.quantize_weights(w1, w2, memory, gate_up=gate_up)
         for field in fp8_checks.FIELDS:  # graphs of compiled code need no copies of them
-            torch._dynamo.mark_static_address(getattr(made, field), guard=False)
+            private.mark_static_address(getattr(made, field), guard=False)
         if not capturing:  # as replays write again what was made in a capture
             self._memory, self._form = made, form
         self.weights, self._in_capture = made, capturing

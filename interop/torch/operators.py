@@ -23,7 +23,7 @@ from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.fp8 import api as quantization
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.fp8 import quantize
-from moeblaze_cupy.interop.torch import inductor
+from moeblaze_cupy.interop.torch import private
 from moeblaze_cupy.interop.torch.schema import concrete, declared, define, describe, nothing, split
 from moeblaze_cupy.layer.api import LayerExtras, forward
 from moeblaze_cupy.types import (
@@ -333,7 +333,7 @@ def _backward(accumulates: bool, overwrites: bool) -> tuple[Callable[..., Any], 
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         if "torch._inductor.graph" in sys.modules:  # else nothing is being compiled by it, and its import takes seconds
-            inductor.register(moe_fwd, {moe_bwd: moe_bwd_, moe_bwd_acc: moe_bwd_acc_})
+            private.let_inductor_overwrite(moe_fwd, {moe_bwd: moe_bwd_, moe_bwd_acc: moe_bwd_acc_})
         call = _BackwardCall.of(arguments, accumulates)
         call.check_kept()
         read = {name: describe(tensor) for name, tensor in call.read.items() if tensor is not None}

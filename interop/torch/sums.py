@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moeblaze_cupy.interop.torch import private
+
 Tensor = torch.Tensor
 _shards: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the whole parameter's storage
 
-# Nodes of autograd that pass a gradient on as it is, in another shape: of views, of what travels in e4m3, of DTensors.
-VIEWS = (
-    *("TransposeBackward0", "PermuteBackward0", "ViewBackward0", "AliasBackward0"),
-    *("_ShapeBackward", "_ToTorchTensorBackward"),
-)
+# Nodes of autograd that pass a gradient on as it is, in another shape. The first is of what travels in e4m3.
+VIEWS = ("_ShapeBackward", *private.VIEW_NODES)
 
 
 class Owners(NamedTuple):
@@ -29,7 +28,7 @@ class Owners(NamedTuple):
     def ready(self, needs: tuple[str, ...]) -> tuple[str, ...]:
         """Those of "w1" and "w2" in `needs` if their owners take them in this backward, else none."""
         names = tuple(name for name in ("w1", "w2") if name in needs)
-        taken = all(getattr(self, name).is_ready() and _is_reached(self.nodes[name == "w2"]) for name in names)
+        taken = all(getattr(self, name).is_ready() and private.is_reached(self.nodes[name == "w2"]) for name in names)
         return names if taken else ()
 
     def sum(self, weights: tuple[Tensor, Tensor], pending: Any, names: tuple[str, ...]) -> None:
@@ -38,31 +37,23 @@ class Owners(NamedTuple):
         getattr(self, names[0]).sums.sum(of, pending)
 
 
-def _is_reached(node: Any) -> bool:
-    """Whether this backward goes on to a node, which torch.autograd.grad by other tensors does not."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad by the node's own tensor, which is to be returned
-        return False
-
-
 def register(whole: Tensor, shard: Any) -> None:
     """shard: a `fsdp_gather.Shard` of what is in whole's storage. It keeps `whole`, and is forgotten with its end."""
-    _shards[whole.untyped_storage()._cdata] = shard
+    _shards[private.storage_id(whole)] = shard
 
 
 def expect_gathered(*weights: Tensor | None) -> None:
     """Raises RuntimeError for a weight that has been freed, as other modules may have its memory."""
     if _shards:
         for weight in weights:
-            shard = None if weight is None else _shards.get(weight.untyped_storage()._cdata)
+            shard = None if weight is None else _shards.get(private.storage_id(weight))
             if shard is not None:
                 shard.expect_there()
 
 
 def _owner(weight: Tensor) -> Any:
     """Of a weight (E, M, N) that is all of a parameter, in either memory order; None without one."""
-    owner = getattr(_shards.get(weight.untyped_storage()._cdata), "owner", None)
+    owner = getattr(_shards.get(private.storage_id(weight)), "owner", None)
     if owner is None or weight.dim() != 3:  # which the layer's checks name
         return None
     E, M, N = weight.shape

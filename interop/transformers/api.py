@@ -8,12 +8,12 @@ import os
 from typing import Any, NamedTuple
 
 import torch
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from moeblaze_cupy import checks
 from moeblaze_cupy.fp8 import checks as fp8_checks
+from moeblaze_cupy.interop.transformers import private
 from moeblaze_cupy.interop.transformers.experts import arguments_of, experts, layer_options, set_held, unfit, weights_of
-from moeblaze_cupy.interop.transformers.formula import foreign_forward, formula_of, is_dispatched, name_of, refuse
+from moeblaze_cupy.interop.transformers.formula import foreign_forward, formula_of, name_of, refuse
 from moeblaze_cupy.interop.transformers.patches import CALLERS, OUT_OF_REACH, PATCHES, bind, is_bound, set_held_bound
 from moeblaze_cupy.types import SAVE_POLICIES
 
@@ -40,7 +40,7 @@ def register(
     """
     checks.one_of("register", "save", save, SAVE_POLICIES)
     checks.one_of("register", "precision", precision, fp8_checks.PRECISIONS)
-    if name == "eager" or (name in ExpertsInterface._global_mapping and name not in _PRECISIONS):
+    if name == "eager" or (private.is_registered(name) and name not in _PRECISIONS):
         raise checks.bad_value("register", "name", "one that transformers does not use itself", repr(name))
     falls_back = _falls_back(fallback) and precision is None
 
@@ -52,7 +52,7 @@ def register(
         reason = formula.reason or unfit(parameters)
         if reason:
             refuse(type(self), reason, "grouped_mm", falls_back)
-            out: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+            out: torch.Tensor = private.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
             return out
         return experts(
             self,
@@ -67,7 +67,7 @@ def register(
         )
 
     _PRECISIONS[name] = precision
-    ExpertsInterface.register(name, forward)
+    private.ExpertsInterface.register(name, forward)
 
 
 _PRECISIONS: dict[str, str | None] = {}  # by the names under which the layer is registered
@@ -93,7 +93,7 @@ def quantize_weights(model: torch.nn.Module, *, hold: bool = True) -> tuple[str,
         if is_bound(module):
             if module.moeblaze_options.get("precision") is not None:
                 held[name] = set_held_bound(name, module, hold)
-        elif is_dispatched(module) and _PRECISIONS.get(module.config._experts_implementation) is not None:
+        elif private.is_dispatched(module) and _PRECISIONS.get(private.experts_implementation(module)) is not None:
             formula = formula_of(module)
             if formula.activation is None:
                 raise NotImplementedError(f"moeblaze: {name_of(type(module))}: {formula.reason}")
@@ -163,10 +163,10 @@ def _serve(module: Any, caller: Any, options: dict[str, Any], falls_back: bool) 
         return bind(module, caller, options, falls_back)
     if kind in OUT_OF_REACH:
         return OUT_OF_REACH[kind]
-    if not is_dispatched(module):
-        parameters = module._parameters
-        return "transformers does not dispatch its class" if _EXPERTS.issubset(parameters) else None
-    implementation = module.config._experts_implementation
+    if not private.is_dispatched(module):
+        has_experts = private.parameter_names(module) >= _EXPERTS
+        return "transformers does not dispatch its class" if has_experts else None
+    implementation = private.experts_implementation(module)
     if implementation not in _PRECISIONS:
         return f"its experts implementation is {implementation!r}"
     return foreign_forward(module) or formula_of(module).reason

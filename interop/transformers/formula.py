@@ -18,6 +18,7 @@ import torch
 from transformers.activations import ACT2FN
 
 import moeblaze_cupy as mb
+from moeblaze_cupy.interop.transformers import private
 from moeblaze_cupy.types import ACTIVATIONS, is_gated
 
 Path = tuple[str, ...]
@@ -201,7 +202,7 @@ def _gate_of(module: Any, activation: str) -> Any:
         return "glu", activation
     if not getattr(module, "has_gate", True):
         return "plain", "act_fn"
-    return None if "_apply_gate" in module.__dict__ else type(module)._apply_gate
+    return private.gate_method(module)
 
 
 def _holds(module: Any, reads: tuple[Read, ...]) -> bool:
@@ -210,29 +211,23 @@ def _holds(module: Any, reads: tuple[Read, ...]) -> bool:
         for name in path:
             part = getattr(part, name, None)
         if kind is not None:
-            if type(part) is not kind or has_hooks(part):
+            if type(part) is not kind or private.has_hooks(part):
                 return False
         elif part is not value and not (_is_constant(part) and part == value):
             return False
     return True
 
 
-def has_hooks(module: Any) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 def _is_constant(part: Any) -> bool:
     return isinstance(part, (int, float, str)) and not isinstance(part, bool)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _found(gate: Any) -> tuple[Formula, ...]:
     return _FOUND.get(gate, ())
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def _formula_at(address: int, activation: str) -> Formula:
     """`_formula` of the module with this `id`, which guards the graph. Dynamo of torch 2.11 and older hands over no
     module itself."""
@@ -292,7 +287,7 @@ def _value(module: Any, path: Path, reads: list[Read]) -> Any:
         reads.append(Read(path, None, math.nan))  # which equals nothing, so that the next call looks again
         raise _UnknownError(f"its {'.'.join(path)} is no number and no known function, but of {type(part)}")
     reads.append(Read(path, type(part), None))
-    if has_hooks(part):
+    if private.has_hooks(part):
         raise _UnknownError(f"its {'.'.join(path)} has hooks")
     if type(part) is torch.nn.GELU:
         return "gelu_tanh" if _value(module, (*path, "approximate"), reads) == "tanh" else "gelu"
@@ -393,7 +388,7 @@ class _Normaliser(ast.NodeTransformer):
         return ast.Name(f"free {self.free.setdefault(path, len(self.free))}", ast.Load())
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch gives it none
 def refuse(kind: type, reason: str, instead: str, falls_back: bool) -> None:
     """Warns, once for each class and reason, or raises NotImplementedError."""
     name = name_of(kind)
@@ -433,8 +428,3 @@ def foreign_forward(module: Any) -> str:
 def _origin(forward: Any) -> str:
     inner = inspect.unwrap(forward)
     return str(getattr(getattr(inner, "__func__", inner), "__module__", None))
-
-
-def is_dispatched(module: Any) -> bool:
-    """Whether transformers lets an implementation compute this module: its decorator sets both attributes."""
-    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")

@@ -20,7 +20,8 @@ from moeblaze_cupy.interop.parallel.api import expert_parallel_moe
 from moeblaze_cupy.interop.parallel.exchanges import ExpertGroup, collect, exchange
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.transformers import experts as transformers_experts
-from moeblaze_cupy.interop.transformers.formula import formula_of, is_dispatched, name_of
+from moeblaze_cupy.interop.transformers import private
+from moeblaze_cupy.interop.transformers.formula import formula_of, name_of
 from moeblaze_cupy.interop.transformers.patches import OUT_OF_REACH, PATCHES
 from moeblaze_cupy.types import SAVE_POLICIES
 
@@ -108,7 +109,7 @@ def _has_experts(name: str, module: Any) -> bool:
         raise NotImplementedError(
             f"parallelize_experts: {name}: {kind}: its experts are not dispatched by transformers"
         )
-    if not is_dispatched(module):
+    if not private.is_dispatched(module):
         return False
     weights = transformers_experts.weights_of(module)
     reason = formula_of(module).reason or transformers_experts.unfit(weights)

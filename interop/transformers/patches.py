@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from moeblaze_cupy.interop.torch.fp8 import Weight
+from moeblaze_cupy.interop.transformers import private
 from moeblaze_cupy.interop.transformers.experts import fp8_options, layer, set_held, unfit
-from moeblaze_cupy.interop.transformers.formula import Formula, foreign_forward, formula_of, has_hooks, name_of, refuse
+from moeblaze_cupy.interop.transformers.formula import Formula, foreign_forward, formula_of, name_of, refuse
 
 Tensor = torch.Tensor
 
@@ -97,7 +98,7 @@ def _bypassed(module: Any, parts: Mapping[str, str]) -> str:
     """Which of the parts does more in a call than its class does, so that its weights alone do not tell, or ""."""
     for name, kind in parts.items():
         part = getattr(module, name)
-        if type(part).__name__ != kind or "forward" in part.__dict__ or has_hooks(part):
+        if type(part).__name__ != kind or "forward" in part.__dict__ or private.has_hooks(part):
             return f"its {name} is wrapped or has hooks"
     return ""
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (  # noqa: E402
     create_selective_checkpoint_contexts,
 )
 
-from moeblaze_cupy.interop.torch import MoE, inductor, moe, route  # noqa: E402
+from moeblaze_cupy.interop.torch import MoE, moe, private, route  # noqa: E402
 from moeblaze_cupy.interop.torch import operators as torch_ops  # noqa: E402
 from tests.torch_versions import CHECKPOINTS_COMPILED_FUNCTIONS, NAMES_EXCEPTIONS_OF_COMPILED_CODE  # noqa: E402
 
@@ -166,11 +166,11 @@ def test_inductor_of_another_version(monkeypatch):
     import torch._inductor.lowering
 
     pairs = {torch_ops.moe_bwd: torch_ops.moe_bwd_}
-    assert inductor.register(torch_ops.moe_fwd, pairs)
+    assert private.let_inductor_overwrite(torch_ops.moe_fwd, pairs)
     for operator in pairs:
         monkeypatch.delitem(torch._inductor.lowering.lowerings, operator)
     monkeypatch.delattr(torch._inductor.ir, "DonatedBuffer")
-    assert not inductor.register(torch_ops.moe_fwd, pairs)
+    assert not private.let_inductor_overwrite(torch_ops.moe_fwd, pairs)
     assert torch_ops.moe_bwd not in torch._inductor.lowering.lowerings
 
 

@@ -1,0 +1,53 @@
+"""Names of transformers and of torch.nn.Module that are private or undocumented.
+
+Tested with transformers 5.17, 5.23 and 5.24, and torch 2.6, 2.11 and 2.13. A later version may lack any of them.
+"""
+
+from typing import Any
+
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+# `ExpertsInterface.register` is documented. Its module and the function, which computes by grouped products, are not.
+__all__ = [
+    "ExpertsInterface",
+    "experts_implementation",
+    "gate_method",
+    "grouped_mm_experts_forward",
+    "has_hooks",
+    "is_dispatched",
+    "is_registered",
+    "parameter_names",
+]
+
+
+def is_registered(name: str) -> bool:
+    """Whether transformers has an experts implementation of this name, its own or another library's."""
+    return name in ExpertsInterface._global_mapping
+
+
+def experts_implementation(module: Any) -> str:
+    """The name of the implementation that transformers has compute this module, as the model's config has it."""
+    name: str = module.config._experts_implementation
+    return name
+
+
+def is_dispatched(module: Any) -> bool:
+    """Whether transformers lets an implementation compute this module: its decorator sets both attributes."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
+
+
+def gate_method(module: Any) -> Any:
+    """`_apply_gate` of the module's class, which makes hidden rows of gate and up columns; None if it is replaced."""
+    return None if "_apply_gate" in module.__dict__ else type(module)._apply_gate
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether a call of the module runs more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def parameter_names(module: Any) -> set[str]:
+    """The names of the module's own parameters, without making tensors of them as parametrisations do."""
+    return set(module._parameters)
