@@ -5,5 +5,6 @@ operator registry and compiler.
 """
 
 from moeblaze_cupy.interop.torch.api import MoE, Routed, moe, route
+from moeblaze_cupy.interop.torch.balancing import load_balancing_loss, update_bias, z_loss
 
-__all__ = ["MoE", "Routed", "moe", "route"]
+__all__ = ["MoE", "Routed", "load_balancing_loss", "moe", "route", "update_bias", "z_loss"]

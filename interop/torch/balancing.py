@@ -1,0 +1,72 @@
+"""Losses and the bias step that balance the load of the experts, of what `route` or a `MoE` has returned."""
+
+import torch
+
+from moeblaze_cupy import checks
+from moeblaze_cupy.types import RouterSums
+
+
+def _asked(function: str, sums: RouterSums | None, field: str, name: str) -> torch.Tensor:
+    found = getattr(sums, field, None)
+    if found is None:
+        expected = f"RouterSums with {field}: pass sums=({name},) to route or to MoE"
+        raise checks.bad_type(function, "sums", expected, "None" if sums is None else "none of them")
+    tensor: torch.Tensor = found
+    return tensor
+
+
+def _counts(function: str, counts: torch.Tensor, experts: int) -> torch.Tensor:
+    if not isinstance(counts, torch.Tensor):
+        raise checks.bad_type(function, "counts", "a torch tensor", type(counts))
+    if counts.dim() not in (1, 2) or counts.shape[-1] != experts:
+        raise checks.bad_value(function, "counts", f"shape (S, E) or (E,) with E = {experts}", tuple(counts.shape))
+    return counts
+
+
+def load_balancing_loss(counts: torch.Tensor, sums: RouterSums) -> torch.Tensor:
+    """E Σ f q, a scalar: 1 at balance, and E if one expert has all tokens and all of their scores.
+
+    f is an expert's share of the slots and has no gradient. q is its share of the tokens' scores. With S sequences
+    the loss is the mean of the losses of each, which is DeepSeek's and Megatron's loss per sequence.
+    counts: (S, E), (1, E) or (E,), of any integer or floating-point dtype: slots of each expert, as
+    `moeblaze_cupy.tokens_per_expert` gives them. Of a larger batch than this call, add them up over micro-batches, or
+    over ranks by all_reduce, first.
+    sums: `moeblaze_cupy.RouterSums` with score_sums (S, E), of `route` or `MoE` with sums=("softmax",), or the name of
+    another score.
+    Returns float32, or float64 of such logits, differentiable in the logits. Raises TypeError for sums without
+    score_sums, and ValueError for counts of another number of experts.
+    Source: Switch Transformers, arXiv 2101.03961, section 2.2, for k experts per token.
+    """
+    scores = _asked("load_balancing_loss", sums, "score_sums", '"softmax"')
+    slots = _counts("load_balancing_loss", counts, scores.shape[1]).detach().to(scores.dtype)
+    slots = slots / slots.sum(dim=-1, keepdim=True).clamp(min=1)
+    tokens = scores.detach().sum(dim=1, keepdim=True).clamp(min=1)  # a token's scores add up to 1
+    return scores.shape[1] * (slots * scores / tokens).sum(dim=1).mean()
+
+
+def z_loss(sums: RouterSums, tokens: int | torch.Tensor) -> torch.Tensor:
+    """The mean over tokens of the squared log-sum-exp of their logits, a scalar. It keeps logits small.
+
+    sums: `moeblaze_cupy.RouterSums` with z_sums (S,), of `route` or `MoE` with sums=("z",).
+    tokens: their number, L without a token_mask.
+    Returns float32, or float64 of such logits, differentiable in the logits. Raises TypeError for sums without z_sums.
+    Source: ST-MoE, arXiv 2202.08906, equation 5.
+    """
+    return _asked("z_loss", sums, "z_sums", '"z"').sum() / tokens
+
+
+@torch.no_grad()
+def update_bias(bias: torch.Tensor, counts: torch.Tensor, step: float = 1e-3) -> None:
+    """Moves each expert's selection bias by `step`, in place: up below the mean load, down above it.
+
+    Call it once per optimizer step, not in forward, which checkpointing runs twice.
+    bias: (E,) float32, such as the buffer `bias` of MoE(bias=True).
+    counts: (S, E) or (E,): slots of each expert since the last step, of all micro-batches and ranks.
+    Raises TypeError for a bias that is not float32, in which small steps would be lost, and ValueError for counts of
+    another number of experts.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    if bias.dtype != torch.float32:
+        raise checks.bad_type("update_bias", "bias", "torch.float32", bias.dtype)
+    slots = _counts("update_bias", counts, len(bias)).reshape(-1, len(bias)).sum(dim=0).to(bias.dtype)
+    bias += step * torch.sign(slots.mean() - slots)
