@@ -92,7 +92,9 @@ def _needed() -> tuple[Any, Any]:
         importlib.import_module("pytest_benchmark")
         return importlib.import_module("pytest"), importlib.import_module("torch")
     except ImportError as error:
-        raise CommandError(f"needs pytest, pytest-benchmark and torch: {error}") from error
+        raise CommandError(
+            f'needs pytest, pytest-benchmark and torch: pip install -e ".[test,torch]" ({error})'
+        ) from error
 
 
 def _check_names(args: argparse.Namespace, suites: list[str]) -> None:

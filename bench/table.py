@@ -75,11 +75,11 @@ def merged_layers(rows: Iterable[Row]) -> list[dict]:
 
 
 def layer_table(rows: Iterable[Row]) -> list[str]:
-    """Bound ms, provider ms and their ratio for forward and forward with backward, saved and peak MiB."""
+    """Bound, provider and their ratio for forward (f) and for forward with backward (f+b); saved and peak memory."""
     merged = merged_layers(rows)
     bounds = {(e["case"], e["order"]): e for e in merged if e["provider"] == "cublas_bound"}
-    head = ["case", "order", "provider", "bound f", "f", "ratio", "bound f+b", "f+b", "ratio", "saved", "peak MiB"]
-    lines = [head]
+    head = ["case", "order", "provider", "bound f ms", "f ms", "times bound", "bound f+b ms", "f+b ms", "times bound"]
+    lines = [[*head, "saved MiB", "peak MiB"]]
     for entry in [e for e in merged if e["provider"] != "cublas_bound"] or merged:
         bound = bounds.get((entry["case"], entry["order"]), {})
         cells = [entry["case"], entry["order"], entry["provider"]]
@@ -106,10 +106,10 @@ _FIGURES = (
 
 
 def plain_table(rows: list[Row]) -> list[str]:
-    """One line per row: its names, us, and the figures that any row of the table has."""
+    """One line per row: its names, µs, and the figures that any row of the table has."""
     names = [name for name in _NAMES if any(name in row for row in rows)]
     figures = [f for f in _FIGURES if any(row.get(f[1]) is not None for row in rows)]
-    lines = [[*names, "us", *(title for title, _, _ in figures)]]
+    lines = [[*names, "µs", *(title for title, _, _ in figures)]]
     for row in rows:
         cells = [str(row.get(name, "")) for name in names] + [number(row["seconds"] * 1e6)]
         lines.append(cells + [number(row.get(key), digits) for _, key, digits in figures])

@@ -1,7 +1,8 @@
-"""Command line: `python -m moeblaze_cupy info|compile|explain|plan`."""
+"""Command line: `moeblaze info|compile|explain|plan`, or `python -m moeblaze_cupy` with the same words."""
 
 import argparse
 import importlib
+import os
 import sys
 
 from moeblaze_cupy import __version__
@@ -13,6 +14,7 @@ DTYPES = ("float32", "bfloat16", "float16")  # of the kernels
 ORDERS = ("row", "transposed")
 GPUS = ("h200", "h100", "a100", "l40s", "rtx4090", "b200")  # whose limits `explain` knows
 TIERS = ("sm80", "sm90")
+SCRIPT = "moeblaze"  # the command that an installation brings
 MAX_WIDTH = 2**18  # of d and h: wider than any model's; the portable kernels have a launch per 256 of d's columns
 
 
@@ -61,19 +63,26 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", action="store_true", help="add weight gradients to a caller's sums in float32")
 
 
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs; sizes are in bytes")
+
+
 def build_parser() -> argparse.ArgumentParser:
+    is_script = os.path.basename(sys.argv[0]).partition(".")[0] == SCRIPT
     parser = argparse.ArgumentParser(
-        prog="python -m moeblaze_cupy", description="Mixture-of-Experts training kernels without routed buffers."
+        prog=SCRIPT if is_script else "python -m moeblaze_cupy",
+        description="Mixture-of-Experts training kernels without routed buffers.",
     )
     parser.add_argument("--version", action="version", version=f"moeblaze_cupy {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="command")
 
-    commands.add_parser(
+    info = commands.add_parser(
         "info",
-        help="versions, GPUs and kernel cache: what to put in a bug report",
-        description="Prints versions, GPUs, driver and kernel cache, one fact per line, for a bug report. Works also "
-        "where the installation is broken.",
+        help="what this machine runs on, versions, GPUs and kernel cache: what to put in a bug report",
+        description="Says whether this machine runs on a GPU or on NumPy, and why. Prints versions, GPUs, driver and "
+        "kernel cache, one fact per line, for a bug report. Works also where the installation is broken.",
     )
+    _add_json(info)
 
     compile_ = commands.add_parser(
         "compile",
@@ -94,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_passes(explain)
     explain.add_argument("--gpu", choices=GPUS, help="a GPU by name (the one here, or h200 where there is none)")
     explain.add_argument("--tier", choices=TIERS, help="force the portable kernels, or Hopper's (what the GPU has)")
+    _add_json(explain)
 
     plan = commands.add_parser(
         "plan",
@@ -105,16 +115,23 @@ def build_parser() -> argparse.ArgumentParser:
         "--tier", choices=TIERS, default="sm90",
         help="kernels: Hopper's, where sizes and dtype allow them, or the portable ones (%(default)s)",
     )  # fmt: skip
+    _add_json(plan)
 
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand; returns its exit code, as `run_guarded` has them. argparse raises SystemExit for options it
-    cannot read."""
+    """Runs one subcommand; returns its exit code, as `run_guarded` has them. Without one it prints the help.
+
+    argparse raises SystemExit for options it cannot read.
+    """
 
     def run() -> int:
-        args = build_parser().parse_args(argv)
+        parser = build_parser()
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 0
         # Only the subcommand's module is imported: `info` must work where what the others need does not.
         return run_guarded(
             f"moeblaze_cupy {args.command}",

@@ -97,4 +97,4 @@ def test_it_says_what_it_needs(monkeypatch, capsys):
     assert bench_command.main("--quick") == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith("python -m bench: needs pytest, pytest-benchmark and torch")
+    assert captured.err.startswith("python -m bench: needs pytest, pytest-benchmark and torch: pip install -e ")

@@ -127,7 +127,7 @@ def import_cupy() -> Any:
     except ImportError as error:
         raise RuntimeError(
             "moeblaze_cupy: CuPy: expected an importable cupy for CUDA arrays "
-            f'(in a checkout: pip install -e ".[cuda13]" or ".[cuda12]"), got {error!r}'
+            f'(pip install "moeblaze-cupy[cuda13]" or "moeblaze-cupy[cuda12]"), got {error!r}'
         ) from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()

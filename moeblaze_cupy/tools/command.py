@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
 class CommandError(Exception):
@@ -42,6 +44,10 @@ def positive_number(text: str) -> float:
         if 0 < value < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+
+
+def print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(data, indent=2))
 
 
 def run_guarded(name: str, run: Callable[[], int]) -> int:

@@ -2,14 +2,15 @@
 
 import dataclasses
 from argparse import Namespace
+from typing import Any
 
 from moeblaze_cupy.cuda import launch_config, loader
 from moeblaze_cupy.cuda.launch_config import DeviceLimits
 from moeblaze_cupy.tools import dry_run
-from moeblaze_cupy.tools.command import CommandError, one_line
+from moeblaze_cupy.tools.command import CommandError, one_line, print_json
 from moeblaze_cupy.tools.dry_run import Allocation, Pass
 from moeblaze_cupy.tools.memory import LayerShape, format_bytes
-from moeblaze_cupy.tools.sizes import layer_shape, save_policy, slot_options
+from moeblaze_cupy.tools.sizes import as_json, layer_shape, save_policy, slot_options
 
 # Multiprocessors from NVIDIA's data sheets; shared memory per CTA and per multiprocessor from the table of compute
 # capabilities in NVIDIA's CUDA programming guide.
@@ -33,7 +34,10 @@ def run(args: Namespace) -> int:
         passes = dry_run.layer(s, save, limits, args.accumulate).passes
     except ValueError as error:  # what this GPU's dispatch cannot take
         raise CommandError(one_line(error)) from error
-    print("\n".join(report(s, save, name, limits, passes)))
+    if args.json:
+        print_json(facts(s, save, name, limits, passes))
+    else:
+        print("\n".join(report(s, save, name, limits, passes)))
     return 0
 
 
@@ -58,6 +62,47 @@ def _gpu(preset: str | None, tier: str | None) -> tuple[str, DeviceLimits]:
         got = f"{capability // 10}.{capability % 10} ({name})"
         raise CommandError(f"--tier sm90: expected a GPU of compute capability 9.0, got {got}")
     return name, dataclasses.replace(limits, tier=tier)
+
+
+def facts(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, passes: tuple[Pass, ...]) -> dict[str, Any]:
+    """What `report` says, for JSON. A buffer is alive during the launches made .. freed - 1, which count from 0."""
+    return {
+        "layer": as_json(s) | {"save": save},
+        "gpu": {"name": gpu, **dataclasses.asdict(limits)},
+        "passes": [
+            {
+                "pass": of_pass.name,
+                "launches": [
+                    {
+                        "source": launch.variant.source,
+                        "kernel": launch.variant.entry,
+                        "constants": dict(launch.variant.macros),
+                        "grid": launch.blocks,
+                        "threads": launch.threads,
+                        "shared_bytes": launch.shared_bytes,
+                        "tiles": launch.tiles and launch.tiles._asdict(),
+                        "why": launch.why,
+                    }
+                    for launch in of_pass.run.launches
+                ],
+                "buffers": [
+                    {
+                        "name": of_pass.contents(allocation),
+                        "shape": allocation.shape,
+                        "dtype": allocation.dtype,
+                        "nbytes": allocation.nbytes,
+                        "made": allocation.made,
+                        "freed": allocation.freed,
+                    }
+                    for allocation in of_pass.run.allocations
+                ],
+                "peak_bytes": of_pass.peak_bytes,
+                "kept_bytes": of_pass.kept_bytes,
+                "kept": list(of_pass.kept),
+            }
+            for of_pass in passes
+        ],
+    }
 
 
 def report(s: LayerShape, save: str | None, gpu: str, limits: DeviceLimits, passes: tuple[Pass, ...]) -> list[str]:

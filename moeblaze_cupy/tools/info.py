@@ -1,6 +1,7 @@
-"""`info`: one fact per line. Every probe is guarded, so a broken installation still gets its report and exit code 0.
+"""`info`: what this machine runs on, then one fact per line.
 
-CuPy is imported inside the probes only: importing it may be what is broken.
+Every probe is guarded, so a broken installation still gets its report and exit code 0. CuPy is imported inside the
+probes only: importing it may be what is broken.
 """
 
 import argparse
@@ -14,15 +15,22 @@ from importlib import metadata
 from typing import Any
 
 from moeblaze_cupy.cuda import launch_config
-from moeblaze_cupy.tools.command import one_line
+from moeblaze_cupy.tools.command import one_line, print_json
 from moeblaze_cupy.tools.memory import format_bytes
 
 WIDTH = 22
+KERNELS = {"sm80": "the portable kernels", "sm90": "the Hopper kernels"}
+EXTRA = '"moeblaze-cupy[{}]"'
+# What `pip install` is given for a distribution that this package can do without.
+INSTALLS = {"torch": EXTRA.format("torch"), "triton": "triton", "transformers": EXTRA.format("transformers")}
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, probe in _facts():
-        print(f"{name:<{WIDTH}}{_guarded(probe)}")
+    facts = {name: _guarded(probe) for name, probe in _facts()}
+    if args.json:
+        print_json(facts)
+    else:
+        print("\n".join(f"{name:<{WIDTH}}{fact}" for name, fact in facts.items()))
     return 0
 
 
@@ -30,29 +38,37 @@ def _guarded(probe: Callable[[], str]) -> str:
     try:
         return probe()
     except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # CuPy hides the dynamic loader's message under a page of advice
-            cause = cause.__cause__
-        return f"unavailable: {one_line(cause)}"
+        return f"unavailable: {_reason(error)}"
+
+
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None:  # CuPy hides the dynamic loader's message under a page of advice
+        error = error.__cause__
+    return one_line(error)
 
 
 def _facts() -> list[tuple[str, Callable[[], str]]]:
-    facts = [
+    facts: list[tuple[str, Callable[[], str]]] = [
+        ("this machine", _verdict),
         ("moeblaze_cupy", _own_version),
         ("python", lambda: f"{platform.python_version()} on {platform.platform()} ({sys.executable})"),
         ("numpy", lambda: __import__("numpy").__version__),
         ("ml_dtypes", lambda: __import__("ml_dtypes").__version__),
-        ("cupy", lambda: __import__("cupy").__version__),
-        ("torch", lambda: metadata.version("torch")),  # not imported: that takes seconds
-        ("CUDA runtime", lambda: _cuda_version(_cupy().cuda.runtime.runtimeGetVersion())),
-        ("NVRTC", lambda: "{}.{}".format(*_cupy().cuda.nvrtc.getVersion())),
-        ("CUDA driver", _driver_version),
+        ("cupy", _cupy_version),
+        *((name, functools.partial(_version, name)) for name in INSTALLS),
+        ("CUDA driver", lambda: f"supports CUDA {_cuda_version(_driver())}"),
     ]
     try:
-        count = _cupy().cuda.runtime.getDeviceCount()
-    except Exception:
-        count = 0
-    for device in range(max(count, 1)):  # without a GPU, the same lines say why
+        runtime = _cupy().cuda.runtime
+    except Exception:  # the line of CuPy says why
+        runtime = None
+    if runtime:
+        facts += [
+            ("CUDA runtime", lambda: _cuda_version(runtime.runtimeGetVersion())),
+            ("NVRTC", lambda: "{}.{}".format(*_cupy().cuda.nvrtc.getVersion())),
+            ("GPUs", lambda: str(runtime.getDeviceCount())),
+        ]
+    for device in range(_count()):
         facts += [
             (f"GPU {device} name", functools.partial(_device_name, device)),
             (f"GPU {device} capability", functools.partial(_device_capability, device)),
@@ -62,10 +78,74 @@ def _facts() -> list[tuple[str, Callable[[], str]]]:
     return [*facts, ("kernel cache", _kernel_cache), ("MOEBLAZE_TIER", _forced_tier)]
 
 
+def _verdict() -> str:
+    """The kernels of each GPU, or why NumPy has to do."""
+    uses: dict[str, list[str]] = {}
+    refused = []
+    for device in range(_count()):
+        name = _guarded(functools.partial(_device_name, device))
+        try:
+            uses.setdefault(KERNELS[_device_tier(device)], []).append(name)
+        except Exception as error:
+            refused.append(f"{name}: {_reason(error)}")
+    if uses:
+        return "; ".join(f"uses {kernels} on {', '.join(names)}" for kernels, names in uses.items())
+    return f"runs on NumPy, because {'; '.join(refused) or _why_no_gpu()}"
+
+
+def _why_no_gpu() -> str:
+    try:
+        _driver()
+    except Exception as error:
+        return f"it has no NVIDIA driver: {_reason(error)}"
+    try:
+        _cupy().cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return _no_cupy() if _is_missing(error) else f"CuPy cannot be used: {_reason(error)}"
+    return "the NVIDIA driver finds no GPU"
+
+
+def _count() -> int:
+    """Of GPUs that CuPy can use."""
+    try:
+        return int(_cupy().cuda.runtime.getDeviceCount())
+    except Exception:
+        return 0
+
+
 def _cupy() -> Any:
     import cupy
 
     return cupy
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+
+
+def _no_cupy() -> str:
+    try:
+        extras = ["cuda13" if _driver() >= 13000 else "cuda12"]
+    except Exception:
+        extras = ["cuda13", "cuda12"]
+    return f"CuPy is not installed: pip install {' or '.join(map(EXTRA.format, extras))}"
+
+
+def _cupy_version() -> str:
+    try:
+        return str(_cupy().__version__)
+    except Exception as error:
+        if _is_missing(error):
+            return _no_cupy().removeprefix("CuPy is ")
+        raise
+
+
+def _version(distribution: str) -> str:
+    """Without importing it, which may take seconds."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return f"not installed: pip install {INSTALLS[distribution]}"
 
 
 def _own_version() -> str:
@@ -79,14 +159,14 @@ def _cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _driver_version() -> str:
-    """The newest CUDA version the driver supports, asked of the driver itself: CuPy may be absent."""
+def _driver() -> int:
+    """The newest CUDA version the driver supports, 13000 for 13.0, asked of the driver itself: CuPy may be absent."""
     driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     version = ctypes.c_int(0)
     error = driver.cuDriverGetVersion(ctypes.byref(version))
     if error:
         raise RuntimeError(f"cuDriverGetVersion returned {error}")
-    return f"supports CUDA {_cuda_version(version.value)}"
+    return version.value
 
 
 def _properties(device: int) -> dict[str, Any]:
@@ -113,7 +193,7 @@ def _device_memory(device: int) -> str:
 
 
 def _device_tier(device: int) -> str:
-    return launch_config.tier(_capability(device))
+    return launch_config.tier(_capability(device), os.environ.get("MOEBLAZE_TIER"))
 
 
 def _kernel_cache() -> str:

@@ -2,72 +2,122 @@
 
 import argparse
 import dataclasses
+from typing import Any
 
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.tools import dry_run, memory
+from moeblaze_cupy.tools.command import print_json
 from moeblaze_cupy.tools.dry_run import Allocation, DryRun, Pass, allocation_of
 from moeblaze_cupy.tools.memory import Term, format_bytes
-from moeblaze_cupy.tools.sizes import layer_shape, slot_options
+from moeblaze_cupy.tools.sizes import as_json, layer_shape, slot_options
 
 POLICIES = ("recompute", "fp8", "minimal", "paper", None)  # by what they save
+ROUTED = "routed buffers"
 
 
 def run(args: argparse.Namespace) -> int:
     s = layer_shape(args, args.tier)
     limits = dataclasses.replace(launch_config.H200, tier=args.tier)
     runs = {save or "inference": dry_run.layer(s, save, limits) for save in POLICIES}
-    print("\n".join(report(s, runs, memory.routed_layer(s))))
+    if args.json:
+        print_json(facts(s, runs))
+    else:
+        print("\n".join(report(s, runs)))
     return 0
 
 
-def report(s: memory.LayerShape, runs: dict[str, DryRun], routed: memory.RoutedLayer) -> list[str]:
-    """Lines of text; `runs` by column heading, `routed` the layer to compare with."""
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """The memory of one save policy, or of the layer with routed buffers, in bytes and buffer by buffer.
+
+    Backward's are None in inference.
+    """
+
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int | None
+    saved: tuple[Term, ...]
+    forward_peak: tuple[Term, ...]
+    backward_peak: tuple[Term, ...] | None
+
+
+def columns(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Column]:
+    """By their headings, those of `runs` and then the layer to compare with."""
+    x = Term("x", s.L * s.d * s.b)
+    found = {}
+    for name, run in runs.items():
+        forward, *backward = run.passes
+        transient = _terms(forward, [a for a in forward.at_peak() if a not in _saved(forward)])
+        found[name] = Column(
+            run.saved_bytes,
+            run.forward_peak_bytes,
+            run.backward_peak_bytes if backward else None,
+            (x, *_terms(forward, _saved(forward))) if backward else (),
+            transient,
+            _terms(backward[0], backward[0].at_peak()) if backward else None,
+        )
+    routed = memory.routed_layer(s)
+    found[ROUTED] = Column(routed.saved_bytes, 0, routed.backward_peak_bytes, routed.saved, (), routed.at_peak)
+    return found
+
+
+def kernels(runs: dict[str, DryRun]) -> str:
     on_hopper = any(launch.variant.source.endswith("_sm90.cu") for launch in runs["inference"].launches)
+    return "sm90" if on_hopper else "sm80"
+
+
+def results(s: memory.LayerShape, runs: dict[str, DryRun]) -> tuple[Term, ...]:
+    """The output and the gradients."""
+    return Term("out", allocation_of(runs["inference"].passes[0].kept["out"]).nbytes), *memory.gradients(s)
+
+
+def facts(s: memory.LayerShape, runs: dict[str, DryRun]) -> dict[str, Any]:
+    """What `report` says, for JSON."""
+    return {
+        "layer": as_json(s),
+        "kernels": kernels(runs),
+        "results": [dataclasses.asdict(term) for term in results(s, runs)],
+        "memory": {name: dataclasses.asdict(column) for name, column in columns(s, runs).items()},
+    }
+
+
+def report(s: memory.LayerShape, runs: dict[str, DryRun]) -> list[str]:
+    """Lines of text; `runs` by column heading."""
     lines = [
         f"L = {s.L} tokens, d = {s.d}, h = {s.h}, E = {s.E} experts, k = {s.k}, {s.activation}, {s.dtype}"
         f"{slot_options(s)}",
-        f"{'Hopper' if on_hopper else 'portable'} kernels",
+        f"{'Hopper' if kernels(runs) == 'sm90' else 'portable'} kernels",
         "",
     ]
-    of_saved, of_forward = (
-        [getattr(run, name) for run in runs.values()] for name in ("saved_bytes", "forward_peak_bytes")
-    )
-    of_saved.append(routed.saved_bytes)
-    backward = [format_bytes(run.backward_peak_bytes) if len(run.passes) > 1 else "-" for run in runs.values()]
+    found = columns(s, runs)
+    routed_bytes = found[ROUTED].saved_bytes
     rows = [
-        ["", *runs, "routed buffers"],
-        ["saved for backward", *map(format_bytes, of_saved)],
-        ["  of routed buffers' bytes", *(f"{nbytes / routed.saved_bytes:.1%}" for nbytes in of_saved)],
-        ["forward transients, peak", *map(format_bytes, (*of_forward, 0))],
-        ["backward with gradients, peak", *backward, format_bytes(routed.backward_peak_bytes)],
+        ["", *found],
+        ["saved for backward", *(format_bytes(c.saved_bytes) for c in found.values())],
+        ["  of routed buffers' bytes", *(f"{c.saved_bytes / routed_bytes:.1%}" for c in found.values())],
+        ["forward transients, peak", *(format_bytes(c.forward_peak_bytes) for c in found.values())],
+        [
+            "backward with gradients, peak",
+            *("-" if c.backward_peak_bytes is None else format_bytes(c.backward_peak_bytes) for c in found.values()),
+        ],
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells))
-
-    forwards = {name: run.passes[0] for name, run in runs.items()}
-    backwards = {name: run.passes[1] for name, run in runs.items() if len(run.passes) > 1}
-    x, out = Term("x", s.L * s.d * s.b), Term("out", allocation_of(forwards["inference"].kept["out"]).nbytes)
-    saved = {name: (x, *_terms(forwards[name], _saved(forwards[name]))) for name in backwards}
-    transients = {
-        name: _terms(of_pass, [a for a in of_pass.at_peak() if a not in _saved(of_pass)])
-        for name, of_pass in forwards.items()
-    }
-    at_peak = {name: _terms(of_pass, of_pass.at_peak()) for name, of_pass in backwards.items()}
-    for heading, columns in (
+        lines.append("  ".join(cells).rstrip())
+    for heading, of_columns in (
         (
             "The results, the same for every column; transients come on top of them and of what is saved:",
-            {"": (out, *memory.gradients(s))},
+            {"": results(s, runs)},
         ),
-        ("Saved for backward:", saved | {"routed buffers": routed.saved}),
-        ("Forward transients at the peak:", transients),
+        ("Saved for backward:", {name: c.saved for name, c in found.items()}),
+        ("Forward transients at the peak:", {name: c.forward_peak for name, c in found.items()}),
         (
             "Backward at the peak, with the gradients that exist by then:",
-            at_peak | {"routed buffers": routed.at_peak},
+            {name: c.backward_peak or () for name, c in found.items()},
         ),
     ):
-        lines += ["", heading, *_listed(columns)]
+        lines += ["", heading, *_listed(of_columns)]
     return lines
 
 

@@ -1,6 +1,7 @@
 """The sizes of a layer among a subcommand's options, checked as the layer checks them."""
 
 from argparse import Namespace
+from typing import Any
 
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.fp8 import checks as fp8_checks
@@ -58,3 +59,24 @@ def slot_options(s: LayerShape) -> str:
     plain = PLAIN._asdict()
     found += [f"{name}={value!r}" for name, value in s.options._asdict().items() if value != plain[name]]
     return "".join(f", {text}" for text in found)
+
+
+def as_json(s: LayerShape) -> dict[str, Any]:
+    """The layer by the names of the command's options."""
+    return {
+        "tokens": s.L,
+        "d_model": s.d,
+        "d_hidden": s.h,
+        "experts": s.E,
+        "k": s.k,
+        "activation": s.activation,
+        "gate_up": s.gate_up,
+        "precision": s.precision or "bf16",
+        "bias": s.bias,
+        "dtype": s.dtype,
+        "order": "transposed" if s.transposed else "row",
+        "pairs": s.ragged,
+        "weights_on": s.options.weights_on,
+        "unreduced": s.options.unreduced,
+        "identity_experts": s.options.identity_experts,
+    }

@@ -1,6 +1,9 @@
 """`python -m moeblaze_cupy`: each subcommand, with and without what it needs."""
 
+import configparser
+import importlib
 import itertools
+import json
 import os
 import re
 import sys
@@ -15,11 +18,12 @@ from moeblaze_cupy.__main__ import MAX_WIDTH, main
 from moeblaze_cupy.cuda import launch_config, loader, runtime
 from moeblaze_cupy.tools import compile as compile_command
 from moeblaze_cupy.tools import dry_run, memory
+from moeblaze_cupy.tools import info as info_command
 from moeblaze_cupy.tools import plan as plan_command
 from moeblaze_cupy.tools import variants as all_variants
 from moeblaze_cupy.tools.explain import GPUS
 from moeblaze_cupy.types import GRADIENTS, SAVE_POLICIES
-from tests.environment import run_python
+from tests.environment import ROOT, run_python
 from tests.fakes import Layer, launches, limits_of, use
 
 
@@ -109,9 +113,21 @@ def test_help_names_every_command():
         assert re.search(rf"^ +{command} ", output, re.MULTILINE)
 
 
-def test_no_command_is_an_error():
+def test_no_command_prints_the_help():
     result = run_module()
-    assert result.returncode == 2 and "command" in result.stderr
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", run_module("--help").stdout)
+
+
+def test_the_console_script_is_the_module(monkeypatch, capsys):
+    """It has the name that `pip` gives it, and its help uses that name."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    name, target = config["options.entry_points"]["console_scripts"].strip().split(" = ")
+    module, function = target.split(":")
+    assert getattr(importlib.import_module(module), function) is main
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/{name}"])
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: {name} ")
 
 
 def test_parsing_imports_no_subcommand():
@@ -238,15 +254,20 @@ def info_lines(output):
     return {line[:22].strip(): line[22:] for line in output.splitlines()}
 
 
-INFO_FACTS = {"moeblaze_cupy", "python", "numpy", "ml_dtypes", "cupy", "torch", "CUDA runtime", "NVRTC", "CUDA driver"}
+INFO_FACTS = {
+    *("this machine", "moeblaze_cupy", "python", "numpy", "ml_dtypes", "cupy", "torch", "triton", "transformers"),
+    *("CUDA driver", "kernel cache", "MOEBLAZE_TIER"),
+}
 INFO_GPU_FACTS = {"GPU 0 name", "GPU 0 capability", "GPU 0 memory", "GPU 0 kernels"}
 
 
-def test_info(tmp_path):
-    result = run_module("info", CUPY_CACHE_DIR=str(tmp_path / "cache"), MOEBLAZE_TIER="sm80")
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+def test_info(tmp_path, form):
+    result = run_module("info", *form, CUPY_CACHE_DIR=str(tmp_path / "cache"), MOEBLAZE_TIER="sm80")
     assert result.returncode == 0 and result.stderr == ""
-    facts = info_lines(result.stdout)
-    assert facts.keys() >= INFO_FACTS | INFO_GPU_FACTS | {"kernel cache", "MOEBLAZE_TIER"}
+    facts = json.loads(result.stdout) if form else info_lines(result.stdout)
+    assert facts.keys() >= INFO_FACTS
+    assert next(iter(facts)) == "this machine" and re.match("runs on NumPy, because |uses ", facts["this machine"])
     assert facts["numpy"] == np.__version__
     assert facts["kernel cache"].startswith(str(tmp_path / "cache"))
     assert facts["MOEBLAZE_TIER"] == "'sm80'"
@@ -261,13 +282,14 @@ def test_info_with_a_broken_cupy(broken, tmp_path):
     result = run_module("info", PYTHONPATH=path)
     assert result.returncode == 0 and result.stderr == ""
     facts = info_lines(result.stdout)
-    for name in ("cupy", "CUDA runtime", "NVRTC", *INFO_GPU_FACTS):
-        assert facts[name].startswith("unavailable: ") and len(facts[name]) > len("unavailable: ")
+    assert facts["cupy"].startswith("unavailable: ") and len(facts["cupy"]) > len("unavailable: ")
+    assert facts["this machine"].startswith("runs on NumPy, because ")
     assert facts["numpy"] == np.__version__
+    assert not facts.keys() & {"CUDA runtime", "NVRTC", *INFO_GPU_FACTS}  # the line of CuPy says why
 
 
-def test_info_lists_every_gpu(monkeypatch, capsys):
-    gpus = [(b"NVIDIA H200", 9, 0, 140 * 2**30), (b"Tesla T4", 7, 5, 15 * 2**30)]
+def fake_cupy(monkeypatch, *gpus):
+    """CuPy that finds these GPUs: name, major, minor, bytes."""
     runtime = SimpleNamespace(
         getDeviceCount=lambda: len(gpus),
         getDeviceProperties=lambda i: dict(zip(("name", "major", "minor", "totalGlobalMem"), gpus[i], strict=True)),
@@ -275,13 +297,87 @@ def test_info_lists_every_gpu(monkeypatch, capsys):
     )
     cuda = SimpleNamespace(runtime=runtime, nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)))
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, __version__="14.2.0"))
-    assert main(["info"]) == 0
-    facts = info_lines(capsys.readouterr().out)
-    assert facts["CUDA runtime"] == facts["NVRTC"] == "12.9"
+
+
+@pytest.fixture
+def info(monkeypatch, capsys):
+    """A function that gives the facts of `info`."""
+    monkeypatch.delenv("MOEBLAZE_TIER", raising=False)
+
+    def facts():
+        assert main(["info"]) == 0
+        return info_lines(capsys.readouterr().out)
+
+    return facts
+
+
+HOPPER, TURING = (b"NVIDIA H200", 9, 0, 140 * 2**30), (b"Tesla T4", 7, 5, 15 * 2**30)
+
+
+def test_info_lists_every_gpu(monkeypatch, info):
+    fake_cupy(monkeypatch, HOPPER, TURING)
+    facts = info()
+    assert facts["this machine"] == "uses the Hopper kernels on NVIDIA H200"
+    assert facts["CUDA runtime"] == facts["NVRTC"] == "12.9" and facts["GPUs"] == "2"
     assert [facts[f"GPU 0 {n}"] for n in ("name", "capability", "memory")] == ["NVIDIA H200", "9.0", "140.0 GiB"]
     assert facts["GPU 0 kernels"] == launch_config.tier(90)
     assert facts["GPU 1 capability"] == "7.5"
     assert facts["GPU 1 kernels"].startswith("unavailable: ") and "7.5" in facts["GPU 1 kernels"]
+
+
+def no_driver():
+    raise OSError("libcuda.so.1: cannot open")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "driver", "tier", "verdict"),
+    [
+        ([HOPPER], lambda: 13000, "sm80", "uses the portable kernels on NVIDIA H200"),
+        ([TURING], lambda: 13000, "", "runs on NumPy, because Tesla T4: compute capability: expected 8.0 or later"),
+        ([], lambda: 13000, "", "runs on NumPy, because the NVIDIA driver finds no GPU"),
+        ([], no_driver, "", "runs on NumPy, because it has no NVIDIA driver: libcuda.so.1: cannot open"),
+        (None, lambda: 13000, "", 'runs on NumPy, because CuPy is not installed: pip install "moeblaze-cupy[cuda13]"'),
+        (None, lambda: 12040, "", 'runs on NumPy, because CuPy is not installed: pip install "moeblaze-cupy[cuda12]"'),
+    ],
+    ids=["forced", "too old", "no GPU", "no driver", "no CuPy, CUDA 13", "no CuPy, CUDA 12"],
+)
+def test_the_verdict_says_why(monkeypatch, info, gpus, driver, tier, verdict):
+    def missing():
+        raise ModuleNotFoundError("No module named 'cupy'", name="cupy")
+
+    if gpus is None:
+        monkeypatch.setattr(info_command, "_cupy", missing)
+    else:
+        fake_cupy(monkeypatch, *gpus)
+    monkeypatch.setattr(info_command, "_driver", driver)
+    monkeypatch.setenv("MOEBLAZE_TIER", tier)
+    assert info()["this machine"].startswith(verdict)
+
+
+def test_info_says_how_to_install_what_is_missing(monkeypatch, info):
+    def missing(distribution):
+        raise info_command.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(info_command.metadata, "version", missing)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(info_command, "_driver", no_driver)
+    facts = info()
+    assert facts["torch"] == 'not installed: pip install "moeblaze-cupy[torch]"'
+    assert facts["transformers"] == 'not installed: pip install "moeblaze-cupy[transformers]"'
+    assert facts["triton"] == "not installed: pip install triton"
+    assert facts["cupy"] == 'not installed: pip install "moeblaze-cupy[cuda13]" or "moeblaze-cupy[cuda12]"'
+
+
+def test_plan_as_json(capsys):
+    assert main([*SMALL_PLAN, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["layer"]["tokens"], told["layer"]["d_model"], told["kernels"]) == (9, 8, "sm90")
+    run = dry_run.layer(memory.LayerShape(9, 8, 8, 4, 2, transposed=True), "minimal")
+    minimal = told["memory"]["minimal"]
+    assert minimal["saved_bytes"] == run.saved_bytes == sum(term["nbytes"] for term in minimal["saved"])
+    assert minimal["backward_peak_bytes"] == run.backward_peak_bytes
+    assert told["memory"]["inference"]["backward_peak_bytes"] is None
+    assert [term["name"] for term in told["results"]] == ["out", *(f"gradient of {name}" for name in GRADIENTS)]
 
 
 COMPILE = "compile --tokens 700 --d-model 64 --d-hidden 32 --experts 4 --k 2"

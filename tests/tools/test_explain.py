@@ -1,6 +1,7 @@
 """`explain`: what it tells of a layer is what the layer does, and what the rules of launches decide."""
 
 import itertools
+import json
 import operator
 import re
 from collections import Counter
@@ -383,6 +384,19 @@ def test_the_gpu_that_is_there_is_explained(monkeypatch, capsys, tier):
     assert "GPU: the GPU here (compute capability 9.0, 78 multiprocessors" in output
     assert ("the portable tier is forced" in output) == bool(tier)
     runtime.forget()
+
+
+def test_command_as_json(capsys):
+    assert main(words({}, "--gpu", "h200", "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    passes = passes_of(replace(SHAPES[5], transposed=True))
+    assert (told["gpu"]["multiprocessors"], told["layer"]["save"]) == (132, "minimal")
+    for shown, of_pass in zip(told["passes"], passes, strict=True):
+        launches = of_pass.run.launches
+        assert [launch["kernel"] for launch in shown["launches"]] == [launch.variant.entry for launch in launches]
+        assert [tuple(launch["grid"]) for launch in shown["launches"]] == [launch.blocks for launch in launches]
+        assert (shown["pass"], shown["peak_bytes"]) == (of_pass.name, of_pass.peak_bytes)
+        assert [b["nbytes"] for b in shown["buffers"]] == [a.nbytes for a in of_pass.run.allocations]
 
 
 @pytest.mark.parametrize(
