@@ -34,7 +34,7 @@ struct RouterBackwardParams {
 
 constexpr bool LINEAR = SCORE == IDENTITY || SCORE == RELU;
 constexpr bool OVER_ALL = SCORE == SOFTMAX && !RENORMALIZE;
-constexpr bool SUMS = SHARES != 0 || SUM_Z != 0 || SUM_ENTROPY != 0;
+constexpr bool SUMS = SHARES != NO_SCORE || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool DENSE = OVER_ALL || SUMS;
 constexpr bool PROBABILITIES = OVER_ALL || SHARES == SOFTMAX || SUM_Z != 0 || SUM_ENTROPY != 0;
 constexpr bool SCORE_SHARES = SHARES == SIGMOID || SHARES == SQRT_SOFTPLUS;
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
     if (SUMS) {
         sequence = sequence_of(p.sequences, p.num_sequences, there ? token : 0, p.L).index;
         counts = there && sequence >= 0 && sequence < p.num_sequences && !(p.token_mask != nullptr && !p.token_mask[token]);
-        if (SHARES) v_row += static_cast<int64>(counts ? sequence : 0) * E;
+        if (SHARES != NO_SCORE) v_row += static_cast<int64>(counts ? sequence : 0) * E;
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -167,11 +167,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
             if (SHARES == SIGMOID) falls[i] = quick_exp(-x[i]), q = reciprocal(1.f + falls[i]);
             if (SHARES == SQRT_SOFTPLUS) q = quick_score_of<SHARES>(x[i]);
             if (SCORE_SHARES) scores += q;
-            if (SHARES && i % WIDTH == 0) load_floats(v_row, i, counts, E, 0.f, v);
-            if (SHARES) mean_v += q * v[i % WIDTH];
+            if (SHARES != NO_SCORE && i % WIDTH == 0) load_floats(v_row, i, counts, E, 0.f, v);
+            if (SHARES != NO_SCORE) mean_v += q * v[i % WIDTH];
         }
         if (SUM_ENTROPY) of_all += v_entropy * sum_of_lanes(mean_z);
-        if (SHARES) mean_v = sum_of_lanes(mean_v);
+        if (SHARES != NO_SCORE) mean_v = sum_of_lanes(mean_v);
         if (SHARES == SOFTMAX) of_all -= mean_v;
         if (SCORE_SHARES) {
             share = reciprocal(sum_of_lanes(scores) + NORMALIZER);
@@ -187,10 +187,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) router_backward(
         const int column = column_of(i * WIDTH);
         if (!is_expert(column, E)) continue;
         float grad[WIDTH];
-        if (SHARES) load_floats(v_row, i * WIDTH, counts, E, 0.f, v);
+        if (SHARES != NO_SCORE) load_floats(v_row, i * WIDTH, counts, E, 0.f, v);
 #pragma unroll
         for (int c = 0; c < WIDTH; ++c) {
-            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES ? v[c] : 0.f;
+            const float x_c = DENSE ? x[i * WIDTH + c] : 0.f, v_c = SHARES != NO_SCORE ? v[c] : 0.f;
             grad[c] = row[column + c];
             if (has_probabilities) {
                 const float probability = probabilities[i * WIDTH + c];

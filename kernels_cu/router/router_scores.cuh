@@ -1,16 +1,9 @@
-// Shared code of the router's kernels: scores of logits, loads of rows, and reductions over the LANES lanes that hold one
-// token.
+// Shared code of the router's kernels: loads of rows, and reductions over the LANES lanes that hold one token.
 //
 // Lane l of a token holds VALUES logits, in vectors of WIDTH. Its vector v has the WIDTH columns from (v * LANES + l) * WIDTH
 // on.
 #pragma once
-#include "common.cuh"
-
-#define SOFTMAX 1
-#define SIGMOID 2
-#define SQRT_SOFTPLUS 3
-#define IDENTITY 4
-#define RELU 5
+#include "scores.cuh"
 
 constexpr int WIDTH = ALIGNED ? 16 / sizeof(ELEMENT) : 1;  // logits per load: 16 bytes, or one logit if rows are not ALIGNED
 constexpr int VECTORS = VALUES / WIDTH;
@@ -23,36 +16,6 @@ static_assert(2 * MAX_ROUTER_EXPERTS <= 1 << COLUMN_BITS, "the columns past E ar
 static_assert(THREADS % 32 == 0 && THREADS <= 1024, "threads of a block");
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
-
-__device__ __forceinline__ float sigmoid(float x) {
-    const float small = expf(-fabsf(x));  // at most 1, and precise for scores near 0
-    return (x < 0.f ? small : 1.f) * reciprocal(1.f + small);
-}
-__device__ __forceinline__ float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))); }
-
-// The score of a logit. Not for SOFTMAX, whose scores depend on the whole row.
-template <int SCORE_OF>
-__device__ __forceinline__ float score_of(float x) {
-    if (SCORE_OF == SIGMOID) return sigmoid(x);
-    if (SCORE_OF == SQRT_SOFTPLUS)  // below -40 softplus(x) equals exp(x) in fp32, and would underflow before its root does
-        return x < -40.f ? expf(0.5f * x) : sqrtf(softplus(x));
-    if (SCORE_OF == RELU) return x > 0.f || x != x ? x : 0.f;
-    return x;
-}
-// Faster exp(x) and scores, for ranking and for sums. Router weights come from the functions above. expf takes ten
-// instructions, quick_exp takes two. The relative error of quick_exp is (2 + |x|) * 2^-23, and it keeps the order of its
-// arguments.
-__device__ __forceinline__ float quick_exp(float x) { return exp2f(x * 1.44269504f); }
-template <int SCORE_OF>
-__device__ __forceinline__ float quick_score_of(float x) {
-    return SCORE_OF == SIGMOID ? reciprocal(1.f + quick_exp(-x)) : score_of<SCORE_OF>(x);
-}
-// d log s / dx of a score s, SIGMOID or SQRT_SOFTPLUS.
-template <int SCORE_OF>
-__device__ __forceinline__ float log_slope(float x) {
-    if (SCORE_OF == SIGMOID) return sigmoid(-x);
-    return x < -40.f ? 0.5f : sigmoid(x) / (2.f * softplus(x));
-}
 
 template <class T, class F>
 __device__ __forceinline__ T over_lanes(T v, F combine) {

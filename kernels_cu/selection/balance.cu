@@ -11,6 +11,7 @@
 //   quantile_lines     a warp for each token. No dynamic shared memory
 //   quantile_counts    grid (parts, ceil(E / columns)); a block takes one part of the tokens and `columns` experts, a power of
 //                      two up to 32. Dynamic shared memory (columns, bins) int32
+#include "scores.cuh"
 #include "token_parts.cuh"
 
 static_assert(COUNT_THREADS % 32 == 0 && COUNT_THREADS <= 1024, "threads of a block");
@@ -25,8 +26,6 @@ struct TokensPerExpertParams {
     int64 L, row_stride;
     int k, num_experts, num_sequences, parts;
 };
-
-enum Score { SOFTMAX, SIGMOID, SQRT_SOFTPLUS, IDENTITY, RELU };
 
 // A token's line, and what its scores need. A token without a line is not counted.
 struct __align__(8) Line {
@@ -73,13 +72,6 @@ __device__ __forceinline__ void count_tokens(const TokensPerExpertParams<Id>& p)
     int* total = p.counts + static_cast<int64>(sequence) * p.num_experts;
     for (int e = threadIdx.x; e < p.num_experts; e += COUNT_THREADS)
         if (counts[e]) atomicAdd(total + e, counts[e]);
-}
-
-__device__ __forceinline__ float score_of(float x, int score, float log_sum) {
-    if (score == SOFTMAX) return expf(x - log_sum);
-    if (score == SIGMOID) return reciprocal(1.f + expf(-x));
-    if (score == SQRT_SOFTPLUS) return sqrtf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
-    return score == RELU && x < 0.f ? 0.f : x;
 }
 
 // Calls f(first, logit of expert first + lane) for every 32 experts. All lanes make equally many calls. A lane past the last

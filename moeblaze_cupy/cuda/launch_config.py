@@ -177,7 +177,8 @@ def kernel_constants(source: str) -> dict[str, int]:
         },
         "balance.cu": {"COUNT_THREADS": COUNT_THREADS},
         "clear.cu": {"CLEAR_THREADS": CLEAR_THREADS},
-        "router_forward.cu": {
+        "router_forward.cu": {"MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS, "MAX_LISTED": ROUTER_LISTED},
+        "router_lane.cu": {
             "MAX_ROUTER_EXPERTS": MAX_ROUTER_EXPERTS,
             "MAX_LISTED": ROUTER_LISTED,
             "LISTED_ROW_BYTES": ROUTER_LISTED_ROW,

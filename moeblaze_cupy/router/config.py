@@ -43,7 +43,7 @@ def _group_lanes(size: int, top: int, lanes: int, values: int, itemsize: int) ->
 
 
 def _sum_row_words(E: int, lanes: int) -> int:
-    """From a token's row of sums in shared memory to the next: E + 2 columns, rounded up as router_forward.cu does."""
+    """From a token's row of sums in shared memory to the next: E + 2 columns, rounded up as router_token.cuh does."""
     columns = E + 2
     if lanes == 1:
         return columns | 1

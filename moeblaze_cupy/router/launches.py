@@ -1,4 +1,4 @@
-"""The router: kernels_cu/router/router_forward.cu, router_sums.cu and router_backward.cu."""
+"""The router: kernels_cu/router/router_forward.cu, router_lane.cu, router_sums.cu and router_backward.cu."""
 
 import struct
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 def router_variant(
     entry: str, config: router_config.RouterConfig, *, dtype: str, score: str, renormalize: bool, **macros: str | int
 ) -> Variant:
-    """ "router_forward" or "router_backward" for a configuration and the options that are compiled in.
+    """ "router_forward", "router_lane" or "router_backward" for a configuration and the options that are compiled in.
 
     Where a kernel does not hold whole rows, `values` of the configuration counts for nothing.
     """
@@ -68,7 +68,7 @@ def _bits(value: float) -> int:
 
 
 def _sums(shares: str | None, z: bool, entropy: bool) -> dict[str, str | int]:
-    return {"SHARES": shares.upper() if shares else 0, "SUM_Z": int(z), "SUM_ENTROPY": int(entropy)}
+    return {"SHARES": shares.upper() if shares else "NO_SCORE", "SUM_Z": int(z), "SUM_ENTROPY": int(entropy)}
 
 
 def _aligned(*layouts: Layout | None) -> bool:
@@ -107,7 +107,7 @@ def configure_forward(layouts: Layouts, k: int | None, options: RouterOptions) -
         narrow=options.shares not in (None, "softmax") or "entropy" in options.sums,
     )
     variant = router_variant(
-        "router_forward",
+        "router_lane" if config.lane_k else "router_forward",
         config,
         dtype=logits.dtype,
         score=options.score,

@@ -1,11 +1,14 @@
-// One lane chooses and weighs a token's LANE_K experts, in registers. It sorts chunks of entries with sorting networks and
-// merges them, keeping the largest. router_forward.cu includes this file.
+// Router forward where one lane chooses and weighs a token's LANE_K experts, in registers (paper section 2.1): few experts to
+// choose, no options that cut slots, and no given ids. router_token.cuh describes places, lanes and sums. A lane sorts chunks of
+// entries with sorting networks and merges them, keeping the largest.
 //
 // With LANES = 1 the lane holds the token's row and its chunks are the row. Otherwise LANES lanes hold the row and list in
 // shared memory the entries that may be among the largest: those whose key reaches a bound, which is the LANE_K-th largest of
 // the maxima of parts of the row. When 32 tokens are listed, one warp chooses for all of them, one token in each lane.
-#pragma once
-#include "router_select.cuh"
+//
+// Launch: grid ceil(L / tokens_per_block), THREADS threads. With LANES > 1 dynamic shared memory of LISTED_ROW_BYTES for each of
+// 32 tokens, twice with sums or groups, and then 4 * sum_row_words(E + 2) bytes for each place with sums.
+#include "router_token.cuh"
 
 constexpr int CHUNK = next_power_of_two(LANE_K);
 constexpr int PARTS = LANES < 16 ? 16 / LANES : 1;  // into which a lane divides its values; each has a maximum
@@ -112,6 +115,10 @@ __device__ __forceinline__ void store_token(const RouterForwardParams& p, int to
     store_slots(p.weights + static_cast<int64>(token) * LANE_K, weights);
     store_slots(p.ids + static_cast<int64>(token) * LANE_K, ids);
 }
+
+constexpr bool MORE_REGISTERS = (SUMS_LAST && __CUDA_ARCH__ != 900) || (SUMS && LANES == 32);  // others would spill
+constexpr int SHARED_ROW_THREADS = SUMS_LAST && !FULL ? 512 : MORE_REGISTERS ? 768 : 1024;     // of a multiprocessor
+constexpr int BLOCKS_PER_MULTIPROCESSOR = (VALUES <= 16 || LANES > 1 ? SHARED_ROW_THREADS : 512) / THREADS;
 
 #if LANES == 1
 
@@ -268,8 +275,8 @@ struct ListedTokens {
         float x[VALUES], scores[VALUES];
         unsigned keys[VALUES];
         if (LISTED_BUFFERS == 2 && TOKENS == 32) turns = static_cast<unsigned>(base) / 32;  // saves the register of a count
-        const auto token_again = [&] { return base + place_again(); };
-        const auto row_of_sums = [&] { return sums + place_again() * stride; };
+        const auto token_again = [&] { return base + place_of_thread(); };
+        const auto row_of_sums = [&] { return sums + place_of_thread() * stride; };
         // Places without a token read another token's row, and their results are not stored. Where read_token adds sums, they
         // read nothing.
         const bool is_there = !SUMS || SUMS_LAST || token_again() < stop;
@@ -277,7 +284,7 @@ struct ListedTokens {
         LogSumExp lse = read_token(p, read, is_there, in_sums, SUMS_LAST ? sums : row_of_sums(), held, x, scores);
         const unsigned kept = rank_experts(p, read, is_there, x, scores, lse, nullptr, 0, keys);
         for (int i = lane_of_token(); i < ListedRow::MOST / 2; i += LANES)
-            reinterpret_cast<uint4*>(row_of(place_again()).entries)[i] = make_uint4(0, 0, 0, 0);
+            reinterpret_cast<uint4*>(row_of(place_of_thread()).entries)[i] = make_uint4(0, 0, 0, 0);
         __syncwarp();
         RowKeys found = {0, 0};
         if constexpr (GROUP_TOP == 0)
@@ -290,20 +297,20 @@ struct ListedTokens {
         if (!fits) marks = Marks([](int) { return false; });
         // The thread's index is read again. Otherwise the loop over tokens keeps the columns of all values in registers.
         const int first = (SUMS ? read_thread_index() : static_cast<int>(threadIdx.x)) % LANES * WIDTH;
-        list(keys, shared_address(row_of(place_again()).entries), share.begin, first, marks);
+        list(keys, shared_address(row_of(place_of_thread()).entries), share.begin, first, marks);
         if (SUMS_LAST && (in_sums || WEIGHS_BY_ROW)) {
             const int token = token_again();
             const bool counts = in_sums && counts_in_sums(p, token, token < stop);
             lse = add_sums_of_keys(keys, from_sort_key(found.largest), experts_of(p), row_of_sums(), counts, held);
         }
         if (lane_of_token() == 0) {
-            ListedRow& listed = row_of(place_again());
+            ListedRow& listed = row_of(place_of_thread());
             const int token = token_again();
             listed.number = fits ? share.total : LANE_K, listed.token = token < stop ? token : -1;
             if (WEIGHS_BY_ROW) listed.largest = lse.largest, listed.sum = lse.sum;
         }
         for (unsigned left = __ballot_sync(WARP, !fits && lane_of_token() == 0); left != 0; left &= left - 1) {
-            const int lane = __ffs(left) - 1, place = place_again() / (32 / LANES) * (32 / LANES) + lane / LANES;
+            const int lane = __ffs(left) - 1, place = place_of_thread() / (32 / LANES) * (32 / LANES) + lane / LANES;
             const LogSumExp its = {__shfl_sync(WARP, lse.largest, lane), __shfl_sync(WARP, lse.sum, lane), 0.f};
             pick_by_warp(p, min(base + place, p.L - 1), its, __shfl_sync(WARP, kept, lane), row_of(place).entries);
         }
@@ -338,4 +345,31 @@ struct ListedTokens {
     }
 };
 
+// Lists and chooses the block's tokens.
+__device__ __forceinline__ void route_by_lane(const RouterForwardParams& p) {
+    ListedTokens listed = {reinterpret_cast<ListedRow*>(dynamic_shared), 0, 0};
+    float* const all_sums = reinterpret_cast<float*>(listed.rows + 32 * LISTED_BUFFERS);
+    const int stride = sum_row_words(experts_of(p) + 2);
+    const int first = blockIdx.x * p.tokens_per_block, end = min(p.L, first + p.tokens_per_block);
+    if (LISTED_BUFFERS == 1) {  // the block has 32 tokens
+        Held none;
+#pragma unroll 1
+        for (int base = 0; base < 32; base += TOKENS) listed.take(p, first + base, end, false, nullptr, 0, none);
+        listed.choose(p, false);
+        return;
+    }
+    const auto route = [&](int base, int stop, bool follow, bool counts, Held& held) {
+        listed.take(p, base, stop, counts, all_sums, stride, held);
+        listed.choose(p, follow);
+    };
+    route_sequences(p, first, end, all_sums, route, [&] {
+        if (listed.filled() != 0) __syncthreads();  // otherwise choose() had a barrier
+    });
+}
+
 #endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR) router_lane(const RouterForwardParams p) {
+    if (SUMS) let_next_launch_start();
+    route_by_lane(p);
+}
