@@ -160,6 +160,10 @@ __device__ __forceinline__ void make_pairs(float (&gate)[8], float (&up)[8]) {
     for (int i = 0; i < 8; ++i) gate[i] = first[i], up[i] = second[i];
 }
 
+// Keeps the compiler from putting loads off until their use, so that all loads before it are in flight at one time. It is no
+// barrier that the program needs.
+__device__ __forceinline__ void issue_loads_now() { __syncwarp(); }
+
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);

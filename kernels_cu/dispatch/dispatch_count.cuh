@@ -69,7 +69,7 @@ __device__ __forceinline__ void count(const DispatchCountParams<Id>& p) {
             const unsigned slot = base + i * stride + 4 * thread;
             loaded[i] = load_ids(ids + slot, slot + 3 < slots, aligned);
         }
-        __syncwarp();  // without it the compiler puts each load off until its use
+        issue_loads_now();
     };
     const unsigned column_offset = 4 * (group * num_rows * columns + (threadIdx.x & (columns - 1)));
     auto count_slot = [&](Id id) {

@@ -131,7 +131,7 @@ __device__ __forceinline__ void store_rows(Ids4<Id> (&loaded)[LOADS], const Id* 
         base += LOADS * 4 * blockDim.x;
         if (base >= part_slots) break;
         load_part(loaded, ids, part, base, aligned);
-        __syncwarp();  // without it the compiler puts each load off until its use
+        issue_loads_now();
     }
     // The last slots % 4, by the thread that wrote "none" for them above.
     if ((part.slots & 3) != 0 && (part.slots / 4) % blockDim.x == threadIdx.x) {
@@ -454,7 +454,7 @@ __device__ __forceinline__ void route(const DispatchRouteParams<Id>& p) {
         __syncthreads();
         const int first_token = static_cast<int>(first / static_cast<unsigned>(k)), routed = views.starts[num_experts];
         load_part(loaded, p.ids, part_from(first + part_slots), 0, aligned);  // of the next part
-        __syncwarp();  // without it the compiler puts each load off until its use
+        issue_loads_now();
         write_tokens(p.expert_token_indices, views, part, k, reciprocal, first_token, routed);
         __syncthreads();
     }

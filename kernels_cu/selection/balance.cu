@@ -83,7 +83,7 @@ __device__ __forceinline__ void for_experts(const T* logits, int num_experts, co
         T loaded[LINE_LOADS];
 #pragma unroll
         for (int l = 0; l < LINE_LOADS; ++l) loaded[l] = logits[min(first + 32 * l + lane, num_experts - 1)];
-        __syncwarp();  // keeps the compiler from putting the loads off until their use
+        issue_loads_now();
 #pragma unroll
         for (int l = 0; l < LINE_LOADS; ++l)
             if (first + 32 * l < num_experts) f(first + 32 * l, to_float(loaded[l]));

@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_candidates(Candidate* to, const Candidate* 
         const int i = c * FINISH_THREADS + threadIdx.x;
         if (i < number) loaded[c] = from[i];
     }
-    __syncwarp();  // without it the compiler waits for each load before it issues the next
+    issue_loads_now();
 #pragma unroll
     for (int c = 0; c < COPIES; ++c) {
         const int i = c * FINISH_THREADS + threadIdx.x;

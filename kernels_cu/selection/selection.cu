@@ -132,7 +132,7 @@ __device__ __forceinline__ void count_columns(const ColumnsCountParams<T>& p) {
 #pragma unroll
         for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
         rows.load(next, next_chosen, first + LOADS);
-        __syncwarp();  // keeps the compiler from putting the loads off until their use
+        issue_loads_now();
         if (first + LOADS <= rows.number) {
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) add(loaded[l], rows.chosen_of(chosen, l));
@@ -226,7 +226,7 @@ __device__ __forceinline__ void split(const ColumnsSplitParams<T>& p) {
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) loaded[l] = next[l];
             rows.load(next, next_chosen, first - LOADS);
-            __syncwarp();  // keeps the compiler from putting the loads off until their use
+            issue_loads_now();
             unsigned of_taken = 0, of_candidates = 0, found = 0;
 #pragma unroll
             for (int l = 0; l < LOADS; ++l) {
@@ -288,7 +288,7 @@ struct Candidates {
             T loaded[FINISH_LOADS];
 #pragma unroll
             for (int l = 0; l < FINISH_LOADS; ++l) bits[l] = words[min(begin + l * FINISH_THREADS, all - 1)];
-            __syncwarp();  // keeps the compiler from waiting for each word before it loads the next
+            issue_loads_now();
 #pragma unroll
             for (int l = 0; l < FINISH_LOADS; ++l)
                 if (begin + l * FINISH_THREADS < all) found |= (bits[l] >> (expert & 31) & 1) << l;
