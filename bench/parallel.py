@@ -345,7 +345,7 @@ def fsdp_rows(case, sizes, rank, rounds, everyone, in_fp8=False, in_graphs=False
             stack, engines = stack_of(case, mesh, reduce_dtype, "fp8" if "fp8" in how else None), None
             if collectives == COPIES:
                 engines = CopyEngines(mesh)
-                engines.serve(*stack, stack, in_e4m3="e4m3" in how, stores_gradients="stored" in how)
+                engines.attach(*stack, stack, in_e4m3="e4m3" in how, stores_gradients="stored" in how)
             x = torch.randn(case.L, case.d, device=device(), dtype=torch.bfloat16)
 
             def work(stack=stack, x=x):

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from moeblaze_cupy import checks
-from moeblaze_cupy.interop.fsdp.e4m3 import parts_of, tell_modules
+from moeblaze_cupy.interop.fsdp.e4m3 import attach_parts, parts_of
 from moeblaze_cupy.interop.fsdp.gather import AllGather, shards_of, straight_of
 from moeblaze_cupy.interop.fsdp.memory import Memory
 from moeblaze_cupy.interop.fsdp.private import Group, Parameter, groups_of
-from moeblaze_cupy.interop.fsdp.sums import Owner, Sums, can_be_summed
+from moeblaze_cupy.interop.fsdp.sums import GradientSums, ShardReducer, can_be_summed
 from moeblaze_cupy.interop.parallel import collectives
 from moeblaze_cupy.interop.parallel.driver import Moment
 from moeblaze_cupy.interop.parallel.group import reach_each_other, this_gpu
@@ -39,7 +39,7 @@ class CopyEngines:
     float32, always in the same order, and rounded once. So where parameters are bfloat16,
     `reduce_dtype=torch.bfloat16` loses nothing to float32, and half the bytes travel.
 
-    A CUDA graph can capture steps of served modules, if shares of large parameters are multiples of 2 MiB and two such
+    A CUDA graph can capture steps of these modules, if shares of large parameters are multiples of 2 MiB and two such
     steps have run. Then what would change the memory of a gather raises RuntimeError: gathers in another order, another
     reshard_after_forward.
 
@@ -63,14 +63,14 @@ class CopyEngines:
         place = dist.get_rank(group), len(gpus)
         self._gathers: weakref.WeakValueDictionary[int, AllGather] = weakref.WeakValueDictionary()  # by module's id
         self._group, self._memory = group, Memory(Peers(group), *place, group)
-        self.reduce_scatter, self._sums = ReduceScatter(Peers(group), *place), Sums(Peers(group), *place)
+        self.reduce_scatter, self._sums = ReduceScatter(Peers(group), *place), GradientSums(Peers(group), *place)
 
     @property
     def nbytes(self) -> int:
         """Of the buffers, on this rank, which torch.cuda does not count."""
         return self._memory.nbytes + self.reduce_scatter.peers.nbytes + self._sums.peers.nbytes
 
-    def serve(self, *modules: Any, in_e4m3: bool = True, stores_gradients: bool = True) -> None:
+    def attach(self, *modules: Any, in_e4m3: bool = True, stores_gradients: bool = True) -> None:
         """Has the parameters of these modules travel so, but not those of modules in them that are sharded themselves.
 
         All ranks call it at the same point, between steps, when the parameters have their memory. Large ones whose
@@ -93,8 +93,8 @@ class CopyEngines:
         modes, and all or none of them in compiled code. Else they would wait for each other.
 
         Raises TypeError for a module that `fully_shard` has not been called on, or whose torch has another FSDP2 than
-        this serves, and ValueError for one that is not sharded over this group alone, or over fewer ranks after
-        forward. No module is served then.
+        this needs, and ValueError for one that is not sharded over this group alone, or over fewer ranks after
+        forward. No module is changed then.
         """
         groups = [self._group_of(module) for module in modules]
         found: list[tuple[dict[Parameter, torch.dtype], dict[Parameter, Any], AllGather]] = []
@@ -112,7 +112,7 @@ class CopyEngines:
                 before.give_up()
             self._gathers[id(module)] = gather
             if group is not None:
-                tell_modules(group, parts)
+                attach_parts(group, parts)
             for parameter, shard in zip(straight, gather.shards, strict=True):
                 shard.hook(parameter)
                 if (
@@ -120,7 +120,7 @@ class CopyEngines:
                     and group is not None
                     and can_be_summed(parameter, shard.whole, group, self._memory.size)
                 ):
-                    shard.owner = Owner(self._sums, shard, parameter, group)
+                    shard.owner = ShardReducer(self._sums, shard, parameter, group)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(self.reduce_scatter)
 
@@ -128,8 +128,8 @@ class CopyEngines:
         """The group of a module's parameters; None if all are of modules in it."""
         if not hasattr(module, "set_custom_all_gather"):
             expected = "modules after fully_shard, of a torch with set_custom_all_gather"
-            raise checks.bad_type("CopyEngines.serve", "modules", expected, type(module))
-        groups, here = groups_of(module, "CopyEngines.serve"), dist.get_process_group_ranks(self._group)
+            raise checks.bad_type("CopyEngines.attach", "modules", expected, type(module))
+        groups, here = groups_of(module, "CopyEngines.attach"), dist.get_process_group_ranks(self._group)
         found = []
         for group in groups:
             over = group.process_group
@@ -137,7 +137,7 @@ class CopyEngines:
             found.append(got + ", but fewer after forward" * group.has_fewer_after_forward)
         if found not in ([], [f"over {here}"]):
             got = " and ".join(found)
-            raise ValueError(f"CopyEngines.serve: modules: expected one sharded over ranks {here}, got {got}")
+            raise ValueError(f"CopyEngines.attach: modules: expected one sharded over ranks {here}, got {got}")
         return groups[0] if groups else None
 
 

@@ -64,7 +64,7 @@ class Part(Shard):
             self.scales = self._arrays[2].array
             self.e4m3 = [whole.array for whole in self._arrays[:2]]
             self._as_other = [array.view(other.shape) for array, other in zip(self.e4m3[::-1], self.e4m3, strict=True)]
-            self.inner[:] = [whole.token for whole in self._arrays]
+            self.inner[:] = [whole.freed_by_fsdp for whole in self._arrays]
         for whole, room in zip(self._arrays, rooms, strict=True):
             whole.move(room, place, was_captured)
 
@@ -74,7 +74,7 @@ class Part(Shard):
         here = self._here = set(self._read.setdefault(self._state, set(READ.get(self._state, (BACKWARD, FORWARD)))))
         for orientation in {BACKWARD, FORWARD} - here:  # which a gather that failed may have left
             self._arrays[orientation].free()
-        self.inner[:] = [self._arrays[i].token for i in (2, *sorted(here))]
+        self.inner[:] = [self._arrays[i].freed_by_fsdp for i in (2, *sorted(here))]
         self.experts.offer(self, [room.own for room in rooms])
         return [(self._arrays[i], rooms[i].at) for i in (*sorted(here), 2)]
 
@@ -190,7 +190,7 @@ class InE4m3(Tensor):
         leaves = [leaf for value in given for leaf in (value if isinstance(value, (list, tuple)) else (value,))]
         name = next(leaf.part.name for leaf in leaves if isinstance(leaf, InE4m3))
         expected = "the forward of its MoE alone to use what travels in e4m3"
-        raise RuntimeError(f"CopyEngines: {name}: expected {expected}, or serve(..., in_e4m3=False), got {func}")
+        raise RuntimeError(f"CopyEngines: {name}: expected {expected}, or attach(..., in_e4m3=False), got {func}")
 
 
 def parts_of(straight: Mapping[Parameter, torch.dtype], group: Group, memory: Memory) -> dict[Parameter, Part]:
@@ -211,7 +211,7 @@ def parts_of(straight: Mapping[Parameter, torch.dtype], group: Group, memory: Me
     return parts
 
 
-def tell_modules(group: Group, parts: Mapping[Parameter, Part]) -> None:
+def attach_parts(group: Group, parts: Mapping[Parameter, Part]) -> None:
     """Has modules use what `parts_of` found, and those of which it found nothing their parameters."""
     for parameter in group.parameters:
         if parameter.name in getattr(parameter.module, "travel_in_e4m3", ()):

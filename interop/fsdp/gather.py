@@ -28,7 +28,7 @@ class Shard:
     forms: tuple[Form, ...] = ()  #: of what each all-gather writes to a buffer that the other ranks read
     part: Shared | None = None  #: what the other ranks read, if it is the parameter's own memory
     gather: "AllGather | None" = None
-    owner: Any = None  #: `fsdp_sums.Owner` of what has this part's gradient, for `torch_sums`
+    owner: Any = None  #: `fsdp_sums.ShardReducer` of what has this part's gradient, for `torch_sums`
     name = ""  #: of the parameter in its module
     stream: Any = None  #: of what reads the whole parameter
     whole: Tensor  #: as products read it
@@ -62,7 +62,7 @@ class Shard:
         part = self.part or rooms[0]
         if self._whole is None:
             self._whole = Whole(self._memory, part, place, name)
-            self.whole, self.inner = self._whole.array, [self._whole.token]
+            self.whole, self.inner = self._whole.array, [self._whole.freed_by_fsdp]
         self._whole.move(part, place, was_captured)
 
     def offer(self, rooms: list[Shared]) -> list[tuple[Whole, list[Tensor]]]:
@@ -97,7 +97,7 @@ class Shard:
 
     def __reduce__(self) -> Any:
         expected = "the module's state_dict(), or detach() of its parameters"
-        raise TypeError(f"CopyEngines: pickle: expected {expected}, got a parameter that serve was called with")
+        raise TypeError(f"CopyEngines: pickle: expected {expected}, got a parameter that attach was called with")
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -201,9 +201,9 @@ class AllGather:
 
 
 def other_parameters() -> RuntimeError:
-    """The error of parameters that `CopyEngines.serve` has not been called with."""
-    expected = "those that serve was called with"
-    got = "others, as after load_state_dict(assign=True) or a conversion: call serve again"
+    """The error of parameters that `CopyEngines.attach` has not been called with."""
+    expected = "those that attach was called with"
+    got = "others, as after load_state_dict(assign=True) or a conversion: call attach again"
     return RuntimeError(f"CopyEngines: parameters: expected {expected}, got {got}")
 
 

@@ -9,7 +9,7 @@ import torch
 from moeblaze_cupy.cuda import loader
 from moeblaze_cupy.interop.parallel.driver import Addresses, Moment, Physical, capture_of, granularity
 from moeblaze_cupy.interop.parallel.pages import Descriptors, Pages
-from moeblaze_cupy.interop.parallel.peers import Form, Offered, Peers, shared_memory
+from moeblaze_cupy.interop.parallel.peers import Form, Peers, PeerTensor, shared_memory
 
 Tensor = torch.Tensor
 BANKS = 2  # at least: the next all-gather writes one while the other is read
@@ -139,7 +139,7 @@ class Memory:
             elif self._opened is not None:
                 self._opened.wait(stream)
 
-    def offer(self, own: Tensor, bank: Bank) -> Offered:
+    def offer(self, own: Tensor, bank: Bank) -> PeerTensor:
         """Waits until all ranks offer an array of the all-gather, and with it what its shards have written."""
         offered = self.peers.offer(f"parameters {self._gathers % 2}", [own], len(own))[0]  # of two kinds in turn
         self._opened, self._last = Moment(getattr(torch, own.device.type).current_stream()), bank
@@ -233,7 +233,7 @@ class Whole:
         else:
             self.array = own.new_empty(shape)
         self._remains = remains or self._addresses is not None
-        self.token = torch.empty(1, device="cpu") if self._remains else self.array  #: what FSDP2 frees
+        self.freed_by_fsdp = torch.empty(1, device="cpu") if self._remains else self.array  #: what FSDP2 frees
         self.parts = self.array.view(memory.size, *own.shape)
         self.free()
 
@@ -260,11 +260,11 @@ class Whole:
 
     def allocate(self, bank: Bank) -> None:
         """Gives it memory, if it has none."""
-        storage = self.token.untyped_storage()
+        storage = self.freed_by_fsdp.untyped_storage()
         if self.is_there:
             return
         if self._remains:
-            storage.resize_(self.token.nbytes)
+            storage.resize_(self.freed_by_fsdp.nbytes)
             return
         if is_captured(self.array.device):
             page = granularity(self.array.device.index)
@@ -277,11 +277,11 @@ class Whole:
             storage.resize_(self.array.nbytes)
 
     def free(self) -> None:
-        self.token.untyped_storage().resize_(0)
+        self.freed_by_fsdp.untyped_storage().resize_(0)
 
     @property
     def is_there(self) -> bool:
-        return bool(self.token.untyped_storage().size())
+        return bool(self.freed_by_fsdp.untyped_storage().size())
 
 
 def is_captured(device: torch.device) -> bool:
@@ -292,5 +292,5 @@ def is_captured(device: torch.device) -> bool:
 def changed_in_a_graph() -> RuntimeError:
     """The error of an all-gather in a CUDA graph whose memory has to change."""
     expected = "the order of gathers, and reshard_after_forward, of two steps before the capture, and after it"
-    got = "others: call serve, run two steps, and capture again"
+    got = "others: call attach, run two steps, and capture again"
     return RuntimeError(f"CopyEngines: all-gather in a CUDA graph: expected {expected}, got {got}")

@@ -21,7 +21,7 @@ TURNS = 2  # of memory: ranks may store a layer's gradients while another still 
 MOST_RANKS = 8  # whose parts the kernel adds
 
 
-class Sums:
+class GradientSums:
     """What the sums of the same ranks share: memory that the other ranks store parts in, of two turns.
 
     A rank tells the others when it has stored a layer's, and waits for them before it adds, on the stream of the
@@ -33,8 +33,8 @@ class Sums:
         self.peers, self.rank, self.size, self._turn = peers, rank, size, 0
         self._capture = 0  # in a CUDA graph, of the last sums
 
-    def sum(self, weights: Mapping[str, tuple[Tensor, bool, "Owner"]], pending: Any) -> None:
-        """Gives the owners of "w1" and "w2", or of one of them, the sums of their gradients.
+    def sum(self, weights: Mapping[str, tuple[Tensor, bool, "ShardReducer"]], pending: Any) -> None:
+        """Gives the reducers of "w1" and "w2", or of one of them, the sums of their gradients.
 
         weights: each (E, M, N), whether the parameter's memory order is that of (E, N, M), and its owner. pending: of
         `moe_backward_data`.
@@ -67,8 +67,8 @@ class Sums:
             totals[name] = _in_order(total, transposed)
         scale, channels = 1 / owner.divisor(self.size), {"w1": 1, "w2": 2}
 
-        def tell(name: str) -> None:
-            self.peers.tell(kind, channels[name])
+        def signal(name: str) -> None:
+            self.peers.signal(kind, channels[name])
 
         def wait(name: str) -> None:
             self.peers.wait(kind, channels[name])
@@ -76,10 +76,11 @@ class Sums:
         ranks = [self.rank, *every]
         # what hooks of saved tensors gave back may have another memory order than the parameter
         as_they_were = all((weight.stride(-1) != 1) == transposed for weight, transposed, _ in weights.values())
-        if not (as_they_were and backward.summed_weights(pending, needs, ranks, scale, totals, parts, at, tell, wait)):
-            self._sum_by_copies(pending, needs, scale, totals, parts, at, tell, wait)
+        places = totals, parts, at, signal, wait
+        if not (as_they_were and backward.summed_weights(pending, needs, ranks, scale, *places)):
+            self._sum_by_copies(pending, needs, scale, *places)
         for name, (_, transposed, of) in weights.items():
-            of.take(totals[name].transpose(1, 2) if transposed else totals[name])
+            of.accumulate(totals[name].transpose(1, 2) if transposed else totals[name])
 
     def _sum_by_copies(
         self,
@@ -89,7 +90,7 @@ class Sums:
         totals: Mapping[str, Tensor],
         parts: Mapping[str, Tensor],
         at: Mapping[str, Mapping[int, Tensor]],
-        tell: Any,
+        signal: Any,
         wait: Any,
     ) -> None:
         """Where Hopper's kernels do not serve this rank, which the others need not know."""
@@ -98,7 +99,7 @@ class Sums:
             by_rank = getattr(grads, name).unflatten(0, (self.size, -1))
             for rank, place in at[name].items():
                 place.copy_(by_rank[rank])
-            tell(name)
+            signal(name)
         for name in needs:
             wait(name)
             total = getattr(grads, name).unflatten(0, (self.size, -1))[self.rank].float()
@@ -114,10 +115,10 @@ def _in_order(array: Tensor, transposed: bool) -> Tensor:
     return array.view(*array.shape[:-2], *array.shape[:-3:-1]).transpose(-1, -2)
 
 
-class Owner:
+class ShardReducer:
     """This rank's part of a parameter of E experts that FSDP2 shards."""
 
-    def __init__(self, sums: Sums, shard: Any, parameter: Parameter, group: Group) -> None:
+    def __init__(self, sums: GradientSums, shard: Any, parameter: Parameter, group: Group) -> None:
         """shard: `fsdp_gather.Shard`."""
         self.sums, self._parameter, self._group = sums, parameter, group
         self.numel, self.dtype = shard.whole.numel(), parameter.local.dtype
@@ -139,7 +140,7 @@ class Owner:
         given = self._group.divide_factor
         return size if given is None else given
 
-    def take(self, total: Tensor) -> None:
+    def accumulate(self, total: Tensor) -> None:
         """Sets the gradient of the part, or adds to it. total: contiguous."""
         self._parameter.accumulate_gradient(total, self._group)
 

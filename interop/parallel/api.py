@@ -18,7 +18,7 @@ from moeblaze_cupy.calls import untraced
 from moeblaze_cupy.cuda import launch_config, loader, runtime
 from moeblaze_cupy.fp8 import checks as fp8_checks
 from moeblaze_cupy.interop.parallel import collectives
-from moeblaze_cupy.interop.parallel.exchanges import Begun, ExpertGroup, Route, required
+from moeblaze_cupy.interop.parallel.exchanges import ExpertGroup, PendingExchange, Route, required
 from moeblaze_cupy.interop.parallel.routes import Rows
 from moeblaze_cupy.interop.torch import arguments as torch_arguments
 from moeblaze_cupy.interop.torch import private as torch_private
@@ -26,8 +26,8 @@ from moeblaze_cupy.interop.torch.autograd import (
     MainGrad,
     first_derivatives_only,
     main_grads,
+    record_inputs,
     stand_in,
-    tell_inputs,
 )
 from moeblaze_cupy.interop.torch.sums import expect_gathered
 from moeblaze_cupy.layer.api import LayerExtras, values_and_scales
@@ -141,7 +141,7 @@ def _pieces(route: Route, local_ids: Tensor) -> Pieces:
     return [*pieces, (start, room, min(bound, (room - start) * k))]
 
 
-class InFp8(NamedTuple):
+class Fp8Products(NamedTuple):
     """The precision of products, and the weights for it; keep: what forward has made of them is kept for backward."""
 
     precision: str | None
@@ -186,21 +186,21 @@ class _ExpertParallel(torch.autograd.Function):
         activation: str | Activation,
         save: str | None,
         into: dict[str, MainGrad],
-        in_fp8: InFp8,
+        fp8_products: Fp8Products,
     ) -> Tensor:
         experts, w1 = route.experts, gate if up is None else (gate, up)
         rows, local_ids, got = route.receive(x, ids, weights)
         pieces, wait = _pieces(route, local_ids), route.wait
         if len(pieces) > 1 and save is not None:
             save = "recompute"
-        made = in_fp8.weights_of(w1, w2)  # once for all pieces
-        place = route.place_of_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
+        made = fp8_products.weights_of(w1, w2)  # once for all pieces
+        place = route.remote_results(x.shape[1], x.dtype) if len(pieces) == 1 else None
         results, kept, tensors = [], [], []
         for start, stop, bound in pieces:
             part = slice(start, stop)
             x_part, scales = values_and_scales(_part(rows, part))
             layer = LayerArrays(x_part, local_ids[part], got[part], gate, up, w2)
-            options = LayerOptions(activation, save, max_slots=bound, precision=in_fp8.precision)
+            options = LayerOptions(activation, save, max_slots=bound, precision=fp8_products.precision)
             try:
                 out, saved = layer_forward(layer, options, LayerExtras(place and place.destination, wait, made, scales))
             finally:
@@ -217,11 +217,11 @@ class _ExpertParallel(torch.autograd.Function):
         y = results[0] if len(results) == 1 else torch.cat(results)
         del results
         experts.count_overflow(route.counted)
-        ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.in_fp8 = route, pieces, kept, into, in_fp8
+        ctx.route, ctx.pieces, ctx.kept, ctx.into, ctx.fp8_products = route, pieces, kept, into, fp8_products
         ctx.set_materialize_grads(False)
         values, scales = values_and_scales(rows) if experts.keep_received else (x, None)
         read_ids = ids if experts.route == "pull" else None  # other routes may see them change before backward
-        ctx.save_for_backward(values, scales, got, gate, up, w2, read_ids, *in_fp8.kept(made), *tensors)
+        ctx.save_for_backward(values, scales, got, gate, up, w2, read_ids, *fp8_products.kept(made), *tensors)
         return route.bring_back(y)()
 
     @staticmethod
@@ -254,12 +254,12 @@ class _ExpertParallel(torch.autograd.Function):
             "expert_parallel_moe", arrays.Torch, {"x": values, "w1": gate, "w1[1]": up, "w2": w2, "weights": got}
         )
         kept_rows: Rows = values if scales is None else Fp8Rows(values, scales)
-        tell_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
-        in_fp8: InFp8 = ctx.in_fp8
+        record_inputs(ctx, gate, up, w2)  # and x by the incoming gradient, as its own rows may not be kept
+        fp8_products: Fp8Products = ctx.fp8_products
         if grad_out is None:  # other ranks may wait for this one
             grad_out = gate.new_zeros((route.num_tokens, w2.shape[2]))
         w1 = gate if up is None else (gate, up)
-        fp8_weights, tensors = in_fp8.again(tensors, w1, w2)
+        fp8_weights, tensors = fp8_products.again(tensors, w1, w2)
         needed = ctx.needs_input_grad
         of_rows = tuple(compress(("x", "weights"), needed[:2]))
         of_experts = tuple(compress(("w1", "w2"), (needed[2] or needed[3], needed[4])))
@@ -291,7 +291,7 @@ class _ExpertParallel(torch.autograd.Function):
             pending = None
             needs = (*of_rows, "w1", "w2") if of_experts else of_rows
             alone = len(ctx.pieces) == 1
-            place = route.place_of_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
+            place = route.remote_gradients(of_rows, w2.shape[2], w2.dtype, got) if alone else None
             try:
                 extras = BackwardExtras(place and place.destination, wait, bool(of_experts))
                 of_part = _part(grad_rows, part), saved, needs, False
@@ -423,24 +423,24 @@ def expert_parallel_moe(
         }
 
     into: dict[str, MainGrad] = {}
-    in_fp8 = InFp8(precision, fp8_weights, keep_fp8_weights)
+    fp8_products = Fp8Products(precision, fp8_weights, keep_fp8_weights)
     grads = required((x,), (weights,), (*parts, given))
-    begun = Begun(x, ids, weights, experts, grads, check, row_precision == "fp8")
+    pending = PendingExchange(x, ids, weights, experts, grads, check, row_precision == "fp8")
     route: Route | None = None
     wait: Callable[[], None] | None = None
-    if shared is not None and begun.error is None and begun.route.begins_early:
-        route = begun.finish()
+    if shared is not None and pending.error is None and pending.route.begins_early:
+        route = pending.finish()
         x, weights = x.contiguous(), weights.contiguous()
         wait = route.begin(x.detach(), route.ids, weights.detach())
 
     def of_experts() -> Tensor:
-        found = begun.finish() if route is None else route
+        found = pending.finish() if route is None else route
         arguments = x.contiguous(), weights.contiguous(), gate, up, w2, found.ids, found
-        told = activation, save if grads else None, into, in_fp8
+        told = activation, save if grads else None, into, fp8_products
         out: Tensor = _ExpertParallel.apply(*arguments, *told)  # type: ignore[no-untyped-call]  # torch gives `apply` no types
         return out
 
-    if shared is None or begun.error is not None:
+    if shared is None or pending.error is not None:
         return of_experts()
     try:
         try:

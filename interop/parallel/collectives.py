@@ -84,7 +84,7 @@ def all_gather(rows: Tensor, what: str, group: Any) -> Pending:
     return Pending(result, work, what, group, rows)
 
 
-class Header:
+class PendingHeaders:
     """A few integers of every rank, on the way to the host while the device works on."""
 
     def __init__(self, gathered: Pending, is_cuda: bool = False) -> None:

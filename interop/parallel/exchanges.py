@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from moeblaze_cupy import checks
 from moeblaze_cupy.calls import untraced
 from moeblaze_cupy.interop.parallel import collectives
-from moeblaze_cupy.interop.parallel.collectives import SAME, Header
+from moeblaze_cupy.interop.parallel.collectives import SAME, PendingHeaders
 from moeblaze_cupy.interop.parallel.group import RankGroup
-from moeblaze_cupy.interop.parallel.hosts import Answers
+from moeblaze_cupy.interop.parallel.hosts import HostHeaders
 from moeblaze_cupy.interop.parallel.pull_route import PullRoute
 from moeblaze_cupy.interop.parallel.routes import Route, SentRoute, sent_route
 
@@ -92,7 +92,7 @@ def _check(x: Any, ids: Any, weights: Any, experts: Any) -> None:
         raise checks.bad_value("exchange", "slots", f"at least k = {ids.shape[1]}", experts.slots)
 
 
-class Begun:
+class PendingExchange:
     """An exchange whose header is under way; `finish` waits for it and gives the route."""
 
     def __init__(
@@ -103,11 +103,11 @@ class Begun:
         experts: ExpertGroup,
         grads: int,
         check: Callable[[], Mapping[str, int]] = dict,
-        in_fp8: bool = False,
+        rows_in_fp8: bool = False,
     ) -> None:
         """check: raises an error for arguments of the caller's, which then reaches all ranks.
 
-        It returns what else is to be the same on all ranks, by its name in `SAME`. in_fp8: rows travel in e4m3.
+        It returns what else is to be the same on all ranks, by its name in `SAME`. rows_in_fp8: rows travel in e4m3.
         """
         if not isinstance(experts, ExpertGroup):
             raise TypeError(f"exchange: experts: expected an ExpertGroup, got {type(experts)}")
@@ -134,17 +134,17 @@ class Begun:
                 d=x.shape[1],
                 k=ids.shape[1],
                 experts=experts.num_experts,
-                dtype=number_of(torch.float8_e4m3fn if in_fp8 else x.dtype),
+                dtype=number_of(torch.float8_e4m3fn if rows_in_fp8 else x.dtype),
                 weights=number_of(weights.dtype),
                 device=collectives.DEVICES.index(x.device.type),
                 requires_grad=grads,
                 tokens=len(x),
                 **options,
             )
-            self.route.in_fp8 = in_fp8
+            self.route.rows_in_fp8 = rows_in_fp8
         except Exception as error:  # of any kind, as the others would wait for this rank until their timeout
             self.error, values = error, collectives.header(failed=True)
-        self.header: Header | Answers | None = None
+        self.header: PendingHeaders | HostHeaders | None = None
         what = f"all-gather of sizes (call {experts.calls})"
         if by_hosts:  # they know what is compared
             assert experts.hosts is not None
@@ -154,7 +154,7 @@ class Begun:
                 counts = torch.zeros(2 * experts.size, dtype=torch.int64, device=device)
             on_host = torch.tensor(values, dtype=torch.int64, device="cpu")
             header = torch.cat([on_host.to(device, non_blocking=True), counts])
-            self.header = Header(collectives.all_gather(header[None], what, experts.group), header.is_cuda)
+            self.header = PendingHeaders(collectives.all_gather(header[None], what, experts.group), header.is_cuda)
 
     def finish(self) -> Route:
         """Raises one ValueError on all ranks if their arguments do not fit together."""
@@ -192,7 +192,7 @@ class _Exchange(torch.autograd.Function):
         ctx.route = route
         rows, local_ids, got = route.receive(x.contiguous(), ids, weights.contiguous())
         ctx.mark_non_differentiable(local_ids)
-        return route.without_garbage(cast(Tensor, rows)), local_ids, got
+        return route.zero_padding(cast(Tensor, rows)), local_ids, got
 
     @staticmethod
     @once_differentiable
@@ -215,7 +215,7 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
         route.meet("backward of collect")
-        return route.without_garbage(cast(Tensor, route.receive_gradients(grad.contiguous(), None)[0])), None
+        return route.zero_padding(cast(Tensor, route.receive_gradients(grad.contiguous(), None)[0])), None
 
 
 def required(*tensors: Sequence[Any]) -> int:
@@ -240,8 +240,8 @@ def exchange(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertGroup) -> t
     With "static" on CUDA ranks are not compared, as the host would have to wait. So it is in backward and `collect`,
     where "exact" on CUDA compares ranks if the memory of a host is theirs in common.
     """
-    begun = Begun(x, ids, weights, experts, required((x,), (weights,)))
-    route = begun.finish()
+    pending = PendingExchange(x, ids, weights, experts, required((x,), (weights,)))
+    route = pending.finish()
     route.one_by_one = True
     if experts.route == "pull":  # the only one that reads ids again, later, when the caller may have written to them
         route.ids = route.ids.clone()

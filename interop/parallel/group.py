@@ -116,12 +116,12 @@ class RankGroup:
             call=call,
             requires_grad=requires_grad,
         )
-        header: collectives.Header | hosts.Answers
+        header: collectives.PendingHeaders | hosts.HostHeaders
         if self.hosts is not None:
             header = self.hosts.send(values, what)
         elif self.devices[0] == "cpu":  # of as many integers as headers with counts
             on_host = torch.tensor([values + 2 * self.size * [0]], dtype=torch.int64, device="cpu")
-            header = collectives.Header(collectives.all_gather(on_host, what, self.group))
+            header = collectives.PendingHeaders(collectives.all_gather(on_host, what, self.group))
         else:
             return
         if failed:

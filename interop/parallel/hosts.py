@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moeblaze_cupy.interop.parallel import collectives, private
-from moeblaze_cupy.interop.parallel.collectives import Header, Pending
+from moeblaze_cupy.interop.parallel.collectives import Pending, PendingHeaders
 
 CALL_BITS = 16  # the lowest of a word
 LINE_WORDS = 8  # of a cache line; no two ranks write to one
@@ -51,7 +51,7 @@ class HostMemory:
         """
         self.calls, self._words, self._timeout, self._group = 0, words, timeout, group
         self._rank, size = dist.get_rank(group), dist.get_world_size(group)
-        self._last: Answers | None = None
+        self._last: HostHeaders | None = None
         self._error = ""  # of the first call that failed
         self._file = file
         try:
@@ -69,10 +69,10 @@ class HostMemory:
         """Releases the lock."""
         os.close(self._file)
 
-    def send(self, values: Sequence[int], what: str) -> "Answers":
+    def send(self, values: Sequence[int], what: str) -> "HostHeaders":
         """Tells the other ranks these values, as many in each call; waits for them only if the last call was not read.
 
-        what: names the call in errors. Raises ValueError for values that do not fit, and RuntimeError as `Answers`.
+        what: names the call in errors. Raises ValueError for values that do not fit, and RuntimeError as `HostHeaders`.
         """
         largest = (1 << (63 - CALL_BITS)) - 1
         if len(values) != self._words or not 0 <= min(values) <= max(values) <= largest:
@@ -87,11 +87,11 @@ class HostMemory:
         row, tag = self._slots[self.calls % 2][self._rank], self.calls % (1 << CALL_BITS)
         for place, value in enumerate(values):
             row[place] = value << CALL_BITS | tag
-        self._last = Answers(self, what)
+        self._last = HostHeaders(self, what)
         return self._last
 
     def wait(self, what: str) -> list[list[int]]:
-        """By rank, what all have told in the last call. Raises RuntimeError as `Answers`."""
+        """By rank, what all have told in the last call. Raises RuntimeError as `HostHeaders`."""
         with collectives.named(what, self._group):
             if self._error:
                 raise RuntimeError(self._error)
@@ -149,7 +149,7 @@ class HostMemory:
         return True
 
 
-class Answers:
+class HostHeaders:
     """What the ranks tell in one call of `HostMemory`. It is read before the next call is sent."""
 
     def __init__(self, memory: HostMemory, what: str) -> None:
@@ -180,13 +180,13 @@ class HostGloo:
         """Ends its threads."""
         self._backend = None
 
-    def send(self, values: Sequence[int], what: str) -> Header:
+    def send(self, values: Sequence[int], what: str) -> PendingHeaders:
         """Tells the other ranks these values, as many on each. what: names the call in errors."""
         here = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         by_rank = here.new_empty((self._backend.size(), len(values)))
         with collectives.named(what, self._group):
             work = private.all_gather(self._backend, by_rank, here)
-        return Header(Pending(by_rank, work, what, self._group, here))
+        return PendingHeaders(Pending(by_rank, work, what, self._group, here))
 
 
 def connected(group: Any) -> HostMemory | HostGloo | None:

@@ -36,7 +36,7 @@ class _Buffer(NamedTuple):
     addresses: Tensor  # (P,) int64
 
 
-class Offered(NamedTuple):
+class PeerTensor(NamedTuple):
     """An array that all ranks have offered."""
 
     array: PeerArray  #: for kernels
@@ -54,7 +54,7 @@ class Peers:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._buffers: dict[str, _Buffer] = {}
-        self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[Offered]]] = {}
+        self._views: dict[tuple[str, tuple[Form, ...]], tuple[list[Tensor], list[PeerTensor]]] = {}
         self._read: str | None = None  # the kind that others may read now
         self._stream: Any = None  # of the last call
         self._tables: dict[tuple[Any, ...], Tensor] = {}  # of addresses
@@ -75,7 +75,7 @@ class Peers:
             self.close()
         return self.arrays(kind, forms, device)[0]
 
-    def offer(self, kind: str, tensors: Sequence[Tensor], rows: int) -> list[Offered]:
+    def offer(self, kind: str, tensors: Sequence[Tensor], rows: int) -> list[PeerTensor]:
         """Has all ranks read these tensors, which may be in their room already; waits on the stream until all offer.
 
         rows: of each array, as many on all ranks. A tensor may have fewer; the others' contents are then undefined.
@@ -156,7 +156,7 @@ class Peers:
             self._barrier(kind)
         self._read = None
 
-    def tell(self, kind: str, channel: int) -> None:
+    def signal(self, kind: str, channel: int) -> None:
         """Tells the other ranks, when the stream comes here, that this one has stored what it had to in their buffers.
 
         channel: from 1 on. They are to `wait` for it as often.
@@ -166,7 +166,7 @@ class Peers:
             handle.put_signal(rank, channel=channel, timeout_ms=TIMEOUT_MS)
 
     def wait(self, kind: str, channel: int) -> None:
-        """Has the stream wait until all other ranks have told this one."""
+        """Has the stream wait until all other ranks have signalled this one."""
         handle = self._buffers[kind].handle
         for rank in others(handle.rank, handle.world_size):
             handle.wait_signal(rank, channel=channel, timeout_ms=TIMEOUT_MS)
@@ -178,14 +178,14 @@ class Peers:
             self._wait_for_copies()
         handle.barrier(channel=0, timeout_ms=TIMEOUT_MS)
 
-    def arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:
+    def arrays(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[PeerTensor]]:
         found = self._views.get((kind, forms))
         if found is not None:
             return found
         with torch.inference_mode(False):  # what inference allocates training writes, too
             return self._made(kind, forms, device)
 
-    def _made(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[Offered]]:
+    def _made(self, kind: str, forms: tuple[Form, ...], device: torch.device) -> tuple[list[Tensor], list[PeerTensor]]:
         starts, end = [], 0
         for shape, dtype in forms:
             starts.append(end)
@@ -199,7 +199,7 @@ class Peers:
             nbytes = dtype.itemsize * torch.Size(shape).numel()
             views.append(memory[start : start + nbytes].view(dtype).view(shape))
             at = [handle.get_buffer(rank, shape, dtype, start // dtype.itemsize) for rank in range(len(addresses))]
-            arrays.append(Offered(PeerArray(addresses, start, str(dtype).removeprefix("torch.")), at))
+            arrays.append(PeerTensor(PeerArray(addresses, start, str(dtype).removeprefix("torch.")), at))
         if len(self._views) >= MAX_VIEWS:
             self._views.clear()
         self._views[kind, forms] = views, arrays

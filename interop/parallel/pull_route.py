@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from moeblaze_cupy.cuda import launch_config
 from moeblaze_cupy.fp8 import rows as fp8_rows
 from moeblaze_cupy.interop.parallel.group import RankGroup
-from moeblaze_cupy.interop.parallel.peers import Form, Offered
-from moeblaze_cupy.interop.parallel.routes import Route, Rows, Stored
+from moeblaze_cupy.interop.parallel.peers import Form, PeerTensor
+from moeblaze_cupy.interop.parallel.routes import RemoteOutput, Route, Rows
 from moeblaze_cupy.rows import api as mb_rows
 from moeblaze_cupy.rows.push import Destination, Place
 from moeblaze_cupy.types import Fp8Rows
@@ -63,7 +63,7 @@ class PullRoute(Route):
         """Whether the rows of all tokens are copied, in place of pulling those that are needed."""
         return self.experts.peers.copies and self._needs_most
 
-    def _copy(self, offered: Sequence[Offered], rows: Rows) -> Callable[[], None]:
+    def _copy(self, offered: Sequence[PeerTensor], rows: Rows) -> Callable[[], None]:
         """Starts to copy the rows of all ranks' tokens into (room, columns).
 
         offered: of the rows, or of `Fp8Rows` the values and the scales. What it returns has the stream wait for them.
@@ -80,7 +80,7 @@ class PullRoute(Route):
             to.copy_(source)
         return wait
 
-    def _pull(self, offered: Sequence[Offered], rows: Rows) -> None:
+    def _pull(self, offered: Sequence[PeerTensor], rows: Rows) -> None:
         """Has a kernel read the rows that are needed; offered: as of `_copy`."""
         if isinstance(rows, Fp8Rows):
             values, scales = offered
@@ -88,15 +88,15 @@ class PullRoute(Route):
         else:
             mb_rows.pull_rows(offered[0].array, self._needed, rows)
 
-    def _offer(self, kind: str, rows: int, *tensors: Tensor) -> list[Offered]:
+    def _offer(self, kind: str, rows: int, *tensors: Tensor) -> list[PeerTensor]:
         return self.experts.peers.offer("one by one" if self.one_by_one else kind, tensors, rows)
 
-    def _offer_tokens(self, *rows: Tensor, others: tuple[Tensor, ...] = ()) -> list[list[Offered]]:
-        """Of each array of rows those that stand for it, values and scales if `in_fp8`; then one each of the others.
+    def _offer_tokens(self, *rows: Tensor, others: tuple[Tensor, ...] = ()) -> list[list[PeerTensor]]:
+        """Offers rows, as values and scales if `rows_in_fp8`, and other arrays. Returns a list for each of them.
 
         This rank's rows in e4m3 are written to where other ranks read them.
         """
-        if not self.in_fp8:
+        if not self.rows_in_fp8:
             return [[of] for of in self._offer("tokens", self.rows, *rows, *others)]
         forms: list[Form] = []
         for of in rows:
@@ -112,7 +112,7 @@ class PullRoute(Route):
 
     def _room_for_rows(self, like: Tensor) -> Rows:
         shape = self.room, like.shape[1]
-        if not self.in_fp8:
+        if not self.rows_in_fp8:
             return like.new_empty(shape)
         return Fp8Rows(like.new_empty(shape, dtype=torch.uint8), like.new_empty(self.room, dtype=torch.float32))
 
@@ -205,17 +205,19 @@ class PullRoute(Route):
 
         return pull
 
-    def place_of_results(self, d: int, dtype: torch.dtype) -> Stored | None:
+    def remote_results(self, d: int, dtype: torch.dtype) -> RemoteOutput | None:
         # Gradients of weights come beside those of rows later, for which the buffer would have to grow.
         return self._destination((((self.room, d), dtype), ((self.room, self.k), torch.float32)), 0)
 
-    def place_of_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Stored | None:
+    def remote_gradients(
+        self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor
+    ) -> RemoteOutput | None:
         if "x" not in needs:
             return None
         by_name = {"x": ((self.room, d), dtype), "weights": (tuple(weights.shape), weights.dtype)}
         return self._destination(tuple(by_name[name] for name in needs), needs.index("x"))
 
-    def _destination(self, forms: tuple[Form, ...], which: int) -> Stored | None:
+    def _destination(self, forms: tuple[Form, ...], which: int) -> RemoteOutput | None:
         """`which` of the arrays of these forms is for the rows; all ranks have them in their buffers of results."""
         if not self.rows or self.one_by_one or not self.ids.is_cuda:
             return None
@@ -223,7 +225,7 @@ class PullRoute(Route):
         self._landing = peers.room("results", forms, device)[which]
         array = peers.arrays("results", forms, device)[1][which].array
         place = Place(array.offset, share.rank * self.rows, self.rows)
-        return Stored(Destination(array.addresses, self._needed, place), self._landing)
+        return RemoteOutput(Destination(array.addresses, self._needed, place), self._landing)
 
-    def without_garbage(self, rows: Tensor) -> Tensor:
+    def zero_padding(self, rows: Tensor) -> Tensor:
         return torch.where(self._needed[:, None], rows, 0)

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 Rows = Tensor | Fp8Rows
 
 
-class Stored(NamedTuple):
+class RemoteOutput(NamedTuple):
     """Where results are stored, and `landing` (room, d), where those of this rank's tokens come, by rank."""
 
     destination: Destination
@@ -39,7 +39,7 @@ class Route:
         self.slots: int | None = None  #: of this rank's experts in the rows received; None if the host does not know it
         self.has_fixed_room = True  # the number of rows received is known from L
         self.one_by_one = False  # its steps are functions of autograd that run in the caller's order
-        self.in_fp8 = False  # rows of x and of results' gradients travel in e4m3; never if one_by_one
+        self.rows_in_fp8 = False  # rows of x and of results' gradients travel in e4m3; never if one_by_one
         self.counted: Tensor | None = None  # (1,) of what was dropped; None if nothing can be
         #: has the stream wait for the rows received last, while they are on their way; never set if one_by_one
         self.wait: Callable[[], None] | None = None
@@ -86,7 +86,7 @@ class Route:
     def receive(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Rows, Tensor, Tensor]:
         """Rows (room, d), local ids (room, k) int32, -1 for what is not this rank's, router weights (room, k).
 
-        The rows are `Fp8Rows` if `in_fp8`. They may be on their way: see `wait`.
+        The rows are `Fp8Rows` if `rows_in_fp8`. They may be on their way: see `wait`.
         """
         raise NotImplementedError
 
@@ -100,31 +100,33 @@ class Route:
     def bring_back(self, rows: Tensor) -> Callable[[], Tensor]:
         """Starts the way back of results (room, d). What it returns gives (L, d), the sums over ranks in order.
 
-        rows: `landing` of `place_of_results` if they are stored there.
+        rows: `landing` of `remote_results` if they are stored there.
         """
         raise NotImplementedError
 
     def return_gradients(self, grads: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         """Starts the way back of gradients of received rows: "x" (room, d) and "weights" (room, k), one, or none.
 
-        "x" is `landing` of `place_of_gradients` if it is stored there.
+        "x" is `landing` of `remote_gradients` if it is stored there.
 
         What it returns gives them by name: of x the sums over ranks (L, d), of each slot its rank's (L, k).
         """
         raise NotImplementedError
 
-    def place_of_results(self, d: int, dtype: torch.dtype) -> Stored | None:
+    def remote_results(self, d: int, dtype: torch.dtype) -> RemoteOutput | None:
         """Where the layer stores its results on CUDA, if not in an array."""
         return None
 
-    def place_of_gradients(self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor) -> Stored | None:
+    def remote_gradients(
+        self, needs: tuple[str, ...], d: int, dtype: torch.dtype, weights: Tensor
+    ) -> RemoteOutput | None:
         """Where the layer stores the gradient of x on CUDA, if not in an array.
 
         needs: the gradients that there will be. weights: those received.
         """
         return None
 
-    def without_garbage(self, rows: Tensor) -> Tensor:
+    def zero_padding(self, rows: Tensor) -> Tensor:
         """Zeros in rows that only fill the buffer up, or were not asked for."""
         rows[self.received :] = 0
         return rows
@@ -158,8 +160,8 @@ class SentRoute(Route):
         return collectives.all_to_all(chosen, self.sent, self.arriving, self.room, self._what(name), group)
 
     def _send_rows(self, rows: Tensor, name: str) -> Callable[[], Rows]:
-        """As `_send`, in e4m3 if `in_fp8`; what this returns waits for them."""
-        if not self.in_fp8:
+        """As `_send`, in e4m3 if `rows_in_fp8`; what this returns waits for them."""
+        if not self.rows_in_fp8:
             return self._send(rows, name).wait
         quantized = Fp8Rows(
             rows.new_empty(rows.shape, dtype=torch.uint8), rows.new_empty(len(rows), dtype=torch.float32)

@@ -105,7 +105,7 @@ class _Call(NamedTuple):
 def _moe(layer: LayerArrays, options: LayerOptions, call: _Call) -> torch.Tensor:
     fp8_weights = call.fp8_weights
     of_fp8 = fp8_checks.arrays_of("moe_forward", options.precision, fp8_weights)
-    as_operators = torch_autograd.wanted((*layer, *of_fp8) if of_fp8 else layer)
+    as_operators = torch_autograd.needs_operators((*layer, *of_fp8) if of_fp8 else layer)
     x, ids, weights, gate, up, w2, b1_gate, b1_up, b2, token_offsets = layer
     no_weights = weights is None and not options.unreduced
     if as_operators or no_weights or x is None or ids is None or gate is None or w2 is None:
@@ -218,7 +218,7 @@ def route(
     """
     offsets = sequences if isinstance(sequences, torch.Tensor) else None
     tensors = logits, bias, ids, token_offsets, token_mask, offsets
-    as_operators = torch_autograd.wanted(tensors)
+    as_operators = torch_autograd.needs_operators(tensors)
     if as_operators or logits is None:
         for name, tensor in zip(("logits", *torch_router.ROUTE_OTHERS), tensors, strict=True):
             if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "logits"):
@@ -293,7 +293,7 @@ class MoE(torch.nn.Module):
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
     precision: as of `moe`. With "fp8" every forward quantises w1 and w2, in CUDA graphs and compiled code too, unless
     they are held by `quantize_weights`. Of parameters that FSDP2 has gathered no e4m3 weights are kept for backward,
-    which quantises again. Where `CopyEngines.serve` has these parameters travel in e4m3, both use what came, and
+    which quantises again. Where `CopyEngines.attach` has these parameters travel in e4m3, both use what came, and
     torch.compile calls the experts between its graphs.
     Raises TypeError or ValueError for sizes and names that no forward would take.
     """
@@ -367,7 +367,7 @@ class MoE(torch.nn.Module):
         if precision is not None:
             fp8_checks.form("MoE", d_model, d_hidden, gate_up)
         self.precision = precision
-        self._fp8 = torch_fp8.Held()
+        self._fp8 = torch_fp8.HeldFp8Weights()
         self._sharded = False  # FSDP2 gathers the experts' parameters for each forward
         width = d_hidden * (2 if is_gated(activation) else 1)
 

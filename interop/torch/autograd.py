@@ -52,7 +52,7 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError(f"{ctx.function}: no second derivatives")
 
 
-def tell_inputs(ctx: Any, *tensors: Tensor | None) -> None:
+def record_inputs(ctx: Any, *tensors: Tensor | None) -> None:
     """Called by a backward in eager mode: these are the inputs that it reads, for `first_derivatives_only`.
 
     They are noted only while create_graph=True makes a graph. Otherwise they would stay alive after backward.
@@ -65,8 +65,8 @@ def first_derivatives_only(function: str, traceable: bool = False) -> Callable[[
     """Decorator of a backward, which then runs without a graph. The graph of create_graph=True raises where it is used.
 
     torch's once_differentiable raises only if the incoming gradient requires one. That of out.sum() does not.
-    The raising graph depends on the gradients and on the inputs of `tell_inputs`, so that torch.autograd.grad by any of
-    these raises.
+    The raising graph depends on the gradients and on the inputs of `record_inputs`, so that torch.autograd.grad by any
+    of these raises.
     function: the name in errors. traceable: the backward calls operators, so compilers may trace into it. torch itself
     raises an error for second derivatives of what it compiled. Compiled autograd calls other backwards between graphs.
     """
@@ -113,7 +113,7 @@ OF_GATHERED = ("gate", "up", "w2", *IN_FP8)  # what `fsdp_e4m3.Gathered` gives a
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
-def wanted(tensors: Sequence[Any]) -> bool:
+def needs_operators(tensors: Sequence[Any]) -> bool:
     """Whether a call with these tensors must be one of operators, for what follows it or needs its shapes alone."""
     return (
         torch.compiler.is_compiling()
@@ -438,7 +438,7 @@ class EagerMoE(torch.autograd.Function):
         torch_sums.expect_gathered(gate, up, w2)
         if ctx.shape is not None:
             grad_out = grad_out.reshape(x.shape)
-        tell_inputs(ctx, x, weights, gate, up, w2, *biases)
+        record_inputs(ctx, x, weights, gate, up, w2, *biases)
         if options.precision is not None and fp8_weights is None:
             fp8_weights = mb.quantize_weights(joined(gate, up), w2, gate_up=options.gate_up)
         needed_biases = (needed[6] or needed[7], needed[8]) if biases else ()

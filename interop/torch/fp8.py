@@ -17,10 +17,10 @@ Tensor = torch.Tensor
 Weight = Tensor | tuple[Tensor, Tensor]  # w1 may be a pair (gate, up)
 
 _ADAPTED = "moeblaze_adapted"  # attribute of modules that have adapters
-_holding: "weakref.WeakSet[Held]" = weakref.WeakSet()
+_holding: "weakref.WeakSet[HeldFp8Weights]" = weakref.WeakSet()
 
 
-class Held:
+class HeldFp8Weights:
     """`Fp8Weights` from a call of `hold` to the next one, or to `release`, for forwards with the same parameters.
 
     A forward that is given other tensors quantises them. What is written to the parameters meanwhile is not seen.
@@ -38,7 +38,7 @@ class Held:
         self.gathered: Any = None  #: the `fsdp_e4m3.Experts` that have w1 and w2 travel in e4m3, if any do
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Held, ()
+        return HeldFp8Weights, ()
 
     def release(self) -> None:
         """Forwards quantise from now on."""

@@ -8,7 +8,7 @@ import torch
 
 import moeblaze_cupy as mb
 from moeblaze_cupy import checks
-from moeblaze_cupy.interop.torch.autograd import Grads, first_derivatives_only, tell_inputs
+from moeblaze_cupy.interop.torch.autograd import Grads, first_derivatives_only, record_inputs
 from moeblaze_cupy.interop.torch.router_operators import READ_BY_ROUTER, Routing, asked_sums, route, route_bwd
 from moeblaze_cupy.router.options import RouterOptions
 
@@ -85,7 +85,7 @@ class EagerRoute(torch.autograd.Function):
     @first_derivatives_only("route")
     def backward(ctx: Any, grad_weights: Tensor | None, _: None, *grad_sums: Tensor | None) -> Grads:
         logits, weights, chosen, *read = ctx.saved_tensors
-        tell_inputs(ctx, logits)
+        record_inputs(ctx, logits)
         rest = (None,) * (len(ctx.needs_input_grad) - 2)
         if grad_weights is None and not any(grad is not None for grad in grad_sums):
             return (None, None, *rest)

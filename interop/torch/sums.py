@@ -1,6 +1,6 @@
 """Weights that are gathered from the shards of ranks: whether they are there, and who sums their gradients over ranks.
 
-A gradient that its owner sums, a `fsdp_sums.Owner`, does not go to autograd. The layer looks here for its weights.
+Autograd does not get a gradient that its owner sums, a `fsdp.sums.ShardReducer`. The layer looks here for its weights.
 """
 
 import weakref

@@ -104,7 +104,7 @@ def _is_packed(weight: Tensor) -> bool:
 
 def fp8_options(module: Any, parameters: tuple[Tensor, ...], precision: str | None) -> dict[str, Any]:
     """The option `fp8_weights` of `moe`: what the module holds of these parameters, else None."""
-    held: torch_fp8.Held | None = None if precision is None else getattr(module, "moeblaze_fp8", None)
+    held: torch_fp8.HeldFp8Weights | None = None if precision is None else getattr(module, "moeblaze_fp8", None)
     return {} if held is None else {"fp8_weights": held.of(*parameters)}
 
 
@@ -112,7 +112,7 @@ def set_held(
     name: str, module: Any, parameters: tuple[Tensor, ...], w1: Weight, w2: Tensor, gate_up: str, hold: bool
 ) -> bool:
     """Has a module hold its weights in e4m3, or no longer. w1, w2: views of the parameters. Returns whether it does."""
-    held: torch_fp8.Held = vars(module).setdefault("moeblaze_fp8", torch_fp8.Held())
+    held: torch_fp8.HeldFp8Weights = vars(module).setdefault("moeblaze_fp8", torch_fp8.HeldFp8Weights())
     if not hold:
         held.release()
         return False

@@ -16,7 +16,7 @@ from moeblaze_cupy.interop.fsdp import memory as fsdp_memory
 from moeblaze_cupy.interop.fsdp.gather import AllGather
 from moeblaze_cupy.interop.fsdp.memory import Bank, Memory, Place, Shared, Whole
 from moeblaze_cupy.interop.parallel import driver
-from moeblaze_cupy.interop.parallel.peers import Offered
+from moeblaze_cupy.interop.parallel.peers import PeerTensor
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ class Ranks:
     def offer(self, kind, tensors, rows):
         assert len(tensors) == 1 and len(tensors[0]) == rows
         self.kinds.append(kind)
-        return [Offered(None, [tensors[0] if other is None else other for other in self.others])]
+        return [PeerTensor(None, [tensors[0] if other is None else other for other in self.others])]
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -331,5 +331,5 @@ def test_errors_name_what_was_given(tmp_path):
     finally:
         dist.destroy_process_group()
     engines = object.__new__(fsdp.CopyEngines)
-    with pytest.raises(TypeError, match=r"CopyEngines.serve: modules: expected modules after .*got .*Linear"):
-        engines.serve(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"CopyEngines.attach: modules: expected modules after .*got .*Linear"):
+        engines.attach(torch.nn.Linear(1, 1))

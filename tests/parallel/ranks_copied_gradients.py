@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from moeblaze_cupy.interop.fsdp import CopyEngines
-from moeblaze_cupy.interop.fsdp.sums import Sums
+from moeblaze_cupy.interop.fsdp.sums import GradientSums
 from moeblaze_cupy.interop.torch import MoE
 from moeblaze_cupy.layer import backward_api as backward
 from tests.parallel.ranks_common import gpu_case
@@ -19,13 +19,13 @@ from tests.parallel.ranks_fsdp import are_right, late, steps
 @contextmanager
 def counted():
     """Counts the gradients that are stored, by name."""
-    names, plain = [], Sums.sum
+    names, plain = [], GradientSums.sum
 
     def sum_and_count(self, weights, pending):
         names.extend(weights)
         plain(self, weights, pending)
 
-    with mock.patch.object(Sums, "sum", sum_and_count):
+    with mock.patch.object(GradientSums, "sum", sum_and_count):
         yield names
 
 

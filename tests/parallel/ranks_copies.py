@@ -120,7 +120,7 @@ def layers_of(
         fully_shard(layer, reshard_after_forward=reshard, **sharding)
     fully_shard(layers, mesh=mesh, mp_policy=policy)
     if engines is not None:
-        engines.serve(*layers, layers, in_e4m3=in_e4m3, stores_gradients=stores_gradients)
+        engines.attach(*layers, layers, in_e4m3=in_e4m3, stores_gradients=stores_gradients)
     for layer in layers:
         layer.set_force_sum_reduction_for_comms(force_sum)
     if prefetch:
@@ -233,7 +233,7 @@ def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
         layers, engines = layers_of(mesh, **of_layer), CopyEngines(mesh)
         optimizer, before = optimizer_of(layers, **options), list(layers.parameters())
         got = [trained(mesh, layers, optimizer=optimizer)]
-        engines.serve(*layers)
+        engines.attach(*layers)
         assert all(a is b for a, b in zip(before, layers.parameters(), strict=True)) and len(hooked(layers)) == 6
         state = copy.deepcopy((layers.state_dict(), optimizer.state_dict()))
         got.append(trained(mesh, layers, optimizer=optimizer, first=STEPS))
@@ -242,7 +242,7 @@ def fsdp_by_copies_keeps_optimizers_and_states(mesh, size):
             layers.load_state_dict(copy.deepcopy(state[0]), assign=assign)
             if assign:
                 expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, tokens_of(mesh, 0))
-                engines.serve(*layers)
+                engines.attach(*layers)
                 optimizer = optimizer_of(layers, **options)
             optimizer.load_state_dict(copy.deepcopy(state[1]))
             again = trained(mesh, layers, optimizer=optimizer, first=STEPS)
@@ -264,10 +264,10 @@ def fsdp_by_copies_of_parameters_that_are_copied(mesh, size):
                 parameter.mul_(2)
         layers.load_state_dict(copies, assign=True)
         expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, x)
-        engines.serve(*layers)
+        engines.attach(*layers)
         after = layers(x)
         assert not torch.equal(before, after)
-        engines.serve(*layers, in_e4m3=False)
+        engines.attach(*layers, in_e4m3=False)
         assert torch.equal(layers(x), after)
         layers[0].unshard()
         shown = [parameter.detach().clone() for parameter in layers[0].parameters()]
@@ -285,7 +285,7 @@ def fsdp_by_copies_after_a_gather_that_failed(mesh, size):
     layers[0].load_state_dict({"w2_storage": copies["0.w2_storage"]}, strict=False, assign=True)
     for _ in range(2):
         expect(RuntimeError, "CopyEngines: parameters: expected those that", layers, x)
-    engines.serve(*layers)
+    engines.attach(*layers)
     assert not any(shard.is_there for shard in engines._memory._used)
     assert torch.equal(layers(x), before) and len(engines._memory._banks) == 2
 
@@ -318,7 +318,7 @@ def fsdp_by_copies_frees_what_nobody_waits_for(mesh, size):
             found.append([parameter.detach().full_tensor() for parameter in layers.parameters()])
         assert size > 2 or same(*found)
         for _ in range(2):
-            engines.serve(*layers)  # gives modules the other bank
+            engines.attach(*layers)  # gives modules the other bank
             loss_of(layers, tokens_of(mesh, 0)).backward()
         layers(tokens_of(mesh, 0))
         assert len(engines._memory._banks) == 2
@@ -326,7 +326,7 @@ def fsdp_by_copies_frees_what_nobody_waits_for(mesh, size):
 
 @on_cpu
 def fsdp_by_copies_that_find_no_memory(mesh, size):
-    """A call of serve that fails changes nothing, neither before the first nor after it."""
+    """A call of attach that fails changes nothing, neither before the first nor after it."""
     x, rooms = tokens_of(mesh, 0), []
 
     def room(memory, bank, name, form, device):
@@ -341,19 +341,19 @@ def fsdp_by_copies_that_find_no_memory(mesh, size):
         for _ in range(2):
             rooms.clear()
             with mock.patch.object(fsdp_memory.Memory, "room", room):
-                expect(torch.OutOfMemoryError, "no room", engines.serve, *layers)
+                expect(torch.OutOfMemoryError, "no room", engines.attach, *layers)
             assert torch.equal(layers(x), want)
-            engines.serve(*layers)
+            engines.attach(*layers)
             assert torch.equal(layers(x), want)
 
 
 @on_cpu
 def fsdp_by_copies_after_a_graph(mesh, size):
-    """Replays leave the number of their capture, but serve is in none."""
+    """Replays leave the number of their capture, but attach is in none."""
     engines, layers = CopyEngines(mesh), layers_of(mesh, dtype=WHOLE, force_sum=True)
     want = layers(tokens_of(mesh, 0))
     engines._memory._capture = 7
-    engines.serve(*layers)
+    engines.attach(*layers)
     assert torch.equal(layers(tokens_of(mesh, 0)), want)
 
 
@@ -452,7 +452,7 @@ def fsdp_by_copies_beside_expert_parallelism(mesh, size):
             fully_shard(layer, mesh=both["efsdp"])
             layer.set_force_sum_reduction_for_comms(True)
         if engines is not None:
-            engines.serve(*layers)
+            engines.attach(*layers)
             assert hooked(layers) == ["0.w", "1.w"]
         optimizer, results = optimizer_of(layers), []
         for step in range(3):
@@ -478,32 +478,32 @@ def fsdp_by_copies_leaves_the_rest(mesh, size):
     whole = copy.deepcopy(odd)
     fully_shard(odd, mesh=mesh)
     with mock.patch.object(fsdp_gather, "STRAIGHT_BYTES", 0):
-        engines.serve(odd)
+        engines.attach(odd)
     assert hooked(odd) == ["1.weight", "1.bias"]
     x = tokens_of(mesh, 0).float()
     for _ in range(3):
         assert torch.equal(odd(x), whole(x))
     alone = DeviceMesh.from_group([dist.new_group([rank]) for rank in range(size)][mesh.get_local_rank()], "cpu")
     other = fully_shard(torch.nn.Linear(4, 4), mesh=alone)
-    expect(ValueError, "CopyEngines.serve: modules: expected one sharded over ranks [", engines.serve, other)
+    expect(ValueError, "CopyEngines.attach: modules: expected one sharded over ranks [", engines.attach, other)
     with suppress(ImportError):  # of newer versions of torch
         from torch.distributed._composable.replicate_with_fsdp import replicate
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
         whole = replicate(torch.nn.Linear(4, 4), mesh=mesh)
-        expect(ValueError, "expected one sharded over ranks [", engines.serve, whole)
+        expect(ValueError, "expected one sharded over ranks [", engines.attach, whole)
         infos = [FSDPMeshInfo(of, 0) for of in (mesh, alone)]
         over_both = torch.nn.Linear(4, 4)
         fully_shard(
             over_both, mesh=mesh, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), infos[p.ndim - 1])
         )
-        expect(ValueError, " and over [", engines.serve, over_both)
+        expect(ValueError, " and over [", engines.attach, over_both)
     before = layers_of(mesh)
     parameter = before[2]._get_fsdp_state()._fsdp_param_group.fsdp_params[-1]
     held = parameter.__dict__.pop("_orig_size")
-    expect(TypeError, "CopyEngines.serve: modules: expected those of an FSDP2 that", engines.serve, *before)
+    expect(TypeError, "CopyEngines.attach: modules: expected those of an FSDP2 that", engines.attach, *before)
     assert hooked(before) == []
     parameter._orig_size = held
     if size > 2:
         other = layers_of(mesh, reshard=2)[0]
-        expect(ValueError, ", but fewer after forward", engines.serve, other)
+        expect(ValueError, ", but fewer after forward", engines.attach, other)

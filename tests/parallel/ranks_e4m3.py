@@ -209,7 +209,7 @@ def fsdp_in_e4m3_leaves_the_rest(mesh, size):
     assert [layer._fp8.gathered is not None for layer in layers] == [False, False, True] and len(hooked(layers)) == 3
     wanted, got = trained(mesh, layers_of(mesh, **FP8)), trained(mesh, layers)
     assert size > 2 or same(wanted, got)
-    engines.serve(*layers, in_e4m3=False)
+    engines.attach(*layers, in_e4m3=False)
     assert all(layer._fp8.gathered is None for layer in layers)
     trained(mesh, layers)
 

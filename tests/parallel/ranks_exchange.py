@@ -11,7 +11,7 @@ import torch.distributed as dist
 import moeblaze_cupy as mb
 from moeblaze_cupy.fp8.rows import quantize_rows
 from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe, hosts
-from moeblaze_cupy.interop.parallel.peers import Offered
+from moeblaze_cupy.interop.parallel.peers import PeerTensor
 from moeblaze_cupy.rows.api import Share
 from tests.parallel.ranks_common import (
     TIMEOUT,
@@ -150,7 +150,7 @@ class PeersOverGloo:
             padding = tensor.new_full((rows - len(tensor), *tensor.shape[1:]), nothing)
             held = [tensor.new_empty((rows, *tensor.shape[1:])) for _ in range(dist.get_world_size(self.group))]
             dist.all_gather(held, torch.cat([tensor, padding]), group=self.group)
-            offered.append(Offered(held, held))
+            offered.append(PeerTensor(held, held))
         return offered
 
     def copy(self, pairs):

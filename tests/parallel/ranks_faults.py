@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moeblaze_cupy.interop.parallel import ExpertGroup, collect, exchange, expert_parallel_moe
-from moeblaze_cupy.interop.parallel.exchanges import Begun
+from moeblaze_cupy.interop.parallel.exchanges import PendingExchange
 from moeblaze_cupy.types import Activation
 from tests.parallel.rank_processes import Leave
 from tests.parallel.ranks_common import (
@@ -129,14 +129,14 @@ def differing(rank, size, group, route):
 
     x, ids, weights, *_ = Inputs(rank, counts_of(size, "equal")).local()
     kind, text = (RuntimeError, "no such GPU here") if odd else (ValueError, f"got errors on [{size - 1}]")
-    expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0, check).finish())
+    expect(kind, text, lambda: PendingExchange(x, ids, weights, same[7], 0, check).finish())
     if odd:
         same[7].plan = lambda ids: check()  # as where there is no memory for it
-    expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0).finish())
+    expect(kind, text, lambda: PendingExchange(x, ids, weights, same[7], 0).finish())
     if route == "exact":  # plans of "pull" count nothing
         if odd:
             same[7].plan = lambda ids: (ExpertGroup.plan(same[7], ids)[0], check)
-        expect(kind, text, lambda: Begun(x, ids, weights, same[7], 0).finish())
+        expect(kind, text, lambda: PendingExchange(x, ids, weights, same[7], 0).finish())
     x, ids, weights, w1, w2 = Inputs(rank, counts_of(size, "equal")).local()
     text = "save: expected a policy that keeps something" if odd else f"got errors on [{size - 1}]"
     save = None if odd else "minimal"
