@@ -28,8 +28,6 @@ the difference over the norm of the reference. Largest row: the largest such quo
 channel of w1, a hidden unit of w2) whose reference is not zero. Gradients of router weights and logits have rows that
 nearly cancel. There the largest quotient says little, and the quotient that 99.9% of rows stay below says more. An
 error counts as larger if its mean is above the largest of torch's over the seeds."""
-ERRORS = """In thousandths: the mean of the norm over the seeds, ± half of its range, then the mean of the largest row.
-Providers with the same numbers share a row."""
 
 Errors = dict[str, dict[str, list[float]]]  # by tensor and measure, a value per seed
 
@@ -89,7 +87,8 @@ def ratio_rows(found: dict[tuple[str, str], dict[str, Errors]]) -> list[list[str
 
 
 def error_rows(found: dict[tuple[str, str], dict[str, Errors]]) -> list[list[str]]:
-    """A row per case, data and provider: the errors of every tensor in thousandths."""
+    """A row per case, data and provider: the errors of every tensor in thousandths, as the mean of the norm over the
+    seeds, ± half of its range, then the mean of the largest row. Providers with the same numbers share a row."""
     lines = []
     for (case, data), providers in found.items():
         names_by_cells: dict[tuple[str, ...], list[str]] = {}
@@ -152,4 +151,4 @@ def section(records: Iterable[dict]) -> list[str]:
     lines = ["", HEADING, "", INTRODUCTION]
     if ratios := ratio_rows(found):
         lines += ["", RATIOS, *_markdown(RATIO_HEAD, ratios), *beside_others(found)]
-    return [*lines, "", ERRORS, *_markdown(ERROR_HEAD, error_rows(found))]
+    return lines

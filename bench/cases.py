@@ -94,6 +94,21 @@ class DispatchCase:
         return f"L{self.L}-E{self.E}-k{self.k}-{self.dtype}"
 
 
+# What a reader knows a shape as.
+NAMES = {
+    "mixtral": "Mixtral 8x7B",
+    "olmoe": "OLMoE",
+    "qwen30b": "Qwen3-30B-A3B",
+    "dsv3": "DeepSeek-V3",
+    "gptoss20b": "gpt-oss-20b",
+    "sonic7b": "SonicMoE's 7B",
+    "readme": "SonicMoE's README",
+    "conf4t": "paper's conf4, of its text",
+    **{f"conf{n}": f"paper's conf{n}" for n in (1, 2, 3, 4, 5, 6)},
+    **{f"tab2_{size}": f"paper's Table 2, {size.upper()} tokens" for size in ("8k", "32k", "128k", "512k", "2m")},
+}
+
+
 def _both(where: str, blaze: tuple, block: tuple) -> tuple[Paper, ...]:
     return (Paper(where, "MoEBlaze", *blaze), Paper(where, "MegaBlocks", *block))
 

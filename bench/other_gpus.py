@@ -38,7 +38,9 @@ def layers(record: dict) -> list[dict]:
         ours, peer = entries[case, "moeblaze"], entries.get((case, PEER), {})
         if all(f"{what}_ratio" in ours and what in peer for what in SHOWN):
             of_passes = {what: (ours[what], ours[f"{what}_ratio"], peer[what] / ours[what]) for what in SHOWN}
-            found.append({"case": case, "passes": of_passes, "peak": ours["peak_mib"] / peer["peak_mib"]})
+            more = peer["peak_mib"] - ours["peak_mib"]
+            peaks = {"peak": ours["peak_mib"] / peer["peak_mib"], "peer_more_mib": more}
+            found.append({"case": case, "passes": of_passes, **peaks})
     return found
 
 

@@ -77,7 +77,7 @@ def sources(records: Records) -> list[str]:
     return ["", f"Records are of {most}, unless they say otherwise.", *lines, *notes]
 
 
-def layer_section(records: Records, what: str, heading: str, shapes: bool = False) -> list[str]:
+def layer_section(records: Records, what: str, heading: str) -> list[str]:
     """Cases by providers: ms, and in brackets times the bound of the same run. The bound shown is moeblaze's.
     [] where no record has this."""
     entries = {key: entry for key, entry in records.entries().items() if what in entry}
@@ -91,17 +91,28 @@ def layer_section(records: Records, what: str, heading: str, shapes: bool = Fals
         and (name, order) != ("cublas_and_traffic", "row")
         and any(key[1:] == (order, name) for key in entries)
     ]
-    head = ["case", *(["shape"] if shapes else []), "cuBLAS bound"]
+    head = ["case", "cuBLAS bound"]
     head += [title(name) + (", row-major" if order == "row" else "") for name, order in columns]
     rows = []
     for case in (name for name in cases.LAYERS if any(key[0] == name for key in entries)):
-        cells = [case, *([cases.LAYERS[case].shape] if shapes else [])]
+        cells = [case]
         cells.append(ms(entries.get((case, "transposed", "moeblaze"), {}).get(f"{what}_bound")))
         for name, order in columns:
             entry = entries.get((case, order, name))
             cells.append(f"{ms(entry[what])} ({ratio(entry.get(f'{what}_ratio'))})" if entry else "-")
         rows.append(cells)
     return ["", f"### {heading}, ms (times the bound)", *table(head, rows)]
+
+
+def shapes_section(records: Records) -> list[str]:
+    """What the cases of the layer's tables are; [] without one."""
+    named = [name for name in cases.LAYERS if any(key[0] == name for key in records.entries())]
+    shapes = [cases.LAYERS[name] for name in named]
+    rows = [
+        [cases.NAMES.get(s.name, s.source), f"`{s.name}`", *(f"{n:,}" for n in (s.L, s.d, s.h, s.E, s.k))]
+        for s in shapes
+    ]
+    return table(["layer of", "case", "L", "d", "h", "E", "k"], rows) if rows else []
 
 
 def peer_section(records: Records) -> list[str]:
@@ -129,12 +140,17 @@ def _with(records: Records, figure: str) -> tuple[dict[tuple[str, str], dict], l
 
 
 def power_section(records: Records) -> list[str]:
-    """W drawn by calls back to back, forward and with backward."""
+    """W drawn by calls back to back, forward and with backward, of the cases in which one draws less than 95% of the
+    card's limit."""
+    limits = [float(r["machine_info"].get("power_limit_w", 0)) for r in records.by_name.values()]
+    least = 0.95 * max(limits, default=0)
     entries, shown, named = _with(records, "forward_watts")
     rows = []
     for case in named:
         of_case = [entries.get((case, name), {}) for name in shown]
         watts = [[entry.get(f"{what}_watts") for what in ("forward", "forward_backward")] for entry in of_case]
+        if least and all(w >= least for pair in watts for w in pair if w):
+            continue
         pairs = (" / ".join(f"{w:.0f}" if w else "-" for w in pair) if any(pair) else "-" for pair in watts)
         rows.append([case, *pairs])
     return table(["case", *map(title, shown)], rows) if rows else []
@@ -178,18 +194,20 @@ def small_batch_section(records: Records) -> list[str]:
     return table(["case", "shape", "experts touched", "µs", "times their reading", "GB/s of weights"], lines)
 
 
+def saved_peak(row: dict) -> str:
+    """MiB, in one cell."""
+    return f"{mib(row['saved_mib'])} / {mib(row['peak_mib'])}" if row.get("saved_mib") is not None else "-"
+
+
 def layer_memory(records: Records) -> list[str]:
     """MiB of the layer suite: saved for backward, and the peak."""
     entries, shown, named = _with(records, "saved_mib")
-    head = ["case", *(f"{title(n)} {what}" for n in shown for what in ("saved", "peak")), "routed buffers saved"]
-    rows = []
-    for case in named:
-        cells = [case]
-        for name in shown:
-            entry = entries.get((case, name), {})
-            cells += [mib(entry.get("saved_mib")), mib(entry.get("peak_mib"))]
-        rows.append([*cells, mib(routed_mib(cases.LAYERS[case]))])
-    return ["", "### Memory of one forward and backward, MiB", *table(head, rows)]
+    rows = [
+        [case, *(saved_peak(entries.get((case, name), {})) for name in shown), mib(routed_mib(cases.LAYERS[case]))]
+        for case in named
+    ]
+    head = ["case", *map(title, shown), "routed buffers, saved"]
+    return ["", "### Memory of one forward and backward, saved / peak, MiB", *table(head, rows)]
 
 
 TABLE2 = (*cases.GROUPS["table2"], *cases.GROUPS["table2_silu"])
@@ -201,13 +219,10 @@ def memory_section(records: Records) -> list[str]:
     for row in records.rows("memory"):
         by_case.setdefault(row["case"], {})[row["provider"]] = row
     providers = [n for n in (*POLICIES, "torch_grouped_mm") if any(n in rows for rows in by_case.values())]
-    head = ["case", *(f"{title(n)} {w}" for n in providers for w in ("saved", "peak")), "paper, MB", "MegaBlocks, MB"]
+    head = ["case", *map(title, providers), "paper, MB", "MegaBlocks, MB"]
     lines = []
     for name in (n for n in cases.LAYERS if n in by_case and not (n in TABLE2 and by_case[n].keys() <= IN_TABLE2)):
-        cells = [name]
-        for provider in providers:
-            row = by_case[name].get(provider, {})
-            cells += [mib(row.get("saved_mib")), mib(row.get("peak_mib"))]
+        cells = [name, *(saved_peak(by_case[name].get(provider, {})) for provider in providers)]
         printed = {p.system: p for p in cases.LAYERS[name].paper}
         for system in ("MoEBlaze", "MegaBlocks"):
             paper = printed.get(system)
@@ -232,11 +247,11 @@ def table2_section(records: Records) -> list[str]:
             continue
         nothing = cases.Paper("Table 2", "")  # it prints h = 256 alone
         blaze, block = (printed.get(system, nothing) for system in ("MoEBlaze", "MegaBlocks"))
-        cells = [name, case.shape, ms(measured), printed_ms(blaze.time_ms), block.note or printed_ms(block.time_ms)]
-        cells += [mib(row.get(figure)) for row in (kept, torchs) for figure in ("saved_mib", "peak_mib")]
+        cells = [name, ms(measured), printed_ms(blaze.time_ms), block.note or printed_ms(block.time_ms)]
+        cells += [saved_peak(row) for row in (kept, torchs)]
         rows.append([*cells, mib(blaze.memory_mb), block.note or mib(block.memory_mb)])
-    head = ["case", "shape", "moeblaze, H200, ms", "paper, H100, ms", "MegaBlocks, H100, ms"]
-    head += [f"{title(n)} {w}, MiB" for n in sorted(IN_TABLE2) for w in ("saved", "peak")]
+    head = ["case", "moeblaze, H200, ms", "paper, H100, ms", "MegaBlocks, H100, ms"]
+    head += [f"{title(n)}, MiB" for n in sorted(IN_TABLE2)]
     head += ["paper, MB", "MegaBlocks, MB"]
     return table(head, rows) if rows else []
 
@@ -259,20 +274,22 @@ def dispatch_section(records: Records) -> list[str]:
 
 
 def kernel_section(records: Records) -> list[str]:
-    """A row per case and product: ms, times cuBLAS, TFLOP/s and share of the roofline, in both memory orders."""
+    """A row per case and product: ms and times cuBLAS in both memory orders, of the first also TFLOP/s and share of the
+    roofline."""
     orders = ("transposed", "row")
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in records.rows("grouped_gemm"):
         if row["provider"] == "moeblaze" and row["rows"] == "gathered":
-            figures = [ms(row["seconds"]), ratio(row.get("times_bound")), number(row.get("tflops"))]
-            of_orders = found.setdefault((row["case"], row["kernel"]), {})
-            of_orders[row["order"]] = [*figures, ratio(row.get("share_of_roofline"))]
+            cells = [ms(row["seconds"]), ratio(row.get("times_bound"))]
+            if row["order"] == orders[0]:
+                cells += [number(row.get("tflops")), ratio(row.get("share_of_roofline"))]
+            found.setdefault((row["case"], row["kernel"]), {})[row["order"]] = cells
     lines = [
-        [*key, *(cell for order in orders for cell in by_order.get(order, ["-"] * 4))]
+        [*key, *by_order.get(orders[0], ["-"] * 4), *by_order.get(orders[1], ["-"] * 2)]
         for key, by_order in found.items()
     ]
-    head = ["ms", "times cuBLAS", "TFLOP/s", "of roofline"]
-    return table(["case", "kernel", *head, *(f"row-major, {word}" for word in head)], lines)
+    head = ["ms", "times cuBLAS", "TFLOP/s", "of roofline", "row-major, ms", "row-major, times cuBLAS"]
+    return table(["case", "kernel", *head], lines)
 
 
 def gather_section(records: Records) -> list[str]:
@@ -340,24 +357,17 @@ def ablation_section(records: Records) -> list[str]:
     return table(["case", "step", "ms", "saved, MiB", "paper, ms", "paper, MB"], lines)
 
 
-INTRODUCTION = """# Results
-
-`python -m bench.report` writes this page from the records in `bench/records/`. Do not edit it. `bench/README.md` says
-how the figures were measured.
-
-How to read the tables:
+INTRODUCTION = """How to read the tables:
 
 - The bound is the time of the layer's matrix products alone in cuBLAS, with equal tokens per expert, no routing and no
   activation. A fused layer can beat it, because it reads and writes less.
 - "cuBLAS and copies" runs the bound's products while another stream copies what a layer reads and writes beyond them.
 - `moeblaze` is `save="minimal"` on Hopper's kernels. `moeblaze_sm80` is the portable kernels (`MOEBLAZE_TIER=sm80`).
-- Weights are in transformers' memory order, unless a column says row-major.
+- Weights are in transformers' memory order, unless a column says row-major. The router is not in a layer's time.
 - Times are medians of device time. Ratios compare rows of one run. The bound shown is that of moeblaze's run.
 - For a single call of a layer, the benchmark records two events and waits, so the time includes the host's share.
   "Back to back" is the mean of calls that are enqueued without waiting.
-- The column warm-up says what ran before a row was timed: 3 calls, or the timed call itself until the GPU had been
-  busy for that time. A busy card runs at the clock of its power limit, as in training. A card that was idle runs
-  faster for a while.
+- Saved is what is kept for backward. The peak is that of the pass. Parameters, gradients and x are in neither.
 - A dash means: not run. torch's layer fails if its first product has more than 2^31 elements.
 
 The paper's numbers are from an H100 with torch 2.0.1. That GPU has two thirds of the memory bandwidth of this one, the
@@ -371,8 +381,12 @@ same bf16 inputs, with all tokens and experts (above {cases.SAMPLED_ABOVE:,} tok
 with the composition of bf16 torch operations over a routed buffer."""
 PEERS = """Each other layer's time over moeblaze's, so above 1 moeblaze is faster, and moeblaze's peak memory over the
 other's. Both were measured in one run on the same weights in transformers' memory order."""
-POWER = """NVML's mean over the second of calls. If two rows draw the card's limit, the ratio of their times is the
-ratio of their energies."""
+POWER = """NVML's mean over the second of calls. Cases in which all draw at least 95% of the card's limit are left out:
+there the ratio of two times is the ratio of their energies."""
+PROVENANCE = """`python -m bench.report` writes this page from the records in `bench/records/`. `bench/README.md` says
+how they are made. The column warm-up says what ran before a row was timed: 3 calls, or the timed call itself until the
+GPU had been busy for that time. A busy card runs at the clock of its power limit, as in training. A card that was idle
+runs faster for a while."""
 SKEWED = """Skewed: a quarter of the experts get 80% of the slots. Balanced: all experts get equally many slots. Both
 are compared with the same layer with random routing in the same record. The ratio is of the times."""
 SMALL = """`save=None`, replays of a CUDA graph that rotate over token sets, which leave the L2 cache cold. The bound is
@@ -382,18 +396,19 @@ the time to read the weights of the touched experts once, at the GB/s of a copy.
 def results(records: Records) -> str:
     """The whole of docs/results.md."""
     groups = {row["group"] for record in records.by_name.values() for row in record["benchmarks"]}
-    lines = [INTRODUCTION, *sources(records), "## Layer", "", "![Time over the bound](time_over_bound.svg)"]
-    lines += layer_section(records, "forward", "Forward", shapes=True)
-    lines += layer_section(records, "forward_backward", "Forward and backward")
-    lines += layer_section(records, "forward_back_to_back", "Forward, calls back to back")
+    lines = ["# Results", "", *summary.overview(records), "", INTRODUCTION]
+    lines += ["", "## Layer", "", "![Time over the bound](time_over_bound.svg)", *shapes_section(records)]
     lines += layer_section(records, "forward_backward_back_to_back", "Forward and backward, calls back to back")
+    lines += layer_section(records, "forward_back_to_back", "Forward, calls back to back")
+    lines += layer_section(records, "forward_backward", "Forward and backward")
+    lines += layer_section(records, "forward", "Forward")
     lines += ["", "Figures 4 and 6 of the paper give speed-ups over MegaBlocks: " + speedups()]
     lines += ["", "![Saved for backward](memory.svg)", *layer_memory(records)]
-    lines += ["Parameters and x are excluded. The last column is by formula, for a layer that recomputes nothing."]
+    lines += ["The last column is by formula, for a layer that recomputes nothing."]
     if "memory" in groups:
-        lines += ["", "### Figures 3 and 5: memory per save policy, MiB", *memory_section(records)]
+        lines += ["", "### Figures 3 and 5: memory per save policy, saved / peak, MiB", *memory_section(records)]
     if table2 := table2_section(records):
-        lines += ["", "### Table 2: forward and backward, time and memory", *table2]
+        lines += ["", "### Table 2: forward and backward, time, and memory saved / peak", *table2]
     if peers := peer_section(records):
         lines += ["", "### Other layers in the same run", "", PEERS, *peers]
     if power := power_section(records):
@@ -422,6 +437,7 @@ def results(records: Records) -> str:
     lines += language_model_report.section(table)
     lines += parallel_report.section(table)
     lines += other_gpus.section(table)
+    lines += ["", "## Where the figures come from", "", PROVENANCE, *sources(records)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 

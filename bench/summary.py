@@ -49,27 +49,110 @@ def _sonicmoe(records: Records) -> list[dict[str, float]]:
     return [f for (case, name), f in beside_peers(records).items() if name == "sonicmoe" and case in shapes]
 
 
-def readme(records: Records) -> str:
-    """The front figure, and the least, greatest and median ratios of the default policy.
+def _layers(records: Records, provider: str) -> list[dict[str, float]]:
+    """A training pass of each shape with random routing, weights in transformers' order, calls back to back: the time
+    of another layer over this one's, each over the bound of its own run, and the MiB that it has more at the peak."""
+    entries, ratio = records.entries(), f"{BACK_TO_BACK[1]}_ratio"
+    both = [
+        (entries.get((case, "transposed", "moeblaze"), {}), theirs)
+        for (case, order, name), theirs in entries.items()
+        if (order, name) == ("transposed", provider)
+    ]
+    return [
+        {"time": theirs[ratio] / ours[ratio], "more": theirs["peak_mib"] - ours["peak_mib"]}
+        for ours, theirs in both
+        if ratio in ours and ratio in theirs
+    ]
 
-    All are of calls back to back, which is what a training step sees.
-    """
+
+def _of_layers(rows: list[dict[str, float]]) -> list[str]:
+    """Two cells: the median and the span of times, the span of GiB."""
+    times = [row["time"] for row in rows]
+    return [f"{statistics.median(times):.2f} ({span(times)})", span(row["more"] / 1024 for row in rows)]
+
+
+def _gpu(records: Records) -> str:
     layers = (r for r in reversed(records.by_name.values()) if any(b["group"] == "layer" for b in r["benchmarks"]))
-    gpu, peer, beside = next(layers)["machine_info"]["gpu"], [], _sonicmoe(records)
+    return next(layers)["machine_info"]["gpu"]
+
+
+def _table(records: Records) -> list[str]:
+    """Time and memory of other layers beside this one: layers by GPU, then steps of whole models."""
+    rows, not_run = [], ["not run", "not run"]
+    torchs = _layers(records, "torch_grouped_mm")
+    name = f"One layer, {_gpu(records)}, {len(torchs)} shapes"
+    rows.append([name, *_of_layers(torchs), *_of_layers(_layers(records, "sonicmoe"))])
+    for record in other_gpus.records():
+        found = [
+            {"time": row["passes"][other_gpus.SHOWN[1]][2], "more": row["peer_more_mib"]}
+            for row in other_gpus.layers(record)
+        ]
+        name = f"One layer, {record['machine_info']['gpu']}, {len(found)} shapes"
+        rows.append([name, *_of_layers(found), *not_run])
+    for (case, what), (ours, base) in transformers_report.steps(list(records.by_name.values())).items():
+        if case in STEPS_SHOWN:
+            mode = "compiled" if what.endswith("compiled") else "eager"
+            more = (base["peak_mib"] - ours["peak_mib"]) / 1024
+            speed = ours["tokens_per_second"] / base["tokens_per_second"]
+            name = f"Step of {transformers_report.MODELS[case]}, {_gpu(records)}, {mode}"
+            rows.append([name, f"{speed:.2f}", f"{more:.1f}", *not_run])
+    head = ["", "torch `grouped_mm`: time", "GiB more", "SonicMoE: time", "GiB more"]
+    lines = (head, ["---", *["---:"] * 4], *rows)
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
+
+
+STEPS_SHOWN = ("qwen3_30b_a3b", "olmoe_1b_7b")
+ABOUT = """The table compares training passes and steps with torch's `grouped_mm` and with
+[SonicMoE](https://arxiv.org/abs/2512.14080) in bf16. Time is theirs over this layer's: above 1 this layer is faster.
+Memory is how much more they allocate at the peak: what all have in common, such as weights, gradients and optimizer
+state, cancels out. A layer's time is forward and backward without the router. A step is that of a model of transformers
+with 4 layers and a vocabulary of 8,192: router, attention, loss and AdamW are in it."""
+
+
+def readme(records: Records) -> str:
+    """The front figure and the table of times and memory; all layers of calls back to back, as in training."""
+    entries, ratio = records.entries(), f"{BACK_TO_BACK[1]}_ratio"
+    portable = {case: e[ratio] for (case, _, name), e in entries.items() if name == "moeblaze_sm80"}
+    of = {n: {c: entries[c, "transposed", n][ratio] for c in portable} for n in ("moeblaze", "torch_grouped_mm")}
+    slower, torchs = (
+        span(portable[c] / of["moeblaze"][c] for c in portable),
+        span(of["torch_grouped_mm"][c] / portable[c] for c in portable),
+    )
+    return block(
+        [
+            "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
+            "",
+            *_table(records),
+            "",
+            *ABOUT.splitlines(),
+            f"The portable kernels, for other cards than Hopper, take {slower} times as long as Hopper's on the same",
+            f"H200, where `grouped_mm` takes {torchs} times as long as they do ({len(portable)} shapes).",
+            "[All results](docs/results.md) name the commit of each record.",
+        ]
+    )
+
+
+def overview(records: Records) -> list[str]:
+    """What docs/results.md begins with: least, greatest and median ratios of the default policy, of calls back to back,
+    and a sentence or two on each other suite."""
+    peer, beside = [], _sonicmoe(records)
     if beside:
         times, peaks = ([f[name] for f in beside] for name in (BACK_TO_BACK[1], "peak"))
         peer = [
-            f"**A training pass needs {statistics.median(peaks):.2f} of SonicMoE's peak memory and is "
-            f"{statistics.median(times):.2f} times as fast**:",
-            f"medians over {len(beside)} layers in bf16 on one {gpu}, calls back to back, weights in the memory order",
-            f"of transformers (memory {span(peaks)}, speed {span(times)}).",
+            f"SonicMoE: a training pass is {statistics.median(times):.2f} times as fast and needs "
+            f"{statistics.median(peaks):.2f} of its peak memory",
+            "beyond weights and gradients:",
+            f"medians over {len(beside)} layers in bf16 on one {_gpu(records)}, weights in the memory order",
+            f"of transformers (speed {span(times)}, memory {span(peaks)}).",
         ]
-    bound = span(ratio for ratios in _ratios(records, "moeblaze", BACK_TO_BACK[1]).values() for ratio in ratios)
+    ratios = [ratio for found in _ratios(records, "moeblaze", BACK_TO_BACK[1]).values() for ratio in found]
+    bound = [
+        f"Bound: a training pass takes {span(ratios)} times as long as the layer's matrix products alone in cuBLAS,",
+        "in either memory order of the weights.",
+    ]
     points = [
-        [
-            f"Bound: a training pass takes {bound} times as long as the layer's matrix products alone in cuBLAS,",
-            "in either memory order of the weights.",
-        ],
+        bound if ratios else [],
+        peer,
         transformers_report.headline(list(records.by_name.values())),
         accuracy_report.headline(records.by_name.values()),
         language_model_report.headline(),
@@ -77,17 +160,7 @@ def readme(records: Records) -> str:
         parallel_report.headline(),
         other_gpus.headline(),
     ]
-    return block(
-        [
-            *peer,
-            "",
-            *("- " + "\n  ".join(lines) for lines in points if lines),
-            "",
-            "![Time and peak memory of five MoE layers: moeblaze-cupy, SonicMoE and torch](docs/front.svg)",
-            "",
-            "[docs/results.md](docs/results.md) has every shape, the paper's numbers and other layers.",
-        ]
-    )
+    return ["- " + "\n  ".join(lines) for lines in points if lines]
 
 
 def performance(records: Records) -> str:

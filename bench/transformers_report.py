@@ -38,24 +38,26 @@ def rows(records: list[dict]) -> list[list[str]]:
     return lines
 
 
-def headline(records: list[dict]) -> list[str]:
-    """Of training steps, in one sentence for the front page; none without such rows."""
+def steps(records: list[dict]) -> dict[tuple[str, str], tuple[dict, dict]]:
+    """Training steps with this layer and with grouped_mm, by case and pass, of those that have both."""
     found = _newest(records)
-    pairs = [
-        (case, found[case, "step", "moeblaze"], found[case, "step", "grouped_mm"])
-        for case in MODELS
-        if {(case, "step", "moeblaze"), (case, "step", "grouped_mm")} <= found.keys()
-    ]
-    if not pairs:
+    keys = [(case, what) for case in MODELS for what in WHATS]
+    pairs = {key: tuple(found.get((*key, name)) for name in ("moeblaze", "grouped_mm")) for key in keys}
+    return {key: pair for key, pair in pairs.items() if all(pair)}
+
+
+def headline(records: list[dict]) -> list[str]:
+    """Of training steps, eager and compiled, in one sentence; none without such rows."""
+    parts = []
+    for (case, what), (ours, base) in steps(records).items():
+        speed = ours["tokens_per_second"] / base["tokens_per_second"]
+        mode = "compiled" if what.endswith("compiled") else "eager"
+        share = ours["peak_mib"] / base["peak_mib"]
+        parts.append(f"{MODELS[case]}, {mode}, {speed:.2f} times as fast in {share:.2f} of the step's whole memory")
+    if not parts:
         return []
-    parts = [
-        f"{MODELS[case]} {ours['tokens_per_second'] / base['tokens_per_second']:.2f} times as fast in "
-        f"{ours['peak_mib'] / base['peak_mib']:.2f} of the memory"
-        for case, ours, base in pairs
-    ]
-    return ["transformers: compared with its `grouped_mm`, a training step on layers of these models is:"] + [
-        f"{part}{end}" for part, end in zip(parts, [*(len(parts) - 1) * [","], "."], strict=True)
-    ]
+    about = "transformers: compared with its `grouped_mm`, a training step on 4 layers of these models is:"
+    return [about, *(f"{part};" for part in parts[:-1]), f"{parts[-1]}."]
 
 
 def section(records: list[dict], table) -> list[str]:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "bench" / "records"
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 README = (ROOT / "README.md").read_text()
+OVERVIEW = " ".join(RESULTS[: RESULTS.index("How to read the tables")].split())
 BLOCK = README[README.index(summary.START) : README.index(summary.END) + len(summary.END)]
 NUMBER = re.compile(r"(?<![\w.`-])\d[\d,]*(?:\.\d+)?(?![\w-])")
 
@@ -216,7 +217,7 @@ def layer_rows() -> list[dict[tuple, dict]]:
     return [rows for _, rows in sorted(found, key=lambda item: item[0])]
 
 
-def test_readme_has_the_least_greatest_and_median_ratios():
+def test_overview_has_the_least_greatest_and_median_ratios():
     bound: dict[tuple, float] = {}
     sonicmoe: dict[str, float] = {}
     peak: dict[str, float] = {}
@@ -228,12 +229,85 @@ def test_readme_has_the_least_greatest_and_median_ratios():
             if provider == "sonicmoe" and ours:
                 sonicmoe[case] = row["back_to_back_ms"] / ours["back_to_back_ms"]
                 peak[case] = ours["peak_mib"] / row["peak_mib"]
+    spans = [(f"{min(r.values()):.2f}", f"{max(r.values()):.2f}") for r in (bound, sonicmoe, peak)]
+    assert re.findall(r"(\d+\.\d+) to (\d+\.\d+)", OVERVIEW)[: len(spans)] == spans
+    stated = re.search(r"is (\d+\.\d+) times as fast and needs (\d+\.\d+) of its peak memory", OVERVIEW)
+    assert list(stated.groups()) == [f"{median(r.values()):.2f}" for r in (sonicmoe, peak)]
+    assert f"{len(sonicmoe)} layers" in OVERVIEW and len(peak) == len(sonicmoe)
+
+
+def readme_rows() -> dict[str, list[str]]:
+    """Cells of the README's table by their first."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in BLOCK.splitlines() if line[:2] == "| "]
+    return {first: cells for first, *cells in rows}
+
+
+def of_layers(pairs: list[tuple[float, float]]) -> list[str]:
+    """Cells of times and MiB."""
+    times, mib = zip(*pairs, strict=True)
+    least, most = min(mib) / 1024, max(mib) / 1024
+    return [f"{median(times):.2f} ({min(times):.2f} to {max(times):.2f})", f"{least:.2f} to {most:.2f}"]
+
+
+def test_readme_compares_layers_as_the_records_do():
+    """By another way than the summary's: other layers' times over this one's, each over the bound of its own run."""
+    ours, found = {}, {"torch_grouped_mm": {}, "sonicmoe": {}}
+    for rows in layer_rows():
+        for (case, order, provider), row in rows.items():
+            bound = rows.get((case, order, "cublas_bound"))
+            if order == "transposed" and bound and provider in ("moeblaze", *found):
+                entry = row["back_to_back_ms"] / bound["back_to_back_ms"], row["peak_mib"]
+                (ours if provider == "moeblaze" else found[provider])[case] = entry
+    cells = []
+    for theirs in found.values():
+        cells += of_layers([(time / ours[case][0], mib - ours[case][1]) for case, (time, mib) in theirs.items()])
+    assert readme_rows()["One layer, NVIDIA H200, 15 shapes"] == cells and len(found["sonicmoe"]) == 15
+    record = json.loads((RECORDS / "other_gpus" / "h100-layer.json").read_text())
+    by_case = {}
+    for extra in (row["extra_info"] for row in record["benchmarks"]):
+        if extra["pass"] == "forward_backward" and "back_to_back_ms" in extra and extra["order"] == "transposed":
+            by_case.setdefault(extra["case"], {})[extra["provider"]] = extra
+    both = [(r["moeblaze"], r["torch_grouped_mm"]) for r in by_case.values() if "torch_grouped_mm" in r and len(r) > 2]
+    pairs = [(t["back_to_back_ms"] / o["back_to_back_ms"], t["peak_mib"] - o["peak_mib"]) for o, t in both]
+    row = readme_rows()[f"One layer, NVIDIA H100 80GB HBM3, {len(pairs)} shapes"]
+    assert row == [*of_layers(pairs), "not run", "not run"]
+
+
+@pytest.mark.parametrize(("model", "name"), [("qwen3", "Qwen3-30B-A3B"), ("olmoe", "OLMoE-1B-7B")])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_readme_compares_steps_as_the_records_do(model, name, mode):
+    record = json.loads((RECORDS / f"h200-transformers-{model}.json").read_text())
+    extras = [row["extra_info"] for row in record["benchmarks"]]
+    wanted = "step" if mode == "eager" else "step_compiled"
+    ours, base = ({e["provider"]: e for e in extras if e["pass"] == wanted}[n] for n in ("moeblaze", "grouped_mm"))
+    cells = readme_rows()[f"Step of {name}, NVIDIA H200, {mode}"]
+    more = (base["peak_mib"] - ours["peak_mib"]) / 1024
+    assert cells[:2] == [f"{ours['tokens_per_second'] / base['tokens_per_second']:.2f}", f"{more:.1f}"]
+
+
+def test_readme_says_what_portable_kernels_cost():
+    """By another way than the summary's."""
+    times: dict[str, dict[str, float]] = {}
+    for rows in layer_rows():
+        for (case, order, provider), row in rows.items():
+            if order == "transposed" and (case, order, "cublas_bound") in rows:
+                over = row["back_to_back_ms"] / rows[case, order, "cublas_bound"]["back_to_back_ms"]
+                times.setdefault(case, {})[provider] = over
+    slower = [t["moeblaze_sm80"] / t["moeblaze"] for t in times.values() if "moeblaze_sm80" in t]
+    torchs = [t["torch_grouped_mm"] / t["moeblaze_sm80"] for t in times.values() if "moeblaze_sm80" in t]
     text = " ".join(BLOCK.split())
-    spans = [(f"{min(r.values()):.2f}", f"{max(r.values()):.2f}") for r in (peak, sonicmoe, bound)]
-    assert re.findall(r"(\d+\.\d+) to (\d+\.\d+)", text)[: len(spans)] == spans
-    stated = re.search(r"(\d+\.\d+) of SonicMoE's peak memory and is (\d+\.\d+) times as fast", text)
-    assert list(stated.groups()) == [f"{median(r.values()):.2f}" for r in (peak, sonicmoe)]
-    assert f"{len(sonicmoe)} layers" in text and len(peak) == len(sonicmoe)
+    assert f"take {min(slower):.2f} to {max(slower):.2f} times as long as Hopper's" in text
+    assert f"`grouped_mm` takes {min(torchs):.2f} to {max(torchs):.2f} times as long" in text
+
+
+def test_the_first_screen_of_the_readme_is_short():
+    """At most 12 measured figures stand before the first code, which stands within 40 lines. Ranges do not count."""
+    before, _, _ = README.partition("```python")
+    assert before.count("\n") < 40 and README.count("\n") <= 150
+    measured = re.sub(r"\d+\.\d+ to \d+\.\d+", "", BLOCK)
+    assert (
+        4 < len(re.findall(r"(?<![\d.])\d+\.\d+(?![\d.]*\))", measured.replace("arxiv.org/abs/2512.14080", ""))) <= 12
+    )
 
 
 def test_other_gpus_stand_beside_their_own_bound_and_torch():
@@ -253,11 +327,10 @@ def test_other_gpus_stand_beside_their_own_bound_and_torch():
             ratios["torch"].append(times[2] / times[0])
             line = next(ln for ln in RESULTS.split("## Other GPUs")[1].splitlines() if ln.startswith(f"| {case} |"))
             assert f" | {times[0] / times[1]:.2f} | {times[2] / times[0]:.2f} | " in line
-    text = " ".join(BLOCK.split())
     bound, torchs = (f"{min(r):.2f} to {max(r):.2f} times" for r in ratios.values())
-    assert f"{record['machine_info']['gpu']}: a training pass takes {bound} as long as its products" in text
+    assert f"{record['machine_info']['gpu']}: a training pass takes {bound} as long as its products" in OVERVIEW
     of_all = f"(median {median(ratios['torch']):.2f}, {len(ratios['torch'])} layers)"
-    assert f"`grouped_mm` {torchs} as long as this layer {of_all}" in text
+    assert f"`grouped_mm` {torchs} as long as this layer {of_all}" in OVERVIEW
 
 
 def test_a_record_of_another_gpu_without_torch_is_refused_by_its_name(tmp_path, monkeypatch):
@@ -283,28 +356,30 @@ def test_readme_has_the_errors_and_losses_of_the_records():
         if provider.startswith("moeblaze"):
             beside = sum(found) / sum(norms[(*key, "torch_eager")])
             ratios[tuple(key)] = max(ratios.get(tuple(key), 0.0), beside)
-    text = " ".join(BLOCK.split())
-    assert f"against float64 are {min(ratios.values()):.2f} to {max(ratios.values()):.2f} times those" in text
+    assert f"against float64 are {min(ratios.values()):.2f} to {max(ratios.values()):.2f} times those" in OVERVIEW
     arms = {"minimal": [], "grouped_mm": []}
     folders = [f for f in (ROOT / "bench" / "records" / "language_model").iterdir() if f.name in ("small", "base")]
     of_size = {f: [json.loads(p.read_text()) for p in f.glob("*.json")] for f in folders}
     for result in max(of_size.values(), key=lambda results: (len(results), results[0]["parameters"])):
         arms.get(result["arm"], []).append(result["held_out_loss"])
     means = [sum(losses) / len(losses) for losses in arms.values()]
-    assert f"held-out loss of {means[0]:.3f} nats per byte, with torch's `grouped_mm` at {means[1]:.3f}" in text
+    assert f"held-out loss of {means[0]:.3f} nats per byte, with torch's `grouped_mm` at {means[1]:.3f}" in OVERVIEW
     step = json.loads((ROOT / "bench" / "records" / "language_model" / "step.json").read_text())
     ours, torchs = ({row["arm"]: row for row in step["rows"]}[arm] for arm in arms)
     faster = ours["tokens_per_second"]["median"] / torchs["tokens_per_second"]["median"]
     smaller, batch = (ours[name] / torchs[name] for name in ("peak_mib", "largest_batch"))
-    assert f"trains at {faster:.2f} times the tokens per second of `grouped_mm`, in {smaller:.3f} of its memory" in text
-    assert f"{batch:.2f} times as many sequences fit into a step" in text
+    assert (
+        f"trains at {faster:.2f} times the tokens per second of `grouped_mm`, in {smaller:.3f} of its memory"
+        in OVERVIEW
+    )
+    assert f"{batch:.2f} times as many sequences fit into a step" in OVERVIEW
 
 
 def test_readme_has_the_times_beside_torchao():
     rows = json.loads((RECORDS / "fp8" / "h200.json").read_text())["rows"]
     both = [row["seconds"] for row in rows if row["kernel"] == "forward + backward"]
     ratios = [seconds["torchao, rowwise"] / seconds["fp8, quantises"] for seconds in both]
-    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} times as long to train" in " ".join(BLOCK.split())
+    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} times as long to train" in OVERVIEW
 
 
 def test_readme_states_no_other_measurement():
