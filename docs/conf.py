@@ -11,26 +11,46 @@ author = "The moeblaze_cupy authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = project
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["description.md"]  # what a package index shows
 default_role = "code"  # docstrings write `name`, as Markdown does
 autodoc_member_order = "bysource"
+maximum_signature_line_length = 80
 autodoc_typehints = "signature"
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # results.md is generated and starts sections at any level
 
-# An argument, or a sentence of its own, at the start of a docstring's line.
-STARTS = re.compile(r"(?:Returns|Raises|[a-z][\w.]*(?:, [a-z][\w.]*)*(?: and [a-z][\w.]*)*:)(?:\s|$)")
+# Arguments, or a sentence of its own, at the start of a docstring's line.
+ARGUMENTS = re.compile(r"([a-z][\w.]*(?:(?:, | and )[a-z][\w.]*)*):(?:\s|$)")
+SENTENCE = re.compile(r"(?:Returns|Raises|Source:)(?:\s|$)")
 
 
-def lines_to_paragraphs(app, what, name, obj, options, lines: list[str]) -> None:
-    """Docstrings say one thing per line; reStructuredText would join the lines to one paragraph."""
+def lines_to_lists(app, what, name, obj, options, lines: list[str]) -> None:
+    """Docstrings say one thing per line; reStructuredText would join the lines to one paragraph. Arguments become a
+    list of definitions."""
     found: list[str] = []
+    inside = False
     for line in lines:
-        if STARTS.match(line) and found and found[-1].strip():
+        named = ARGUMENTS.match(line) if what in ("function", "method", "class") else None
+        if named:
+            found += ["", ", ".join(f"``{word}``" for word in re.split(r", | and ", named[1]))]
+            line, inside = line[named.end() :].strip(), True
+        elif SENTENCE.match(line) or not line.strip():
+            inside = False
             found.append("")
-        found.append(line)
+        found.append(f"   {line}" if inside else line)
     lines[:] = found
 
 
+def without_any(app, what, name, obj, options, signature, returned):
+    """`Any` is the type of arrays of any framework; the lists say their shapes and dtypes."""
+    if signature is None:  # of an attribute or a module
+        return None
+    stripped = re.sub(r": (?:~?typing\.)?Any(?= ?[=,)])", "", signature)
+    return stripped, None if returned and "Any" in returned else returned
+
+
 def setup(app) -> None:
-    app.connect("autodoc-process-docstring", lines_to_paragraphs)
+    app.connect("autodoc-process-docstring", lines_to_lists)
+    app.connect("autodoc-process-signature", without_any)

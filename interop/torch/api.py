@@ -53,9 +53,20 @@ def moe(
     fp8_weights: Fp8Weights | None = None,
     keep_fp8_weights: bool = True,
 ) -> torch.Tensor:
-    """The MoE layer (L, d), differentiable in x, weights, w1, w2, b1, b2; arguments as `moeblaze_cupy.moe_forward`.
+    """The MoE layer without its router: (L, d), differentiable in x, weights, w1, w2, b1 and b2.
 
-    With unreduced it is (L, k, d), or (P, d) with token_offsets, and weights are None unless they are on the input.
+    x: (L, d) bfloat16, float16 or float32, on the CPU also float64.
+    ids: (L, k) int32 or int64, or (P,) with token_offsets; an id below 0 or from E on is an empty slot.
+    weights: (L, k) or (P,), float32 or x's dtype, the router's; None with unreduced, unless they are on the input.
+    w1: (E, d, 2h), gate columns before up columns, or a pair of (E, d, h), or (E, d, h) for an activation without a
+    gate; x's dtype. Transposed views of (E, 2h, d) are read as they lie.
+    w2: (E, h, d) in x's dtype.
+    activation: a name or `moeblaze_cupy.Activation`. save: what is kept for backward, "minimal", "recompute", "fp8",
+    "paper" or, where no gradient is asked for, None.
+    b1, b2: (E, 2h), or in w1's form, and (E, d) biases in float32 or w1's dtype.
+    gate_up: "halves", or "interleaved" where gate and up columns alternate. weights_on: "output" or "input".
+    token_offsets: (L + 1,) int32, where each token's pairs begin. identity_experts: Z, ids E to E + Z - 1 return x.
+    unreduced: True returns the outputs of the slots, (L, k, d), or (P, d) with token_offsets.
     Where no gradient can be asked for, nothing is saved. Backward overwrites the saved activations with
     their gradients, so a second backward through the same graph raises RuntimeError unless `keep_saved`, on the CPU
     too, where nothing is overwritten. With save="recompute" or "fp8" it needs no `keep_saved`. torch's gradcheck runs
@@ -276,10 +287,16 @@ def _size(argument: str, value: int, most: int | None = None) -> int:
 class MoE(torch.nn.Module):
     """A router and its experts: (..., d) -> (..., d).
 
-    w1 is (E, d, 2h), or (E, d, h) without a gate, and w2 (E, h, d), each the transposed view of a parameter
-    stored as transformers and vLLM store it (`w1_storage` (E, 2h, d), `w2_storage` (E, d, h)). Router
+    Parameters are `router` (E, d), `w1_storage` (E, 2h, d), gate rows before up rows, or (E, h, d) without a gate, and
+    `w2_storage` (E, d, h), as transformers and vLLM store them. w1 and w2 below are their transposed views. Router
     logits are float32 (fp64 of such x), under torch.autocast too. On CUDA those of 16-bit tokens and a router of their
     dtype come from one product with a float32 result.
+    d_model: d, the width of x.
+    d_hidden: h, the hidden width of one expert.
+    num_experts: E, 1 to 4096.
+    k: experts per token, 1 to 64 and at most E.
+    activation: a name, such as "swiglu", or `moeblaze_cupy.Activation`.
+    device, dtype: of the parameters, bfloat16, float16, float32, on the CPU also float64.
     score, renormalize, eps, scale, bias_on, groups, sums: as of `route`; a choice for k = 1 that makes every weight the
     same, so that the router is not trained, is warned of.
     bias: True makes a buffer `bias` (E,) of zeros that `route` gets as its bias. It stays float32 whatever dtype the
@@ -288,7 +305,7 @@ class MoE(torch.nn.Module):
     RouterSums, such as one that takes given ids; the options of `route` then have no effect. It takes no token_mask.
     return_routing: forward returns (out, Routed), from which losses and rules for the bias are computed. The module
     keeps no state of a forward, so recomputation in backward counts nothing twice.
-    keep_saved, save, activation, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
+    keep_saved, save, gate_up, weights_on: as of `moe`; accumulate_into_main_grad too, for w1 and w2.
     expert_bias: True makes parameters `b1` (E, 2h) or (E, h) and `b2` (E, d) of zeros.
     identity_experts: Z more outputs of the router, (E + Z, d), whose experts return their input.
     precision: as of `moe`. With "fp8" every forward quantises w1 and w2, in CUDA graphs and compiled code too, unless
