@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from moeblaze_cupy import frameworks as arrays
 from moeblaze_cupy.cuda import loader, runtime
+from tests import markers
 
 # How long an example takes says nothing on a machine that has other work.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,7 +47,13 @@ def pytest_xdist_make_scheduler(config, log):
     return LoadFileScheduling(config, log)
 
 
+def pytest_configure(config):
+    markers.leave_out_long(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
+    markers.mark(items)
     if MISSING_GPU is None:
         return
     skip = pytest.mark.skip(reason=f"no GPU: {MISSING_GPU}")

@@ -18,6 +18,7 @@ from tests.parallel import ranks
 from tests.parallel.rank_processes import RankProcesses
 
 RANKS = "-m", "tests.parallel.ranks"
+SHORT = "parity", "own_experts"  # all public functions, on two ranks
 
 
 def skip_if_missing(function):
@@ -26,13 +27,15 @@ def skip_if_missing(function):
         pytest.skip(function.missing)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def processes(request, tmp_path_factory):
     with closing(RankProcesses(request.param, tmp_path_factory.mktemp("ranks"), *RANKS, "gloo")) as processes:
         yield processes
 
 
-@pytest.mark.parametrize("name", ranks.CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in ranks.CASES]
+)
 def test_case(processes, name):
     skip_if_missing(ranks.CASES[name])
     processes.run(name)

@@ -1,0 +1,77 @@
+"""Which tests are `long` and which are `slow`, by how many cases of a test function are not.
+
+`pytest` alone leaves out `long`. It ends within 4 minutes on two cores and calls every public function of what is
+installed. `pytest -m "not slow"` also leaves out `slow`, and takes half a minute.
+"""
+
+from collections import Counter
+
+ALL = 10**6
+
+# By file, or by function: of each test function, the first cases are not `long`, and fewer of them are not `slow`.
+CASES = {
+    "tests/cuda/test_compile.py": (1, 0),
+    "tests/cuda/test_compile.py::test_every_variant_compiles_within_its_caps": (0, 0),
+    "tests/cuda/test_launch_limits.py": (3, 3),
+    "tests/cuda/test_loader.py::test_variants_are_those_the_layer_launches": (4, 1),
+    "tests/cuda/test_runtime.py": (ALL, 1),
+    "tests/cuda/test_runtime.py::test_a_second_call_asks_for_what_the_first_did": (1, 0),
+    "tests/fp8/test_device_fp8.py": (1, 0),
+    "tests/fp8/test_quantize.py": (ALL, 4),
+    "tests/layer/test_combinations.py": (1, 0),
+    "tests/layer/test_device_code.py": (2, 0),
+    "tests/layer/test_device_code.py::test_layer_across_tile_boundaries": (1, 0),
+    "tests/layer/test_device_code_bound.py": (2, 0),
+    "tests/layer/test_device_code_sm90.py": (1, 0),
+    "tests/layer/test_device_slots.py": (1, 0),
+    "tests/parallel/test_exchange.py": (ALL, 0),
+    "tests/reference/test_reference.py": (ALL, 8),
+    "tests/router/test_device_code_router.py": (1, 0),
+    "tests/router/test_routing_transformers.py::test_a_models_own_router": (ALL, 4),
+    "tests/rows/test_push.py": (4, 1),
+    "tests/selection/test_device_code_selection.py": (1, 0),
+    "tests/test_accuracy.py": (1, 0),
+    "tests/test_bench.py": (1, 0),
+    "tests/test_bench.py::test_suites_run_and_their_record_says_what_it_is_of": (0, 0),
+    "tests/test_bench.py::test_a_regression_against_a_record_fails": (0, 0),
+    "tests/test_emulator.py": (ALL, 0),
+    "tests/test_language_model.py": (1, 0),
+    "tests/test_plots.py": (1, 0),
+    "tests/test_results.py": (ALL, 0),
+    "tests/test_train.py": (ALL, 0),
+    "tests/tools/test_cli.py": (ALL, 1),
+    "tests/tools/test_cli.py::test_compile_compiles_what_the_layer_launches": (4, 0),
+    "tests/tools/test_memory.py": (ALL, 6),
+    "tests/torch/test_compile_torch.py": (1, 0),
+    "tests/torch/test_sharded_torch.py": (1, 0),
+    "tests/torch/test_torch.py": (4, 1),
+    "tests/torch/test_torch_fp8.py": (2, 0),
+    "tests/torch/test_torch_fp8_operators.py": (2, 0),
+    "tests/torch/test_torch_ops.py": (2, 0),
+    "tests/transformers/test_transformers.py": (4, 0),
+    "tests/transformers/test_transformers.py::test_trainer": (0, 0),
+    "tests/transformers/test_transformers.py::test_compiles_to_one_graph": (1, 0),
+    "tests/transformers/test_transformers.py::test_compiled_modules_follow_their_constants": (0, 0),
+    "tests/transformers/test_transformers_fp8.py": (2, 0),
+    "tests/transformers/test_transformers_parallel.py": (0, 0),
+}
+
+
+def leave_out_long(config):
+    """Where the call names neither a path nor markers."""
+    if not config.option.markexpr and config.args_source != config.ArgsSource.ARGS:
+        config.option.markexpr = "not long"
+
+
+def mark(items):
+    """items: in the order of their definition. Those on a GPU are `slow`, and left out where there is none."""
+    counts = Counter()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        counts[function] += 1
+        not_long, not_slow = CASES.get(function) or CASES.get(function.partition("::")[0], (ALL, ALL))
+        on_gpu = "gpu" in item.keywords or "gpus" in item.keywords
+        if counts[function] > not_long and not on_gpu:
+            item.add_marker("long")
+        if counts[function] > not_slow or on_gpu or "long" in item.keywords:
+            item.add_marker("slow")
