@@ -18,19 +18,12 @@ from bench import cases, language_model_report, parallel_report, transformers_re
 from bench.recorded import Records, title  # noqa: E402
 
 OURS = "moeblaze-cupy"
-FRONT_CASES = {
-    "mixtral": "Mixtral 8x7B",
-    "olmoe": "OLMoE",
-    "qwen30b": "Qwen3-30B-A3B",
-    "dsv3": "DeepSeek-V3",
-    "conf3": "paper's conf3",
-}
+FRONT_CASES = ("mixtral", "olmoe", "qwen30b", "dsv3", "conf3")
 # color, and the marker of the plots with all shapes
 STYLES = {
     "moeblaze": ("#0b5394", "o"),
     "sonicmoe": ("#e69138", "D"),
     "torch_grouped_mm": ("#a3a3a3", "s"),
-    "liger": ("#38761d", "^"),
     "moeblaze_sm80": ("#6fa8dc", "v"),
 }
 FRONT_PROVIDERS = ("moeblaze", "sonicmoe", "torch_grouped_mm")
@@ -49,12 +42,13 @@ def gpu_of(records: Records) -> str:
 
 
 def figures(records: Records, name: str) -> dict[str, dict[str, float]]:
-    """A figure of the layer's rows by provider and case, weights as transformers stores them."""
+    """A figure of the layer's rows by provider and case, weights as transformers stores them, of the providers that ran
+    on more than one case."""
     found: dict[str, dict[str, float]] = {}
     for (case, order, provider), entry in records.entries().items():
         if order == "transposed" and provider in STYLES and entry.get(name):
             found.setdefault(provider, {})[case] = entry[name]
-    return {provider: found[provider] for provider in STYLES if provider in found}
+    return {provider: found[provider] for provider in STYLES if len(found.get(provider, ())) > 1}
 
 
 def front(records: Records) -> Figure:
@@ -84,7 +78,7 @@ def front(records: Records) -> Figure:
             axes.annotate("cuBLAS = 1", (1, len(FRONT_CASES) - 0.52), (1.05, len(FRONT_CASES) - 0.52), fontsize=8,
                           color=INK, va="center")  # fmt: skip
     shapes = [cases.LAYERS[case] for case in FRONT_CASES]
-    names = [f"{FRONT_CASES[s.name]}\n{s.E} experts, top {s.k}\nd {s.d}, h {s.h}" for s in shapes]
+    names = [f"{cases.NAMES[s.name]}\n{s.E} experts, top {s.k}\nd {s.d}, h {s.h}" for s in shapes]
     both[0].set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
     both[0].set_ylim(len(names) - 0.35, -0.55)
     figure.suptitle(
@@ -98,8 +92,18 @@ def front(records: Records) -> Figure:
     return figure
 
 
-def dots(panels: dict[str, dict[str, dict[str, float]]], heading: str, xlabel: str, ticks: tuple[float, ...]) -> Figure:
-    """A row per case and a panel per heading; panels[heading][provider][case] is where a dot goes, on a log scale."""
+def dots(
+    panels: dict[str, dict[str, dict[str, float]]],
+    heading: str,
+    xlabel: str,
+    ticks: tuple[float, ...],
+    apart: float = 0.0,
+) -> Figure:
+    """A row per case and a panel per heading; panels[heading][provider][case] is where a dot goes, on a log scale.
+
+    apart: by how much of a row the providers' dots lie above one another, where many are at one place.
+    """
+    shown = [provider for provider in STYLES if any(provider in series for series in panels.values())]
     names = [n for n in cases.LAYERS if any(n in series for panel in panels.values() for series in panel.values())]
     figure, drawn = plt.subplots(
         1, len(panels), figsize=(9.6, 1.5 + 0.32 * len(names)), sharey=True, sharex=True, layout="constrained"
@@ -112,6 +116,7 @@ def dots(panels: dict[str, dict[str, dict[str, float]]], heading: str, xlabel: s
             size = 34 if provider == "moeblaze" else 56  # a smaller dot on top, where two are at one place
             order = 3 if provider == "moeblaze" else 2
             places = [values[names[i]] for i in rows]
+            rows = [i + apart * (shown.index(provider) - (len(shown) - 1) / 2) for i in rows]
             axes.scatter(places, rows, size, color=color, marker=marker, zorder=order, label=label(provider))
         axes.set_xscale("log")
         axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
@@ -119,8 +124,8 @@ def dots(panels: dict[str, dict[str, dict[str, float]]], heading: str, xlabel: s
         axes.set_title(panel, fontsize=10, loc="left", color=INK)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        axes.set_xlabel(xlabel, fontsize=9, color=INK)
-    drawn[0].set_yticks(range(len(names)), names, color=INK)
+        axes.set_xlabel(f"{xlabel}, logarithmic", fontsize=9, color=INK)
+    drawn[0].set_yticks(range(len(names)), [cases.NAMES[name] for name in names], color=INK)
     drawn[0].set_ylim(len(names) - 0.5, -0.5)
     by_label = {}
     for axes in drawn:
@@ -156,6 +161,7 @@ def memory(records: Records) -> Figure:
         f"Memory beyond parameters, gradients and x ({gpu_of(records)}, bf16, SwiGLU)",
         "MiB",
         (200, 500, 1000, 2000, 5000, 10000),
+        apart=0.22,
     )
 
 
@@ -178,88 +184,109 @@ def transformers(records: Records) -> Figure | None:
         axes.set_xlim(0, 1.5 * max(values[panel] for series in bars.values() for values in series.values()))
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    names = [f"{case}\n{what.replace('_', ' ')}" for case, what in bars]
+    modes = {"step": "eager", "step_compiled": "compiled"}
+    names = [f"{transformers_report.MODELS[case]}\n{modes[what]}" for case, what in bars]
     both[0].set_yticks(range(len(names)), names, fontsize=8.5, color=INK)
     both[0].set_ylim(len(names) - 0.4, -0.6)
-    figure.suptitle("Training steps of transformers models", fontsize=12, fontweight="bold", color=INK)
+    gpus = " and ".join(transformers_report.gpus(list(records.by_name.values())))
+    heading = f"Training steps of transformers models with 4 layers ({gpus}, bf16)"
+    figure.suptitle(heading, fontsize=12, fontweight="bold", color=INK)
     return figure
 
 
 def losses(records: Records) -> Figure | None:
-    """Held-out losses of the language model: means over seeds with their range; what arms of one seed differ by."""
+    """Held-out losses of the language model: the curves of torch's grouped_mm and of this package, which coincide; and
+    the final losses of all arms less grouped_mm's of the same seed, on one scale."""
     sizes = {size: found for size in language_model_report.SIZES if (found := language_model_report.runs(size))}
     if not sizes:
         return None
     colors = {"fp32": INK, "grouped_mm": "#a3a3a3", "minimal": STYLES["moeblaze"][0], "recompute": "#e69138"}
     colors |= {"save_fp8": "#6fa8dc", "fp8": "#8e63b5"}
-    figure, panels = plt.subplots(len(sizes), 2, figsize=(9.0, 3.4 * len(sizes)), layout="constrained", squeeze=False)
+    names, baseline = language_model_report.ARMS, language_model_report.BASELINE
+    figure, panels = plt.subplots(
+        len(sizes), 2, figsize=(9.0, 3.0 * len(sizes)), layout="constrained", squeeze=False, sharex="col"
+    )
     for (size, found), (curves, apart) in zip(sizes.items(), panels, strict=True):
-        for arm, results in found.items():
-            steps = [entry["step"] for entry in results[0]["history"]]
-            by_step = list(zip(*([e["held_out"] for e in r["history"]] for r in results), strict=True))
-            words = f"{language_model_report.ARMS[arm]}, {len(results)} seed{'s' * (len(results) > 1)}"
-            curves.plot(steps, [mean(each) for each in by_step], color=colors[arm], label=words, linewidth=1.4)
-            band = [min(each) for each in by_step], [max(each) for each in by_step]
-            curves.fill_between(steps, *band, color=colors[arm], alpha=0.15, linewidth=0)
-        curves.axhline(results[0]["unigram_loss"], color=FAINT, linestyle=":")
-        curves.text(
-            steps[-1], results[0]["unigram_loss"], "unigram model", ha="right", va="bottom", fontsize=8, color=INK
-        )
-        curves.set_ylim(0, 1.1 * results[0]["unigram_loss"])
-        curves.set_title(f"{size}: held-out loss, nats per byte\nbands: the range over seeds", fontsize=9, loc="left")
-        curves.set_xlabel("step", fontsize=8.5)
-        curves.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92))
-        base = {r["seed"]: r["held_out_loss"] for r in found[language_model_report.BASELINE]}
-        others = [arm for arm in found if arm != language_model_report.BASELINE]
-        half = (max(base.values()) - min(base.values())) / 2
-        furthest = max(half, 1e-3)
+        first, seeds = found[baseline][0], len(found[baseline])
+        million = f"{first['parameters'] / 1e6:.0f} million parameters"
+        for arm, style in ((baseline, {"linewidth": 4}), ("minimal", {"linewidth": 1.4})):
+            steps = [entry["step"] for entry in found[arm][0]["history"]]
+            by_step = zip(*([e["held_out"] for e in r["history"]] for r in found[arm]), strict=True)
+            curves.plot(steps, [mean(each) for each in by_step], color=colors[arm], label=names[arm], **style)
+        curves.axhline(first["unigram_loss"], color=FAINT, linestyle=":")
+        curves.text(steps[-1], first["unigram_loss"], "unigram model", ha="right", va="bottom", fontsize=8, color=INK)
+        curves.set_ylim(0, 1.22 * first["unigram_loss"])
+        means = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
+        curves.set_title(f"{size}, {million}:\nheld-out loss, nats per byte, {means}", fontsize=9, loc="left")
+        curves.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.78))
+        base = {r["seed"]: r["held_out_loss"] for r in found[baseline]}
+        others = [arm for arm in found if arm != baseline]
         for place, arm in enumerate(others):
             values = [r["held_out_loss"] - base[r["seed"]] for r in found[arm] if r["seed"] in base]
             apart.plot(values, [place] * len(values), "o", color=colors[arm], alpha=0.8)
-            furthest = max(furthest, *(abs(value) for value in values))
         apart.axvline(0, color="#a3a3a3", linewidth=1)
-        apart.axvspan(-half, half, color=FAINT, alpha=0.35, linewidth=0)
-        apart.set_xlim(-1.5 * furthest, 1.5 * furthest)
-        apart.set_xticks([-furthest, 0, furthest], [f"-{furthest:.3f}", "0", f"+{furthest:.3f}"])
-        apart.set_yticks(range(len(others)), [language_model_report.ARMS[arm] for arm in others], fontsize=8.5)
+        apart.set_yticks(range(len(others)), [names[arm] for arm in others], fontsize=8.5)
         apart.set_ylim(len(others) - 0.4, -0.6)
-        grey = "\ngrey: as wide as its range over seeds" if len(base) > 1 else ""
-        apart.set_title(f"final loss less grouped_mm's of the same seed{grey}", fontsize=9, loc="left")
+        spread = max(base.values()) - min(base.values())
+        between = f"\n(seeds alone differ by up to {spread:.3f})" if seeds > 1 else ""
+        apart.set_title(f"final loss less grouped_mm's, same seed{between}", fontsize=9, loc="left")
+    furthest = max(abs(x) for axes in panels[:, 1] for line in axes.lines for x in line.get_xdata())
+    panels[-1][1].set_xlim(-1.3 * furthest, 1.3 * furthest)
+    panels[-1][1].set_xticks([tick for tick in panels[-1][1].get_xticks() if abs(tick) < 1.3 * furthest])
+    heading = f"A language model on bytes with experts by torch and by {OURS} ({first['gpu']})"
+    figure.suptitle(heading, fontsize=11.5, fontweight="bold", color=INK)
+    panels[-1][0].set_xlabel("step", fontsize=8.5)
+    panels[-1][1].set_xlabel("nats per byte", fontsize=8.5)
     for axes in figure.axes:
-        axes.tick_params(labelsize=8.5)
+        axes.tick_params(labelsize=8.5, labelbottom=True)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def parallel(records: Records) -> Figure | None:
-    """Efficiency of experts on the most GPUs of the records, and of FSDP2. None without a record."""
+    """Weak-scaling efficiency on the most GPUs of the records: of spread experts, and of FSDP2. None without one."""
     by_case = parallel_report.efficiencies()
     if not by_case:
         return None
-    gpus = max(row["gpus"] for row in parallel_report.rows())
-    named = {
-        "pull": f"{OURS}, experts",
-        parallel_report.PEER: "torchtitan's order, experts",
-        "FSDP2, copy engines, stored by products; in a CUDA graph": f"{OURS}, FSDP2 by copy engines, in a CUDA graph",
-        "FSDP2, copy engines, stored by products": f"{OURS}, FSDP2 by copy engines",
-        "FSDP2, NCCL, float32": f"{OURS}, FSDP2 by NCCL",
+    newest = max(parallel_report.rows(), key=lambda row: row["gpus"])
+    of_experts = {
+        "pull": (f"{OURS}", *STYLES["moeblaze"]),
+        parallel_report.PEER: ("torch functions in torchtitan's order", *STYLES["torch_grouped_mm"]),
     }
-    colors = dict(zip(named, (STYLES["moeblaze"][0], "#a3a3a3", "#3d85c6", "#6fa8dc", "#b9d4ee"), strict=True))
-    figure, axes = plt.subplots(figsize=(9.0, 0.8 + len(by_case)), layout="constrained")
-    for group, series in enumerate(by_case.values()):
-        for place, name in enumerate(named):
-            if name not in series:
-                continue
-            y, value = group + 0.17 * (place - 2), series[name]
-            axes.barh(y, value, 0.15, color=colors[name])
-            axes.text(value, y, f" {value:.0f}%  {named[name]}", va="center", color=INK, fontsize=8)
-    axes.set_yticks(range(len(by_case)), list(by_case), fontsize=8.5, color=INK)
-    axes.set_ylim(len(by_case) - 0.4, -0.6)
-    axes.set_xlim(0, 140)
-    axes.set_xticks([])
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    heading = f"Time on one GPU over that on {gpus}, as many tokens on each: forward and backward"
-    axes.set_title(heading, fontsize=11, fontweight="bold", loc="left", color=INK)
+    of_fsdp = {
+        "FSDP2, copy engines, stored by products; in a CUDA graph": ("copy engines, CUDA graph", "#0b5394", "o"),
+        "FSDP2, copy engines, stored by products": ("copy engines", "#6fa8dc", "v"),
+        "FSDP2, NCCL, float32": ("NCCL", "#a3a3a3", "s"),
+    }
+    panels = (("Experts spread over the GPUs", of_experts), (f"FSDP2, 4 layers of {OURS}", of_fsdp))
+    names = [name for name in cases.LAYERS if name in by_case]
+    figure, both = plt.subplots(
+        1, 2, figsize=(9.0, 1.9 + 0.32 * len(names)), sharey=True, sharex=True, layout="constrained"
+    )
+    for axes, (heading, series) in zip(both, panels, strict=True):
+        axes.hlines(range(len(names)), 0, 1, transform=axes.get_yaxis_transform(), color=FAINT, linewidth=0.6, zorder=0)
+        for name, (words, color, marker) in series.items():
+            rows = [i for i, case in enumerate(names) if name in by_case[case]]
+            values = [by_case[names[i]][name] for i in rows]
+            axes.scatter(values, rows, 44, color=color, marker=marker, label=words, zorder=2)
+        for i, case in enumerate(names):
+            if not series.keys() & by_case[case].keys():
+                axes.text(60, i, "not run", va="center", ha="center", fontsize=8.5, color=INK, backgroundcolor="white")
+        axes.axvline(100, color=INK, linewidth=0.8)
+        axes.set_title(heading, fontsize=10, loc="left", color=INK)
+        axes.set_xlim(0, 112)
+        axes.set_xticks((0, 25, 50, 75, 100), ("0", "25%", "50%", "75%", "100%"))
+        axes.set_xlabel("of the speed of one GPU alone", fontsize=9, color=INK)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=8.5, frameon=False)
+    both[0].set_yticks(range(len(names)), [cases.NAMES[name] for name in names], color=INK)
+    both[0].set_ylim(len(names) - 0.5, -0.5)
+    heading = f"How much of its speed a GPU keeps beside another ({newest['gpus']} {newest['gpu']}, bf16)"
+    figure.suptitle(heading, fontsize=12, fontweight="bold", color=INK)
+    figure.supxlabel(
+        "Weak scaling: as many tokens on each GPU as on one alone, forward and backward. Right is better.", fontsize=8.5
+    )
     return figure
 
 

@@ -403,7 +403,7 @@ def results(records: Records) -> str:
     lines += layer_section(records, "forward_backward", "Forward and backward")
     lines += layer_section(records, "forward", "Forward")
     lines += ["", "Figures 4 and 6 of the paper give speed-ups over MegaBlocks: " + speedups()]
-    lines += ["", "![Saved for backward](memory.svg)", *layer_memory(records)]
+    lines += ["", "![Memory kept for backward and at the peak](memory.svg)", *layer_memory(records)]
     lines += ["The last column is by formula, for a layer that recomputes nothing."]
     if "memory" in groups:
         lines += ["", "### Figures 3 and 5: memory per save policy, saved / peak, MiB", *memory_section(records)]

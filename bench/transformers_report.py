@@ -46,6 +46,12 @@ def steps(records: list[dict]) -> dict[tuple[str, str], tuple[dict, dict]]:
     return {key: pair for key, pair in pairs.items() if all(pair)}
 
 
+def gpus(records: list[dict]) -> list[str]:
+    """Those that the steps ran on."""
+    found = (r for r in records if any(row["group"] == "transformers" for row in r["benchmarks"]))
+    return sorted({record["machine_info"]["gpu"] for record in found})
+
+
 def headline(records: list[dict]) -> list[str]:
     """Of training steps, eager and compiled, in one sentence; none without such rows."""
     parts = []

@@ -14,6 +14,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle  # noqa: E402
 
 import moeblaze_cupy as mb  # noqa: E402
 from moeblaze_cupy.cuda import launch_config  # noqa: E402
+from moeblaze_cupy.tools import dry_run, memory  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "drawings"
 INK, FAINT, KERNEL, ARRAY, KEPT = "#222222", "#9a9a9a", "#0b5394", "#eef3f8", "#f9cb9c"
@@ -96,10 +97,11 @@ def dispatch() -> Figure:
 
 def data_flow() -> Figure:
     """Arrays and kernels of forward and backward, with shapes."""
-    figure, axes = canvas(11.2, 6.6)
+    figure, axes = canvas(11.2, 7.65)
     write(axes, 0.2, 0.3, "Forward", 12, ha="left", fontweight="bold")
-    write(axes, 0.2, 3.25, "Backward", 12, ha="left", fontweight="bold")
-    h, y = 0.62, 0.95
+    write(axes, 0.2, 3.95, "Backward", 12, ha="left", fontweight="bold")
+    h, first, second = 0.62, 0.75, 1.7
+    columns = (0.2, 1.85, 3.5, 5.2, 6.75, 8.35, 9.85)
 
     def kernel(x: float, y: float, name: str, w: float = 1.15) -> None:
         box(axes, x, y, w, h, name, KERNEL)
@@ -107,101 +109,129 @@ def data_flow() -> Figure:
     def array(x: float, y: float, name: str, kept: bool = False, w: float = 1.2) -> None:
         box(axes, x, y, w, h, name, KEPT if kept else ARRAY, 8.5)
 
-    array(0.2, y, "x\n(L, d)")
-    kernel(1.85, y, "up_fwd\ngathers x")
-    array(3.5, y, "a, b\n(L·k, 2h)", True)
-    array(3.5, y + 0.95, "act(a)·b\n(L·k, h)", True)
-    kernel(5.2, y + 0.95, "down_fwd")
-    array(6.75, y + 0.95, "column panel\n(L·k, width)")
-    kernel(8.35, y + 0.95, "aggregate\nsums slots")
-    array(9.85, y + 0.95, "out\n(L, d)")
-    array(0.2, y + 0.95, "ids\n(L, k)")
-    kernel(1.85, y + 0.95, "dispatch")
-    array(1.82, y + 1.75, "index lists\nint32", True)
-    for start, end in (((1.4, y), (1.85, y)), ((3.0, y), (3.5, y)), ((1.4, y + 0.95), (1.85, y + 0.95)),
-                       ((4.7, y + 0.95), (5.2, y + 0.95)), ((6.35, y + 0.95), (6.75, y + 0.95)),
-                       ((7.95, y + 0.95), (8.35, y + 0.95)), ((9.5, y + 0.95), (9.85, y + 0.95))):  # fmt: skip
-        arrow(axes, (start[0], start[1] + h / 2), (end[0], end[1] + h / 2))
-    arrow(axes, (2.42, y + 0.95 + h), (2.42, y + 1.75))
-    arrow(axes, (3.0, y + h * 0.75), (3.5, y + 0.95 + h * 0.4))
-    write(axes, 8.92, y + 0.5, "weights (L, k)", 8.5)
-    arrow(axes, (8.92, y + 0.6), (8.92, y + 0.95))
+    def across(y: float, *ends: tuple[float, float]) -> None:
+        """Arrows to the right, in the middle of a row."""
+        for start, end in ends:
+            arrow(axes, (start, y + h / 2), (end, y + h / 2))
 
-    y = 3.85
-    array(0.2, y, "grad_out\n(L, d)")
-    kernel(1.85, y, "down_bwd\ngathers")
-    array(3.5, y, "grad of a, b\nover a, b")
-    array(3.5, y + 0.95, "weighted\nact(a)·b")
-    kernel(5.2, y + 0.95, "down_wgrad")
-    array(6.75, y + 0.95, "grad of w2\n(E, h, d)")
-    kernel(5.2, y, "up_bwd")
-    array(6.75, y, "column panel\n(L·k, width)")
-    kernel(8.35, y, "aggregate\nsums slots")
-    array(9.85, y, "grad of x\n(L, d)")
-    kernel(5.2, y + 1.9, "up_wgrad\ngathers x")
-    array(6.75, y + 1.9, "grad of w1\n(E, d, 2h)")
-    array(0.2, y + 0.95, "row sums\nfloat32")
-    kernel(0.22, y + 1.9, "weights_bwd")
-    array(1.85, y + 1.9, "grad of weights\n(L, k)", w=1.3)
-    for start, end in (((1.4, y), (1.85, y)), ((3.0, y), (3.5, y)), ((4.7, y), (5.2, y)), ((6.35, y), (6.75, y)),
-                       ((7.95, y), (8.35, y)), ((9.5, y), (9.85, y)), ((4.7, y + 0.95), (5.2, y + 0.95)),
-                       ((6.35, y + 0.95), (6.75, y + 0.95)), ((6.35, y + 1.9), (6.75, y + 1.9)),
-                       ((1.37, y + 1.9), (1.85, y + 1.9))):  # fmt: skip
-        arrow(axes, (start[0], start[1] + h / 2), (end[0], end[1] + h / 2))
-    arrow(axes, (3.0, y + h * 0.75), (3.5, y + 0.95 + h * 0.4))
-    arrow(axes, (1.95, y + h), (1.4, y + 0.95 + h * 0.4))
-    arrow(axes, (0.8, y + 0.95 + h), (0.8, y + 1.9))
-    axes.plot([4.9, 4.9, 5.2], [y + h / 2, y + 1.9 + h / 2, y + 1.9 + h / 2], color=INK, lw=1)
-    arrow(axes, (5.1, y + 1.9 + h / 2), (5.2, y + 1.9 + h / 2))
-    box(axes, 8.35, y + 1.25, 0.3, 0.2, "", KERNEL)
-    write(axes, 8.75, y + 1.35, "kernel", 8.5, ha="left")
-    box(axes, 8.35, y + 1.6, 0.3, 0.2, "", ARRAY)
-    write(axes, 8.75, y + 1.7, "array in global memory", 8.5, ha="left")
-    box(axes, 8.35, y + 1.95, 0.3, 0.2, "", KEPT)
-    write(axes, 8.75, y + 2.05, "may be kept for backward", 8.5, ha="left")
+    def down(x: float, start: float, end: float) -> None:
+        arrow(axes, (x, start), (x, end))
+
+    x0, x1, x2, x3, x4, x5, x6 = columns
+    array(x0, first, "x\n(L, d)")
+    kernel(x1, first, "up_fwd\ngathers x")
+    array(x2, first, "act(a)·b\n(L·k, h)")
+    kernel(x3, first, "down_fwd")
+    array(x4, first, "column panel\n(L·k, width)")
+    kernel(x5, first, "aggregate\nsums slots")
+    array(x6, first, "out\n(L, d)")
+    across(first, (1.4, x1), (3.0, x2), (4.7, x3), (6.35, x4), (7.95, x5), (9.5, x6))
+    array(x2, second, "a, b\n(L·k, 2h)", True)
+    arrow(axes, (3.0, first + h * 0.8), (x2, second + h * 0.3))
+    array(x0, second, "ids\n(L, k)")
+    kernel(x1, second, "dispatch")
+    array(x1 - 0.03, second + 0.95, "index lists\nint32", True)
+    across(second, (1.4, x1))
+    down(x1 + 0.57, second + h, second + 0.95)
+    write(axes, 3.2, second + 0.95 + h / 2, "every kernel that gathers or sums reads them", 8.5, ha="left")
+    write(axes, x5 + 0.57, second - 0.0, "weights (L, k)", 8.5)
+    arrow(axes, (x5 + 0.57, second - 0.12), (x5 + 0.57, first + h))
+
+    first, second, third = 4.7, 5.65, 6.6
+    array(x0, first, "grad_out\n(L, d)")
+    kernel(x1, first, "down_bwd\ngathers")
+    array(x2, first, "gradients of\na, b: in place")
+    kernel(x3, first, "up_bwd")
+    array(x4, first, "column panel\n(L·k, width)")
+    kernel(x5, first, "aggregate\nsums slots")
+    array(x6, first, "grad of x\n(L, d)")
+    across(first, (1.4, x1), (3.0, x2), (4.7, x3), (6.35, x4), (7.95, x5), (9.5, x6))
+    array(x1 - 0.03, 3.75, "a, b", True)
+    down(x1 + 0.57, 3.75 + h, first)
+    kernel(x3, second, "up_wgrad\ngathers x")
+    array(x4, second, "grad of w1\n(E, d, 2h)")
+    across(second, (6.35, x4))
+    axes.plot([4.95, 4.95], [first + h / 2, second + h / 2], color=INK, lw=1)
+    arrow(axes, (4.95, second + h / 2), (x3, second + h / 2))
+    array(x2, third, "weighted\nact(a)·b")
+    kernel(x3, third, "down_wgrad")
+    array(x4, third, "grad of w2\n(E, h, d)")
+    across(third, (4.7, x3), (6.35, x4))
+    axes.plot([2.65, 2.65], [first + h, third + h / 2], color=INK, lw=1)
+    arrow(axes, (2.65, third + h / 2), (x2, third + h / 2))
+    array(x0, second, "row sums\nfloat32")
+    arrow(axes, (x1 + 0.15, first + h), (1.4, second + h * 0.4))
+    kernel(x0 + 0.02, third, "weights_bwd")
+    down(0.8, second + h, third)
+    write(axes, 0.8, third + h + 0.2, "grad of weights (L, k)", 8.5)
+    for place, (color, words) in enumerate(
+        ((KERNEL, "kernel"), (ARRAY, "array in global memory"), (KEPT, "may be kept for backward"))
+    ):
+        box(axes, x5, second + 0.25 + 0.35 * place, 0.3, 0.2, "", color)
+        write(axes, x5 + 0.4, second + 0.35 + 0.35 * place, words, 8.5, ha="left")
     return figure
 
 
 STEPS = ("dispatch", "up_fwd", "down_fwd", "up_fwd\nagain", "down_bwd", "down_wgrad", "up_bwd", "up_wgrad")
-# per policy: name, first and last step, whether it is kept from forward to backward
+# per policy: name, first and last step, whether it is kept from forward to backward, bytes as a key of `sizes`
+LISTS, PANELS = ("index lists", 0, 7, True, "lists"), (("panel", 2, 2, False, "panel"), ("panel", 6, 6, False, "panel"))
+PRODUCT, WEIGHTED = ("act(a)·b", 1, 2, False, "half"), ("weighted act(a)·b", 4, 5, False, "half")
 LIFETIMES = {
-    'save="recompute"': (
-        ("index lists", 0, 7, True), ("act(a)·b", 1, 2, False), ("column panel", 2, 2, False),
-        ("a, b, then their gradients", 3, 7, False), ("weighted act(a)·b", 4, 5, False), ("column panel", 6, 6, False),
-    ),
-    'save="minimal"': (
-        ("index lists", 0, 7, True), ("a, b, then their gradients", 1, 7, True), ("act(a)·b", 1, 2, False),
-        ("column panel", 2, 2, False), ("weighted act(a)·b", 4, 5, False), ("column panel", 6, 6, False),
-    ),
-    'save="paper"': (
-        ("index lists", 0, 7, True), ("a, b, then their gradients", 1, 7, True),
-        ("act(a)·b, then weighted", 1, 5, True), ("column panel", 2, 2, False), ("column panel", 6, 6, False),
-    ),
+    'save="recompute"': (LISTS, PRODUCT, ("a, b, then their gradients", 3, 7, False, "first"), WEIGHTED, *PANELS),
+    'save="fp8"': (LISTS, ("a, b in e4m3", 1, 4, True, "e4m3"), PRODUCT,
+                   ("gradients of a, b", 4, 7, False, "first"), WEIGHTED, *PANELS),
+    'save="minimal"': (LISTS, ("a, b, then their gradients", 1, 7, True, "first"), PRODUCT, WEIGHTED, *PANELS),
+    'save="paper"': (LISTS, ("a, b, then their gradients", 1, 7, True, "first"),
+                     ("act(a)·b, then weighted", 1, 5, True, "half"), *PANELS),
 }  # fmt: skip
 
 
+def sizes(L: int, d: int, h: int, E: int, k: int) -> dict[str, str]:
+    """MiB of each array of a gated layer in bf16, and of each policy's what is kept beyond x."""
+    shape = memory.LayerShape(L, d, h, E, k, "swiglu")
+    kept = {
+        save: dry_run.layer(shape, save).saved_bytes - 2 * L * d for save in ("recompute", "minimal", "fp8", "paper")
+    }
+    found = {
+        "lists": kept["recompute"],
+        "first": kept["minimal"] - kept["recompute"],
+        "half": kept["paper"] - kept["minimal"],
+        "e4m3": kept["fp8"] - kept["recompute"],
+        **{f'save="{save}"': nbytes for save, nbytes in kept.items()},
+    }
+    return {name: f"{nbytes / 2**20:,.0f} MiB" for name, nbytes in found.items()} | {"panel": ""}
+
+
 def lifetimes() -> Figure:
-    """When each array is alive, per save policy."""
-    left, width, bar, gap = 1.85, 0.92, 0.26, 0.55
-    rows = sum(len(bars) for bars in LIFETIMES.values())
-    height = 1.0 + rows * (bar + 0.06) + gap * len(LIFETIMES)
+    """When each array is alive, per save policy, with its size for one layer."""
+    about = {"L": 32768, "d": 2048, "h": 768, "E": 128, "k": 8}
+    mib = sizes(**about)
+    left, width, bar, gap = 1.85, 0.92, 0.26, 0.3
+    rows = sum(len(bars) - 1 for bars in LIFETIMES.values())  # both panels share a row
+    height = 1.25 + rows * (bar + 0.06) + gap * len(LIFETIMES)
     figure, axes = canvas(left + width * len(STEPS) + 0.2, height)
     for i, step in enumerate(STEPS):
         write(axes, left + (i + 0.5) * width, 0.65, step, 8.5)
     write(axes, left + 1.5 * width, 0.25, "forward", 10, fontweight="bold")
     write(axes, left + 5.5 * width, 0.25, "backward", 10, fontweight="bold")
-    axes.plot([left + 3 * width] * 2, [0.1, height - 0.7], color=INK, lw=0.8, linestyle=(0, (4, 3)), zorder=0)
+    axes.plot([left + 3 * width] * 2, [0.1, height - 0.6], color=INK, lw=0.8, linestyle=(0, (4, 3)), zorder=0)
     y = 1.0
     for policy, bars in LIFETIMES.items():
         write(axes, 0.15, y + 0.2, policy, 9.5, ha="left", fontweight="bold")
-        for name, first, last, kept in bars:
+        write(axes, 0.15, y + 0.48, f"keeps {mib[policy]} beyond x", 8.5, ha="left")
+        for name, first, last, kept, size in bars:
             x, w = left + first * width + 0.04, (last - first + 1) * width - 0.08
             axes.add_patch(Rectangle((x, y), w, bar, facecolor=KEPT if kept else ARRAY, edgecolor=INK, lw=0.7))
-            write(axes, x + w / 2, y + bar / 2, name, 7 if w < 1 else 8)
-            y += bar + 0.06
+            text = f"{name}, {mib[size]}" if mib[size] and w > 1 else name
+            write(axes, x + w / 2, y + bar / 2, text, 7 if w < 2 else 8)
+            y += 0 if (name, first) == ("panel", 2) else bar + 0.06
         y += gap
-    text = "Orange is kept from forward to backward. Only under recompute does up_fwd run again in backward."
-    write(axes, 0.15, y - 0.35, text, 8.5, ha="left")
+    shape = ", ".join(f"{name} {value:,}" for name, value in about.items())
+    text = (
+        f"Orange is kept from forward to backward. A panel is a group of columns of the outputs of all slots.\n"
+        f"Sizes: Qwen3-30B-A3B's layer in bf16, {shape}."
+    )
+    write(axes, 0.15, y - 0.05, text, 8.5, ha="left")
     return figure
 
 
@@ -280,7 +310,7 @@ def tile_order() -> Figure:
     figure, axes = canvas(8.6, 5.1)
     side, colors = 0.4, plt.get_cmap("Blues")
     grids = (
-        (0.95, "up_fwd and down_bwd: rows are gathered", "all column tiles of 16 row tiles", 16, 6),
+        (0.95, "up_fwd and down_bwd: rows are gathered", "all column tiles of up to 16 row tiles", 16, 6),
         (5.3, "down_fwd and up_bwd: one column panel", "row tiles in groups of 2", 2, 6),
     )
     for left, heading, rule, about, columns in grids:
@@ -326,8 +356,6 @@ def call_path() -> Figure:
             write(axes, x + width / 2, top + height + 0.27, what, 8.5)
             if i:
                 arrow(axes, (x - step + width, top + height / 2), (x, top + height / 2))
-                if top > 1:
-                    write(axes, x - (step - width) / 2, top + height / 2 - 0.17, f"hop {i}", 8.5)
     return figure
 
 

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from bench import plots
+from bench import cases, plots
 from bench.recorded import Records
 from bench.table import merged_layers, rows_of
 from docs import draw
@@ -112,7 +112,9 @@ def test_dots_are_at_the_records_figures():
     at = {c.get_label(): {tuple(point) for point in c.get_offsets().tolist()} for c in drawn.collections}
     names = [label.get_text() for label in first.get_yticklabels()]
     entries = {e["case"]: e for e in records().layers() if (e["provider"], e["order"]) == ("moeblaze", "transposed")}
-    expected = {(e["forward_backward_back_to_back_ratio"], float(names.index(case))) for case, e in entries.items()}
+    expected = {
+        (e["forward_backward_back_to_back_ratio"], float(names.index(cases.NAMES[case]))) for case, e in entries.items()
+    }
     assert at[plots.OURS] == expected
 
 

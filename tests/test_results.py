@@ -498,7 +498,8 @@ def transformers_record():
         return {"group": "transformers", "extra_info": info | {"peak_mib": peak}, "stats": stats}
 
     rows = [row("moeblaze", "step", 3000.0, 1024.0), row("grouped_mm", "step", 2000.0, 2048.0)]
-    return {"benchmarks": [*rows, row("moeblaze", "generate_1", 50.0, None)]}
+    machine = {"gpu": "a GPU"}
+    return {"machine_info": machine, "benchmarks": [*rows, row("moeblaze", "generate_1", 50.0, None)]}
 
 
 def test_transformers_stand_beside_grouped_mm():
@@ -517,4 +518,5 @@ def test_transformers_have_a_plot():
 
     assert plots.transformers(Records({})) is None
     figure = plots.transformers(Records({"record": transformers_record()}))
+    assert "(a GPU, bf16)" in figure.get_suptitle()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["Tokens per second", "Peak memory, GiB"]
