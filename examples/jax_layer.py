@@ -6,6 +6,7 @@ Needs jax (pip install jax). Arrays of JAX come in and go out by DLPack, without
 are no arrays to hand over, so the layer is called between jitted parts.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def loss(parameters, x, k):
 
 def main() -> int:
     """1 if the loss did not fall."""
+    description, _, details = __doc__.partition("\n\n")
+    argparse.ArgumentParser(prog="python examples/jax_layer.py", description=description, epilog=details).parse_args()
     L, k, E, d, h = 64, 2, 4, 16, 32
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((d, E), (E, d, 2 * h), (E, h, d))

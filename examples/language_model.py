@@ -3,7 +3,7 @@
 python examples/language_model.py --arm minimal,grouped_mm --seed 0,1,2 --out runs     train; the same again resumes
 python examples/plot_losses.py runs                                                    the losses, a band per arm
 
-The sizes "base" and "small" are for a GPU. `--size toy` takes seconds on a CPU.
+The sizes "base" and "small" are for a GPU. On a CPU the size is "toy", which takes seconds, unless `--size` says more.
 
 Arms see the same initial weights and the same batches of a seed. `fp32` is the reference: float32 throughout, TF32 off,
 experts in turn. The others have bfloat16 weights and activations: `grouped_mm` torch's grouped products, `minimal` and
@@ -345,7 +345,7 @@ def main(*argv: str) -> int:
     )
     parser.add_argument("--arm", type=choices(ARMS), default=list(ARMS), metavar="A,B", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--seed", type=choices((), int), default=[0], metavar="0,1", help="(0)")
-    parser.add_argument("--size", choices=SIZES, default="base", help="(%(default)s)")
+    parser.add_argument("--size", choices=SIZES, help="(base on a GPU, toy on a CPU)")
     parser.add_argument("--steps", type=int, help="instead of the size's")
     parser.add_argument("--batch", type=int, metavar="B", help="sequences per step, instead of the size's")
     parser.add_argument("--text", type=Path, action="append", metavar="DIR", help="instead of this Python's packages")
@@ -354,7 +354,10 @@ def main(*argv: str) -> int:
     args = parser.parse_args(argv or None)
     deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     changed = {name: value for name, value in (("steps", args.steps), ("B", args.batch)) if value is not None}
-    settings = Settings(**asdict(SIZES[args.size]) | changed)
+    size = args.size or ("base" if torch.cuda.is_available() else "toy")
+    settings = Settings(**asdict(SIZES[size]) | changed)
+    if not torch.cuda.is_available():
+        print(f"no GPU: size {size!r} on the CPU" + (", which takes hours" if size != "toy" else ""))
     args.out.mkdir(parents=True, exist_ok=True)
     data = text.load(args.text or text.default_folders(), TEXT_BYTES)
     print(f"text: {data.about}, a unigram model's loss {data.unigram_loss():.3f}")

@@ -13,11 +13,16 @@ products and rows between ranks in e4m3, which needs bfloat16 weights and Hopper
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types as spmd
 import torch
-from torchtitan.config import derive, override
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+try:
+    import spmd_types as spmd
+    from torchtitan.config import derive, override
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+except ModuleNotFoundError as error:
+    needs = "it is for torchtitan 0.3 (pip install torchtitan==0.3.0), which imports it"
+    raise ModuleNotFoundError(f"examples/torchtitan_experts.py: {error}; {needs}", name=error.name) from error
 
 from moeblaze_cupy.interop.parallel import ExpertGroup, expert_parallel_moe
 from moeblaze_cupy.interop.torch import moe

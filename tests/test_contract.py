@@ -311,7 +311,8 @@ README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "bench" / "README.md"])
 TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README + GUIDE + TRANSFORMERS, re.DOTALL)
+INDEX = (ROOT / "docs" / "index.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README + INDEX + GUIDE + TRANSFORMERS, re.DOTALL)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: " ".join(text.split()[1:4]))

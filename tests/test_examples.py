@@ -39,17 +39,47 @@ def test_example_on_the_cpu(command):
     assert "loss" in said and ("on cpu" in said or "2 processes, 127680 of 255360 parameters" in said)
 
 
-def test_the_program_of_the_page_on_many_gpus(tmp_path):
-    """The first of docs/parallel.md, as the page says that it is run; it prints nothing."""
-    pytest.importorskip("torch")
-    page = (ROOT / "docs" / "parallel.md").read_text()
-    assert "`torchrun --nproc-per-node 2 FILE.py`" in page
-    program = tmp_path / "program.py"
-    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+def on_two_processes(code: str, folder: Path) -> str:
+    """What a program prints that `torchrun --nproc-per-node 2 FILE.py` runs."""
+    program = folder / "program.py"
+    program.write_text(code)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0 and not ended.stdout, ended.stdout + ended.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def test_the_program_of_the_page_on_many_gpus(tmp_path):
+    """The first of docs/parallel.md, as the page says that it is run."""
+    pytest.importorskip("torch")
+    page = (ROOT / "docs" / "parallel.md").read_text()
+    assert "`torchrun --nproc-per-node 2 FILE.py`" in page
+    assert on_two_processes(blocks_of(page)[0], tmp_path).count("torch.Size([64, 32])") == 2
+
+
+def test_the_programs_of_adapters_on_many_gpus(tmp_path):
+    """Those of docs/parallel.md on transformers, one after another."""
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    blocks = blocks_of((ROOT / "docs" / "parallel.md").read_text().partition("## Adapters")[2])
+    said = on_two_processes("\n".join([*blocks, "dist.destroy_process_group()"]), tmp_path)
+    assert said.count("(Shard(dim=0),)") == 2
+
+
+def test_help_runs_nothing():
+    assert "usage" in run("jax_layer.py --help") and "loss" not in run("jax_layer.py --help")
+
+
+def test_a_missing_torchtitan_is_named_with_its_remedy():
+    pytest.importorskip("torch")
+    code = "import sys; sys.modules['torchtitan'] = None; import examples.torchtitan_experts"  # None: as if missing
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert re.search(r"examples/torchtitan_experts.py: .*pip install torchtitan==0.3.0", ended.stderr)
 
 
 @pytest.mark.gpu

@@ -418,7 +418,7 @@ def bias_of_the_router(rank, size, group):
         logits = torch.randn(sum(counts), E, generator=torch.Generator().manual_seed(step)) + torch.linspace(-2, 2, E)
         inputs = Inputs(rank, counts)
         _, ids = route(logits[inputs.here], K, score="sigmoid", bias=bias)
-        PAGE.update_bias(bias, ids, 0.2)
+        PAGE.update_bias_of_all(bias, ids, 0.2)
         _, chosen = route(logits, K, score="sigmoid", bias=of_one)
         load = torch.bincount(chosen.flatten().long(), minlength=E).float()
         of_one += 0.2 * torch.sign(load.mean() - load)
