@@ -152,3 +152,18 @@ def test_errors_name_the_function_and_the_argument():
         update_bias(torch.zeros(E, dtype=torch.bfloat16), counts)
     with pytest.raises(ValueError, match=rf"^update_bias: counts: expected .*E = {E}, got \(1, 11\)"):
         update_bias(torch.zeros(E), counts[:, :-1])
+
+
+def test_losses_compile_to_one_graph():
+    """With counts by torch, as the page on balancing says."""
+
+    def found(x):
+        _, ids, sums = route(x, K, sums=("softmax", "z"))
+        counts = (ids[..., None] == torch.arange(E, device=ids.device)).sum((0, 1))
+        return load_balancing_loss(counts, sums) + z_loss(sums, len(x))
+
+    def wanted(x):
+        return balance(x, "softmax") + (x.exp().sum(dim=1).log() ** 2).mean()
+
+    compiled = torch.compile(found, backend="aot_eager", fullgraph=True)
+    assert_same(compiled, wanted, logits_of(9), torch.float64)
